@@ -1,0 +1,2 @@
+//! The program `fa`.
+fn main() {}

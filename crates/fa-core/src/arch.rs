@@ -1,0 +1,319 @@
+//! GPU architectures: one table of limits and rates.
+//!
+//! Limits are those of the CUDA C++ Programming Guide's table of technical specifications per compute capability;
+//! rates are those of the named board's datasheet or architecture whitepaper, per SM and clock where the datasheet
+//! gives a total (total / SMs / boost clock). They rank candidates; `fa plan` calibrates them by measurement.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A compute capability that the planner knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Arch {
+    /// A100.
+    Sm80,
+    /// GeForce RTX 30, A10, A40.
+    Sm86,
+    /// GeForce RTX 40, L4, L40.
+    Sm89,
+    /// H100, H200, GH200.
+    Sm90,
+    /// B200, GB200.
+    Sm100,
+    /// B300, GB300.
+    Sm103,
+    /// GeForce RTX 50, RTX PRO Blackwell.
+    Sm120,
+    /// GB10 (DGX Spark).
+    Sm121,
+}
+
+/// Limits and rates of an [`Arch`]. Sizes in bytes, rates per SM and clock unless they say otherwise.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ArchLimits {
+    /// The board that the rates describe.
+    pub board: &'static str,
+    /// Streaming multiprocessors of that board.
+    pub sms: u32,
+    /// Boost clock in GHz of that board.
+    pub clock_ghz: f64,
+    /// Shared memory of an SM.
+    pub smem_per_sm: u32,
+    /// Shared memory that one block may use (opt-in, dynamic).
+    pub smem_per_block: u32,
+    /// Shared memory that the system takes from the SM for every resident block.
+    pub smem_reserved_per_block: u32,
+    /// 32-bit registers of an SM.
+    pub regs_per_sm: u32,
+    /// Registers that one thread may use.
+    pub regs_per_thread: u32,
+    /// Registers are given to warps in multiples of this.
+    pub reg_alloc_unit: u32,
+    /// Resident threads of an SM.
+    pub threads_per_sm: u32,
+    /// Resident blocks of an SM.
+    pub blocks_per_sm: u32,
+    /// Tensor memory columns of an SM (32-bit, 128 lanes); 0 where there is none.
+    pub tmem_columns: u32,
+    /// Dense f16/bf16 matrix operations with f32 accumulation; a multiply-add counts 2.
+    pub tensor_flops: f64,
+    /// Special-function results (exp2).
+    pub mufu: f64,
+    /// f32 operations; a multiply-add counts 2.
+    pub fp32_flops: f64,
+    /// Shared-memory bytes.
+    pub smem_bytes: f64,
+    /// L2 size of the board.
+    pub l2_bytes: u64,
+    /// L2 to SM bytes per clock for the whole board (measured figures from public microbenchmarks, rounded).
+    pub l2_bytes_per_clock: f64,
+    /// Device-memory bandwidth of the board in bytes per second.
+    pub hbm_bytes_per_s: f64,
+}
+
+/// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 9.0; rates: H100 SXM5 datasheet and
+/// the Hopper whitepaper (989.4 TFLOP/s dense bf16 at 1.83 GHz on 132 SMs = 4096 per SM and clock, 3.35 TB/s, 50 MB L2).
+const SM90: ArchLimits = ArchLimits {
+    board: "H100 SXM5",
+    sms: 132,
+    clock_ghz: 1.83,
+    smem_per_sm: 228 * 1024,
+    smem_per_block: 227 * 1024,
+    smem_reserved_per_block: 1024,
+    regs_per_sm: 65536,
+    regs_per_thread: 255,
+    reg_alloc_unit: 256,
+    threads_per_sm: 2048,
+    blocks_per_sm: 32,
+    tmem_columns: 0,
+    tensor_flops: 4096.0,
+    mufu: 16.0,
+    fp32_flops: 256.0,
+    smem_bytes: 128.0,
+    l2_bytes: 50 << 20,
+    l2_bytes_per_clock: 5120.0,
+    hbm_bytes_per_s: 3.35e12,
+};
+
+/// Same guide, 8.0; rates: A100 80GB SXM datasheet (312 TFLOP/s at 1.41 GHz on 108 SMs, 2.04 TB/s, 40 MB L2).
+const SM80: ArchLimits = ArchLimits {
+    board: "A100 80GB SXM",
+    sms: 108,
+    clock_ghz: 1.41,
+    smem_per_sm: 164 * 1024,
+    smem_per_block: 163 * 1024,
+    tensor_flops: 2048.0,
+    fp32_flops: 128.0,
+    l2_bytes: 40 << 20,
+    hbm_bytes_per_s: 2.039e12,
+    ..SM90
+};
+
+/// Same guide, 8.6; rates: NVIDIA A10 datasheet and the GA102 whitepaper (125 TFLOP/s at 1.695 GHz on 72 SMs, 600 GB/s).
+const SM86: ArchLimits = ArchLimits {
+    board: "A10",
+    sms: 72,
+    clock_ghz: 1.695,
+    smem_per_sm: 100 * 1024,
+    smem_per_block: 99 * 1024,
+    threads_per_sm: 1536,
+    blocks_per_sm: 16,
+    tensor_flops: 1024.0,
+    fp32_flops: 256.0,
+    l2_bytes: 6 << 20,
+    l2_bytes_per_clock: 1536.0,
+    hbm_bytes_per_s: 600e9,
+    ..SM90
+};
+
+/// Same guide, 8.9; rates: Ada whitepaper, GeForce RTX 4090 (165.2 TFLOP/s with f32 accumulation at 2.52 GHz on 128 SMs,
+/// 1008 GB/s, 72 MB L2).
+const SM89: ArchLimits = ArchLimits {
+    board: "GeForce RTX 4090",
+    sms: 128,
+    clock_ghz: 2.52,
+    blocks_per_sm: 24,
+    tensor_flops: 512.0,
+    l2_bytes: 72 << 20,
+    l2_bytes_per_clock: 2048.0,
+    hbm_bytes_per_s: 1.008e12,
+    ..SM86
+};
+
+/// Same guide, 10.0; tensor memory: PTX ISA, "Tensor Memory" (512 columns); rates: B200 datasheet (2.25 PFLOP/s dense bf16
+/// = 8192 per SM and clock on 148 SMs at 1.85 GHz, 8 TB/s) and public microbenchmarks (126 MB L2).
+const SM100: ArchLimits = ArchLimits {
+    board: "B200",
+    sms: 148,
+    clock_ghz: 1.85,
+    tmem_columns: 512,
+    tensor_flops: 8192.0,
+    l2_bytes: 126 << 20,
+    l2_bytes_per_clock: 10240.0,
+    hbm_bytes_per_s: 8.0e12,
+    ..SM90
+};
+
+/// As 10.0; Blackwell Ultra doubles the special-function rate (B300 architecture overview).
+const SM103: ArchLimits = ArchLimits { board: "B300", mufu: 32.0, ..SM100 };
+
+/// Same guide, 12.0; rates: RTX Blackwell whitepaper, GeForce RTX 5090 (209.5 TFLOP/s with f32 accumulation at 2.407 GHz on
+/// 170 SMs, 1792 GB/s, 96 MB L2).
+const SM120: ArchLimits = ArchLimits {
+    board: "GeForce RTX 5090",
+    sms: 170,
+    clock_ghz: 2.407,
+    blocks_per_sm: 24,
+    tensor_flops: 512.0,
+    l2_bytes: 96 << 20,
+    l2_bytes_per_clock: 4096.0,
+    hbm_bytes_per_s: 1.792e12,
+    ..SM86
+};
+
+/// Same guide, 12.1; rates: DGX Spark data sheet (48 SMs, 273 GB/s LPDDR5X) with the 12.0 SM.
+const SM121: ArchLimits = ArchLimits {
+    board: "GB10",
+    sms: 48,
+    clock_ghz: 2.418,
+    l2_bytes: 24 << 20,
+    l2_bytes_per_clock: 1024.0,
+    hbm_bytes_per_s: 273e9,
+    ..SM120
+};
+
+impl Arch {
+    /// Every architecture, oldest first.
+    pub const ALL: [Arch; 8] =
+        [Arch::Sm80, Arch::Sm86, Arch::Sm89, Arch::Sm90, Arch::Sm100, Arch::Sm103, Arch::Sm120, Arch::Sm121];
+
+    /// Limits and rates.
+    pub const fn limits(self) -> &'static ArchLimits {
+        match self {
+            Arch::Sm80 => &SM80,
+            Arch::Sm86 => &SM86,
+            Arch::Sm89 => &SM89,
+            Arch::Sm90 => &SM90,
+            Arch::Sm100 => &SM100,
+            Arch::Sm103 => &SM103,
+            Arch::Sm120 => &SM120,
+            Arch::Sm121 => &SM121,
+        }
+    }
+
+    /// The name used on the command line, in RON and in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Arch::Sm80 => "sm80",
+            Arch::Sm86 => "sm86",
+            Arch::Sm89 => "sm89",
+            Arch::Sm90 => "sm90",
+            Arch::Sm100 => "sm100",
+            Arch::Sm103 => "sm103",
+            Arch::Sm120 => "sm120",
+            Arch::Sm121 => "sm121",
+        }
+    }
+
+    /// Compute capability (major, minor).
+    pub const fn compute_capability(self) -> (u32, u32) {
+        match self {
+            Arch::Sm80 => (8, 0),
+            Arch::Sm86 => (8, 6),
+            Arch::Sm89 => (8, 9),
+            Arch::Sm90 => (9, 0),
+            Arch::Sm100 => (10, 0),
+            Arch::Sm103 => (10, 3),
+            Arch::Sm120 => (12, 0),
+            Arch::Sm121 => (12, 1),
+        }
+    }
+
+    /// The architecture whose code runs on a device of this compute capability; `None` where nothing does.
+    pub fn of_compute_capability(major: u32, minor: u32) -> Option<Arch> {
+        Arch::ALL.into_iter().rev().find(|arch| {
+            let (own_major, own_minor) = arch.compute_capability();
+            own_major == major && own_minor <= minor
+        })
+    }
+
+    /// Whether wgmma, TMA and setmaxnreg (the sm_90a target) exist.
+    pub const fn has_wgmma(self) -> bool {
+        matches!(self, Arch::Sm90)
+    }
+
+    /// Whether tcgen05 and tensor memory exist.
+    pub const fn has_tcgen05(self) -> bool {
+        self.limits().tmem_columns > 0
+    }
+}
+
+impl ArchLimits {
+    /// Peak dense f16/bf16 rate of the board in operations per second.
+    pub fn peak_tensor_flops(&self) -> f64 {
+        self.tensor_flops * f64::from(self.sms) * self.clock_ghz * 1e9
+    }
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A name that is no [`Arch`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121")]
+pub struct ParseArchError(pub String);
+
+impl FromStr for Arch {
+    type Err = ParseArchError;
+
+    /// Accepts `sm90`, `sm_90` and `sm_90a`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wanted = text.to_ascii_lowercase().replace('_', "");
+        let wanted = wanted.trim_end_matches('a');
+        Arch::ALL.into_iter().find(|a| a.name() == wanted).ok_or_else(|| ParseArchError(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_parse_back() {
+        for arch in Arch::ALL {
+            assert_eq!(arch.name().parse(), Ok(arch));
+            assert_eq!(arch.name().replace("sm", "sm_").parse(), Ok(arch));
+        }
+        assert_eq!("sm_90a".parse(), Ok(Arch::Sm90));
+        assert!("sm75".parse::<Arch>().is_err());
+    }
+
+    #[test]
+    fn devices_find_the_newest_code_that_runs_on_them() {
+        assert_eq!(Arch::of_compute_capability(8, 7), Some(Arch::Sm86));
+        assert_eq!(Arch::of_compute_capability(9, 0), Some(Arch::Sm90));
+        assert_eq!(Arch::of_compute_capability(10, 3), Some(Arch::Sm103));
+        assert_eq!(Arch::of_compute_capability(7, 5), None);
+    }
+
+    #[test]
+    fn rates_reproduce_the_datasheets() {
+        for (arch, tflops) in [
+            (Arch::Sm80, 312.0),
+            (Arch::Sm86, 125.0),
+            (Arch::Sm89, 165.2),
+            (Arch::Sm90, 989.4),
+            (Arch::Sm100, 2250.0),
+            (Arch::Sm120, 209.5),
+        ] {
+            let peak = arch.limits().peak_tensor_flops() / 1e12;
+            assert!((peak / tflops - 1.0).abs() < 0.01, "{arch}: {peak} is not {tflops}");
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! The nouns of the workspace: what is to be computed ([`Problem`], [`Mask`], [`Dtype`]), on what ([`Arch`]),
+//! where elements lie ([`TensorLayout`], [`layout`], [`swizzle`]) and by which kernel ([`KernelSpec`]).
+//!
+//! Plain data without I/O and without CUDA. Conventions that hold everywhere:
+//!
+//! - tensors are named by the order of their axes, `BSHD` or `BHSD`; the head dim is contiguous;
+//! - masks are bottom-right aligned: query `i` sits on key `i + seqlen_k - seqlen_q`;
+//! - LSE is the natural logarithm of the sum of exponentials, f32, `[batch, heads_q, seqlen_q]`;
+//! - a row that sees no key gives `O = 0` and `LSE = -inf`.
+
+pub mod arch;
+pub mod dtype;
+pub mod layout;
+pub mod mask;
+pub mod problem;
+pub mod spec;
+pub mod swizzle;
+pub mod tensor;
+
+pub use arch::{Arch, ArchLimits};
+pub use dtype::Dtype;
+pub use mask::{BlockRange, Mask};
+pub use problem::{Problem, ProblemError};
+pub use spec::{Kernel, KernelSpec, MaskKind, ShippedSpec, Sm80Fwd, Sm90Fwd, SpecError};
+// swizzle
+pub use tensor::{Strides, TensorLayout};

@@ -1,0 +1,299 @@
+//! Which keys a query sees, and which tiles of keys a tile of queries has to visit.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// A band of visible keys around the diagonal, aligned to the bottom right corner.
+///
+/// With `d = i + seqlen_k - seqlen_q`, query `i` sees the keys `j` with `d - left <= j <= d + right` (a side that is
+/// `None` has no limit). Causal is `right = 0`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mask {
+    /// How many keys left of the diagonal are visible; `None` for all.
+    pub left: Option<u32>,
+    /// How many keys right of the diagonal are visible; `None` for all, `0` for causal.
+    pub right: Option<u32>,
+}
+
+/// The tiles of `tile_n` keys that a range of queries has to visit.
+///
+/// `begin..end` holds a visible pair or may hold one; inside it, `full_begin..full_end` needs no mask at all. Tiles
+/// outside `full_begin..full_end` need per-element masking. Empty ranges have `begin == end`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockRange {
+    /// First tile to visit.
+    pub begin: usize,
+    /// One past the last tile to visit.
+    pub end: usize,
+    /// First tile in which every pair is visible.
+    pub full_begin: usize,
+    /// One past the last tile in which every pair is visible.
+    pub full_end: usize,
+}
+
+impl BlockRange {
+    /// Tiles to visit.
+    pub fn len(&self) -> usize {
+        self.end - self.begin
+    }
+
+    /// Whether no tile has to be visited.
+    pub fn is_empty(&self) -> bool {
+        self.begin == self.end
+    }
+
+    /// Tiles that need per-element masking.
+    pub fn masked(&self) -> usize {
+        self.len() - (self.full_end - self.full_begin)
+    }
+}
+
+impl Mask {
+    /// Every key is visible.
+    pub const FULL: Mask = Mask { left: None, right: None };
+    /// No key right of the (bottom-right aligned) diagonal is visible.
+    pub const CAUSAL: Mask = Mask { left: None, right: Some(0) };
+
+    /// `left` keys before the diagonal, the diagonal, and `right` keys after it.
+    pub const fn window(left: u32, right: u32) -> Mask {
+        Mask { left: Some(left), right: Some(right) }
+    }
+
+    /// `left` keys before the diagonal and the diagonal itself.
+    pub const fn causal_window(left: u32) -> Mask {
+        Mask::window(left, 0)
+    }
+
+    /// Whether every key is visible whatever the lengths.
+    pub const fn is_full(&self) -> bool {
+        self.left.is_none() && self.right.is_none()
+    }
+
+    /// Whether this is exactly the causal mask.
+    pub const fn is_causal(&self) -> bool {
+        self.left.is_none() && matches!(self.right, Some(0))
+    }
+
+    /// The keys that query `i` sees, as a range within `0..seqlen_k` (possibly empty).
+    pub fn keys(&self, i: usize, seqlen_q: usize, seqlen_k: usize) -> Range<usize> {
+        let diagonal = i as i128 + seqlen_k as i128 - seqlen_q as i128;
+        let clamp = |key: i128| key.clamp(0, seqlen_k as i128) as usize;
+        let begin = self.left.map_or(0, |left| clamp(diagonal - i128::from(left)));
+        let end = self.right.map_or(seqlen_k, |right| clamp(diagonal + i128::from(right) + 1));
+        begin..end.max(begin)
+    }
+
+    /// Whether query `i` sees key `j`.
+    pub fn visible(&self, i: usize, j: usize, seqlen_q: usize, seqlen_k: usize) -> bool {
+        self.keys(i, seqlen_q, seqlen_k).contains(&j)
+    }
+
+    /// The number of visible (query, key) pairs.
+    pub fn pairs(&self, seqlen_q: usize, seqlen_k: usize) -> u128 {
+        let (sq, sk) = (seqlen_q as i128, seqlen_k as i128);
+        // Row i ends at clamp(i + end) and begins at clamp(i + begin), so the count is a difference of two clamped sums.
+        let end = self.right.map_or(sk * sq, |right| clamped_sum(sk - sq + i128::from(right) + 1, sq, sk));
+        let begin = self.left.map_or(0, |left| clamped_sum(sk - sq - i128::from(left), sq, sk));
+        (end - begin) as u128
+    }
+
+    /// The tiles of `tile_n` keys that the queries `rows` (within `0..seqlen_q`) have to visit.
+    ///
+    /// # Panics
+    /// If `tile_n` is 0.
+    pub fn n_blocks(
+        &self,
+        rows: Range<usize>,
+        seqlen_q: usize,
+        seqlen_k: usize,
+        tile_n: usize,
+    ) -> BlockRange {
+        if rows.is_empty() {
+            return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
+        }
+        let (first, last) =
+            (self.keys(rows.start, seqlen_q, seqlen_k), self.keys(rows.end - 1, seqlen_q, seqlen_k));
+        blocks(first.start..last.end, last.start..first.end, seqlen_k, tile_n)
+    }
+
+    /// The tiles of `tile_m` queries that the keys `columns` (within `0..seqlen_k`) have to visit: the backward's walk.
+    ///
+    /// # Panics
+    /// If `tile_m` is 0.
+    pub fn m_blocks(
+        &self,
+        columns: Range<usize>,
+        seqlen_q: usize,
+        seqlen_k: usize,
+        tile_m: usize,
+    ) -> BlockRange {
+        if columns.is_empty() {
+            return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
+        }
+        // Seen from the keys the mask is itself a band with its sides exchanged: key j lies on query j + sq - sk.
+        let transposed = Mask { left: self.right, right: self.left };
+        transposed.n_blocks(columns, seqlen_k, seqlen_q, tile_m)
+    }
+}
+
+/// The sum of `clamp(i + offset, 0, limit)` over `i` in `0..count`.
+fn clamped_sum(offset: i128, count: i128, limit: i128) -> i128 {
+    let rising_begin = (-offset).clamp(0, count);
+    let rising_end = (limit - offset).clamp(rising_begin, count);
+    let rising = rising_end - rising_begin;
+    rising * offset + (rising_begin + rising_end - 1) * rising / 2 + (count - rising_end) * limit
+}
+
+/// Tiles that meet `visible` and, among them, those that lie within `full` (all rows see them whole).
+fn blocks(visible: Range<usize>, full: Range<usize>, len: usize, tile: usize) -> BlockRange {
+    if visible.is_empty() {
+        return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
+    }
+    let (begin, end) = (visible.start / tile, visible.end.div_ceil(tile));
+    // A ragged last tile needs a mask even where every key in it is visible.
+    let whole_end = full.end.min(len) / tile;
+    let full_begin = full.start.div_ceil(tile).clamp(begin, end);
+    BlockRange { begin, end, full_begin, full_end: whole_end.clamp(full_begin, end) }
+}
+
+impl fmt::Display for Mask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let side = |side: Option<u32>| side.map_or("inf".to_owned(), |n| n.to_string());
+        let text = match (self.left, self.right) {
+            (None, None) => "full".to_owned(),
+            (None, Some(0)) => "causal".to_owned(),
+            (Some(left), Some(0)) => format!("causal+window({left})"),
+            (left, right) => format!("window({},{})", side(left), side(right)),
+        };
+        f.pad(&text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MASKS: [Mask; 9] = [
+        Mask::FULL,
+        Mask::CAUSAL,
+        Mask::window(0, 0),
+        Mask::window(3, 2),
+        Mask::window(0, 7),
+        Mask::causal_window(5),
+        Mask { left: Some(4), right: None },
+        Mask { left: None, right: Some(6) },
+        Mask::window(100, 100),
+    ];
+
+    /// The definition, element by element.
+    fn sees(mask: &Mask, i: usize, j: usize, sq: usize, sk: usize) -> bool {
+        let distance = j as i64 - (i as i64 + sk as i64 - sq as i64);
+        mask.left.is_none_or(|left| distance >= -i64::from(left))
+            && mask.right.is_none_or(|right| distance <= i64::from(right))
+    }
+
+    fn for_each_case(mut check: impl FnMut(&Mask, usize, usize)) {
+        for mask in &MASKS {
+            for sq in 0..14 {
+                for sk in 0..14 {
+                    check(mask, sq, sk);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn keys_and_pairs_follow_the_definition() {
+        for_each_case(|mask, sq, sk| {
+            let mut pairs = 0;
+            for i in 0..sq {
+                for j in 0..sk {
+                    let expected = sees(mask, i, j, sq, sk);
+                    assert_eq!(mask.visible(i, j, sq, sk), expected, "{mask} q{i} k{j} of {sq}x{sk}");
+                    pairs += u128::from(expected);
+                }
+            }
+            assert_eq!(mask.pairs(sq, sk), pairs, "{mask} {sq}x{sk}");
+        });
+    }
+
+    #[test]
+    fn block_ranges_cover_what_is_visible_and_split_it_rightly() {
+        for_each_case(|mask, sq, sk| {
+            for tile_n in [1, 3, 4] {
+                for m0 in 0..sq {
+                    for m1 in m0..=sq {
+                        let range = mask.n_blocks(m0..m1, sq, sk, tile_n);
+                        check_range(&range, m0..m1, sk, tile_n, |i, j| sees(mask, i, j, sq, sk));
+                    }
+                }
+            }
+            for tile_m in [1, 3, 4] {
+                for n0 in 0..sk {
+                    for n1 in n0..=sk {
+                        let range = mask.m_blocks(n0..n1, sq, sk, tile_m);
+                        check_range(&range, n0..n1, sq, tile_m, |j, i| sees(mask, i, j, sq, sk));
+                    }
+                }
+            }
+        });
+    }
+
+    fn check_range(
+        range: &BlockRange,
+        rows: Range<usize>,
+        len: usize,
+        tile: usize,
+        sees: impl Fn(usize, usize) -> bool,
+    ) {
+        assert!(
+            range.begin <= range.full_begin
+                && range.full_begin <= range.full_end
+                && range.full_end <= range.end
+        );
+        for block in 0..len.div_ceil(tile) {
+            let mut visible =
+                (block * tile..(block + 1) * tile).flat_map(|j| rows.clone().map(move |i| (i, j)));
+            if (range.full_begin..range.full_end).contains(&block) {
+                assert!(
+                    visible.all(|(i, j)| j < len && sees(i, j)),
+                    "tile {block} of {range:?} needs a mask"
+                );
+            } else if !(range.begin..range.end).contains(&block) {
+                assert!(
+                    !visible.any(|(i, j)| j < len && sees(i, j)),
+                    "tile {block} is missing from {range:?}"
+                );
+            } else {
+                let all = visible.all(|(i, j)| j < len && sees(i, j));
+                assert!(!all, "tile {block} of {range:?} needs no mask");
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_do_not_overflow_on_long_sequences() {
+        let n = 1usize << 40;
+        assert_eq!(Mask::CAUSAL.pairs(n, n), (1u128 << 79) + (1 << 39));
+    }
+
+    #[test]
+    fn names() {
+        let names: Vec<String> = MASKS.iter().map(Mask::to_string).collect();
+        assert_eq!(
+            names[..7],
+            [
+                "full",
+                "causal",
+                "causal+window(0)",
+                "window(3,2)",
+                "window(0,7)",
+                "causal+window(5)",
+                "window(4,inf)"
+            ]
+        );
+    }
+}

@@ -1,0 +1,229 @@
+//! One attention problem: shapes, types, mask and scalars, with its operation and byte counts.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Dtype, Mask};
+
+/// `O = softmax(mask(cap(scale * Q K^T))) V` for `batch x heads_q` independent heads.
+///
+/// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V
+/// `[batch, seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
+/// head `h` reads K and V head `h / (heads_q / heads_kv)`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Problem {
+    /// Independent sequences.
+    pub batch: usize,
+    /// Queries per sequence.
+    pub seqlen_q: usize,
+    /// Keys per sequence.
+    pub seqlen_k: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key and value heads; divides `heads_q`.
+    pub heads_kv: usize,
+    /// Elements of a query or key.
+    pub head_dim: usize,
+    /// Elements of a value or output row.
+    pub head_dim_v: usize,
+    /// Which keys a query sees.
+    pub mask: Mask,
+    /// Type of Q, K, V and O.
+    pub dtype: Dtype,
+    /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
+    #[serde(default)]
+    pub softmax_scale: Option<f64>,
+    /// `cap * tanh(s / cap)` on the scaled scores, before the mask; `None` for no cap.
+    #[serde(default)]
+    pub softcap: Option<f64>,
+}
+
+/// What is wrong with a [`Problem`].
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ProblemError {
+    /// A length that must be at least 1 is 0.
+    #[error("{name} is 0: it must be at least 1")]
+    Zero {
+        /// The field.
+        name: &'static str,
+    },
+    /// Query heads cannot be shared out over the key heads.
+    #[error(
+        "heads_q = {heads_q} is not a multiple of heads_kv = {heads_kv}: each K/V head serves heads_q / heads_kv query heads"
+    )]
+    HeadsNotDivisible {
+        /// Query heads.
+        heads_q: usize,
+        /// Key and value heads.
+        heads_kv: usize,
+    },
+    /// A tensor would have more elements than can be addressed.
+    #[error("{tensor} has {shape} elements, more than 2^{limit_bits} - 1: split the batch")]
+    TooLarge {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its shape as text.
+        shape: String,
+        /// Bits of the largest count of elements.
+        limit_bits: u32,
+    },
+    /// A scalar that must be finite is not, or must be positive and is not.
+    #[error("{name} is {value}: it must be {need}")]
+    BadScalar {
+        /// The field.
+        name: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it must be.
+        need: &'static str,
+    },
+}
+
+/// A tensor may have at most `2^ELEMENT_BITS - 1` elements, so that byte offsets fit a signed 64-bit number.
+pub const ELEMENT_BITS: u32 = 48;
+
+impl Problem {
+    /// A square self-attention problem: equal lengths, heads and head dims, default scale, no cap.
+    pub const fn square(
+        batch: usize,
+        seqlen: usize,
+        heads: usize,
+        head_dim: usize,
+        mask: Mask,
+        dtype: Dtype,
+    ) -> Self {
+        Problem {
+            batch,
+            seqlen_q: seqlen,
+            seqlen_k: seqlen,
+            heads_q: heads,
+            heads_kv: heads,
+            head_dim,
+            head_dim_v: head_dim,
+            mask,
+            dtype,
+            softmax_scale: None,
+            softcap: None,
+        }
+    }
+
+    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero outputs.
+    ///
+    /// # Errors
+    /// The first [`ProblemError`] found.
+    pub fn check(&self) -> Result<(), ProblemError> {
+        let lengths = [
+            ("heads_q", self.heads_q),
+            ("heads_kv", self.heads_kv),
+            ("head_dim", self.head_dim),
+            ("head_dim_v", self.head_dim_v),
+        ];
+        if let Some(&(name, _)) = lengths.iter().find(|(_, value)| *value == 0) {
+            return Err(ProblemError::Zero { name });
+        }
+        if !self.heads_q.is_multiple_of(self.heads_kv) {
+            return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
+        }
+        for (tensor, [b, s, h, d]) in [
+            ("q", [self.batch, self.seqlen_q, self.heads_q, self.head_dim]),
+            ("k", [self.batch, self.seqlen_k, self.heads_kv, self.head_dim]),
+            ("v", [self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v]),
+            ("out", [self.batch, self.seqlen_q, self.heads_q, self.head_dim_v]),
+        ] {
+            let elements = [s, h, d].iter().try_fold(b as u64, |n, &len| n.checked_mul(len as u64));
+            if elements.is_none_or(|n| n >> ELEMENT_BITS != 0) {
+                let shape = format!("{b} x {s} x {h} x {d}");
+                return Err(ProblemError::TooLarge { tensor, shape, limit_bits: ELEMENT_BITS });
+            }
+        }
+        if let Some(value) = self.softmax_scale.filter(|scale| !scale.is_finite()) {
+            return Err(ProblemError::BadScalar { name: "softmax_scale", value, need: "finite" });
+        }
+        if let Some(value) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
+        }
+        Ok(())
+    }
+
+    /// The factor on Q K^T.
+    pub fn scale(&self) -> f64 {
+        self.softmax_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f64).sqrt())
+    }
+
+    /// Query heads per K/V head.
+    pub const fn group_size(&self) -> usize {
+        self.heads_q / self.heads_kv
+    }
+
+    /// Visible (query, key) pairs over all heads and sequences.
+    pub fn pairs(&self) -> f64 {
+        self.batch as f64 * self.heads_q as f64 * self.mask.pairs(self.seqlen_q, self.seqlen_k) as f64
+    }
+
+    /// Floating-point operations of the forward: two products of 2 operations per pair and element,
+    /// `2 * pairs * (head_dim + head_dim_v)` (the field's convention; masked pairs do not count).
+    pub fn flops_forward(&self) -> f64 {
+        2.0 * self.pairs() * (self.head_dim + self.head_dim_v) as f64
+    }
+
+    /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five products of
+    /// a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs * (3 hd + 2 hdv)`.)
+    pub fn flops_backward(&self) -> f64 {
+        2.5 * self.flops_forward()
+    }
+
+    /// Fewest bytes the forward moves: Q, K, V read once, O and the f32 LSE written once.
+    pub fn bytes_forward(&self) -> f64 {
+        let (q, k, v, o) = self.elements();
+        self.dtype.bytes() as f64 * (q + k + v + o) + 4.0 * self.rows()
+    }
+
+    /// Fewest bytes the backward moves: Q, K, V, O, dO and LSE read once, dQ, dK and dV written once.
+    pub fn bytes_backward(&self) -> f64 {
+        let (q, k, v, o) = self.elements();
+        self.dtype.bytes() as f64 * (2.0 * (q + k + v) + 2.0 * o) + 4.0 * self.rows()
+    }
+
+    /// Query rows over all heads and sequences: the number of LSE values.
+    pub fn rows(&self) -> f64 {
+        self.batch as f64 * self.heads_q as f64 * self.seqlen_q as f64
+    }
+
+    fn elements(&self) -> (f64, f64, f64, f64) {
+        let keys = self.batch as f64 * self.heads_kv as f64 * self.seqlen_k as f64;
+        let (hd, hdv) = (self.head_dim as f64, self.head_dim_v as f64);
+        (self.rows() * hd, keys * hd, keys * hdv, self.rows() * hdv)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
+
+    #[test]
+    fn counts_follow_the_published_convention() {
+        assert_eq!(BASE.flops_forward(), 4.0 * 2.0 * 16.0 * 1024.0 * 1024.0 * 128.0);
+        assert_eq!(BASE.flops_backward(), 2.5 * BASE.flops_forward());
+        let causal = Problem { mask: Mask::CAUSAL, ..BASE };
+        assert_eq!(causal.pairs(), 2.0 * 16.0 * 1024.0 * 1025.0 / 2.0);
+        assert_eq!(BASE.bytes_forward(), 2.0 * 16.0 * 1024.0 * (4.0 * 128.0 * 2.0 + 4.0));
+        assert_eq!(BASE.bytes_backward(), 2.0 * 16.0 * 1024.0 * (8.0 * 128.0 * 2.0 + 4.0));
+    }
+
+    #[test]
+    fn refusals_name_the_field_and_the_value() {
+        let refused = |problem: Problem, part: &str| {
+            let text = problem.check().expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not name {part}");
+        };
+        assert_eq!(BASE.check(), Ok(()));
+        assert_eq!(Problem { batch: 0, seqlen_q: 0, ..BASE }.check(), Ok(()));
+        refused(Problem { head_dim: 0, ..BASE }, "head_dim is 0");
+        refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
+        refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
+        refused(Problem { softcap: Some(0.0), ..BASE }, "softcap is 0");
+        refused(Problem { seqlen_k: usize::MAX, ..BASE }, "k has");
+    }
+}

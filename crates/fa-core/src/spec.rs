@@ -1,0 +1,490 @@
+//! A kernel as plain data: all that the kernel sources are specialised on, and nothing of any one problem's lengths.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Arch, Dtype, Mask};
+
+/// Which masking code a kernel holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MaskKind {
+    /// Only the end of the keys is masked.
+    Full,
+    /// The end of the keys and the causal diagonal.
+    Causal,
+    /// A window with run-time sides; also serves causal windows.
+    Window,
+}
+
+impl MaskKind {
+    /// The cheapest kind that computes `mask`.
+    pub const fn of(mask: &Mask) -> MaskKind {
+        if mask.is_full() {
+            MaskKind::Full
+        } else if mask.is_causal() {
+            MaskKind::Causal
+        } else {
+            MaskKind::Window
+        }
+    }
+
+    /// The name used in RON, in spec names and in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MaskKind::Full => "full",
+            MaskKind::Causal => "causal",
+            MaskKind::Window => "window",
+        }
+    }
+}
+
+/// A kernel's compile-time parameters.
+///
+/// `head_dim` and `head_dim_v` are the extents of the kernel's tiles: it computes every problem whose head dims are
+/// multiples of 8 up to them, padding with zeros.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelSpec {
+    /// Type of Q, K, V and O.
+    pub dtype: Dtype,
+    /// Tile extent of the head dim of Q and K.
+    pub head_dim: u32,
+    /// Tile extent of the head dim of V and O.
+    pub head_dim_v: u32,
+    /// Masking code.
+    pub mask: MaskKind,
+    /// Whether scores pass through `cap * tanh(s / cap)`.
+    #[serde(default)]
+    pub softcap: bool,
+    /// The kernel and its own parameters.
+    pub kernel: Kernel,
+}
+
+/// The kernels that exist, each with the parameters that only it has.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Kernel {
+    /// Forward by mma.sync and cp.async; runs on every architecture from 8.0 on.
+    Sm80Fwd(Sm80Fwd),
+    /// Forward by wgmma and TMA with warp specialisation; runs on 9.0 only.
+    Sm90Fwd(Sm90Fwd),
+}
+
+/// Parameters of the SM80-class forward. Each optimisation step is a switch, so that it can be measured alone.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sm80Fwd {
+    /// Query rows of a block; a multiple of `16 * num_warps`.
+    pub tile_m: u32,
+    /// Keys per step; a multiple of 16.
+    pub tile_n: u32,
+    /// Warps of a block; each owns `tile_m / num_warps` rows.
+    pub num_warps: u32,
+    /// K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
+    pub stages: u32,
+    /// Keep the Q fragments in registers for the whole walk.
+    pub q_in_regs: bool,
+    /// Resident blocks per SM that the compiler is asked to leave registers for.
+    pub blocks_per_sm: u32,
+    /// XOR-swizzled shared memory instead of plain row-major rows.
+    pub swizzle: bool,
+    /// ldmatrix instead of plain 32-bit fragment loads.
+    pub ldmatrix: bool,
+    /// exp2 with the scale folded into one multiply-add instead of exp of scaled scores.
+    pub exp2: bool,
+    /// Flush-to-zero exponentials and approximate division.
+    pub fast_math: bool,
+    /// Separate loops for masked and unmasked tiles instead of a mask on every tile.
+    pub loop_split: bool,
+    /// Last query tiles first, so that the causal mask's longest tiles start earliest.
+    pub reverse_blocks: bool,
+}
+
+/// How tiles are handed to blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Scheduler {
+    /// One block per tile.
+    PerTile,
+    /// One block per SM; block `b` takes the tiles `b`, `b + grid`, and so on.
+    Static,
+    /// One block per SM; tiles are drawn from a counter in device memory.
+    Dynamic,
+}
+
+/// The order in which tiles are numbered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum TileOrder {
+    /// Query tiles from first to last within a head.
+    Natural,
+    /// Longest first: query tiles from last to first, heads of an L2-sized section together.
+    LongestFirst,
+}
+
+/// Parameters of the SM90 forward.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90Fwd {
+    /// Query rows of a block: `64 * num_wg`.
+    pub tile_m: u32,
+    /// Keys per step; a multiple of 16 up to 256.
+    pub tile_n: u32,
+    /// MMA warp groups; one more warp group loads.
+    pub num_wg: u32,
+    /// P as a register operand of P V instead of through shared memory.
+    pub pv_is_rs: bool,
+    /// S of the next step is issued before P V of this one (intra-warp-group overlap).
+    pub overlap_wg: bool,
+    /// K and V buffers in flight, 1 to 4.
+    pub kv_stages: u32,
+    /// Warp groups take turns at the tensor cores, so that one's softmax runs under the other's products.
+    pub ping_pong: bool,
+    /// How tiles are handed to blocks.
+    pub scheduler: Scheduler,
+    /// The order of tiles.
+    pub tile_order: TileOrder,
+    /// Blocks of a cluster that share K/V loads by multicast: 1 or 2.
+    pub cluster_m: u32,
+    /// Of 16 exponentials, how many are computed by polynomial on the FMA units: 0 to 16.
+    pub exp_poly_of_16: u32,
+    /// Rescale O only when the running maximum (in log2 units) grew by more than this; 0 rescales whenever it grew.
+    pub rescale_threshold: u32,
+    /// Fold the query heads of a K/V head into the rows of a tile.
+    pub pack_gqa: bool,
+}
+
+/// A spec as it is stored under `specs/`: with the architectures that it ships for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShippedSpec {
+    /// Architectures to compile for.
+    pub archs: Vec<Arch>,
+    /// The kernel.
+    pub spec: KernelSpec,
+}
+
+/// Why a spec is none.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SpecError {
+    /// A number is outside its range or not a multiple of what it must be.
+    #[error("{field} = {value}: must be {need}")]
+    BadValue {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: u32,
+        /// What it must be.
+        need: String,
+    },
+    /// The kernel does not compute in this type.
+    #[error("dtype {dtype} is not supported by {kernel}: use f16 or bf16")]
+    Dtype {
+        /// The type.
+        dtype: Dtype,
+        /// The kernel.
+        kernel: &'static str,
+    },
+    /// Two options exclude each other.
+    #[error("{0}")]
+    Conflict(String),
+    /// The kernel does not run on this architecture.
+    #[error("{kernel} does not run on {arch}: it needs {need}")]
+    Arch {
+        /// The kernel.
+        kernel: &'static str,
+        /// The architecture.
+        arch: Arch,
+        /// Where it runs.
+        need: &'static str,
+    },
+    /// The text is no RON, or has unknown or missing fields.
+    #[error("not a kernel spec: {0}")]
+    Ron(String),
+}
+
+/// The largest head dim that a kernel's tiles may span.
+pub const MAX_HEAD_DIM: u32 = 256;
+
+impl Kernel {
+    /// The kernel's name, as in source files and tables.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Kernel::Sm80Fwd(_) => "sm80_fwd",
+            Kernel::Sm90Fwd(_) => "sm90_fwd",
+        }
+    }
+}
+
+impl KernelSpec {
+    /// Checks every field against the kernel's rules: what it means, not whether it fits a GPU (the planner's part).
+    ///
+    /// # Errors
+    /// The first [`SpecError`] found.
+    pub fn check(&self) -> Result<(), SpecError> {
+        if !matches!(self.dtype, Dtype::F16 | Dtype::Bf16) {
+            return Err(SpecError::Dtype { dtype: self.dtype, kernel: self.kernel.name() });
+        }
+        multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
+        multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
+        match &self.kernel {
+            Kernel::Sm80Fwd(kernel) => kernel.check(),
+            Kernel::Sm90Fwd(kernel) => kernel.check(),
+        }
+    }
+
+    /// Checks that the kernel runs on `arch`.
+    ///
+    /// # Errors
+    /// [`SpecError::Arch`].
+    pub fn check_arch(&self, arch: Arch) -> Result<(), SpecError> {
+        match &self.kernel {
+            Kernel::Sm90Fwd(_) if !arch.has_wgmma() => {
+                Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: "wgmma, which only sm90 has" })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Threads of a block.
+    pub const fn threads(&self) -> u32 {
+        match &self.kernel {
+            Kernel::Sm80Fwd(kernel) => 32 * kernel.num_warps,
+            Kernel::Sm90Fwd(kernel) => 128 * (kernel.num_wg + 1),
+        }
+    }
+
+    /// Query rows and keys of a tile.
+    pub const fn tile(&self) -> (u32, u32) {
+        match &self.kernel {
+            Kernel::Sm80Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
+            Kernel::Sm90Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
+        }
+    }
+
+    /// Reads and checks a spec from RON text.
+    ///
+    /// # Errors
+    /// [`SpecError::Ron`] with the position of the fault, or what [`KernelSpec::check`] finds.
+    pub fn from_ron(text: &str) -> Result<KernelSpec, SpecError> {
+        let spec: KernelSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// The spec as RON text, which [`KernelSpec::from_ron`] reads back.
+    pub fn to_ron(&self) -> String {
+        pretty_ron(self)
+    }
+}
+
+impl ShippedSpec {
+    /// Reads and checks a shipped spec from RON text.
+    ///
+    /// # Errors
+    /// As [`KernelSpec::from_ron`], and when an architecture cannot run the kernel.
+    pub fn from_ron(text: &str) -> Result<ShippedSpec, SpecError> {
+        let shipped: ShippedSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        shipped.spec.check()?;
+        shipped.archs.iter().try_for_each(|&arch| shipped.spec.check_arch(arch))?;
+        Ok(shipped)
+    }
+
+    /// The spec as RON text, which [`ShippedSpec::from_ron`] reads back.
+    pub fn to_ron(&self) -> String {
+        pretty_ron(self)
+    }
+}
+
+fn pretty_ron(value: &impl Serialize) -> String {
+    ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())
+        .expect("plain structs of numbers and names always serialise")
+}
+
+impl Sm80Fwd {
+    /// Checks the fields against the kernel's rules.
+    ///
+    /// # Errors
+    /// The first [`SpecError`] found.
+    pub fn check(&self) -> Result<(), SpecError> {
+        range("num_warps", self.num_warps, 1, 16)?;
+        multiple("tile_m", self.tile_m, 16 * self.num_warps, 256)?;
+        multiple("tile_n", self.tile_n, 16, 256)?;
+        range("stages", self.stages, 1, 4)?;
+        range("blocks_per_sm", self.blocks_per_sm, 1, 8)
+    }
+}
+
+impl Sm90Fwd {
+    /// Checks the fields against the kernel's rules.
+    ///
+    /// # Errors
+    /// The first [`SpecError`] found.
+    pub fn check(&self) -> Result<(), SpecError> {
+        range("num_wg", self.num_wg, 1, 3)?;
+        if self.tile_m != 64 * self.num_wg {
+            let need = format!("64 * num_wg = {}", 64 * self.num_wg);
+            return Err(SpecError::BadValue { field: "tile_m", value: self.tile_m, need });
+        }
+        multiple("tile_n", self.tile_n, 16, 256)?;
+        range("kv_stages", self.kv_stages, 1, 4)?;
+        range("cluster_m", self.cluster_m, 1, 2)?;
+        range("exp_poly_of_16", self.exp_poly_of_16, 0, 16)?;
+        range("rescale_threshold", self.rescale_threshold, 0, 16)?;
+        if self.ping_pong && self.num_wg < 2 {
+            return Err(SpecError::Conflict(
+                "ping_pong needs num_wg of 2 or 3: one group has no partner".into(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn range(field: &'static str, value: u32, min: u32, max: u32) -> Result<(), SpecError> {
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    Err(SpecError::BadValue { field, value, need: format!("{min} to {max}") })
+}
+
+fn multiple(field: &'static str, value: u32, step: u32, max: u32) -> Result<(), SpecError> {
+    if value > 0 && value.is_multiple_of(step) && value <= max {
+        return Ok(());
+    }
+    Err(SpecError::BadValue { field, value, need: format!("a multiple of {step} from {step} to {max}") })
+}
+
+/// A short name that tells specs apart in tables: kernel, dtype, head dims, mask, tile and the switches that are on.
+impl fmt::Display for KernelSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (tile_m, tile_n) = self.tile();
+        let head_dim = if self.head_dim == self.head_dim_v {
+            self.head_dim.to_string()
+        } else {
+            format!("{}-{}", self.head_dim, self.head_dim_v)
+        };
+        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.dtype, self.mask.name())?;
+        if self.softcap {
+            f.write_str("-softcap")?;
+        }
+        write!(f, "-{tile_m}x{tile_n}")?;
+        let switches: Vec<(bool, String)> = match &self.kernel {
+            Kernel::Sm80Fwd(k) => vec![
+                (true, format!("w{}", k.num_warps)),
+                (true, format!("s{}", k.stages)),
+                (k.q_in_regs, "qr".into()),
+                (true, format!("b{}", k.blocks_per_sm)),
+                (k.swizzle, "swz".into()),
+                (k.ldmatrix, "ldm".into()),
+                (k.exp2, "exp2".into()),
+                (k.fast_math, "fast".into()),
+                (k.loop_split, "split".into()),
+                (k.reverse_blocks, "rev".into()),
+            ],
+            Kernel::Sm90Fwd(k) => vec![
+                (true, if k.pv_is_rs { "rs".into() } else { "ss".into() }),
+                (k.overlap_wg, "ovl".into()),
+                (true, format!("s{}", k.kv_stages)),
+                (k.ping_pong, "pp".into()),
+                (k.scheduler != Scheduler::PerTile, format!("{:?}", k.scheduler).to_lowercase()),
+                (k.tile_order == TileOrder::LongestFirst, "lpt".into()),
+                (k.cluster_m > 1, format!("c{}", k.cluster_m)),
+                (k.exp_poly_of_16 > 0, format!("poly{}", k.exp_poly_of_16)),
+                (k.rescale_threshold > 0, format!("rt{}", k.rescale_threshold)),
+                (k.pack_gqa, "pack".into()),
+            ],
+        };
+        switches.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, "-{name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sm80() -> KernelSpec {
+        KernelSpec {
+            dtype: Dtype::F16,
+            head_dim: 128,
+            head_dim_v: 128,
+            mask: MaskKind::Causal,
+            softcap: false,
+            kernel: Kernel::Sm80Fwd(Sm80Fwd {
+                tile_m: 128,
+                tile_n: 64,
+                num_warps: 4,
+                stages: 2,
+                q_in_regs: false,
+                blocks_per_sm: 1,
+                swizzle: true,
+                ldmatrix: true,
+                exp2: true,
+                fast_math: true,
+                loop_split: true,
+                reverse_blocks: true,
+            }),
+        }
+    }
+
+    fn sm90() -> KernelSpec {
+        KernelSpec {
+            kernel: Kernel::Sm90Fwd(Sm90Fwd {
+                tile_m: 128,
+                tile_n: 176,
+                num_wg: 2,
+                pv_is_rs: true,
+                overlap_wg: true,
+                kv_stages: 2,
+                ping_pong: true,
+                scheduler: Scheduler::Static,
+                tile_order: TileOrder::Natural,
+                cluster_m: 1,
+                exp_poly_of_16: 0,
+                rescale_threshold: 0,
+                pack_gqa: false,
+            }),
+            ..sm80()
+        }
+    }
+
+    #[test]
+    fn ron_reads_back_what_it_wrote() {
+        for spec in [sm80(), sm90()] {
+            assert_eq!(KernelSpec::from_ron(&spec.to_ron()), Ok(spec.clone()));
+            let shipped = ShippedSpec { archs: vec![Arch::Sm90], spec };
+            assert_eq!(ShippedSpec::from_ron(&shipped.to_ron()), Ok(shipped));
+        }
+    }
+
+    #[test]
+    fn unknown_fields_and_bad_values_are_refused() {
+        let text = sm80().to_ron();
+        let refused = |text: &str, part: &str| {
+            let error = KernelSpec::from_ron(text).expect_err("must be refused").to_string();
+            assert!(error.contains(part), "{error} does not name {part}");
+        };
+        refused(&text.replace("stages", "stagez"), "stagez");
+        refused(&text.replace("softcap: false", "softcap: false, sinks: true"), "sinks");
+        refused(&text.replace("tile_n: 64", "tile_n: 60"), "tile_n = 60");
+        refused(&text.replace("tile_n: 64", "tile_n: -1"), "not a kernel spec");
+        refused(&text.replace("f16", "e4m3"), "dtype e4m3");
+        refused(&sm90().to_ron().replace("tile_m: 128", "tile_m: 192"), "64 * num_wg = 128");
+    }
+
+    #[test]
+    fn wgmma_kernels_ship_for_sm90_only() {
+        let shipped = ShippedSpec { archs: vec![Arch::Sm90, Arch::Sm80], spec: sm90() };
+        assert!(matches!(
+            ShippedSpec::from_ron(&shipped.to_ron()),
+            Err(SpecError::Arch { arch: Arch::Sm80, .. })
+        ));
+    }
+
+    #[test]
+    fn names_tell_the_switches() {
+        assert_eq!(
+            sm80().to_string(),
+            "sm80_fwd-f16-hd128-causal-128x64-w4-s2-b1-swz-ldm-exp2-fast-split-rev"
+        );
+        assert_eq!(sm90().to_string(), "sm90_fwd-f16-hd128-causal-128x176-rs-ovl-s2-pp-static");
+    }
+}

@@ -1,0 +1,59 @@
+//! What the CPU implementations refuse.
+
+use fa_core::{Dtype, ProblemError};
+
+/// Why an attention call was refused. Nothing has been written when one is returned.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CpuError {
+    /// The problem itself is not valid.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// A tensor's shape is not what the problem says.
+    #[error("{tensor} is [batch, seqlen, heads, dim] = {got:?}, the problem needs {need:?}")]
+    Shape {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its (batch, seqlen, heads, dim).
+        got: [usize; 4],
+        /// The problem's.
+        need: [usize; 4],
+    },
+    /// A tensor's elements are of another type than the problem's.
+    #[error("tensors hold {got:?}, the problem's dtype is {need}")]
+    Dtype {
+        /// The tensors' type.
+        got: Option<Dtype>,
+        /// The problem's.
+        need: Dtype,
+    },
+    /// Shape and strides reach outside the storage.
+    #[error("{tensor} reaches element {last}, its storage holds {len}")]
+    OutOfBounds {
+        /// The tensor.
+        tensor: &'static str,
+        /// Offset of an element that the shape and strides reach (negative: before the start).
+        last: i128,
+        /// Elements in the storage.
+        len: usize,
+    },
+    /// Two elements of an output would share storage.
+    #[error(
+        "{tensor} is written, so no two of its elements may share storage: strides {strides:?} do not allow it"
+    )]
+    Overlap {
+        /// The tensor.
+        tensor: &'static str,
+        /// (batch, seq, head, dim) strides in elements.
+        strides: [i64; 4],
+    },
+    /// A flat buffer has the wrong length.
+    #[error("{buffer} holds {got} values, the problem needs {need}")]
+    Length {
+        /// The buffer.
+        buffer: &'static str,
+        /// Its length.
+        got: usize,
+        /// The length needed.
+        need: usize,
+    },
+}

@@ -1,0 +1,15 @@
+//! Attention on the CPU.
+//!
+//! - `reference`: naive and in f64, made to be read; the oracle that everything else is checked against.
+//! - `tiled`: online softmax over tiles, all cores, SIMD chosen at run time; the default where no GPU is.
+//! - `compare`: how far an output is from the oracle, and whether that is near enough.
+//!
+//! All of them take [`fa_core::Problem`] and strided [`TensorRef`]s.
+
+pub mod element;
+pub mod error;
+pub mod view;
+
+pub use element::Element;
+pub use error::CpuError;
+pub use view::{TensorMut, TensorRef};

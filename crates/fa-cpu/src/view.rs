@@ -1,0 +1,197 @@
+//! Strided views of rank-4 tensors: bounds are checked once, when a view is made.
+
+use fa_core::{Strides, TensorLayout};
+
+use crate::error::CpuError;
+
+/// A read-only tensor of logical shape `[batch, seqlen, heads, dim]`. Strides may be zero (broadcast) or negative
+/// only as far as every element stays within `data`.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorRef<'a, T> {
+    data: &'a [T],
+    shape: [usize; 4],
+    strides: Strides,
+}
+
+/// A tensor that is written; no two elements share storage.
+#[derive(Debug)]
+pub struct TensorMut<'a, T> {
+    data: &'a mut [T],
+    shape: [usize; 4],
+    strides: Strides,
+}
+
+impl<'a, T> TensorRef<'a, T> {
+    /// A view with explicit strides. `name` is for errors.
+    ///
+    /// # Errors
+    /// [`CpuError::OutOfBounds`] when an element lies outside `data`.
+    pub fn new(
+        name: &'static str,
+        data: &'a [T],
+        shape: [usize; 4],
+        strides: Strides,
+    ) -> Result<Self, CpuError> {
+        check_bounds(name, data.len(), shape, &strides)?;
+        Ok(TensorRef { data, shape, strides })
+    }
+
+    /// A view of a packed tensor; `shape` is `[batch, seqlen, heads, dim]` whatever the layout.
+    ///
+    /// # Errors
+    /// [`CpuError::OutOfBounds`] when `data` is too short.
+    pub fn packed(
+        name: &'static str,
+        data: &'a [T],
+        shape: [usize; 4],
+        layout: TensorLayout,
+    ) -> Result<Self, CpuError> {
+        Self::new(name, data, shape, layout.strides(shape[1], shape[2], shape[3]))
+    }
+
+    /// `[batch, seqlen, heads, dim]`.
+    pub fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// Strides in elements.
+    pub fn strides(&self) -> Strides {
+        self.strides
+    }
+
+    /// The storage.
+    pub fn data(&self) -> &'a [T] {
+        self.data
+    }
+}
+
+impl<T: Copy> TensorRef<'_, T> {
+    /// The element at `(batch, seq, head, dim)`.
+    ///
+    /// # Panics
+    /// If the position is outside the shape by so much that it leaves the storage.
+    pub fn at(&self, batch: usize, seq: usize, head: usize, dim: usize) -> T {
+        self.data[self.strides.offset(batch, seq, head, dim) as usize]
+    }
+}
+
+impl<'a, T> TensorMut<'a, T> {
+    /// A view with explicit strides. `name` is for errors.
+    ///
+    /// # Errors
+    /// [`CpuError::OutOfBounds`] when an element lies outside `data`, [`CpuError::Overlap`] when two elements might
+    /// share storage.
+    pub fn new(
+        name: &'static str,
+        data: &'a mut [T],
+        shape: [usize; 4],
+        strides: Strides,
+    ) -> Result<Self, CpuError> {
+        check_bounds(name, data.len(), shape, &strides)?;
+        check_disjoint(name, shape, &strides)?;
+        Ok(TensorMut { data, shape, strides })
+    }
+
+    /// A view of a packed tensor; `shape` is `[batch, seqlen, heads, dim]` whatever the layout.
+    ///
+    /// # Errors
+    /// [`CpuError::OutOfBounds`] when `data` is too short.
+    pub fn packed(
+        name: &'static str,
+        data: &'a mut [T],
+        shape: [usize; 4],
+        layout: TensorLayout,
+    ) -> Result<Self, CpuError> {
+        Self::new(name, data, shape, layout.strides(shape[1], shape[2], shape[3]))
+    }
+
+    /// `[batch, seqlen, heads, dim]`.
+    pub fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// Strides in elements.
+    pub fn strides(&self) -> Strides {
+        self.strides
+    }
+
+    /// The storage.
+    pub fn data_mut(&mut self) -> &mut [T] {
+        self.data
+    }
+
+    /// The same elements, to be read.
+    pub fn as_ref(&self) -> TensorRef<'_, T> {
+        TensorRef { data: self.data, shape: self.shape, strides: self.strides }
+    }
+}
+
+fn axes(shape: [usize; 4], strides: &Strides) -> [(usize, i64); 4] {
+    [(shape[0], strides.batch), (shape[1], strides.seq), (shape[2], strides.head), (shape[3], strides.dim)]
+}
+
+fn check_bounds(
+    tensor: &'static str,
+    len: usize,
+    shape: [usize; 4],
+    strides: &Strides,
+) -> Result<(), CpuError> {
+    if shape.contains(&0) {
+        return Ok(());
+    }
+    let (mut low, mut high) = (0i128, 0i128);
+    for (length, stride) in axes(shape, strides) {
+        let reach = (length as i128 - 1) * i128::from(stride);
+        if reach < 0 { low += reach } else { high += reach }
+    }
+    match (low, high) {
+        (low, _) if low < 0 => Err(CpuError::OutOfBounds { tensor, last: low, len }),
+        (_, high) if high >= len as i128 => Err(CpuError::OutOfBounds { tensor, last: high, len }),
+        _ => Ok(()),
+    }
+}
+
+/// Sorted by stride, every axis must step over all that the smaller ones span.
+fn check_disjoint(tensor: &'static str, shape: [usize; 4], strides: &Strides) -> Result<(), CpuError> {
+    let mut axes = axes(shape, strides);
+    if axes.iter().any(|&(length, _)| length == 0) {
+        return Ok(());
+    }
+    axes.sort_by_key(|&(_, stride)| stride.unsigned_abs());
+    let mut span = 1i128;
+    for (length, stride) in axes.into_iter().filter(|&(length, _)| length > 1) {
+        if i128::from(stride.unsigned_abs()) < span {
+            let strides = [strides.batch, strides.seq, strides.head, strides.dim];
+            return Err(CpuError::Overlap { tensor, strides });
+        }
+        span += (length as i128 - 1) * i128::from(stride.unsigned_abs());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_are_checked_when_they_are_made() {
+        let mut data = [0f32; 24];
+        let shape = [1, 3, 2, 4];
+        assert!(TensorRef::packed("q", &data, shape, TensorLayout::Bhsd).is_ok());
+        assert_eq!(
+            TensorRef::packed("q", &data[..23], shape, TensorLayout::Bshd).unwrap_err(),
+            CpuError::OutOfBounds { tensor: "q", last: 23, len: 23 }
+        );
+        let broadcast = Strides { batch: 0, seq: 0, head: 4, dim: 1 };
+        assert!(TensorRef::new("k", &data, shape, broadcast).is_ok());
+        assert!(matches!(
+            TensorMut::new("out", &mut data, shape, broadcast),
+            Err(CpuError::Overlap { tensor: "out", .. })
+        ));
+        let backwards = Strides { batch: 0, seq: -8, head: 4, dim: 1 };
+        assert!(matches!(
+            TensorRef::new("q", &data, shape, backwards),
+            Err(CpuError::OutOfBounds { last: -16, .. })
+        ));
+    }
+}

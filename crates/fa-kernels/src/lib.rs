@@ -1,0 +1,1 @@
+//! The GPU kernels: from a kernel spec to a launch.

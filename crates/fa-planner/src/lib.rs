@@ -1,0 +1,2 @@
+//! Enumerates, checks and ranks kernel configurations.
+pub mod banks;
