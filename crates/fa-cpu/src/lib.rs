@@ -6,6 +6,7 @@
 //!
 //! All of them take [`fa_core::Problem`] and strided [`TensorRef`]s.
 
+pub mod check;
 pub mod element;
 pub mod error;
 pub mod view;

@@ -1,0 +1,134 @@
+//! Do tensors fit their problem? Asked once at the entry of every implementation, before anything is written.
+
+use fa_core::Problem;
+
+use crate::element::Element;
+use crate::error::CpuError;
+use crate::view::TensorRef;
+
+/// Shape of Q and dQ: `[batch, seqlen_q, heads_q, head_dim]`.
+pub const fn q_shape(problem: &Problem) -> [usize; 4] {
+    [problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim]
+}
+
+/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`.
+pub const fn k_shape(problem: &Problem) -> [usize; 4] {
+    [problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim]
+}
+
+/// Shape of V and dV: `[batch, seqlen_k, heads_kv, head_dim_v]`.
+pub const fn v_shape(problem: &Problem) -> [usize; 4] {
+    [problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim_v]
+}
+
+/// Shape of O and dO: `[batch, seqlen_q, heads_q, head_dim_v]`.
+pub const fn out_shape(problem: &Problem) -> [usize; 4] {
+    [problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v]
+}
+
+/// Number of LSE values: `batch * heads_q * seqlen_q`, laid out `[batch, heads_q, seqlen_q]`.
+pub const fn lse_len(problem: &Problem) -> usize {
+    problem.batch * problem.heads_q * problem.seqlen_q
+}
+
+/// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have its shapes.
+///
+/// # Errors
+/// [`CpuError::Problem`], [`CpuError::Dtype`] or [`CpuError::Shape`].
+pub fn check_forward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+) -> Result<(), CpuError> {
+    problem.check()?;
+    if T::DTYPE.is_some_and(|dtype| dtype != problem.dtype) {
+        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.dtype });
+    }
+    check_shape("q", q.shape(), q_shape(problem))?;
+    check_shape("k", k.shape(), k_shape(problem))?;
+    check_shape("v", v.shape(), v_shape(problem))
+}
+
+/// The tensor called `tensor` (O or dO) has the shape of the problem's output.
+///
+/// # Errors
+/// [`CpuError::Shape`].
+pub fn check_out(problem: &Problem, tensor: &'static str, shape: [usize; 4]) -> Result<(), CpuError> {
+    check_shape(tensor, shape, out_shape(problem))
+}
+
+/// The LSE buffer has one value per query row.
+///
+/// # Errors
+/// [`CpuError::Length`].
+pub fn check_lse(problem: &Problem, len: usize) -> Result<(), CpuError> {
+    check_len("lse", len, lse_len(problem))
+}
+
+/// dQ, dK and dV have the shapes of Q, K and V.
+///
+/// # Errors
+/// [`CpuError::Shape`].
+pub fn check_gradients(
+    problem: &Problem,
+    dq: [usize; 4],
+    dk: [usize; 4],
+    dv: [usize; 4],
+) -> Result<(), CpuError> {
+    check_shape("dq", dq, q_shape(problem))?;
+    check_shape("dk", dk, k_shape(problem))?;
+    check_shape("dv", dv, v_shape(problem))
+}
+
+/// `tensor` has the shape `need`.
+///
+/// # Errors
+/// [`CpuError::Shape`].
+pub fn check_shape(tensor: &'static str, got: [usize; 4], need: [usize; 4]) -> Result<(), CpuError> {
+    if got == need { Ok(()) } else { Err(CpuError::Shape { tensor, got, need }) }
+}
+
+/// `buffer` holds `need` values.
+///
+/// # Errors
+/// [`CpuError::Length`].
+pub fn check_len(buffer: &'static str, got: usize, need: usize) -> Result<(), CpuError> {
+    if got == need { Ok(()) } else { Err(CpuError::Length { buffer, got, need }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask, ProblemError, TensorLayout};
+
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        let problem =
+            Problem { heads_kv: 1, head_dim_v: 2, ..Problem::square(1, 3, 2, 4, Mask::FULL, Dtype::F32) };
+        let data = [0f32; 24];
+        let view = |name, shape| TensorRef::packed(name, &data, shape, TensorLayout::Bshd).unwrap();
+        let (q, k, v) = (view("q", [1, 3, 2, 4]), view("k", [1, 3, 1, 4]), view("v", [1, 3, 1, 2]));
+        assert_eq!(check_forward(&problem, &q, &k, &v), Ok(()));
+        assert_eq!(
+            check_forward(&problem, &q, &v, &v),
+            Err(CpuError::Shape { tensor: "k", got: [1, 3, 1, 2], need: [1, 3, 1, 4] })
+        );
+        let sixteen = Problem { dtype: Dtype::F16, ..problem };
+        assert_eq!(
+            check_forward(&sixteen, &q, &k, &v),
+            Err(CpuError::Dtype { got: Some(Dtype::F32), need: Dtype::F16 })
+        );
+        let headless = Problem { heads_kv: 0, ..problem };
+        assert_eq!(
+            check_forward(&headless, &q, &k, &v),
+            Err(CpuError::Problem(ProblemError::Zero { name: "heads_kv" }))
+        );
+        assert_eq!(check_out(&problem, "dout", [1, 3, 2, 2]), Ok(()));
+        assert!(check_out(&problem, "dout", [1, 3, 2, 4]).is_err());
+        assert_eq!(check_lse(&problem, 5), Err(CpuError::Length { buffer: "lse", got: 5, need: 6 }));
+        assert!(check_gradients(&problem, q.shape(), k.shape(), v.shape()).is_ok());
+        assert!(check_gradients(&problem, q.shape(), v.shape(), v.shape()).is_err());
+    }
+}
