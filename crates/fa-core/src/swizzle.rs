@@ -63,7 +63,7 @@ pub enum SwizzleError {
 pub struct Swizzle {
     /// B: number of bits; 0 changes nothing.
     pub bits: u32,
-    /// M: lowest bit that may change (of the source, for a negative shift); offsets move in units of `2^base`.
+    /// M: the lower end of target (or, for a negative shift, source); offsets move in units of `2^base`.
     pub base: u32,
     /// S: distance from target to source.
     pub shift: i32,
@@ -114,15 +114,10 @@ impl Swizzle {
         }
     }
 
-    /// Length of the aligned runs of offsets that stay contiguous: `2^base`, or `2^(base + |shift|)` for a negative
-    /// shift. `None` if it does not fit 64 bits or if nothing moves.
+    /// Length of the longest aligned runs of offsets that stay contiguous: `2^base`. `None` if it does not fit 64
+    /// bits or if nothing moves.
     pub fn vector(&self) -> Option<u64> {
-        if self.bits == 0 {
-            return None;
-        }
-        let target =
-            u64::from(self.base) + if self.shift < 0 { u64::from(self.shift.unsigned_abs()) } else { 0 };
-        u32::try_from(target).ok().and_then(|t| 1u64.checked_shl(t))
+        if self.bits == 0 { None } else { 1u64.checked_shl(self.base) }
     }
 
     /// The same permutation in units `unit` times as large: a swizzle of bytes with `unit = 2` is one of 16-bit
