@@ -1,0 +1,420 @@
+#!/usr/bin/env python3
+"""Time other attention kernels on the GPU, for `fa bench --peers` to compare with in one run.
+
+It is started by `fa` and talks in JSON, one object a line, requests on standard input and replies on standard output.
+Standard error is for people. The first line it prints is
+
+    {"hello": {"torch": "2.11.0", "gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "peers": ["fa2", "cudnn"], "errors": {...}}}
+
+with null for what is not there, and in errors why a peer is not in the list. Then, one reply a request, in order:
+
+    {"cmd": "time", "mode": "fwd"|"bwd", "batch": 1, "heads_q": 16, "heads_kv": 16, "seqlen_q": 8192, "seqlen_k": 8192,
+     "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30}
+        -> {"peers": {"fa2": 3.1, "cudnn": 1.9}, "errors": {"fa3": "forward only"}}      median milliseconds
+    {"cmd": "matmul"} -> {"tflops": 785.0, "ms": 1.4, "errors": {}}       8192^3, bf16, random normal
+    {"cmd": "copy"}   -> {"gb_per_s": 3020.0, "ms": 1.4, "errors": {}}    device to device, bytes read plus bytes written
+    {"cmd": "quit"}   -> no reply; it exits, as it does at the end of its input
+
+"time" takes an optional "peers": ["fa2", ...] that limits what is timed. A request that makes no sense gets
+{"peers": {}, "errors": {"request": "why"}}. When the GPU context is lost the reply says so and the process exits with status 1.
+
+Peers:
+    fa2     torch's scaled_dot_product_attention, flash backend (FlashAttention 2)
+    cudnn   the same, cuDNN backend
+    fa3     FlashAttention 3: the PyPI wheel fa3-fwd (forward, bf16), or a full build (flash_attn_interface)
+    fa4     FlashAttention 4 (flash_attn.cute)
+
+How it is timed: inputs are random normal, in BSHD memory for every peer. After a warm-up every call stands between two
+CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's shows up. Peers take turns in
+rounds, and the median over all rounds counts. Inputs that would stay in the L2 cache are replaced by several sets used in
+turn. Backward is torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is
+reported as an error and not timed.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+
+ROUNDS = 3
+WARM_UP_CALLS = 3
+WARM_UP_SECONDS = 0.02
+# Calls queued behind one spin kernel; the driver's queue holds about a thousand launches.
+QUEUE_CALLS = 32
+SPIN_SECONDS_LIMIT = 0.25
+L2_BYTES_FALLBACK = 50 << 20
+MAX_INPUT_SETS = 8
+# Root mean square of the difference over that of the reference. 16-bit rounding stays under 1 percent.
+DISAGREEMENT_LIMIT = 0.03
+
+
+def log(*parts):
+    print("peers:", *parts, file=sys.stderr, flush=True)
+
+
+def brief(error):
+    """One line of an exception, short enough for a table's footnote."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text}"[:400]
+
+
+class Refused(Exception):
+    """A peer does not do what was asked for, known without trying."""
+
+
+class Sdpa:
+    """torch's scaled_dot_product_attention, kept to one backend."""
+
+    def __init__(self, torch, backend_name):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        self.torch = torch
+        self.backend = getattr(SDPBackend, backend_name)
+        self.sdpa_kernel = sdpa_kernel
+
+    def refuse(self, request):
+        if request["causal"] and request["seqlen_q"] not in (1, request["seqlen_k"]):
+            raise Refused("torch aligns a causal mask top-left; seqlen_q must be seqlen_k (or 1)")
+
+    def __call__(self, q, k, v, causal):
+        # One query at the bottom right sees every key; torch's top-left mask would leave it only the first.
+        causal = causal and q.shape[1] > 1
+        grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
+        heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        with self.sdpa_kernel(self.backend):
+            out = self.torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal, **grouped)
+        return out.transpose(1, 2)
+
+
+class Function:
+    """A package's flash_attn_func: BSHD in and out, causal aligned bottom-right."""
+
+    def __init__(self, function, forward_only=False, dtypes=("bf16", "f16")):
+        self.function = function
+        self.forward_only = forward_only
+        self.dtypes = dtypes
+
+    def refuse(self, request):
+        if request["mode"] == "bwd" and self.forward_only:
+            raise Refused("this build has the forward only")
+        if request["dtype"] not in self.dtypes:
+            raise Refused(f"this build does not take {request['dtype']}, only {', '.join(self.dtypes)}")
+
+    def __call__(self, q, k, v, causal):
+        out = self.function(q, k, v, causal=causal)
+        # Some versions return (out, lse).
+        return out[0] if isinstance(out, (tuple, list)) else out
+
+
+def load_fa3(_torch):
+    try:
+        # Importing the module registers its operators; the wheel is built without the backward and without f16.
+        from fa3_fwd_interface import flash_attn_func
+
+        return Function(flash_attn_func, forward_only=True, dtypes=("bf16",))
+    except ImportError as wheel_error:
+        try:
+            from flash_attn_interface import flash_attn_func
+        except ImportError as error:
+            raise ImportError(f"{wheel_error}; {error}") from error
+        return Function(flash_attn_func)
+
+
+def load_fa4(_torch):
+    from flash_attn.cute import flash_attn_func
+
+    return Function(flash_attn_func)
+
+
+LOADERS = {
+    "fa2": lambda torch: Sdpa(torch, "FLASH_ATTENTION"),
+    "cudnn": lambda torch: Sdpa(torch, "CUDNN_ATTENTION"),
+    "fa3": load_fa3,
+    "fa4": load_fa4,
+}
+
+
+class Clock:
+    """Times calls on the current stream with CUDA events."""
+
+    def __init__(self, torch):
+        self.torch = torch
+        self.cycles_per_second = None
+
+    def spin(self, seconds):
+        """Keep the GPU busy for about `seconds`, so that calls queue up behind it."""
+        sleep = getattr(self.torch.cuda, "_sleep", None)
+        if sleep is None:
+            return
+        if self.cycles_per_second is None:
+            cycles = 20_000_000
+            sleep(cycles)
+            start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            sleep(cycles)
+            end.record()
+            self.torch.cuda.synchronize()
+            self.cycles_per_second = cycles / max(start.elapsed_time(end) / 1e3, 1e-6)
+        sleep(int(min(seconds, SPIN_SECONDS_LIMIT) * self.cycles_per_second))
+
+    def warm_up(self, call):
+        """Run the call until clocks and caches have settled; return the host's seconds to queue one call."""
+        call()
+        self.torch.cuda.synchronize()
+        begin = time.perf_counter()
+        queued = []
+        while len(queued) < WARM_UP_CALLS or time.perf_counter() - begin < WARM_UP_SECONDS:
+            start = time.perf_counter()
+            call()
+            queued.append(time.perf_counter() - start)
+            self.torch.cuda.synchronize()
+        return statistics.median(queued)
+
+    def time(self, call, calls, host_seconds):
+        """Milliseconds of each of `calls` calls."""
+        times = []
+        while len(times) < calls:
+            count = min(QUEUE_CALLS, calls - len(times))
+            events = [[self.torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+            self.spin(1.5 * count * host_seconds + 1e-3)
+            for start, end in events:
+                start.record()
+                call()
+                end.record()
+            self.torch.cuda.synchronize()
+            times += [start.elapsed_time(end) for start, end in events]
+        return times
+
+
+class Inputs:
+    """Sets of q, k, v, dout in BSHD memory, enough of them to be out of the L2 cache when their turn comes."""
+
+    def __init__(self, torch, request, device):
+        dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[request["dtype"]]
+        batch, seqlen_q, seqlen_k = request["batch"], request["seqlen_q"], request["seqlen_k"]
+        heads_q, heads_kv = request["heads_q"], request["heads_kv"]
+        shapes = {
+            "q": (batch, seqlen_q, heads_q, request["head_dim"]),
+            "k": (batch, seqlen_k, heads_kv, request["head_dim"]),
+            "v": (batch, seqlen_k, heads_kv, request["head_dim_v"]),
+            "dout": (batch, seqlen_q, heads_q, request["head_dim_v"]),
+        }
+        read = ("q", "k", "v", "dout") if request["mode"] == "bwd" else ("q", "k", "v")
+        bytes_per_set = 2 * sum(math.prod(shapes[name]) for name in read)
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or L2_BYTES_FALLBACK
+        count = 1 if bytes_per_set > cache else min(MAX_INPUT_SETS, 1 + math.ceil(cache / bytes_per_set))
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def draw(name):
+            tensor = torch.randn(shapes[name], device=device, dtype=torch.float32, generator=generator).to(dtype)
+            return tensor.requires_grad_() if request["mode"] == "bwd" and name != "dout" else tensor
+
+        self.sets = [{name: draw(name) for name in read} for _ in range(count)]
+
+
+def make_call(torch, peer, request, inputs):
+    """A call that takes the next input set each time and returns what to compare: out, or dq."""
+    turn = 0
+    causal = request["causal"]
+    if request["mode"] == "fwd":
+
+        def call():
+            nonlocal turn
+            tensors = inputs.sets[turn % len(inputs.sets)]
+            turn += 1
+            with torch.no_grad():
+                return peer(tensors["q"], tensors["k"], tensors["v"], causal)
+
+        return call
+
+    graphs = []
+    for tensors in inputs.sets:
+        leaves = [tensors[name] for name in ("q", "k", "v")]
+        graphs.append((peer(*leaves, causal), leaves, tensors["dout"]))
+
+    def call():
+        nonlocal turn
+        out, leaves, dout = graphs[turn % len(graphs)]
+        turn += 1
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+
+    return call
+
+
+def disagreement(result, reference):
+    difference = (result.float() - reference.float()).square().mean().sqrt().item()
+    size = reference.float().square().mean().sqrt().item()
+    return difference / max(size, 1e-30)
+
+
+def checked_request(request):
+    """The request with every field present and of the right kind, or ValueError."""
+    for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "reps"):
+        value = request.get(name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if request["heads_q"] % request["heads_kv"] != 0:
+        raise ValueError(f"heads_q {request['heads_q']} is not a multiple of heads_kv {request['heads_kv']}")
+    for name, allowed in (("mode", ("fwd", "bwd")), ("dtype", ("bf16", "f16")), ("causal", (True, False))):
+        if request.get(name) not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, not {request.get(name)!r}")
+    return request
+
+
+class Helper:
+    """The peers that could be loaded, and the answers to requests."""
+
+    def __init__(self):
+        self.peers = {}
+        self.errors = {}
+        self.torch = None
+        self.context_lost = False
+        try:
+            import torch
+
+            self.torch = torch
+        except Exception as error:
+            self.errors["torch"] = brief(error)
+            return
+        if not torch.cuda.is_available():
+            self.errors["gpu"] = "torch sees no CUDA GPU"
+            return
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.clock = Clock(torch)
+        for name, load in LOADERS.items():
+            try:
+                self.peers[name] = load(torch)
+            except Exception as error:
+                self.errors[name] = brief(error)
+
+    def hello(self):
+        gpu = self.torch.cuda.get_device_name(self.device) if self.peers else None
+        version = self.torch.__version__ if self.torch else None
+        hello = {"torch": version, "gpu": gpu, "driver": driver_version(), "peers": list(self.peers)}
+        return {"hello": hello | {"errors": self.errors}}
+
+    def answer(self, request):
+        handlers = {"time": self.time, "matmul": self.matmul, "copy": self.copy}
+        command = request.get("cmd") if isinstance(request, dict) else None
+        if command not in handlers:
+            raise ValueError(f"cmd must be one of {', '.join(handlers)}, quit, not {command!r}")
+        if not self.peers:
+            return {"peers": {}, "errors": dict(self.errors)}
+        try:
+            return handlers[command](request)
+        finally:
+            self.tidy()
+
+    def tidy(self):
+        """Give memory back, and notice a lost context: after an illegal access no call works any more."""
+        try:
+            self.torch.cuda.synchronize()
+            self.torch.cuda.empty_cache()
+        except Exception as error:
+            self.context_lost = True
+            log("the GPU context is lost:", brief(error))
+
+    def time(self, request):
+        request = checked_request(request)
+        wanted = request.get("peers") or list(self.peers)
+        errors = {name: self.errors.get(name, "no such peer") for name in wanted if name not in self.peers}
+        inputs = Inputs(self.torch, request, self.device)
+        calls, host_seconds, reference = {}, {}, None
+        for name in wanted:
+            if name in errors:
+                continue
+            try:
+                peer = self.peers[name]
+                peer.refuse(request)
+                call = make_call(self.torch, peer, request, inputs)
+                result = call()
+                if not bool(self.torch.isfinite(result).all()):
+                    raise Refused("its result is not finite")
+                if reference is None:
+                    reference = (name, result.clone())
+                elif not disagreement(result, reference[1]) < DISAGREEMENT_LIMIT:
+                    raise Refused(f"its result differs from {reference[0]}'s by {disagreement(result, reference[1]):.3g}")
+                del result
+                host_seconds[name] = self.clock.warm_up(call)
+                calls[name] = call
+            except Exception as error:
+                errors[name] = str(error) if isinstance(error, Refused) else brief(error)
+                log(name, "failed:", errors[name])
+        reference = None
+        times = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in list(calls.items()):
+                try:
+                    times[name] += self.clock.time(call, math.ceil(request["reps"] / ROUNDS), host_seconds[name])
+                except Exception as error:
+                    errors[name] = brief(error)
+                    log(name, "failed while timed:", errors[name])
+                    del calls[name]
+        return {"peers": {name: statistics.median(times[name]) for name in calls}, "errors": errors}
+
+    def matmul(self, _request):
+        n = 8192
+        a, b = (self.torch.randn(n, n, device=self.device).bfloat16() for _ in range(2))
+        out = self.torch.empty_like(a)
+        ms = self.median_ms(lambda: self.torch.mm(a, b, out=out))
+        return {"tflops": 2 * n**3 / ms / 1e9, "ms": ms, "errors": {}}
+
+    def copy(self, _request):
+        source = self.torch.randint(0, 255, (2 << 30,), device=self.device, dtype=self.torch.uint8)
+        target = self.torch.empty_like(source)
+        ms = self.median_ms(lambda: target.copy_(source))
+        return {"gb_per_s": 2 * source.numel() / ms / 1e6, "ms": ms, "errors": {}}
+
+    def median_ms(self, call):
+        host_seconds = self.clock.warm_up(call)
+        return statistics.median(self.clock.time(call, 20, host_seconds))
+
+
+def driver_version():
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def main():
+    # Packages print as they like; only replies may reach standard output, so it becomes standard error for all else.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(message):
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    helper = Helper()
+    reply(helper.hello())
+    for line in sys.stdin:
+        if not line.strip():
+            continue
+        try:
+            request = json.loads(line)
+            if isinstance(request, dict) and request.get("cmd") == "quit":
+                return 0
+            answer = helper.answer(request)
+        except ValueError as error:
+            answer = {"peers": {}, "errors": {"request": str(error)}}
+        except Exception as error:
+            log(traceback.format_exc())
+            answer = {"peers": {}, "errors": {"request": brief(error)}}
+        if helper.context_lost:
+            answer.setdefault("errors", {})["gpu"] = "the GPU context is lost; start this helper again"
+        reply(answer)
+        if helper.context_lost:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
