@@ -3,14 +3,21 @@
 //! - `reference`: naive and in f64, made to be read; the oracle that everything else is checked against.
 //! - `tiled`: online softmax over tiles, all cores, SIMD chosen at run time; the default where no GPU is.
 //! - `compare`: how far an output is from the oracle, and whether that is near enough.
+//! - `softmax`, `merge`: the online softmax of one row, and results over parts of the keys made into one.
 //!
 //! All of them take [`fa_core::Problem`] and strided [`TensorRef`]s.
 
 pub mod check;
+pub mod compare;
 pub mod element;
 pub mod error;
+pub mod merge;
+pub mod real;
+pub mod reference;
+pub mod softmax;
 pub mod view;
 
 pub use element::Element;
 pub use error::CpuError;
+pub use real::Real;
 pub use view::{TensorMut, TensorRef};

@@ -1,0 +1,69 @@
+//! The number types that are computed in: f32, as the fast implementations do, and f64, as the oracle does.
+
+use std::fmt::Debug;
+use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
+
+use crate::element::Element;
+
+/// A number type to compute in. Every operation is IEEE 754's; nothing is fused or reassociated behind the caller's back.
+pub trait Real:
+    Element
+    + Debug
+    + PartialOrd
+    + Add<Output = Self>
+    + AddAssign
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + MulAssign
+    + Div<Output = Self>
+{
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+    /// The score of a key that is not seen, and the LSE of a row that sees none.
+    const NEG_INFINITY: Self;
+    /// `e^self`.
+    fn exp(self) -> Self;
+    /// The natural logarithm.
+    fn ln(self) -> Self;
+    /// The hyperbolic tangent.
+    fn tanh(self) -> Self;
+    /// The larger number; a NaN loses against any number.
+    fn max(self, other: Self) -> Self;
+    /// This number as a tensor of `S` would hold it.
+    fn rounded_to<S: Element>(self) -> Self;
+    /// The element as a number of this type.
+    fn from_element<T: Element>(element: T) -> Self;
+}
+
+macro_rules! real {
+    ($type:ident, $from:ident, $to:ident) => {
+        impl Real for $type {
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            const NEG_INFINITY: Self = $type::NEG_INFINITY;
+            fn exp(self) -> Self {
+                $type::exp(self)
+            }
+            fn ln(self) -> Self {
+                $type::ln(self)
+            }
+            fn tanh(self) -> Self {
+                $type::tanh(self)
+            }
+            fn max(self, other: Self) -> Self {
+                $type::max(self, other)
+            }
+            fn rounded_to<S: Element>(self) -> Self {
+                S::$from(self).$to()
+            }
+            fn from_element<T: Element>(element: T) -> Self {
+                element.$to()
+            }
+        }
+    };
+}
+
+real!(f32, from_f32, to_f32);
+real!(f64, from_f64, to_f64);

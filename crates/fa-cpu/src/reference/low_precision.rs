@@ -1,0 +1,70 @@
+//! The formula of [`super`] in a fast kernel's precision: the yardstick of the tolerance rule, not an implementation to use.
+//!
+//! Inputs as given, products and sums in f32, and what a kernel feeds to its matrix products rounded to the tensors' type:
+//! the weights `exp(S - max)` in the forward, P and dS (before the scale) in the backward, whose `sum_j P dP` is taken as
+//! `dO . O` with the rounded O. Results are rounded to the tensors' type. With f32 tensors nothing but the arithmetic differs
+//! from the oracle.
+
+use fa_core::Problem;
+
+use super::formula;
+use crate::check::{check_forward, check_out};
+use crate::element::Element;
+use crate::error::CpuError;
+use crate::view::TensorRef;
+
+/// Output in the tensors' type and LSE in f32; shapes as in [`super::Forward`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct LowForward<T> {
+    /// O, packed `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: Vec<T>,
+    /// `[batch, heads_q, seqlen_q]`.
+    pub lse: Vec<f32>,
+}
+
+/// Gradients in the tensors' type; shapes as in [`super::Gradients`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct LowGradients<T> {
+    /// Packed `[batch, seqlen_q, heads_q, head_dim]`.
+    pub dq: Vec<T>,
+    /// Packed `[batch, seqlen_k, heads_kv, head_dim]`.
+    pub dk: Vec<T>,
+    /// Packed `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    pub dv: Vec<T>,
+}
+
+/// O and LSE with the rounding errors that a kernel may make.
+///
+/// # Errors
+/// Tensors that do not fit the problem: see [`check_forward`].
+pub fn forward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+) -> Result<LowForward<T>, CpuError> {
+    check_forward(problem, q, k, v)?;
+    let (out, lse) = formula::forward::<f32, T, T>(problem, q, k, v);
+    Ok(LowForward { out: round(&out), lse })
+}
+
+/// dQ, dK and dV with the rounding errors that a kernel may make.
+///
+/// # Errors
+/// Tensors that do not fit the problem: see [`check_forward`].
+pub fn backward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    dout: &TensorRef<'_, T>,
+) -> Result<LowGradients<T>, CpuError> {
+    check_forward(problem, q, k, v)?;
+    check_out(problem, "dout", dout.shape())?;
+    let [dq, dk, dv] = formula::backward::<f32, T, T>(problem, q, k, v, dout);
+    Ok(LowGradients { dq: round(&dq), dk: round(&dk), dv: round(&dv) })
+}
+
+fn round<T: Element>(values: &[f32]) -> Vec<T> {
+    values.iter().map(|&value| T::from_f32(value)).collect()
+}

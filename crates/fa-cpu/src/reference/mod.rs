@@ -1,0 +1,85 @@
+//! Attention by its definition, in f64: the oracle that everything else is checked against.
+//!
+//! With query `i`, the keys `j` that it sees, and K/V head `h / (heads_q / heads_kv)` for query head `h`:
+//!
+//! ```text
+//! S_ij  = cap(scale * Q_i . K_j)            cap(s) = softcap * tanh(s / softcap), or s
+//! LSE_i = ln sum_j exp(S_ij)
+//! P_ij  = exp(S_ij - LSE_i)
+//! O_i   = sum_j P_ij V_j
+//!
+//! dP_ij = dO_i . V_j
+//! dS_ij = P_ij (dP_ij - sum_j P_ij dP_ij) * cap'(S_ij)      cap' = 1 - tanh(s / softcap)^2, or 1
+//! dQ_i  = scale * sum_j dS_ij K_j
+//! dK_j  = scale * sum_i dS_ij Q_i           summed over the query heads that share the K/V head
+//! dV_j  = sum_i P_ij dO_i                   likewise
+//! ```
+//!
+//! A key that the mask hides takes no part, whatever it and its value hold. A query that sees no key, or whose scores are
+//! all -inf, has `O = 0`, `LSE = -inf` and gives no gradient. Any other NaN or infinity goes where IEEE arithmetic takes it.
+//!
+//! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of [`crate::compare`]
+//! measures an implementation's error by its.
+
+mod formula;
+pub mod low_precision;
+
+use fa_core::Problem;
+
+use crate::check::{check_forward, check_out};
+use crate::element::Element;
+use crate::error::CpuError;
+use crate::view::TensorRef;
+
+/// Output and LSE in f64.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Forward {
+    /// O, packed `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: Vec<f64>,
+    /// Natural logarithm of the sum of exponentials, `[batch, heads_q, seqlen_q]`.
+    pub lse: Vec<f64>,
+}
+
+/// Gradients in f64.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gradients {
+    /// Packed `[batch, seqlen_q, heads_q, head_dim]`.
+    pub dq: Vec<f64>,
+    /// Packed `[batch, seqlen_k, heads_kv, head_dim]`.
+    pub dk: Vec<f64>,
+    /// Packed `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    pub dv: Vec<f64>,
+}
+
+/// O and LSE of `problem` on the given tensors. Heads are computed in parallel; the result does not depend on how many
+/// threads there are.
+///
+/// # Errors
+/// Tensors that do not fit the problem: see [`check_forward`].
+pub fn forward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+) -> Result<Forward, CpuError> {
+    check_forward(problem, q, k, v)?;
+    let (out, lse) = formula::forward::<f64, f64, T>(problem, q, k, v);
+    Ok(Forward { out, lse })
+}
+
+/// The gradients of `sum(O * dO)` with respect to Q, K and V. Deterministic as [`forward`] is.
+///
+/// # Errors
+/// Tensors that do not fit the problem: see [`check_forward`].
+pub fn backward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    dout: &TensorRef<'_, T>,
+) -> Result<Gradients, CpuError> {
+    check_forward(problem, q, k, v)?;
+    check_out(problem, "dout", dout.shape())?;
+    let [dq, dk, dv] = formula::backward::<f64, f64, T>(problem, q, k, v, dout);
+    Ok(Gradients { dq, dk, dv })
+}
