@@ -10,8 +10,8 @@ torch runs scaled_dot_product_attention on its flash path (nothing else is allow
 4 * batch * heads * pairs * head_dim forward, with N*N pairs or N(N+1)/2 causal, and 2.5 times that backward.
 
 Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, seqlen, head_dim, causal, ms_median, ms_min,
-gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's time over ours: above 1 we are ahead) or fa_error. The table and
-the description of the machine go to standard error.
+gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's time over ours: above 1 we are
+ahead) or fa_error. The table and the description of the machine go to standard error.
 
 Instruction sets: oneDNN kills the process by SIGILL on virtual machines that report AMX but leave its CPUID leaves blank. The
 script tries a small bf16 product in a child process first, and only if the child dies keeps oneDNN from using AMX
