@@ -19,8 +19,9 @@ pub mod tensor;
 
 pub use arch::{Arch, ArchLimits};
 pub use dtype::Dtype;
+pub use layout::Layout;
 pub use mask::{BlockRange, Mask};
 pub use problem::{Problem, ProblemError};
 pub use spec::{Kernel, KernelSpec, MaskKind, ShippedSpec, Sm80Fwd, Sm90Fwd, SpecError};
-// swizzle
+pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

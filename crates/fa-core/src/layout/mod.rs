@@ -10,7 +10,7 @@
 //! law holds at every index, or says what does not divide. In particular a layout is defined on its own
 //! `0..size()` only; the last mode does not go on past its extent.
 //!
-//! * [`tuple`]: nested tuples of numbers and their notation
+//! * [`mod@tuple`]: nested tuples of numbers and their notation
 //! * [`algebra`]: coalesce, composition, complement, right inverse
 //! * [`tiling`]: division into tiles, products that repeat a tile
 
