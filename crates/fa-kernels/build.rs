@@ -1,0 +1,40 @@
+//! Lists the CUDA headers and the shipped specs, so that they are compiled into the library.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+fn main() -> io::Result<()> {
+    let root = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it"));
+    let out = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets it"));
+    embed(&root.join("cuda"), "cuh", &out.join("headers.rs"))?;
+    embed(&root.join("../../specs"), "ron", &out.join("specs.rs"))
+}
+
+/// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their paths.
+fn embed(folder: &Path, extension: &str, to: &Path) -> io::Result<()> {
+    println!("cargo::rerun-if-changed={}", folder.display());
+    let mut files = Vec::new();
+    if folder.is_dir() {
+        list(folder, extension, &mut files)?;
+    }
+    files.sort();
+    let mut text = String::from("&[\n");
+    for file in files {
+        let name = file.strip_prefix(folder).expect("listed under it").to_str().expect("names are ASCII");
+        text += &format!("({:?}, include_str!({file:?})),\n", name.replace('\\', "/"));
+    }
+    fs::write(to, text + "]")
+}
+
+fn list(folder: &Path, extension: &str, files: &mut Vec<PathBuf>) -> io::Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            list(&path, extension, files)?;
+        } else if path.extension().is_some_and(|e| e == extension) {
+            files.push(path);
+        }
+    }
+    Ok(())
+}

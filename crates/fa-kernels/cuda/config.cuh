@@ -1,0 +1,56 @@
+// Written by `cargo xtask codegen` from the Rust types; do not edit.
+// A kernel's compile-time parameters: the template argument of its kernel.
+#pragma once
+
+namespace fa {
+
+enum class Dtype { F32, F16, Bf16, E4m3 };
+
+enum class MaskKind { Full, Causal, Window };
+
+enum class Scheduler { PerTile, Static, Dynamic };
+
+enum class TileOrder { Natural, LongestFirst };
+
+struct Sm80FwdConfig {
+    Dtype dtype;
+    int head_dim;
+    int head_dim_v;
+    MaskKind mask;
+    bool softcap;
+    int tile_m;
+    int tile_n;
+    int num_warps;
+    int stages;
+    bool q_in_regs;
+    int blocks_per_sm;
+    bool swizzle;
+    bool ldmatrix;
+    bool exp2;
+    bool fast_math;
+    bool loop_split;
+    bool reverse_blocks;
+};
+
+struct Sm90FwdConfig {
+    Dtype dtype;
+    int head_dim;
+    int head_dim_v;
+    MaskKind mask;
+    bool softcap;
+    int tile_m;
+    int tile_n;
+    int num_wg;
+    bool pv_is_rs;
+    bool overlap_wg;
+    int kv_stages;
+    bool ping_pong;
+    Scheduler scheduler;
+    TileOrder tile_order;
+    int cluster_m;
+    int exp_poly_of_16;
+    int rescale_threshold;
+    bool pack_gqa;
+};
+
+}  // namespace fa

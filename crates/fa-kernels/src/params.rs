@@ -1,0 +1,174 @@
+//! What a kernel is told at launch, declared once: these structs are the host's side, and `params.cuh` is written from
+//! their field tables, with sizes and offsets asserted there and here.
+
+/// A pointer that a kernel reads through; `const void*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct ConstPtr(pub u64);
+
+/// A pointer that a kernel writes through; `void*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct MutPtr(pub u64);
+
+/// A pointer to f32 that a kernel writes through; `float*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct MutF32Ptr(pub u64);
+
+/// A pointer to 32-bit counters; `unsigned*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct MutU32Ptr(pub u64);
+
+/// A type that parameters are made of.
+trait DeviceType {
+    const CUDA_TYPE: &'static str;
+}
+
+macro_rules! device_types {
+    ($($rust:ty => $cuda:literal),+ $(,)?) => {
+        $(impl DeviceType for $rust {
+            const CUDA_TYPE: &'static str = $cuda;
+        })+
+    };
+}
+
+device_types! {
+    ConstPtr => "const void*",
+    MutPtr => "void*",
+    MutF32Ptr => "float*",
+    MutU32Ptr => "unsigned*",
+    i32 => "int",
+    i64 => "long long",
+    f32 => "float",
+}
+
+/// One field of a parameter struct.
+pub(crate) struct ParamField {
+    pub name: &'static str,
+    pub cuda_type: &'static str,
+    pub offset: usize,
+    pub doc: &'static [&'static str],
+}
+
+/// A parameter struct as `params.cuh` declares it.
+pub(crate) struct ParamStruct {
+    pub name: &'static str,
+    pub size: usize,
+    pub align: usize,
+    pub doc: &'static [&'static str],
+    pub fields: Vec<ParamField>,
+}
+
+macro_rules! param_struct {
+    ($(#[doc = $doc:literal])+ pub struct $name:ident {
+        $($(#[doc = $field_doc:literal])+ pub $field:ident: $type:ty,)+
+    }) => {
+        $(#[doc = $doc])+
+        #[derive(Clone, Copy, Debug, Default, PartialEq)]
+        #[repr(C)]
+        pub struct $name {
+            $($(#[doc = $field_doc])+ pub $field: $type,)+
+        }
+
+        impl DeviceType for $name {
+            const CUDA_TYPE: &'static str = stringify!($name);
+        }
+
+        impl $name {
+            pub(crate) fn declaration() -> ParamStruct {
+                ParamStruct {
+                    name: stringify!($name),
+                    size: size_of::<$name>(),
+                    align: align_of::<$name>(),
+                    doc: &[$($doc),+],
+                    fields: vec![$(ParamField {
+                        name: stringify!($field),
+                        cuda_type: <$type as DeviceType>::CUDA_TYPE,
+                        offset: std::mem::offset_of!($name, $field),
+                        doc: &[$($field_doc),+],
+                    }),+],
+                }
+            }
+        }
+    };
+}
+
+param_struct! {
+    /// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim is contiguous.
+    pub struct RowStrides {
+        /// Between batch entries.
+        pub batch: i64,
+        /// Between positions of the sequence.
+        pub seq: i64,
+        /// Between heads.
+        pub head: i64,
+    }
+}
+
+param_struct! {
+    /// What every forward kernel is told at launch.
+    pub struct FwdParams {
+        /// Q, `[batch, seqlen_q, heads_q, head_dim]` by `q_strides`.
+        pub q: ConstPtr,
+        /// K, `[batch, seqlen_k, heads_kv, head_dim]` by `k_strides`.
+        pub k: ConstPtr,
+        /// V, `[batch, seqlen_k, heads_kv, head_dim_v]` by `v_strides`.
+        pub v: ConstPtr,
+        /// O, `[batch, seqlen_q, heads_q, head_dim_v]` by `out_strides`; written in full.
+        pub out: MutPtr,
+        /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; null for none.
+        pub lse: MutF32Ptr,
+        /// The next tile to be drawn, 0 at launch; null unless the scheduler is dynamic.
+        pub tile_counter: MutU32Ptr,
+        /// Strides of Q.
+        pub q_strides: RowStrides,
+        /// Strides of K.
+        pub k_strides: RowStrides,
+        /// Strides of V.
+        pub v_strides: RowStrides,
+        /// Strides of O.
+        pub out_strides: RowStrides,
+        /// Independent sequences.
+        pub batch: i32,
+        /// Query heads.
+        pub heads_q: i32,
+        /// Key and value heads.
+        pub heads_kv: i32,
+        /// Query heads per K/V head: `heads_q / heads_kv`.
+        pub group_size: i32,
+        /// Queries per sequence.
+        pub seqlen_q: i32,
+        /// Keys per sequence.
+        pub seqlen_k: i32,
+        /// Elements of a query or key: a multiple of 8 up to the config's `head_dim`.
+        pub head_dim: i32,
+        /// Elements of a value or output row: a multiple of 8 up to the config's `head_dim_v`.
+        pub head_dim_v: i32,
+        /// Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels only.
+        pub window_left: i32,
+        /// Visible keys right of the diagonal; -1 for all. Window kernels only.
+        pub window_right: i32,
+        /// Factor on Q K^T.
+        pub scale: f32,
+        /// `scale * log2(e)`: from scores to exponents of 2.
+        pub scale_log2: f32,
+        /// `cap` of `cap * tanh(scale * s / cap)`; kernels with `softcap` only.
+        pub softcap: f32,
+        /// Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to `cluster_m`.
+        pub m_blocks: i32,
+        /// Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
+        pub num_tiles: i32,
+        /// Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of `LongestFirst`.
+        pub heads_per_section: i32,
+    }
+}
+
+/// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 208);
+
+/// Every parameter struct, in the order in which `params.cuh` declares them.
+pub(crate) fn declarations() -> Vec<ParamStruct> {
+    vec![RowStrides::declaration(), FwdParams::declaration()]
+}

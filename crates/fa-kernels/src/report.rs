@@ -1,0 +1,158 @@
+//! What a compiler says about a kernel: registers, spills, stack, shared memory and warnings.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The resources that ptxas reports, and the warnings of front end and ptxas.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Report {
+    /// 32-bit registers per thread, as allocated at launch (with setmaxnreg the groups' own counts differ).
+    pub registers: u32,
+    /// Bytes of stack per thread.
+    pub stack: u32,
+    /// Bytes stored by spills, all functions together.
+    pub spill_stores: u32,
+    /// Bytes loaded by spills, all functions together.
+    pub spill_loads: u32,
+    /// Bytes of static shared memory.
+    pub static_smem: u32,
+    /// Named barriers.
+    pub barriers: u32,
+    /// Warnings, and notes on lost performance, one line each.
+    pub warnings: Vec<String>,
+}
+
+/// What no kernel may ship with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Registers spill to local memory.
+    Spills {
+        /// Bytes stored.
+        stores: u32,
+        /// Bytes loaded.
+        loads: u32,
+    },
+    /// ptxas serialises wgmma or ignores setmaxnreg.
+    Forbidden {
+        /// ptxas's line.
+        warning: String,
+    },
+    /// The log lacks the resource lines: the compiler's format is not the one that we read.
+    NoResources,
+}
+
+/// ptxas codes under which a wgmma kernel loses what it was written for: wgmma serialised across function boundaries
+/// (C7510), for want of registers (C7511, C7512), for accumulators touched inside a stage (C7514, C7515); setmaxnreg
+/// ignored (C7508).
+const FORBIDDEN: [&str; 6] = ["C7508", "C7510", "C7511", "C7512", "C7514", "C7515"];
+
+impl Report {
+    /// Reads a log of NVRTC or nvcc made with `--ptxas-options=-v`; `None` when it holds no resource lines.
+    pub fn parse(log: &str) -> Option<Report> {
+        let mut report = Report::default();
+        let mut seen = false;
+        for line in log.lines() {
+            if line.contains("bytes stack frame") {
+                report.stack = report.stack.max(number_before(line, " bytes stack frame").unwrap_or(0));
+                report.spill_stores += number_before(line, " bytes spill stores").unwrap_or(0);
+                report.spill_loads += number_before(line, " bytes spill loads").unwrap_or(0);
+            } else if let Some(registers) = number_before(line, " registers") {
+                seen = true;
+                report.registers = report.registers.max(registers);
+                report.barriers = number_before(line, " barriers").unwrap_or(0);
+                report.static_smem = number_before(line, " bytes smem").unwrap_or(0);
+            } else if is_warning(line) {
+                report.warnings.push(line.trim().to_owned());
+            }
+        }
+        seen.then_some(report)
+    }
+
+    /// The first fault, if any.
+    pub fn fault(&self) -> Option<Fault> {
+        let forbidden = |line: &&String| FORBIDDEN.iter().any(|code| line.contains(code));
+        if let Some(warning) = self.warnings.iter().find(forbidden) {
+            return Some(Fault::Forbidden { warning: warning.clone() });
+        }
+        (self.spill_stores > 0 || self.spill_loads > 0)
+            .then_some(Fault::Spills { stores: self.spill_stores, loads: self.spill_loads })
+    }
+}
+
+/// A warning, or one of ptxas's coded notes such as `(C7519)`, which it prints as "info".
+fn is_warning(line: &str) -> bool {
+    line.contains("warning") && !line.starts_with("Remark") || line.contains(" (C7")
+}
+
+/// The number that ends right before `suffix`.
+fn number_before(line: &str, suffix: &str) -> Option<u32> {
+    let head = &line[..line.find(suffix)?];
+    let digits = head.len() - head.trim_end_matches(|c: char| c.is_ascii_digit()).len();
+    head[head.len() - digits..].parse().ok()
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Report { registers, stack, spill_stores, spill_loads, static_smem, barriers, warnings } = self;
+        write!(f, "{registers} registers, {barriers} barriers, {stack} B stack, {spill_stores} B spill stores, ")?;
+        write!(f, "{spill_loads} B spill loads, {static_smem} B static shared memory, {} warnings", warnings.len())
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Fault::Spills { stores, loads } => write!(
+                f,
+                "registers spill ({stores} B stored, {loads} B loaded): use smaller tiles, fewer stages or more warps"
+            ),
+            Fault::Forbidden { warning } => write!(f, "{warning}"),
+            Fault::NoResources => write!(f, "its compile log has no ptxas resource lines"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resources_are_read_from_a_log_of_nvrtc() {
+        let log = "ptxas info    : 0 bytes gmem\n\
+                   ptxas info    : Compiling entry function 'k' for 'sm_90a'\n\
+                   ptxas info    : Function properties for k\n\
+                   ptxas         .     616 bytes stack frame, 720 bytes spill stores, 724 bytes spill loads\n\
+                   ptxas info    : Used 32 registers, used 1 barriers, 616 bytes cumulative stack size, 1024 bytes smem\n\
+                   ptxas info    : Compile time = 64.580 ms\n";
+        let report = Report::parse(log).unwrap();
+        let expected = Report {
+            registers: 32,
+            stack: 616,
+            spill_stores: 720,
+            spill_loads: 724,
+            static_smem: 1024,
+            barriers: 1,
+            warnings: vec![],
+        };
+        assert_eq!(report, expected);
+        assert_eq!(report.fault(), Some(Fault::Spills { stores: 720, loads: 724 }));
+    }
+
+    #[test]
+    fn lost_performance_is_a_fault_though_ptxas_calls_it_info() {
+        let log = "k.cu(5): warning #177-D: variable \"x\" was declared but never referenced\n\
+                   Remark: The warnings can be suppressed with \"-diag-suppress <warning-number>\"\n\
+                   ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored\n\
+                   ptxas info    : Used 8 registers, used 0 barriers\n";
+        let report = Report::parse(log).unwrap();
+        assert_eq!(report.warnings.len(), 2);
+        assert!(matches!(report.fault(), Some(Fault::Forbidden { warning }) if warning.contains("C7508")));
+    }
+
+    #[test]
+    fn a_log_without_resources_is_no_report() {
+        assert_eq!(Report::parse("1 error detected in the compilation of \"k.cu\"."), None);
+    }
+}
