@@ -1,0 +1,129 @@
+//! One wgmma product of a block: its shape rule, its accumulators and what it reads from shared memory.
+
+use serde::{Deserialize, Serialize};
+
+use super::reject::Reason;
+
+/// The products of the two passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum MmaName {
+    /// Forward, `Q K^T`: `[tile_m, tile_n]`.
+    S,
+    /// Forward, `P V`: `[tile_m, hdv]`.
+    O,
+    /// Backward, `Q K^T` and `dO V^T`, which share their layout: `[tile_m, tile_n]`.
+    SdP,
+    /// Backward, `dS^T Q`: `[tile_n, hd]`.
+    DK,
+    /// Backward, `P^T dO`: `[tile_n, hdv]`.
+    DV,
+    /// Backward, `dS K`: `[tile_m, hd]`.
+    DQ,
+}
+
+/// An axis of a product's output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Axis {
+    /// Rows: 64 per instruction and warp group.
+    M,
+    /// Columns: multiples of 8 per warp group.
+    N,
+}
+
+/// A product as the tensor cores see it: after the operands are swapped, if they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mma {
+    /// Which product.
+    pub name: MmaName,
+    /// Rows of the output.
+    pub m: u32,
+    /// Columns of the output.
+    pub n: u32,
+    /// Warp groups along the rows.
+    pub atom_m: u32,
+    /// Warp groups along the columns.
+    pub atom_n: u32,
+}
+
+/// Rows of a wgmma instruction (PTX ISA, "wgmma": m64nNk16).
+pub const WGMMA_M: u32 = 64;
+
+/// wgmma's N is a multiple of this (same section).
+pub const WGMMA_N_STEP: u32 = 8;
+
+/// Threads of a warp group.
+pub const WG_THREADS: u32 = 128;
+
+impl Mma {
+    /// The product with output `(m, n)` by `num_wg` warp groups, `atom_m` of them along `m` (a divisor of `num_wg`).
+    /// `swap` transposes output and warp groups alike.
+    pub const fn new(name: MmaName, (m, n): (u32, u32), num_wg: u32, atom_m: u32, swap: bool) -> Mma {
+        let atom_n = num_wg / atom_m;
+        if swap {
+            Mma { name, m: n, n: m, atom_m: atom_n, atom_n: num_wg / atom_n }
+        } else {
+            Mma { name, m, n, atom_m, atom_n }
+        }
+    }
+
+    /// Checks that every warp group gets whole instructions: rows in multiples of 64, columns in multiples of 8.
+    pub const fn check(&self) -> Result<(), Reason> {
+        let (need_m, need_n) = (WGMMA_M * self.atom_m, WGMMA_N_STEP * self.atom_n);
+        if !self.m.is_multiple_of(need_m) {
+            Err(Reason::MmaShape { mma: self.name, axis: Axis::M, need: need_m, have: self.m })
+        } else if !self.n.is_multiple_of(need_n) {
+            Err(Reason::MmaShape { mma: self.name, axis: Axis::N, need: need_n, have: self.n })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// f32 accumulator registers per thread.
+    pub const fn regs(&self) -> u32 {
+        self.m * self.n / (WG_THREADS * self.atom_m * self.atom_n)
+    }
+
+    /// Bytes of shared memory read by all instructions of the product with `k` summed elements of 16 bits: each of the
+    /// `m / 64 * atom_n` instructions reads its 64 rows of A (none when A is in registers) and its share of B's columns.
+    pub const fn smem_reads(&self, k: u32, a_in_regs: bool) -> u32 {
+        let instructions = self.m / WGMMA_M * self.atom_n;
+        let a = if a_in_regs { 0 } else { WGMMA_M * k * 2 };
+        instructions * (a + self.n / self.atom_n * k * 2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn swap_exchanges_sides_and_warp_groups() {
+        let plain = Mma::new(MmaName::SdP, (80, 128), 2, 1, false);
+        assert_eq!(
+            plain.check(),
+            Err(Reason::MmaShape { mma: MmaName::SdP, axis: Axis::M, need: 64, have: 80 })
+        );
+        let swapped = Mma::new(MmaName::SdP, (80, 128), 2, 1, true);
+        assert_eq!((swapped.m, swapped.n, swapped.atom_m, swapped.atom_n), (128, 80, 2, 1));
+        assert_eq!((swapped.check(), swapped.regs()), (Ok(()), 40));
+    }
+
+    #[test]
+    fn columns_are_shared_out_in_eights() {
+        let mma = Mma::new(MmaName::DK, (64, 128), 3, 1, false);
+        assert_eq!(
+            mma.check(),
+            Err(Reason::MmaShape { mma: MmaName::DK, axis: Axis::N, need: 24, have: 128 })
+        );
+    }
+
+    #[test]
+    fn reads_count_a_per_instruction_and_b_per_share() {
+        let mma = Mma::new(MmaName::S, (128, 96), 2, 2, false);
+        assert_eq!(mma.smem_reads(64, false), 2 * (64 * 64 * 2 + 96 * 64 * 2));
+        assert_eq!(mma.smem_reads(64, true), 2 * 96 * 64 * 2);
+        // Warp groups side by side read all of A twice and half of B each.
+        let wide = Mma::new(MmaName::S, (128, 96), 2, 1, false);
+        assert_eq!(wide.smem_reads(64, false), 4 * (64 * 64 * 2 + 48 * 64 * 2));
+    }
+}
