@@ -1,2 +1,58 @@
-//! The program `fa`.
-fn main() {}
+//! The program `fa`: plan, run, check and measure attention.
+
+mod args;
+mod attention;
+mod check;
+mod doctor;
+mod failure;
+mod gpu;
+mod machine;
+mod manual;
+mod output;
+mod progress;
+mod run;
+mod safetensors;
+mod target;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+use crate::failure::{EXIT_FAILURE, Verdict};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    show_traces(cli.verbose);
+    match dispatch(cli.command) {
+        Ok(Verdict::Good) => ExitCode::SUCCESS,
+        Ok(Verdict::Bad) => ExitCode::from(EXIT_FAILURE),
+        Err(error) if failure::is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Standard error may be closed too; then there is nobody to tell.
+            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            ExitCode::from(failure::exit_code(&error))
+        }
+    }
+}
+
+fn dispatch(command: Command) -> anyhow::Result<Verdict> {
+    match command {
+        Command::Run(args) => run::command(&args),
+        Command::Check(args) => check::command(&args),
+        Command::Doctor(args) => doctor::command(&args),
+        Command::Completions(args) => manual::completions(&args),
+        Command::Man(args) => manual::man(&args),
+    }
+}
+
+fn show_traces(verbose: u8) {
+    let level = match verbose {
+        0 => return,
+        1 => tracing::Level::INFO,
+        2 => tracing::Level::DEBUG,
+        _ => tracing::Level::TRACE,
+    };
+    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).init();
+}

@@ -1,0 +1,515 @@
+//! The command line: flags are parsed here, once, into resolved values.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+
+use crate::failure::InputError;
+
+/// Plan, run, check and measure attention.
+///
+/// `fa` plans an attention problem for a GPU architecture (which tiles fit, which is best, and why the others are not)
+/// and computes it on the machine at hand.
+#[derive(Debug, Parser)]
+#[command(name = "fa", version, arg_required_else_help = true, max_term_width = 110, after_help = TOP_EXAMPLES)]
+pub struct Cli {
+    /// Show what is going on, on standard error (-v info, -vv debug, -vvv trace)
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const TOP_EXAMPLES: &str = "\
+Examples:
+  fa run examples/minilm-layer0.safetensors           compute attention on Q, K, V of a real layer
+  fa plan --headdim 128 --seqlen 8192 --causal        the best kernels for H100, and their limits
+  fa check out.safetensors other.safetensors          are two outputs equal within tolerance?
+  fa doctor                                           what works on this machine
+
+Exit codes: 0 done; 1 a negative verdict or a failure; 2 bad input or usage.";
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Compute attention on the tensors of a safetensors file
+    Run(RunArgs),
+    /// Compare two outputs and judge the difference
+    Check(CheckArgs),
+    /// Say what works on this machine, and what to do about what does not
+    Doctor(DoctorArgs),
+    /// Print a shell's completion script
+    Completions(CompletionsArgs),
+    /// Print the manual page (roff), of one command if named
+    Man(ManArgs),
+}
+
+/// Which implementation computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// The fastest that works here
+    Auto,
+    /// Tiled, multi-threaded, SIMD
+    Cpu,
+    /// Naive f64: slow, exact
+    Reference,
+}
+
+/// `fa run`.
+#[derive(Debug, Args)]
+#[command(after_help = RUN_EXAMPLES)]
+pub struct RunArgs {
+    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16
+    pub input: PathBuf,
+    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is computed
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    #[command(flatten)]
+    pub attention: AttentionArgs,
+    /// Also compute the gradients dq, dk, dv of dout
+    #[arg(long)]
+    pub backward: bool,
+    /// Which implementation computes
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: Backend,
+    #[command(flatten)]
+    pub cpu: CpuArgs,
+    /// GPU architecture whose plan is shown
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  fa run examples/minilm-layer0.safetensors -o out.safetensors
+  fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
+  fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
+
+Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv,
+head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural
+logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
+
+/// What the tensors of a file do not say about the problem.
+#[derive(Clone, Debug, Default, Args)]
+pub struct AttentionArgs {
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Factor on Q K^T [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub scale: Option<f64>,
+    /// Soft cap: scores become X tanh(score / X), before the mask
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+    /// Order of the tensors' axes [default: the file's metadata entry 'layout', else bshd]
+    #[arg(long, value_parser = parse_layout)]
+    pub layout: Option<TensorLayout>,
+}
+
+/// Mask flags.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct MaskArgs {
+    /// No query sees a key after its own
+    #[arg(long)]
+    pub causal: bool,
+    /// Each query sees L keys before and R keys after its own; 'inf' for no limit
+    #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
+    pub window: Option<Window>,
+}
+
+impl MaskArgs {
+    /// The mask: causal cuts the window's right side off.
+    pub fn mask(&self) -> Mask {
+        let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
+        Mask { left, right: if self.causal { Some(0) } else { right } }
+    }
+}
+
+/// Flags of the CPU implementation.
+#[derive(Clone, Debug, Default, Args)]
+pub struct CpuArgs {
+    /// CPU threads [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub threads: Option<u16>,
+}
+
+/// Problem flags of `fa plan`.
+#[derive(Clone, Debug, Args)]
+pub struct ProblemArgs {
+    /// Independent sequences
+    #[arg(long, default_value_t = 4)]
+    pub batch: usize,
+    /// Sequence length, or queries x keys as in 1x4096
+    #[arg(long, value_name = "N[xM]", default_value = "4096", conflicts_with_all = ["seqlen_q", "seqlen_k"])]
+    pub seqlen: Seqlen,
+    /// Queries per sequence
+    #[arg(long, requires = "seqlen_k")]
+    pub seqlen_q: Option<usize>,
+    /// Keys per sequence
+    #[arg(long, requires = "seqlen_q")]
+    pub seqlen_k: Option<usize>,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "16")]
+    pub heads: Heads,
+    /// Head dim, and the values' if different, as in 192-128
+    #[arg(long, value_name = "D[-DV]", default_value = "128")]
+    pub headdim: HeadDim,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Element type: bf16, f16, f32
+    #[arg(long, default_value = "bf16")]
+    pub dtype: Dtype,
+    /// Scores pass through a soft cap
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+}
+
+impl ProblemArgs {
+    /// The problem, checked.
+    ///
+    /// # Errors
+    /// What [`Problem::check`] finds.
+    pub fn problem(&self) -> Result<Problem, fa_core::ProblemError> {
+        let seqlen = match (self.seqlen_q, self.seqlen_k) {
+            (Some(q), Some(k)) => Seqlen { q, k },
+            _ => self.seqlen,
+        };
+        let problem = Problem {
+            batch: self.batch,
+            seqlen_q: seqlen.q,
+            seqlen_k: seqlen.k,
+            heads_q: self.heads.q,
+            heads_kv: self.heads.kv,
+            head_dim: self.headdim.qk,
+            head_dim_v: self.headdim.v,
+            mask: self.mask.mask(),
+            dtype: self.dtype,
+            softmax_scale: None,
+            softcap: self.softcap,
+        };
+        problem.check()?;
+        Ok(problem)
+    }
+}
+
+/// Forward, backward or both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// Forward
+    Fwd,
+    /// Backward (gradients)
+    Bwd,
+    /// Forward, then backward
+    Both,
+}
+
+/// How a result is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people
+    Table,
+    /// One JSON object
+    Json,
+    /// Rusty object notation
+    Ron,
+}
+
+/// `fa plan`.
+#[derive(Debug, Args)]
+#[command(after_help = PLAN_EXAMPLES)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub problem: ProblemArgs,
+    /// Read the problem from a RON file instead
+    #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap"
+    ])]
+    pub problem_file: Option<PathBuf>,
+    /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// Which pass to plan
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
+    /// List at most this many plans (tables default to 10, JSON and RON to all)
+    #[arg(short = 'n', value_name = "N")]
+    pub limit: Option<usize>,
+    /// Say why configurations with these fields are rejected or ranked lower, as in tile_n=192,num_wg=2
+    #[arg(long, value_name = "FIELD=VALUE,..", value_delimiter = ',')]
+    pub why: Vec<FieldValue>,
+    /// Write one self-contained HTML page about the plan
+    #[arg(long, value_name = "FILE.html")]
+    pub report: Option<PathBuf>,
+    /// How to print
+    #[arg(long, value_enum, default_value = "table")]
+    pub format: Format,
+    /// Short for --format json
+    #[arg(long, conflicts_with = "format")]
+    pub json: bool,
+}
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  fa plan --headdim 128 --seqlen 8192 --heads 16 --causal
+  fa plan --headdim 192-128 --mode bwd -n 5 --json
+  fa plan --headdim 128 --why tile_n=192
+  fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html";
+
+/// `fa check`.
+#[derive(Debug, Args)]
+#[command(after_help = CHECK_EXAMPLES)]
+pub struct CheckArgs {
+    /// The output to judge
+    pub a: PathBuf,
+    /// The output to judge it by
+    pub b: PathBuf,
+    /// Compare this tensor (may be repeated) [default: those of out, lse, dq, dk, dv that both files have]
+    #[arg(long = "tensor", value_name = "NAME")]
+    pub tensors: Vec<String>,
+    /// File with q, k, v (and dout): both outputs are judged against an f64 computation on them [default: A or B, when
+    /// one of them holds q, k and v]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["atol", "rtol"])]
+    pub inputs: Option<PathBuf>,
+    #[command(flatten)]
+    pub attention: AttentionArgs,
+    /// Judge by |a - b| <= atol + rtol |b| instead; no inputs are used
+    #[arg(long, value_name = "X", value_parser = parse_tolerance)]
+    pub atol: Option<f64>,
+    /// See --atol
+    #[arg(long, value_name = "X", value_parser = parse_tolerance)]
+    pub rtol: Option<f64>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const CHECK_EXAMPLES: &str = "\
+Examples:
+  fa check out.safetensors examples/minilm-layer0.safetensors      inputs found in the second file
+  fa check a.safetensors b.safetensors --inputs qkv.safetensors --causal
+  fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
+
+The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, where ref is
+computed in f64 from the inputs and low is the same formula in the inputs' precision; both outputs must keep it. Without
+inputs and tolerances, A may differ from B by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of
+their magnitude for f32). Infinities and NaN must be at the same places.
+Exit code 1 when the outputs differ beyond tolerance.";
+
+/// `fa bench`.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_EXAMPLES)]
+pub struct BenchArgs {
+    /// Which implementation to measure
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: Backend,
+    /// Independent sequences
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// Sequence lengths, each N or queries x keys
+    #[arg(long, value_name = "N[xM],..", value_delimiter = ',', default_value = "512,1024,2048,4096")]
+    pub seqlen: Vec<Seqlen>,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "8")]
+    pub heads: Heads,
+    /// Head dims, each D or D-DV
+    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', default_value = "64")]
+    pub headdim: Vec<HeadDim>,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Element type: f32, f16, bf16
+    #[arg(long, default_value = "f32")]
+    pub dtype: Dtype,
+    /// Which pass to measure
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
+    /// Least time to spend measuring a row, in seconds
+    #[arg(long, value_name = "S", default_value_t = 0.5, value_parser = parse_seconds)]
+    pub seconds: f64,
+    #[command(flatten)]
+    pub cpu: CpuArgs,
+    /// Write the rows as JSON to this file, '-' for standard output instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// Draw rate over sequence length to an SVG file
+    #[arg(long, value_name = "FILE.svg")]
+    pub plot: Option<PathBuf>,
+}
+
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  fa bench --headdim 128 --seqlen 512,1024,2048 --causal
+  fa bench --headdim 64,128 --dtype bf16 --mode both --threads 2 --json bench.json --plot bench.svg
+  fa bench --json - --seqlen 1x16384 --heads 32:8
+
+Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
+
+/// `fa doctor`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json")]
+pub struct DoctorArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `fa completions`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa completions bash > ~/.local/share/bash-completion/completions/fa")]
+pub struct CompletionsArgs {
+    /// The shell
+    pub shell: clap_complete::Shell,
+}
+
+/// `fa man`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa man | man -l -\n  fa man plan > fa-plan.1")]
+pub struct ManArgs {
+    /// A command, such as plan
+    pub command: Option<String>,
+}
+
+/// Visible keys before and after a query's own; `None` is no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Before.
+    pub left: Option<u32>,
+    /// After.
+    pub right: Option<u32>,
+}
+
+impl FromStr for Window {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let side = |text: &str| match text.trim() {
+            "inf" | "-1" => Ok(None),
+            number => number.parse().map(Some).map_err(|_| {
+                format!("'{number}' is no count of keys: use a number up to {} or 'inf'", u32::MAX)
+            }),
+        };
+        let (left, right) = text.split_once(',').ok_or("needs two sides, as in 256,0")?;
+        Ok(Window { left: side(left)?, right: side(right)? })
+    }
+}
+
+/// Queries and keys per sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seqlen {
+    /// Queries.
+    pub q: usize,
+    /// Keys.
+    pub k: usize,
+}
+
+/// Query heads and key/value heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub q: usize,
+    /// Key/value heads.
+    pub kv: usize,
+}
+
+/// Head dims of Q and K, and of V and O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadDim {
+    /// Of Q and K.
+    pub qk: usize,
+    /// Of V and O.
+    pub v: usize,
+}
+
+/// Parses `N` or `N<separator>M`; one number stands for both.
+fn pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
+    let number = |part: &str| {
+        part.trim().parse::<usize>().map_err(|_| format!("'{part}' is no whole number: use {form}"))
+    };
+    match text.split_once(separator) {
+        Some((first, second)) => Ok((number(first)?, number(second)?)),
+        None => number(text).map(|n| (n, n)),
+    }
+}
+
+impl FromStr for Seqlen {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        pair(text, 'x', "N or QxK, as in 1x4096").map(|(q, k)| Seqlen { q, k })
+    }
+}
+
+impl FromStr for Heads {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        pair(text, ':', "Q or Q:KV, as in 32:8").map(|(q, kv)| Heads { q, kv })
+    }
+}
+
+impl FromStr for HeadDim {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        pair(text, '-', "D or D-DV, as in 192-128").map(|(qk, v)| HeadDim { qk, v })
+    }
+}
+
+/// One condition of `--why`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FieldValue {
+    /// A field of a configuration, such as `tile_n`.
+    pub field: String,
+    /// The value it must have, as printed in JSON.
+    pub value: String,
+}
+
+impl FromStr for FieldValue {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((field, value)) if !field.trim().is_empty() && !value.trim().is_empty() => {
+                Ok(FieldValue { field: field.trim().to_owned(), value: value.trim().to_owned() })
+            }
+            _ => Err(format!("'{text}' is no FIELD=VALUE, as in tile_n=192")),
+        }
+    }
+}
+
+fn parse_layout(text: &str) -> Result<TensorLayout, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "bshd" => Ok(TensorLayout::Bshd),
+        "bhsd" => Ok(TensorLayout::Bhsd),
+        _ => Err(format!("unknown layout '{text}': use bshd or bhsd")),
+    }
+}
+
+fn parse_tolerance(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("must be a number, 0 or more".to_owned()),
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 3600.0 => Ok(value),
+        _ => Err("must be above 0 and at most 3600".to_owned()),
+    }
+}
+
+impl AttentionArgs {
+    /// The layout: the flag's, else the file's metadata entry, else BSHD.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] when the metadata names a layout that does not exist.
+    pub fn layout(&self, from_file: Option<&str>) -> Result<TensorLayout, InputError> {
+        match (self.layout, from_file) {
+            (Some(layout), _) => Ok(layout),
+            (None, Some(text)) => parse_layout(text)
+                .map_err(|e| InputError::Usage(format!("the file's metadata: {e}, or give --layout"))),
+            (None, None) => Ok(TensorLayout::default()),
+        }
+    }
+}

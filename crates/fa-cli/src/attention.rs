@@ -1,0 +1,370 @@
+//! Attention on the tensors of a file: what the file holds, checked; computing it; what comes out.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use fa_core::{Dtype, Problem, TensorLayout};
+use fa_cpu::{TensorRef, reference};
+use half::{bf16, f16};
+
+use crate::args::{AttentionArgs, Backend, CpuArgs};
+use crate::failure::InputError;
+use crate::safetensors::{NewTensor, Stored, TensorFile};
+
+/// Q, K, V and perhaps dO of one problem, packed in `layout`.
+#[derive(Debug)]
+pub struct Inputs<T> {
+    /// The problem, checked.
+    pub problem: Problem,
+    /// The order of every tensor's axes.
+    pub layout: TensorLayout,
+    /// `[batch, seqlen_q, heads_q, head_dim]` in BSHD terms, as all shapes here.
+    pub q: Vec<T>,
+    /// `[batch, seqlen_k, heads_kv, head_dim]`.
+    pub k: Vec<T>,
+    /// `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    pub v: Vec<T>,
+    /// `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub dout: Option<Vec<T>>,
+}
+
+/// [`Inputs`] of whichever type the file holds.
+#[derive(Debug)]
+pub enum AnyInputs {
+    /// f32.
+    F32(Inputs<f32>),
+    /// f16.
+    F16(Inputs<f16>),
+    /// bf16.
+    Bf16(Inputs<bf16>),
+}
+
+/// Evaluates an expression with `$inputs` bound to the [`Inputs`] inside an [`AnyInputs`].
+macro_rules! with_inputs {
+    ($any:expr, $inputs:ident => $body:expr) => {
+        match $any {
+            $crate::attention::AnyInputs::F32($inputs) => $body,
+            $crate::attention::AnyInputs::F16($inputs) => $body,
+            $crate::attention::AnyInputs::Bf16($inputs) => $body,
+        }
+    };
+}
+pub(crate) use with_inputs;
+
+impl AnyInputs {
+    /// Reads q, k, v and, if `backward`, dout. All that the header can tell is checked before any data is read.
+    ///
+    /// # Errors
+    /// [`InputError`] or [`fa_core::ProblemError`].
+    pub fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
+        let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
+        let problem = problem_of(file, args, layout, backward)?;
+        Ok(match problem.dtype {
+            Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, layout, backward)?),
+            Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, layout, backward)?),
+            Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, layout, backward)?),
+            Dtype::E4m3 => unreachable!("problem_of refuses it"),
+        })
+    }
+}
+
+impl<T: Stored> Inputs<T> {
+    fn read(
+        file: &TensorFile,
+        problem: Problem,
+        layout: TensorLayout,
+        backward: bool,
+    ) -> Result<Self, InputError> {
+        Ok(Inputs {
+            problem,
+            layout,
+            q: file.read("q")?,
+            k: file.read("k")?,
+            v: file.read("v")?,
+            dout: backward.then(|| file.read("dout")).transpose()?,
+        })
+    }
+
+    /// The shape as BSHD has it, whatever the layout.
+    fn view<'a>(
+        &self,
+        name: &'static str,
+        data: &'a [T],
+        shape: [usize; 4],
+    ) -> Result<TensorRef<'a, T>, fa_cpu::CpuError> {
+        TensorRef::packed(name, data, shape, self.layout)
+    }
+
+    /// Views of Q, K and V.
+    ///
+    /// # Errors
+    /// When a tensor is shorter than the problem says.
+    pub fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_cpu::CpuError> {
+        use fa_cpu::check::{k_shape, q_shape, v_shape};
+        Ok([
+            self.view("q", &self.q, q_shape(&self.problem))?,
+            self.view("k", &self.k, k_shape(&self.problem))?,
+            self.view("v", &self.v, v_shape(&self.problem))?,
+        ])
+    }
+
+    /// A view of dO, if it was read.
+    ///
+    /// # Errors
+    /// When it is shorter than the problem says.
+    pub fn dout_view(&self) -> Result<Option<TensorRef<'_, T>>, fa_cpu::CpuError> {
+        let shape = fa_cpu::check::out_shape(&self.problem);
+        self.dout.as_deref().map(|dout| self.view("dout", dout, shape)).transpose()
+    }
+}
+
+/// The problem that the tensors' shapes and the flags describe.
+fn problem_of(
+    file: &TensorFile,
+    args: &AttentionArgs,
+    layout: TensorLayout,
+    backward: bool,
+) -> anyhow::Result<Problem> {
+    let dtype = common_dtype(file, backward)?;
+    let [batch, seqlen_q, heads_q, head_dim] = shape_of(file, "q", layout)?;
+    let k = shape_of(file, "k", layout)?;
+    let v = shape_of(file, "v", layout)?;
+    let [_, seqlen_k, heads_kv, _] = k;
+    let head_dim_v = v[3];
+    let agree = |name: &str, got: [usize; 4], need: [usize; 4], why: &str| {
+        if got == need {
+            return Ok(());
+        }
+        let shape = |[b, s, h, d]: [usize; 4]| layout.shape(b, s, h, d);
+        let need = format!("{why} (in {layout}: {:?})", shape(need));
+        Err(InputError::Shape { name: name.to_owned(), got: shape(got).map(|n| n as u64).to_vec(), need })
+    };
+    agree("k", k, [batch, seqlen_k, heads_kv, head_dim], "batch and head_dim must be q's")?;
+    agree("v", v, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads must be k's")?;
+    if backward {
+        let dout = shape_of(file, "dout", layout)?;
+        agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
+    }
+    let problem = Problem {
+        batch,
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        mask: args.mask.mask(),
+        dtype,
+        softmax_scale: args.scale,
+        softcap: args.softcap,
+    };
+    problem.check()?;
+    Ok(problem)
+}
+
+/// The element type that the tensors share.
+fn common_dtype(file: &TensorFile, backward: bool) -> Result<Dtype, InputError> {
+    let first = &file.entry("q")?.dtype;
+    let wrong = |name: &str, got: &str, need: String| {
+        Err(InputError::Dtype { name: name.to_owned(), got: got.to_owned(), need })
+    };
+    let dtype = match first.as_str() {
+        "F32" => Dtype::F32,
+        "F16" => Dtype::F16,
+        "BF16" => Dtype::Bf16,
+        other => return wrong("q", other, "attention is computed on F32, F16 and BF16".to_owned()),
+    };
+    for name in ["k", "v"].into_iter().chain(backward.then_some("dout")) {
+        let got = &file.entry(name)?.dtype;
+        if got != first {
+            return wrong(name, got, format!("q holds {first}, and all tensors must be of one type"));
+        }
+    }
+    Ok(dtype)
+}
+
+/// A tensor's `[batch, seqlen, heads, dim]`.
+fn shape_of(file: &TensorFile, name: &str, layout: TensorLayout) -> Result<[usize; 4], InputError> {
+    let shape = &file.entry(name)?.shape;
+    let refuse = |need: String| InputError::Shape { name: name.to_owned(), got: shape.clone(), need };
+    let &[first, second, third, dim] = shape.as_slice() else {
+        return Err(refuse(format!("its rank is {}, it must be 4, {layout}", shape.len())));
+    };
+    let (seqlen, heads) = match layout {
+        TensorLayout::Bshd => (second, third),
+        TensorLayout::Bhsd => (third, second),
+    };
+    // Extents of an empty tensor may be anything; those beyond the address space are refused here.
+    let extent = |n: u64| usize::try_from(n).map_err(|_| refuse(format!("{n} is more than {}", usize::MAX)));
+    Ok([extent(first)?, extent(seqlen)?, extent(heads)?, extent(dim)?])
+}
+
+/// What an implementation gave, packed in the inputs' layout, and how long it took.
+#[derive(Debug)]
+pub struct Outputs<T> {
+    /// `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: Vec<T>,
+    /// `[batch, heads_q, seqlen_q]`, natural logarithm.
+    pub lse: Vec<f32>,
+    /// dQ, dK and dV with the shapes of Q, K and V.
+    pub gradients: Option<[Vec<T>; 3]>,
+    /// Time of the forward.
+    pub forward_time: Duration,
+    /// Time of the backward alone.
+    pub backward_time: Option<Duration>,
+}
+
+impl<T: Stored> Outputs<T> {
+    /// The tensors to write.
+    pub fn tensors(&self, inputs: &Inputs<T>) -> Vec<NewTensor> {
+        let p = &inputs.problem;
+        let shape = |[b, s, h, d]: [usize; 4]| inputs.layout.shape(b, s, h, d);
+        let mut tensors = vec![
+            NewTensor::new("out", &shape(fa_cpu::check::out_shape(p)), &self.out),
+            NewTensor::new("lse", &[p.batch, p.heads_q, p.seqlen_q], &self.lse),
+        ];
+        if let Some([dq, dk, dv]) = &self.gradients {
+            tensors.push(NewTensor::new("dq", &shape(fa_cpu::check::q_shape(p)), dq));
+            tensors.push(NewTensor::new("dk", &shape(fa_cpu::check::k_shape(p)), dk));
+            tensors.push(NewTensor::new("dv", &shape(fa_cpu::check::v_shape(p)), dv));
+        }
+        tensors
+    }
+}
+
+/// Runs `work` on a pool of the threads asked for.
+///
+/// # Errors
+/// When the system gives no threads.
+pub fn on_threads<R: Send>(cpu: &CpuArgs, work: impl FnOnce() -> R + Send) -> anyhow::Result<R> {
+    match cpu.threads {
+        None => Ok(work()),
+        Some(threads) => {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build();
+            Ok(pool.with_context(|| format!("cannot start {threads} threads"))?.install(work))
+        }
+    }
+}
+
+/// The f64 oracle's results, rounded to the tensors' type and put in their layout.
+///
+/// # Errors
+/// Tensors that do not fit the problem.
+pub fn run_reference<T: Stored>(inputs: &Inputs<T>) -> Result<Outputs<T>, fa_cpu::CpuError> {
+    let problem = &inputs.problem;
+    let [q, k, v] = inputs.views()?;
+    let start = Instant::now();
+    let forward = reference::forward(problem, &q, &k, &v)?;
+    let forward_time = start.elapsed();
+    let mut outputs = Outputs {
+        out: from_bshd(&forward.out, fa_cpu::check::out_shape(problem), inputs.layout),
+        lse: forward.lse.iter().map(|&lse| lse as f32).collect(),
+        gradients: None,
+        forward_time,
+        backward_time: None,
+    };
+    if let Some(dout) = inputs.dout_view()? {
+        let start = Instant::now();
+        let gradients = reference::backward(problem, &q, &k, &v, &dout)?;
+        outputs.backward_time = Some(start.elapsed());
+        outputs.gradients = Some([
+            from_bshd(&gradients.dq, fa_cpu::check::q_shape(problem), inputs.layout),
+            from_bshd(&gradients.dk, fa_cpu::check::k_shape(problem), inputs.layout),
+            from_bshd(&gradients.dv, fa_cpu::check::v_shape(problem), inputs.layout),
+        ]);
+    }
+    Ok(outputs)
+}
+
+/// Rounds a packed BSHD tensor to `T` and packs it in `layout`.
+fn from_bshd<T: Stored>(values: &[f64], shape: [usize; 4], layout: TensorLayout) -> Vec<T> {
+    let [batch, seqlen, heads, dim] = shape;
+    let swapped = match layout {
+        TensorLayout::Bshd => return values.iter().map(|&value| T::from_f64(value)).collect(),
+        TensorLayout::Bhsd => swap_middle_axes(values, [batch, seqlen, heads, dim]),
+    };
+    swapped.into_iter().map(T::from_f64).collect()
+}
+
+/// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
+pub fn to_bshd<T: Copy>(values: &[T], shape: [usize; 4], layout: TensorLayout) -> Vec<T> {
+    let [batch, seqlen, heads, dim] = shape;
+    match layout {
+        TensorLayout::Bshd => values.to_vec(),
+        TensorLayout::Bhsd => swap_middle_axes(values, [batch, heads, seqlen, dim]),
+    }
+}
+
+/// `[a, b, c, d]` to `[a, c, b, d]`.
+fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usize; 4]) -> Vec<T> {
+    let mut swapped = Vec::with_capacity(values.len());
+    for a in 0..first {
+        for c in 0..third {
+            for b in 0..second {
+                let at = ((a * second + b) * third + c) * dim;
+                swapped.extend_from_slice(&values[at..at + dim]);
+            }
+        }
+    }
+    swapped
+}
+
+/// A problem in a line.
+pub fn describe(p: &Problem) -> String {
+    let pair = |a: usize, b: usize, separator: &str| {
+        if a == b { a.to_string() } else { format!("{a}{separator}{b}") }
+    };
+    let mut text = format!(
+        "batch {}, queries x keys {}x{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
+        p.batch,
+        p.seqlen_q,
+        p.seqlen_k,
+        pair(p.heads_q, p.heads_kv, ":"),
+        pair(p.head_dim, p.head_dim_v, "-"),
+        p.mask,
+        p.dtype,
+        p.scale()
+    );
+    if let Some(cap) = p.softcap {
+        text += &format!(", soft cap {cap}");
+    }
+    text
+}
+
+/// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone decide, and a
+/// forgotten flag gives a plausible wrong answer.
+pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
+    let entry = |key: &str| file.metadata().get(key).map(String::as_str);
+    let number = |key: &str| entry(key).and_then(|text| text.parse::<f64>().ok());
+    let mut differ = Vec::new();
+    let mut differs = |key: &str, flag: &str, other: bool| {
+        if other {
+            differ.push(format!("{key} = {} ({flag})", entry(key).unwrap_or_default()));
+        }
+    };
+    differs("causal", "--causal", entry("causal") == Some("true") && problem.mask.right != Some(0));
+    let side = |side: Option<u32>| side.map(f64::from);
+    let other = |key: &str, have: Option<f64>| number(key).is_some_and(|n| Some(n) != have);
+    differs("window_left", "--window", other("window_left", side(problem.mask.left)));
+    differs("window_right", "--window", other("window_right", side(problem.mask.right)));
+    differs("softcap", "--softcap", other("softcap", problem.softcap));
+    differs(
+        "scale",
+        "--scale",
+        number("scale").is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs()),
+    );
+    if differ.is_empty() {
+        return None;
+    }
+    Some(format!("the metadata of {} says {}; only flags decide", file.path().display(), differ.join(", ")))
+}
+
+/// Runs the backend that was asked for.
+///
+/// # Errors
+/// Tensors that do not fit the problem, or what the backend reports.
+pub fn run<T: Stored>(backend: Backend, inputs: &Inputs<T>) -> anyhow::Result<Outputs<T>> {
+    match backend {
+        Backend::Auto | Backend::Cpu | Backend::Reference => Ok(run_reference(inputs)?),
+    }
+}

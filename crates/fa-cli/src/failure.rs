@@ -1,0 +1,110 @@
+//! What ends the program, and with which exit code.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use fa_core::problem::ProblemError;
+use fa_core::spec::SpecError;
+use fa_cpu::CpuError;
+
+/// How a command that ran to its end judges what it saw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Exit code 0.
+    Good,
+    /// Exit code 1: outputs differ, no plan exists, and the like.
+    Bad,
+}
+
+/// Exit code of a failure that is not the user's, and of a negative verdict.
+pub const EXIT_FAILURE: u8 = 1;
+/// Exit code of bad input and bad usage.
+pub const EXIT_BAD_INPUT: u8 = 2;
+
+/// Input or usage that the user has to mend; exit code 2.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    /// A file cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file is no safetensors file, or contradicts itself.
+    #[error("{} is not a valid safetensors file: {reason}", path.display())]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with the numbers.
+        reason: String,
+    },
+    /// A tensor that is needed is not there.
+    #[error("{} has no tensor '{name}': it has {have}", path.display())]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// The names that are there.
+        have: String,
+    },
+    /// A tensor's element type is not supported, or differs from its neighbours'.
+    #[error("tensor '{name}' holds {got}: {need}")]
+    Dtype {
+        /// The tensor.
+        name: String,
+        /// Its element type as the file names it.
+        got: String,
+        /// What would work.
+        need: String,
+    },
+    /// A tensor's shape does not fit.
+    #[error("tensor '{name}' has shape {got:?}: {need}")]
+    Shape {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        got: Vec<u64>,
+        /// What would work.
+        need: String,
+    },
+    /// The output cannot be written where it was asked for.
+    #[error("cannot write {}: {reason}", path.display())]
+    Target {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// Options that contradict each other or ask for what is not there.
+    #[error("{0}")]
+    Usage(String),
+}
+
+impl InputError {
+    /// A [`InputError::Read`] about `path`, for `map_err`.
+    pub fn read(path: &Path) -> impl FnOnce(io::Error) -> InputError + '_ {
+        move |source| InputError::Read { path: path.to_owned(), source }
+    }
+}
+
+/// The exit code for an error: 2 when anything in its chain is the user's to mend, otherwise 1.
+pub fn exit_code(error: &anyhow::Error) -> u8 {
+    let bad_input = error.chain().any(|cause| {
+        cause.is::<InputError>()
+            || cause.is::<ProblemError>()
+            || cause.is::<SpecError>()
+            || cause.is::<CpuError>()
+    });
+    if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
+}
+
+/// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.
+pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let broken = |cause: &(dyn std::error::Error + 'static)| {
+        cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+    };
+    error.chain().any(broken)
+}

@@ -1,0 +1,83 @@
+//! Standard output: whole texts, and numbers as people read them.
+
+use std::io::Write;
+
+use anyhow::Context;
+use serde::Serialize;
+
+/// Prints a text as it is.
+///
+/// # Errors
+/// When standard output is closed or full.
+pub fn print(text: &str) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("cannot write to standard output")
+}
+
+/// Prints a value as indented JSON and a newline.
+///
+/// # Errors
+/// As [`print`].
+pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    print(&json_text(value)?)
+}
+
+/// A value as indented JSON and a newline.
+///
+/// # Errors
+/// When the value has no JSON form.
+pub fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
+    Ok(serde_json::to_string_pretty(value)? + "\n")
+}
+
+/// A borderless table whose cells keep their natural width.
+pub fn table(header: &[&str]) -> comfy_table::Table {
+    let mut table = comfy_table::Table::new();
+    table.load_preset(comfy_table::presets::NOTHING);
+    table.set_header(header.iter().map(|text| comfy_table::Cell::new(text)));
+    table
+}
+
+/// A table as text without trailing blanks.
+pub fn table_text(table: &comfy_table::Table) -> String {
+    table.trim_fmt() + "\n"
+}
+
+/// `1234567890.0` as `1.23 G`, with `unit` behind the prefix; three significant digits.
+pub fn si(value: f64, unit: &str) -> String {
+    const PREFIXES: [(f64, &str); 7] =
+        [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")];
+    if value == 0.0 || !value.is_finite() {
+        return format!("{value} {unit}");
+    }
+    let (factor, prefix) =
+        PREFIXES.into_iter().find(|(factor, _)| value.abs() >= 0.9995 * factor).unwrap_or((1e-9, "n"));
+    let scaled = value / factor;
+    let digits = match scaled.abs() {
+        x if x >= 99.95 => 0,
+        x if x >= 9.995 => 1,
+        _ => 2,
+    };
+    format!("{scaled:.digits$} {prefix}{unit}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_three_digits_and_a_prefix() {
+        for (value, text) in [
+            (0.0, "0 s"),
+            (1.0, "1.00 s"),
+            (999.6, "1.00 ks"),
+            (123.4, "123 s"),
+            (0.0123, "12.3 ms"),
+            (4.5e-8, "45.0 ns"),
+            (6.6e14, "660 Ts"),
+            (f64::INFINITY, "inf s"),
+        ] {
+            assert_eq!(si(value, "s"), text);
+        }
+    }
+}

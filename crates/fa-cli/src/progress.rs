@@ -1,0 +1,76 @@
+//! Progress on standard error for what takes over a second, and none where that is no terminal.
+
+use std::io::IsTerminal;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Work that ends sooner shows nothing.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Runs `work`, with a spinner and a clock once it has taken over a second.
+pub fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
+    if !std::io::stderr().is_terminal() {
+        return work();
+    }
+    std::thread::scope(|scope| {
+        let (done, finished) = mpsc::channel::<()>();
+        scope.spawn(move || {
+            if finished.recv_timeout(PATIENCE) != Err(mpsc::RecvTimeoutError::Timeout) {
+                return;
+            }
+            let bar = ProgressBar::new_spinner().with_message(message).with_elapsed(PATIENCE);
+            bar.set_style(style("{spinner} {msg} {elapsed}"));
+            bar.enable_steady_tick(Duration::from_millis(100));
+            // Ends when the sender is dropped, also by a panic of the work.
+            let _ = finished.recv();
+            bar.finish_and_clear();
+        });
+        let result = work();
+        drop(done);
+        result
+    })
+}
+
+/// A bar over a known number of steps.
+#[derive(Debug)]
+pub struct Steps {
+    bar: ProgressBar,
+    started: Instant,
+    done: u64,
+}
+
+impl Steps {
+    /// A bar of `len` steps, not shown yet.
+    pub fn new(len: usize) -> Steps {
+        let bar = ProgressBar::with_draw_target(Some(len as u64), indicatif::ProgressDrawTarget::hidden());
+        bar.set_style(style("{bar:30} {pos}/{len} {msg} (left: {eta})"));
+        Steps { bar, started: Instant::now(), done: 0 }
+    }
+
+    /// Says what the step under way is.
+    pub fn begin(&mut self, message: String) {
+        if self.started.elapsed() > PATIENCE && self.bar.is_hidden() && std::io::stderr().is_terminal() {
+            self.bar.set_draw_target(indicatif::ProgressDrawTarget::stderr());
+        }
+        self.bar.set_message(message);
+        self.bar.set_position(self.done);
+    }
+
+    /// One step is done.
+    pub fn advance(&mut self) {
+        self.done += 1;
+        self.bar.set_position(self.done);
+    }
+}
+
+impl Drop for Steps {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).expect("the templates here are constants")
+}

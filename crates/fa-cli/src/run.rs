@@ -1,0 +1,184 @@
+//! `fa run`: attention on the tensors of a file.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use fa_core::{Problem, TensorLayout};
+use fa_cpu::compare::{self, Comparison};
+use serde::Serialize;
+
+use crate::args::RunArgs;
+use crate::attention::{self, AnyInputs, Inputs, Outputs, with_inputs};
+use crate::failure::{InputError, Verdict};
+use crate::output::{self, si};
+use crate::progress;
+use crate::safetensors::{self, Stored, TensorFile};
+use crate::target::Target;
+
+/// What is printed.
+#[derive(Debug, Serialize)]
+struct Report {
+    input: PathBuf,
+    problem: Problem,
+    softmax_scale: f64,
+    layout: TensorLayout,
+    backend: String,
+    forward: Timing,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<Timing>,
+    /// Against the input file's own `out`, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    difference_from_own_out: Option<Comparison>,
+    output: Option<PathBuf>,
+}
+
+#[derive(Debug, Serialize)]
+struct Timing {
+    ms: f64,
+    gflops: f64,
+}
+
+impl Timing {
+    fn new(time: Duration, flops: f64) -> Timing {
+        let seconds = time.as_secs_f64();
+        Timing { ms: seconds * 1e3, gflops: if seconds > 0.0 { flops / seconds * 1e-9 } else { 0.0 } }
+    }
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input, an unwritable target, or what the backend reports.
+pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
+    let file = TensorFile::open(&args.input)?;
+    let target = args.output.as_deref().map(Target::probe).transpose()?;
+    if let Some(target) = &target {
+        refuse_same_file(&file, target)?;
+    }
+    let inputs = AnyInputs::read(&file, &args.attention, args.backward)?;
+    with_inputs!(&inputs, inputs => compute(args, &file, target.as_ref(), inputs))
+}
+
+/// The output would replace the only copy of the input.
+fn refuse_same_file(input: &TensorFile, target: &Target) -> Result<(), InputError> {
+    let same = match (input.path().canonicalize(), target.path().canonicalize()) {
+        (Ok(input), Ok(target)) => input == target,
+        _ => false,
+    };
+    if same {
+        let reason = "it is the input file, whose tensors would be lost".to_owned();
+        return Err(InputError::Target { path: target.path().to_owned(), reason });
+    }
+    Ok(())
+}
+
+fn compute<T: Stored>(
+    args: &RunArgs,
+    file: &TensorFile,
+    target: Option<&Target>,
+    inputs: &Inputs<T>,
+) -> anyhow::Result<Verdict> {
+    let problem = inputs.problem;
+    tracing::info!(?problem, layout = %inputs.layout, "computing");
+    let outputs = progress::spinner("computing attention", || {
+        attention::on_threads(&args.cpu, || attention::run(args.backend, inputs))
+    })??;
+    let report = Report {
+        input: args.input.clone(),
+        problem,
+        softmax_scale: problem.scale(),
+        layout: inputs.layout,
+        backend: "reference".to_owned(),
+        forward: Timing::new(outputs.forward_time, problem.flops_forward()),
+        backward: outputs.backward_time.map(|time| Timing::new(time, problem.flops_backward())),
+        difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
+        output: target.map(|target| target.path().to_owned()),
+    };
+    if let Some(target) = target {
+        let metadata = metadata(&problem, inputs.layout, &report.backend);
+        target.write(|mut writer| {
+            safetensors::write(&mut writer, &outputs.tensors(inputs), &metadata).map_err(|e| {
+                InputError::Target { path: target.path().to_owned(), reason: e.to_string() }.into()
+            })
+        })?;
+    }
+    if args.json {
+        output::print_json(&report)?
+    } else {
+        output::print(&text(&report))?
+    }
+    if let Some(hint) = attention::metadata_hint(file, &problem) {
+        eprintln!("note: {hint}");
+    }
+    Ok(Verdict::Good)
+}
+
+fn difference_from_own_out<T: Stored>(
+    file: &TensorFile,
+    inputs: &Inputs<T>,
+    outputs: &Outputs<T>,
+) -> anyhow::Result<Option<Comparison>> {
+    let shape = fa_cpu::check::out_shape(&inputs.problem);
+    let [b, s, h, d] = shape;
+    let stored = inputs.layout.shape(b, s, h, d).map(|n| n as u64);
+    if !file.has("out") || file.entry("out")?.shape != stored {
+        return Ok(None);
+    }
+    let ours = attention::to_bshd(&outputs.out, shape, inputs.layout);
+    let theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
+    Ok(Some(compare::compare::<T, T>(shape, inputs.problem.dtype, &ours, &theirs, None)?))
+}
+
+/// The header's text entries, by which the file says what it holds.
+fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<String, String> {
+    let side = |side: Option<u32>| side.map_or("none".to_owned(), |n| n.to_string());
+    let entries = [
+        ("made_by", concat!("fa ", env!("CARGO_PKG_VERSION")).to_owned()),
+        ("backend", backend.to_owned()),
+        ("layout", layout.to_string()),
+        ("causal", (problem.mask.right == Some(0)).to_string()),
+        ("window_left", side(problem.mask.left)),
+        ("window_right", side(problem.mask.right)),
+        ("scale", problem.scale().to_string()),
+        ("softcap", problem.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
+    ];
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+fn text(report: &Report) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
+    };
+    line("input", format!("{} ({})", report.input.display(), report.layout));
+    line("problem", attention::describe(&report.problem));
+    line("backend", report.backend.clone());
+    line(
+        "forward",
+        format!("{}, {}", si(report.forward.ms * 1e-3, "s"), si(report.forward.gflops * 1e9, "FLOP/s")),
+    );
+    if let Some(backward) = &report.backward {
+        line("backward", format!("{}, {}", si(backward.ms * 1e-3, "s"), si(backward.gflops * 1e9, "FLOP/s")));
+    }
+    if let Some(found) = &report.difference_from_own_out {
+        let place = if found.mismatches > 0 {
+            format!(", NaN or infinity in other places at {} positions", found.mismatches)
+        } else {
+            String::new()
+        };
+        line(
+            "own out",
+            format!(
+                "differs from the file's 'out' by at most {:.3e}, rms {:.3e}, cosine {:.9}{place}",
+                found.max_abs, found.rms, found.cosine
+            ),
+        );
+    }
+    match &report.output {
+        Some(path) => line("wrote", path.display().to_string()),
+        None => line("wrote", "nothing (-o FILE writes the result)".to_owned()),
+    }
+    text
+}
