@@ -54,31 +54,44 @@ pub(super) fn forward<R: Real, S: Element, T: Element>(
     (interleave(&out, problem.heads_q, problem.seqlen_q, problem.head_dim_v), lse.concat())
 }
 
-/// dQ, dK and dV, packed BSHD.
+/// What the backward computes, packed BSHD, or `[seqlen, dim]` where it is one head's alone.
+#[derive(Default)]
+pub(super) struct Gradients<R> {
+    pub dq: Vec<R>,
+    pub dk: Vec<R>,
+    pub dv: Vec<R>,
+    /// Per row of dQ, the sum of the magnitudes whose difference its elements are; see [`super::Gradients::dq_noise`].
+    pub dq_terms: Vec<R>,
+    /// Per row of dK, likewise.
+    pub dk_terms: Vec<R>,
+}
+
 pub(super) fn backward<R: Real, S: Element, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
     dout: &TensorRef<'_, T>,
-) -> [Vec<R>; 3] {
-    let heads: Vec<[Vec<R>; 3]> = for_each_head(problem, |b, h| {
+) -> Gradients<R> {
+    let heads: Vec<Gradients<R>> = for_each_head(problem, |b, h| {
         let head = Head::gather(problem, q, k, v, b, h);
         head.gradients::<S>(&gather(dout, b, h))
     });
-    let mut gradients = [vec![], vec![], vec![]];
-    for head in heads {
-        for (all, of_head) in gradients.iter_mut().zip(head) {
-            all.push(of_head);
-        }
+    let of_queries = |field: fn(&Gradients<R>) -> &[R], dim| {
+        let per_head: Vec<&[R]> = heads.iter().map(field).collect();
+        interleave(&per_head, problem.heads_q, problem.seqlen_q, dim)
+    };
+    let of_keys = |field: fn(&Gradients<R>) -> &[R], dim| {
+        let groups = heads.chunks(problem.group_size()).map(|group| sum(group.iter().map(field)));
+        interleave(&groups.collect::<Vec<_>>(), problem.heads_kv, problem.seqlen_k, dim)
+    };
+    Gradients {
+        dq: of_queries(|head| &head.dq, problem.head_dim),
+        dk: of_keys(|head| &head.dk, problem.head_dim),
+        dv: of_keys(|head| &head.dv, problem.head_dim_v),
+        dq_terms: of_queries(|head| &head.dq_terms, 1),
+        dk_terms: of_keys(|head| &head.dk_terms, 1),
     }
-    let [dq, dk, dv] = gradients;
-    let (group, heads_kv, seqlen_k) = (problem.group_size(), problem.heads_kv, problem.seqlen_k);
-    [
-        interleave(&dq, problem.heads_q, problem.seqlen_q, problem.head_dim),
-        interleave(&sum_groups(dk, group), heads_kv, seqlen_k, problem.head_dim),
-        interleave(&sum_groups(dv, group), heads_kv, seqlen_k, problem.head_dim_v),
-    ]
 }
 
 impl<'a, R: Real> Head<'a, R> {
@@ -141,13 +154,17 @@ impl<'a, R: Real> Head<'a, R> {
         out.into_iter().map(|value| value / row.sum).collect()
     }
 
-    /// dQ, dK and dV of this query head alone, packed `[seqlen, dim]`.
-    fn gradients<S: Element>(&self, dout: &[R]) -> [Vec<R>; 3] {
-        let (head_dim, head_dim_v) = (self.problem.head_dim, self.problem.head_dim_v);
+    /// The gradients of this query head alone.
+    fn gradients<S: Element>(&self, dout: &[R]) -> Gradients<R> {
+        let Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = *self.problem;
         let mut dq = vec![R::ZERO; self.q.len()];
         let mut dk = vec![R::ZERO; self.k.len()];
         let mut dv = vec![R::ZERO; self.v.len()];
-        for i in 0..self.problem.seqlen_q {
+        let mut dq_terms = vec![R::ZERO; seqlen_q];
+        let mut dk_terms = vec![R::ZERO; seqlen_k];
+        let k_largest: Vec<R> = (0..seqlen_k).map(|j| largest(self.k(j))).collect();
+        let v_abs = abs(&self.v);
+        for i in 0..seqlen_q {
             let softmax = self.row(i);
             if softmax.sum == R::ZERO {
                 continue;
@@ -156,6 +173,8 @@ impl<'a, R: Real> Head<'a, R> {
             let out: Vec<R> = self.output::<S>(&softmax).into_iter().map(R::rounded_to::<S>).collect();
             // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
             let p_dp = dot(dout, &out);
+            let (dout_abs, q_largest) = (abs(dout), largest(self.q(i)));
+            let p_dp_terms = dot(&dout_abs, &abs(&out));
             for ((j, &score), &weight) in softmax.keys.clone().zip(&softmax.scores).zip(&softmax.weights) {
                 let p = weight / softmax.sum;
                 let dp = dot(dout, self.v(j));
@@ -164,12 +183,18 @@ impl<'a, R: Real> Head<'a, R> {
                 add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
                 add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
                 add_scaled(row_mut(&mut dv, j, head_dim_v), p.rounded_to::<S>(), dout);
+                let ds_terms = p * (dot(&dout_abs, row(&v_abs, j, head_dim_v)) + p_dp_terms);
+                dq_terms[i] += ds_terms * k_largest[j];
+                dk_terms[j] += ds_terms * q_largest;
             }
         }
         for value in dq.iter_mut().chain(&mut dk) {
             *value *= self.scale;
         }
-        [dq, dk, dv]
+        for value in dq_terms.iter_mut().chain(&mut dk_terms) {
+            *value *= largest(&[self.scale]);
+        }
+        Gradients { dq, dk, dv, dq_terms, dk_terms }
     }
 }
 
@@ -188,30 +213,33 @@ fn gather<R: Real, T: Element>(tensor: &TensorRef<'_, T>, b: usize, h: usize) ->
 }
 
 /// `[batch * heads][seqlen, dim]` to packed `[batch, seqlen, heads, dim]`.
-fn interleave<R: Real>(per_head: &[Vec<R>], heads: usize, seqlen: usize, dim: usize) -> Vec<R> {
+fn interleave<R: Real>(per_head: &[impl AsRef<[R]>], heads: usize, seqlen: usize, dim: usize) -> Vec<R> {
     let mut packed = Vec::with_capacity(per_head.len() * seqlen * dim);
     for of_batch in per_head.chunks(heads) {
         for s in 0..seqlen {
             for head in of_batch {
-                packed.extend_from_slice(row(head, s, dim));
+                packed.extend_from_slice(row(head.as_ref(), s, dim));
             }
         }
     }
     packed
 }
 
-/// Sums each run of `group` query heads, which share a K/V head.
-fn sum_groups<R: Real>(mut per_head: Vec<Vec<R>>, group: usize) -> Vec<Vec<R>> {
-    per_head
-        .chunks_mut(group)
-        .map(|heads| {
-            let (first, rest) = heads.split_first_mut().expect("chunks are not empty");
-            for head in rest {
-                add_scaled(first, R::ONE, head);
-            }
-            std::mem::take(first)
-        })
-        .collect()
+/// The sum of equally long vectors.
+fn sum<'a, R: Real>(mut vectors: impl Iterator<Item = &'a [R]>) -> Vec<R> {
+    let mut sum = vectors.next().map(<[R]>::to_vec).unwrap_or_default();
+    for vector in vectors {
+        add_scaled(&mut sum, R::ONE, vector);
+    }
+    sum
+}
+
+fn abs<R: Real>(values: &[R]) -> Vec<R> {
+    values.iter().map(|&value| value.max(R::ZERO - value)).collect()
+}
+
+fn largest<R: Real>(values: &[R]) -> R {
+    abs(values).into_iter().fold(R::ZERO, R::max)
 }
 
 fn row<R>(matrix: &[R], index: usize, dim: usize) -> &[R] {

@@ -61,8 +61,9 @@ pub fn backward<T: Element>(
 ) -> Result<LowGradients<T>, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let [dq, dk, dv] = formula::backward::<f32, T, T>(problem, q, k, v, dout);
-    Ok(LowGradients { dq: round(&dq), dk: round(&dk), dv: round(&dv) })
+    let gradients = formula::backward::<f32, T, T>(problem, q, k, v, dout);
+    let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| round(gradient));
+    Ok(LowGradients { dq, dk, dv })
 }
 
 fn round<T: Element>(values: &[f32]) -> Vec<T> {

@@ -49,7 +49,18 @@ pub struct Gradients {
     pub dk: Vec<f64>,
     /// Packed `[batch, seqlen_k, heads_kv, head_dim_v]`.
     pub dv: Vec<f64>,
+    /// How much of dQ may be noise of f32 arithmetic where its terms cancel: see [`Gradients::dk_noise`].
+    pub dq_noise: f64,
+    /// How much of dK may be noise of f32 arithmetic where its terms cancel.
+    ///
+    /// A row that sees one key has `dP = sum_j P dP` and exact gradients 0, but the two sides are sums taken in different
+    /// orders, and an implementation in f32 leaves their roundings. This is [`F32_NOISE`] times the sum of the magnitudes
+    /// that enter an element of the gradient, at its largest. [`crate::compare::Comparison::allowing`] makes room for it.
+    pub dk_noise: f64,
 }
+
+/// Roundings of f32 sums, relative to the sum of the magnitudes of their terms: four, since tensor cores truncate.
+pub const F32_NOISE: f64 = 1.0 / (1u64 << 22) as f64;
 
 /// O and LSE of `problem` on the given tensors. Heads are computed in parallel; the result does not depend on how many
 /// threads there are.
@@ -80,6 +91,8 @@ pub fn backward<T: Element>(
 ) -> Result<Gradients, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let [dq, dk, dv] = formula::backward::<f64, f64, T>(problem, q, k, v, dout);
-    Ok(Gradients { dq, dk, dv })
+    let formula::Gradients { dq, dk, dv, dq_terms, dk_terms } =
+        formula::backward::<f64, f64, T>(problem, q, k, v, dout);
+    let noise = |terms: Vec<f64>| F32_NOISE * terms.into_iter().fold(0.0, f64::max);
+    Ok(Gradients { dq, dk, dv, dq_noise: noise(dq_terms), dk_noise: noise(dk_terms) })
 }

@@ -1,0 +1,113 @@
+//! Reading safetensors files of the repository.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use fa_core::{Dtype, Mask, Problem};
+use fa_cpu::Element;
+use half::{bf16, f16};
+use safetensors::{Dtype as FileDtype, SafeTensors};
+
+/// A file, held whole.
+pub struct File {
+    pub name: String,
+    bytes: Vec<u8>,
+    metadata: HashMap<String, String>,
+}
+
+/// Files in a folder of the repository, sorted by name.
+pub fn folder(path: &str) -> Vec<PathBuf> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&path)
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+        .map(|entry| entry.expect("a readable folder").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .collect();
+    files.sort();
+    files
+}
+
+impl File {
+    pub fn read(path: &Path) -> Self {
+        let bytes = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let (_, header) = SafeTensors::read_metadata(&bytes).expect("a valid header");
+        let metadata = header.metadata().clone().unwrap_or_default();
+        File { name: path.file_stem().unwrap().to_string_lossy().into_owned(), bytes, metadata }
+    }
+
+    fn tensor(&self, name: &str) -> (FileDtype, Vec<usize>, Vec<u8>) {
+        let tensors = SafeTensors::deserialize(&self.bytes).expect("a valid file");
+        let view = tensors.tensor(name).unwrap_or_else(|error| panic!("{}: {name}: {error}", self.name));
+        (view.dtype(), view.shape().to_vec(), view.data().to_vec())
+    }
+
+    /// The shape of a tensor.
+    pub fn shape<const RANK: usize>(&self, name: &str) -> [usize; RANK] {
+        self.tensor(name).1.try_into().expect("the rank asked for")
+    }
+
+    /// The type of `q`.
+    pub fn dtype(&self) -> Dtype {
+        match self.tensor("q").0 {
+            FileDtype::F32 => Dtype::F32,
+            FileDtype::F16 => Dtype::F16,
+            FileDtype::BF16 => Dtype::Bf16,
+            other => panic!("{}: unexpected dtype {other:?}", self.name),
+        }
+    }
+
+    /// A tensor's values, which must lie in the file as `T`.
+    pub fn values<T: Element>(&self, name: &str) -> Vec<T> {
+        let (dtype, _, data) = self.tensor(name);
+        let expected = match T::DTYPE {
+            None => FileDtype::F64,
+            Some(Dtype::F32) => FileDtype::F32,
+            Some(Dtype::F16) => FileDtype::F16,
+            Some(Dtype::Bf16) => FileDtype::BF16,
+            Some(Dtype::E4m3) => panic!("no 8-bit files"),
+        };
+        assert_eq!(dtype, expected, "{}: {name}", self.name);
+        let bytes = data.as_slice();
+        match dtype {
+            FileDtype::F64 => read(bytes, |b| T::from_f64(f64::from_le_bytes(b))),
+            FileDtype::F32 => read(bytes, |b| T::from_f32(f32::from_le_bytes(b))),
+            FileDtype::F16 => read(bytes, |b| T::from_f32(f16::from_le_bytes(b).to_f32())),
+            _ => read(bytes, |b| T::from_f32(bf16::from_le_bytes(b).to_f32())),
+        }
+    }
+
+    /// A golden file's problem, as its metadata says it.
+    pub fn problem(&self) -> Problem {
+        let number = |key: &str| self.text(key).parse().unwrap_or_else(|_| panic!("{}: {key}", self.name));
+        let optional = |key: &str| (self.text(key) != "none").then(|| self.text(key));
+        let side = |key: &str| optional(key).map(|text| text.parse::<u32>().unwrap());
+        let scalar = |key: &str| optional(key).map(|text| text.parse::<f64>().unwrap());
+        let causal = self.text("causal") == "true";
+        Problem {
+            batch: number("batch"),
+            seqlen_q: number("seqlen_q"),
+            seqlen_k: number("seqlen_k"),
+            heads_q: number("heads_q"),
+            heads_kv: number("heads_kv"),
+            head_dim: number("head_dim"),
+            head_dim_v: number("head_dim_v"),
+            mask: Mask {
+                left: side("window_left"),
+                right: if causal { Some(0) } else { side("window_right") },
+            },
+            dtype: self.text("dtype").parse().unwrap(),
+            softmax_scale: scalar("scale"),
+            softcap: scalar("softcap"),
+        }
+    }
+
+    fn text(&self, key: &str) -> &str {
+        self.metadata.get(key).unwrap_or_else(|| panic!("{}: no {key} in the metadata", self.name))
+    }
+}
+
+fn read<T, const N: usize>(bytes: &[u8], convert: impl Fn([u8; N]) -> T) -> Vec<T> {
+    let (chunks, rest) = bytes.as_chunks::<N>();
+    assert!(rest.is_empty(), "a whole number of elements");
+    chunks.iter().map(|&chunk| convert(chunk)).collect()
+}

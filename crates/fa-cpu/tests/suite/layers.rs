@@ -1,0 +1,56 @@
+//! Attention layers of a real model on a real text, against that model's own attention output.
+
+use fa_core::{Dtype, Mask, Problem};
+use fa_cpu::Element;
+use fa_cpu::reference;
+use half::bf16;
+
+use crate::files::{File, folder};
+use crate::inputs::bshd;
+
+/// The layers: (file, problem).
+fn layers() -> Vec<(File, Problem)> {
+    let files = folder("../../examples").into_iter().map(|path| File::read(&path));
+    files
+        .map(|file| {
+            let [batch, seqlen, heads, head_dim] = file.shape("q");
+            let problem = Problem::square(batch, seqlen, heads, head_dim, Mask::FULL, file.dtype());
+            (file, problem)
+        })
+        .collect()
+}
+
+/// How far the model's output may be from attention on its Q, K and V: f32 rounding in one case, scores and
+/// probabilities rounded to bf16 (which the model's path does and ours does not) in the other.
+fn model_error(dtype: Dtype) -> f64 {
+    if dtype == Dtype::F32 { 3e-6 } else { 0.06 }
+}
+
+#[test]
+fn the_oracle_agrees_with_the_model() {
+    fn check<T: Element>(file: &File, problem: &Problem) {
+        let [q, k, v, out] = ["q", "k", "v", "out"].map(|name| file.values::<T>(name));
+        let [q, k, v] =
+            [("q", &q), ("k", &k), ("v", &v)].map(|(name, data)| bshd(name, data, file.shape(name)));
+        let forward = reference::forward(problem, &q, &k, &v).unwrap();
+        let differences = forward.out.iter().zip(&out).map(|(a, b)| (a - b.to_f64()).abs());
+        let (largest, worst) = (
+            forward.out.iter().fold(0.0, |max: f64, value| max.max(value.abs())),
+            differences.fold(0.0, f64::max),
+        );
+        assert!(
+            worst <= model_error(problem.dtype),
+            "{}: off by {worst}, outputs up to {largest}",
+            file.name
+        );
+        assert!(forward.lse.iter().all(|lse| lse.is_finite()));
+    }
+    let layers = layers();
+    assert_eq!(layers.len(), 3);
+    for (file, problem) in &layers {
+        match problem.dtype {
+            Dtype::F32 => check::<f32>(file, problem),
+            _ => check::<bf16>(file, problem),
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The proof of this crate: golden vectors, real layers, laws, gradients against finite differences, and the cases that
+//! attention implementations get wrong.
+
+mod files;
+mod golden;
+mod gradients;
+mod inputs;
+mod laws;
+mod layers;
