@@ -1,24 +1,42 @@
 //! Tasks of the workspace: `cargo xtask TASK`.
 
 mod build;
+mod ci;
 mod codegen;
+mod search;
+mod table;
 mod toolkit;
 mod workspace;
+
+use std::process::ExitCode;
 
 use clap::Parser;
 
 /// Tasks of the workspace.
 #[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Task {
     Build(build::Args),
+    Ci(ci::Args),
     Codegen(codegen::Args),
+    Search(search::Args),
     Toolkit(toolkit::Args),
 }
 
-fn main() -> anyhow::Result<()> {
-    match Task::parse() {
+/// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do not parse.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct BadInput(String);
+
+fn main() -> ExitCode {
+    let done = match Task::parse() {
         Task::Build(args) => build::run(&args),
+        Task::Ci(args) => ci::run(&args),
         Task::Codegen(args) => codegen::run(&args),
+        Task::Search(args) => search::run(&args),
         Task::Toolkit(args) => toolkit::run(&args),
-    }
+    };
+    let Err(error) = done else { return ExitCode::SUCCESS };
+    eprintln!("error: {error:#}");
+    if error.is::<BadInput>() { ExitCode::from(2) } else { ExitCode::FAILURE }
 }

@@ -15,10 +15,16 @@ pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
+/// Cargo with these arguments, in the workspace's root.
+pub fn cargo_command(args: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(args).current_dir(root());
+    command
+}
+
 /// Runs cargo in the workspace's root.
 pub fn cargo(args: &[&str]) -> Result<()> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(args).current_dir(root()).status().context("cargo does not start")?;
+    let status = cargo_command(args).status().context("cargo does not start")?;
     ensure!(status.success(), "cargo {} failed ({status})", args.join(" "));
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! Every combination that the guide enumerates, in its order and without judgement.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// A forward candidate.
@@ -119,6 +121,26 @@ impl BwdSpec {
             && self.atom_layout_n_dkv == self.num_wg
             && self.sdp_swap_ab
             && !self.dkv_swap_ab
+    }
+}
+
+/// As in `128x192, 2 WG, P in registers, overlap`.
+impl fmt::Display for FwdSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let p = if self.pv_is_rs { "registers" } else { "SMEM" };
+        let overlap = if self.overlap_wg { "" } else { "no " };
+        write!(f, "{}x{}, {} WG, P in {p}, {overlap}overlap", self.tile_m, self.tile_n, self.num_wg)
+    }
+}
+
+/// As in `80x128, 2 WG, swap SdP+dQ, atoms 1/2/1` (atom layouts SdP/dKV/dQ).
+impl fmt::Display for BwdSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let swaps = [(self.sdp_swap_ab, "SdP"), (self.dkv_swap_ab, "dKV"), (self.dq_swap_ab, "dQ")];
+        let swapped: Vec<&str> = swaps.iter().filter(|(on, _)| *on).map(|(_, name)| *name).collect();
+        let swapped = if swapped.is_empty() { "nothing".into() } else { swapped.join("+") };
+        write!(f, "{}x{}, {} WG, swap {swapped}, ", self.tile_m, self.tile_n, self.num_wg)?;
+        write!(f, "atoms {}/{}/{}", self.atom_layout_m_sdp, self.atom_layout_n_dkv, self.atom_layout_m_dq)
     }
 }
 

@@ -73,7 +73,7 @@ pub struct SearchResult {
 }
 
 /// What the limits rejected in each direction; `None` for one that was not searched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SearchExplain {
     /// Forward.

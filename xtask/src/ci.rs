@@ -1,0 +1,106 @@
+//! `cargo xtask ci`: everything that must pass before a change goes in, cheapest first.
+
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::workspace;
+
+/// Check formatting, lints and all tests; stops at the first failure.
+#[derive(clap::Args)]
+pub struct Args {}
+
+/// A check by name.
+struct Step {
+    name: &'static str,
+    run: fn(&mut Tally) -> Result<()>,
+}
+
+const STEPS: [Step; 3] = [
+    Step { name: "format", run: |_| workspace::cargo(&["fmt", "--all", "--check"]) },
+    Step {
+        name: "lint",
+        run: |_| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
+    },
+    Step { name: "test", run: |tally| cargo_test(&["test", "--workspace"], tally) },
+];
+
+/// Sum of cargo's "test result:" lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Tally {
+    suites: u64,
+    passed: u64,
+    failed: u64,
+    ignored: u64,
+}
+
+impl Tally {
+    /// Adds a line of cargo's output if it is a test result.
+    fn add(&mut self, line: &str) {
+        let Some(result) = line.trim_start().strip_prefix("test result:") else { return };
+        let count = |what: &str| -> u64 {
+            let words: Vec<&str> = result.split([' ', ';']).filter(|word| !word.is_empty()).collect();
+            words.windows(2).find(|pair| pair[1] == what).and_then(|pair| pair[0].parse().ok()).unwrap_or(0)
+        };
+        self.suites += 1;
+        self.passed += count("passed");
+        self.failed += count("failed");
+        self.ignored += count("ignored");
+    }
+}
+
+pub fn run(Args {}: &Args) -> Result<()> {
+    let start = Instant::now();
+    let mut tally = Tally::default();
+    for (i, step) in STEPS.iter().enumerate() {
+        let step_start = Instant::now();
+        println!("ci [{}/{}] {}", i + 1, STEPS.len(), step.name);
+        (step.run)(&mut tally).with_context(|| format!("ci stopped at {}", step.name))?;
+        println!("ci [{}/{}] {} ok, {:.0?}", i + 1, STEPS.len(), step.name, step_start.elapsed());
+    }
+    let Tally { suites, passed, failed, ignored } = tally;
+    println!(
+        "ci: all {} checks ok; {passed} tests passed, {failed} failed, {ignored} ignored in {suites} suites; {:.0?}",
+        STEPS.len(),
+        start.elapsed()
+    );
+    Ok(())
+}
+
+/// Runs cargo in the workspace's root, shows its output and counts its test results.
+fn cargo_test(args: &[&str], tally: &mut Tally) -> Result<()> {
+    let mut child =
+        workspace::cargo_command(args).stdout(Stdio::piped()).spawn().context("cargo does not start")?;
+    let stdout = child.stdout.take().context("cargo's output is not piped")?;
+    for line in BufReader::new(stdout).split(b'\n') {
+        let line = line.context("cargo's output breaks off")?;
+        let line = String::from_utf8_lossy(&line);
+        println!("{line}");
+        tally.add(&line);
+    }
+    let status = child.wait().context("cargo does not end")?;
+    ensure!(status.success(), "cargo {} failed ({status})", args.join(" "));
+    ensure!(tally.passed > 0, "cargo {} ran no test", args.join(" "));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_add_up() {
+        let mut tally = Tally::default();
+        for line in [
+            "running 3 tests",
+            "test tests::results_add_up ... ok",
+            "test result: ok. 14 passed; 0 failed; 2 ignored; 0 measured; 1 filtered out; finished in 0.02s",
+            "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.44s",
+        ] {
+            tally.add(line);
+        }
+        assert_eq!(tally, Tally { suites: 2, passed: 24, failed: 2, ignored: 2 });
+    }
+}
