@@ -4,7 +4,7 @@
 It is started by `fa` and talks in JSON, one object a line, requests on standard input and replies on standard output.
 Standard error is for people. The first line it prints is
 
-    {"hello": {"torch": "2.11.0", "gpu": "NVIDIA H100 80GB HBM3", "driver": "580.1", "peers": ["fa2", "cudnn"], "errors": {...}}}
+    {"hello": {"torch": "2.11.0", "gpu": "NVIDIA H100", "driver": "580.1", "peers": ["fa2", "cudnn"], "errors": {...}}}
 
 with null for what is not there, and in errors why a peer is not in the list. Then, one reply a request, in order:
 
@@ -12,11 +12,12 @@ with null for what is not there, and in errors why a peer is not in the list. Th
      "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30}
         -> {"peers": {"fa2": 3.1, "cudnn": 1.9}, "errors": {"fa3": "forward only"}}      median milliseconds
     {"cmd": "matmul"} -> {"tflops": 785.0, "ms": 1.4, "errors": {}}       8192^3, bf16, random normal
-    {"cmd": "copy"}   -> {"gb_per_s": 3020.0, "ms": 1.4, "errors": {}}    device to device, bytes read plus bytes written
+    {"cmd": "copy"}   -> {"gb_per_s": 3020.0, "ms": 1.4, "errors": {}}    on the device, bytes read plus bytes written
     {"cmd": "quit"}   -> no reply; it exits, as it does at the end of its input
 
 "time" takes an optional "peers": ["fa2", ...] that limits what is timed. A request that makes no sense gets
-{"peers": {}, "errors": {"request": "why"}}. When the GPU context is lost the reply says so and the process exits with status 1.
+{"peers": {}, "errors": {"request": "why"}}. When the GPU context is lost the reply says so and the process exits with
+status 1.
 
 Peers:
     fa2     torch's scaled_dot_product_attention, flash backend (FlashAttention 2)
@@ -25,9 +26,9 @@ Peers:
     fa4     FlashAttention 4 (flash_attn.cute)
 
 How it is timed: inputs are random normal, in BSHD memory for every peer. After a warm-up every call stands between two
-CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's shows up. Peers take turns in
-rounds, and the median over all rounds counts. Inputs that would stay in the L2 cache are replaced by several sets used in
-turn. Backward is torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is
+CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's shows up. Peers take
+turns in rounds, and the median over all rounds counts. Inputs that would stay in the L2 cache are replaced by several sets
+used in turn. Backward is torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is
 reported as an error and not timed.
 """
 
@@ -336,8 +337,8 @@ class Helper:
                     raise Refused("its result is not finite")
                 if reference is None:
                     reference = (name, result.clone())
-                elif not disagreement(result, reference[1]) < DISAGREEMENT_LIMIT:
-                    raise Refused(f"its result differs from {reference[0]}'s by {disagreement(result, reference[1]):.3g}")
+                elif not (off := disagreement(result, reference[1])) < DISAGREEMENT_LIMIT:
+                    raise Refused(f"its result differs from {reference[0]}'s by {off:.3g}")
                 del result
                 host_seconds[name] = self.clock.warm_up(call)
                 calls[name] = call

@@ -10,12 +10,13 @@ torch runs scaled_dot_product_attention on its flash path (nothing else is allow
 4 * batch * heads * pairs * head_dim forward, with N*N pairs or N(N+1)/2 causal, and 2.5 times that backward.
 
 Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, seqlen, head_dim, causal, ms_median, ms_min,
-gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's time over ours: above 1 we are
-ahead) or fa_error. The table and the description of the machine go to standard error.
+gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's time over ours: above 1 we
+are ahead) or fa_error. The table and the description of the machine go to standard error.
 
-Instruction sets: oneDNN kills the process by SIGILL on virtual machines that report AMX but leave its CPUID leaves blank. The
-script tries a small bf16 product in a child process first, and only if the child dies keeps oneDNN from using AMX
-(ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16). MKL, which torch uses for the products of the bf16 forward, is left alone; it uses AMX.
+Instruction sets: oneDNN kills the process by SIGILL on virtual machines that report AMX but leave its CPUID leaves blank.
+The script tries a small bf16 product in a child process first, and only if the child dies keeps oneDNN from using AMX
+(ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16). MKL, which torch uses for the products of the bf16 forward, is left alone; it
+uses AMX.
 """
 
 import argparse
@@ -220,13 +221,15 @@ def main():
     import torch
 
     torch.set_num_threads(arguments.threads)
-    log(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {arguments.threads} threads, {cpu_name()}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    log(f"torch {torch.__version__}, {capability}, {arguments.threads} threads, {cpu_name()}")
     for note in notes:
         log(note)
     for dtype in arguments.dtypes:
         log(f"torch 2048^3 {dtype} matrix product: {matrix_rate(dtype):.0f} GFLOP/s")
     log(f"load average before: {os.getloadavg()[0]:.2f} (anything else running spoils the figures)")
-    log(f"{'':4}{'dtype':>5}{'hd':>5}{'N':>7}{'causal':>8}{'torch ms':>11}{'GFLOP/s':>9}{'fa ms':>11}{'GFLOP/s':>9}{'ratio':>8}")
+    rate_columns = f"{'torch ms':>11}{'GFLOP/s':>9}{'fa ms':>11}{'GFLOP/s':>9}{'ratio':>8}"
+    log(f"{'':4}{'dtype':>5}{'hd':>5}{'N':>7}{'causal':>8}{rate_columns}")
 
     causal_choices = {"yes": [True], "no": [False], "both": [False, True]}[arguments.causal]
     rows = []

@@ -5,8 +5,8 @@
     venv/bin/pip install torch numpy
     venv/bin/python scripts/golden.py
 
-Inputs (q, k, v, dout) are random, rounded to the case's dtype and stored in it; results (out, lse, dq, dk, dv) are computed
-from those rounded inputs in float64, the gradients by torch's autograd, and stored as float64. Shapes:
+Inputs (q, k, v, dout) are random, rounded to the case's dtype and stored in it; results (out, lse, dq, dk, dv) are
+computed from those rounded inputs in float64, the gradients by torch's autograd, and stored as float64. Shapes:
 
     q, dq      [batch, seqlen_q, heads_q,  head_dim]
     k, dk      [batch, seqlen_k, heads_kv, head_dim]
@@ -18,8 +18,8 @@ In this order: S = scale * Q K^T; S = softcap * tanh(S / softcap); mask; softmax
 
     i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q + window_right
 
-where a window of "none" is unbounded and causal makes window_right 0. A query that sees no key has out 0 and lse -inf, and
-gives no gradient. Query head h uses key head h / (heads_q / heads_kv).
+where a window of "none" is unbounded and causal makes window_right 0. A query that sees no key has out 0 and lse -inf,
+and gives no gradient. Query head h uses key head h / (heads_q / heads_kv).
 """
 
 import argparse
