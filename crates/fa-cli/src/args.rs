@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+use fa_cpu::simd::Isa;
 
 use crate::failure::InputError;
 
@@ -39,6 +40,8 @@ pub enum Command {
     Run(RunArgs),
     /// Compare two outputs and judge the difference
     Check(CheckArgs),
+    /// Measure attention on this machine
+    Bench(BenchArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Print a shell's completion script
@@ -136,6 +139,9 @@ pub struct CpuArgs {
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
+    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512 [default: the best that this CPU has]
+    #[arg(long)]
+    pub isa: Option<Isa>,
 }
 
 /// Problem flags of `fa plan`.

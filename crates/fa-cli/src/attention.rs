@@ -1,15 +1,12 @@
-//! Attention on the tensors of a file: what the file holds, checked; computing it; what comes out.
+//! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
-use std::time::{Duration, Instant};
-
-use anyhow::Context;
 use fa_core::{Dtype, Problem, TensorLayout};
-use fa_cpu::{TensorRef, reference};
+use fa_cpu::TensorRef;
 use half::{bf16, f16};
 
-use crate::args::{AttentionArgs, Backend, CpuArgs};
+use crate::args::AttentionArgs;
 use crate::failure::InputError;
-use crate::safetensors::{NewTensor, Stored, TensorFile};
+use crate::safetensors::{Stored, TensorFile};
 
 /// Q, K, V and perhaps dO of one problem, packed in `layout`.
 #[derive(Debug)]
@@ -199,93 +196,6 @@ fn shape_of(file: &TensorFile, name: &str, layout: TensorLayout) -> Result<[usiz
     Ok([extent(first)?, extent(seqlen)?, extent(heads)?, extent(dim)?])
 }
 
-/// What an implementation gave, packed in the inputs' layout, and how long it took.
-#[derive(Debug)]
-pub struct Outputs<T> {
-    /// `[batch, seqlen_q, heads_q, head_dim_v]`.
-    pub out: Vec<T>,
-    /// `[batch, heads_q, seqlen_q]`, natural logarithm.
-    pub lse: Vec<f32>,
-    /// dQ, dK and dV with the shapes of Q, K and V.
-    pub gradients: Option<[Vec<T>; 3]>,
-    /// Time of the forward.
-    pub forward_time: Duration,
-    /// Time of the backward alone.
-    pub backward_time: Option<Duration>,
-}
-
-impl<T: Stored> Outputs<T> {
-    /// The tensors to write.
-    pub fn tensors(&self, inputs: &Inputs<T>) -> Vec<NewTensor> {
-        let p = &inputs.problem;
-        let shape = |[b, s, h, d]: [usize; 4]| inputs.layout.shape(b, s, h, d);
-        let mut tensors = vec![
-            NewTensor::new("out", &shape(fa_cpu::check::out_shape(p)), &self.out),
-            NewTensor::new("lse", &[p.batch, p.heads_q, p.seqlen_q], &self.lse),
-        ];
-        if let Some([dq, dk, dv]) = &self.gradients {
-            tensors.push(NewTensor::new("dq", &shape(fa_cpu::check::q_shape(p)), dq));
-            tensors.push(NewTensor::new("dk", &shape(fa_cpu::check::k_shape(p)), dk));
-            tensors.push(NewTensor::new("dv", &shape(fa_cpu::check::v_shape(p)), dv));
-        }
-        tensors
-    }
-}
-
-/// Runs `work` on a pool of the threads asked for.
-///
-/// # Errors
-/// When the system gives no threads.
-pub fn on_threads<R: Send>(cpu: &CpuArgs, work: impl FnOnce() -> R + Send) -> anyhow::Result<R> {
-    match cpu.threads {
-        None => Ok(work()),
-        Some(threads) => {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads.into()).build();
-            Ok(pool.with_context(|| format!("cannot start {threads} threads"))?.install(work))
-        }
-    }
-}
-
-/// The f64 oracle's results, rounded to the tensors' type and put in their layout.
-///
-/// # Errors
-/// Tensors that do not fit the problem.
-pub fn run_reference<T: Stored>(inputs: &Inputs<T>) -> Result<Outputs<T>, fa_cpu::CpuError> {
-    let problem = &inputs.problem;
-    let [q, k, v] = inputs.views()?;
-    let start = Instant::now();
-    let forward = reference::forward(problem, &q, &k, &v)?;
-    let forward_time = start.elapsed();
-    let mut outputs = Outputs {
-        out: from_bshd(&forward.out, fa_cpu::check::out_shape(problem), inputs.layout),
-        lse: forward.lse.iter().map(|&lse| lse as f32).collect(),
-        gradients: None,
-        forward_time,
-        backward_time: None,
-    };
-    if let Some(dout) = inputs.dout_view()? {
-        let start = Instant::now();
-        let gradients = reference::backward(problem, &q, &k, &v, &dout)?;
-        outputs.backward_time = Some(start.elapsed());
-        outputs.gradients = Some([
-            from_bshd(&gradients.dq, fa_cpu::check::q_shape(problem), inputs.layout),
-            from_bshd(&gradients.dk, fa_cpu::check::k_shape(problem), inputs.layout),
-            from_bshd(&gradients.dv, fa_cpu::check::v_shape(problem), inputs.layout),
-        ]);
-    }
-    Ok(outputs)
-}
-
-/// Rounds a packed BSHD tensor to `T` and packs it in `layout`.
-fn from_bshd<T: Stored>(values: &[f64], shape: [usize; 4], layout: TensorLayout) -> Vec<T> {
-    let [batch, seqlen, heads, dim] = shape;
-    let swapped = match layout {
-        TensorLayout::Bshd => return values.iter().map(|&value| T::from_f64(value)).collect(),
-        TensorLayout::Bhsd => swap_middle_axes(values, [batch, seqlen, heads, dim]),
-    };
-    swapped.into_iter().map(T::from_f64).collect()
-}
-
 /// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
 pub fn to_bshd<T: Copy>(values: &[T], shape: [usize; 4], layout: TensorLayout) -> Vec<T> {
     let [batch, seqlen, heads, dim] = shape;
@@ -296,7 +206,7 @@ pub fn to_bshd<T: Copy>(values: &[T], shape: [usize; 4], layout: TensorLayout) -
 }
 
 /// `[a, b, c, d]` to `[a, c, b, d]`.
-fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usize; 4]) -> Vec<T> {
+pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usize; 4]) -> Vec<T> {
     let mut swapped = Vec::with_capacity(values.len());
     for a in 0..first {
         for c in 0..third {
@@ -357,14 +267,4 @@ pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
         return None;
     }
     Some(format!("the metadata of {} says {}; only flags decide", file.path().display(), differ.join(", ")))
-}
-
-/// Runs the backend that was asked for.
-///
-/// # Errors
-/// Tensors that do not fit the problem, or what the backend reports.
-pub fn run<T: Stored>(backend: Backend, inputs: &Inputs<T>) -> anyhow::Result<Outputs<T>> {
-    match backend {
-        Backend::Auto | Backend::Cpu | Backend::Reference => Ok(run_reference(inputs)?),
-    }
 }

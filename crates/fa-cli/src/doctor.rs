@@ -5,8 +5,9 @@ use std::fmt::Write;
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use serde::Serialize;
 
-use crate::args::{Backend, DoctorArgs};
-use crate::attention::{self, Inputs};
+use crate::args::{Backend, CpuArgs, DoctorArgs};
+use crate::attention::Inputs;
+use crate::compute::{Engine, Outputs};
 use crate::failure::Verdict;
 use crate::{gpu, machine, output};
 
@@ -102,11 +103,16 @@ fn attention_check() -> Check {
         v: wave(0.13),
         dout: None,
     };
-    let judged = attention::run(Backend::Auto, &inputs).and_then(|outputs| {
-        let exact = attention::run(Backend::Reference, &inputs)?;
-        let exact: Vec<f64> = exact.out.iter().map(|&value| value.into()).collect();
+    let compute = |backend| {
+        let engine = Engine::new(backend, &CpuArgs::default())?;
+        let mut outputs = Outputs::new(&inputs);
+        engine.forward(&inputs, &mut outputs)?;
+        anyhow::Ok(outputs.out)
+    };
+    let judged = compute(Backend::Auto).and_then(|out| {
+        let exact: Vec<f64> = compute(Backend::Reference)?.into_iter().map(f64::from).collect();
         let shape = fa_cpu::check::out_shape(&problem);
-        Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.dtype, &outputs.out, &exact, None)?)
+        Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.dtype, &out, &exact, None)?)
     });
     match judged {
         Ok(found) if found.passed() => {

@@ -2,7 +2,10 @@
 
 mod args;
 mod attention;
+mod bench;
+mod chart;
 mod check;
+mod compute;
 mod doctor;
 mod failure;
 mod gpu;
@@ -12,6 +15,7 @@ mod output;
 mod progress;
 mod run;
 mod safetensors;
+mod svg;
 mod target;
 
 use std::io::Write;
@@ -41,6 +45,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
     match command {
         Command::Run(args) => run::command(&args),
         Command::Check(args) => check::command(&args),
+        Command::Bench(args) => bench::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::man(&args),

@@ -10,7 +10,8 @@ use fa_cpu::compare::{self, Comparison};
 use serde::Serialize;
 
 use crate::args::RunArgs;
-use crate::attention::{self, AnyInputs, Inputs, Outputs, with_inputs};
+use crate::attention::{self, AnyInputs, Inputs, with_inputs};
+use crate::compute::{Engine, EngineReport, Outputs};
 use crate::failure::{InputError, Verdict};
 use crate::output::{self, si};
 use crate::progress;
@@ -24,7 +25,8 @@ struct Report {
     problem: Problem,
     softmax_scale: f64,
     layout: TensorLayout,
-    backend: String,
+    #[serde(flatten)]
+    engine: EngineReport,
     forward: Timing,
     #[serde(skip_serializing_if = "Option::is_none")]
     backward: Option<Timing>,
@@ -82,22 +84,25 @@ fn compute<T: Stored>(
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
-    let outputs = progress::spinner("computing attention", || {
-        attention::on_threads(&args.cpu, || attention::run(args.backend, inputs))
-    })??;
+    let engine = Engine::new(args.backend, &args.cpu)?;
+    let mut outputs = Outputs::new(inputs);
+    let (forward_time, backward_time) = progress::spinner("computing attention", || {
+        let forward_time = engine.forward(inputs, &mut outputs)?;
+        Ok::<_, fa_cpu::CpuError>((forward_time, engine.backward(inputs, &mut outputs)?))
+    })?;
     let report = Report {
         input: args.input.clone(),
         problem,
         softmax_scale: problem.scale(),
         layout: inputs.layout,
-        backend: "reference".to_owned(),
-        forward: Timing::new(outputs.forward_time, problem.flops_forward()),
-        backward: outputs.backward_time.map(|time| Timing::new(time, problem.flops_backward())),
+        engine: engine.report(),
+        forward: Timing::new(forward_time, problem.flops_forward()),
+        backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
         difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
         output: target.map(|target| target.path().to_owned()),
     };
     if let Some(target) = target {
-        let metadata = metadata(&problem, inputs.layout, &report.backend);
+        let metadata = metadata(&problem, inputs.layout, report.engine.backend);
         target.write(|mut writer| {
             safetensors::write(&mut writer, &outputs.tensors(inputs), &metadata).map_err(|e| {
                 InputError::Target { path: target.path().to_owned(), reason: e.to_string() }.into()
@@ -154,7 +159,11 @@ fn text(report: &Report) -> String {
     };
     line("input", format!("{} ({})", report.input.display(), report.layout));
     line("problem", attention::describe(&report.problem));
-    line("backend", report.backend.clone());
+    let EngineReport { backend, isa, threads } = &report.engine;
+    line(
+        "backend",
+        format!("{backend}{}, {threads} threads", isa.map_or(String::new(), |isa| format!(", {isa}"))),
+    );
     line(
         "forward",
         format!("{}, {}", si(report.forward.ms * 1e-3, "s"), si(report.forward.gflops * 1e9, "FLOP/s")),

@@ -1,0 +1,309 @@
+//! `fa bench`: attention's rate on this machine.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use fa_core::{Dtype, Problem, TensorLayout};
+use half::{bf16, f16};
+use serde::Serialize;
+
+use crate::args::{BenchArgs, HeadDim, Mode, Seqlen};
+use crate::attention::Inputs;
+use crate::chart::{self, Frame, Series};
+use crate::compute::{Engine, Outputs};
+use crate::failure::{InputError, Verdict};
+use crate::progress::Steps;
+use crate::safetensors::Stored;
+use crate::target::Target;
+use crate::{machine, output};
+
+/// Runs of a row, however little time they take.
+const LEAST_RUNS: usize = 3;
+
+/// What is printed.
+#[derive(Debug, Serialize)]
+struct Report {
+    machine: Machine,
+    commit: &'static str,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Machine {
+    cpu: String,
+    backend: &'static str,
+    isa: Option<&'static str>,
+    threads: usize,
+    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each.
+    fma_peak_gflops: f64,
+}
+
+/// One measurement.
+#[derive(Debug, Serialize)]
+struct Row {
+    /// `fwd` or `bwd`.
+    kind: &'static str,
+    batch: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    seqlen_q: usize,
+    seqlen_k: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    causal: bool,
+    mask: String,
+    dtype: Dtype,
+    /// What computed it.
+    spec: String,
+    runs: usize,
+    ms_median: f64,
+    ms_min: f64,
+    tflops: f64,
+    /// Share of `fma_peak_gflops`.
+    peak_share: f64,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input or an unwritable target; both are found before anything is measured.
+pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+    let problems = problems(args)?;
+    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
+    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
+    let plot = args.plot.as_deref().map(Target::probe).transpose()?;
+    let engine = Engine::new(args.backend, &args.cpu)?;
+    let about = engine.report();
+    let machine = Machine {
+        cpu: machine::cpu().name,
+        backend: about.backend,
+        isa: about.isa,
+        threads: about.threads,
+        fma_peak_gflops: engine.fma_peak() / 1e9,
+    };
+    let mut rows = Vec::new();
+    let mut steps = Steps::new(problems.len());
+    for problem in &problems {
+        steps.begin(format!("N {} hd {}", problem.seqlen_k, problem.head_dim));
+        let measured = match problem.dtype {
+            Dtype::F32 => measure::<f32>(args, &engine, problem),
+            Dtype::F16 => measure::<f16>(args, &engine, problem),
+            Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
+            Dtype::E4m3 => unreachable!("problems() refuses it"),
+        }?;
+        rows.extend(measured.into_iter().map(|timing| row(problem, timing, &machine)));
+        steps.advance();
+    }
+    drop(steps);
+    let report = Report { machine, commit: env!("FA_COMMIT"), rows };
+    let text = output::json_text(&report)?;
+    if let Some(json) = json {
+        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
+    }
+    if let Some(plot) = plot {
+        plot.write(|writer| Ok(writer.write_all(draw(&report, args).as_bytes())?))?;
+    }
+    output::print(&if to_stdout { text } else { table(&report) })?;
+    Ok(Verdict::Good)
+}
+
+/// Every shape asked for, checked.
+fn problems(args: &BenchArgs) -> anyhow::Result<Vec<Problem>> {
+    if args.dtype == Dtype::E4m3 {
+        return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
+    }
+    let mut problems = Vec::new();
+    for &HeadDim { qk, v } in &args.headdim {
+        for &Seqlen { q: seqlen_q, k: seqlen_k } in &args.seqlen {
+            let problem = Problem {
+                batch: args.batch,
+                seqlen_q,
+                seqlen_k,
+                heads_q: args.heads.q,
+                heads_kv: args.heads.kv,
+                head_dim: qk,
+                head_dim_v: v,
+                mask: args.mask.mask(),
+                dtype: args.dtype,
+                softmax_scale: None,
+                softcap: None,
+            };
+            problem.check()?;
+            problems.push(problem);
+        }
+    }
+    Ok(problems)
+}
+
+struct Timing {
+    kind: &'static str,
+    flops: f64,
+    times: Vec<Duration>,
+}
+
+fn measure<T: Stored>(args: &BenchArgs, engine: &Engine, problem: &Problem) -> anyhow::Result<Vec<Timing>> {
+    let inputs = random_inputs::<T>(problem, args.mode != Mode::Fwd);
+    let mut outputs = Outputs::new(&inputs);
+    let least = Duration::from_secs_f64(args.seconds);
+    let mut measured = Vec::new();
+    // The forward runs once in any case: the backward needs its results.
+    let warm_up = engine.forward(&inputs, &mut outputs)?;
+    tracing::debug!(?problem, ?warm_up, "warm");
+    if args.mode != Mode::Bwd {
+        let times = repeat(least, || Ok(engine.forward(&inputs, &mut outputs)?))?;
+        measured.push(Timing { kind: "fwd", flops: problem.flops_forward(), times });
+    }
+    if args.mode != Mode::Fwd {
+        engine.backward(&inputs, &mut outputs)?;
+        let times = repeat(least, || {
+            let time = engine.backward(&inputs, &mut outputs)?;
+            time.ok_or_else(|| anyhow::anyhow!("a backward was asked for without a gradient"))
+        })?;
+        measured.push(Timing { kind: "bwd", flops: problem.flops_backward(), times });
+    }
+    Ok(measured)
+}
+
+/// Runs until `least` time has passed, but a few times at least.
+fn repeat(
+    least: Duration,
+    mut run: impl FnMut() -> anyhow::Result<Duration>,
+) -> anyhow::Result<Vec<Duration>> {
+    let start = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < LEAST_RUNS || start.elapsed() < least {
+        times.push(run()?);
+    }
+    Ok(times)
+}
+
+/// Inputs like those of a layer: independent, of about unit variance, the same on every run.
+fn random_inputs<T: Stored>(problem: &Problem, with_dout: bool) -> Inputs<T> {
+    use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    // SplitMix64 (Steele, Lea and Flood, 2014); the sum of four uniform numbers is near enough to normal.
+    let mut uniform = move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    };
+    let mut tensor = |[b, s, h, d]: [usize; 4]| -> Vec<T> {
+        let deviation = (4.0f64 / 12.0).sqrt();
+        let mut normal = || ((0..4).map(|_| uniform()).sum::<f64>() - 2.0) / deviation;
+        (0..b * s * h * d).map(|_| T::from_f64(normal())).collect()
+    };
+    Inputs {
+        problem: *problem,
+        // Heads before positions, as the libraries that this is compared with have it.
+        layout: TensorLayout::Bhsd,
+        q: tensor(q_shape(problem)),
+        k: tensor(k_shape(problem)),
+        v: tensor(v_shape(problem)),
+        dout: with_dout.then(|| tensor(out_shape(problem))),
+    }
+}
+
+fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
+    let Timing { kind, flops, mut times } = timing;
+    times.sort();
+    let middle = times.len() / 2;
+    let median = if times.len() % 2 == 1 { times[middle] } else { (times[middle - 1] + times[middle]) / 2 };
+    let tflops = if median.is_zero() { 0.0 } else { flops / median.as_secs_f64() / 1e12 };
+    Row {
+        kind,
+        batch: problem.batch,
+        heads_q: problem.heads_q,
+        heads_kv: problem.heads_kv,
+        seqlen_q: problem.seqlen_q,
+        seqlen_k: problem.seqlen_k,
+        head_dim: problem.head_dim,
+        head_dim_v: problem.head_dim_v,
+        causal: problem.mask.is_causal(),
+        mask: problem.mask.to_string(),
+        dtype: problem.dtype,
+        spec: machine.isa.map_or(machine.backend.to_owned(), |isa| format!("{}-{isa}", machine.backend)),
+        runs: times.len(),
+        ms_median: median.as_secs_f64() * 1e3,
+        ms_min: times[0].as_secs_f64() * 1e3,
+        tflops,
+        peak_share: tflops * 1e3 / machine.fma_peak_gflops,
+    }
+}
+
+fn head_dims(row: &Row) -> String {
+    if row.head_dim == row.head_dim_v {
+        row.head_dim.to_string()
+    } else {
+        format!("{}-{}", row.head_dim, row.head_dim_v)
+    }
+}
+
+fn table(report: &Report) -> String {
+    let Machine { cpu, threads, fma_peak_gflops, .. } = &report.machine;
+    let isa = report.machine.isa.unwrap_or(report.machine.backend);
+    let mut table = output::table(&[
+        "kind",
+        "dtype",
+        "batch",
+        "heads",
+        "seqlen",
+        "head dim",
+        "mask",
+        "ms",
+        "GFLOP/s",
+        "of FMA peak",
+        "runs",
+    ]);
+    for row in &report.rows {
+        table.add_row([
+            row.kind.to_owned(),
+            row.dtype.to_string(),
+            row.batch.to_string(),
+            format!("{}:{}", row.heads_q, row.heads_kv),
+            format!("{}x{}", row.seqlen_q, row.seqlen_k),
+            head_dims(row),
+            row.mask.clone(),
+            format!("{:.3}", row.ms_median),
+            format!("{:.1}", row.tflops * 1e3),
+            format!("{:.0} %", row.peak_share * 100.0),
+            row.runs.to_string(),
+        ]);
+    }
+    format!(
+        "{cpu}, {isa}, {threads} threads, FMA peak {fma_peak_gflops:.0} GFLOP/s\n{}",
+        output::table_text(&table)
+    )
+}
+
+fn draw(report: &Report, args: &BenchArgs) -> String {
+    let mut series: Vec<Series> = Vec::new();
+    for row in &report.rows {
+        let label = format!("{} hd {} {}", row.kind, head_dims(row), row.mask);
+        let point = (row.seqlen_k as f64, row.tflops * 1e3);
+        match series.iter_mut().find(|line| line.label == label) {
+            Some(line) => line.points.push(point),
+            None => {
+                let (color, dashed) = (series.len(), row.kind == "bwd");
+                series.push(Series { label, points: vec![point], color, dashed });
+            }
+        }
+    }
+    for line in &mut series {
+        line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    }
+    let Machine { cpu, threads, fma_peak_gflops, .. } = &report.machine;
+    let title = format!(
+        "Attention, {}, batch {}, {} heads: {cpu}, {threads} threads",
+        args.dtype, args.batch, args.heads.q
+    );
+    let peak = format!("f32 multiply-add peak {fma_peak_gflops:.0} GFLOP/s");
+    let frame = Frame {
+        title: &title,
+        x_label: "keys per sequence",
+        y_label: "GFLOP/s",
+        ceiling: Some((*fma_peak_gflops, &peak)),
+    };
+    chart::lines(&frame, &series)
+}
