@@ -1,0 +1,156 @@
+//! The numbers in the cost model that no datasheet gives: one struct, so that a measurement can replace them.
+
+use fa_core::Arch;
+use serde::{Deserialize, Serialize};
+
+/// What the cost model assumes beyond [`fa_core::ArchLimits`]. "Clocks" are SM clocks, "per element" means per score.
+///
+/// The sm90 set is fitted to the rates that public kernels reach on an H100 (the table in this crate's
+/// `tests/cost_peers.rs`); the others take over its kernel terms and differ where the hardware does.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CostConstants {
+    /// Clock under load as a share of the board's boost clock.
+    pub clock: f64,
+    /// Share of the tensor cores' issue rate that a long run of matrix instructions reaches.
+    pub tensor_efficiency: f64,
+    /// Rate of mma.sync as a share of the fastest matrix instruction's.
+    pub mma_sync_rate: f64,
+    /// Share of the peak matrix rate that the power limit sustains: a large plain matrix product.
+    pub power_cap: f64,
+    /// Share of the L2's bandwidth that streaming K and V reaches.
+    pub l2_efficiency: f64,
+    /// Bytes per clock that one SM can pull from L2.
+    pub sm_bytes_per_clock: f64,
+    /// Share of device-memory bandwidth that streaming reaches: a device-to-device copy.
+    pub hbm_efficiency: f64,
+    /// Share of the L2 that can hold K and V for reuse.
+    pub l2_reuse: f64,
+    /// Seconds from one kernel to the next in a stream, as events see it.
+    pub launch_s: f64,
+
+    /// f32 instructions per element of softmax: scale-and-subtract, maximum, sum and half a conversion.
+    pub softmax_ops: f64,
+    /// Further f32 instructions per element where a mask is tested.
+    pub mask_ops: f64,
+    /// Further f32 instructions per element of a polynomial exponential.
+    pub poly_ops: f64,
+    /// Further f32 instructions per element without scale folded into exp2.
+    pub exp_ops: f64,
+    /// Further f32 instructions per element where exponentials keep denormals.
+    pub denormal_ops: f64,
+    /// f32 instructions per element and special-function results per element of a soft cap.
+    pub softcap_ops: f64,
+    /// Share of O's rescaling that is left with a rescale threshold.
+    pub rescale_left: f64,
+
+    /// How well matrix products and softmax hide behind each other in the SM90 forward, by number of MMA warp groups,
+    /// without and with intra-warp-group overlap: the exponent `p` of `(products^p + softmax^p)^(1/p)`, 1 for one after
+    /// the other.
+    pub sm90_overlap: [[f64; 2]; 3],
+    /// Added to the exponent by ping-pong.
+    pub sm90_ping_pong: f64,
+    /// Accumulator registers per thread, by number of MMA warp groups, from which the compiler's schedule suffers.
+    pub sm90_soft_regs: [u32; 3],
+    /// Registers less of the above where a mask is tested inside the loop.
+    pub sm90_mask_regs: u32,
+    /// Time lost per register above the soft limit, as a share.
+    pub spill_cost: f64,
+    /// Clocks of a step that nothing hides: barriers, shuffles, the first and last instruction of a run.
+    pub sm90_step: f64,
+    /// Clocks of a step that storing P for a shared-memory operand adds: fences and a barrier.
+    pub sm90_p_store: f64,
+    /// Clocks of a tile outside its steps in a persistent block, whose next loads run under the epilogue.
+    pub sm90_tile: f64,
+    /// The same where every tile is a block of its own.
+    pub sm90_block: f64,
+
+    /// The exponent of the SM80-class forward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per scheduler.
+    pub sm80_overlap: f64,
+    /// Registers below the ceiling of the launch bounds from which the compiler's schedule suffers.
+    pub sm80_spare_regs: u32,
+    /// Clocks of a step that nothing hides, on one resident block.
+    pub sm80_step: f64,
+    /// Clocks to wait for K and V where no earlier copy was in flight.
+    pub load_latency: f64,
+    /// Clocks of a block outside its steps.
+    pub sm80_block: f64,
+    /// Shared-memory reads take this many times longer in row-major rows of 128 B and more.
+    pub row_major_conflict: f64,
+    /// Shared-memory reads take this many times longer without ldmatrix.
+    pub plain_loads: f64,
+
+    /// The exponent of the SM100 forward with one and with two query tiles per block.
+    pub sm100_overlap: [f64; 2],
+    /// Share of the SM100 forward's exponentials that run on the FMA units.
+    pub sm100_poly: f64,
+    /// Clocks of a step that nothing hides in the SM100 forward.
+    pub sm100_step: f64,
+    /// Clocks of a tile outside its steps in the SM100 forward.
+    pub sm100_tile: f64,
+}
+
+/// Fitted to an H100 SXM5: 785 TFLOP/s for a plain product (79 % of peak), 3.02 TB/s for a copy (90 %), mma.sync at 62 % of
+/// wgmma's rate, 5.5-way conflicts on row-major rows in a public profile.
+const SM90: CostConstants = CostConstants {
+    clock: 1.04,
+    tensor_efficiency: 0.98,
+    mma_sync_rate: 0.62,
+    power_cap: 0.82,
+    l2_efficiency: 1.0,
+    sm_bytes_per_clock: 64.0,
+    hbm_efficiency: 0.90,
+    l2_reuse: 0.6,
+    launch_s: 3e-6,
+
+    softmax_ops: 3.7,
+    mask_ops: 2.0,
+    poly_ops: 6.0,
+    exp_ops: 1.0,
+    denormal_ops: 2.0,
+    softcap_ops: 3.0,
+    rescale_left: 0.2,
+
+    sm90_overlap: [[1.0, 1.45], [2.15, 3.65], [2.9, 4.4]],
+    sm90_ping_pong: 0.45,
+    sm90_soft_regs: [200, 200, 128],
+    sm90_mask_regs: 24,
+    spill_cost: 0.003,
+    sm90_step: 190.0,
+    sm90_p_store: 30.0,
+    sm90_tile: 2700.0,
+    sm90_block: 4000.0,
+
+    sm80_overlap: 1.15,
+    sm80_spare_regs: 16,
+    sm80_step: 120.0,
+    load_latency: 800.0,
+    sm80_block: 6000.0,
+    row_major_conflict: 5.5,
+    plain_loads: 1.5,
+
+    sm100_overlap: [1.4, 3.0],
+    sm100_poly: 0.2,
+    sm100_step: 60.0,
+    sm100_tile: 2000.0,
+};
+
+impl CostConstants {
+    /// The constants for `arch`'s board until a measurement on the very GPU replaces them.
+    pub const fn of(arch: Arch) -> CostConstants {
+        match arch {
+            Arch::Sm90 => SM90,
+            // 265 to 275 TFLOP/s of 312 for a plain product.
+            Arch::Sm80 => CostConstants { clock: 1.0, mma_sync_rate: 1.0, power_cap: 0.87, ..SM90 },
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120 | Arch::Sm121 => CostConstants {
+                clock: 1.0,
+                tensor_efficiency: 0.98,
+                mma_sync_rate: 1.0,
+                power_cap: 1.0,
+                ..SM90
+            },
+            // mma.sync keeps the rate of earlier SMs there, a quarter of tcgen05's.
+            Arch::Sm100 | Arch::Sm103 => CostConstants { mma_sync_rate: 0.25, power_cap: 0.78, ..SM90 },
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Tiles and their lengths: what a problem looks like once it is cut, and how long a GPU's slots take for it.
+
+use fa_core::Problem;
+
+/// Query tiles of one head, grouped by the steps that they take.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Work {
+    /// Tiles over all heads and sequences.
+    pub tiles: f64,
+    /// Samples of a head's tiles, from first to last query.
+    pub classes: Vec<TileClass>,
+}
+
+/// Tiles that take the same steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TileClass {
+    /// How many, over all heads and sequences.
+    pub count: f64,
+    /// Steps of `tile_n` keys.
+    pub steps: f64,
+    /// Those of them that test a mask.
+    pub masked: f64,
+}
+
+/// How tiles come to blocks, as far as the end of the run is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Queue {
+    /// The longest first, from one queue.
+    LongestFirst,
+    /// From one queue (or the hardware's), last the longest of a head.
+    ShortestFirst,
+    /// From one queue, the longest of each head first.
+    LongestFirstPerHead,
+    /// Shared out beforehand by number.
+    Fixed,
+}
+
+/// A head's tiles are sampled where there are more: a causal row of tiles is a straight line.
+const SAMPLES: usize = 64;
+
+impl Work {
+    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a K/V head's
+    /// query heads lie together: row `r` is query `r / group_size`.
+    pub fn of(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> Work {
+        let group = if packed { problem.group_size() } else { 1 };
+        let heads = problem.batch as f64 * (problem.heads_q / group) as f64;
+        let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
+        let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
+        let m_tiles = (seqlen_q * group).div_ceil(tile_m);
+        let samples = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles.min(SAMPLES) };
+        let classes = (0..samples)
+            .map(|sample| {
+                let tile = (2 * sample + 1) * m_tiles / (2 * samples);
+                let first = tile * tile_m / group;
+                let last = ((tile + 1) * tile_m).div_ceil(group).min(seqlen_q);
+                let range = problem.mask.n_blocks(first..last, seqlen_q, seqlen_k, tile_n);
+                let count = heads * m_tiles as f64 / samples as f64;
+                TileClass { count, steps: range.len() as f64, masked: range.masked() as f64 }
+            })
+            .collect();
+        Work { tiles: heads * m_tiles as f64, classes }
+    }
+
+    /// Steps over all tiles.
+    pub fn steps(&self) -> f64 {
+        self.classes.iter().map(|c| c.count * c.steps).sum()
+    }
+
+    /// Steps over all tiles that test a mask.
+    pub fn masked(&self) -> f64 {
+        self.classes.iter().map(|c| c.count * c.masked).sum()
+    }
+
+    /// Total length of all tiles and the time that `slots` slots take for them, in the unit of `length`.
+    ///
+    /// For a longest-first queue this is the larger of the even share and, for every `k`, `k` times the shortest of the
+    /// `(k - 1) * slots + 1` longest tiles (some slot must take `k` of those): exact for equal tiles, a lower bound else.
+    /// Other orders add the share of the longest tile by which slots are expected to end apart.
+    pub fn makespan(&self, slots: f64, queue: Queue, length: impl Fn(&TileClass) -> f64) -> (f64, f64) {
+        let mut lengths: Vec<(f64, f64)> = self.classes.iter().map(|c| (length(c), c.count)).collect();
+        lengths.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let total: f64 = lengths.iter().map(|(len, count)| len * count).sum();
+        let (Some(longest), Some(shortest)) = (lengths.first(), lengths.last()) else {
+            return (0.0, 0.0);
+        };
+        let mut seen = 0.0;
+        let mut end = total / slots;
+        for (len, count) in &lengths {
+            seen += count;
+            // Counts are exact up to rounding of the sampled shares.
+            end = end.max(((seen - 1e-6) / slots).ceil() * len);
+        }
+        let spread = match queue {
+            Queue::LongestFirst => 0.0,
+            Queue::LongestFirstPerHead => 0.15,
+            Queue::Fixed => 0.25,
+            Queue::ShortestFirst => 0.5,
+        };
+        let apart = spread * (longest.0 - shortest.0) * (1.0 - (slots / self.tiles).min(1.0));
+        (total, end.max(total / slots + apart))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fa_core::{Dtype, Mask};
+
+    fn lengths(classes: &[(f64, f64)]) -> Work {
+        let classes =
+            classes.iter().map(|&(count, steps)| TileClass { count, steps, masked: 0.0 }).collect::<Vec<_>>();
+        Work { tiles: classes.iter().map(|c| c.count).sum(), classes }
+    }
+
+    #[test]
+    fn equal_tiles_take_whole_waves() {
+        for (tiles, slots, waves) in
+            [(1.0, 132.0, 1.0), (132.0, 132.0, 1.0), (133.0, 132.0, 2.0), (8.0, 3.0, 3.0)]
+        {
+            for queue in [Queue::LongestFirst, Queue::Fixed, Queue::ShortestFirst] {
+                let (_, end) = lengths(&[(tiles, 5.0)]).makespan(slots, queue, |c| c.steps);
+                assert_eq!(end, 5.0 * waves, "{tiles} tiles on {slots} slots");
+            }
+        }
+    }
+
+    #[test]
+    fn the_longest_tile_and_the_even_share_bound_the_end() {
+        let work = lengths(&[(1.0, 100.0), (10.0, 1.0)]);
+        assert_eq!(work.makespan(4.0, Queue::LongestFirst, |c| c.steps), (110.0, 100.0));
+        let work = lengths(&[(4.0, 4.0), (4.0, 3.0), (4.0, 2.0), (4.0, 1.0)]);
+        assert_eq!(work.makespan(2.0, Queue::LongestFirst, |c| c.steps).1, 20.0);
+        assert!(work.makespan(2.0, Queue::ShortestFirst, |c| c.steps).1 > 20.0);
+        assert_eq!(lengths(&[]).makespan(2.0, Queue::Fixed, |c| c.steps), (0.0, 0.0));
+    }
+
+    #[test]
+    fn causal_work_is_counted_by_tile() {
+        let problem = Problem::square(2, 512, 4, 64, Mask::CAUSAL, Dtype::F16);
+        let work = Work::of(&problem, 128, 128, false);
+        assert_eq!((work.tiles, work.steps(), work.masked()), (32.0, 8.0 * 10.0, 8.0 * 4.0));
+        let full = Work::of(&Problem { mask: Mask::FULL, ..problem }, 128, 96, false);
+        assert_eq!((full.tiles, full.steps(), full.masked()), (32.0, 32.0 * 6.0, 32.0));
+    }
+
+    #[test]
+    fn sampling_keeps_the_sum() {
+        let problem = Problem::square(1, 1 << 17, 1, 64, Mask::CAUSAL, Dtype::F16);
+        let exact = 1024.0 * 1025.0 / 2.0;
+        let steps = Work::of(&problem, 128, 128, false).steps();
+        assert!((steps / exact - 1.0).abs() < 1e-3, "{steps} for {exact}");
+    }
+
+    #[test]
+    fn packing_folds_a_group_into_the_rows() {
+        let decode = Problem {
+            seqlen_q: 1,
+            heads_kv: 8,
+            ..Problem::square(2, 4096, 32, 128, Mask::CAUSAL, Dtype::F16)
+        };
+        let (apart, packed) = (Work::of(&decode, 64, 128, false), Work::of(&decode, 64, 128, true));
+        assert_eq!((apart.tiles, packed.tiles), (64.0, 16.0));
+        assert_eq!(packed.classes[0].steps, 32.0);
+    }
+}

@@ -1,0 +1,312 @@
+//! From a problem to ranked kernels: candidates, account, predicted time.
+//!
+//! The three steps are separate: `candidates` have no opinion, [`account`] knows no problem, [`predict`] no limits.
+
+pub mod account;
+pub mod sm90;
+mod why;
+
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, ProblemError};
+use serde::Serialize;
+
+pub use account::{Account, Reason, Registers, SetMaxNReg, account};
+pub use why::{Why, WhyError, why};
+
+use crate::cost::{Cost, CostConstants, predict};
+use crate::occupancy::Occupancy;
+use crate::sm80;
+use crate::smem::SmemPlan;
+
+/// A kernel that computes the problem and fits the GPU, with what it takes and the time that it is predicted to take.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Plan {
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// Its shared memory, buffer by buffer.
+    pub smem: SmemPlan,
+    /// Registers of a computing thread.
+    pub regs: Registers,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Blocks per SM by each resource.
+    pub occupancy: Occupancy,
+    /// Blocks per SM that the plan counts on.
+    pub blocks_per_sm: u32,
+    /// Predicted time.
+    pub cost: Cost,
+}
+
+/// A candidate that is no plan.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RejectedSpec {
+    /// The candidate.
+    pub spec: KernelSpec,
+    /// The first limit that it breaks.
+    pub reason: Reason,
+}
+
+/// All that was tried for a problem.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlanSet {
+    /// What fits, by predicted time, best first.
+    pub plans: Vec<Plan>,
+    /// What does not, in the order of enumeration.
+    pub rejected: Vec<RejectedSpec>,
+}
+
+/// A family of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Family {
+    /// mma.sync and cp.async: 8.0 and later.
+    Sm80,
+    /// wgmma and TMA: 9.0.
+    Sm90,
+}
+
+impl Family {
+    /// The family of fastest kernels on `arch` (SM100's tcgen05 is planned for in [`crate::sm100`], but has no kernel).
+    pub const fn native(arch: Arch) -> Family {
+        if arch.has_wgmma() { Family::Sm90 } else { Family::Sm80 }
+    }
+
+    /// The head dim extents of the family's tiles, in ascending order.
+    pub const fn head_dims(self) -> &'static [u32] {
+        match self {
+            Family::Sm80 => &sm80::HEAD_DIMS,
+            Family::Sm90 => &sm90::HEAD_DIMS,
+        }
+    }
+
+    /// The smallest tile extent that holds `head_dim`.
+    ///
+    /// # Errors
+    /// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.
+    pub fn padded(self, name: &'static str, head_dim: usize) -> Result<u32, PlanError> {
+        let extent = self.head_dims().iter().copied().find(|&extent| extent as usize >= head_dim);
+        extent
+            .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
+            .ok_or(PlanError::HeadDim { name, value: head_dim })
+    }
+}
+
+/// Choices of the caller.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PlanOptions {
+    /// Kernels to choose from; `None` for the fastest that the architecture runs.
+    pub family: Option<Family>,
+    /// Constants of the cost model; `None` for those of the architecture's board.
+    pub constants: Option<CostConstants>,
+}
+
+impl PlanOptions {
+    fn constants(&self, arch: Arch) -> CostConstants {
+        self.constants.unwrap_or(CostConstants::of(arch))
+    }
+}
+
+/// Why there is no plan.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// The problem contradicts itself.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// No kernel computes in this type.
+    #[error("no GPU kernel computes in {0}: use f16 or bf16 (or the CPU backend, which also takes f32)")]
+    Dtype(Dtype),
+    /// No kernel has tiles for this head dim.
+    #[error(
+        "{name} = {value}: GPU kernels take multiples of 8 from 8 to 256 (pad with zeros, or use the CPU backend)"
+    )]
+    HeadDim {
+        /// `head_dim` or `head_dim_v`.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+    },
+    /// The family's kernels do not run there.
+    #[error("{family:?} kernels do not run on {arch}: use Sm80 kernels there")]
+    Family {
+        /// The family asked for.
+        family: Family,
+        /// The architecture.
+        arch: Arch,
+    },
+    /// SM100 planning for an architecture without tensor memory.
+    #[error("{arch} has no tensor memory: SM100 plans are for sm100 and sm103")]
+    NoTensorMemory {
+        /// The architecture.
+        arch: Arch,
+    },
+    /// Every candidate breaks a limit.
+    #[error("none of {tried} kernels fits {arch}; nearest misses: {}", misses(.nearest))]
+    NoneFits {
+        /// The architecture.
+        arch: Arch,
+        /// Candidates tried.
+        tried: usize,
+        /// For each limit the candidate that breaks it least.
+        nearest: Vec<RejectedSpec>,
+    },
+}
+
+fn misses(nearest: &[RejectedSpec]) -> String {
+    let lines: Vec<String> = nearest.iter().map(|miss| format!("{} ({})", miss.spec, miss.reason)).collect();
+    lines.join("; ")
+}
+
+impl PlanSet {
+    /// How many candidates each limit rejected, and for each the candidate that breaks it least.
+    pub fn nearest(&self) -> Vec<(usize, &RejectedSpec)> {
+        let mut kinds: Vec<(usize, &RejectedSpec)> = Vec::new();
+        for miss in &self.rejected {
+            match kinds.iter_mut().find(|(_, best)| best.reason.kind() == miss.reason.kind()) {
+                Some((count, best)) => {
+                    *count += 1;
+                    if miss.reason.excess() < best.reason.excess() {
+                        *best = miss;
+                    }
+                }
+                None => kinds.push((1, miss)),
+            }
+        }
+        kinds
+    }
+}
+
+/// Everything that fits `problem` on `arch`, best first.
+///
+/// # Errors
+/// As [`explore`], and [`PlanError::NoneFits`] with the nearest misses.
+pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<Plan>, PlanError> {
+    let set = explore(problem, arch, options)?;
+    if set.plans.is_empty() {
+        let nearest = set.nearest().into_iter().map(|(_, miss)| miss.clone()).collect();
+        return Err(PlanError::NoneFits { arch, tried: set.rejected.len(), nearest });
+    }
+    Ok(set.plans)
+}
+
+/// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the reason.
+///
+/// # Errors
+/// [`PlanError`] where no candidate can be formed; a set without plans is no error.
+pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
+    problem.check()?;
+    if !matches!(problem.dtype, Dtype::F16 | Dtype::Bf16) {
+        return Err(PlanError::Dtype(problem.dtype));
+    }
+    let family = options.family.unwrap_or(Family::native(arch));
+    if family == Family::Sm90 && !arch.has_wgmma() {
+        return Err(PlanError::Family { family, arch });
+    }
+    let head_dim = family.padded("head_dim", problem.head_dim)?;
+    let head_dim_v = family.padded("head_dim_v", problem.head_dim_v)?;
+    let constants = options.constants(arch);
+    let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
+    let mut judge = |spec: KernelSpec| match judge(problem, spec, arch, &constants) {
+        Ok(plan) => set.plans.push(plan),
+        Err(rejected) => set.rejected.push(rejected),
+    };
+    match family {
+        Family::Sm80 => sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+        Family::Sm90 => sm90::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+    }
+    // The sort is stable: ties stay in the order of enumeration.
+    set.plans.sort_by(|a, b| a.cost.seconds.total_cmp(&b.cost.seconds));
+    Ok(set)
+}
+
+/// The plan of one given kernel, which may come from a file.
+///
+/// # Errors
+/// The [`Reason`] why it does not compute the problem or does not fit.
+pub fn plan_spec(
+    problem: &Problem,
+    spec: &KernelSpec,
+    arch: Arch,
+    options: &PlanOptions,
+) -> Result<Plan, Reason> {
+    problem.check().map_err(|e| Reason::Rule(e.to_string()))?;
+    serves(problem, spec)?;
+    judge(problem, spec.clone(), arch, &options.constants(arch)).map_err(|rejected| rejected.reason)
+}
+
+/// Whether the kernel computes the problem.
+///
+/// # Errors
+/// The [`Reason`] why not.
+pub fn serves(problem: &Problem, spec: &KernelSpec) -> Result<(), Reason> {
+    let differs = |field, have: String, need: String| Err(Reason::Problem { field, have, need });
+    if spec.dtype != problem.dtype {
+        return differs("dtype", spec.dtype.to_string(), problem.dtype.to_string());
+    }
+    for (field, extent, need) in
+        [("head_dim", spec.head_dim, problem.head_dim), ("head_dim_v", spec.head_dim_v, problem.head_dim_v)]
+    {
+        if need > extent as usize || !need.is_multiple_of(8) {
+            return differs(field, format!("{extent}: multiples of 8 up to it"), need.to_string());
+        }
+    }
+    let mask = MaskKind::of(&problem.mask);
+    if spec.mask != mask && spec.mask != MaskKind::Window {
+        return differs("mask", spec.mask.name().into(), mask.name().into());
+    }
+    if spec.softcap != problem.softcap.is_some() {
+        return differs("softcap", spec.softcap.to_string(), problem.softcap.is_some().to_string());
+    }
+    Ok(())
+}
+
+fn judge(
+    problem: &Problem,
+    spec: KernelSpec,
+    arch: Arch,
+    constants: &CostConstants,
+) -> Result<Plan, RejectedSpec> {
+    match account(&spec, arch) {
+        Ok(Account { smem, regs, threads, occupancy, blocks_per_sm }) => {
+            let cost = predict(problem, &spec, arch, constants);
+            Ok(Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost })
+        }
+        Err(reason) => Err(RejectedSpec { spec, reason }),
+    }
+}
+
+/// The best plan by sequence length: both lengths of a square problem, the keys' of another (decode).
+///
+/// # Errors
+/// As [`plan`], for the first length that has none.
+pub fn sweep(
+    problem: &Problem,
+    arch: Arch,
+    options: &PlanOptions,
+    seqlens: &[usize],
+) -> Result<Vec<(usize, Plan)>, PlanError> {
+    let square = problem.seqlen_q == problem.seqlen_k;
+    let best = |seqlen: usize| {
+        let seqlen_q = if square { seqlen } else { problem.seqlen_q };
+        let problem = Problem { seqlen_q, seqlen_k: seqlen, ..*problem };
+        let plans = plan(&problem, arch, options)?;
+        Ok((seqlen, plans.into_iter().next().expect("a plan without error is not empty")))
+    };
+    seqlens.iter().copied().map(best).collect()
+}
+
+/// A field of a spec's kernel by name, as text; `None` where the kernel has no such field.
+pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
+    macro_rules! by_name {
+        ($kernel:expr; $($field:ident),*) => {
+            match name {
+                $(stringify!($field) => Some($kernel.$field.to_string()),)*
+                _ => None,
+            }
+        };
+    }
+    match &spec.kernel {
+        Kernel::Sm80Fwd(k) => by_name!(k; tile_m, tile_n, num_warps, stages, q_in_regs, blocks_per_sm),
+        Kernel::Sm90Fwd(k) => {
+            by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, kv_stages, ping_pong, pack_gqa)
+        }
+    }
+}

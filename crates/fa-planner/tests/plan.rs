@@ -1,0 +1,243 @@
+//! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
+
+use fa_core::{Arch, Dtype, Kernel, Mask, Problem};
+use fa_planner::cost::{Bottleneck, CostConstants, predict};
+use fa_planner::plan::{
+    Family, Plan, PlanError, PlanOptions, Reason, account::smem, explore, plan, plan_spec, serves, sweep,
+};
+use proptest::prelude::*;
+
+const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+
+fn families(arch: Arch) -> Vec<PlanOptions> {
+    let all = if arch == Arch::Sm90 { vec![Family::Sm80, Family::Sm90] } else { vec![Family::Sm80] };
+    all.into_iter().map(|family| PlanOptions { family: Some(family), constants: None }).collect()
+}
+
+fn is_sound(problem: &Problem, arch: Arch, plan: &Plan) {
+    let (spec, limits) = (&plan.spec, arch.limits());
+    assert_eq!(spec.check(), Ok(()), "{spec}");
+    assert_eq!(spec.check_arch(arch), Ok(()), "{spec}");
+    assert_eq!(serves(problem, spec), Ok(()), "{spec}");
+    assert_eq!(plan.smem, smem(spec), "{spec}");
+    assert!(plan.smem.total <= limits.smem_per_block, "{spec}");
+    assert!(plan.regs.total <= plan.regs.limit, "{spec}");
+    assert!(plan.blocks_per_sm >= 1 && plan.blocks_per_sm <= plan.occupancy.blocks(), "{spec}");
+    assert!(plan.threads * plan.blocks_per_sm <= limits.threads_per_sm, "{spec}");
+    if let Some(split) = plan.regs.setmaxnreg {
+        let held = 128 * (split.mma * (plan.threads / 128 - 1) + split.producer);
+        assert!(held <= limits.regs_per_sm, "{spec}: {split:?}");
+    }
+    let cost = &plan.cost;
+    assert!(cost.seconds.is_finite() && cost.seconds > 0.0, "{spec}: {cost:?}");
+    assert!(cost.tflops.is_finite() && cost.tflops * 1e12 <= limits.peak_tensor_flops(), "{spec}: {cost:?}");
+    let named = cost.terms.named();
+    assert!(named.iter().all(|(_, s)| s.is_finite() && *s >= 0.0), "{spec}: {cost:?}");
+    let largest =
+        named.iter().find(|(name, _)| *name == cost.bottleneck).expect("every bottleneck is a term").1;
+    assert!(named.iter().all(|(_, s)| *s <= largest), "{spec}: {cost:?}");
+    let busy = [cost.terms.tensor, cost.terms.l2, cost.terms.hbm];
+    assert!(busy.iter().all(|s| *s <= cost.seconds), "{spec}: {cost:?}");
+}
+
+fn problems() -> impl Strategy<Value = Problem> {
+    let mask = prop_oneof![
+        Just(Mask::FULL),
+        Just(Mask::CAUSAL),
+        (0u32..5000, 0u32..5000).prop_map(|(l, r)| Mask::window(l, r)),
+        (0u32..5000).prop_map(Mask::causal_window),
+    ];
+    let dtype = prop_oneof![Just(Dtype::F16), Just(Dtype::Bf16)];
+    let cap = prop_oneof![Just(None), Just(Some(30.0))];
+    let lengths = (0usize..5, 0usize..20_000, 0usize..20_000);
+    (lengths, 1usize..5, 1usize..9, (1usize..33, 1usize..33), mask, dtype, cap).prop_map(
+        |((batch, seqlen_q, seqlen_k), heads_kv, group, (hd, hdv), mask, dtype, softcap)| Problem {
+            batch,
+            seqlen_q,
+            seqlen_k,
+            heads_q: heads_kv * group,
+            heads_kv,
+            head_dim: 8 * hd,
+            head_dim_v: 8 * hdv,
+            mask,
+            dtype,
+            softmax_scale: None,
+            softcap,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn every_plan_is_sound(problem in problems(), arch in prop::sample::select(Arch::ALL.to_vec())) {
+        for options in families(arch) {
+            let set = explore(&problem, arch, &options).expect("a supported problem");
+            set.plans.iter().for_each(|plan| is_sound(&problem, arch, plan));
+            prop_assert!(set.plans.windows(2).all(|w| w[0].cost.seconds <= w[1].cost.seconds));
+            for rejected in &set.rejected {
+                let again = plan_spec(&problem, &rejected.spec, arch, &options);
+                prop_assert_eq!(again.as_ref().err(), Some(&rejected.reason));
+                prop_assert!(rejected.reason.excess() > 0.0);
+            }
+        }
+    }
+
+    /// Longer sequences take longer, with one kernel and with the best of all (up to the sampling of causal tiles).
+    #[test]
+    fn time_grows_with_length(problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec())) {
+        let short = Problem { seqlen_k: problem.seqlen_q, ..problem };
+        let long = Problem { seqlen_q: short.seqlen_q + by, seqlen_k: short.seqlen_k + by, ..short };
+        for options in families(arch) {
+            let (a, b) = (explore(&short, arch, &options).unwrap(), explore(&long, arch, &options).unwrap());
+            if let (Some(a), Some(b)) = (a.plans.first(), b.plans.first()) {
+                prop_assert!(b.cost.seconds >= 0.995 * a.cost.seconds, "{} {}: {:?} then {:?}", a.spec, b.spec, a.cost, b.cost);
+            }
+            let constants = CostConstants::of(arch);
+            for plan in a.plans.iter().step_by(7) {
+                let [a, b] = [short, long].map(|p| predict(&p, &plan.spec, arch, &constants).seconds);
+                prop_assert!(b >= 0.995 * a, "{}: {a} then {b}", plan.spec);
+            }
+        }
+    }
+}
+
+/// Every forward that the tuning guide's model calls feasible also fits by the exact account.
+#[test]
+fn the_exact_account_accepts_what_the_guide_accepts() {
+    for (hd, hdv) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)] {
+        let problem = Problem { head_dim: hd, head_dim_v: hdv, ..BASE };
+        let set = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates");
+        for rejected in &set.rejected {
+            let Kernel::Sm90Fwd(k) = &rejected.spec.kernel else { panic!("SM90 kernels") };
+            let (hd, hdv) = (hd as u32, hdv as u32);
+            let p = if k.overlap_wg { k.tile_n / 4 } else { 0 };
+            let budget = if k.num_wg == 2 { 216 } else { 128 };
+            let tensors = 2 * (k.tile_m * hd.max(hdv) + 2 * k.tile_n * (hd + hdv))
+                + if k.pv_is_rs { 0 } else { 2 * k.tile_m * k.tile_n };
+            let feasible = k.tile_n / 2 + p + hdv / 2 <= budget && tensors <= 224 * 1024;
+            assert!(!feasible || k.num_wg == 1, "{} is rejected: {}", rejected.spec, rejected.reason);
+        }
+    }
+}
+
+#[test]
+fn bottlenecks_follow_the_problem() {
+    let named = |problem: &Problem| {
+        plan(problem, Arch::Sm90, &PlanOptions::default()).expect("plans")[0].cost.bottleneck
+    };
+    assert_eq!(named(&Problem { mask: Mask::FULL, ..BASE }), Bottleneck::Tensor);
+    assert_eq!(named(&Problem { head_dim: 64, head_dim_v: 64, ..BASE }), Bottleneck::Exp);
+    let decode = Problem { batch: 64, seqlen_q: 1, heads_q: 32, heads_kv: 8, mask: Mask::FULL, ..BASE };
+    assert_eq!(named(&decode), Bottleneck::Hbm);
+    assert_eq!(named(&Problem { batch: 1, seqlen_k: 65536, ..decode }), Bottleneck::Waves);
+    assert_eq!(
+        named(&Problem { batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 1, heads_kv: 1, ..BASE }),
+        Bottleneck::Latency
+    );
+}
+
+/// Each of the SM80-class kernel's switches, turned off, costs time where its effect is felt.
+#[test]
+fn optimisation_steps_are_predicted_to_help() {
+    let problem = Problem::square(4, 4096, 32, 128, Mask::CAUSAL, Dtype::F16);
+    for arch in Arch::ALL {
+        let options = PlanOptions { family: Some(Family::Sm80), constants: None };
+        let best = plan(&problem, arch, &options).expect("plans").remove(0);
+        for step in ["swizzle", "ldmatrix", "exp2", "fast_math", "loop_split", "reverse_blocks"] {
+            let mut spec = best.spec.clone();
+            let Kernel::Sm80Fwd(kernel) = &mut spec.kernel else { panic!("an SM80 kernel") };
+            match step {
+                "swizzle" => kernel.swizzle = false,
+                "ldmatrix" => kernel.ldmatrix = false,
+                "exp2" => kernel.exp2 = false,
+                "fast_math" => kernel.fast_math = false,
+                "loop_split" => kernel.loop_split = false,
+                _ => kernel.reverse_blocks = false,
+            }
+            let without = plan_spec(&problem, &spec, arch, &options).expect("it fits").cost.seconds;
+            assert!(without > best.cost.seconds, "{arch}: {step} is predicted to cost time");
+        }
+    }
+}
+
+#[test]
+fn the_shared_memory_of_the_part_decides_the_tile() {
+    let options = PlanOptions { family: Some(Family::Sm80), constants: None };
+    for (arch, limit) in [(Arch::Sm80, 163), (Arch::Sm86, 99), (Arch::Sm90, 227), (Arch::Sm120, 99)] {
+        let set =
+            explore(&Problem { head_dim: 256, head_dim_v: 256, ..BASE }, arch, &options).expect("candidates");
+        let largest = set.plans.iter().map(|p| p.smem.total).max().expect("plans");
+        assert!(largest <= limit * 1024 && largest > (limit - 64) * 1024, "{arch}: {largest}");
+        let (_, miss) =
+            set.nearest().into_iter().find(|(_, m)| m.reason.kind() == "smem").expect("some are too big");
+        assert!(
+            matches!(miss.reason, Reason::Smem { need, have } if need > have && have == limit * 1024),
+            "{miss:?}"
+        );
+    }
+}
+
+#[test]
+fn sweeps_keep_a_decode_problems_query() {
+    let lengths = [512, 2048, 8192];
+    let square = sweep(&BASE, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans");
+    assert_eq!(square.iter().map(|(n, _)| *n).collect::<Vec<_>>(), lengths);
+    assert!(square.windows(2).all(|w| w[0].1.cost.tflops < w[1].1.cost.tflops));
+    let decode = Problem { seqlen_q: 1, heads_kv: 4, ..BASE };
+    for (seqlen, plan) in sweep(&decode, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans") {
+        assert_eq!(plan.cost.tiles, 16.0, "N = {seqlen}: one packed tile per K/V head");
+    }
+}
+
+#[test]
+fn plans_serialise() {
+    let best = plan(&BASE, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0);
+    let json = serde_json::to_value(&best).expect("plain data");
+    assert_eq!(json["cost"]["bottleneck"], "tensor");
+    assert_eq!(json["smem"]["total"], best.smem.total);
+    assert_eq!(json["regs"]["setmaxnreg"]["mma"], 240);
+}
+
+#[test]
+fn refusals_say_what_works() {
+    let options = PlanOptions::default();
+    let wide = Problem { head_dim: 264, ..BASE };
+    for (problem, arch, options, part) in [
+        (Problem { dtype: Dtype::F32, ..BASE }, Arch::Sm90, options.clone(), "use f16 or bf16"),
+        (Problem { dtype: Dtype::E4m3, ..BASE }, Arch::Sm80, options.clone(), "computes in e4m3"),
+        (wide, Arch::Sm90, options.clone(), "head_dim = 264"),
+        (Problem { head_dim_v: 260, head_dim: 64, ..BASE }, Arch::Sm80, options.clone(), "head_dim_v = 260"),
+        (Problem { head_dim: 33, ..BASE }, Arch::Sm90, options.clone(), "multiples of 8"),
+        (Problem { heads_kv: 3, ..BASE }, Arch::Sm90, options.clone(), "heads_kv = 3"),
+        (BASE, Arch::Sm80, PlanOptions { family: Some(Family::Sm90), constants: None }, "do not run on sm80"),
+    ] {
+        let error = plan(&problem, arch, &options).expect_err("must be refused").to_string();
+        assert!(error.contains(part), "{error} does not say {part}");
+    }
+    let none = PlanError::NoneFits {
+        arch: Arch::Sm86,
+        tried: 3,
+        nearest: explore(&BASE, Arch::Sm86, &options).unwrap().rejected[..1].to_vec(),
+    };
+    assert!(none.to_string().contains("none of 3 kernels fits sm86"), "{none}");
+}
+
+#[test]
+fn a_given_spec_must_serve_the_problem() {
+    let spec = plan(&BASE, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0).spec;
+    let refused = |problem: Problem, part: &str| {
+        let reason =
+            plan_spec(&problem, &spec, Arch::Sm90, &PlanOptions::default()).expect_err("must be refused");
+        assert!(reason.to_string().contains(part), "{reason} does not name {part}");
+    };
+    refused(Problem { dtype: Dtype::F16, ..BASE }, "dtype bf16");
+    refused(Problem { head_dim: 136, ..BASE }, "head_dim 128");
+    refused(Problem { mask: Mask::FULL, ..BASE }, "mask causal");
+    refused(Problem { softcap: Some(1.0), ..BASE }, "softcap false");
+    let narrow = Problem { head_dim: 104, head_dim_v: 72, ..BASE };
+    assert!(plan_spec(&narrow, &spec, Arch::Sm90, &PlanOptions::default()).is_ok());
+    let elsewhere = plan_spec(&BASE, &spec, Arch::Sm80, &PlanOptions::default()).expect_err("no wgmma");
+    assert!(elsewhere.to_string().contains("wgmma"), "{elsewhere}");
+}
