@@ -8,7 +8,37 @@ fn main() -> io::Result<()> {
     let root = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let out = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets it"));
     embed(&root.join("cuda"), "cuh", &out.join("headers.rs"))?;
-    embed(&root.join("../../specs"), "ron", &out.join("specs.rs"))
+    embed(&root.join("../../specs"), "ron", &out.join("specs.rs"))?;
+    if std::env::var_os("CARGO_FEATURE_BUNDLE").is_some() {
+        bundle(&root, &out.join("bundle.rs"))?;
+    }
+    Ok(())
+}
+
+/// Writes the manifest's text and an array of `(file, bytes)` of the cubins of the bundle at FA_BUNDLE, or `dist/`.
+fn bundle(root: &Path, to: &Path) -> io::Result<()> {
+    println!("cargo::rerun-if-env-changed=FA_BUNDLE");
+    let folder = std::env::var_os("FA_BUNDLE").map_or_else(|| root.join("../../dist"), PathBuf::from);
+    let folder = folder.canonicalize().unwrap_or(folder);
+    println!("cargo::rerun-if-changed={}", folder.display());
+    let manifest = folder.join("manifest.ron");
+    if !manifest.is_file() {
+        println!("cargo::warning=no bundle in {}: run `cargo xtask build` first", folder.display());
+        return fs::write(to, "(\"\", &[])");
+    }
+    let mut files = Vec::new();
+    list(&folder, "cubin", &mut files)?;
+    files.sort();
+    let mut text = format!("(include_str!({manifest:?}), &[\n");
+    for file in files {
+        text += &format!("({:?}, include_bytes!({file:?})),\n", name_below(&folder, &file));
+    }
+    fs::write(to, text + "])")
+}
+
+fn name_below(folder: &Path, file: &Path) -> String {
+    let name = file.strip_prefix(folder).expect("listed under it").to_str().expect("names are ASCII");
+    name.replace('\\', "/")
 }
 
 /// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their paths.
@@ -21,8 +51,7 @@ fn embed(folder: &Path, extension: &str, to: &Path) -> io::Result<()> {
     files.sort();
     let mut text = String::from("&[\n");
     for file in files {
-        let name = file.strip_prefix(folder).expect("listed under it").to_str().expect("names are ASCII");
-        text += &format!("({:?}, include_str!({file:?})),\n", name.replace('\\', "/"));
+        text += &format!("({:?}, include_str!({file:?})),\n", name_below(folder, &file));
     }
     fs::write(to, text + "]")
 }

@@ -45,7 +45,7 @@ fn run() -> Result<bool, Box<dyn Error>> {
 
     let headers = Headers::from_dir(&Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda"))?;
     let smem = fa_kernels::smem_bytes(&spec);
-    let source = Source::new(&spec, arch, smem, &headers)?;
+    let source = Source::new(&spec, arch, Some(smem), &headers)?;
     let compiler = Compiler::find(kind)?;
     compiler.check_arch(arch)?;
     println!("{spec} for {} by {} ({})", source.target, compiler.version()?, compiler.path().display());
@@ -59,16 +59,15 @@ fn run() -> Result<bool, Box<dyn Error>> {
     let seconds = start.elapsed().as_secs_f64();
     println!("{}", compiled.log.trim_end());
     println!("{} ({} B cubin, {seconds:.2} s)", compiled.report, compiled.cubin.len());
-    if let Some(bytes) = smem {
-        println!("{bytes} B dynamic shared memory planned");
-    }
+    println!("{smem} B dynamic shared memory planned");
     let fault = compiled.report.fault();
     if let Some(fault) = &fault {
         println!("REFUSED: {fault}");
     }
 
     let keep = out.is_some();
-    let folder = out.unwrap_or_else(|| std::env::temp_dir().join(format!("fa-compile-{}", std::process::id())));
+    let folder =
+        out.unwrap_or_else(|| std::env::temp_dir().join(format!("fa-compile-{}", std::process::id())));
     std::fs::create_dir_all(&folder)?;
     std::fs::write(folder.join("kernel.cubin"), &compiled.cubin)?;
     if keep {

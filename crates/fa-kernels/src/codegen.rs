@@ -34,7 +34,9 @@ const OFFSETOF: &str = "
 ";
 
 fn config_cuh() -> String {
-    let mut text = format!("{NOTE}\n// A kernel's compile-time parameters: the template argument of its kernel.\n#pragma once\n\nnamespace fa {{\n");
+    let mut text = format!(
+        "{NOTE}\n// A kernel's compile-time parameters: the template argument of its kernel.\n#pragma once\n\nnamespace fa {{\n"
+    );
     for item in config::ENUMS {
         let _ = write!(text, "\nenum class {} {{ {} }};\n", item.name, item.variants.join(", "));
     }
@@ -49,7 +51,8 @@ fn config_cuh() -> String {
 }
 
 fn params_cuh() -> String {
-    let mut text = format!("{NOTE}\n// What a kernel is told at launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
+    let mut text =
+        format!("{NOTE}\n// What a kernel is told at launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
     for ParamStruct { name, size, align, doc, fields } in params::declarations() {
         text.push('\n');
         comment(&mut text, "", doc);
@@ -61,11 +64,7 @@ fn params_cuh() -> String {
         text.push_str("};\n");
         let _ = writeln!(text, "static_assert(sizeof({name}) == {size} && alignof({name}) == {align});");
         for field in &fields {
-            let _ = writeln!(
-                text,
-                "static_assert(FA_OFFSETOF({name}, {}) == {});",
-                field.name, field.offset
-            );
+            let _ = writeln!(text, "static_assert(FA_OFFSETOF({name}, {}) == {});", field.name, field.offset);
         }
     }
     text.push_str(

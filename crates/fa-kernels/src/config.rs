@@ -91,14 +91,39 @@ pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
         field("softcap", softcap),
     ];
     fields.extend(match kernel {
-        Kernel::Sm80Fwd(own) => fields!(Sm80Fwd {
-            tile_m, tile_n, num_warps, stages, q_in_regs, blocks_per_sm, swizzle, ldmatrix, exp2, fast_math,
-            loop_split, reverse_blocks,
-        } = own),
-        Kernel::Sm90Fwd(own) => fields!(Sm90Fwd {
-            tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, kv_stages, ping_pong, scheduler, tile_order, cluster_m,
-            exp_poly_of_16, rescale_threshold, pack_gqa,
-        } = own),
+        Kernel::Sm80Fwd(own) => fields!(
+            Sm80Fwd {
+                tile_m,
+                tile_n,
+                num_warps,
+                stages,
+                q_in_regs,
+                blocks_per_sm,
+                swizzle,
+                ldmatrix,
+                exp2,
+                fast_math,
+                loop_split,
+                reverse_blocks,
+            } = own
+        ),
+        Kernel::Sm90Fwd(own) => fields!(
+            Sm90Fwd {
+                tile_m,
+                tile_n,
+                num_wg,
+                pv_is_rs,
+                overlap_wg,
+                kv_stages,
+                ping_pong,
+                scheduler,
+                tile_order,
+                cluster_m,
+                exp_poly_of_16,
+                rescale_threshold,
+                pack_gqa,
+            } = own
+        ),
     });
     fields
 }

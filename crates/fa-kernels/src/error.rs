@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, SpecError};
+use cudarc::driver::DriverError;
+use fa_core::{Arch, ProblemError, SpecError};
+use fa_planner::plan::PlanError;
 
 /// An error of this crate. Each says what was asked, what the limit is and what would work.
 #[derive(Debug, thiserror::Error)]
@@ -81,9 +83,128 @@ pub enum Error {
         /// Where the whole log lies, when a folder is writable.
         log_file: Option<PathBuf>,
     },
+    /// A bundle of compiled kernels cannot be read.
+    #[error("{path} is no bundle: {reason}; write one with `cargo xtask build`", path = .path.display())]
+    BadBundle {
+        /// Its manifest, or a file that it names.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// There is no CUDA driver.
+    #[error("no CUDA driver (libcuda) found: install NVIDIA's driver, or use the CPU backend")]
+    NoDriver,
+    /// The driver is too old.
+    #[error("the driver supports CUDA {}.{}, the kernels need {}.{}: update the driver", have / 1000, have % 1000 / 10, need / 1000, need % 1000 / 10)]
+    OldDriver {
+        /// `1000 * major + 10 * minor`.
+        have: i32,
+        /// `1000 * major + 10 * minor`.
+        need: i32,
+    },
+    /// The driver refuses.
+    #[error("{doing}: {source}")]
+    Driver {
+        /// What was asked of it.
+        doing: &'static str,
+        /// Its answer.
+        source: DriverError,
+    },
+    /// No kernel runs on the GPU.
+    #[error(
+        "compute capability {major}.{minor} is not supported: use a GPU of 8.0 or newer, or the CPU backend"
+    )]
+    Device {
+        /// Major part.
+        major: i32,
+        /// Minor part.
+        minor: i32,
+    },
+    /// The problem contradicts itself.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// No kernel computes the problem.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A kernel does not compute the problem that it was asked to.
+    #[error("the kernel computes {what} {kernel}, not {problem}")]
+    Mismatch {
+        /// What differs.
+        what: &'static str,
+        /// What the kernel computes.
+        kernel: String,
+        /// What was asked.
+        problem: String,
+    },
+    /// A length is beyond what kernels count with.
+    #[error("{name} = {value} is above {limit}: split the problem")]
+    TooLong {
+        /// What.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// The largest.
+        limit: usize,
+    },
+    /// The softmax scale is not one that GPU kernels use.
+    #[error("softmax_scale = {scale}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
+    Scale {
+        /// The scale.
+        scale: f64,
+    },
+    /// A stride is not one that kernels can walk.
+    #[error("the {axis} stride of {tensor} is {stride}: it must be {need}")]
+    Stride {
+        /// The tensor.
+        tensor: &'static str,
+        /// The axis.
+        axis: &'static str,
+        /// The stride in elements.
+        stride: i64,
+        /// What it must be.
+        need: &'static str,
+    },
+    /// A tensor does not start where copies can.
+    #[error("{tensor} starts at {address:#x}: it must be a multiple of 16 bytes and not null")]
+    Address {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its address.
+        address: u64,
+    },
+    /// A buffer is too short for its shape and strides.
+    #[error("{tensor} has {have} elements, its shape and strides need {need}")]
+    TooShort {
+        /// The tensor.
+        tensor: &'static str,
+        /// Elements that it has.
+        have: u64,
+        /// Elements that it needs.
+        need: u64,
+    },
+    /// A kernel needs a workspace and got none.
+    #[error("this kernel needs a workspace of {need} bytes, zero before its first use")]
+    NoWorkspace {
+        /// Bytes.
+        need: usize,
+    },
+    /// The driver does not take a tensor's shape and strides.
+    #[error("the copy engine cannot read {tensor} as {shape}: {source}")]
+    TensorMap {
+        /// The tensor.
+        tensor: &'static str,
+        /// Lengths, strides and box.
+        shape: String,
+        /// The driver's answer.
+        source: DriverError,
+    },
 }
 
 impl Error {
+    pub(crate) fn driver(doing: &'static str, source: DriverError) -> Error {
+        Error::Driver { doing, source }
+    }
+
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Error {
         Error::Io { path: path.to_owned(), source }
     }

@@ -105,7 +105,8 @@ mod tests {
 
     #[test]
     fn a_missing_header_is_named_with_where_it_is_included() {
-        let error = headers(&[("a.cuh", "#include \"gone.cuh\"")]).reachable("#include \"a.cuh\"").unwrap_err();
+        let error =
+            headers(&[("a.cuh", "#include \"gone.cuh\"")]).reachable("#include \"a.cuh\"").unwrap_err();
         assert_eq!(error.to_string(), "a.cuh includes gone.cuh, which is not among the kernels' headers");
     }
 }

@@ -150,8 +150,7 @@ impl Nvrtc {
                     names.as_ptr(),
                 ),
             )?;
-            let status =
-                (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr());
+            let status = (self.functions.compile)(program.program, options.len() as c_int, options.as_ptr());
             if status != COMPILATION_FAILED {
                 self.call("nvrtcCompileProgram", status)?;
             }
@@ -217,8 +216,7 @@ fn builtins_beside(path: &Path) -> Option<PathBuf> {
         .ok()?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .filter(|file| {
-            file.file_name()
-                .is_some_and(|name| name.to_string_lossy().starts_with("libnvrtc-builtins.so"))
+            file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("libnvrtc-builtins.so"))
         })
         .collect();
     found.sort();

@@ -96,8 +96,15 @@ fn number_before(line: &str, suffix: &str) -> Option<u32> {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Report { registers, stack, spill_stores, spill_loads, static_smem, barriers, warnings } = self;
-        write!(f, "{registers} registers, {barriers} barriers, {stack} B stack, {spill_stores} B spill stores, ")?;
-        write!(f, "{spill_loads} B spill loads, {static_smem} B static shared memory, {} warnings", warnings.len())
+        write!(
+            f,
+            "{registers} registers, {barriers} barriers, {stack} B stack, {spill_stores} B spill stores, "
+        )?;
+        write!(
+            f,
+            "{spill_loads} B spill loads, {static_smem} B static shared memory, {} warnings",
+            warnings.len()
+        )
     }
 }
 

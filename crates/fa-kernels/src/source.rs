@@ -91,10 +91,12 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
              static_assert(same_smem<{name}_smem_bytes<config>, {bytes}>, \"shared memory differs from the plan\");\n"
         );
     }
-    let cluster =
-        if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };
+    let cluster = if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };
     let bounds = format!("__launch_bounds__({}, {min_blocks})", spec.threads());
-    let _ = write!(text, "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ FwdParams params");
+    let _ = write!(
+        text,
+        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ FwdParams params"
+    );
     if maps {
         for map in ["tma_q", "tma_k", "tma_v"] {
             let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");

@@ -19,7 +19,8 @@ pub const NVCC_VARIABLE: &str = "FA_NVCC";
 pub fn find_nvrtc() -> Result<PathBuf, Error> {
     if let Some(named) = env::var_os(NVRTC_VARIABLE) {
         let named = PathBuf::from(named);
-        let found = if named.is_dir() { library_in(&named) } else { Some(named.clone()).filter(|p| p.is_file()) };
+        let found =
+            if named.is_dir() { library_in(&named) } else { Some(named.clone()).filter(|p| p.is_file()) };
         return found.ok_or_else(|| Error::BadCompiler {
             path: named,
             reason: format!("{NVRTC_VARIABLE} names neither an NVRTC library nor a folder with one"),
@@ -52,11 +53,13 @@ pub fn find_nvcc() -> Result<PathBuf, Error> {
     let mut folders: Vec<PathBuf> = cuda_homes().iter().map(|home| home.join("bin")).collect();
     folders.extend(path_list("PATH"));
     folders.push("/usr/local/cuda/bin".into());
-    folders.into_iter().map(|folder| folder.join(&name)).find(|file| file.is_file()).ok_or(Error::NoCompiler {
-        library: "nvcc",
-        tried: "CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda".to_owned(),
-        variable: NVCC_VARIABLE,
-    })
+    folders.into_iter().map(|folder| folder.join(&name)).find(|file| file.is_file()).ok_or(
+        Error::NoCompiler {
+            library: "nvcc",
+            tried: "CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda".to_owned(),
+            variable: NVCC_VARIABLE,
+        },
+    )
 }
 
 /// A binary tool of the CUDA toolkit (`nvdisasm`, `cuobjdump`) from `CUDA_HOME`, `PATH` or the workspace's toolkit.
@@ -70,10 +73,21 @@ pub fn find_tool(name: &str) -> Option<PathBuf> {
 fn library_folders() -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for home in cuda_homes() {
-        folders.extend([home.join("lib64"), home.join("lib"), home.join("bin"), home.join("targets/x86_64-linux/lib")]);
+        folders.extend([
+            home.join("lib64"),
+            home.join("lib"),
+            home.join("bin"),
+            home.join("targets/x86_64-linux/lib"),
+        ]);
     }
     folders.extend(path_list("LD_LIBRARY_PATH"));
-    let system = ["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
+    let system = [
+        "/usr/local/cuda/lib64",
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib64",
+        "/usr/lib",
+    ];
     folders.extend(system.map(PathBuf::from));
     if let Some(env) = env::var_os("VIRTUAL_ENV").or_else(|| env::var_os("CONDA_PREFIX")) {
         folders.extend(wheel_folders(&PathBuf::from(env)));
@@ -127,7 +141,8 @@ fn packages(site: &Path) -> Vec<PathBuf> {
 /// `target/toolkit` of the folder we are in or one above.
 fn toolkits() -> Vec<PathBuf> {
     let program = env::current_exe().ok();
-    let beside = program.iter().flat_map(|exe| exe.ancestors().skip(1).take(4)).map(|folder| folder.join("toolkit"));
+    let beside =
+        program.iter().flat_map(|exe| exe.ancestors().skip(1).take(4)).map(|folder| folder.join("toolkit"));
     let here = env::current_dir().ok();
     let above = here.iter().flat_map(|dir| dir.ancestors()).map(|folder| folder.join("target/toolkit"));
     beside.chain(above).filter(|kit| kit.join("nvidia").is_dir()).collect()
@@ -172,7 +187,9 @@ mod tests {
         assert_eq!(version_in_name("libnvrtc.so.12.9.86"), Some(vec![12, 9, 86]));
         assert_eq!(version_in_name("libnvrtc.so"), Some(vec![]));
         assert_eq!(version_in_name("nvrtc64_130_0.dll"), Some(vec![130, 0]));
-        for other in ["libnvrtc-builtins.so.13.0", "libnvrtc.alt.so.13", "libnvrtc_static.a", "nvrtc64_130_0.alt.dll"] {
+        for other in
+            ["libnvrtc-builtins.so.13.0", "libnvrtc.alt.so.13", "libnvrtc_static.a", "nvrtc64_130_0.alt.dll"]
+        {
             assert_eq!(version_in_name(other), None, "{other}");
         }
     }

@@ -1,0 +1,212 @@
+//! The tensors of a call: addresses with strides, and what kernels demand of them.
+
+use cudarc::driver::{DevicePtr, DevicePtrMut};
+use fa_core::{Dtype, Strides};
+
+use crate::Error;
+
+/// A Rust type with the bits of a [`Dtype`].
+pub trait Element: 'static {
+    /// The type.
+    const DTYPE: Dtype;
+}
+
+impl Element for half::f16 {
+    const DTYPE: Dtype = Dtype::F16;
+}
+
+impl Element for half::bf16 {
+    const DTYPE: Dtype = Dtype::Bf16;
+}
+
+/// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first.
+#[derive(Clone, Copy)]
+pub struct Input<'a, T> {
+    /// The elements: a `CudaSlice`, a `CudaView`, or anything else that cudarc can point at.
+    pub data: &'a dyn DevicePtr<T>,
+    /// Where they lie; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors.
+    pub strides: Strides,
+}
+
+/// A tensor that is written.
+pub struct Output<'a, T> {
+    /// The elements.
+    pub data: &'a mut dyn DevicePtrMut<T>,
+    /// Where they lie.
+    pub strides: Strides,
+}
+
+/// The arguments of a forward call. Shapes are the problem's, by each tensor's strides.
+pub struct ForwardArgs<'a, T> {
+    /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
+    pub q: Input<'a, T>,
+    /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
+    pub k: Input<'a, T>,
+    /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    pub v: Input<'a, T>,
+    /// O, `[batch, seqlen_q, heads_q, head_dim_v]`; every element is written.
+    pub out: Output<'a, T>,
+    /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; every element is written.
+    pub lse: Option<&'a mut dyn DevicePtrMut<f32>>,
+    /// At least `Forward::workspace_bytes` bytes, zero before their first use; a call leaves them zero. Calls that may
+    /// run at the same time need one each. `None` where no workspace is needed.
+    pub workspace: Option<&'a mut dyn DevicePtrMut<u8>>,
+}
+
+/// A tensor by its address alone, for memory that cudarc does not own.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RawTensor {
+    /// Device address of element `[0, 0, 0, 0]`.
+    pub address: u64,
+    /// Where the elements lie.
+    pub strides: Strides,
+}
+
+/// [`ForwardArgs`] by addresses alone.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RawForwardArgs {
+    /// Q.
+    pub q: RawTensor,
+    /// K.
+    pub k: RawTensor,
+    /// V.
+    pub v: RawTensor,
+    /// O.
+    pub out: RawTensor,
+    /// LSE; `None` for none.
+    pub lse: Option<u64>,
+    /// Workspace; `None` where none is needed.
+    pub workspace: Option<u64>,
+}
+
+/// A tensor's name and shape, as the checks need them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Shape {
+    pub name: &'static str,
+    pub batch: usize,
+    pub seqlen: usize,
+    pub heads: usize,
+    pub dim: usize,
+}
+
+/// Copies move 16 bytes: 8 elements of 16 bits.
+const ALIGN_BYTES: u64 = 16;
+const ALIGN_ELEMENTS: i64 = 8;
+
+/// Strides that stay within the 40 bits of bytes that a tensor map holds.
+const MAX_STRIDE: i64 = (1 << 39) - 1;
+
+impl Shape {
+    fn is_empty(&self) -> bool {
+        self.batch == 0 || self.seqlen == 0
+    }
+
+    fn axes(&self, strides: &Strides) -> [(&'static str, usize, i64); 3] {
+        [
+            ("batch", self.batch, strides.batch),
+            ("seq", self.seqlen, strides.seq),
+            ("head", self.heads, strides.head),
+        ]
+    }
+
+    /// Checks what every kernel demands: a contiguous head dim, other strides in multiples of 8 elements (axes of length
+    /// 1 excepted), and for outputs no two elements in one place along an axis.
+    pub fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
+        let bad = |axis, stride, need| Error::Stride { tensor: self.name, axis, stride, need };
+        if strides.dim != 1 && self.dim > 1 {
+            return Err(bad("dim", strides.dim, "1: copy the tensor so that its head dim is contiguous"));
+        }
+        for (axis, len, stride) in self.axes(strides) {
+            if len <= 1 {
+                continue;
+            }
+            if stride % ALIGN_ELEMENTS != 0 || !(0..=MAX_STRIDE).contains(&stride) {
+                return Err(bad(
+                    axis,
+                    stride,
+                    "a multiple of 8 elements from 0 to 2^39: pad the rows to one",
+                ));
+            }
+            if is_output && stride == 0 {
+                return Err(bad(
+                    axis,
+                    stride,
+                    "above 0 in an output: rows that share memory overwrite each other",
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the tensor starts on 16 bytes.
+    pub fn check_address(&self, address: u64) -> Result<(), Error> {
+        if self.is_empty() || (address != 0 && address.is_multiple_of(ALIGN_BYTES)) {
+            return Ok(());
+        }
+        Err(Error::Address { tensor: self.name, address })
+    }
+
+    /// Checks that the last element lies within `len` elements. The strides have been checked.
+    pub fn check_len(&self, strides: &Strides, len: usize) -> Result<(), Error> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let last: i128 =
+            self.axes(strides).iter().map(|&(_, len, stride)| (len as i128 - 1) * i128::from(stride)).sum();
+        let need = last + self.dim as i128;
+        if need <= len as i128 {
+            return Ok(());
+        }
+        Err(Error::TooShort {
+            tensor: self.name,
+            have: len as u64,
+            need: u64::try_from(need).unwrap_or(u64::MAX),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::TensorLayout;
+
+    use super::*;
+
+    const SHAPE: Shape = Shape { name: "k", batch: 2, seqlen: 100, heads: 3, dim: 64 };
+
+    #[test]
+    fn packed_layouts_pass() {
+        for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
+            let strides = layout.strides(100, 3, 64);
+            SHAPE.check_strides(&strides, true).unwrap();
+            SHAPE.check_len(&strides, 2 * 100 * 3 * 64).unwrap();
+            assert!(matches!(
+                SHAPE.check_len(&strides, 2 * 100 * 3 * 64 - 1),
+                Err(Error::TooShort { tensor: "k", need: 38400, .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn refusals_name_the_axis() {
+        let packed = TensorLayout::Bshd.strides(100, 3, 64);
+        let refused = |strides: Strides, is_output: bool, part: &str| {
+            let text = SHAPE.check_strides(&strides, is_output).expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not name {part}");
+        };
+        refused(Strides { dim: 2, ..packed }, false, "dim stride of k is 2");
+        refused(Strides { seq: 196, ..packed }, false, "seq stride of k is 196");
+        refused(Strides { head: -64, ..packed }, false, "head stride of k is -64");
+        refused(Strides { batch: 0, ..packed }, true, "batch stride of k is 0");
+        SHAPE.check_strides(&Strides { batch: 0, ..packed }, false).unwrap();
+        let single = Shape { heads: 1, ..SHAPE };
+        single.check_strides(&Strides { head: 7, ..packed }, true).unwrap();
+    }
+
+    #[test]
+    fn addresses_start_on_16_bytes_unless_the_tensor_is_empty() {
+        SHAPE.check_address(0x7000).unwrap();
+        assert!(SHAPE.check_address(0x7002).is_err());
+        assert!(SHAPE.check_address(0).is_err());
+        Shape { batch: 0, ..SHAPE }.check_address(0).unwrap();
+    }
+}

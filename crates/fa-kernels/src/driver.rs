@@ -1,0 +1,63 @@
+//! The CUDA driver: whether it is there, and contexts that say so instead of panicking.
+#![allow(unsafe_code)]
+
+use std::sync::{Arc, OnceLock};
+
+use cudarc::driver::{CudaContext, result, sys};
+use fa_core::Arch;
+
+use crate::Error;
+
+/// Tensor maps and the launch attributes of SM90 came with this version (`1000 * major + 10 * minor`).
+const OLDEST_DRIVER: i32 = 12000;
+
+/// Checks that the driver can be loaded: cudarc panics where it cannot, so this comes before every first call.
+///
+/// # Errors
+/// [`Error::NoDriver`].
+pub fn probe() -> Result<(), Error> {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    // SAFETY: loading the driver's library runs its initialisers, which any CUDA program runs.
+    let present = *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() });
+    if present { Ok(()) } else { Err(Error::NoDriver) }
+}
+
+/// The version of CUDA that the driver supports, `1000 * major + 10 * minor`.
+///
+/// # Errors
+/// [`Error::NoDriver`], or [`Error::Driver`] when it does not answer.
+pub fn version() -> Result<i32, Error> {
+    probe()?;
+    let mut version = 0;
+    // SAFETY: the argument points at a local.
+    unsafe { sys::cuDriverGetVersion(&mut version).result() }
+        .map_err(|e| Error::driver("asking the driver's version", e))?;
+    Ok(version)
+}
+
+/// The primary context of GPU `ordinal`, for programs that have none of their own.
+///
+/// # Errors
+/// [`Error::NoDriver`], [`Error::OldDriver`], and [`Error::Driver`] when there is no such GPU.
+pub fn context(ordinal: usize) -> Result<Arc<CudaContext>, Error> {
+    let version = version()?;
+    if version < OLDEST_DRIVER {
+        return Err(Error::OldDriver { have: version, need: OLDEST_DRIVER });
+    }
+    CudaContext::new(ordinal).map_err(|e| Error::driver("making a context", e))
+}
+
+/// The architecture of a context's GPU and its number of SMs.
+///
+/// # Errors
+/// [`Error::Device`] for a GPU that no kernel runs on.
+pub(crate) fn device(context: &CudaContext) -> Result<(Arch, u32), Error> {
+    let asked = |e: result::DriverError| Error::driver("asking about the GPU", e);
+    let (major, minor) = context.compute_capability().map_err(asked)?;
+    let sms = context
+        .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        .map_err(asked)?;
+    let positive = |value: i32| u32::try_from(value).unwrap_or(0);
+    let arch = Arch::of_compute_capability(positive(major), positive(minor));
+    Ok((arch.ok_or(Error::Device { major, minor })?, positive(sms)))
+}

@@ -1,0 +1,333 @@
+//! A forward kernel bound to a problem: what is computed once, and a call that only checks, encodes and launches.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::CudaStream;
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Strides};
+
+use crate::Error;
+use crate::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
+use crate::module::LoadedKernel;
+use crate::params::{ConstPtr, FwdParams, MutF32Ptr, MutPtr, MutU32Ptr, RowStrides};
+use crate::tma::{self, MapShape};
+
+/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the end.
+const MAX_COUNT: usize = 1 << 30;
+
+/// Bytes of workspace of a dynamic scheduler: the next tile, and how many blocks are through.
+const COUNTER_BYTES: usize = 8;
+
+/// A forward pass ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
+#[derive(Debug)]
+pub struct Forward {
+    kernel: Arc<LoadedKernel>,
+    problem: Problem,
+    /// All but addresses and strides.
+    params: FwdParams,
+    blocks: u32,
+}
+
+impl Forward {
+    /// Binds `kernel` to `problem`.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when the kernel does not compute the problem, [`Error::TooLong`] for counts beyond 2^30 and
+    /// [`Error::Scale`] for a scale that the kernels cannot use.
+    pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
+        problem.check()?;
+        check_match(&kernel.spec, problem)?;
+        let params = params(&kernel, problem)?;
+        let tiles = params.num_tiles as u32;
+        let blocks = match &kernel.spec.kernel {
+            Kernel::Sm90Fwd(own) if own.scheduler != Scheduler::PerTile => {
+                tiles.min(kernel.sms / own.cluster_m * own.cluster_m)
+            }
+            _ => tiles,
+        };
+        Ok(Forward { kernel, problem: *problem, params, blocks })
+    }
+
+    /// The problem.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The kernel that computes it.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Bytes of workspace that a call needs, often 0. Zero before the first call; each call leaves them zero.
+    pub fn workspace_bytes(&self) -> usize {
+        if needs_counter(&self.kernel.spec) { COUNTER_BYTES } else { 0 }
+    }
+
+    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a CUDA graph
+    /// (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive a capture).
+    ///
+    /// # Errors
+    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; [`Error::Driver`].
+    pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
+        let ForwardArgs { q, k, v, out, lse, workspace } = args;
+        if T::DTYPE != self.problem.dtype {
+            return Err(Error::Mismatch {
+                what: "dtype",
+                kernel: self.problem.dtype.to_string(),
+                problem: T::DTYPE.to_string(),
+            });
+        }
+        let [shape_q, shape_k, shape_v, shape_out] = self.shapes();
+        for (shape, strides, len, is_output) in [
+            (shape_q, &q.strides, q.data.len(), false),
+            (shape_k, &k.strides, k.data.len(), false),
+            (shape_v, &v.strides, v.data.len(), false),
+            (shape_out, &out.strides, out.data.len(), true),
+        ] {
+            shape.check_strides(strides, is_output)?;
+            shape.check_len(strides, len)?;
+        }
+        let enough = |tensor, have: usize, need: usize| {
+            let error = Error::TooShort { tensor, have: have as u64, need: need as u64 };
+            if have < need { Err(error) } else { Ok(()) }
+        };
+        if let Some(lse) = &lse {
+            enough("lse", lse.len(), self.problem.batch * self.problem.heads_q * self.problem.seqlen_q)?;
+        }
+        if let Some(workspace) = &workspace {
+            enough("workspace", workspace.len(), self.workspace_bytes())?;
+        }
+        // Each guard tells cudarc, when it is dropped after the launch, that the stream has used its tensor.
+        let raw = |address, strides| RawTensor { address, strides };
+        let (q_address, _q) = q.data.device_ptr(stream);
+        let (k_address, _k) = k.data.device_ptr(stream);
+        let (v_address, _v) = v.data.device_ptr(stream);
+        let (out_address, _out) = out.data.device_ptr_mut(stream);
+        let lse = lse.map(|lse| lse.device_ptr_mut(stream));
+        let workspace = workspace.map(|workspace| workspace.device_ptr_mut(stream));
+        let args = RawForwardArgs {
+            q: raw(q_address, q.strides),
+            k: raw(k_address, k.strides),
+            v: raw(v_address, v.strides),
+            out: raw(out_address, out.strides),
+            lse: lse.as_ref().map(|(address, _)| *address),
+            workspace: workspace.as_ref().map(|(address, _)| *address),
+        };
+        // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the launch is
+        // enqueued, and cudarc orders the stream before any later use or release of them.
+        unsafe { self.run_raw(stream, &args) }
+    }
+
+    /// [`Forward::run`] on addresses alone.
+    ///
+    /// # Safety
+    /// Every element of the problem's shapes under the given strides lies in device memory that the stream's context can
+    /// access, and stays there, untouched by others, until the stream has run the kernel. The workspace is zero.
+    ///
+    /// # Errors
+    /// As [`Forward::run`], except that lengths are the caller's promise.
+    pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawForwardArgs) -> Result<(), Error> {
+        let shapes = self.shapes();
+        let tensors = [args.q, args.k, args.v, args.out];
+        for (index, (shape, tensor)) in shapes.iter().zip(&tensors).enumerate() {
+            shape.check_strides(&tensor.strides, index == 3)?;
+            shape.check_address(tensor.address)?;
+        }
+        if self.workspace_bytes() > 0 && args.workspace.is_none() {
+            return Err(Error::NoWorkspace { need: self.workspace_bytes() });
+        }
+        if self.blocks == 0 {
+            return Ok(());
+        }
+        let mut params = FwdParams {
+            q: ConstPtr(args.q.address),
+            k: ConstPtr(args.k.address),
+            v: ConstPtr(args.v.address),
+            out: MutPtr(args.out.address),
+            lse: MutF32Ptr(args.lse.unwrap_or(0)),
+            tile_counter: MutU32Ptr(args.workspace.unwrap_or(0)),
+            q_strides: row_strides(&args.q.strides),
+            k_strides: row_strides(&args.k.strides),
+            v_strides: row_strides(&args.v.strides),
+            out_strides: row_strides(&args.out.strides),
+            ..self.params
+        };
+        let params = (&raw mut params).cast::<c_void>();
+        match &self.kernel.spec.kernel {
+            // SAFETY: this entry takes the parameters alone; the addresses are the caller's promise.
+            Kernel::Sm80Fwd(_) => unsafe { self.kernel.launch(stream, self.blocks, &mut [params]) },
+            Kernel::Sm90Fwd(_) => {
+                let mut maps = self.tensor_maps(args)?;
+                let [q, k, v] = maps.each_mut().map(|map| (&raw mut *map).cast::<c_void>());
+                // SAFETY: this entry takes the parameters and three tensor maps.
+                unsafe { self.kernel.launch(stream, self.blocks, &mut [params, q, k, v]) }
+            }
+        }
+    }
+
+    /// Shapes of q, k, v and out.
+    fn shapes(&self) -> [Shape; 4] {
+        let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
+        [
+            Shape { name: "q", batch, seqlen: seqlen_q, heads: heads_q, dim: head_dim },
+            Shape { name: "k", batch, seqlen: seqlen_k, heads: heads_kv, dim: head_dim },
+            Shape { name: "v", batch, seqlen: seqlen_k, heads: heads_kv, dim: head_dim_v },
+            Shape { name: "out", batch, seqlen: seqlen_q, heads: heads_q, dim: head_dim_v },
+        ]
+    }
+
+    /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows.
+    fn tensor_maps(&self, args: &RawForwardArgs) -> Result<[cudarc::driver::sys::CUtensorMap; 3], Error> {
+        let spec = &self.kernel.spec;
+        let (tile_m, tile_n) = spec.tile();
+        let [q, k, v, _] = self.shapes();
+        let dtype = self.problem.dtype;
+        let group = self.problem.group_size() as u64;
+        // Without keys nothing is loaded, but a map must name some memory and at least one row.
+        let keys =
+            |tensor: &RawTensor| if self.problem.seqlen_k == 0 { args.q.address } else { tensor.address };
+        let q_map = if packs_gqa(spec) {
+            let rows = map_shape(&q, &args.q.strides, spec.head_dim, 1);
+            let (dim, seqlen, batch) = (rows.dims[0], rows.dims[1], rows.dims[3]);
+            let (seq, head, entry) = (rows.strides[1], rows.strides[2], rows.strides[3]);
+            let shape = MapShape {
+                dims: [dim, group, seqlen, self.problem.heads_kv as u64, batch],
+                strides: [1, head, seq, head * group, entry],
+                tile: [rows.tile[0], group as u32, tile_m / group as u32, 1, 1],
+            };
+            tma::encode("q", dtype, args.q.address, &shape)?
+        } else {
+            tma::encode("q", dtype, args.q.address, &map_shape(&q, &args.q.strides, spec.head_dim, tile_m))?
+        };
+        let k_shape = map_shape(&k, &args.k.strides, spec.head_dim, tile_n);
+        let v_shape = map_shape(&v, &args.v.strides, spec.head_dim_v, tile_n);
+        Ok([
+            q_map,
+            tma::encode("k", dtype, keys(&args.k), &k_shape)?,
+            tma::encode("v", dtype, keys(&args.v), &v_shape)?,
+        ])
+    }
+}
+
+/// `{head dim, sequence, heads, batch}` with a box of one panel and `rows` positions.
+fn map_shape(shape: &Shape, strides: &Strides, head_dim: u32, rows: u32) -> MapShape<4> {
+    let Shape { batch, seqlen, heads, dim, .. } = *shape;
+    // The strides have been checked to be 0 or more wherever they are stepped along.
+    let stride = |stride: i64| stride.max(0) as u64;
+    MapShape {
+        dims: [dim as u64, seqlen.max(1) as u64, heads as u64, batch as u64],
+        strides: [1, stride(strides.seq), stride(strides.head), stride(strides.batch)],
+        tile: [tma::panel(head_dim), rows, 1, 1],
+    }
+}
+
+fn row_strides(strides: &Strides) -> RowStrides {
+    RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
+}
+
+fn needs_counter(spec: &KernelSpec) -> bool {
+    matches!(&spec.kernel, Kernel::Sm90Fwd(own) if own.scheduler == Scheduler::Dynamic)
+}
+
+fn packs_gqa(spec: &KernelSpec) -> bool {
+    matches!(&spec.kernel, Kernel::Sm90Fwd(own) if own.pack_gqa)
+}
+
+/// Checks that a kernel of `spec` computes `problem`.
+pub(crate) fn check_match(spec: &KernelSpec, problem: &Problem) -> Result<(), Error> {
+    let mismatch = |what, kernel: String, problem: String| Err(Error::Mismatch { what, kernel, problem });
+    if spec.dtype != problem.dtype {
+        return mismatch("dtype", spec.dtype.to_string(), problem.dtype.to_string());
+    }
+    for (what, have, need) in
+        [("head_dim", spec.head_dim, problem.head_dim), ("head_dim_v", spec.head_dim_v, problem.head_dim_v)]
+    {
+        if need > have as usize || !need.is_multiple_of(8) {
+            return mismatch(what, format!("multiples of 8 up to {have}"), need.to_string());
+        }
+    }
+    let computes = spec.mask == MaskKind::Window || spec.mask == MaskKind::of(&problem.mask);
+    if !computes {
+        return mismatch("mask", spec.mask.name().to_owned(), problem.mask.to_string());
+    }
+    if spec.softcap != problem.softcap.is_some() {
+        let text = |on: bool| if on { "a softcap" } else { "no softcap" };
+        return mismatch("softcap", text(spec.softcap).into(), text(problem.softcap.is_some()).into());
+    }
+    let group = problem.group_size();
+    if packs_gqa(spec) && !(spec.tile().0 as usize).is_multiple_of(group) {
+        let need = format!("groups that divide tile_m = {}", spec.tile().0);
+        return mismatch("pack_gqa", need, format!("{group} query heads per K/V head"));
+    }
+    Ok(())
+}
+
+/// The parameters that the problem alone decides.
+fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> {
+    let spec = &kernel.spec;
+    let packed = packs_gqa(spec);
+    let (tile_m, _) = spec.tile();
+    let group = problem.group_size();
+    let rows = if packed { problem.seqlen_q.saturating_mul(group) } else { problem.seqlen_q };
+    let heads = if packed { problem.heads_kv } else { problem.heads_q };
+    let cluster = match &spec.kernel {
+        Kernel::Sm90Fwd(own) => own.cluster_m as usize,
+        Kernel::Sm80Fwd(_) => 1,
+    };
+    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(cluster);
+    let all_heads = heads.saturating_mul(problem.batch);
+    let scale = problem.scale();
+    let scale_log2 = scale * std::f64::consts::LOG2_E;
+    let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
+    if !usable(scale) || !usable(scale_log2) {
+        return Err(Error::Scale { scale });
+    }
+    Ok(FwdParams {
+        batch: count("batch", problem.batch)?,
+        heads_q: count("heads_q", problem.heads_q)?,
+        heads_kv: count("heads_kv", problem.heads_kv)?,
+        group_size: count("heads_q / heads_kv", group)?,
+        seqlen_q: count("query rows of a head", rows).and(count("seqlen_q", problem.seqlen_q))?,
+        seqlen_k: count("seqlen_k", problem.seqlen_k)?,
+        head_dim: count("head_dim", problem.head_dim)?,
+        head_dim_v: count("head_dim_v", problem.head_dim_v)?,
+        window_left: side(problem.mask.left, problem.seqlen_k),
+        window_right: side(problem.mask.right, problem.seqlen_q),
+        scale: scale as f32,
+        scale_log2: scale_log2 as f32,
+        softcap: problem.softcap.unwrap_or(0.0) as f32,
+        m_blocks: count("tiles of a head", m_blocks)?,
+        num_tiles: count("tiles", m_blocks.saturating_mul(all_heads))?,
+        heads_per_section: count("heads", section(kernel, problem, packed, all_heads))?,
+        ..FwdParams::default()
+    })
+}
+
+/// Heads whose K and V together take at most five eighths of the L2 cache, which leaves room for Q and O passing through.
+fn section(kernel: &LoadedKernel, problem: &Problem, packed: bool, all_heads: usize) -> usize {
+    let longest_first =
+        matches!(&kernel.spec.kernel, Kernel::Sm90Fwd(own) if own.tile_order == TileOrder::LongestFirst);
+    if !longest_first {
+        return all_heads;
+    }
+    let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes();
+    let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64).max(1);
+    let fits = usize::try_from(kernel.arch.limits().l2_bytes * 5 / 8 / head_bytes).unwrap_or(usize::MAX);
+    let per_kv_head = if packed { 1 } else { problem.group_size() };
+    fits.max(1).saturating_mul(per_kv_head).min(all_heads.max(1))
+}
+
+fn count(name: &'static str, value: usize) -> Result<i32, Error> {
+    if value <= MAX_COUNT {
+        return Ok(value as i32);
+    }
+    Err(Error::TooLong { name, value, limit: MAX_COUNT })
+}
+
+/// A side of the window for the kernel: -1 for a side that hides no key of any query, so that no sum of a diagonal and a
+/// side leaves 32 bits.
+fn side(side: Option<u32>, len: usize) -> i32 {
+    side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
+}

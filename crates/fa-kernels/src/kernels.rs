@@ -1,0 +1,185 @@
+//! The library's door: plan, compile and load on first use, remembered afterwards.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use cudarc::driver::CudaContext;
+use fa_core::{Arch, KernelSpec, Problem};
+use fa_planner::plan::{Family, PlanError, PlanOptions, plan};
+
+use crate::bundle::Bundle;
+use crate::cache::Cache;
+use crate::compile::{Compiler, CompilerKind};
+use crate::forward::{Forward, check_match};
+use crate::module::LoadedKernel;
+use crate::source::Source;
+use crate::{Error, Headers, driver, smem_bytes};
+
+/// Compiled kernels for one context. Shared by threads.
+pub struct Kernels {
+    context: Arc<CudaContext>,
+    arch: Arch,
+    sms: u32,
+    headers: Headers,
+    cache: Cache,
+    compiler: Mutex<Option<Arc<Compiler>>>,
+    // By the spec's and the problem's RON text: both are plain data, and neither is looked up in a call.
+    loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
+    chosen: Mutex<HashMap<String, KernelSpec>>,
+}
+
+/// How many of the planner's best kernels are tried when one does not compile cleanly.
+const TRIES: usize = 8;
+
+impl Kernels {
+    /// Kernels for the GPU of `context`, with the default cache; nothing is compiled yet.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for a GPU older than compute capability 8.0.
+    pub fn new(context: &Arc<CudaContext>) -> Result<Kernels, Error> {
+        Kernels::with(context, Cache::open_default(), Headers::embedded())
+    }
+
+    /// [`Kernels::new`] with a cache and headers of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`Kernels::new`].
+    pub fn with(context: &Arc<CudaContext>, cache: Cache, headers: Headers) -> Result<Kernels, Error> {
+        let (arch, sms) = driver::device(context)?;
+        Ok(Kernels {
+            context: context.clone(),
+            arch,
+            sms,
+            headers,
+            cache,
+            compiler: Mutex::default(),
+            loaded: Mutex::default(),
+            chosen: Mutex::default(),
+        })
+    }
+
+    /// The GPU's architecture.
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// The forward pass of `problem` by the kernel preferred for it ([`Kernels::prefer`]), or else by the planner's best
+    /// that compiles cleanly. The first call for a kernel compiles it (below 1.5 s) or reads it from the cache.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and loading.
+    pub fn forward(&self, problem: &Problem) -> Result<Forward, Error> {
+        let key = key_of(problem);
+        if let Some(spec) = lock(&self.chosen).get(&key).cloned() {
+            return self.forward_with(problem, &spec);
+        }
+        let mut refused = None;
+        for spec in self.candidates(problem)? {
+            match self.forward_with(problem, &spec) {
+                Ok(forward) => {
+                    lock(&self.chosen).insert(key, spec);
+                    return Ok(forward);
+                }
+                // A plan's registers are a prediction; the next plan takes the place of one that spills.
+                Err(error @ Error::Refused { .. }) => {
+                    tracing::warn!(%error, "the planner's choice is passed over");
+                    refused.get_or_insert(error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(refused.unwrap_or(Error::Plan(PlanError::NoneFits {
+            arch: self.arch,
+            tried: 0,
+            nearest: Vec::new(),
+        })))
+    }
+
+    /// The forward pass of `problem` by a kernel of the caller's choice.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
+    pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
+        problem.check()?;
+        check_match(spec, problem)?;
+        Forward::new(self.load(spec)?, problem)
+    }
+
+    /// Makes [`Kernels::forward`] use `spec` for exactly this problem from now on: how tuning results are put to use.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when the kernel does not compute the problem.
+    pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
+        check_match(&spec, problem)?;
+        lock(&self.chosen).insert(key_of(problem), spec);
+        Ok(())
+    }
+
+    /// The kernel of `spec`, from memory, the built-in bundle, the cache, or compiled now.
+    ///
+    /// # Errors
+    /// Those of compiling and loading.
+    pub fn load(&self, spec: &KernelSpec) -> Result<Arc<LoadedKernel>, Error> {
+        let slot = lock(&self.loaded).entry(key_of(spec)).or_default().clone();
+        if let Some(kernel) = slot.get() {
+            return Ok(kernel.clone());
+        }
+        let source = Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)?;
+        let device = (self.arch, self.sms);
+        let kernel = match Bundle::embedded().find(&source) {
+            Some(cubin) => LoadedKernel::load(&self.context, spec, device, cubin)?,
+            None => {
+                let compiler = self.compiler()?;
+                let compiled = self.cache.get(&compiler, spec, &source)?;
+                LoadedKernel::load(&self.context, spec, device, &compiled.cubin)?
+            }
+        };
+        // Of two threads that loaded the same kernel, the first to be here wins; both loads were good.
+        Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
+    }
+
+    fn candidates(&self, problem: &Problem) -> Result<Vec<KernelSpec>, Error> {
+        let mut specs = Vec::new();
+        let mut first_error = None;
+        // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles cleanly.
+        let native = Family::native(self.arch);
+        let families = if native == Family::Sm80 { vec![native] } else { vec![native, Family::Sm80] };
+        for family in families {
+            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+            match plan(problem, self.arch, &options) {
+                Ok(plans) => specs.extend(plans.into_iter().take(TRIES).map(|plan| plan.spec)),
+                Err(error) => {
+                    first_error.get_or_insert(error);
+                }
+            }
+        }
+        match first_error {
+            Some(error) if specs.is_empty() => Err(error.into()),
+            _ => Ok(specs),
+        }
+    }
+
+    fn compiler(&self) -> Result<Arc<Compiler>, Error> {
+        let mut found = lock(&self.compiler);
+        if let Some(compiler) = &*found {
+            return Ok(compiler.clone());
+        }
+        let compiler = Arc::new(Compiler::find(CompilerKind::Nvrtc)?);
+        *found = Some(compiler.clone());
+        Ok(compiler)
+    }
+}
+
+fn key_of(value: &impl serde::Serialize) -> String {
+    ron::to_string(value).expect("plain structs of numbers and names always serialise")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The maps are whole whatever a panicking thread was doing.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

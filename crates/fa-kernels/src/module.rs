@@ -1,0 +1,96 @@
+//! A cubin loaded into a context.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUfunction_attribute as Attribute;
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
+use cudarc::nvrtc::Ptx;
+use fa_core::{Arch, KernelSpec};
+
+use crate::source::ENTRY;
+use crate::{Error, smem_bytes};
+
+/// A kernel that can be launched.
+#[derive(Debug)]
+pub struct LoadedKernel {
+    /// What it was made from.
+    pub spec: KernelSpec,
+    /// The architecture that it was compiled for.
+    pub arch: Arch,
+    /// SMs of the GPU.
+    pub sms: u32,
+    /// Bytes of dynamic shared memory.
+    pub smem: u32,
+    function: CudaFunction,
+}
+
+impl LoadedKernel {
+    /// Loads `cubin`, compiled from `spec`, and lets it use the shared memory that the planner accounts for.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], for example for code that the driver is too old to load.
+    pub fn load(
+        context: &Arc<CudaContext>,
+        spec: &KernelSpec,
+        (arch, sms): (Arch, u32),
+        cubin: &[u8],
+    ) -> Result<LoadedKernel, Error> {
+        let module = context
+            .load_module(Ptx::from_binary(cubin.to_vec()))
+            .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
+        let function = module.load_function(ENTRY).map_err(|e| Error::driver("finding the entry", e))?;
+        let smem = smem_bytes(spec);
+        let bytes = i32::try_from(smem).unwrap_or(i32::MAX);
+        function
+            .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
+            .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
+        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, function })
+    }
+
+    /// Registers per thread, as the driver allocates them at launch.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn registers(&self) -> Result<u32, Error> {
+        let registers = self.function.get_attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS);
+        registers.map(|n| n.max(0) as u32).map_err(|e| Error::driver("asking about a kernel", e))
+    }
+
+    /// Blocks of the kernel that an SM holds at once, by the driver's account.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn blocks_per_sm(&self) -> Result<u32, Error> {
+        self.function
+            .occupancy_max_active_blocks_per_multiprocessor(self.spec.threads(), self.smem as usize, None)
+            .map_err(|e| Error::driver("asking about a kernel", e))
+    }
+
+    /// Launches `blocks` blocks in one dimension. Allocates nothing and waits for nothing.
+    ///
+    /// # Safety
+    /// `args` point at the entry's parameters, in order and with their types, and every address in them is valid for the
+    /// kernel's accesses until the stream has run it.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &CudaStream,
+        blocks: u32,
+        args: &mut [*mut c_void],
+    ) -> Result<(), Error> {
+        stream.context().bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
+        // SAFETY: the function and the stream are alive; the rest is the caller's promise.
+        unsafe {
+            result::launch_kernel(
+                self.function.cu_function(),
+                (blocks, 1, 1),
+                (self.spec.threads(), 1, 1),
+                self.smem,
+                stream.cu_stream(),
+                args,
+            )
+        }
+        .map_err(|e| Error::driver("launching a kernel", e))
+    }
+}

@@ -1,0 +1,26 @@
+//! The kernels that ship: the files of `specs/<arch>/*.ron`, compiled into the library.
+
+use fa_core::{ShippedSpec, SpecError};
+
+static FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/specs.rs"));
+
+/// A shipped spec and the file that it stands in, below `specs/`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShippedFile {
+    /// The file.
+    pub path: &'static str,
+    /// What it holds.
+    pub shipped: ShippedSpec,
+}
+
+/// Every shipped spec, by file name.
+///
+/// # Errors
+/// The first file that is no valid spec, and why.
+pub fn shipped() -> Result<Vec<ShippedFile>, (&'static str, SpecError)> {
+    let read = |&(path, text)| match ShippedSpec::from_ron(text) {
+        Ok(shipped) => Ok(ShippedFile { path, shipped }),
+        Err(error) => Err((path, error)),
+    };
+    FILES.iter().map(read).collect()
+}
