@@ -1,0 +1,54 @@
+// Single-instruction arithmetic: exponentials, reciprocals and packed conversions.
+#pragma once
+#include "config.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// 2^x by the special-function unit, subnormals flushed; -inf gives 0 (PTX ISA, "ex2.approx.ftz").
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two f32 rounded to nearest even into one register, `low` in the low half.
+template <Dtype T>
+__device__ __forceinline__ u32 pack(float low, float high) {
+    static_assert(T == Dtype::F16 || T == Dtype::Bf16);
+    u32 packed;
+    if constexpr (T == Dtype::F16) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+}
+
+// 2^x for x <= 0 on the FMA units alone: x = n + f with f in [-1/2, 1/2], a cubic for 2^f, n added to the exponent.
+// The cubic is the minimax fit of 2^f in relative error (Remez): 7.5e-5, a half bf16 step being 2e-3 and a half f16 step
+// 2.4e-4. Below -126 the result is 2^-126: as a weight next to a largest weight of 1 it is nothing.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+    x = fmaxf(x, -126.f);
+    const float shifted = x + kRound;
+    const float f = x - (shifted - kRound);
+    float p = fmaf(f, 0.05517167f, 0.24261112f);
+    p = fmaf(p, f, 0.69326099f);
+    p = fmaf(p, f, 0.99992807f);
+    return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+}
+
+}  // namespace fa

@@ -1,0 +1,45 @@
+// Barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier").
+#pragma once
+#include "ptx/address.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// A 64-bit barrier object; one phase completes when all expected arrivals and bytes are in.
+struct alignas(8) Mbarrier {
+    u64 state;
+};
+
+// Expects `arrivals` per phase. One thread, before any other use.
+__device__ __forceinline__ void mbarrier_init(Mbarrier& bar, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&bar)), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine; by the thread that initialised them.
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(Mbarrier& bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&bar)) : "memory");
+}
+
+// Arrives and announces `bytes` that the copy engine will deliver in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier& bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&bar)), "r"(bytes) : "memory");
+}
+
+// Waits for the phase of this parity to complete.
+__device__ __forceinline__ void mbarrier_wait(Mbarrier& bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra finished;\n"
+        "bra again;\n"
+        "finished:\n}\n" ::"r"(smem_address(&bar)),
+        "r"(parity)
+        : "memory");
+}
+
+}  // namespace fa

@@ -1,0 +1,13 @@
+// Storing accumulator-shaped fragments to shared memory (PTX ISA, "stmatrix").
+#pragma once
+#include "types.cuh"
+
+namespace fa {
+
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3)
+                 : "memory");
+}
+
+}  // namespace fa

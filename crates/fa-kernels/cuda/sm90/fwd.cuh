@@ -1,0 +1,417 @@
+// Attention forward for SM90: one warp group loads by TMA, the others multiply by wgmma and own 64 query rows each.
+#pragma once
+#include "attn/block_range.cuh"
+#include "attn/epilogue.cuh"
+#include "attn/mask.cuh"
+#include "attn/rows.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/softmax.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/descriptor.cuh"
+#include "tile/panel.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/stmatrix_tile.cuh"
+
+namespace fa::sm90 {
+
+// ---- Config -----------------------------------------------------------------------------------------------------------
+
+template <Sm90FwdConfig C>
+struct Traits {
+    static_assert(C.tile_m == 64 * C.num_wg, "one warp group per 64 rows: the m64 of wgmma");
+    static_assert(C.tile_n % 16 == 0 && C.tile_n <= 256, "the n of wgmma and the k16 steps of P V");
+    static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
+    static_assert(C.cluster_m == 1, "multicast of K and V is not built");
+    static_assert(C.num_wg >= 2 || !C.ping_pong);
+
+    static constexpr int kConsumerWarps = 4 * C.num_wg;
+    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
+    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
+    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160;
+
+    using Q = PanelTile<C.tile_m, C.head_dim>;
+    using K = PanelTile<C.tile_n, C.head_dim>;
+    using V = PanelTile<C.tile_n, C.head_dim_v>;
+    using P = PanelTile<64, C.tile_n>;  // one per warp group
+
+    using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
+    using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
+};
+
+// ---- Shared memory ----------------------------------------------------------------------------------------------------
+
+// The planner's sm90_fwd_smem names the same buffers in the same order; the generated unit asserts the size.
+template <Sm90FwdConfig C>
+struct alignas(1024) SharedStorage {
+    using T = Traits<C>;
+    alignas(1024) u8 q[T::Q::kBytes];
+    alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
+    alignas(1024) u8 v[C.kv_stages][T::V::kBytes];
+    alignas(1024) u8 p[C.pv_is_rs ? 1 : C.num_wg][C.pv_is_rs ? 8 : T::P::kBytes];
+    PipelineBarriers<1> q_bars;
+    PipelineBarriers<C.kv_stages> k_bars;
+    PipelineBarriers<C.kv_stages> v_bars;
+    PipelineBarriers<1> tile_bars;
+    int next_tile[4];
+};
+
+// ---- Roles ------------------------------------------------------------------------------------------------------------
+
+// Hands out tiles. Static and per-tile orders are arithmetic; the dynamic one is drawn by the loading thread and passed on
+// through shared memory, one tile ahead.
+template <Sm90FwdConfig C>
+struct TileWalk {
+    static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
+    PipelineState<1> state;
+
+    // The loading thread draws the tile after this one.
+    __device__ __forceinline__ int draw(SharedStorage<C>& smem, const FwdParams& params, int tile) {
+        if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
+        if constexpr (C.scheduler == Scheduler::Static) return tile + gridDim.x;
+        const int next = gridDim.x + atomicAdd(&params.tile_counter[0], 1u);
+        mbarrier_wait(smem.tile_bars.empty[0], state.phase ^ 1);
+        smem.next_tile[0] = next;
+        mbarrier_arrive(smem.tile_bars.full[0]);
+        state.advance();
+        return next;
+    }
+
+    // The multiplying warps learn the tile after this one.
+    __device__ __forceinline__ int follow(SharedStorage<C>& smem, const FwdParams& params, int tile, bool elected) {
+        if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
+        if constexpr (C.scheduler == Scheduler::Static) return tile + gridDim.x;
+        smem.tile_bars.wait_full(state);
+        const int next = smem.next_tile[0];
+        __syncwarp();
+        smem.tile_bars.release(state, elected);
+        state.advance();
+        return next;
+    }
+};
+
+// The last block to run out of tiles sets the counters back for the next launch.
+__device__ __forceinline__ void retire_counter(const FwdParams& params) {
+    __threadfence();
+    if (atomicAdd(&params.tile_counter[1], 1u) == gridDim.x - 1) {
+        params.tile_counter[0] = 0;
+        params.tile_counter[1] = 0;
+    }
+}
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const Tile& tile) {
+    const Rows<C.pack_gqa> rows(params);
+    const int first = tile.m_block * C.tile_m;
+    const int last = min(first + C.tile_m, rows.count(params)) - 1;
+    return block_range<C.mask, C.tile_n>(params, rows.query(first), rows.query(last));
+}
+
+// ---- Producer: one thread keeps the copy engine busy ------------------------------------------------------------------
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params, const TensorMap& map_q,
+                                        const TensorMap& map_k, const TensorMap& map_v) {
+    using T = Traits<C>;
+    PipelineState<1> q_state;
+    PipelineState<C.kv_stages> k_state, v_state;
+    TileWalk<C> walk;
+    const int heads = C.pack_gqa ? params.heads_kv : params.heads_q;
+
+    int index = blockIdx.x;
+    while (index < params.num_tiles) {
+        const Tile tile = tile_at<C.tile_order>(params, index, heads);
+        const BlockRange range = tile_blocks<C>(params, tile);
+        const int kv_head = C.pack_gqa ? tile.head : tile.head / params.group_size;
+
+        auto load_q = [&] {
+            smem.q_bars.acquire(q_state, T::Q::kBytes);
+#pragma unroll
+            for (int i = 0; i < T::Q::kPanels; ++i) {
+                u8* dst = smem.q + i * T::Q::kPanelBytes;
+                if constexpr (C.pack_gqa) {
+                    tma_load_5d(dst, map_q, smem.q_bars.full[0], i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.group_size),
+                                tile.head, tile.batch, L2Policy::EvictFirst);
+                } else {
+                    tma_load_4d(dst, map_q, smem.q_bars.full[0], i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head, tile.batch,
+                                L2Policy::EvictFirst);
+                }
+            }
+            q_state.advance();
+        };
+        auto load_k = [&](int block) {
+            smem.k_bars.acquire(k_state, T::K::kBytes);
+#pragma unroll
+            for (int i = 0; i < T::K::kPanels; ++i) {
+                tma_load_4d(smem.k[k_state.stage] + i * T::K::kPanelBytes, map_k, smem.k_bars.full[k_state.stage], i * T::K::kPanel,
+                            block * C.tile_n, kv_head, tile.batch, L2Policy::EvictLast);
+            }
+            k_state.advance();
+        };
+        auto load_v = [&](int block) {
+            smem.v_bars.acquire(v_state, T::V::kBytes);
+#pragma unroll
+            for (int i = 0; i < T::V::kPanels; ++i) {
+                tma_load_4d(smem.v[v_state.stage] + i * T::V::kPanelBytes, map_v, smem.v_bars.full[v_state.stage], i * T::V::kPanel,
+                            block * C.tile_n, kv_head, tile.batch, L2Policy::EvictLast);
+            }
+            v_state.advance();
+        };
+
+        if (!range.empty()) {
+            load_k(range.end - 1);
+            load_q();
+            for (int block = range.end - 1; block > range.begin; --block) {
+                load_k(block - 1);
+                load_v(block);
+            }
+            load_v(range.begin);
+        }
+        index = walk.draw(smem, params, index);
+    }
+    if constexpr (C.scheduler == Scheduler::Dynamic) retire_counter(params);
+}
+
+// ---- Consumers: 64 rows each ------------------------------------------------------------------------------------------
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams& params, int wg) {
+    using T = Traits<C>;
+    const bool elected = elect_one();
+    const int warp = warp_index() % 4;
+    const int lane = lane_index();
+    const int heads = C.pack_gqa ? params.heads_kv : params.heads_q;
+    // The thread's first accumulator row within the tile, and its first column within a block of keys.
+    const int own_row = 64 * wg + 16 * warp + lane / 4;
+    const int own_column = 2 * (lane % 4);
+
+    const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q) + T::Q::row_offset(64 * wg));
+    const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
+    const Descriptor desc_v = descriptor_mn_major<typename T::V>(smem_address(smem.v[0]));
+    const u32 address_p = smem_address(smem.p[C.pv_is_rs ? 0 : wg]);
+    const Descriptor desc_p = descriptor_k_major<typename T::P>(address_p);
+
+    PipelineState<1> q_state;
+    PipelineState<C.kv_stages> k_state, v_state;
+    TileWalk<C> walk;
+    const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
+
+    // Warp groups take turns at issuing products: group i waits for barrier 1 + i, then lets the next one go.
+    auto wait_turn = [&] {
+        if constexpr (C.ping_pong) named_barrier_sync(1 + wg, 256);
+    };
+    auto pass_turn = [&] {
+        if constexpr (C.ping_pong) named_barrier_arrive(1 + (wg + 1 == C.num_wg ? 0 : wg + 1), 256);
+    };
+    if (C.ping_pong && wg == C.num_wg - 1) pass_turn();
+
+    float s[C.tile_n / 2];
+    float o[C.head_dim_v / 2];
+    u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
+    float rescale[2];
+
+    // S = Q K^T for the K stage at hand; a group of its own.
+    auto issue_s = [&] {
+        const Descriptor a = desc_q.recomputed();
+        const Descriptor b = desc_k.recomputed();
+        const u32 stage = k_state.stage * T::K::kBytes;
+        wgmma::fence();
+#pragma unroll
+        for (int k = 0; k < C.head_dim; k += 16) {
+            T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)), k != 0);
+        }
+        wgmma::commit();
+    };
+    // O += P V for the V stage at hand; a group of its own.
+    auto issue_pv = [&](bool accumulate) {
+        const Descriptor b = desc_v.recomputed();
+        const u32 stage = v_state.stage * T::V::kBytes;
+        wgmma::fence();
+#pragma unroll
+        for (int k = 0; k < C.tile_n; k += 16) {
+            const u64 step = b.at(stage + T::V::row_offset(k));
+            if constexpr (C.pv_is_rs) {
+                T::MmaO::template rs<1>(o, p + k / 4, step, k != 0 || accumulate);
+            } else {
+                T::MmaO::template ss<0, 1>(o, desc_p.at(T::P::column_offset(k)), step, k != 0 || accumulate);
+            }
+        }
+        wgmma::commit();
+    };
+    // The weights as the next product's A operand. Register order of S is already that of A (PTX ISA, wgmma fragments).
+    auto publish_p = [&] {
+        if constexpr (C.pv_is_rs) {
+#pragma unroll
+            for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
+        } else {
+            store_accumulator_tile<C.dtype, typename T::P>(address_p, s, warp, lane);
+            fence_async_shared();
+            __syncwarp();
+        }
+    };
+    auto release_k = [&] {
+        smem.k_bars.release(k_state, elected);
+        k_state.advance();
+    };
+    auto release_v = [&] {
+        smem.v_bars.release(v_state, elected);
+        v_state.advance();
+    };
+
+    // Holds the exponentials before what follows in the program. The assembler would move the wait for a running product
+    // up to the start of the softmax, which the product was meant to hide; a branch on the sums (never taken: no weight
+    // is negative) is what it cannot move across.
+    auto hold = [&](const float (&sum)[2]) {
+        if (sum[0] + sum[1] < 0.f) pause();
+    };
+
+    int index = blockIdx.x;
+    while (index < params.num_tiles) {
+        const Tile tile = tile_at<C.tile_order>(params, index, heads);
+        const BlockRange range = tile_blocks<C>(params, tile);
+        const Rows<C.pack_gqa> rows(params);
+        const int row = tile.m_block * C.tile_m + own_row;
+        Softmax<C.exp_poly_of_16, C.rescale_threshold> softmax;
+
+        // Scores to capped and masked scores.
+        auto prepare = [&](int block) {
+            if constexpr (C.softcap) cap_scores(s, 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+            if (range.needs_mask(block)) {
+                const int first = block * C.tile_n + own_column;
+                ColumnLimits limits;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int query = rows.query(row + 8 * r);
+                    limits.begin[r] = keys_begin<C.mask>(params, query) - first;
+                    limits.end[r] = keys_end<C.mask>(params, query) - first;
+                }
+                mask_scores<C.mask == MaskKind::Window>(s, limits);
+            }
+        };
+
+        if (!range.empty()) {
+            smem.q_bars.wait_full(q_state);
+            // First block: nothing to rescale.
+            int block = range.end - 1;
+            smem.k_bars.wait_full(k_state);
+            issue_s();
+            wgmma::wait<0>();
+            release_k();
+            prepare(block);
+            softmax.template step<true>(s, scale_log2, rescale);
+            publish_p();
+
+            bool accumulate = false;
+            if constexpr (C.overlap_wg) {
+                // The products of the next scores run under this block's P V, the softmax under both.
+                constexpr bool kRescaleFirst = C.head_dim_v > 128;
+                // P V is done by about the time that the maximum and the first exponentials are: waiting for it there lets
+                // the other exponentials hide the conversion of P and the rescaling of O.
+#ifndef FA_EARLY
+#define FA_EARLY 8
+#endif
+                constexpr int kEarly = max_of(8, C.tile_n / 2 * FA_EARLY / 16 / 8 * 8);
+                while (--block >= range.begin) {
+                    smem.k_bars.wait_full(k_state);
+                    wait_turn();
+                    issue_s();
+                    if constexpr (kRescaleFirst) {
+                        if (accumulate) scale_rows(o, rescale);
+                    }
+                    smem.v_bars.wait_full(v_state);
+                    issue_pv(accumulate);
+                    pass_turn();
+                    wgmma::wait<1>();
+                    release_k();
+                    prepare(block);
+                    softmax.template take_max<false>(s, scale_log2, rescale);
+                    softmax.template weigh<kEarly>(s, 0, scale_log2);
+                    hold(softmax.sum);
+                    wgmma::wait<0>();
+                    release_v();
+                    softmax.template weigh<C.tile_n / 2 - kEarly>(s, kEarly, scale_log2);
+                    publish_p();
+                    if constexpr (!kRescaleFirst) scale_rows(o, rescale);
+                    accumulate = true;
+                }
+                smem.q_bars.release(q_state, elected);
+                if constexpr (kRescaleFirst) {
+                    if (accumulate) scale_rows(o, rescale);
+                }
+                smem.v_bars.wait_full(v_state);
+                issue_pv(accumulate);
+            } else {
+                // One product after the other; ping-pong lets another warp group's run under this one's softmax.
+                smem.v_bars.wait_full(v_state);
+                issue_pv(false);
+                while (--block >= range.begin) {
+                    smem.k_bars.wait_full(k_state);
+                    wait_turn();
+                    issue_s();
+                    pass_turn();
+                    wgmma::wait<0>();
+                    release_k();
+                    release_v();
+                    prepare(block);
+                    softmax.template step<false>(s, scale_log2, rescale);
+                    publish_p();
+                    scale_rows(o, rescale);
+                    smem.v_bars.wait_full(v_state);
+                    issue_pv(true);
+                }
+                smem.q_bars.release(q_state, elected);
+            }
+            q_state.advance();
+            float factor[2], lse[2];
+            softmax.finish(scale_log2, factor, lse);
+            wgmma::wait<0>();
+            release_v();
+            store_output<C.dtype, C.pack_gqa>(params, o, factor, lse, row, tile.head, tile.batch);
+        } else {
+            store_nothing_seen<C.pack_gqa>(params, row, tile.head, tile.batch);
+        }
+        index = walk.follow(smem, params, index, elected);
+    }
+}
+
+// ---- Kernel -----------------------------------------------------------------------------------------------------------
+
+}  // namespace fa::sm90
+
+namespace fa {
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q, const TensorMap& map_k,
+                                         const TensorMap& map_v) {
+    using T = sm90::Traits<C>;
+    extern __shared__ __align__(1024) u8 dynamic_smem[];
+    auto& smem = *reinterpret_cast<sm90::SharedStorage<C>*>(dynamic_smem);
+
+    const int warp = warp_index();
+    if (warp == 0 && elect_one()) {
+        tma_prefetch_map(map_q);
+        tma_prefetch_map(map_k);
+        tma_prefetch_map(map_v);
+        smem.q_bars.init(T::kConsumerWarps);
+        smem.k_bars.init(T::kConsumerWarps);
+        smem.v_bars.init(T::kConsumerWarps);
+        smem.tile_bars.init(T::kConsumerWarps);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (warp < 4) {
+        registers_give_back<T::kProducerRegs>();
+        if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
+    } else {
+        registers_take<T::kConsumerRegs>();
+        sm90::consume<C>(smem, params, warp / 4 - 1);
+    }
+}
+
+}  // namespace fa

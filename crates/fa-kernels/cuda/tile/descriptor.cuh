@@ -1,0 +1,44 @@
+// wgmma's 64-bit shared-memory matrix descriptors (PTX ISA, "Matrix descriptor"): address, the two byte offsets, swizzle.
+#pragma once
+#include "types.cuh"
+
+namespace fa {
+
+// Where an operand starts. The high word is a constant of the tile's shape; the low word holds the address and moves with
+// the stage and the k step.
+struct Descriptor {
+    u32 low, high;
+
+    // The operand `bytes` (a multiple of 16) further on.
+    __device__ __forceinline__ u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + (bytes >> 4)); }
+
+    // The same descriptor, unknown to the compiler: without this it computes the descriptors of all k steps ahead of the
+    // loop over key blocks and holds (or spills) two registers for each.
+    __device__ __forceinline__ Descriptor recomputed() const {
+        Descriptor copy = *this;
+        asm volatile("" : "+r"(copy.low));
+        return copy;
+    }
+};
+
+// Byte distance of 8-row groups in bits 32-45, swizzle of 128, 64 or 32 byte rows in bits 62-63.
+template <int RowBytes>
+__host__ __device__ constexpr u32 descriptor_high() {
+    static_assert(RowBytes == 128 || RowBytes == 64 || RowBytes == 32);
+    return static_cast<u32>(RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3) << 30 | 8 * RowBytes >> 4;
+}
+
+// Operand whose contraction (K) axis is contiguous: groups of 8 rows follow each other; the leading offset is unused.
+template <class Tile>
+__device__ __forceinline__ Descriptor descriptor_k_major(u32 address) {
+    return {address >> 4 | 1u << 16, descriptor_high<Tile::kRowBytes>()};
+}
+
+// Operand whose M or N axis is contiguous: panels of that axis lie kPanelBytes apart, groups of 8 k follow each other.
+template <class Tile>
+__device__ __forceinline__ Descriptor descriptor_mn_major(u32 address) {
+    static_assert(Tile::kPanelBytes >> 4 < 1 << 14);
+    return {address >> 4 | static_cast<u32>(Tile::kPanelBytes >> 4) << 16, descriptor_high<Tile::kRowBytes>()};
+}
+
+}  // namespace fa

@@ -1,0 +1,79 @@
+// Operands of mma.m16n8k16 from tiles in shared memory, by ldmatrix or by plain loads.
+//
+// All three operands of attention are read as blocks of 16 rows x 16 columns: Q as A, K as two n8 blocks of B stored
+// [n][k], V as two n8 blocks of B stored [k][n].
+#pragma once
+#include "ptx/ldmatrix.cuh"
+#include "ptx/sync.cuh"
+#include "tile/smem_tile.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// How a block is to arrive in registers.
+enum class Operand { A, BStoredNK, BStoredKN };
+
+// A lane's view of tiles of one kind. For ldmatrix, the matrix at whose rows lanes 8 i to 8 i + 7 point becomes register i:
+// the two registers of an n8 block of B must be neighbours, so K's matrices run along its columns first, Q's and V's down
+// the rows.
+template <class Tile, Operand O, bool Ldmatrix>
+struct FragmentReader {
+    // Byte offset of the lane's row, plus what its chunk numbers are XORed with, in the place of the chunk number.
+    u32 lane_offset;
+
+    __device__ __forceinline__ FragmentReader() {
+        const int lane = lane_index();
+        if constexpr (Ldmatrix) {
+            const int row = O == Operand::BStoredNK ? lane % 8 + lane / 16 * 8 : lane % 16;
+            const int half = O == Operand::BStoredNK ? lane / 8 % 2 : lane / 16;
+            lane_offset = row * Tile::kRowBytes + ((Tile::twist(row) ^ half) << 4);
+        } else {
+            const int row = O == Operand::BStoredKN ? lane % 4 * 2 : lane / 4;
+            lane_offset = row * Tile::kRowBytes + (Tile::twist(row) << 4);
+        }
+    }
+
+    // Where the block at (row, column), both multiples of 16, lies for this lane, `half` 8 columns to the right. Chunk
+    // numbers stand in the low bits of an address and nothing else does, tiles being aligned to 128 bytes.
+    __device__ __forceinline__ u32 locate(u32 address, int row, int column, int half) const {
+        const u32 chunk = (Tile::chunk(column) + half) << 4;
+        const u32 at = address + lane_offset;
+        return (Tile::kSwizzled ? at ^ chunk : at + chunk) + row * Tile::kRowBytes + Tile::panel_offset(column);
+    }
+
+    // The block at (row, column) of the tile at `address`. A: the four registers of the operand; B: two of the first n8
+    // block, two of the second.
+    __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int row, int column) const {
+        if constexpr (Ldmatrix) {
+            const u32 at = locate(address, row, column, 0);
+            if constexpr (O == Operand::BStoredKN) {
+                ldmatrix_x4_trans(regs, at);
+            } else {
+                ldmatrix_x4(regs, at);
+            }
+        } else if constexpr (O == Operand::BStoredKN) {
+            // Rows 2t and 2t + 1 of column g of an n8 block; then 8 rows, then 8 columns on.
+            const u32 within = lane_index() / 4 * 2;
+            const int t2 = lane_index() % 4 * 2;
+            const u32 next_row = Tile::kRowBytes;
+            const u32 next_twist = (Tile::twist(t2) ^ Tile::twist(t2 + 1)) << 4;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 at = locate(address, row + i % 2 * 8, column, i / 2);
+                const u32 first = load_shared_u16(at + within);
+                const u32 second = load_shared_u16((at ^ next_twist) + next_row + within);
+                regs[i] = first | second << 16;
+            }
+        } else {
+            // A: rows g and g + 8, then 8 columns on. B: the columns first, then the rows.
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int down = O == Operand::A ? i % 2 : i / 2;
+                const int right = O == Operand::A ? i / 2 : i % 2;
+                regs[i] = load_shared_u32(locate(address, row + 8 * down, column, right) + lane_index() % 4 * 4);
+            }
+        }
+    }
+};
+
+}  // namespace fa

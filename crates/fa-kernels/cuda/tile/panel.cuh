@@ -1,0 +1,27 @@
+// Shared-memory tiles of 16-bit elements as the copy engine writes them and wgmma reads them: panels of at most 64
+// columns, [columns / panel][rows][panel], each row of a panel swizzled over its own width.
+#pragma once
+#include "types.cuh"
+
+namespace fa {
+
+template <int Rows, int Columns>
+struct PanelTile {
+    static_assert(Columns % 16 == 0);
+    // The widest panel (and with it the widest swizzle) that divides the row.
+    static constexpr int kPanel = Columns % 64 == 0 ? 64 : Columns % 32 == 0 ? 32 : 16;
+    static constexpr int kPanels = Columns / kPanel;
+    static constexpr int kRowBytes = kPanel * 2;
+    static constexpr int kPanelBytes = Rows * kRowBytes;
+    static constexpr int kBytes = kPanels * kPanelBytes;
+
+    // Byte offset of column `column` (a multiple of 16) in row 0: where a K-major k16 step starts.
+    __host__ __device__ static constexpr int column_offset(int column) {
+        return column / kPanel * kPanelBytes + column % kPanel * 2;
+    }
+
+    // Byte offset of row `row` (a multiple of 8) in panel 0: where an MN-major k16 step, or a warp group's rows, start.
+    __host__ __device__ static constexpr int row_offset(int row) { return row * kRowBytes; }
+};
+
+}  // namespace fa

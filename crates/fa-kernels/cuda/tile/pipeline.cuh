@@ -1,0 +1,50 @@
+// A ring of shared-memory stages between a producer and its consumers.
+#pragma once
+#include "ptx/mbarrier.cuh"
+
+namespace fa {
+
+// Where in the ring a role stands. The producer waits for the inverted phase, so that its first round does not wait.
+template <int Stages>
+struct PipelineState {
+    int stage = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// full: the copy engine's bytes are in; empty: every consumer warp has read them.
+template <int Stages>
+struct PipelineBarriers {
+    Mbarrier full[Stages];
+    Mbarrier empty[Stages];
+
+    __device__ __forceinline__ void init(u32 consumer_warps) {
+        for (int i = 0; i < Stages; ++i) {
+            mbarrier_init(full[i], 1);
+            mbarrier_init(empty[i], consumer_warps);
+        }
+    }
+
+    // Producer: waits for a free stage and announces the bytes to come.
+    __device__ __forceinline__ void acquire(const PipelineState<Stages>& state, u32 bytes) {
+        mbarrier_wait(empty[state.stage], state.phase ^ 1);
+        mbarrier_arrive_expect(full[state.stage], bytes);
+    }
+
+    __device__ __forceinline__ void wait_full(const PipelineState<Stages>& state) {
+        mbarrier_wait(full[state.stage], state.phase);
+    }
+
+    // Consumer: one lane of each warp, once the warp's reads are done.
+    __device__ __forceinline__ void release(const PipelineState<Stages>& state, bool elected) {
+        if (elected) mbarrier_arrive(empty[state.stage]);
+    }
+};
+
+}  // namespace fa

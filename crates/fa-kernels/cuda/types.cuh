@@ -1,0 +1,32 @@
+// Fixed-width names and the few values that every header needs. No header of the CUDA toolkit is included anywhere.
+#pragma once
+
+namespace fa {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+__device__ constexpr float kLn2 = 0.693147180559945309f;
+__device__ constexpr float kLog2e = 1.44269504088896341f;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+template <typename T>
+__host__ __device__ constexpr T ceil_div(T a, T b) {
+    return (a + b - 1) / b;
+}
+
+template <typename T>
+__host__ __device__ constexpr T min_of(T a, T b) {
+    return a < b ? a : b;
+}
+
+template <typename T>
+__host__ __device__ constexpr T max_of(T a, T b) {
+    return a > b ? a : b;
+}
+
+}  // namespace fa
