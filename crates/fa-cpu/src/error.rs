@@ -56,4 +56,12 @@ pub enum CpuError {
         /// The length needed.
         need: usize,
     },
+    /// An instruction set was asked for that this CPU does not have.
+    #[error("this CPU has no {wanted}: the best it has is {best}")]
+    Isa {
+        /// The one asked for.
+        wanted: crate::simd::Isa,
+        /// The one that would be chosen.
+        best: crate::simd::Isa,
+    },
 }

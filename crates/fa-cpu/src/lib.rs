@@ -12,9 +12,12 @@ pub mod compare;
 pub mod element;
 pub mod error;
 pub mod merge;
+pub mod peak;
 pub mod real;
 pub mod reference;
+pub mod simd;
 pub mod softmax;
+pub mod tiled;
 pub mod view;
 
 pub use element::Element;

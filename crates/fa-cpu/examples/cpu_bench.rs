@@ -1,0 +1,99 @@
+//! Quick rates of the tiled implementation:
+//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N,..] [full|causal|both] [threads] [isa]`
+
+use std::time::Instant;
+
+use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_cpu::simd::Isa;
+use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_with};
+use fa_cpu::{Element, TensorMut, TensorRef, check};
+use half::{bf16, f16};
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let argument = |i: usize, default: &str| arguments.get(i).map_or(default.to_owned(), Clone::clone);
+    let numbers =
+        |text: String| -> Vec<usize> { text.split(',').map(|n| n.parse().expect("a number")).collect() };
+    let threads: usize = argument(5, "2").parse().expect("a number of threads");
+    let isa: Isa = argument(6, Isa::detect().name()).parse().expect("an instruction set");
+    let options = Options { isa: Some(isa), threads: Some(threads) };
+    let peak = fa_cpu::peak::measure_fma(isa, threads).expect("an instruction set that this CPU has") / 1e9;
+    println!("{isa}, {threads} threads, f32 FMA peak {peak:.0} GFLOP/s");
+    let masks: &[Mask] = match argument(4, "both").as_str() {
+        "full" => &[Mask::FULL],
+        "causal" => &[Mask::CAUSAL],
+        _ => &[Mask::FULL, Mask::CAUSAL],
+    };
+    let dtype: Dtype = argument(1, "f32").parse().expect("a dtype");
+    for mode in ["fwd", "bwd"] {
+        if argument(0, "both") != "both" && argument(0, "both") != mode {
+            continue;
+        }
+        for &hd in &numbers(argument(2, "64,128")) {
+            for &mask in masks {
+                for &n in &numbers(argument(3, "512,1024,2048,4096")) {
+                    let problem = Problem::square(1, n, 8, hd, mask, dtype);
+                    let seconds = match dtype {
+                        Dtype::F16 => time::<f16>(options, &problem, mode),
+                        Dtype::Bf16 => time::<bf16>(options, &problem, mode),
+                        _ => time::<f32>(options, &problem, mode),
+                    };
+                    let flops =
+                        if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };
+                    let [best, median] = seconds.map(|seconds| flops / seconds / 1e9);
+                    println!(
+                        "{mode} {dtype} hd {hd:3} N {n:5} {:6} best {:8.2} ms {best:7.1} GFLOP/s ({:4.1} % of f32 peak), median {median:7.1}",
+                        mask.to_string(),
+                        seconds[0] * 1e3,
+                        best / peak * 100.0,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Best and median seconds of a call.
+fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 2] {
+    let noise = |seed: u64, shape: [usize; 4]| -> Vec<T> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+        };
+        (0..shape.iter().product()).map(|_| T::from_f32(next() + next() + next())).collect()
+    };
+    let shape = check::q_shape(problem);
+    let [q, k, v, dout] = [1, 2, 3, 4].map(|seed| noise(seed, shape));
+    let [q, k, v, dout] =
+        [&q, &k, &v, &dout].map(|data| TensorRef::packed("input", data, shape, TensorLayout::Bhsd).unwrap());
+    let mut out = vec![T::from_f32(0.0); shape.iter().product()];
+    let [mut dq, mut dk, mut dv] = [out.clone(), out.clone(), out.clone()];
+    let mut lse = vec![0f32; check::lse_len(problem)];
+    fn view<T>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
+        TensorMut::packed("output", data, shape, TensorLayout::Bhsd).unwrap()
+    }
+    let mut times = Vec::new();
+    let begin = Instant::now();
+    while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.6 {
+        if mode == "fwd" || times.is_empty() {
+            let start = Instant::now();
+            forward_with(options, problem, &q, &k, &v, &mut view(&mut out, shape), Some(&mut lse)).unwrap();
+            times.push(start.elapsed().as_secs_f64());
+        }
+        if mode == "bwd" {
+            let out = TensorRef::packed("out", &out, shape, TensorLayout::Bhsd).unwrap();
+            let inputs = BackwardInputs { q, k, v, out, lse: &lse, dout };
+            let start = Instant::now();
+            let (dq, dk, dv) =
+                (&mut view(&mut dq, shape), &mut view(&mut dk, shape), &mut view(&mut dv, shape));
+            backward_with(options, problem, &inputs, dq, dk, dv).unwrap();
+            if times.len() == 1 {
+                times.clear();
+            }
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    [times[0], times[times.len() / 2]]
+}

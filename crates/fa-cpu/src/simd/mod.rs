@@ -1,0 +1,330 @@
+//! Vector kernels, chosen at run time: the only files of this crate with `unsafe` code.
+//!
+//! [`Isa`] names what a CPU can do, [`Kernels`] is the table of what runs on it. Its methods check every length before a
+//! pointer is made, so that callers stay safe code; a call covers a whole tile, so the checks cost nothing.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::str::FromStr;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod kernels;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod peak;
+mod portable;
+mod product;
+pub(crate) mod scatter;
+mod softmax;
+mod vector;
+
+use kernels::Table;
+use product::RawProduct;
+pub use product::{Init, Order};
+use softmax::{RawGradient, RawSoftmax};
+
+/// An instruction set that the kernels can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Isa {
+    /// Plain Rust, on every CPU.
+    Portable,
+    /// AArch64 Advanced SIMD.
+    Neon,
+    /// x86-64 AVX2 with FMA.
+    Avx2,
+    /// x86-64 AVX-512 (F, BW, DQ, VL).
+    Avx512,
+}
+
+impl Isa {
+    /// Every instruction set, from the plainest.
+    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Neon, Isa::Avx2, Isa::Avx512];
+
+    /// The name that users see and give.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Portable => "portable",
+            Isa::Neon => "neon",
+            Isa::Avx2 => "avx2",
+            Isa::Avx512 => "avx512",
+        }
+    }
+
+    /// Whether this CPU and its operating system have it.
+    pub fn is_available(self) -> bool {
+        Kernels::table(self).is_some()
+    }
+
+    /// The best one that this CPU has.
+    pub fn detect() -> Isa {
+        Isa::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Isa::Portable)
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A name that is no [`Isa`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown instruction set '{0}': use one of portable, neon, avx2, avx512")]
+pub struct ParseIsaError(pub String);
+
+impl FromStr for Isa {
+    type Err = ParseIsaError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wanted = text.to_ascii_lowercase();
+        Isa::ALL.into_iter().find(|isa| isa.name() == wanted).ok_or_else(|| ParseIsaError(text.to_owned()))
+    }
+}
+
+/// The kernels of one instruction set that this CPU has.
+#[derive(Clone, Copy)]
+pub struct Kernels {
+    isa: Isa,
+    table: &'static Table,
+}
+
+/// One product `C = init(C) + A B` of row-major tiles: C is `m x n` at stride `ldc`, B `k x n` at `ldb`, A `m x k` at `lda`
+/// in the given order. `n` must be a multiple of [`Kernels::lanes`].
+pub struct Product<'a> {
+    /// Rows of C.
+    pub m: usize,
+    /// Columns of C.
+    pub n: usize,
+    /// Terms of each sum.
+    pub k: usize,
+    /// A and its stride.
+    pub a: &'a [f32],
+    /// Distance between A's rows (or columns, by `order`).
+    pub lda: usize,
+    /// How A lies.
+    pub order: Order,
+    /// B and its stride.
+    pub b: &'a [f32],
+    /// Distance between B's rows.
+    pub ldb: usize,
+    /// C and its stride.
+    pub c: &'a mut [f32],
+    /// Distance between C's rows.
+    pub ldc: usize,
+    /// What is added to.
+    pub init: Init<'a>,
+}
+
+/// A tile of transposed scores: `keys` rows of `queries` values at stride `ld`. `queries` must be a multiple of
+/// [`Kernels::lanes`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileShape {
+    /// Rows.
+    pub keys: usize,
+    /// Values in a row.
+    pub queries: usize,
+    /// Distance between rows.
+    pub ld: usize,
+}
+
+/// Values that `rows` rows of `len` values at stride `ld` reach over.
+fn extent(rows: usize, len: usize, ld: usize) -> usize {
+    if rows == 0 || len == 0 { 0 } else { (rows - 1) * ld + len }
+}
+
+impl Kernels {
+    /// The kernels for `isa`; `None` when this CPU does not have it.
+    pub fn for_isa(isa: Isa) -> Option<Kernels> {
+        Self::table(isa).map(|table| Kernels { isa, table })
+    }
+
+    fn table(isa: Isa) -> Option<&'static Table> {
+        match isa {
+            Isa::Portable => Some(&portable::TABLE),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon").then_some(&neon::TABLE),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&avx2::TABLE)
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => (is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("fma"))
+            .then_some(&avx512::TABLE),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        }
+    }
+
+    /// Which instruction set this is.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// f32 values in a register: tiles are padded to a multiple of it.
+    pub fn lanes(&self) -> usize {
+        self.table.lanes
+    }
+
+    /// Columns of the widest register block: the width of a panel of queries.
+    pub fn panel(&self) -> usize {
+        self.table.lanes * self.table.columns
+    }
+
+    /// Rows of the largest register block.
+    pub fn block_rows(&self) -> usize {
+        self.table.rows
+    }
+
+    /// Computes a product.
+    ///
+    /// # Panics
+    /// If an operand is shorter than its shape and stride say, a stride is less than a row, or `n` is not a multiple of
+    /// the lanes.
+    pub fn product(&self, call: Product<'_>) {
+        let Product { m, n, k, a, lda, order, b, ldb, c, ldc, init } = call;
+        if m == 0 || n == 0 {
+            return;
+        }
+        let (a_rows, a_len) = if order == Order::Rows { (m, k) } else { (k, m) };
+        assert!(n.is_multiple_of(self.lanes()), "{n} columns are no multiple of {} lanes", self.lanes());
+        assert!(lda >= a_len && ldb >= n && ldc >= n, "strides {lda}, {ldb}, {ldc} for {m} x {n} x {k}");
+        assert!(a.len() >= extent(a_rows, a_len, lda), "A is too short");
+        assert!(b.len() >= extent(k, n, ldb), "B is too short");
+        assert!(c.len() >= extent(m, n, ldc), "C is too short");
+        let scale = match init {
+            Init::Scale(scale) => {
+                assert!(scale.len() >= n, "{} factors for {n} columns", scale.len());
+                scale.as_ptr()
+            }
+            Init::Zero | Init::Add => std::ptr::null(),
+        };
+        let raw = RawProduct {
+            m,
+            n,
+            k,
+            a: a.as_ptr(),
+            lda,
+            order,
+            b: b.as_ptr(),
+            ldb,
+            c: c.as_mut_ptr(),
+            ldc,
+            add: matches!(init, Init::Add),
+            scale,
+        };
+        // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.product)(&raw) }
+    }
+
+    /// Online softmax (base 2) of one tile: `scores` become weights `2^(score - max)`, `max` and `sum` (one value per
+    /// query; -inf and 0 before the first tile) are brought up to date, `factor` receives what everything accumulated
+    /// before has to be multiplied by. Returns whether any factor differs from 1.
+    ///
+    /// `max` may trail the true maximum by a few powers of two, which spares most rescaling; `max + log2(sum)` is exact.
+    ///
+    /// # Panics
+    /// If a buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
+    pub fn online_softmax(
+        &self,
+        shape: TileShape,
+        scores: &mut [f32],
+        max: &mut [f32],
+        sum: &mut [f32],
+        factor: &mut [f32],
+    ) -> bool {
+        let TileShape { keys, queries, ld } = shape;
+        self.check_tile(shape, scores.len());
+        assert!(max.len() >= queries && sum.len() >= queries && factor.len() >= queries, "state too short");
+        let raw = RawSoftmax {
+            keys,
+            queries,
+            scores: scores.as_mut_ptr(),
+            ld,
+            max: max.as_mut_ptr(),
+            sum: sum.as_mut_ptr(),
+            factor: factor.as_mut_ptr(),
+        };
+        // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.softmax)(&raw) }
+    }
+
+    /// Backward of the softmax on one tile: `scores` (base 2) become weights `P = 2^(score - lse)`, `dweights` (dP) become
+    /// `dS = P (dP - delta)`. `lse` is in base 2 too, +inf for rows that see nothing. With a `cap` (times log2 e) the
+    /// scores come in before the cap, divided by it, and dS takes in the cap's derivative.
+    ///
+    /// # Panics
+    /// If a buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
+    pub fn softmax_gradient(
+        &self,
+        shape: TileShape,
+        scores: &mut [f32],
+        dweights: &mut [f32],
+        lse: &[f32],
+        delta: &[f32],
+        cap: Option<f32>,
+    ) {
+        let TileShape { keys, queries, ld } = shape;
+        self.check_tile(shape, scores.len().min(dweights.len()));
+        assert!(lse.len() >= queries && delta.len() >= queries, "row data too short");
+        let raw = RawGradient {
+            keys,
+            queries,
+            scores: scores.as_mut_ptr(),
+            dweights: dweights.as_mut_ptr(),
+            ld,
+            lse: lse.as_ptr(),
+            delta: delta.as_ptr(),
+            cap: cap.unwrap_or(0.0),
+        };
+        // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.gradient)(&raw) }
+    }
+
+    fn check_tile(&self, shape: TileShape, len: usize) {
+        let TileShape { keys, queries, ld } = shape;
+        assert!(
+            queries.is_multiple_of(self.lanes()),
+            "{queries} queries are no multiple of {}",
+            self.lanes()
+        );
+        assert!(ld >= queries && len >= extent(keys, queries, ld), "tile {shape:?} in {len} values");
+    }
+
+    /// Every value becomes `cap * tanh(value)`.
+    ///
+    /// # Panics
+    /// If the length is no multiple of the lanes.
+    pub fn softcap(&self, values: &mut [f32], cap: f32) {
+        assert!(values.len().is_multiple_of(self.lanes()), "{} values", values.len());
+        // SAFETY: the length was just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.softcap)(values.as_mut_ptr(), values.len(), cap) }
+    }
+
+    /// Every value becomes `2^value`, 0 below 2^-126.
+    ///
+    /// # Panics
+    /// If the length is no multiple of the lanes.
+    pub fn exp2(&self, values: &mut [f32]) {
+        assert!(values.len().is_multiple_of(self.lanes()), "{} values", values.len());
+        // SAFETY: the length was just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.exp2)(values.as_mut_ptr(), values.len()) }
+    }
+
+    /// Runs `rounds` rounds of independent multiply-adds and returns the f32 operations done (2 a lane), for measuring the
+    /// peak rate.
+    pub fn multiply_adds(&self, rounds: usize) -> f64 {
+        // SAFETY: the table was given out for a CPU that has the instructions.
+        std::hint::black_box(unsafe { (self.table.multiply_adds)(rounds) });
+        (2 * self.lanes() * peak::CHAINS) as f64 * rounds as f64
+    }
+}
+
+#[cfg(test)]
+mod tests;

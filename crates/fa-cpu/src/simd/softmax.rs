@@ -1,0 +1,160 @@
+//! The online softmax and its backward on transposed tiles of scores, in base 2.
+#![allow(unsafe_code)]
+
+use super::vector::{Vector, exp2, tanh};
+
+/// How far (in powers of two) scores may exceed the running maximum before it is raised and what has been
+/// accumulated is rescaled. Weights up to 2^8 cost no precision in f32 sums, and on most tiles nothing is rescaled.
+pub(super) const SLACK: f32 = 8.0;
+
+/// One tile of scores for the online softmax.
+///
+/// # Safety
+/// `scores` is valid for `keys` rows of `queries` values at stride `ld`; `max`, `sum` and `factor` for `queries`
+/// values, a multiple of the lanes.
+pub(super) struct RawSoftmax {
+    pub keys: usize,
+    pub queries: usize,
+    pub scores: *mut f32,
+    pub ld: usize,
+    pub max: *mut f32,
+    pub sum: *mut f32,
+    pub factor: *mut f32,
+}
+
+/// Scores become weights `2^(score - max)`, `max` and `sum` are brought up to date; `factor` is what everything
+/// accumulated before has to be multiplied by. Returns whether any factor differs from 1.
+///
+/// `max` is -inf before the first visible key. It may trail the true maximum by up to [`SLACK`].
+#[inline(always)]
+pub(super) unsafe fn online<V: Vector>(call: &RawSoftmax) -> bool {
+    let mut rescale = false;
+    // SAFETY: `RawSoftmax`'s contract.
+    unsafe {
+        for column in (0..call.queries).step_by(V::LANES) {
+            let scores = call.scores.add(column);
+            let lowest = V::splat(f32::NEG_INFINITY);
+            let mut tops = [lowest; 4];
+            let mut key = 0;
+            while key + 4 <= call.keys {
+                for (i, top) in tops.iter_mut().enumerate() {
+                    *top = V::load(scores.add((key + i) * call.ld)).max(*top);
+                }
+                key += 4;
+            }
+            while key < call.keys {
+                tops[0] = V::load(scores.add(key * call.ld)).max(tops[0]);
+                key += 1;
+            }
+            let top = tops[0].max(tops[1]).max(tops[2].max(tops[3]));
+
+            let old = V::load(call.max.add(column));
+            let mut sum = V::load(call.sum.add(column));
+            let mut factor = V::splat(1.0);
+            let mut origin = old;
+            // -inf + SLACK is -inf, so the first visible key raises the maximum.
+            if top.any_greater(old.add(V::splat(SLACK))) {
+                let max = top.select_greater(old.add(V::splat(SLACK)), top, old);
+                factor = max.select_greater(old, exp2(old.sub(max)), factor);
+                sum = sum.mul(factor);
+                max.store(call.max.add(column));
+                origin = max;
+                rescale = true;
+            }
+            factor.store(call.factor.add(column));
+            // Lanes that have seen nothing but -inf measure from 0: -inf - (-inf) would be NaN.
+            let origin = origin.select_greater(lowest, origin, V::splat(0.0));
+
+            let mut sums = [sum, V::splat(0.0), V::splat(0.0), V::splat(0.0)];
+            let mut key = 0;
+            while key + 4 <= call.keys {
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    let at = scores.add((key + i) * call.ld);
+                    let weight = exp2(V::load(at).sub(origin));
+                    weight.store(at);
+                    *sum = sum.add(weight);
+                }
+                key += 4;
+            }
+            while key < call.keys {
+                let at = scores.add(key * call.ld);
+                let weight = exp2(V::load(at).sub(origin));
+                weight.store(at);
+                sums[0] = sums[0].add(weight);
+                key += 1;
+            }
+            sums[0].add(sums[1]).add(sums[2].add(sums[3])).store(call.sum.add(column));
+        }
+    }
+    rescale
+}
+
+/// One tile for the backward of the softmax.
+///
+/// # Safety
+/// `scores` and `dweights` are valid for `keys` rows of `queries` values at stride `ld`; `lse` and `delta` for
+/// `queries` values, a multiple of the lanes.
+pub(super) struct RawGradient {
+    pub keys: usize,
+    pub queries: usize,
+    pub scores: *mut f32,
+    pub dweights: *mut f32,
+    pub ld: usize,
+    pub lse: *const f32,
+    pub delta: *const f32,
+    /// `cap * log2(e)` when the scores are capped, else 0.
+    pub cap: f32,
+}
+
+/// With P = 2^(S - LSE): scores become P, `dweights` (dP) becomes dS = P * (dP - delta).
+///
+/// With a cap, scores come in as `scale * q k / cap`, and dS is multiplied by the derivative `1 - tanh^2`.
+#[inline(always)]
+pub(super) unsafe fn gradient<V: Vector>(call: &RawGradient) {
+    // SAFETY: `RawGradient`'s contract.
+    unsafe {
+        for column in (0..call.queries).step_by(V::LANES) {
+            let lse = V::load(call.lse.add(column));
+            let delta = V::load(call.delta.add(column));
+            for key in 0..call.keys {
+                let score_at = call.scores.add(key * call.ld + column);
+                let dweight_at = call.dweights.add(key * call.ld + column);
+                let difference = V::load(dweight_at).sub(delta);
+                let score = V::load(score_at);
+                if call.cap == 0.0 {
+                    let weight = exp2(score.sub(lse));
+                    weight.store(score_at);
+                    weight.mul(difference).store(dweight_at);
+                } else {
+                    let capped = tanh(score);
+                    // A masked score must stay -inf: the cap would make it visible.
+                    let masked = V::splat(f32::NEG_INFINITY);
+                    let score =
+                        V::splat(f32::MIN).select_greater(score, masked, capped.mul(V::splat(call.cap)));
+                    let weight = exp2(score.sub(lse));
+                    weight.store(score_at);
+                    let slope = V::splat(1.0).sub(capped.mul(capped));
+                    weight.mul(difference).mul(slope).store(dweight_at);
+                }
+            }
+        }
+    }
+}
+
+/// `cap * tanh(x)` of every value.
+#[inline(always)]
+pub(super) unsafe fn softcap<V: Vector>(data: *mut f32, len: usize, cap: f32) {
+    for i in (0..len).step_by(V::LANES) {
+        // SAFETY: the caller vouches for `len` values, a multiple of the lanes.
+        unsafe { tanh(V::load(data.add(i))).mul(V::splat(cap)).store(data.add(i)) }
+    }
+}
+
+/// `2^x` of every value.
+#[inline(always)]
+pub(super) unsafe fn exp2_all<V: Vector>(data: *mut f32, len: usize) {
+    for i in (0..len).step_by(V::LANES) {
+        // SAFETY: the caller vouches for `len` values, a multiple of the lanes.
+        unsafe { exp2(V::load(data.add(i))).store(data.add(i)) }
+    }
+}

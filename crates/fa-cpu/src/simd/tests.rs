@@ -1,0 +1,213 @@
+//! Every kernel on every instruction set that this CPU has, against plain loops.
+
+use super::*;
+
+fn every_isa(check: impl Fn(Kernels)) {
+    for isa in Isa::ALL {
+        if let Some(kernels) = Kernels::for_isa(isa) {
+            check(kernels);
+        }
+    }
+}
+
+/// Numbers in [-1, 1) that look random.
+fn noise(seed: u32, len: usize) -> Vec<f32> {
+    let mut state = u64::from(seed) * 2 + 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+#[test]
+fn names_parse_back_and_the_best_is_available() {
+    for isa in Isa::ALL {
+        assert_eq!(isa.name().parse(), Ok(isa));
+    }
+    assert_eq!("sse9".parse::<Isa>(), Err(ParseIsaError("sse9".into())));
+    assert!(Isa::detect().is_available() && Isa::Portable.is_available());
+}
+
+#[test]
+fn products_of_every_shape_and_order() {
+    every_isa(|kernels| {
+        for m in [1, 2, 3, 7, 8, 9, 15, 21] {
+            for registers in 1..=7 {
+                for k in [0, 1, 5, 33] {
+                    for order in [Order::Rows, Order::Columns] {
+                        check_product(kernels, m, registers * kernels.lanes(), k, order);
+                    }
+                }
+            }
+        }
+    });
+}
+
+fn check_product(kernels: Kernels, m: usize, n: usize, k: usize, order: Order) {
+    let (lda, ldb, ldc) = (m.max(k) + 3, n + 5, n + 2);
+    let a = noise(1, lda * (m.max(k) + 1));
+    let b = noise(2, ldb * (k + 1));
+    let start = noise(3, ldc * m);
+    let scale = noise(4, n);
+    for init in [Init::Zero, Init::Add, Init::Scale(&scale)] {
+        let mut c = start.clone();
+        let call = Product { m, n, k, a: &a, lda, order, b: &b, ldb, c: &mut c, ldc, init };
+        kernels.product(call);
+        for i in 0..m {
+            for j in 0..ldc {
+                let old = f64::from(start[i * ldc + j]);
+                if j >= n {
+                    assert_eq!(f64::from(c[i * ldc + j]), old, "wrote past column {n}");
+                    continue;
+                }
+                let mut want = match init {
+                    Init::Zero => 0.0,
+                    Init::Add => old,
+                    Init::Scale(scale) => old * f64::from(scale[j]),
+                };
+                for t in 0..k {
+                    let at = if order == Order::Rows { i * lda + t } else { t * lda + i };
+                    want += f64::from(a[at]) * f64::from(b[t * ldb + j]);
+                }
+                let got = f64::from(c[i * ldc + j]);
+                let isa = kernels.isa();
+                assert!(
+                    (got - want).abs() < 1e-5,
+                    "{isa} {m}x{n}x{k} {order:?} ({i}, {j}): {got} for {want}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "B is too short")]
+fn a_product_past_the_end_is_refused() {
+    let kernels = Kernels::for_isa(Isa::Portable).unwrap();
+    let (a, b, mut c) = ([0.0; 8], [0.0; 7], [0.0; 8]);
+    let (lda, ldb, ldc) = (2, 4, 4);
+    kernels.product(Product {
+        m: 2,
+        n: 4,
+        k: 2,
+        a: &a,
+        lda,
+        order: Order::Rows,
+        b: &b,
+        ldb,
+        c: &mut c,
+        ldc,
+        init: Init::Zero,
+    });
+}
+
+#[test]
+fn exp2_is_within_two_units_in_the_last_place() {
+    every_isa(|kernels| {
+        let mut values: Vec<f32> =
+            (0..1 << 18).map(|i| i as f32 * (252.0 / (1 << 18) as f32) - 126.0).collect();
+        let arguments = values.clone();
+        kernels.exp2(&mut values);
+        for (x, got) in arguments.into_iter().zip(values) {
+            let want = f64::from(x).exp2();
+            let error = (f64::from(got) / want - 1.0).abs();
+            assert!(error < 1.8e-7, "{}: 2^{x} = {got}, error {error:e}", kernels.isa());
+        }
+        let mut special = [f32::NEG_INFINITY, -1e30, -150.0, 0.0, f32::NAN, -0.0, 1.0, -126.0].repeat(2);
+        kernels.exp2(&mut special);
+        assert_eq!(special[..4], [0.0, 0.0, 0.0, 1.0]);
+        assert!(special[4].is_nan());
+        assert_eq!(special[5..8], [1.0, 2.0, f32::MIN_POSITIVE]);
+    });
+}
+
+#[test]
+fn softcap_is_a_tanh() {
+    every_isa(|kernels| {
+        let mut values: Vec<f32> = (0..1 << 12).map(|i| (i as f32 - 2048.0) / 160.0).collect();
+        values.extend([1e-20, f32::INFINITY, f32::NEG_INFINITY, f32::NAN].repeat(4));
+        let arguments = values.clone();
+        kernels.softcap(&mut values, 3.0);
+        for (x, got) in arguments.into_iter().zip(values) {
+            let want = 3.0 * f64::from(x).tanh();
+            let error = (f64::from(got) - want).abs();
+            assert!(error <= 6e-7 * want.abs() || want.is_nan() && got.is_nan(), "{x}: {got} for {want}");
+        }
+    });
+}
+
+#[test]
+fn online_softmax_over_pieces_is_the_softmax() {
+    every_isa(|kernels| {
+        let (lanes, keys) = (kernels.lanes(), 37);
+        let (queries, ld) = (2 * lanes, 2 * lanes + 3);
+        let mut scores = noise(5, keys * ld);
+        for (i, score) in scores.iter_mut().enumerate() {
+            // Rising, so that the maximum is raised again and again; query 1 sees nothing, query 2 sees little.
+            *score = *score * 3.0 + (i / ld) as f32;
+            if i % ld == 1 || i % ld == 2 && i / ld != 20 {
+                *score = f32::NEG_INFINITY;
+            }
+        }
+        let original = scores.clone();
+        let (mut max, mut sum) = (vec![f32::NEG_INFINITY; queries], vec![0.0; queries]);
+        let (mut factor, mut total) = (vec![f32::NAN; queries], vec![0f32; queries]);
+        for piece in scores.chunks_mut(5 * ld) {
+            let shape = TileShape { keys: piece.len() / ld, queries, ld };
+            let rescaled = kernels.online_softmax(shape, piece, &mut max, &mut sum, &mut factor);
+            assert_eq!(rescaled, factor.iter().any(|&factor| factor != 1.0));
+            for (query, total) in total.iter_mut().enumerate() {
+                *total = *total * factor[query] + piece[query..].iter().step_by(ld).sum::<f32>();
+            }
+        }
+        for query in 0..queries {
+            let weights = original[query..].iter().step_by(ld).map(|&score| f64::from(score).exp2());
+            let want = weights.sum::<f64>();
+            if query == 1 {
+                assert_eq!((max[query], sum[query], total[query]), (f32::NEG_INFINITY, 0.0, 0.0));
+                continue;
+            }
+            let scale = f64::from(max[query]).exp2();
+            for (what, got) in [("sum", sum[query]), ("accumulated", total[query])] {
+                let got = f64::from(got) * scale;
+                assert!(
+                    (got / want - 1.0).abs() < 1e-6,
+                    "{} {what} of {query}: {got} for {want}",
+                    kernels.isa()
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn softmax_gradient_follows_its_formula() {
+    every_isa(|kernels| {
+        let (lanes, keys) = (kernels.lanes(), 5);
+        let (queries, ld) = (lanes, lanes + 1);
+        for cap in [None, Some(2.5f32)] {
+            let (mut scores, mut dweights) = (noise(6, keys * ld), noise(7, keys * ld));
+            scores[ld] = f32::NEG_INFINITY;
+            let (mut lse, delta) = (noise(8, queries), noise(9, queries));
+            lse[1] = f32::INFINITY;
+            let (before, dbefore) = (scores.clone(), dweights.clone());
+            let shape = TileShape { keys, queries, ld };
+            kernels.softmax_gradient(shape, &mut scores, &mut dweights, &lse, &delta, cap);
+            for i in (0..keys * ld).filter(|i| i % ld < queries) {
+                let (query, score) = (i % ld, f64::from(before[i]));
+                let capped = cap.map_or(score, |cap| f64::from(cap) * score.tanh());
+                let capped = if score == f64::NEG_INFINITY { score } else { capped };
+                let slope = cap.map_or(1.0, |_| 1.0 - score.tanh().powi(2));
+                let weight = (capped - f64::from(lse[query])).exp2();
+                let gradient = weight * (f64::from(dbefore[i]) - f64::from(delta[query])) * slope;
+                assert!(
+                    (f64::from(scores[i]) - weight).abs() < 1e-5,
+                    "weight {i}: {} for {weight}",
+                    scores[i]
+                );
+                assert!((f64::from(dweights[i]) - gradient).abs() < 1e-5, "gradient {i} with {cap:?}");
+            }
+        }
+    });
+}

@@ -1,0 +1,86 @@
+//! The few vector operations that the kernels are written in, implemented once per instruction set.
+#![allow(unsafe_code)]
+
+/// A register of f32 lanes.
+///
+/// # Safety
+/// Every operation may use the instruction set of its implementation: calling one on a CPU without it is undefined.
+/// The kernels are only reached through a table that [`super::Kernels::for_isa`] hands out after asking the CPU.
+/// Loads and stores need `LANES` valid f32 at the pointer; no alignment is asked for.
+pub(super) trait Vector: Copy {
+    /// f32 values in a register.
+    const LANES: usize;
+    /// Rows of the largest register block of a product: `ROWS * COLUMNS + COLUMNS + 1` registers are live.
+    const ROWS: usize;
+    /// Registers across the largest register block.
+    const COLUMNS: usize;
+
+    unsafe fn load(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    unsafe fn splat(value: f32) -> Self;
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn div(self, other: Self) -> Self;
+    /// `self * factor + addend`, in one rounding where the hardware can.
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
+    /// The larger; `other` where either is NaN (or NaN in any case).
+    unsafe fn max(self, other: Self) -> Self;
+    /// The bits of each lane shifted left by 23: what turns a small integer into an exponent.
+    unsafe fn shift_to_exponent(self) -> Self;
+    /// Lanes of `yes` where `self > limit`, else of `no`.
+    unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
+    /// Whether `self > limit` in any lane.
+    unsafe fn any_greater(self, limit: Self) -> bool;
+}
+
+/// 1.5 * 2^23: adding it leaves the nearest integer in the low bits.
+const ROUND: f32 = 12_582_912.0;
+/// The exponent bias, so that the low bits hold the exponent field of `2^n`.
+const BIAS: f32 = 127.0;
+/// Least-squares minimax fit of `(2^f - 1) / f` on [-1/2, 1/2] for the relative error of `2^f`: 2e-9 before rounding.
+const EXP2: [f32; 6] =
+    [0.693_147_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
+
+/// `2^x` to about one unit in the last place for x up to 127; 0 for x below -126.5, -inf included. NaN stays NaN.
+#[inline(always)]
+pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
+    // SAFETY: register operations only; the caller vouches for the instruction set.
+    unsafe {
+        // The limit comes first so that a NaN in x comes through.
+        let x = V::splat(-BIAS).max(x);
+        let shifted = x.add(V::splat(ROUND + BIAS));
+        let fraction = x.sub(shifted.sub(V::splat(ROUND + BIAS)));
+        let mut series = V::splat(EXP2[5]);
+        for coefficient in [EXP2[4], EXP2[3], EXP2[2], EXP2[1], EXP2[0], 1.0] {
+            series = series.mul_add(fraction, V::splat(coefficient));
+        }
+        series.mul(shifted.shift_to_exponent())
+    }
+}
+
+/// Fit of `(tanh(y) / y - 1) / y^2` in powers of `y^2` for |y| up to 0.65.
+const TANH: [f32; 5] = [-0.333_332_75, 0.133_311_9, -0.053_716_961, 0.020_559_607, -0.005_610_772_4];
+/// 2 / ln 2.
+const TWO_LOG2E: f32 = 2.0 * core::f32::consts::LOG2_E;
+
+/// `tanh(y)` to a few units in the last place.
+#[inline(always)]
+pub(super) unsafe fn tanh<V: Vector>(y: V) -> V {
+    // SAFETY: register operations only; the caller vouches for the instruction set.
+    unsafe {
+        let magnitude = y.max(V::splat(0.0).sub(y));
+        let square = y.mul(y);
+        let mut series = V::splat(TANH[4]);
+        for coefficient in [TANH[3], TANH[2], TANH[1], TANH[0]] {
+            series = series.mul_add(square, V::splat(coefficient));
+        }
+        let near = square.mul(y).mul_add(series, y);
+        // Away from 0 the difference 1 - 2 / (e^2|y| + 1) cancels little; above 9 it is 1 to the last bit.
+        let bounded = V::splat(9.5).sub(V::splat(0.0).max(V::splat(9.5).sub(magnitude)));
+        let power = exp2(bounded.mul(V::splat(TWO_LOG2E)));
+        let far = V::splat(1.0).sub(V::splat(2.0).div(power.add(V::splat(1.0))));
+        let signed = y.select_greater(V::splat(0.0), far, V::splat(0.0).sub(far));
+        magnitude.select_greater(V::splat(0.6), signed, near)
+    }
+}

@@ -1,0 +1,358 @@
+//! The backward in f32: one work item is a range of keys of one K/V head, so that dK and dV belong to one worker.
+//!
+//! When there are fewer K/V heads than threads, the keys of a head are split over several items; each keeps its own dQ, and
+//! these partial sums are added in order afterwards. No sum depends on timing.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use fa_core::{Mask, Problem};
+
+use super::BackwardInputs;
+use super::buffer::Buffer;
+use super::forward::{Scores, hide, sees_all, visible_keys};
+use super::pack::{PackedRows, read_row, read_transposed, row_stride};
+use super::schedule;
+use crate::element::Element;
+use crate::simd::scatter::Scatter;
+use crate::simd::{Init, Kernels, Order, Product, TileShape};
+use crate::view::TensorMut;
+
+/// Keys of a tile.
+const TILE_N: usize = 128;
+/// Panels of queries in a tile.
+const PANELS: usize = 2;
+
+/// A tile of queries, in the forms that the five products read.
+struct QueryTile {
+    /// Qt `[head_dim][tile_m]`, scaled: B of the scores.
+    qt: Buffer,
+    /// Q `[tile_m][ld]`: B of dK.
+    q: Buffer,
+    /// dOt `[head_dim_v][tile_m]`: B of dP.
+    dot: Buffer,
+    /// dO `[tile_m][ld]`: B of dV.
+    dout: Buffer,
+    /// LSE in base 2, +inf for rows that see nothing.
+    lse: Buffer,
+    /// Row sums of dO * O.
+    delta: Buffer,
+}
+
+/// What one worker keeps.
+struct Scratch {
+    queries: Vec<QueryTile>,
+    /// dK `[keys of the item][ld]`, dV the same.
+    dk: Buffer,
+    dv: Buffer,
+    /// St then Pt, and dPt then dSt: `[TILE_N][tile_m]`.
+    s: Buffer,
+    ds: Buffer,
+    row: Buffer,
+}
+
+/// Sizes that follow from the problem and the kernels.
+#[derive(Clone, Copy)]
+struct Sizes {
+    tile_m: usize,
+    m_tiles: usize,
+    /// Padded head dims: whole registers, so that they can be columns of a product.
+    ldq: usize,
+    ldo: usize,
+    columns_q: usize,
+    columns_o: usize,
+    /// Keys of an item.
+    keys: usize,
+    /// Items of a head.
+    parts: usize,
+    /// Values of one head's dQt.
+    dq_len: usize,
+}
+
+impl Sizes {
+    fn new(problem: &Problem, kernels: Kernels, workers: usize) -> Sizes {
+        let tile_m = PANELS * kernels.panel();
+        let m_tiles = problem.seqlen_q.div_ceil(tile_m);
+        let n_tiles = problem.seqlen_k.div_ceil(TILE_N);
+        let heads = problem.batch * problem.heads_kv;
+        // Splitting costs a dQ for each part, so only as far as every worker has something to do.
+        let parts = if heads.is_multiple_of(workers) || heads >= 4 * workers {
+            1
+        } else {
+            (2 * workers).div_ceil(heads.max(1)).clamp(1, n_tiles.max(1))
+        };
+        let keys = n_tiles.div_ceil(parts).max(1) * TILE_N;
+        Sizes {
+            tile_m,
+            m_tiles,
+            ldq: row_stride(problem.head_dim),
+            ldo: row_stride(problem.head_dim_v),
+            columns_q: problem.head_dim.next_multiple_of(kernels.lanes()),
+            columns_o: problem.head_dim_v.next_multiple_of(kernels.lanes()),
+            keys,
+            parts: problem.seqlen_k.div_ceil(keys).max(1),
+            dq_len: m_tiles * problem.head_dim * tile_m,
+        }
+    }
+}
+
+impl Scratch {
+    fn new(problem: &Problem, sizes: &Sizes) -> Scratch {
+        let Sizes { tile_m, ldq, ldo, .. } = *sizes;
+        let tile = || QueryTile {
+            qt: Buffer::new(problem.head_dim * tile_m),
+            q: Buffer::new(tile_m * ldq),
+            dot: Buffer::new(problem.head_dim_v * tile_m),
+            dout: Buffer::new(tile_m * ldo),
+            lse: Buffer::new(tile_m),
+            delta: Buffer::new(tile_m),
+        };
+        let keys = sizes.keys.min(problem.seqlen_k);
+        Scratch {
+            queries: (0..sizes.m_tiles).map(|_| tile()).collect(),
+            dk: Buffer::new(keys * ldq),
+            dv: Buffer::new(keys * ldo),
+            s: Buffer::new(TILE_N * tile_m),
+            ds: Buffer::new(TILE_N * tile_m),
+            row: Buffer::new(problem.head_dim.max(problem.head_dim_v)),
+        }
+    }
+}
+
+pub(super) fn run<T: Element>(
+    kernels: Kernels,
+    threads: Option<usize>,
+    problem: &Problem,
+    inputs: &BackwardInputs<'_, T>,
+    dq: &mut TensorMut<'_, T>,
+    dk: &mut TensorMut<'_, T>,
+    dv: &mut TensorMut<'_, T>,
+) {
+    let sizes = Sizes::new(problem, kernels, schedule::workers(threads));
+    let group = problem.group_size();
+    let (k, v) = (PackedRows::new(&inputs.k, threads), PackedRows::new(&inputs.v, threads));
+    let scores = Scores::new(problem);
+    let job = Job { kernels, problem, scores: &scores, sizes };
+    let dq = Scatter::new(dq, sizes.tile_m);
+    let dk = Scatter::new(dk, sizes.keys);
+    let dv = Scatter::new(dv, sizes.keys);
+
+    let items = problem.batch * problem.heads_kv * sizes.parts;
+    // dQt of every (item, head of its group), where items of one head have to be added up.
+    let partial: Vec<OnceLock<Buffer>> = match sizes.parts {
+        1 => Vec::new(),
+        _ => (0..items * group).map(|_| OnceLock::new()).collect(),
+    };
+    schedule::run(
+        items,
+        threads,
+        || (Scratch::new(problem, &sizes), Buffer::new(if sizes.parts == 1 { sizes.dq_len } else { 0 })),
+        |(scratch, own_dq), item| {
+            let (index, part) = (item / sizes.parts, item % sizes.parts);
+            let (batch, kv_head) = (index / problem.heads_kv, index % problem.heads_kv);
+            let keys = part * sizes.keys..problem.seqlen_k.min((part + 1) * sizes.keys);
+            scratch.dk.fill(0.0);
+            scratch.dv.fill(0.0);
+            for member in 0..group {
+                let head = kv_head * group + member;
+                for (tile, queries) in scratch.queries.iter_mut().enumerate() {
+                    job.read_queries(inputs, batch, head, tile, queries, &mut scratch.row);
+                }
+                let tensors = [(k.head(batch, kv_head), k.ld), (v.head(batch, kv_head), v.ld)];
+                if sizes.parts == 1 {
+                    own_dq.fill(0.0);
+                    job.walk(scratch, &keys, tensors, own_dq);
+                    for tile in 0..sizes.m_tiles {
+                        job.write_queries(
+                            &dq,
+                            batch,
+                            head,
+                            tile,
+                            &own_dq[tile * problem.head_dim * sizes.tile_m..],
+                        );
+                    }
+                } else {
+                    let mut own = Buffer::new(sizes.dq_len);
+                    job.walk(scratch, &keys, tensors, &mut own);
+                    let empty = partial[item * group + member].set(own).is_ok();
+                    debug_assert!(empty, "an item runs once");
+                }
+            }
+            if !keys.is_empty() {
+                let scale = problem.scale() as f32;
+                let mut dk = dk.take(batch, kv_head, part);
+                let mut dv = dv.take(batch, kv_head, part);
+                for (i, key) in keys.enumerate() {
+                    dk.write(key, scratch.dk[i * sizes.ldq..].iter().map(|&x| T::from_f32(x * scale)));
+                    dv.write(key, scratch.dv[i * sizes.ldo..].iter().map(|&x| T::from_f32(x)));
+                }
+            }
+        },
+    );
+    if sizes.parts > 1 {
+        job.add_partial(threads, &partial, &dq);
+    }
+}
+
+struct Job<'a> {
+    kernels: Kernels,
+    problem: &'a Problem,
+    scores: &'a Scores,
+    sizes: Sizes,
+}
+
+impl Job<'_> {
+    fn rows(&self, tile: usize) -> Range<usize> {
+        tile * self.sizes.tile_m..self.problem.seqlen_q.min((tile + 1) * self.sizes.tile_m)
+    }
+
+    fn read_queries<T: Element>(
+        &self,
+        inputs: &BackwardInputs<'_, T>,
+        batch: usize,
+        head: usize,
+        tile: usize,
+        to: &mut QueryTile,
+        row: &mut [f32],
+    ) {
+        let (problem, Sizes { tile_m, ldq, ldo, .. }) = (self.problem, self.sizes);
+        let rows = self.rows(tile);
+        let at = [batch, rows.start, head];
+        let (hd, hdv) = (problem.head_dim, problem.head_dim_v);
+        read_transposed(&inputs.q, at, rows.len(), self.scores.scale, &mut to.qt, tile_m, &mut row[..hd]);
+        read_transposed(&inputs.dout, at, rows.len(), 1.0, &mut to.dot, tile_m, &mut row[..hdv]);
+        // Rows past the end keep a weight of 0: their LSE is +inf.
+        to.lse.fill(f32::INFINITY);
+        to.delta.fill(0.0);
+        to.q.fill(0.0);
+        to.dout.fill(0.0);
+        let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.seqlen_q..];
+        for (i, query) in rows.enumerate() {
+            let at = [batch, query, head];
+            read_row(&inputs.q, at, &mut to.q[i * ldq..][..hd]);
+            let dout = &mut to.dout[i * ldo..][..hdv];
+            read_row(&inputs.dout, at, dout);
+            read_row(&inputs.out, at, &mut row[..hdv]);
+            to.delta[i] = row[..hdv].iter().zip(dout).map(|(o, d)| o * *d).sum();
+            if lse[query] != f32::NEG_INFINITY {
+                to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
+            }
+        }
+    }
+
+    /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and to dQt.
+    fn walk(&self, scratch: &mut Scratch, keys: &Range<usize>, [k, v]: [(&[f32], usize); 2], dq: &mut [f32]) {
+        let Job { problem, sizes, .. } = *self;
+        for key in keys.clone().step_by(TILE_N) {
+            let tile = key..keys.end.min(key + TILE_N);
+            let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
+            let sees = |key| transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
+            let seen = sees(tile.start).start..sees(tile.end - 1).end;
+            if seen.is_empty() {
+                continue;
+            }
+            for m_tile in seen.start / sizes.tile_m..seen.end.div_ceil(sizes.tile_m) {
+                let queries = self.rows(m_tile);
+                let visible = visible_keys(problem, &queries);
+                let visible = visible.start.max(tile.start)..visible.end.min(tile.end);
+                if !visible.is_empty() {
+                    let dq = &mut dq[m_tile * problem.head_dim * sizes.tile_m..];
+                    self.tile(scratch, m_tile, &queries, &visible, keys.start, k, v, dq);
+                }
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn tile(
+        &self,
+        scratch: &mut Scratch,
+        m_tile: usize,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+        first_key: usize,
+        (k, ldk): (&[f32], usize),
+        (v, ldv): (&[f32], usize),
+        dq: &mut [f32],
+    ) {
+        let Job { kernels, problem, sizes, .. } = *self;
+        let Sizes { tile_m, ldq, ldo, .. } = sizes;
+        let Scratch { queries: tiles, dk, dv, s, ds, .. } = scratch;
+        let tile = &tiles[m_tile];
+        let (k, v) = (&k[keys.start * ldk..], &v[keys.start * ldv..]);
+        let (rows, columns) = (keys.len(), queries.len().next_multiple_of(kernels.lanes()));
+        let product = |[m, n, depth]: [usize; 3],
+                       (a, lda): (&[f32], usize),
+                       order: Order,
+                       (b, ldb): (&[f32], usize),
+                       (c, ldc): (&mut [f32], usize),
+                       init: Init<'_>| {
+            kernels.product(Product { m, n, k: depth, a, lda, order, b, ldb, c, ldc, init });
+        };
+
+        let (scores, weights) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
+        product(scores, (k, ldk), Order::Rows, (&tile.qt, tile_m), (s, tile_m), Init::Zero);
+        if !sees_all(problem, queries, keys) {
+            hide(problem, queries, keys, s, tile_m);
+        }
+        product(weights, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
+        let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
+        kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap);
+
+        let first = keys.start - first_key;
+        let values = [rows, sizes.columns_o, queries.len()];
+        let dv = &mut dv[first * ldo..];
+        product(values, (s, tile_m), Order::Rows, (&tile.dout, ldo), (dv, ldo), Init::Add);
+        let values = [rows, sizes.columns_q, queries.len()];
+        let dk = &mut dk[first * ldq..];
+        product(values, (ds, tile_m), Order::Rows, (&tile.q, ldq), (dk, ldq), Init::Add);
+        let values = [problem.head_dim, columns, rows];
+        product(values, (k, ldk), Order::Columns, (ds, tile_m), (dq, tile_m), Init::Add);
+    }
+
+    /// Writes one tile of dQ from dQt.
+    fn write_queries<T: Element>(
+        &self,
+        dq: &Scatter<'_, T>,
+        batch: usize,
+        head: usize,
+        tile: usize,
+        dqt: &[f32],
+    ) {
+        let (tile_m, scale) = (self.sizes.tile_m, self.problem.scale() as f32);
+        let mut to = dq.take(batch, head, tile);
+        for (i, row) in self.rows(tile).enumerate() {
+            to.write(row, dqt.chunks(tile_m).map(|values| T::from_f32(values[i] * scale)));
+        }
+    }
+
+    /// Adds up the parts of every head's dQ, in order, and writes it.
+    fn add_partial<T: Element>(
+        &self,
+        threads: Option<usize>,
+        partial: &[OnceLock<Buffer>],
+        dq: &Scatter<'_, T>,
+    ) {
+        let Job { problem, sizes, .. } = *self;
+        let (group, len) = (problem.group_size(), problem.head_dim * sizes.tile_m);
+        schedule::run(
+            problem.batch * problem.heads_q * sizes.m_tiles,
+            threads,
+            || Buffer::new(len),
+            |sum, item| {
+                let (index, tile) = (item / sizes.m_tiles, item % sizes.m_tiles);
+                let (batch, head) = (index / problem.heads_q, index % problem.heads_q);
+                let first = (batch * problem.heads_kv + head / group) * sizes.parts;
+                sum.fill(0.0);
+                for part in first..first + sizes.parts {
+                    if let Some(part) = partial[part * group + head % group].get() {
+                        for (sum, value) in sum.iter_mut().zip(&part[tile * len..]) {
+                            *sum += value;
+                        }
+                    }
+                }
+                self.write_queries(dq, batch, head, tile, sum);
+            },
+        );
+    }
+}

@@ -1,0 +1,246 @@
+//! The forward in f32: one work item is a tile of queries of one head.
+
+use std::ops::Range;
+
+use fa_core::{Mask, Problem, Strides};
+
+use super::buffer::Buffer;
+use super::pack::{PackedRows, read_transposed};
+use super::schedule;
+use crate::element::Element;
+use crate::simd::scatter::Scatter;
+use crate::simd::{Init, Kernels, Order, Product, TileShape};
+use crate::view::{TensorMut, TensorRef};
+
+/// Keys of a tile: a panel of weights (`tile_n x panel`) and one of queries stay in the first-level cache.
+const TILE_N: usize = 128;
+/// Panels of queries that share a tile of keys while it is in the second-level cache.
+const PANELS: usize = 2;
+
+/// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
+pub(super) struct Scores {
+    pub(super) scale: f32,
+    /// `cap * log2(e)`.
+    pub(super) cap: Option<f32>,
+}
+
+impl Scores {
+    pub(super) fn new(problem: &Problem) -> Scores {
+        let log2e = std::f64::consts::LOG2_E;
+        match problem.softcap {
+            None => Scores { scale: (problem.scale() * log2e) as f32, cap: None },
+            Some(cap) => Scores { scale: (problem.scale() / cap) as f32, cap: Some((cap * log2e) as f32) },
+        }
+    }
+}
+
+/// A panel of queries and what has been accumulated for it.
+struct Panel {
+    /// Qt `[head_dim][panel]`, scaled.
+    q: Buffer,
+    /// Ot `[head_dim_v][panel]`, not normalised.
+    o: Buffer,
+    max: Buffer,
+    sum: Buffer,
+}
+
+struct Scratch {
+    panels: Vec<Panel>,
+    /// St, then Pt: `[TILE_N][panel]`.
+    s: Buffer,
+    factor: Buffer,
+    row: Buffer,
+}
+
+impl Scratch {
+    fn new(problem: &Problem, width: usize) -> Scratch {
+        let panel = || Panel {
+            q: Buffer::new(problem.head_dim * width),
+            o: Buffer::new(problem.head_dim_v * width),
+            max: Buffer::new(width),
+            sum: Buffer::new(width),
+        };
+        Scratch {
+            panels: (0..PANELS).map(|_| panel()).collect(),
+            s: Buffer::new(TILE_N * width),
+            factor: Buffer::new(width),
+            row: Buffer::new(problem.head_dim),
+        }
+    }
+}
+
+/// (batch, query head, tile of queries), most work first.
+pub(super) fn items(problem: &Problem, tile_m: usize) -> Vec<(usize, usize, usize)> {
+    let tiles = problem.seqlen_q.div_ceil(tile_m);
+    let mut items = Vec::with_capacity(problem.batch * problem.heads_q * tiles);
+    for batch in 0..problem.batch {
+        for head in 0..problem.heads_q {
+            items.extend((0..tiles).map(|tile| (batch, head, tile)));
+        }
+    }
+    if !problem.mask.is_full() {
+        let cost = |tile: usize| {
+            let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
+            problem.mask.n_blocks(rows, problem.seqlen_q, problem.seqlen_k, 1).len()
+        };
+        items.sort_by_key(|&(_, _, tile)| std::cmp::Reverse(cost(tile)));
+    }
+    items
+}
+
+/// The keys that at least one of `queries` (not empty) sees.
+pub(super) fn visible_keys(problem: &Problem, queries: &Range<usize>) -> Range<usize> {
+    let keys = |query| problem.mask.keys(query, problem.seqlen_q, problem.seqlen_k);
+    let (first, last) = (keys(queries.start), keys(queries.end - 1));
+    first.start..last.end.max(first.start)
+}
+
+/// Whether every one of `queries` sees every one of `keys`.
+pub(super) fn sees_all(problem: &Problem, queries: &Range<usize>, keys: &Range<usize>) -> bool {
+    let seen = |query| problem.mask.keys(query, problem.seqlen_q, problem.seqlen_k);
+    seen(queries.end - 1).start <= keys.start && keys.end <= seen(queries.start).end
+}
+
+/// Sets what the mask hides to -inf in a tile of scores, `keys` down and `queries` across at stride `ld`.
+pub(super) fn hide(problem: &Problem, queries: &Range<usize>, keys: &Range<usize>, s: &mut [f32], ld: usize) {
+    // Key j is seen by a band of queries: the mask with its sides exchanged.
+    let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
+    let clamp = |query: usize| query.clamp(queries.start, queries.end) - queries.start;
+    for (row, key) in s.chunks_mut(ld).zip(keys.clone()) {
+        let seen = transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
+        let row = &mut row[..queries.len()];
+        row[..clamp(seen.start)].fill(f32::NEG_INFINITY);
+        row[clamp(seen.end)..].fill(f32::NEG_INFINITY);
+    }
+}
+
+#[allow(clippy::too_many_arguments)]
+pub(super) fn run<T: Element>(
+    kernels: Kernels,
+    threads: Option<usize>,
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    out: &mut TensorMut<'_, T>,
+    lse: Option<&mut [f32]>,
+) {
+    let width = kernels.panel();
+    let tile_m = PANELS * width;
+    let items = items(problem, tile_m);
+    if items.is_empty() {
+        return;
+    }
+    let (k, v) = (PackedRows::new(k, threads), PackedRows::new(v, threads));
+    let out = Scatter::new(out, tile_m);
+    let mut lse = lse.map(|lse| lse_tensor(problem, lse));
+    let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));
+    let scores = Scores::new(problem);
+    schedule::run(
+        items.len(),
+        threads,
+        || Scratch::new(problem, width),
+        |scratch, item| {
+            let (batch, head, tile) = items[item];
+            let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
+            let kv_head = head / problem.group_size();
+            let job = Job { kernels, problem, scores: &scores, width };
+            for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
+                let count = width.min(rows.end - first);
+                let at = [batch, first, head];
+                read_transposed(q, at, count, scores.scale, &mut panel.q, width, &mut scratch.row);
+                panel.max.fill(f32::NEG_INFINITY);
+                panel.sum.fill(0.0);
+                panel.o.fill(0.0);
+            }
+            job.walk(scratch, &rows, k.head(batch, kv_head), k.ld, v.head(batch, kv_head), v.ld);
+
+            let mut out_rows = out.take(batch, head, tile);
+            let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
+            for (i, row) in rows.enumerate() {
+                let (panel, column) = (&scratch.panels[i / width], i % width);
+                let (max, sum) = (panel.max[column], panel.sum[column]);
+                let normaliser = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+                out_rows
+                    .write(row, panel.o.chunks(width).map(|values| T::from_f32(values[column] * normaliser)));
+                if let Some(lse_rows) = &mut lse_rows {
+                    lse_rows.write(row, std::iter::once(natural_lse(max, sum)));
+                }
+            }
+        },
+    );
+}
+
+/// The natural logarithm of `sum * 2^max`; -inf when nothing was seen.
+pub(super) fn natural_lse(max: f32, sum: f32) -> f32 {
+    if sum == 0.0 { f32::NEG_INFINITY } else { max * std::f32::consts::LN_2 + sum.ln() }
+}
+
+/// The LSE buffer as a tensor of head dim 1.
+pub(super) fn lse_tensor<'a>(problem: &Problem, lse: &'a mut [f32]) -> TensorMut<'a, f32> {
+    let (seqlen, heads) = (problem.seqlen_q as i64, problem.heads_q as i64);
+    let strides = Strides { batch: heads * seqlen, seq: 1, head: seqlen, dim: 1 };
+    TensorMut::new("lse", lse, [problem.batch, problem.seqlen_q, problem.heads_q, 1], strides)
+        .expect("the length was checked against the problem")
+}
+
+struct Job<'a> {
+    kernels: Kernels,
+    problem: &'a Problem,
+    scores: &'a Scores,
+    width: usize,
+}
+
+impl Job<'_> {
+    /// All tiles of keys that `rows` see, each for every panel of queries.
+    fn walk(&self, scratch: &mut Scratch, rows: &Range<usize>, k: &[f32], ldk: usize, v: &[f32], ldv: usize) {
+        let Job { kernels, problem, scores, width } = *self;
+        let Scratch { panels, s, factor, .. } = scratch;
+        let seen = visible_keys(problem, rows);
+        for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
+            for (panel, first) in panels.iter_mut().zip(rows.clone().step_by(width)) {
+                let queries = first..rows.end.min(first + width);
+                let seen = visible_keys(problem, &queries);
+                let keys = key.max(seen.start)..seen.end.min(key + TILE_N);
+                if keys.is_empty() {
+                    continue;
+                }
+                let columns = queries.len().next_multiple_of(kernels.lanes());
+                kernels.product(Product {
+                    m: keys.len(),
+                    n: columns,
+                    k: problem.head_dim,
+                    a: &k[keys.start * ldk..],
+                    lda: ldk,
+                    order: Order::Rows,
+                    b: &panel.q,
+                    ldb: width,
+                    c: s,
+                    ldc: width,
+                    init: Init::Zero,
+                });
+                if let Some(cap) = scores.cap {
+                    kernels.softcap(&mut s[..keys.len() * width], cap);
+                }
+                if !sees_all(problem, &queries, &keys) {
+                    hide(problem, &queries, &keys, s, width);
+                }
+                let shape = TileShape { keys: keys.len(), queries: columns, ld: width };
+                let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);
+                kernels.product(Product {
+                    m: problem.head_dim_v,
+                    n: columns,
+                    k: keys.len(),
+                    a: &v[keys.start * ldv..],
+                    lda: ldv,
+                    order: Order::Columns,
+                    b: s,
+                    ldb: width,
+                    c: &mut panel.o,
+                    ldc: width,
+                    init: if rescale { Init::Scale(factor) } else { Init::Add },
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Attention on all cores without an N x N buffer: online softmax over tiles of keys, vector kernels chosen at run time.
+//!
+//! A worker takes a tile of queries, walks over the tiles of keys that the mask lets it see, and keeps the running
+//! maximum, sum and output in its own scratch: memory grows with N, never with N^2. Tiles of scores lie transposed (keys
+//! down, queries across; see [`crate::simd`]).
+
+mod backward;
+mod buffer;
+mod forward;
+mod pack;
+mod schedule;
+
+use fa_core::Problem;
+
+use crate::check;
+use crate::element::Element;
+use crate::error::CpuError;
+use crate::simd::{Isa, Kernels};
+use crate::view::{TensorMut, TensorRef};
+
+/// How to run; the default is the best that the machine has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// Instruction set; `None` for the best that the CPU has.
+    pub isa: Option<Isa>,
+    /// At most so many threads of the current rayon pool; `None` for all of them.
+    pub threads: Option<usize>,
+}
+
+/// Attention forward: `out`, and `lse` (natural logarithm, `[batch, heads_q, seqlen_q]`) when asked for.
+///
+/// Sums are f32 whatever the element type. Rows that see no key give 0 and -inf.
+///
+/// # Errors
+/// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.
+pub fn forward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    out: &mut TensorMut<'_, T>,
+    lse: Option<&mut [f32]>,
+) -> Result<(), CpuError> {
+    forward_with(Options::default(), problem, q, k, v, out, lse)
+}
+
+/// [`forward`] with a chosen instruction set or number of threads.
+///
+/// # Errors
+/// As [`forward`], and [`CpuError::Isa`] when the CPU lacks the instruction set.
+pub fn forward_with<T: Element>(
+    options: Options,
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    out: &mut TensorMut<'_, T>,
+    lse: Option<&mut [f32]>,
+) -> Result<(), CpuError> {
+    check::check_forward(problem, q, k, v)?;
+    check::check_out(problem, "out", out.shape())?;
+    if let Some(lse) = &lse {
+        check::check_lse(problem, lse.len())?;
+    }
+    let kernels = kernels(options)?;
+    tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
+    forward::run(kernels, options.threads, problem, q, k, v, out, lse);
+    Ok(())
+}
+
+/// What the backward reads: the forward's inputs and results and the gradient of its output.
+#[derive(Clone, Copy, Debug)]
+pub struct BackwardInputs<'a, T> {
+    /// Queries.
+    pub q: TensorRef<'a, T>,
+    /// Keys.
+    pub k: TensorRef<'a, T>,
+    /// Values.
+    pub v: TensorRef<'a, T>,
+    /// The forward's output.
+    pub out: TensorRef<'a, T>,
+    /// The forward's LSE, `[batch, heads_q, seqlen_q]`.
+    pub lse: &'a [f32],
+    /// Gradient of the output.
+    pub dout: TensorRef<'a, T>,
+}
+
+/// Attention backward: gradients of Q, K and V from the forward's inputs, output and LSE and the output's gradient.
+///
+/// The result does not depend on timing: equal inputs on equally many threads give equal bits.
+///
+/// # Errors
+/// [`CpuError`] when problem, shapes, dtype or buffer lengths do not fit together; nothing is written then.
+#[allow(clippy::too_many_arguments)]
+pub fn backward<T: Element>(
+    problem: &Problem,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    out: &TensorRef<'_, T>,
+    lse: &[f32],
+    dout: &TensorRef<'_, T>,
+    dq: &mut TensorMut<'_, T>,
+    dk: &mut TensorMut<'_, T>,
+    dv: &mut TensorMut<'_, T>,
+) -> Result<(), CpuError> {
+    let inputs = BackwardInputs { q: *q, k: *k, v: *v, out: *out, lse, dout: *dout };
+    backward_with(Options::default(), problem, &inputs, dq, dk, dv)
+}
+
+/// [`backward`] with a chosen instruction set or number of threads.
+///
+/// # Errors
+/// As [`backward`], and [`CpuError::Isa`] when the CPU lacks the instruction set.
+pub fn backward_with<T: Element>(
+    options: Options,
+    problem: &Problem,
+    inputs: &BackwardInputs<'_, T>,
+    dq: &mut TensorMut<'_, T>,
+    dk: &mut TensorMut<'_, T>,
+    dv: &mut TensorMut<'_, T>,
+) -> Result<(), CpuError> {
+    check::check_forward(problem, &inputs.q, &inputs.k, &inputs.v)?;
+    check::check_out(problem, "out", inputs.out.shape())?;
+    check::check_out(problem, "dout", inputs.dout.shape())?;
+    check::check_lse(problem, inputs.lse.len())?;
+    check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
+    let kernels = kernels(options)?;
+    tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled backward");
+    backward::run(kernels, options.threads, problem, inputs, dq, dk, dv);
+    Ok(())
+}
+
+fn kernels(options: Options) -> Result<Kernels, CpuError> {
+    let isa = options.isa.unwrap_or_else(Isa::detect);
+    Kernels::for_isa(isa).ok_or(CpuError::Isa { wanted: isa, best: Isa::detect() })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,107 @@
+//! From tensors of any element type and strides to f32 tiles.
+
+use super::buffer::Buffer;
+use super::schedule;
+use crate::element::Element;
+use crate::view::TensorRef;
+
+/// Rows of one or more heads as f32, each head's rows consecutive at stride `ld`.
+pub(super) struct PackedRows {
+    data: Buffer,
+    heads: usize,
+    head_len: usize,
+    /// Distance between rows.
+    pub(super) ld: usize,
+}
+
+/// A row stride of at least `len` values that is an odd number of cache lines: a column of a tile then spreads over all
+/// sets of the first-level cache.
+pub(super) fn row_stride(len: usize) -> usize {
+    (len.div_ceil(16) | 1) * 16
+}
+
+impl PackedRows {
+    /// All of a tensor's rows, converted by all threads.
+    pub(super) fn new<T: Element>(tensor: &TensorRef<'_, T>, threads: Option<usize>) -> PackedRows {
+        let [batch, seqlen, heads, dims] = tensor.shape();
+        let ld = row_stride(dims);
+        let mut data = Buffer::new(batch * heads * seqlen * ld);
+        let head_len = seqlen * ld;
+        if head_len > 0 {
+            // A few hundred kilobytes a piece: small enough to share out, large enough not to matter.
+            const ROWS: usize = 512;
+            let pieces: Vec<_> = data
+                .chunks_mut(head_len)
+                .enumerate()
+                .flat_map(|(head, rows)| {
+                    rows.chunks_mut(ROWS * ld).enumerate().map(move |(i, rows)| (head, i * ROWS, rows))
+                })
+                .map(std::sync::Mutex::new)
+                .collect();
+            schedule::run(
+                pieces.len(),
+                threads,
+                || (),
+                |(), piece| {
+                    let mut piece = pieces[piece].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    let (head, first, rows) = &mut *piece;
+                    for (i, row) in rows.chunks_mut(ld).enumerate() {
+                        read_row(tensor, [*head / heads, *first + i, *head % heads], &mut row[..dims]);
+                    }
+                },
+            );
+        }
+        PackedRows { data, heads, head_len, ld }
+    }
+
+    /// The rows of one head.
+    pub(super) fn head(&self, batch: usize, head: usize) -> &[f32] {
+        let start = (batch * self.heads + head) * self.head_len;
+        &self.data[start..start + self.head_len]
+    }
+}
+
+/// Row `(batch, seq, head)` as f32.
+pub(super) fn read_row<T: Element>(
+    tensor: &TensorRef<'_, T>,
+    [batch, seq, head]: [usize; 3],
+    to: &mut [f32],
+) {
+    let strides = tensor.strides();
+    if strides.dim == 1 {
+        let start = strides.offset(batch, seq, head, 0) as usize;
+        let row = &tensor.data()[start..start + to.len()];
+        for (to, &value) in to.iter_mut().zip(row) {
+            *to = value.to_f32();
+        }
+    } else {
+        for (dim, to) in to.iter_mut().enumerate() {
+            *to = tensor.at(batch, seq, head, dim).to_f32();
+        }
+    }
+}
+
+/// Rows `first..first + rows` of one head, transposed to `[dims][ld]` and multiplied by `scale`; columns from `rows` up to
+/// `ld` become 0. `row` is scratch for one row.
+pub(super) fn read_transposed<T: Element>(
+    tensor: &TensorRef<'_, T>,
+    [batch, first, head]: [usize; 3],
+    rows: usize,
+    scale: f32,
+    to: &mut [f32],
+    ld: usize,
+    row: &mut [f32],
+) {
+    for i in 0..ld {
+        if i < rows {
+            read_row(tensor, [batch, first + i, head], row);
+            for (column, &value) in to.chunks_mut(ld).zip(&*row) {
+                column[i] = value * scale;
+            }
+        } else {
+            for column in to.chunks_mut(ld).take(row.len()) {
+                column[i] = 0.0;
+            }
+        }
+    }
+}

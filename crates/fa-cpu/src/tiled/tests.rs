@@ -1,0 +1,238 @@
+//! The tiled forward and backward on every instruction set against the oracle.
+
+use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use half::{bf16, f16};
+
+use super::*;
+use crate::compare::{Comparison, compare, compare_lse};
+use crate::{check, reference};
+
+fn noise<T: Element>(seed: u64, len: usize) -> Vec<T> {
+    let mut state = seed * 2 + 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u32 << 23) as f32 - 1.0
+    };
+    // A sum of three is near enough to normal.
+    (0..len).map(|_| T::from_f32(next() + next() + next())).collect()
+}
+
+fn packed<'a, T>(name: &'static str, data: &'a [T], shape: [usize; 4]) -> TensorRef<'a, T> {
+    TensorRef::packed(name, data, shape, TensorLayout::Bshd).expect("made to fit")
+}
+
+fn packed_mut<'a, T>(name: &'static str, data: &'a mut [T], shape: [usize; 4]) -> TensorMut<'a, T> {
+    TensorMut::packed(name, data, shape, TensorLayout::Bshd).expect("made to fit")
+}
+
+fn len(shape: [usize; 4]) -> usize {
+    shape.iter().product()
+}
+
+/// Forward and backward of `problem` with noise as input, compared with the oracle.
+fn check<T: Element + std::fmt::Debug>(problem: &Problem, options: Options) {
+    let shapes = [check::q_shape(problem), check::k_shape(problem), check::v_shape(problem)];
+    let out_shape = check::out_shape(problem);
+    let data: Vec<Vec<T>> = shapes.iter().zip(1..).map(|(&shape, seed)| noise(seed, len(shape))).collect();
+    let [q, k, v] = [0, 1, 2].map(|i| packed(["q", "k", "v"][i], &data[i], shapes[i]));
+    let poison = T::from_f32(f32::NAN);
+
+    let mut out = vec![poison; len(out_shape)];
+    let mut lse = vec![f32::NAN; check::lse_len(problem)];
+    let mut view = packed_mut("out", &mut out, out_shape);
+    forward_with(options, problem, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
+    let oracle = reference::forward(problem, &q, &k, &v).unwrap();
+    let passed = |what: &str, comparison: Comparison| {
+        assert!(comparison.passed(), "{what} of {problem:?} with {options:?}: {comparison}");
+    };
+    let dtype = problem.dtype;
+    passed("out", compare::<T, T>(out_shape, dtype, &out, &oracle.out, None).unwrap());
+    let lse_shape = [problem.batch, problem.heads_q, problem.seqlen_q];
+    passed("lse", compare_lse(lse_shape, dtype, &lse, &oracle.lse).unwrap());
+
+    let dout: Vec<T> = noise(4, len(out_shape));
+    let dout = packed("dout", &dout, out_shape);
+    let [mut dq, mut dk, mut dv] = shapes.map(|shape| vec![poison; len(shape)]);
+    let inputs = BackwardInputs { q, k, v, out: packed("out", &out, out_shape), lse: &lse, dout };
+    backward_with(
+        options,
+        problem,
+        &inputs,
+        &mut packed_mut("dq", &mut dq, shapes[0]),
+        &mut packed_mut("dk", &mut dk, shapes[1]),
+        &mut packed_mut("dv", &mut dv, shapes[2]),
+    )
+    .unwrap();
+    let oracle = reference::backward(problem, &q, &k, &v, &dout).unwrap();
+    // An output rounded to 16 bits enters delta, and with it dQ and dK.
+    let rounding = if dtype == Dtype::F32 { 0.0 } else { dtype.unit_roundoff() };
+    let largest = |values: &[f64]| values.iter().fold(0f64, |max, value| max.max(value.abs()));
+    let noise = |terms: f64, values: &[f64]| terms.max(2.0 * rounding * largest(values).max(1.0));
+    let compared = |shape, got: &[T], want: &[f64]| compare::<T, T>(shape, dtype, got, want, None).unwrap();
+    let room = noise(oracle.dq_noise, &oracle.dq);
+    passed("dq", compared(shapes[0], &dq, &oracle.dq).allowing(room));
+    let room = noise(oracle.dk_noise, &oracle.dk);
+    passed("dk", compared(shapes[1], &dk, &oracle.dk).allowing(room));
+    passed("dv", compared(shapes[2], &dv, &oracle.dv).allowing(noise(0.0, &oracle.dv)));
+}
+
+const MASKS: [Mask; 6] = [
+    Mask::FULL,
+    Mask::CAUSAL,
+    Mask::window(9, 4),
+    Mask::causal_window(70),
+    Mask { left: None, right: Some(40) },
+    Mask { left: Some(3), right: None },
+];
+
+fn every_isa(check: impl Fn(Options)) {
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        check(Options { isa: Some(isa), threads: None });
+    }
+}
+
+fn base(sq: usize, sk: usize, mask: Mask) -> Problem {
+    Problem { seqlen_k: sk, ..Problem::square(1, sq, 2, 40, mask, Dtype::F32) }
+}
+
+#[test]
+fn lengths_and_masks() {
+    every_isa(|options| {
+        for (sq, sk) in
+            [(1, 1), (3, 3), (64, 32), (1, 64), (64, 1), (128, 192), (113, 203), (203, 113), (300, 290)]
+        {
+            for mask in MASKS {
+                check::<f32>(&base(sq, sk, mask), options);
+            }
+        }
+    });
+}
+
+#[test]
+fn head_dims_and_groups() {
+    every_isa(|options| {
+        for (hd, hdv) in [(1, 1), (8, 5), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {
+            for (heads_q, heads_kv) in [(2, 2), (6, 2), (5, 1)] {
+                let problem = Problem {
+                    batch: 2,
+                    heads_q,
+                    heads_kv,
+                    head_dim: hd,
+                    head_dim_v: hdv,
+                    ..base(70, 81, Mask::CAUSAL)
+                };
+                check::<f32>(&problem, options);
+            }
+        }
+    });
+}
+
+#[test]
+fn sixteen_bit_types_scale_and_cap() {
+    every_isa(|options| {
+        for softcap in [None, Some(1.5)] {
+            for softmax_scale in [None, Some(0.4), Some(-0.3), Some(0.0)] {
+                let problem = Problem { softcap, softmax_scale, ..base(130, 150, Mask::window(50, 9)) };
+                check::<f32>(&problem, options);
+                check::<f16>(&Problem { dtype: Dtype::F16, ..problem }, options);
+                check::<bf16>(&Problem { dtype: Dtype::Bf16, ..problem }, options);
+            }
+        }
+    });
+}
+
+#[test]
+fn empty_problems_write_what_there_is() {
+    every_isa(|options| {
+        for (batch, sq, sk) in [(0, 4, 4), (1, 0, 4), (1, 4, 0), (2, 0, 0)] {
+            check::<f32>(&Problem { batch, ..base(sq, sk, Mask::CAUSAL) }, options);
+        }
+    });
+}
+
+#[test]
+fn few_heads_on_many_threads_split_the_keys() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+    pool.install(|| {
+        for mask in MASKS {
+            let problem = Problem { heads_q: 4, heads_kv: 2, ..base(410, 530, mask) };
+            check::<f32>(&problem, Options::default());
+            check::<f32>(&problem, Options { isa: None, threads: Some(3) });
+        }
+    });
+}
+
+#[test]
+fn any_strides() {
+    // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with gaps.
+    let problem = Problem { batch: 2, ..base(37, 45, Mask::CAUSAL) };
+    let (q, k, v) = (noise::<f32>(1, 40 * 37 * 4), noise(2, 45 * 2 * 40), noise(3, 45 * 100 * 2));
+    let strides = |[batch, seq, head, dim]: [i64; 4]| Strides { batch, seq, head, dim };
+    let q = TensorRef::new("q", &q, [2, 37, 2, 40], strides([74, 1, 37, 148])).unwrap();
+    let k = TensorRef::new("k", &k, [2, 45, 2, 40], strides([0, 80, 40, 1])).unwrap();
+    let v = TensorRef::new("v", &v, [2, 45, 2, 40], strides([0, 200, 50, 1])).unwrap();
+    let mut out = vec![f32::NAN; 2 * 37 * 2 * 40 * 2];
+    let mut view = TensorMut::new("out", &mut out, [2, 37, 2, 40], strides([37 * 160, 160, 1, 2])).unwrap();
+    forward(&problem, &q, &k, &v, &mut view, None).unwrap();
+    let got = view.as_ref();
+    let oracle = reference::forward(&problem, &q, &k, &v).unwrap();
+    for (i, want) in oracle.out.iter().enumerate() {
+        let got = got.at(i / (37 * 80), i / 80 % 37, i / 40 % 2, i % 40);
+        assert!((f64::from(got) - want).abs() < 2e-6, "element {i}: {got} for {want}");
+    }
+}
+
+#[test]
+fn equal_inputs_give_equal_bits() {
+    let problem = base(257, 300, Mask::CAUSAL);
+    let shape = check::q_shape(&problem);
+    let kv_shape = check::k_shape(&problem);
+    let (q, k, v, dout) = (
+        noise::<f32>(1, len(shape)),
+        noise::<f32>(2, len(kv_shape)),
+        noise::<f32>(3, len(kv_shape)),
+        noise(4, len(shape)),
+    );
+    let run = || {
+        let (q, k, v) = (packed("q", &q, shape), packed("k", &k, kv_shape), packed("v", &v, kv_shape));
+        let (mut out, mut lse) = (vec![0f32; len(shape)], vec![0f32; check::lse_len(&problem)]);
+        forward(&problem, &q, &k, &v, &mut packed_mut("out", &mut out, shape), Some(&mut lse)).unwrap();
+        let (mut dq, mut dk, mut dv) = (q.data().to_vec(), k.data().to_vec(), v.data().to_vec());
+        backward(
+            &problem,
+            &q,
+            &k,
+            &v,
+            &packed("out", &out, shape),
+            &lse,
+            &packed("dout", &dout, shape),
+            &mut packed_mut("dq", &mut dq, shape),
+            &mut packed_mut("dk", &mut dk, kv_shape),
+            &mut packed_mut("dv", &mut dv, kv_shape),
+        )
+        .unwrap();
+        [out, lse, dq, dk, dv].concat().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let first = run();
+    for _ in 0..20 {
+        assert_eq!(run(), first);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let problem = base(4, 4, Mask::FULL);
+    let (data, mut out) = (vec![0f32; 320], vec![7f32; 320]);
+    let shape = [1, 4, 2, 40];
+    let view = packed("q", &data, shape);
+    let mut to = packed_mut("out", &mut out, shape);
+    let refused = forward(&problem, &view, &view, &view, &mut to, Some(&mut [0.0; 7]));
+    assert_eq!(refused, Err(CpuError::Length { buffer: "lse", got: 7, need: 8 }));
+    let missing = Isa::ALL.into_iter().find(|isa| !isa.is_available()).expect("no CPU has NEON and AVX2");
+    let options = Options { isa: Some(missing), threads: None };
+    assert_eq!(
+        forward_with(options, &problem, &view, &view, &view, &mut to, None),
+        Err(CpuError::Isa { wanted: missing, best: Isa::detect() })
+    );
+    assert_eq!(out, [7.0; 320]);
+}
