@@ -3,7 +3,13 @@
 use fa_core::spec::Scheduler;
 use fa_core::{KernelSpec, Sm90Fwd};
 
+use crate::HeadDims;
 use crate::smem::{SmemPlan, TILE_ALIGN};
+
+use super::bwd::BwdConfig;
+
+/// Alignment of the rows' statistics: a 128-byte line, above the 16 bytes that bulk copies ask for.
+const ROW_STAT_ALIGN: u32 = 128;
 
 /// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]` panels):
 ///
@@ -36,4 +42,105 @@ pub fn fwd(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
         plan.push("tile_slot", 4 * 4, 16);
     }
     plan.round_up(TILE_ALIGN)
+}
+
+/// A backward's shared memory (T is the 16-bit type):
+///
+/// - `q` `[q_stage][tile_m, hd]` T, `k` `[tile_n, hd]` T, reused by `dk`, `v` `[tile_n, hdv]` T, reused by `dv`;
+/// - `do` `[do_stage][tile_m, hdv]` T, `p` (unless P and dS are register operands) and `ds` `[pds_stage][tile_m, tile_n]` T;
+/// - `dq` `[tile_m, hd]` f32: the tile that the bulk copy engine adds to device memory;
+/// - `lse` `[q_stage][tile_m]` and `dpsum` `[do_stage][tile_m]` f32, which arrive with Q and with dO;
+/// - mbarriers `kv_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage. What the warp groups
+///   say to each other and to the warp that stores dQ goes through named barriers, which take no memory.
+pub fn bwd(dims: HeadDims, config: &BwdConfig) -> SmemPlan {
+    let HeadDims { head_dim: hd, head_dim_v: hdv } = dims;
+    let BwdConfig { tile_m, tile_n, q_stage, do_stage, pds_stage, .. } = *config;
+    let mut plan = SmemPlan::default();
+    plan.push("q", q_stage * tile_m * hd * 2, TILE_ALIGN);
+    for (operand, gradient, size) in [("k", "dk", tile_n * hd * 2), ("v", "dv", tile_n * hdv * 2)] {
+        plan.push(operand, size, TILE_ALIGN);
+        plan.alias_last(gradient, size);
+    }
+    plan.push("do", do_stage * tile_m * hdv * 2, TILE_ALIGN);
+    let scores = pds_stage * tile_m * tile_n * 2;
+    if !config.mma_dkv_is_rs {
+        plan.push("p", scores, TILE_ALIGN);
+    }
+    plan.push("ds", scores, TILE_ALIGN);
+    plan.push("dq", tile_m * hd * 4, TILE_ALIGN);
+    plan.push("lse", q_stage * tile_m * 4, ROW_STAT_ALIGN);
+    plan.push("dpsum", do_stage * tile_m * 4, ROW_STAT_ALIGN);
+    plan.push_mbarriers("kv_full", 1);
+    for (name, stages) in
+        [("q_full", q_stage), ("q_empty", q_stage), ("do_full", do_stage), ("do_empty", do_stage)]
+    {
+        plan.push_mbarriers(name, stages);
+    }
+    plan.round_up(TILE_ALIGN)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::spec::TileOrder;
+    use fa_core::{Dtype, Kernel, MaskKind};
+
+    use super::*;
+    use crate::smem::sm90_fwd_smem;
+
+    /// Offsets and total by hand, for a 128x176 forward at head dim 128 and for one with all that can be there.
+    #[test]
+    fn forward_storage_is_laid_out_as_declared() {
+        let kernel = Sm90Fwd {
+            tile_m: 128,
+            tile_n: 176,
+            num_wg: 2,
+            pv_is_rs: true,
+            overlap_wg: true,
+            kv_stages: 2,
+            ping_pong: true,
+            scheduler: Scheduler::Static,
+            tile_order: TileOrder::Natural,
+            cluster_m: 1,
+            exp_poly_of_16: 0,
+            rescale_threshold: 0,
+            pack_gqa: false,
+        };
+        let spec = KernelSpec {
+            dtype: Dtype::Bf16,
+            head_dim: 128,
+            head_dim_v: 128,
+            mask: MaskKind::Full,
+            softcap: false,
+            kernel: Kernel::Sm90Fwd(kernel.clone()),
+        };
+        let offsets = |plan: &SmemPlan| -> Vec<(String, u32)> {
+            plan.buffers.iter().map(|b| (b.name.to_string(), b.offset)).collect()
+        };
+        let plan = sm90_fwd_smem(&spec).expect("an SM90 forward");
+        let mut expected: Vec<(String, u32)> = Vec::new();
+        let mut expect = |name: &str, offset| expected.push((name.into(), offset));
+        let barriers = 32768 + 2 * 90112;
+        expect("q", 0);
+        expect("o", 0);
+        expect("k", 32768);
+        expect("v", 32768 + 90112);
+        for (name, offset) in
+            [("q_full", 0), ("q_empty", 8), ("k_full", 16), ("k_empty", 32), ("v_full", 48), ("v_empty", 64)]
+        {
+            expect(name, barriers + offset);
+        }
+        assert_eq!(offsets(&plan), expected);
+        assert_eq!(plan.total, barriers + 1024);
+
+        let kernel =
+            Sm90Fwd { tile_n: 64, kv_stages: 1, pv_is_rs: false, scheduler: Scheduler::Dynamic, ..kernel };
+        let spec = KernelSpec { head_dim: 64, kernel: Kernel::Sm90Fwd(kernel), ..spec };
+        let plan = sm90_fwd_smem(&spec).expect("an SM90 forward");
+        let at = |name: &str| plan.buffer(name).map(|b| (b.offset, b.size));
+        // O is twice as wide as Q here and decides where K lies.
+        assert_eq!((at("q"), at("o"), at("k")), (Some((0, 16384)), Some((0, 32768)), Some((32768, 8192))));
+        assert_eq!((at("v"), at("p")), (Some((40960, 16384)), Some((57344, 16384))));
+        assert_eq!((at("sched_full"), at("sched_empty")), (Some((73728 + 48, 8)), Some((73728 + 56, 8))));
+        assert_eq!((at("tile_slot"), plan.total), (Some((73728 + 64, 16)), 73728 + 1024));
+    }
 }

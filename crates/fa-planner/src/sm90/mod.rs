@@ -2,8 +2,9 @@
 //!
 //! The model is that of the published "SM90 Block Size Tuning Guide": [`candidates`] enumerates, [`fwd::check`] and
 //! [`bwd::check`] judge, [`rank`] orders, [`search()`](search::search) runs all three. It knows tensor buffers and
-//! accumulators only; [`layout`] adds up what a kernel really declares.
+//! accumulators only; [`layout`] and [`account`] add up what a kernel really declares.
 
+pub mod account;
 pub mod bwd;
 pub mod candidates;
 pub mod fwd;
