@@ -6,6 +6,7 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
+use fa_planner::plan::Family;
 
 use crate::failure::InputError;
 
@@ -38,6 +39,8 @@ Exit codes: 0 done; 1 a negative verdict or a failure; 2 bad input or usage.";
 pub enum Command {
     /// Compute attention on the tensors of a safetensors file
     Run(RunArgs),
+    /// Plan kernels for a problem and a GPU architecture
+    Plan(PlanArgs),
     /// Compare two outputs and judge the difference
     Check(CheckArgs),
     /// Measure attention on this machine
@@ -214,6 +217,27 @@ pub enum Mode {
     Both,
 }
 
+/// A family of GPU kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KernelFamily {
+    /// mma.sync and cp.async: every architecture from 8.0 on
+    Sm80,
+    /// wgmma and TMA: 9.0
+    Sm90,
+    /// tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)
+    Sm100,
+}
+
+impl KernelFamily {
+    /// The fastest kernels that exist for `arch`.
+    pub fn native(arch: Arch) -> KernelFamily {
+        match Family::native(arch) {
+            Family::Sm80 => KernelFamily::Sm80,
+            Family::Sm90 => KernelFamily::Sm90,
+        }
+    }
+}
+
 /// How a result is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
@@ -239,15 +263,21 @@ pub struct PlanArgs {
     /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
     #[arg(long, default_value = "sm90")]
     pub arch: Arch,
+    /// Kernels to choose from [default: the fastest that the architecture runs]
+    #[arg(long, value_enum)]
+    pub family: Option<KernelFamily>,
+    /// Judge the one kernel in this RON file instead of searching
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report"])]
+    pub spec: Option<PathBuf>,
     /// Which pass to plan
     #[arg(long, value_enum, default_value = "fwd")]
     pub mode: Mode,
     /// List at most this many plans (tables default to 10, JSON and RON to all)
     #[arg(short = 'n', value_name = "N")]
     pub limit: Option<usize>,
-    /// Say why configurations with these fields are rejected or ranked lower, as in tile_n=192,num_wg=2
-    #[arg(long, value_name = "FIELD=VALUE,..", value_delimiter = ',')]
-    pub why: Vec<FieldValue>,
+    /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
+    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with = "report")]
+    pub why: Option<String>,
     /// Write one self-contained HTML page about the plan
     #[arg(long, value_name = "FILE.html")]
     pub report: Option<PathBuf>,
@@ -459,27 +489,6 @@ impl FromStr for HeadDim {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         pair(text, '-', "D or D-DV, as in 192-128").map(|(qk, v)| HeadDim { qk, v })
-    }
-}
-
-/// One condition of `--why`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FieldValue {
-    /// A field of a configuration, such as `tile_n`.
-    pub field: String,
-    /// The value it must have, as printed in JSON.
-    pub value: String,
-}
-
-impl FromStr for FieldValue {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.split_once('=') {
-            Some((field, value)) if !field.trim().is_empty() && !value.trim().is_empty() => {
-                Ok(FieldValue { field: field.trim().to_owned(), value: value.trim().to_owned() })
-            }
-            _ => Err(format!("'{text}' is no FIELD=VALUE, as in tile_n=192")),
-        }
     }
 }
 

@@ -12,7 +12,9 @@ mod gpu;
 mod machine;
 mod manual;
 mod output;
+mod plan;
 mod progress;
+mod report;
 mod run;
 mod safetensors;
 mod svg;
@@ -44,6 +46,7 @@ fn main() -> ExitCode {
 fn dispatch(command: Command) -> anyhow::Result<Verdict> {
     match command {
         Command::Run(args) => run::command(&args),
+        Command::Plan(args) => plan::command(&args),
         Command::Check(args) => check::command(&args),
         Command::Bench(args) => bench::command(&args),
         Command::Doctor(args) => doctor::command(&args),

@@ -1,0 +1,183 @@
+//! `fa plan`: which kernels fit a problem on a GPU, which is best, and why the others are not.
+
+pub mod backward;
+pub mod forward;
+
+use std::fmt::Write;
+use std::path::Path;
+
+use fa_core::{Arch, KernelSpec, Problem, ShippedSpec};
+use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec, Why};
+use serde::Serialize;
+
+use crate::args::{Format, Mode, PlanArgs};
+use crate::attention;
+use crate::failure::{InputError, Verdict};
+use crate::output;
+use crate::report;
+use crate::target::Target;
+
+use backward::{Backward, BackwardReport};
+use forward::{Forward, ForwardReport};
+
+/// Plans that a table shows unless told otherwise.
+const TABLE_ROWS: usize = 10;
+
+/// What is printed as JSON or RON.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    arch: Arch,
+    board: &'static str,
+    problem: &'a Problem,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    forward: Option<ForwardReport<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<BackwardReport<'a>>,
+}
+
+/// Answers to `--why`.
+#[derive(Debug, Serialize)]
+struct WhyReport {
+    arch: Arch,
+    problem: Problem,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    forward: Option<Why>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<backward::BackwardWhy>,
+}
+
+/// Everything that was planned for a command line.
+#[derive(Debug)]
+pub struct Planned {
+    /// The architecture.
+    pub arch: Arch,
+    /// The problem.
+    pub problem: Problem,
+    /// The forward, when asked for.
+    pub forward: Option<Forward>,
+    /// The backward, when asked for.
+    pub backward: Option<Backward>,
+}
+
+/// Runs the command: a bad verdict when nothing fits.
+///
+/// # Errors
+/// Bad input or an unwritable report.
+pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
+    let problem = problem(args)?;
+    let target = args.report.as_deref().map(Target::probe).transpose()?;
+    let format = if args.json { Format::Json } else { args.format };
+    let planned = plan_for(args, problem)?;
+    if let Some(query) = &args.why {
+        let report = explain(&planned, query)?;
+        print(format, &report, |report| why_text(report))?;
+        return Ok(Verdict::Good);
+    }
+    if let Some(target) = &target {
+        let page = report::page(&planned)?;
+        target.write(|writer| Ok(writer.write_all(page.as_bytes())?))?;
+    }
+    let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
+    let report = Report {
+        arch: planned.arch,
+        board: planned.arch.limits().board,
+        problem: &planned.problem,
+        forward: planned.forward.as_ref().map(|forward| forward.report(limit)),
+        backward: planned.backward.as_ref().map(|backward| backward.report(limit)),
+    };
+    print(format, &report, |_| text(&planned, limit, target.as_ref()))?;
+    let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
+        || planned.backward.as_ref().is_some_and(|b| b.configs().is_empty());
+    Ok(if nothing { Verdict::Bad } else { Verdict::Good })
+}
+
+fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
+    match format {
+        Format::Table => output::print(&text(value)),
+        Format::Json => output::print_json(value),
+        Format::Ron => {
+            output::print(&(ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())? + "\n"))
+        }
+    }
+}
+
+fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
+    let Some(path) = &args.problem_file else { return Ok(args.problem.problem()?) };
+    let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
+    let problem: Problem = ron::from_str(&text)
+        .map_err(|e| InputError::Usage(format!("{} holds no problem: {e}", path.display())))?;
+    problem.check()?;
+    Ok(problem)
+}
+
+fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
+    let forward = match (&args.spec, args.mode) {
+        (_, Mode::Bwd) => None,
+        (Some(path), _) => Some(judge_spec(path, &problem, args.arch)?),
+        (None, _) => Some(Forward::explore(&problem, args.arch, args.family)?),
+    };
+    let backward = match args.mode {
+        Mode::Fwd => None,
+        Mode::Bwd | Mode::Both => Some(Backward::search(&problem, args.arch)?),
+    };
+    Ok(Planned { arch: args.arch, problem, forward, backward })
+}
+
+/// A kernel from a file instead of a search.
+fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<Forward> {
+    let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
+    // Files under specs/ name their architectures beside the spec; `fa plan --format ron` gives the bare spec.
+    let spec = ShippedSpec::from_ron(&text).map(|shipped| shipped.spec).or_else(|shipped_error| {
+        KernelSpec::from_ron(&text).map_err(|e| if text.contains("archs") { shipped_error } else { e })
+    });
+    let spec = spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))?;
+    let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default()) {
+        Ok(plan) => PlanSet { plans: vec![plan], rejected: Vec::new() },
+        Err(reason) => PlanSet { plans: Vec::new(), rejected: vec![RejectedSpec { spec, reason }] },
+    };
+    Ok(Forward::Kernels(set))
+}
+
+fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
+    let usage = |message: String| InputError::Usage(message);
+    let forward = match &planned.forward {
+        None => None,
+        Some(Forward::Kernels(set)) => Some(plan::why(set, query).map_err(|e| usage(e.to_string()))?),
+        Some(Forward::Sm100(_)) => {
+            let message = "--why looks at kernels with a spec, which sm100 shapes do not have yet: \
+                           the JSON lists them all; --family sm80 has specs";
+            return Err(usage(message.to_owned()).into());
+        }
+    };
+    let backward = planned.backward.as_ref().map(|_| backward::why(&planned.problem, query)).transpose()?;
+    Ok(WhyReport { arch: planned.arch, problem: planned.problem, forward, backward })
+}
+
+fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
+    let mut text = heading(planned.arch, &planned.problem);
+    if let Some(forward) = &planned.forward {
+        text += &forward.text(&planned.problem, planned.arch, limit);
+    }
+    if let Some(backward) = &planned.backward {
+        text += &backward.text(limit);
+    }
+    if let Some(report) = report {
+        writeln!(text, "report    {}", report.path().display()).expect("writing to a string cannot fail");
+    }
+    text
+}
+
+fn heading(arch: Arch, problem: &Problem) -> String {
+    format!("problem   {}\ngpu       {arch} ({})\n", attention::describe(problem), arch.limits().board)
+}
+
+fn why_text(report: &WhyReport) -> String {
+    let mut text = heading(report.arch, &report.problem);
+    if let Some(why) = &report.forward {
+        text += &forward::why_text(why);
+    }
+    if let Some(why) = &report.backward {
+        text += &why.text();
+    }
+    text
+}

@@ -1,0 +1,457 @@
+//! The forward's plans, of kernels that exist and of SM100 shapes, seen alike.
+
+use std::fmt::Write;
+
+use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Fwd, Sm90Fwd};
+use fa_planner::cost::Cost;
+use fa_planner::occupancy::Occupancy;
+use fa_planner::plan::{self, Family, Plan, PlanOptions, PlanSet, Reason, Why};
+use fa_planner::sm100::{self, Sm100Plan, Sm100Set, Sm100Tile};
+use fa_planner::smem::SmemPlan;
+use serde::Serialize;
+
+use crate::args::KernelFamily;
+use crate::failure::InputError;
+use crate::output::{self, si};
+
+/// What was tried for a forward.
+#[derive(Clone, Debug)]
+pub enum Forward {
+    /// Kernels with a spec.
+    Kernels(PlanSet),
+    /// Shapes for tcgen05 and tensor memory, which have no kernel yet.
+    Sm100(Sm100Set),
+}
+
+/// A candidate that fits, whatever its family.
+#[derive(Clone, Debug)]
+pub struct Fit<'a> {
+    /// The spec's name, or the shape's.
+    pub name: String,
+    /// What it has beside the tile.
+    pub knobs: String,
+    /// The row of the tile map that it belongs to.
+    pub group: Group,
+    /// Query rows of a block.
+    pub tile_m: u32,
+    /// Keys per step.
+    pub tile_n: u32,
+    /// Shared memory by buffer.
+    pub smem: &'a SmemPlan,
+    /// Registers of a computing thread by use; empty where the planner has no account of them.
+    pub regs: Vec<(&'static str, u32)>,
+    /// Registers that such a thread may have.
+    pub reg_limit: u32,
+    /// Registers by role, where roles differ.
+    pub roles: String,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Blocks per SM that the plan counts on.
+    pub blocks_per_sm: u32,
+    /// Blocks per SM by resource.
+    pub occupancy: &'a Occupancy,
+    /// Predicted time.
+    pub cost: &'a Cost,
+}
+
+/// A candidate that does not fit.
+#[derive(Clone, Debug)]
+pub struct Miss<'a> {
+    /// The spec's name, or the shape's.
+    pub name: String,
+    /// The row of the tile map.
+    pub group: Group,
+    /// Keys per step.
+    pub tile_n: u32,
+    /// The limit that it breaks.
+    pub reason: &'a Reason,
+}
+
+/// A row of the tile map: an ordering key and a label.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Group {
+    key: [u32; 3],
+    /// What the row's candidates have in common.
+    pub label: String,
+}
+
+/// For JSON and RON.
+#[derive(Debug, Serialize)]
+pub struct ForwardReport<'a> {
+    /// Candidates tried.
+    tried: usize,
+    /// Of these, how many fit.
+    fit: usize,
+    plans: Plans<'a>,
+    rejected: Vec<LimitReport>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Plans<'a> {
+    Kernels(&'a [Plan]),
+    Sm100(&'a [Sm100Plan]),
+}
+
+/// What one limit rejected.
+#[derive(Debug, Serialize)]
+pub struct LimitReport {
+    /// The limit.
+    pub limit: &'static str,
+    /// How many it rejected.
+    pub count: usize,
+    /// The candidate that breaks it least.
+    pub nearest: String,
+    /// By how much.
+    pub reason: Reason,
+}
+
+impl Forward {
+    /// Tries everything for `problem` on `arch`.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] where no candidate can be formed.
+    pub fn explore(
+        problem: &Problem,
+        arch: Arch,
+        family: Option<KernelFamily>,
+    ) -> Result<Forward, InputError> {
+        let native = if arch.has_tcgen05() { KernelFamily::Sm100 } else { KernelFamily::native(arch) };
+        let kernels = |family| {
+            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+            plan::explore(problem, arch, &options).map(Forward::Kernels)
+        };
+        let found = match family.unwrap_or(native) {
+            KernelFamily::Sm80 => kernels(Family::Sm80),
+            KernelFamily::Sm90 => kernels(Family::Sm90),
+            KernelFamily::Sm100 => sm100::explore(problem, arch, None).map(Forward::Sm100),
+        };
+        found.map_err(|e| InputError::Usage(e.to_string()))
+    }
+
+    /// What fits, best first.
+    pub fn fits(&self) -> Vec<Fit<'_>> {
+        match self {
+            Forward::Kernels(set) => set.plans.iter().map(fit_of_plan).collect(),
+            Forward::Sm100(set) => set.plans.iter().map(fit_of_shape).collect(),
+        }
+    }
+
+    /// The best that fits.
+    pub fn best(&self) -> Option<Fit<'_>> {
+        match self {
+            Forward::Kernels(set) => set.plans.first().map(fit_of_plan),
+            Forward::Sm100(set) => set.plans.first().map(fit_of_shape),
+        }
+    }
+
+    /// What does not fit, in the order of enumeration.
+    pub fn misses(&self) -> Vec<Miss<'_>> {
+        match self {
+            Forward::Kernels(set) => set
+                .rejected
+                .iter()
+                .map(|miss| Miss {
+                    name: miss.spec.to_string(),
+                    group: group_of_spec(&miss.spec),
+                    tile_n: miss.spec.tile().1,
+                    reason: &miss.reason,
+                })
+                .collect(),
+            Forward::Sm100(set) => set
+                .rejected
+                .iter()
+                .map(|miss| Miss {
+                    name: shape_name(&miss.tile),
+                    group: group_of_shape(&miss.tile),
+                    tile_n: miss.tile.tile_n,
+                    reason: &miss.reason,
+                })
+                .collect(),
+        }
+    }
+
+    /// How many each limit rejected, and the nearest miss of each.
+    pub fn limits(&self) -> Vec<LimitReport> {
+        let mut limits: Vec<LimitReport> = Vec::new();
+        for miss in self.misses() {
+            let limit = miss.reason.kind();
+            match limits.iter_mut().find(|known| known.limit == limit) {
+                Some(known) => {
+                    known.count += 1;
+                    if miss.reason.excess() < known.reason.excess() {
+                        (known.nearest, known.reason) = (miss.name, miss.reason.clone());
+                    }
+                }
+                None => limits.push(LimitReport {
+                    limit,
+                    count: 1,
+                    nearest: miss.name,
+                    reason: miss.reason.clone(),
+                }),
+            }
+        }
+        limits
+    }
+
+    /// For JSON and RON, at most `limit` plans.
+    pub fn report(&self, limit: usize) -> ForwardReport<'_> {
+        let (fit, missed, plans) = match self {
+            Forward::Kernels(set) => {
+                let shown = set.plans.len().min(limit);
+                (set.plans.len(), set.rejected.len(), Plans::Kernels(&set.plans[..shown]))
+            }
+            Forward::Sm100(set) => {
+                let shown = set.plans.len().min(limit);
+                (set.plans.len(), set.rejected.len(), Plans::Sm100(&set.plans[..shown]))
+            }
+        };
+        ForwardReport { tried: fit + missed, fit, plans, rejected: self.limits() }
+    }
+
+    /// For people: a table of at most `limit` plans and the account of the best.
+    pub fn text(&self, problem: &Problem, arch: Arch, limit: usize) -> String {
+        let fits = self.fits();
+        let tried = fits.len() + self.misses().len();
+        let mut text = format!("forward   {} of {tried} candidates fit\n", fits.len());
+        if let Some(best) = fits.first() {
+            text.push('\n');
+            text += &table(&fits[..fits.len().min(limit)], arch);
+            text.push('\n');
+            text += &account(best, problem, arch);
+        }
+        for LimitReport { limit, count, nearest, reason } in self.limits() {
+            line(&mut text, "rejected", &format!("{count} by {limit}, nearest {nearest}: {reason}"));
+        }
+        text
+    }
+}
+
+fn line(text: &mut String, name: &str, value: &str) {
+    writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
+}
+
+fn table(fits: &[Fit], arch: Arch) -> String {
+    let peak = arch.limits().peak_tensor_flops() / 1e12;
+    let mut table = output::table(&[
+        "#",
+        "tile_m",
+        "tile_n",
+        "knobs",
+        "regs",
+        "SMEM KiB",
+        "blocks/SM",
+        "time",
+        "TFLOP/s",
+        "of peak",
+        "bottleneck",
+    ]);
+    for (rank, fit) in fits.iter().enumerate() {
+        let regs: u32 = fit.regs.iter().map(|(_, n)| n).sum();
+        table.add_row([
+            (rank + 1).to_string(),
+            fit.tile_m.to_string(),
+            fit.tile_n.to_string(),
+            fit.knobs.clone(),
+            if fit.regs.is_empty() { "-".to_owned() } else { format!("{regs}/{}", fit.reg_limit) },
+            format!("{:.1}", kib(fit.smem.total)),
+            fit.blocks_per_sm.to_string(),
+            si(fit.cost.seconds, "s"),
+            format!("{:.1}", fit.cost.tflops),
+            format!("{:.0} %", 100.0 * fit.cost.tflops / peak),
+            fit.cost.bottleneck.name().to_owned(),
+        ]);
+    }
+    output::table_text(&table)
+}
+
+fn account(best: &Fit, problem: &Problem, arch: Arch) -> String {
+    let limits = arch.limits();
+    let mut text = String::new();
+    line(&mut text, "best", &best.name);
+    line(&mut text, "predicted", &prediction(best.cost));
+    let intensity = problem.flops_forward() / problem.bytes_forward();
+    line(
+        &mut text,
+        "work",
+        &format!("{}, {intensity:.0} FLOP per byte", si(problem.flops_forward(), "FLOP")),
+    );
+    if !best.regs.is_empty() {
+        let parts: Vec<String> = best.regs.iter().map(|(name, n)| format!("{name} {n}")).collect();
+        let total: u32 = best.regs.iter().map(|(_, n)| n).sum();
+        line(
+            &mut text,
+            "registers",
+            &format!("{} = {total} of {} per thread", parts.join(" + "), best.reg_limit),
+        );
+    }
+    if !best.roles.is_empty() {
+        line(&mut text, "", &best.roles);
+    }
+    let buffers: Vec<String> = best
+        .smem
+        .buffers
+        .iter()
+        .map(|b| match &b.alias_of {
+            Some(owner) => format!("{} in {owner}", b.name),
+            None => format!("{} {}", b.name, bytes(b.size)),
+        })
+        .collect();
+    line(
+        &mut text,
+        "smem",
+        &format!("{} of {} KiB: {}", kib(best.smem.total), kib(limits.smem_per_block), buffers.join(", ")),
+    );
+    let o = best.occupancy;
+    line(
+        &mut text,
+        "per SM",
+        &format!(
+            "{} blocks of {} threads planned (SMEM allows {}, registers {}, threads {})",
+            best.blocks_per_sm, best.threads, o.by_smem, o.by_registers, o.by_threads
+        ),
+    );
+    text
+}
+
+/// A cost in a line.
+pub fn prediction(cost: &Cost) -> String {
+    format!(
+        "{}, {:.0} TFLOP/s, waits for {}; {} tiles on {} slots",
+        si(cost.seconds, "s"),
+        cost.tflops,
+        cost.bottleneck.name(),
+        cost.tiles,
+        cost.slots
+    )
+}
+
+/// Answers to `--why` in lines.
+pub fn why_text(why: &Why) -> String {
+    let mut text = String::new();
+    line(
+        &mut text,
+        "why",
+        &format!("{}: {} fit, {} do not", why.query, why.feasible.len(), why.rejected.len()),
+    );
+    for ranked in &why.feasible {
+        let cost = &ranked.plan.cost;
+        let place = if ranked.rank == 1 {
+            "the best".to_owned()
+        } else {
+            format!("rank {}, {:.2} times the best's time", ranked.rank, ranked.slowdown)
+        };
+        let about = format!("{place}, {:.0} TFLOP/s, waits for {}", cost.tflops, cost.bottleneck.name());
+        line(&mut text, "fits", &format!("{}: {about}", ranked.plan.spec));
+    }
+    for miss in &why.rejected {
+        line(&mut text, "rejected", &format!("{}: {}", miss.spec, miss.reason));
+    }
+    text
+}
+
+/// Bytes as KiB.
+pub fn kib(bytes: u32) -> f64 {
+    f64::from(bytes) / 1024.0
+}
+
+/// Bytes with the unit that suits them.
+pub fn bytes(bytes: u32) -> String {
+    if bytes >= 1024 { format!("{} KiB", kib(bytes)) } else { format!("{bytes} B") }
+}
+
+fn fit_of_plan(plan: &Plan) -> Fit<'_> {
+    let (tile_m, tile_n) = plan.spec.tile();
+    let r = &plan.regs;
+    let parts = [("S", r.s), ("P", r.p), ("O", r.o), ("Q", r.q), ("other", r.other)];
+    Fit {
+        name: plan.spec.to_string(),
+        knobs: knobs_of_spec(&plan.spec),
+        group: group_of_spec(&plan.spec),
+        tile_m,
+        tile_n,
+        smem: &plan.smem,
+        regs: parts.into_iter().filter(|(_, n)| *n > 0).collect(),
+        reg_limit: r.limit,
+        roles: r.setmaxnreg.map_or(String::new(), |split| {
+            format!(
+                "setmaxnreg {} for the warp groups that compute, {} for the one that loads",
+                split.mma, split.producer
+            )
+        }),
+        threads: plan.threads,
+        blocks_per_sm: plan.blocks_per_sm,
+        occupancy: &plan.occupancy,
+        cost: &plan.cost,
+    }
+}
+
+fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
+    let roles: Vec<String> =
+        plan.roles.iter().map(|role| format!("{} {} warps x {}", role.name, role.warps, role.regs)).collect();
+    Fit {
+        name: shape_name(&plan.tile),
+        knobs: format!(
+            "{} q tiles, {} K/V buffers, {} of 512 TMEM columns",
+            plan.tile.q_tiles, plan.tile.kv_stages, plan.tmem.used
+        ),
+        group: group_of_shape(&plan.tile),
+        tile_m: plan.tile_m,
+        tile_n: plan.tile.tile_n,
+        smem: &plan.smem,
+        regs: Vec::new(),
+        reg_limit: 0,
+        roles: format!("registers by role: {}", roles.join(", ")),
+        threads: plan.threads,
+        blocks_per_sm: plan.tile.blocks_per_sm,
+        occupancy: &plan.occupancy,
+        cost: &plan.cost,
+    }
+}
+
+fn knobs_of_spec(spec: &KernelSpec) -> String {
+    let on = |name: &'static str, on: bool| if on { Some(name.to_owned()) } else { None };
+    let knobs = match &spec.kernel {
+        Kernel::Sm80Fwd(k) => vec![
+            Some(format!("{} warps", k.num_warps)),
+            Some(format!("{} stages", k.stages)),
+            on("Q in regs", k.q_in_regs),
+        ],
+        Kernel::Sm90Fwd(k) => vec![
+            Some(format!("{} wg", k.num_wg)),
+            Some(if k.pv_is_rs { "P in regs" } else { "P in smem" }.to_owned()),
+            on("overlap", k.overlap_wg),
+            Some(format!("{} stages", k.kv_stages)),
+            on("ping-pong", k.ping_pong),
+            on("pack GQA", k.pack_gqa),
+        ],
+    };
+    knobs.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+fn group_of_spec(spec: &KernelSpec) -> Group {
+    match &spec.kernel {
+        Kernel::Sm80Fwd(Sm80Fwd { tile_m, num_warps, .. }) => {
+            Group { key: [*tile_m, *num_warps, 0], label: format!("tile_m {tile_m}, {num_warps} warps") }
+        }
+        Kernel::Sm90Fwd(Sm90Fwd { tile_m, num_wg, pv_is_rs, overlap_wg, .. }) => Group {
+            key: [*num_wg, u32::from(!pv_is_rs), u32::from(!overlap_wg)],
+            label: format!(
+                "tile_m {tile_m} ({num_wg} wg), P in {}{}",
+                if *pv_is_rs { "regs" } else { "smem" },
+                if *overlap_wg { ", overlap" } else { "" }
+            ),
+        },
+    }
+}
+
+fn shape_name(tile: &Sm100Tile) -> String {
+    let Sm100Tile { head_dim, head_dim_v, q_tiles, tile_n, kv_stages, blocks_per_sm } = tile;
+    let dims = if head_dim == head_dim_v { head_dim.to_string() } else { format!("{head_dim}-{head_dim_v}") };
+    format!("sm100_fwd-hd{dims}-{}x{tile_n}-s{kv_stages}-b{blocks_per_sm}", q_tiles * sm100::Q_ROWS)
+}
+
+fn group_of_shape(tile: &Sm100Tile) -> Group {
+    let (rows, blocks) = (tile.q_tiles * sm100::Q_ROWS, tile.blocks_per_sm);
+    Group { key: [rows, blocks, 0], label: format!("tile_m {rows}, {blocks} blocks per SM") }
+}

@@ -1,0 +1,177 @@
+//! Shared memory and registers, to scale.
+
+use std::fmt::Write;
+
+use fa_planner::smem::SmemPlan;
+
+use crate::plan::forward::bytes;
+use crate::svg::{Anchor, INK, MUTED, RULE, Svg, escape};
+
+const WIDTH: f64 = 1000.0;
+const LEFT: f64 = 8.0;
+const TOP: f64 = 34.0;
+const LANE: f64 = 44.0;
+/// Light fills under dark text.
+const FILLS: [&str; 6] = ["#a9cfee", "#f7c9a3", "#a8dcc8", "#e6bfd6", "#f3dd9a", "#c9d0da"];
+const LIMIT: &str = "#b3261e";
+
+/// The buffers of a block against `limit` bytes, as a drawing and a table.
+pub fn smem(plan: &SmemPlan, limit: u32) -> String {
+    let aliased = plan.buffers.iter().any(|b| b.alias_of.is_some());
+    let full = f64::from(limit.max(plan.total));
+    let x_of = |byte: u32| LEFT + WIDTH * f64::from(byte) / full;
+    let bottom = TOP + LANE + if aliased { LANE * 0.7 + 6.0 } else { 0.0 };
+    let mut svg = Svg::new(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, "Shared memory layout");
+    svg.rect(
+        [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE],
+        &format!(r##"fill="#f6f7f9" stroke="{RULE}""##),
+        &format!("a block may use {}", bytes(limit)),
+    );
+    let mut color = 0;
+    for buffer in &plan.buffers {
+        let (x, width) =
+            (x_of(buffer.offset), (x_of(buffer.offset + buffer.size) - x_of(buffer.offset)).max(1.5));
+        let mut tip = format!(
+            "{}: {} at {}, aligned to {}",
+            buffer.name,
+            bytes(buffer.size),
+            buffer.offset,
+            buffer.align
+        );
+        let (y, height, style) = match &buffer.alias_of {
+            None => {
+                let fill = FILLS[color % FILLS.len()];
+                color += 1;
+                (TOP, LANE, format!(r##"fill="{fill}" stroke="#ffffff""##))
+            }
+            Some(owner) => {
+                write!(tip, ", reuses {owner}").expect("writing to a string cannot fail");
+                let style = format!(r##"fill="#ffffff" stroke="{MUTED}" stroke-dasharray="4 3""##);
+                (TOP + LANE + 6.0, LANE * 0.7, style)
+            }
+        };
+        svg.rect([x, y, width, height], &style, &tip);
+        let label = format!("{} {}", buffer.name, bytes(buffer.size));
+        let text = if width > 6.8 * label.len() as f64 {
+            Some(label)
+        } else if width > 7.5 * buffer.name.len() as f64 {
+            Some(buffer.name.to_string())
+        } else {
+            None
+        };
+        if let Some(text) = text {
+            let style = r#"font-size="12" pointer-events="none""#;
+            svg.text((x + width / 2.0, y + height / 2.0 + 4.0), Anchor::Middle, style, &text);
+        }
+    }
+    let free = limit.saturating_sub(plan.total);
+    if f64::from(free) / full > 0.06 {
+        let x = (x_of(plan.total) + x_of(limit)) / 2.0;
+        svg.text(
+            (x, TOP + LANE / 2.0 + 4.0),
+            Anchor::Middle,
+            &format!(r#"fill="{MUTED}""#),
+            &format!("free {}", short(free)),
+        );
+    }
+    axis(&mut svg, bottom + 4.0, full / 1024.0, 32.0, "KiB");
+    limit_line(&mut svg, x_of(limit), bottom, &format!("limit {}", bytes(limit)));
+    svg.finish() + &smem_table(plan)
+}
+
+fn short(n: u32) -> String {
+    format!("{:.1} KiB", f64::from(n) / 1024.0)
+}
+
+fn smem_table(plan: &SmemPlan) -> String {
+    let mut rows = String::new();
+    for b in &plan.buffers {
+        let alias = b.alias_of.as_deref().map_or(String::new(), |owner| format!("reuses {}", escape(owner)));
+        writeln!(
+            rows,
+            "<tr><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{alias}</td></tr>",
+            escape(&b.name),
+            b.offset,
+            b.size,
+            b.align
+        )
+        .expect("writing to a string cannot fail");
+    }
+    format!(
+        "<table style=\"margin-top:10px\">\n<tr><th>Buffer</th><th class=\"n\">Offset (B)</th><th class=\"n\">Size (B)</th>\
+         <th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}<tr><td>total</td><td></td><td class=\"n\">{}</td><td></td><td></td>\
+         </tr>\n</table>\n",
+        plan.total
+    )
+}
+
+/// Registers by use against `limit`.
+pub fn registers(parts: &[(&'static str, u32)], limit: u32) -> String {
+    let total: u32 = parts.iter().map(|(_, n)| n).sum();
+    let full = f64::from(limit.max(total));
+    let x_of = |n: u32| LEFT + WIDTH * f64::from(n) / full;
+    let bottom = TOP + LANE;
+    let mut svg = Svg::new(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, "Register budget");
+    svg.rect(
+        [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE],
+        &format!(r##"fill="#f6f7f9" stroke="{RULE}""##),
+        &format!("{limit} registers per thread"),
+    );
+    let mut begin = 0;
+    for (i, (name, n)) in parts.iter().enumerate() {
+        let (x, width) = (x_of(begin), x_of(begin + n) - x_of(begin));
+        let fill = FILLS[i % FILLS.len()];
+        svg.rect(
+            [x, TOP, width, LANE],
+            &format!(r##"fill="{fill}" stroke="#ffffff""##),
+            &format!("{}: {n}", meaning(name)),
+        );
+        let label = if width > 60.0 { format!("{name} {n}") } else { n.to_string() };
+        let style = r#"pointer-events="none""#;
+        svg.text((x + width / 2.0, TOP + LANE / 2.0 + 4.0), Anchor::Middle, style, &label);
+        begin += n;
+    }
+    let free = limit.saturating_sub(total);
+    if f64::from(free) / full > 0.05 {
+        let x = (x_of(total) + x_of(limit)) / 2.0;
+        svg.text(
+            (x, TOP + LANE / 2.0 + 4.0),
+            Anchor::Middle,
+            &format!(r#"fill="{MUTED}""#),
+            &format!("free {free}"),
+        );
+    }
+    axis(&mut svg, bottom + 4.0, full, 32.0, "registers");
+    limit_line(&mut svg, x_of(limit), bottom, &format!("limit {limit}"));
+    let names: Vec<String> =
+        parts.iter().map(|(name, n)| format!("{name}: {} ({n})", meaning(name))).collect();
+    format!("{}<p class=\"note\" style=\"margin-top:6px\">{}</p>\n", svg.finish(), escape(&names.join("; ")))
+}
+
+fn meaning(part: &str) -> &str {
+    match part {
+        "S" => "score accumulators",
+        "P" => "probabilities as operands",
+        "O" => "output accumulators",
+        "Q" => "query fragments",
+        _ => "addresses, row statistics, loop state",
+    }
+}
+
+fn axis(svg: &mut Svg, y: f64, full: f64, step: f64, unit: &str) {
+    let muted = format!(r#"fill="{MUTED}" font-size="11""#);
+    let mut tick = 0.0;
+    while tick <= full {
+        let x = LEFT + WIDTH * tick / full;
+        svg.line([x, y - 4.0, x, y + 2.0], &format!(r#"stroke="{MUTED}""#));
+        let label = if tick == 0.0 { format!("0 {unit}") } else { format!("{tick:.0}") };
+        let anchor = if tick == 0.0 { Anchor::Start } else { Anchor::Middle };
+        svg.text((x, y + 15.0), anchor, &muted, &label);
+        tick += step;
+    }
+}
+
+fn limit_line(svg: &mut Svg, x: f64, bottom: f64, text: &str) {
+    svg.line([x, TOP - 8.0, x, bottom], &format!(r#"stroke="{LIMIT}" stroke-width="2""#));
+    svg.text((x + 30.0, TOP - 14.0), Anchor::End, &format!(r#"fill="{INK}" font-weight="600""#), text);
+}

@@ -1,0 +1,142 @@
+//! Predicted times: by resource, and by sequence length.
+
+use fa_core::Problem;
+use fa_planner::cost::{Cost, CostConstants, predict};
+
+use crate::args::KernelFamily;
+use crate::chart::{self, Frame, Series};
+use crate::output::si;
+use crate::plan::Planned;
+use crate::plan::forward::Forward;
+use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
+
+/// What the bars show.
+pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes longer than the longest \
+    of them and less than their sum; the longest is what it waits for.";
+
+/// What the lines show.
+pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at every length; the other \
+    dimensions stay as they are. The dotted line is the board's peak.";
+
+/// Lengths of the sweep: powers of two around what models use.
+const SEQLENS: [usize; 8] = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
+
+/// Bars of a cost's terms.
+pub fn terms(cost: &Cost) -> String {
+    const LEFT: f64 = 130.0;
+    const WIDTH: f64 = 640.0;
+    const ROW: f64 = 26.0;
+    let names = |name: &str| {
+        match name {
+            "tensor" => "tensor cores",
+            "exp" => "softmax",
+            "smem" => "shared memory",
+            "l2" => "L2 cache",
+            "hbm" => "device memory",
+            "waves" => "idle SMs",
+            _ => "launch, latency",
+        }
+        .to_owned()
+    };
+    let rows: Vec<(String, f64, bool)> = cost
+        .terms
+        .named()
+        .into_iter()
+        .map(|(term, seconds)| (names(term.name()), seconds, term == cost.bottleneck))
+        .collect();
+    let longest = rows.iter().map(|(_, s, _)| *s).fold(cost.seconds, f64::max);
+    let height = ROW * rows.len() as f64 + 40.0;
+    let mut svg = Svg::new(LEFT + WIDTH + 190.0, height, "Time by resource");
+    for (i, (name, seconds, bottleneck)) in rows.iter().enumerate() {
+        let y = 26.0 + ROW * i as f64;
+        let width = (WIDTH * seconds / longest).max(1.0);
+        let fill = if *bottleneck { "#d55e00" } else { "#93c1e5" };
+        svg.text((LEFT - 10.0, y + 14.0), Anchor::End, "", name);
+        svg.rect(
+            [LEFT, y, width, ROW - 7.0],
+            &format!(r#"rx="2" fill="{fill}""#),
+            &format!("{name}: {}", si(*seconds, "s")),
+        );
+        let note = if *bottleneck { ", the bottleneck" } else { "" };
+        let label = format!("{}{note}", si(*seconds, "s"));
+        svg.text((LEFT + width + 8.0, y + 14.0), Anchor::Start, &format!(r#"fill="{MUTED}""#), &label);
+    }
+    let x = LEFT + WIDTH * cost.seconds / longest;
+    svg.line([LEFT, 20.0, LEFT, height - 8.0], &format!(r#"stroke="{RULE}""#));
+    svg.line(
+        [x, 20.0, x, height - 8.0],
+        &format!(r#"stroke="{INK}" stroke-width="1.5" stroke-dasharray="3 3""#),
+    );
+    svg.text(
+        (x, 13.0),
+        Anchor::Middle,
+        r#"font-weight="600""#,
+        &format!("whole kernel {}", si(cost.seconds, "s")),
+    );
+    svg.finish()
+}
+
+/// Lines of the best kernel's rate by length, and of this one's.
+///
+/// # Errors
+/// When a length has no plan although this problem has, which would be the planner's fault.
+pub fn sweep(planned: &Planned, forward: &Forward) -> anyhow::Result<String> {
+    let problem = &planned.problem;
+    let square = problem.seqlen_q == problem.seqlen_k;
+    let mut lengths: Vec<usize> = SEQLENS.into();
+    lengths.push(problem.seqlen_k.max(1));
+    lengths.sort_unstable();
+    lengths.dedup();
+    let at = |seqlen: usize| Problem {
+        seqlen_q: if square { seqlen } else { problem.seqlen_q },
+        seqlen_k: seqlen,
+        ..*problem
+    };
+    let family = match forward {
+        Forward::Kernels(_) => None,
+        Forward::Sm100(_) => Some(KernelFamily::Sm100),
+    };
+    let constants = CostConstants::of(planned.arch);
+    let mut best = Vec::new();
+    let mut this = Vec::new();
+    for seqlen in lengths {
+        let problem = at(seqlen);
+        // Past the addressable sizes there is nothing to predict.
+        if problem.check().is_err() {
+            continue;
+        }
+        let explored = Forward::explore(&problem, planned.arch, family.or(first_family(forward)))?;
+        if let Some(fit) = explored.best() {
+            best.push((seqlen as f64, fit.cost.tflops));
+        }
+        if let Forward::Kernels(set) = forward
+            && let Some(first) = set.plans.first()
+        {
+            this.push((seqlen as f64, predict(&problem, &first.spec, planned.arch, &constants).tflops));
+        }
+    }
+    let mut series =
+        vec![Series { label: "best at each length".to_owned(), points: best, color: 0, dashed: false }];
+    if !this.is_empty() {
+        series.push(Series { label: "first choice here".to_owned(), points: this, color: 1, dashed: true });
+    }
+    let peak = planned.arch.limits().peak_tensor_flops() / 1e12;
+    let frame = Frame {
+        title: "",
+        x_label: if square { "queries and keys per sequence" } else { "keys per sequence" },
+        y_label: "TFLOP/s",
+        ceiling: Some((peak, &format!("peak {peak:.0}"))),
+    };
+    Ok(chart::lines(&frame, &series))
+}
+
+/// The family of the kernels in a set.
+fn first_family(forward: &Forward) -> Option<KernelFamily> {
+    match forward {
+        Forward::Kernels(set) => set.plans.first().map(|plan| match plan.spec.kernel {
+            fa_core::Kernel::Sm80Fwd(_) => KernelFamily::Sm80,
+            fa_core::Kernel::Sm90Fwd(_) => KernelFamily::Sm90,
+        }),
+        Forward::Sm100(_) => Some(KernelFamily::Sm100),
+    }
+}
