@@ -12,7 +12,7 @@ mod constants;
 mod schedule;
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Problem, Sm80Fwd, Sm90Fwd};
+use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd, Sm90Fwd};
 use serde::Serialize;
 
 pub use constants::CostConstants;
@@ -145,19 +145,32 @@ pub(crate) struct KernelModel {
 /// one that computes the problem and fits the GPU: [`crate::plan`] checks that.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
     let (tile_m, tile_n) = spec.tile();
-    match &spec.kernel {
+    predict_work(problem, &Work::of(problem, tile_m, tile_n, packed(spec)), spec, arch, constants)
+}
+
+/// Whether the kernel folds the heads of a group into the rows of a tile.
+pub(crate) fn packed(spec: &KernelSpec) -> bool {
+    matches!(&spec.kernel, Kernel::Sm90Fwd(kernel) if kernel.pack_gqa)
+}
+
+/// The same as [`predict`] for a problem that is already cut into the spec's tiles.
+pub(crate) fn predict_work(
+    problem: &Problem,
+    work: &Work,
+    spec: &KernelSpec,
+    arch: Arch,
+    constants: &CostConstants,
+) -> Cost {
+    let limits = arch.limits();
+    let model = match &spec.kernel {
         Kernel::Sm80Fwd(kernel) => {
-            let work = Work::of(problem, tile_m, tile_n, false);
-            let resident = resident_blocks(&work, kernel.blocks_per_sm, arch.limits());
-            let model = sm80_model(spec, kernel, arch.limits(), constants, resident);
-            evaluate(problem, tile_m, tile_n, &work, &model, arch.limits(), constants)
+            let resident = resident_blocks(work, kernel.blocks_per_sm, limits);
+            sm80_model(spec, kernel, limits, constants, resident)
         }
-        Kernel::Sm90Fwd(kernel) => {
-            let work = Work::of(problem, tile_m, tile_n, kernel.pack_gqa);
-            let model = sm90_model(spec, kernel, arch.limits(), constants);
-            evaluate(problem, tile_m, tile_n, &work, &model, arch.limits(), constants)
-        }
-    }
+        Kernel::Sm90Fwd(kernel) => sm90_model(spec, kernel, limits, constants),
+    };
+    let (tile_m, tile_n) = spec.tile();
+    evaluate(problem, tile_m, tile_n, work, &model, limits, constants)
 }
 
 /// Blocks that are on an SM when the tiles are spread over all SMs first.
@@ -209,7 +222,7 @@ fn sm90_model(spec: &KernelSpec, k: &Sm90Fwd, limits: &ArchLimits, c: &CostConst
     // Shared memory feeds the tensor cores directly: the two run side by side but for their burstiness.
     let products = overlap([tensor, smem], 4.0);
     let accumulators = crate::plan::sm90::accumulators(spec, k);
-    let masked = spec.mask != fa_core::MaskKind::Full;
+    let masked = spec.mask != MaskKind::Full;
     let soft = c.sm90_soft_regs[group] - if masked && k.num_wg < 3 { c.sm90_mask_regs } else { 0 };
     let strain = 1.0 + c.spill_cost * f64::from(accumulators.saturating_sub(soft));
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
@@ -266,7 +279,7 @@ fn sm80_model(
     ops += if k.exp2 { 0.0 } else { c.exp_ops };
     ops += if k.fast_math { 0.0 } else { c.denormal_ops };
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
-    let masked_everywhere = !k.loop_split && spec.mask != fa_core::MaskKind::Full;
+    let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
     let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
         + if masked_everywhere { mask } else { 0.0 };
 
@@ -355,9 +368,12 @@ pub(crate) fn evaluate(
 /// Compulsory bytes, and K and V again for every wave of a head's tiles as far as they do not stay in L2.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
     let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.dtype.bytes() as f64;
+    if work.tiles == 0.0 {
+        return 0.0;
+    }
     let heads = problem.batch as f64 * problem.heads_kv as f64;
     let kv_head = problem.seqlen_k as f64 * width;
-    if heads == 0.0 || kv_head == 0.0 {
+    if kv_head == 0.0 {
         return problem.bytes_forward();
     }
     let tiles_per_head = work.tiles / heads;

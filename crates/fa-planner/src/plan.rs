@@ -1,10 +1,12 @@
 //! From a problem to ranked kernels: candidates, account, predicted time.
 //!
-//! The three steps are separate: `candidates` have no opinion, [`account`] knows no problem, [`predict`] no limits.
+//! The three steps are separate: `candidates` have no opinion, [`account`] knows no problem, [`cost::predict`] no limits.
 
 pub mod account;
 pub mod sm90;
 mod why;
+
+use std::collections::HashMap;
 
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, ProblemError};
 use serde::Serialize;
@@ -12,7 +14,7 @@ use serde::Serialize;
 pub use account::{Account, Reason, Registers, SetMaxNReg, account};
 pub use why::{Why, WhyError, why};
 
-use crate::cost::{Cost, CostConstants, predict};
+use crate::cost::{self, Cost, CostConstants, Work};
 use crate::occupancy::Occupancy;
 use crate::sm80;
 use crate::smem::SmemPlan;
@@ -204,7 +206,9 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     let head_dim_v = family.padded("head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
-    let mut judge = |spec: KernelSpec| match judge(problem, spec, arch, &constants) {
+    // Most candidates share their tile with others.
+    let mut cuts = Cuts::default();
+    let mut judge = |spec: KernelSpec| match judge(problem, spec, arch, &constants, &mut cuts) {
         Ok(plan) => set.plans.push(plan),
         Err(rejected) => set.rejected.push(rejected),
     };
@@ -229,7 +233,8 @@ pub fn plan_spec(
 ) -> Result<Plan, Reason> {
     problem.check().map_err(|e| Reason::Rule(e.to_string()))?;
     serves(problem, spec)?;
-    judge(problem, spec.clone(), arch, &options.constants(arch)).map_err(|rejected| rejected.reason)
+    let constants = options.constants(arch);
+    judge(problem, spec.clone(), arch, &constants, &mut Cuts::default()).map_err(|rejected| rejected.reason)
 }
 
 /// Whether the kernel computes the problem.
@@ -258,15 +263,22 @@ pub fn serves(problem: &Problem, spec: &KernelSpec) -> Result<(), Reason> {
     Ok(())
 }
 
+/// A problem cut into tiles, by (tile_m, tile_n, packed).
+type Cuts = HashMap<(u32, u32, bool), Work>;
+
 fn judge(
     problem: &Problem,
     spec: KernelSpec,
     arch: Arch,
     constants: &CostConstants,
+    cuts: &mut Cuts,
 ) -> Result<Plan, RejectedSpec> {
     match account(&spec, arch) {
         Ok(Account { smem, regs, threads, occupancy, blocks_per_sm }) => {
-            let cost = predict(problem, &spec, arch, constants);
+            let ((tile_m, tile_n), packed) = (spec.tile(), cost::packed(&spec));
+            let cut = || Work::of(problem, tile_m, tile_n, packed);
+            let work = cuts.entry((tile_m, tile_n, packed)).or_insert_with(cut);
+            let cost = cost::predict_work(problem, work, &spec, arch, constants);
             Ok(Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost })
         }
         Err(reason) => Err(RejectedSpec { spec, reason }),

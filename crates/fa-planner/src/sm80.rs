@@ -2,12 +2,11 @@
 //!
 //! It runs on every architecture from 8.0 on; what fits differs by the SM's shared memory.
 
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd};
+use fa_core::{ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::occupancy::{WARP, register_ceiling};
 use crate::plan::account::Registers;
 use crate::smem::{SmemBuffer, SmemPlan};
-use fa_core::ArchLimits;
 
 /// Tile extents of the head dims; a problem's are padded to the next.
 pub const HEAD_DIMS: [u32; 8] = [32, 64, 96, 128, 160, 192, 224, 256];

@@ -84,7 +84,8 @@ proptest! {
         }
     }
 
-    /// Longer sequences take longer, with one kernel and with the best of all (up to the sampling of causal tiles).
+    /// Longer sequences take longer, with one kernel and with the best of all; only a length that happens to fill its last
+    /// tile saves the test of a mask there, a percent or two.
     #[test]
     fn time_grows_with_length(problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec())) {
         let short = Problem { seqlen_k: problem.seqlen_q, ..problem };
@@ -92,12 +93,12 @@ proptest! {
         for options in families(arch) {
             let (a, b) = (explore(&short, arch, &options).unwrap(), explore(&long, arch, &options).unwrap());
             if let (Some(a), Some(b)) = (a.plans.first(), b.plans.first()) {
-                prop_assert!(b.cost.seconds >= 0.995 * a.cost.seconds, "{} {}: {:?} then {:?}", a.spec, b.spec, a.cost, b.cost);
+                prop_assert!(b.cost.seconds >= 0.97 * a.cost.seconds, "{} {}: {:?} then {:?}", a.spec, b.spec, a.cost, b.cost);
             }
             let constants = CostConstants::of(arch);
             for plan in a.plans.iter().step_by(7) {
                 let [a, b] = [short, long].map(|p| predict(&p, &plan.spec, arch, &constants).seconds);
-                prop_assert!(b >= 0.995 * a, "{}: {a} then {b}", plan.spec);
+                prop_assert!(b >= 0.97 * a, "{}: {a} then {b}", plan.spec);
             }
         }
     }
@@ -136,6 +137,19 @@ fn bottlenecks_follow_the_problem() {
         named(&Problem { batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 1, heads_kv: 1, ..BASE }),
         Bottleneck::Latency
     );
+}
+
+#[test]
+fn empty_problems_cost_a_launch() {
+    for problem in [Problem { batch: 0, ..BASE }, Problem { seqlen_q: 0, ..BASE }] {
+        for (arch, options) in
+            Arch::ALL.into_iter().flat_map(|a| families(a).into_iter().map(move |o| (a, o)))
+        {
+            let best = plan(&problem, arch, &options).expect("plans").remove(0).cost;
+            assert_eq!((best.tflops, best.tiles, best.bottleneck), (0.0, 0.0, Bottleneck::Latency));
+            assert!(best.seconds < 10e-6, "{arch}: {best:?}");
+        }
+    }
 }
 
 /// Each of the SM80-class kernel's switches, turned off, costs time where its effect is felt.

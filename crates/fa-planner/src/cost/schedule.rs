@@ -2,21 +2,23 @@
 
 use fa_core::Problem;
 
-/// Query tiles of one head, grouped by the steps that they take.
+/// A problem's query tiles, in runs of neighbours.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     /// Tiles over all heads and sequences.
     pub tiles: f64,
-    /// Samples of a head's tiles, from first to last query.
+    /// Runs of a head's tiles, from first to last query, each with those of all heads and sequences.
     pub classes: Vec<TileClass>,
+    /// The tile with the most steps.
+    pub longest: TileClass,
 }
 
-/// Tiles that take the same steps.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Neighbouring tiles, of much the same length.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TileClass {
     /// How many, over all heads and sequences.
     pub count: f64,
-    /// Steps of `tile_n` keys.
+    /// Steps of `tile_n` keys of one tile, on average.
     pub steps: f64,
     /// Those of them that test a mask.
     pub masked: f64,
@@ -35,8 +37,11 @@ pub enum Queue {
     Fixed,
 }
 
-/// A head's tiles are sampled where there are more: a causal row of tiles is a straight line.
-const SAMPLES: usize = 64;
+/// At most so many runs of neighbouring tiles are told apart.
+const CLASSES: usize = 64;
+
+/// At most so many tiles of a run are counted; of more, so many at even distance.
+const SAMPLES: usize = 32;
 
 impl Work {
     /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a K/V head's
@@ -47,18 +52,29 @@ impl Work {
         let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         let m_tiles = (seqlen_q * group).div_ceil(tile_m);
-        let samples = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles.min(SAMPLES) };
-        let classes = (0..samples)
-            .map(|sample| {
-                let tile = (2 * sample + 1) * m_tiles / (2 * samples);
-                let first = tile * tile_m / group;
-                let last = ((tile + 1) * tile_m).div_ceil(group).min(seqlen_q);
-                let range = problem.mask.n_blocks(first..last, seqlen_q, seqlen_k, tile_n);
-                let count = heads * m_tiles as f64 / samples as f64;
-                TileClass { count, steps: range.len() as f64, masked: range.masked() as f64 }
+        let count = |tile: usize| {
+            let first = tile * tile_m / group;
+            let last = ((tile + 1) * tile_m).div_ceil(group).min(seqlen_q);
+            let range = problem.mask.n_blocks(first..last, seqlen_q, seqlen_k, tile_n);
+            (range.len(), range.masked())
+        };
+        let runs = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles.min(CLASSES) };
+        let mut most = (0, 0);
+        let classes = (0..runs)
+            .map(|run| {
+                let (begin, end) = (run * m_tiles / runs, (run + 1) * m_tiles / runs);
+                // Without a mask all tiles are alike.
+                let samples = if problem.mask.is_full() { 1 } else { (end - begin).min(SAMPLES) };
+                let (steps, masked) = (0..samples)
+                    .map(|sample| count(begin + sample * (end - begin) / samples))
+                    .inspect(|tile| most = most.max(*tile))
+                    .fold((0, 0), |sum, tile| (sum.0 + tile.0, sum.1 + tile.1));
+                let mean = |sum: usize| sum as f64 / samples as f64;
+                TileClass { count: heads * (end - begin) as f64, steps: mean(steps), masked: mean(masked) }
             })
             .collect();
-        Work { tiles: heads * m_tiles as f64, classes }
+        let longest = TileClass { count: 1.0, steps: most.0 as f64, masked: most.1 as f64 };
+        Work { tiles: heads * m_tiles as f64, classes, longest }
     }
 
     /// Steps over all tiles.
@@ -73,22 +89,22 @@ impl Work {
 
     /// Total length of all tiles and the time that `slots` slots take for them, in the unit of `length`.
     ///
-    /// For a longest-first queue this is the larger of the even share and, for every `k`, `k` times the shortest of the
+    /// For a longest-first queue this is the largest of the even share, the longest tile and, for every `k`, `k` times the shortest of the
     /// `(k - 1) * slots + 1` longest tiles (some slot must take `k` of those): exact for equal tiles, a lower bound else.
     /// Other orders add the share of the longest tile by which slots are expected to end apart.
     pub fn makespan(&self, slots: f64, queue: Queue, length: impl Fn(&TileClass) -> f64) -> (f64, f64) {
         let mut lengths: Vec<(f64, f64)> = self.classes.iter().map(|c| (length(c), c.count)).collect();
         lengths.sort_by(|a, b| b.0.total_cmp(&a.0));
         let total: f64 = lengths.iter().map(|(len, count)| len * count).sum();
-        let (Some(longest), Some(shortest)) = (lengths.first(), lengths.last()) else {
+        let Some((shortest, _)) = lengths.last().filter(|_| total > 0.0) else {
             return (0.0, 0.0);
         };
+        let longest = length(&self.longest);
         let mut seen = 0.0;
-        let mut end = total / slots;
+        let mut end = longest.max(total / slots);
         for (len, count) in &lengths {
             seen += count;
-            // Counts are exact up to rounding of the sampled shares.
-            end = end.max(((seen - 1e-6) / slots).ceil() * len);
+            end = end.max((seen / slots).ceil() * len);
         }
         let spread = match queue {
             Queue::LongestFirst => 0.0,
@@ -96,7 +112,7 @@ impl Work {
             Queue::Fixed => 0.25,
             Queue::ShortestFirst => 0.5,
         };
-        let apart = spread * (longest.0 - shortest.0) * (1.0 - (slots / self.tiles).min(1.0));
+        let apart = spread * (longest - shortest) * (1.0 - (slots / self.tiles).min(1.0));
         (total, end.max(total / slots + apart))
     }
 }
@@ -109,7 +125,9 @@ mod tests {
     fn lengths(classes: &[(f64, f64)]) -> Work {
         let classes =
             classes.iter().map(|&(count, steps)| TileClass { count, steps, masked: 0.0 }).collect::<Vec<_>>();
-        Work { tiles: classes.iter().map(|c| c.count).sum(), classes }
+        let longest =
+            *classes.iter().max_by(|a, b| a.steps.total_cmp(&b.steps)).unwrap_or(&TileClass::default());
+        Work { tiles: classes.iter().map(|c| c.count).sum(), classes, longest }
     }
 
     #[test]
@@ -144,11 +162,14 @@ mod tests {
     }
 
     #[test]
-    fn sampling_keeps_the_sum() {
-        let problem = Problem::square(1, 1 << 17, 1, 64, Mask::CAUSAL, Dtype::F16);
-        let exact = 1024.0 * 1025.0 / 2.0;
-        let steps = Work::of(&problem, 128, 128, false).steps();
-        assert!((steps / exact - 1.0).abs() < 1e-3, "{steps} for {exact}");
+    fn runs_of_tiles_keep_the_sum() {
+        for (tiles, tolerance) in [(100u32, 1e-12), (1024, 1e-12), (8192, 1e-3)] {
+            let problem = Problem::square(1, 128 * tiles as usize, 1, 64, Mask::CAUSAL, Dtype::F16);
+            let exact = f64::from(tiles) * f64::from(tiles + 1) / 2.0;
+            let work = Work::of(&problem, 128, 128, false);
+            assert!((work.steps() / exact - 1.0).abs() < tolerance, "{} for {exact}", work.steps());
+            assert_eq!(work.classes.iter().map(|c| c.count).sum::<f64>(), work.tiles);
+        }
     }
 
     #[test]
