@@ -27,6 +27,8 @@ pub trait Real:
     fn exp(self) -> Self;
     /// The natural logarithm.
     fn ln(self) -> Self;
+    /// The square root.
+    fn sqrt(self) -> Self;
     /// The hyperbolic tangent.
     fn tanh(self) -> Self;
     /// The larger number; a NaN loses against any number.
@@ -48,6 +50,9 @@ macro_rules! real {
             }
             fn ln(self) -> Self {
                 $type::ln(self)
+            }
+            fn sqrt(self) -> Self {
+                $type::sqrt(self)
             }
             fn tanh(self) -> Self {
                 $type::tanh(self)

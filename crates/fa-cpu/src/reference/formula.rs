@@ -34,24 +34,32 @@ struct Row<R> {
     lse: R,
 }
 
-/// (O `[batch, seqlen_q, heads_q, head_dim_v]`, LSE `[batch, heads_q, seqlen_q]`).
+/// What the forward computes.
+pub(super) struct Forward<R> {
+    /// Packed BSHD.
+    pub out: Vec<R>,
+    /// `[batch, heads_q, seqlen_q]`.
+    pub lse: Vec<R>,
+    /// Per row of O, see [`Norms`]; in the order of the LSE.
+    pub out_terms: Vec<R>,
+}
+
 pub(super) fn forward<R: Real, S: Element, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
-) -> (Vec<R>, Vec<R>) {
-    let heads: Vec<(Vec<R>, Vec<R>)> = for_each_head(problem, |b, h| {
+) -> Forward<R> {
+    let heads: Vec<Forward<R>> = for_each_head(problem, |b, h| {
         let head = Head::gather(problem, q, k, v, b, h);
-        let rows = (0..problem.seqlen_q).map(|i| {
-            let row = head.row(i);
-            (head.output::<S>(&row), row.lse)
-        });
-        let (out, lse): (Vec<Vec<R>>, Vec<R>) = rows.unzip();
-        (out.concat(), lse)
+        head.forward::<S>()
     });
-    let (out, lse): (Vec<Vec<R>>, Vec<Vec<R>>) = heads.into_iter().unzip();
-    (interleave(&out, problem.heads_q, problem.seqlen_q, problem.head_dim_v), lse.concat())
+    let out: Vec<&[R]> = heads.iter().map(|head| &head.out[..]).collect();
+    Forward {
+        out: interleave(&out, problem.heads_q, problem.seqlen_q, problem.head_dim_v),
+        lse: heads.iter().flat_map(|head| &head.lse).copied().collect(),
+        out_terms: heads.iter().flat_map(|head| &head.out_terms).copied().collect(),
+    }
 }
 
 /// What the backward computes, packed BSHD, or `[seqlen, dim]` where it is one head's alone.
@@ -60,10 +68,12 @@ pub(super) struct Gradients<R> {
     pub dq: Vec<R>,
     pub dk: Vec<R>,
     pub dv: Vec<R>,
-    /// Per row of dQ, the sum of the magnitudes whose difference its elements are; see [`super::Gradients::dq_noise`].
+    /// Per row of dQ, see [`Norms`].
     pub dq_terms: Vec<R>,
-    /// Per row of dK, likewise.
+    /// Per row of dK.
     pub dk_terms: Vec<R>,
+    /// Per row of dV.
+    pub dv_terms: Vec<R>,
 }
 
 pub(super) fn backward<R: Real, S: Element, T: Element>(
@@ -91,6 +101,7 @@ pub(super) fn backward<R: Real, S: Element, T: Element>(
         dv: of_keys(|head| &head.dv, problem.head_dim_v),
         dq_terms: of_queries(|head| &head.dq_terms, 1),
         dk_terms: of_keys(|head| &head.dk_terms, 1),
+        dv_terms: of_keys(|head| &head.dv_terms, 1),
     }
 }
 
@@ -154,6 +165,24 @@ impl<'a, R: Real> Head<'a, R> {
         out.into_iter().map(|value| value / row.sum).collect()
     }
 
+    /// The forward of this query head alone.
+    fn forward<S: Element>(&self) -> Forward<R> {
+        let Problem { seqlen_q, head_dim, head_dim_v, .. } = *self.problem;
+        let (q, k) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
+        let v = Norms::of(&self.v, head_dim_v);
+        let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
+        for i in 0..seqlen_q {
+            let softmax = self.row(i);
+            out.extend(self.output::<S>(&softmax));
+            lse.push(softmax.lse);
+            let weighted = softmax.keys.clone().zip(&softmax.weights).map(|(j, &weight)| {
+                weight / softmax.sum * self.weight_roundings(q.norm[i], k.norm[j], softmax.lse) * v.largest[j]
+            });
+            out_terms.push(weighted.fold(R::ZERO, |sum, term| sum + term));
+        }
+        Forward { out, lse, out_terms }
+    }
+
     /// The gradients of this query head alone.
     fn gradients<S: Element>(&self, dout: &[R]) -> Gradients<R> {
         let Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = *self.problem;
@@ -161,9 +190,9 @@ impl<'a, R: Real> Head<'a, R> {
         let mut dk = vec![R::ZERO; self.k.len()];
         let mut dv = vec![R::ZERO; self.v.len()];
         let mut dq_terms = vec![R::ZERO; seqlen_q];
-        let mut dk_terms = vec![R::ZERO; seqlen_k];
-        let k_largest: Vec<R> = (0..seqlen_k).map(|j| largest(self.k(j))).collect();
-        let v_abs = abs(&self.v);
+        let [mut dk_terms, mut dv_terms] = [(); 2].map(|()| vec![R::ZERO; seqlen_k]);
+        let (q_norms, k_norms) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
+        let (v_norms, dout_norms) = (Norms::of(&self.v, head_dim_v), Norms::of(dout, head_dim_v));
         for i in 0..seqlen_q {
             let softmax = self.row(i);
             if softmax.sum == R::ZERO {
@@ -173,8 +202,7 @@ impl<'a, R: Real> Head<'a, R> {
             let out: Vec<R> = self.output::<S>(&softmax).into_iter().map(R::rounded_to::<S>).collect();
             // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
             let p_dp = dot(dout, &out);
-            let (dout_abs, q_largest) = (abs(dout), largest(self.q(i)));
-            let p_dp_terms = dot(&dout_abs, &abs(&out));
+            let out_norm = norm(&out);
             for ((j, &score), &weight) in softmax.keys.clone().zip(&softmax.scores).zip(&softmax.weights) {
                 let p = weight / softmax.sum;
                 let dp = dot(dout, self.v(j));
@@ -183,19 +211,53 @@ impl<'a, R: Real> Head<'a, R> {
                 add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
                 add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
                 add_scaled(row_mut(&mut dv, j, head_dim_v), p.rounded_to::<S>(), dout);
-                let ds_terms = p * (dot(&dout_abs, row(&v_abs, j, head_dim_v)) + p_dp_terms);
-                dq_terms[i] += ds_terms * k_largest[j];
-                dk_terms[j] += ds_terms * q_largest;
+
+                let roundings = self.weight_roundings(q_norms.norm[i], k_norms.norm[j], softmax.lse);
+                let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
+                let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
+                dq_terms[i] += ds_terms * k_norms.largest[j];
+                dk_terms[j] += ds_terms * q_norms.largest[i];
+                dv_terms[j] += p * roundings * dout_norms.largest[i];
             }
         }
         for value in dq.iter_mut().chain(&mut dk) {
             *value *= self.scale;
         }
-        for value in dq_terms.iter_mut().chain(&mut dk_terms) {
-            *value *= largest(&[self.scale]);
-        }
-        Gradients { dq, dk, dv, dq_terms, dk_terms }
+        Gradients { dq, dk, dv, dq_terms, dk_terms, dv_terms }
     }
+
+    /// How many roundings, in the relative error of `exp(S - LSE)`, a computation may make: what S and LSE lose is relative
+    /// to the magnitudes that they are made of.
+    fn weight_roundings(&self, q_norm: R, k_norm: R, lse: R) -> R {
+        R::ONE + abs(self.scale) * q_norm * k_norm + abs(lse)
+    }
+}
+
+/// Of each row of a matrix. With them the size of the terms that make a result is bounded, which is what the roundings of any
+/// computation of it are relative to: see [`super::Gradients::dq_noise`].
+struct Norms<R> {
+    /// Euclidean: `|a . b| <= sum |a b| <= norm(a) norm(b)`.
+    norm: Vec<R>,
+    /// Largest magnitude.
+    largest: Vec<R>,
+}
+
+impl<R: Real> Norms<R> {
+    fn of(matrix: &[R], dim: usize) -> Self {
+        let largest = |row: &[R]| row.iter().fold(R::ZERO, |max, &value| max.max(abs(value)));
+        Norms {
+            norm: matrix.chunks(dim).map(norm).collect(),
+            largest: matrix.chunks(dim).map(largest).collect(),
+        }
+    }
+}
+
+fn norm<R: Real>(row: &[R]) -> R {
+    dot(row, row).sqrt()
+}
+
+fn abs<R: Real>(value: R) -> R {
+    value.max(R::ZERO - value)
 }
 
 /// `compute(batch, query head)` for all of them, in parallel, in order.
@@ -232,14 +294,6 @@ fn sum<'a, R: Real>(mut vectors: impl Iterator<Item = &'a [R]>) -> Vec<R> {
         add_scaled(&mut sum, R::ONE, vector);
     }
     sum
-}
-
-fn abs<R: Real>(values: &[R]) -> Vec<R> {
-    values.iter().map(|&value| value.max(R::ZERO - value)).collect()
-}
-
-fn largest<R: Real>(values: &[R]) -> R {
-    abs(values).into_iter().fold(R::ZERO, R::max)
 }
 
 fn row<R>(matrix: &[R], index: usize, dim: usize) -> &[R] {

@@ -44,7 +44,7 @@ pub fn forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
     check_forward(problem, q, k, v)?;
-    let (out, lse) = formula::forward::<f32, T, T>(problem, q, k, v);
+    let formula::Forward { out, lse, .. } = formula::forward::<f32, T, T>(problem, q, k, v);
     Ok(LowForward { out: round(&out), lse })
 }
 

@@ -38,6 +38,8 @@ pub struct Forward {
     pub out: Vec<f64>,
     /// Natural logarithm of the sum of exponentials, `[batch, heads_q, seqlen_q]`.
     pub lse: Vec<f64>,
+    /// How much of O may be noise of f32 arithmetic: see [`Gradients::dq_noise`].
+    pub out_noise: f64,
 }
 
 /// Gradients in f64.
@@ -49,18 +51,26 @@ pub struct Gradients {
     pub dk: Vec<f64>,
     /// Packed `[batch, seqlen_k, heads_kv, head_dim_v]`.
     pub dv: Vec<f64>,
-    /// How much of dQ may be noise of f32 arithmetic where its terms cancel: see [`Gradients::dk_noise`].
-    pub dq_noise: f64,
-    /// How much of dK may be noise of f32 arithmetic where its terms cancel.
+    /// How much of dQ may be noise of f32 arithmetic.
     ///
-    /// A row that sees one key has `dP = sum_j P dP` and exact gradients 0, but the two sides are sums taken in different
-    /// orders, and an implementation in f32 leaves their roundings. This is [`F32_NOISE`] times the sum of the magnitudes
-    /// that enter an element of the gradient, at its largest. [`crate::compare::Comparison::allowing`] makes room for it.
+    /// The roundings of a computation are relative to the terms that make a result, not to the result: scores in the hundreds
+    /// leave fewer digits to their exponentials, and a row that sees one key has `dP = sum_j P dP` and exact gradients 0,
+    /// but an implementation takes the two sums in different orders. This is [`F32_ROUNDING`] times a bound of those terms,
+    /// at its largest over the tensor. [`crate::compare::Comparison::allowing`] makes room for it.
+    pub dq_noise: f64,
+    /// The same of dK.
     pub dk_noise: f64,
+    /// The same of dV.
+    pub dv_noise: f64,
 }
 
-/// Roundings of f32 sums, relative to the sum of the magnitudes of their terms: four, since tensor cores truncate.
-pub const F32_NOISE: f64 = 1.0 / (1u64 << 22) as f64;
+/// The distance from 1 to the next f32: two roundings.
+pub const F32_ROUNDING: f64 = f32::EPSILON as f64;
+
+/// The largest finite one of `terms` in roundings.
+fn noise(terms: Vec<f64>) -> f64 {
+    F32_ROUNDING * terms.into_iter().filter(|term| term.is_finite()).fold(0.0, f64::max)
+}
 
 /// O and LSE of `problem` on the given tensors. Heads are computed in parallel; the result does not depend on how many
 /// threads there are.
@@ -74,8 +84,8 @@ pub fn forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
     check_forward(problem, q, k, v)?;
-    let (out, lse) = formula::forward::<f64, f64, T>(problem, q, k, v);
-    Ok(Forward { out, lse })
+    let formula::Forward { out, lse, out_terms } = formula::forward::<f64, f64, T>(problem, q, k, v);
+    Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 
 /// The gradients of `sum(O * dO)` with respect to Q, K and V. Deterministic as [`forward`] is.
@@ -91,8 +101,13 @@ pub fn backward<T: Element>(
 ) -> Result<Gradients, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let formula::Gradients { dq, dk, dv, dq_terms, dk_terms } =
-        formula::backward::<f64, f64, T>(problem, q, k, v, dout);
-    let noise = |terms: Vec<f64>| F32_NOISE * terms.into_iter().fold(0.0, f64::max);
-    Ok(Gradients { dq, dk, dv, dq_noise: noise(dq_terms), dk_noise: noise(dk_terms) })
+    let found = formula::backward::<f64, f64, T>(problem, q, k, v, dout);
+    Ok(Gradients {
+        dq: found.dq,
+        dk: found.dk,
+        dv: found.dv,
+        dq_noise: noise(found.dq_terms),
+        dk_noise: noise(found.dk_terms),
+        dv_noise: noise(found.dv_terms),
+    })
 }

@@ -6,7 +6,8 @@ use fa_cpu::reference;
 use half::bf16;
 
 use crate::files::{File, folder};
-use crate::inputs::bshd;
+use crate::inputs::{Inputs, bshd};
+use crate::tiled::{Expected, check_against, isas};
 
 /// The layers: (file, problem).
 fn layers() -> Vec<(File, Problem)> {
@@ -27,7 +28,7 @@ fn model_error(dtype: Dtype) -> f64 {
 }
 
 #[test]
-fn the_oracle_agrees_with_the_model() {
+fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
     fn check<T: Element>(file: &File, problem: &Problem) {
         let [q, k, v, out] = ["q", "k", "v", "out"].map(|name| file.values::<T>(name));
         let [q, k, v] =
@@ -44,6 +45,15 @@ fn the_oracle_agrees_with_the_model() {
             file.name
         );
         assert!(forward.lse.iter().all(|lse| lse.is_finite()));
+
+        // The layer has no gradient of its own: its output stands in for dO.
+        let [q, k, v] = ["q", "k", "v"].map(|name| file.values::<T>(name));
+        let inputs = Inputs { q, k, v, dout: out };
+        let expected = Expected::compute(problem, &inputs, true);
+        for isa in isas() {
+            let failures = check_against(&file.name, problem, &inputs, &expected, isa);
+            assert!(failures.is_empty(), "{}", failures.join("\n"));
+        }
     }
     let layers = layers();
     assert_eq!(layers.len(), 3);

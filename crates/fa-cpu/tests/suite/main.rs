@@ -1,9 +1,12 @@
 //! The proof of this crate: golden vectors, real layers, laws, gradients against finite differences, and the cases that
 //! attention implementations get wrong.
 
+mod cases;
 mod files;
 mod golden;
 mod gradients;
 mod inputs;
 mod laws;
 mod layers;
+mod places;
+mod tiled;

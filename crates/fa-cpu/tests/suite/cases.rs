@@ -1,0 +1,195 @@
+//! The cases that an attention implementation must get right, on the tiled one.
+//!
+//! The lists cross every shape with every type and causal or not; head dims, head counts and batches rotate through the
+//! shapes, then stand in lists of their own.
+
+use fa_core::{Dtype, Mask, Problem};
+
+use crate::tiled::{Case, check_all};
+
+const SHAPES: [(usize, usize); 24] = [
+    (1, 1),
+    (3, 3),
+    (64, 32),
+    (64, 128),
+    (64, 1),
+    (128, 128),
+    (128, 192),
+    (256, 256),
+    (255, 256),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (113, 128),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (384, 256),
+    (640, 128),
+    (512, 256),
+    (1024, 1024),
+    (1023, 1024),
+    (1024, 1023),
+    (2048, 2048),
+];
+const HEAD_DIMS: [(usize, usize); 19] = [
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 192),
+    (256, 256),
+    (8, 8),
+    (16, 16),
+    (32, 32),
+    (40, 40),
+    (72, 72),
+    (80, 80),
+    (112, 112),
+    (160, 160),
+    (192, 128),
+    (128, 64),
+    (64, 128),
+    (13, 7),
+    (1, 1),
+    (3, 5),
+];
+const HEADS: [(usize, usize); 5] = [(6, 6), (6, 3), (6, 1), (8, 1), (32, 8)];
+const BATCHES: [usize; 3] = [1, 2, 9];
+const DTYPES: [Dtype; 3] = [Dtype::F16, Dtype::Bf16, Dtype::F32];
+const CAUSAL: [Mask; 2] = [Mask::FULL, Mask::CAUSAL];
+
+/// Multiply-adds of a forward above which a case is cut down to fewer sequences and heads, then to a smaller head dim: the
+/// oracle takes about a second for 2^28 of them, gradients included.
+const BUDGET: f64 = 3e7;
+
+fn problem(
+    lengths: (usize, usize),
+    heads: (usize, usize),
+    dims: (usize, usize),
+    mask: Mask,
+    dtype: Dtype,
+) -> Problem {
+    Problem {
+        batch: 1,
+        seqlen_q: lengths.0,
+        seqlen_k: lengths.1,
+        heads_q: heads.0,
+        heads_kv: heads.1,
+        head_dim: dims.0,
+        head_dim_v: dims.1,
+        mask,
+        dtype,
+        softmax_scale: None,
+        softcap: None,
+    }
+}
+
+fn within_budget(problem: Problem) -> Problem {
+    let smaller = [
+        problem,
+        Problem { batch: 1, ..problem },
+        Problem { batch: 1, heads_q: 6.min(problem.heads_q), heads_kv: 1, ..problem },
+        Problem { batch: 1, heads_q: 2, heads_kv: 1, ..problem },
+        Problem { batch: 1, heads_q: 1, heads_kv: 1, ..problem },
+    ];
+    let fits = |problem: &Problem| problem.flops_forward() <= 2.0 * BUDGET;
+    let least = Problem { head_dim: 64, head_dim_v: 64, ..smaller[4] };
+    smaller.into_iter().find(fits).unwrap_or(least)
+}
+
+/// Both masks and every type; the other axes move on from case to case.
+fn shapes(shapes: &[(usize, usize)]) -> impl Iterator<Item = Case> {
+    let cases = shapes.iter().flat_map(|&lengths| {
+        CAUSAL.into_iter().flat_map(move |mask| DTYPES.into_iter().map(move |dtype| (lengths, mask, dtype)))
+    });
+    cases.enumerate().map(|(turn, (lengths, mask, dtype))| {
+        let dims = HEAD_DIMS[turn % HEAD_DIMS.len()];
+        let batch = BATCHES[(turn / 2) % BATCHES.len()];
+        let problem = problem(lengths, HEADS[turn % HEADS.len()], dims, mask, dtype);
+        let problem = within_budget(Problem { batch, ..problem });
+        Case { problem, with_backward: true, all_isas: false }
+    })
+}
+
+#[test]
+fn short_shapes() {
+    check_all(shapes(&SHAPES[..15]));
+}
+
+#[test]
+fn longer_shapes() {
+    check_all(shapes(&SHAPES[15..23]));
+}
+
+/// One type and head each: the oracle is quadratic.
+#[test]
+fn long_shapes() {
+    let long = |lengths, dims, mask, dtype, with_backward| {
+        let problem = Problem { heads_q: 2, ..problem(lengths, (2, 1), dims, mask, dtype) };
+        Case { problem, with_backward, all_isas: false }
+    };
+    check_all([
+        long(SHAPES[23], (64, 64), Mask::FULL, Dtype::Bf16, false),
+        long(SHAPES[23], (64, 64), Mask::CAUSAL, Dtype::F16, true),
+        long((4096, 4096), (32, 32), Mask::CAUSAL, Dtype::Bf16, false),
+        long((4224, 4224), (32, 32), Mask::FULL, Dtype::F16, false),
+        long((4224, 4224), (8, 8), Mask::CAUSAL, Dtype::F32, false),
+    ]);
+}
+
+#[test]
+fn every_head_dim_with_every_instruction_set() {
+    check_all(HEAD_DIMS.into_iter().flat_map(|dims| {
+        CAUSAL.into_iter().zip([(113, 203), (73, 37)]).flat_map(move |(mask, lengths)| {
+            DTYPES.map(|dtype| {
+                let problem = problem(lengths, (2, 1), dims, mask, dtype);
+                Case { problem, with_backward: true, all_isas: true }
+            })
+        })
+    }));
+}
+
+#[test]
+fn every_head_count_and_batch() {
+    check_all(HEADS.into_iter().flat_map(|heads| {
+        BATCHES.into_iter().flat_map(move |batch| {
+            CAUSAL.into_iter().flat_map(move |mask| {
+                DTYPES.map(|dtype| {
+                    let problem = Problem { batch, ..problem((33, 48), heads, (16, 24), mask, dtype) };
+                    Case { problem, with_backward: true, all_isas: false }
+                })
+            })
+        })
+    }));
+}
+
+#[test]
+fn windows_caps_and_scales() {
+    let masks = [
+        Mask::window(0, 0),
+        Mask::window(7, 3),
+        Mask::window(100, 0),
+        Mask::window(0, 200),
+        Mask::causal_window(16),
+        Mask { left: Some(40), right: None },
+        Mask { left: None, right: Some(25) },
+    ];
+    let lengths = [(1, 77), (113, 203), (203, 113), (150, 9), (9, 150), (257, 257)];
+    let turns = masks.into_iter().flat_map(|mask| lengths.map(|lengths| (mask, lengths)));
+    check_all(turns.enumerate().map(|(turn, (mask, lengths))| {
+        let problem = problem(lengths, (4, 2), (48, 32), mask, DTYPES[turn % 3]);
+        let softmax_scale = [None, Some(0.5), Some(-0.25), Some(0.0)][turn % 4];
+        let softcap = [None, Some(2.0), Some(30.0)][turn / 2 % 3];
+        let problem = Problem { softmax_scale, softcap, ..problem };
+        Case { problem, with_backward: true, all_isas: true }
+    }));
+}
+
+/// Thousands of sequences, and more keys than 16 or 22 bits count.
+#[test]
+fn large_batch_and_millions_of_keys() {
+    let many = Problem { batch: 8300, ..problem((2, 3), (2, 1), (4, 4), Mask::CAUSAL, Dtype::Bf16) };
+    let long = problem((1, (1 << 22) + 3), (1, 1), (2, 1), Mask::CAUSAL, Dtype::F16);
+    check_all([many, long].map(|problem| Case { problem, with_backward: true, all_isas: false }));
+}

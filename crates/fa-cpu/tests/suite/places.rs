@@ -1,0 +1,346 @@
+//! Places where known implementations failed, one test each, on the tiled one.
+
+use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::merge::merge;
+use fa_cpu::tiled::{self, Options};
+use fa_cpu::{CpuError, Element, TensorMut, TensorRef, reference};
+use half::bf16;
+use half::slice::HalfBitsSliceExt;
+use proptest::prelude::*;
+
+use crate::gradients::masks;
+use crate::inputs::{Inputs, Views, assert_close, bshd};
+use crate::tiled::{Case, Expected, Results, check, check_against, describe, isas, within_one_rounding};
+
+const SMALL: Problem = Problem {
+    heads_kv: 2,
+    seqlen_k: 45,
+    head_dim_v: 9,
+    ..Problem::square(2, 37, 4, 13, Mask::CAUSAL, Dtype::F32)
+};
+
+fn exact(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&value| f64::from(value)).collect()
+}
+
+#[test]
+fn more_queries_than_keys_under_causal() {
+    let problem = Problem { seqlen_q: 300, seqlen_k: 41, ..SMALL };
+    let inputs = Inputs::<f32>::random(&problem, 1);
+    let results = Results::compute(Options::default(), &problem, &inputs, true);
+    let blind = problem.seqlen_q - problem.seqlen_k;
+    for (index, lse) in results.lse.iter().enumerate() {
+        assert_eq!(*lse == f32::NEG_INFINITY, index % problem.seqlen_q < blind, "row {index}");
+    }
+    for (values, dim) in [(&results.out, problem.head_dim_v), (&results.dq, problem.head_dim)] {
+        for (position, row) in values.chunks(problem.heads_q * dim).enumerate() {
+            let zero = row.iter().all(|&value| value == 0.0);
+            assert_eq!(zero, position % problem.seqlen_q < blind, "position {position}");
+        }
+    }
+    assert!(results.dk.iter().chain(&results.dv).all(|value| value.is_finite()));
+}
+
+#[test]
+fn nothing_to_see_and_nothing_to_do() {
+    for (batch, seqlen_q, seqlen_k) in [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)] {
+        for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(2, 2)] {
+            let problem = Problem { batch, seqlen_q, seqlen_k, mask, ..SMALL };
+            let inputs = Inputs::<f32>::random(&problem, 2);
+            let results = Results::compute(Options::default(), &problem, &inputs, true);
+            let Results { out, lse, dq, dk, dv } = results;
+            assert_eq!(lse.len(), batch * 4 * seqlen_q);
+            assert!(lse.iter().all(|&lse| lse == f32::NEG_INFINITY), "{}", describe(&problem));
+            assert!([out, dq, dk, dv].concat().iter().all(|&value| value == 0.0), "{}", describe(&problem));
+            let views = inputs.views(&problem);
+            let oracle = reference::forward(&problem, &views.q, &views.k, &views.v).unwrap();
+            assert_eq!(oracle.lse, exact(&lse));
+        }
+    }
+}
+
+/// Strides that are not packed: gaps that hold NaN, axes in another order or backwards. The gaps of outputs stay as they are.
+#[test]
+fn strides_of_every_kind() {
+    let shapes = [q_shape, k_shape, v_shape, out_shape, q_shape, k_shape, v_shape].map(|shape| shape(&SMALL));
+    let names = ["q", "k", "v", "out", "dq", "dk", "dv"];
+    let inputs = Inputs::<f32>::random(&SMALL, 3);
+    let packed = Results::compute(Options::default(), &SMALL, &inputs, true);
+    let strides: [fn([usize; 4]) -> Strides; 4] = [
+        // A gap of one element after every row, so that nothing is aligned.
+        |[_, s, h, d]| {
+            let [s, h, d] = [s, h, d].map(|len| len as i64);
+            Strides { batch: s * (h * (d + 1) + 3) + 7, seq: h * (d + 1) + 3, head: d + 1, dim: 1 }
+        },
+        |[_, s, h, d]| TensorLayout::Bhsd.strides(s, h, d),
+        // The dim is not the fastest axis.
+        |[b, s, h, _]| {
+            let [b, s, h] = [b, s, h].map(|len| len as i64);
+            Strides { batch: s * h, seq: h, head: 1, dim: b * s * h + 1 }
+        },
+        // Every second element.
+        |[_, s, h, d]| {
+            let [s, h, d] = [s, h, d].map(|len| len as i64);
+            Strides { batch: 2 * s * h * d, seq: 2 * d, head: 2 * s * d, dim: 2 }
+        },
+    ];
+    for strides in strides {
+        let [mut q, mut k, mut v, mut out, mut dq, mut dk, mut dv] =
+            shapes.map(|shape| vec![f32::NAN; reach(shape, &strides(shape))]);
+        let mut dout = out.clone();
+        for (strided, packed, shape) in [
+            (&mut q, &inputs.q, shapes[0]),
+            (&mut k, &inputs.k, shapes[1]),
+            (&mut v, &inputs.v, shapes[2]),
+            (&mut dout, &inputs.dout, shapes[3]),
+        ] {
+            for (&value, at) in packed.iter().zip(offsets(shape, strides(shape))) {
+                strided[at] = value;
+            }
+        }
+        let mut lse = vec![f32::NAN; lse_len(&SMALL)];
+        {
+            let view = |name, data, shape| TensorRef::new(name, data, shape, strides(shape)).unwrap();
+            let (q, k, v) = (view("q", &q, shapes[0]), view("k", &k, shapes[1]), view("v", &v, shapes[2]));
+            let writable = |index: usize, data| {
+                TensorMut::new(names[index], data, shapes[index], strides(shapes[index])).unwrap()
+            };
+            let (mut out, mut dq) = (writable(3, &mut out), writable(4, &mut dq));
+            let (mut dk, mut dv) = (writable(5, &mut dk), writable(6, &mut dv));
+            tiled::forward(&SMALL, &q, &k, &v, &mut out, Some(&mut lse)).unwrap();
+            let dout = view("dout", &dout, shapes[3]);
+            tiled::backward(&SMALL, &q, &k, &v, &out.as_ref(), &lse, &dout, &mut dq, &mut dk, &mut dv)
+                .unwrap();
+        }
+        assert_eq!(lse, packed.lse);
+        for (strided, packed, shape) in [
+            (&out, &packed.out, shapes[3]),
+            (&dq, &packed.dq, shapes[4]),
+            (&dk, &packed.dk, shapes[5]),
+            (&dv, &packed.dv, shapes[6]),
+        ] {
+            let offsets: Vec<usize> = offsets(shape, strides(shape)).collect();
+            let got: Vec<f32> = offsets.iter().map(|&at| strided[at]).collect();
+            assert_eq!(&got, packed);
+            let gaps = strided.iter().filter(|value| value.is_nan()).count();
+            assert_eq!(gaps, strided.len() - offsets.len(), "gaps are not written");
+        }
+    }
+}
+
+/// Offsets of a tensor's elements in BSHD order.
+fn offsets([b, s, h, d]: [usize; 4], strides: Strides) -> impl Iterator<Item = usize> {
+    (0..b * s * h * d)
+        .map(move |i| strides.offset(i / (s * h * d), i / (h * d) % s, i / d % h, i % d) as usize)
+}
+
+/// Elements of storage that the shape and strides reach over.
+fn reach([b, s, h, d]: [usize; 4], strides: &Strides) -> usize {
+    strides.offset(b - 1, s - 1, h - 1, d - 1) as usize + 1
+}
+
+#[test]
+fn broadcast_and_reversed_inputs() {
+    // One key head for both, one value row for every key, queries from the last to the first.
+    let inputs = Inputs::<f32>::random(&SMALL, 4);
+    let Views { q, k, v, .. } = inputs.views(&SMALL);
+    let k = TensorRef::new("k", k.data(), k.shape(), Strides { head: 0, ..k.strides() }).unwrap();
+    let v = TensorRef::new("v", v.data(), v.shape(), Strides { seq: 0, ..v.strides() }).unwrap();
+    let expected = reference::forward(&SMALL, &q, &k, &v).unwrap();
+    let mut out = vec![f32::NAN; expected.out.len()];
+    let mut lse = vec![f32::NAN; expected.lse.len()];
+    let mut view = TensorMut::packed("out", &mut out, out_shape(&SMALL), TensorLayout::Bshd).unwrap();
+    tiled::forward(&SMALL, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
+    assert_close("out", &exact(&out), &expected.out, 1e-6);
+    assert_close("lse", &exact(&lse), &expected.lse, 1e-6);
+}
+
+#[test]
+fn offsets_past_two_to_the_31_elements() {
+    // Storage of 4 GiB each, of which a few pages are touched; a machine without room for them cannot hold such tensors.
+    const STRIDE: usize = (1 << 31) + 12345;
+    if available_memory().is_none_or(|bytes| bytes < 12 << 30) {
+        eprintln!("not enough memory for tensors of 4 GiB: nothing checked");
+        return;
+    }
+    let problem = Problem { dtype: Dtype::Bf16, heads_kv: 4, seqlen_k: 37, head_dim_v: 13, ..SMALL };
+    let shape = q_shape(&problem);
+    let one = shape[1] * shape[2] * shape[3];
+    let inputs = Inputs::<bf16>::random(&problem, 5);
+    let strides =
+        Strides { batch: STRIDE as i64, ..TensorLayout::Bshd.strides(shape[1], shape[2], shape[3]) };
+    let (mut data, mut out) = (vec![0u16; STRIDE + 3 * one], vec![0u16; STRIDE + one]);
+    let data: &mut [bf16] = data.reinterpret_cast_mut();
+    for (index, tensor) in [&inputs.q, &inputs.k, &inputs.v].into_iter().enumerate() {
+        for batch in 0..2 {
+            data[batch * STRIDE + index * one..][..one].copy_from_slice(&tensor[batch * one..][..one]);
+        }
+    }
+    let view = |index: usize| TensorRef::new("input", &data[index * one..], shape, strides).unwrap();
+    let out: &mut [bf16] = out.reinterpret_cast_mut();
+    let mut out_view = TensorMut::new("out", out, shape, strides).unwrap();
+    tiled::forward(&problem, &view(0), &view(1), &view(2), &mut out_view, None).unwrap();
+    let packed = Results::compute(Options::default(), &problem, &inputs, false);
+    for batch in 0..2 {
+        assert_eq!(out[batch * STRIDE..][..one], packed.out[batch * one..][..one], "batch {batch}");
+    }
+    let oracle = reference::forward(&problem, &view(0), &view(1), &view(2)).unwrap();
+    within_one_rounding(Dtype::Bf16, &packed.out, &oracle.out).unwrap();
+}
+
+/// Bytes of memory to be had, where the system says.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix(" kB")?.parse::<u64>().ok()? * 1024)
+}
+
+#[test]
+fn a_thousand_runs_give_the_same_bits() {
+    let problem = Problem { seqlen_q: 70, seqlen_k: 150, mask: Mask::window(60, 9), ..SMALL };
+    let inputs = Inputs::<f32>::random(&problem, 6);
+    let first = Results::compute(Options::default(), &problem, &inputs, true).bits();
+    for run in 0..1000 {
+        let again = Results::compute(Options::default(), &problem, &inputs, true).bits();
+        assert!(first == again, "run {run} differs");
+    }
+}
+
+#[test]
+fn calls_from_several_threads_at_once() {
+    let problem = Problem { seqlen_q: 130, seqlen_k: 260, ..SMALL };
+    let inputs = Inputs::<f32>::random(&problem, 8);
+    let alone = Results::compute(Options::default(), &problem, &inputs, true).bits();
+    std::thread::scope(|scope| {
+        let call = || Results::compute(Options::default(), &problem, &inputs, true).bits();
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(call)).collect();
+        for thread in threads {
+            assert!(thread.join().unwrap() == alone);
+        }
+    });
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+    for threads in [Some(1), Some(3), None] {
+        let options = Options { threads, ..Options::default() };
+        let results = pool.install(|| Results::compute(options, &problem, &inputs, true));
+        let expected = Expected::compute(&problem, &inputs, true);
+        assert!(results.failures("pool of 5", &problem, &expected).is_empty(), "{threads:?} threads");
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_before_anything_is_written() {
+    let inputs = Inputs::<f32>::random(&SMALL, 9);
+    let Views { q, k, v, dout } = inputs.views(&SMALL);
+    let mut out = vec![7f32; inputs.dout.len()];
+    let mut lse = vec![7f32; lse_len(&SMALL)];
+    let mut view = TensorMut::packed("out", &mut out, out_shape(&SMALL), TensorLayout::Bshd).unwrap();
+    let bad = Problem { dtype: Dtype::Bf16, ..SMALL };
+    let wrong_type = tiled::forward(&bad, &q, &k, &v, &mut view, Some(&mut lse));
+    assert_eq!(wrong_type, Err(CpuError::Dtype { got: Some(Dtype::F32), need: Dtype::Bf16 }));
+    let swapped = tiled::forward(&SMALL, &q, &v, &k, &mut view, Some(&mut lse));
+    assert!(matches!(swapped, Err(CpuError::Shape { tensor: "k", .. })), "{swapped:?}");
+    let short = tiled::forward(&SMALL, &q, &k, &v, &mut view, Some(&mut lse[1..]));
+    let need = lse_len(&SMALL);
+    assert_eq!(short, Err(CpuError::Length { buffer: "lse", got: need - 1, need }));
+    let bad = Problem { softmax_scale: Some(f64::INFINITY), ..SMALL };
+    assert!(matches!(tiled::forward(&bad, &q, &k, &v, &mut view, None), Err(CpuError::Problem(_))));
+    let wrong_dout = reference::backward(&SMALL, &q, &k, &v, &q);
+    assert!(matches!(wrong_dout, Err(CpuError::Shape { tensor: "dout", .. })), "{wrong_dout:?}");
+    assert!(reference::backward(&SMALL, &q, &k, &v, &dout).is_ok());
+    assert!(out.iter().chain(&lse).all(|&value| value == 7.0));
+}
+
+/// NaN and infinity in one query or one key end up where the oracle has them.
+#[test]
+fn nan_and_infinity_where_the_oracle_has_them() {
+    let problem = Problem { mask: Mask::FULL, seqlen_q: 20, seqlen_k: 200, ..SMALL };
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut of_query = Inputs::<f32>::random(&problem, 10);
+        of_query.q[5 * 4 * 13 + 3] = bad;
+        let mut of_key = Inputs::<f32>::random(&problem, 10);
+        of_key.k[150 * 2 * 13 + 3] = bad;
+        let mut of_value = Inputs::<f32>::random(&problem, 10);
+        of_value.v[150 * 2 * 9 + 3] = bad;
+        for (name, inputs) in [("query", of_query), ("key", of_key), ("value", of_value)] {
+            let expected = Expected::compute(&problem, &inputs, false);
+            for isa in isas() {
+                let failures =
+                    check_against(&format!("{bad} in a {name}"), &problem, &inputs, &expected, isa);
+                assert!(failures.is_empty(), "{}", failures.join("\n"));
+            }
+        }
+    }
+}
+
+prop_compose! {
+    fn problems()(
+        batch in 1usize..3, seqlen_q in 1usize..150, seqlen_k in 1usize..300, heads_kv in 1usize..3, group in 1usize..4,
+        head_dim in 1usize..70, head_dim_v in 1usize..70, mask in prop_oneof![masks(), Just(Mask::CAUSAL)],
+        dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
+        softmax_scale in prop_oneof![3 => Just(None), 1 => (-1f64..1.0).prop_map(Some)],
+        softcap in prop_oneof![3 => Just(None), 1 => (1f64..50.0).prop_map(Some)],
+    ) -> Problem {
+        Problem {
+            batch, seqlen_q, seqlen_k, heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, dtype,
+            softmax_scale, softcap,
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn any_problem_keeps_the_rule(problem in problems()) {
+        let failures = check(&Case { problem, with_backward: true, all_isas: true });
+        prop_assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+
+    #[test]
+    fn sixteen_bit_outputs_are_within_one_rounding_of_f64(problem in problems(), seed: u64) {
+        fn check<T: Element>(problem: &Problem, seed: u64) -> Result<(), String> {
+            let inputs = Inputs::<T>::random(problem, seed);
+            let Views { q, k, v, .. } = inputs.views(problem);
+            let oracle = reference::forward(problem, &q, &k, &v).unwrap();
+            let results = Results::compute(Options::default(), problem, &inputs, false);
+            within_one_rounding(problem.dtype, &results.out, &oracle.out)
+        }
+        let sound = match problem.dtype {
+            Dtype::F16 => check::<half::f16>(&problem, seed),
+            _ => check::<bf16>(&Problem { dtype: Dtype::Bf16, ..problem }, seed),
+        };
+        prop_assert!(sound.is_ok(), "{}", sound.unwrap_err());
+    }
+
+    /// Parts of the keys computed apart and merged, as a decoder splits its cache.
+    #[test]
+    fn parts_of_the_keys_merge_to_the_whole(problem in problems(), seed: u64, cut in 0f64..1.0) {
+        let problem = Problem { mask: Mask::FULL, dtype: Dtype::F32, ..problem };
+        let inputs = Inputs::<f32>::random(&problem, seed);
+        let Views { q, k, v, .. } = inputs.views(&problem);
+        let whole = Results::compute(Options::default(), &problem, &inputs, false);
+        let middle = (cut * problem.seqlen_k as f64) as usize;
+        let part = |keys: std::ops::Range<usize>| {
+            let part = Problem { seqlen_k: keys.len(), ..problem };
+            let rows = |tensor: &TensorRef<'_, f32>, shape: [usize; 4]| {
+                let rows = (0..shape[0]).flat_map(|b| keys.clone().map(move |j| (b, j)));
+                let at = |(b, j)| (0..shape[2] * shape[3]).map(move |i| tensor.at(b, j, i / shape[3], i % shape[3]));
+                rows.flat_map(at).collect::<Vec<f32>>()
+            };
+            let (k, v) = (rows(&k, k_shape(&part)), rows(&v, v_shape(&part)));
+            let (k, v) = (bshd("k", &k, k_shape(&part)), bshd("v", &v, v_shape(&part)));
+            let mut out = vec![f32::NAN; whole.out.len()];
+            let mut lse = vec![f32::NAN; whole.lse.len()];
+            let mut view = TensorMut::packed("out", &mut out, out_shape(&problem), TensorLayout::Bshd).unwrap();
+            tiled::forward(&part, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
+            (out, lse)
+        };
+        let (mut out, mut lse) = part(0..middle);
+        let (other_out, other_lse) = part(middle..problem.seqlen_k);
+        let mut view = TensorMut::packed("out", &mut out, out_shape(&problem), TensorLayout::Bshd).unwrap();
+        merge(&mut view, &mut lse, &bshd("other", &other_out, out_shape(&problem)), &other_lse).unwrap();
+        assert_close("out", &exact(&out), &exact(&whole.out), 4e-6);
+        assert_close("lse", &exact(&lse), &exact(&whole.lse), 2e-6);
+    }
+}

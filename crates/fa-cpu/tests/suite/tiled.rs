@@ -1,0 +1,183 @@
+//! The tiled implementation against the oracle by the tolerance rule: one `check`, many lists of cases.
+
+use fa_core::{Dtype, Problem, TensorLayout};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::compare::{compare, compare_lse, rounding_step};
+use fa_cpu::reference::{self, Forward, Gradients, low_precision};
+use fa_cpu::simd::Isa;
+use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_with};
+use fa_cpu::{Element, TensorMut};
+use half::{bf16, f16};
+
+use crate::inputs::{Inputs, Views, bshd};
+
+/// What an implementation is measured by: the exact results and the low-precision ones.
+pub struct Expected<T> {
+    pub forward: Forward,
+    pub low: low_precision::LowForward<T>,
+    pub backward: Option<(Gradients, low_precision::LowGradients<T>)>,
+}
+
+impl<T: Element> Expected<T> {
+    pub fn compute(problem: &Problem, inputs: &Inputs<T>, with_backward: bool) -> Self {
+        let Views { q, k, v, dout } = inputs.views(problem);
+        let backward = || {
+            let exact = reference::backward(problem, &q, &k, &v, &dout).unwrap();
+            (exact, low_precision::backward(problem, &q, &k, &v, &dout).unwrap())
+        };
+        Expected {
+            forward: reference::forward(problem, &q, &k, &v).unwrap(),
+            low: low_precision::forward(problem, &q, &k, &v).unwrap(),
+            backward: with_backward.then(backward),
+        }
+    }
+}
+
+/// What the tiled implementation makes of a problem, packed BSHD.
+#[derive(Clone, Debug)]
+pub struct Results<T> {
+    pub out: Vec<T>,
+    pub lse: Vec<f32>,
+    pub dq: Vec<T>,
+    pub dk: Vec<T>,
+    pub dv: Vec<T>,
+}
+
+impl<T: Element> Results<T> {
+    /// Every output is NaN before it is written. Without a backward the gradients are empty.
+    pub fn compute(options: Options, problem: &Problem, inputs: &Inputs<T>, with_backward: bool) -> Self {
+        let Views { q, k, v, dout } = inputs.views(problem);
+        let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
+        fn writable<'a, T: Element>(data: &'a mut [T], shape: [usize; 4]) -> TensorMut<'a, T> {
+            TensorMut::packed("output", data, shape, TensorLayout::Bshd)
+                .expect("the data has the shape's length")
+        }
+        let mut out = poisoned(out_shape(problem));
+        let mut lse = vec![f32::NAN; lse_len(problem)];
+        let mut view = writable(&mut out, out_shape(problem));
+        forward_with(options, problem, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
+        let [mut dq, mut dk, mut dv] = [vec![], vec![], vec![]];
+        if with_backward {
+            [dq, dk, dv] = [q_shape(problem), k_shape(problem), v_shape(problem)].map(poisoned);
+            let out = bshd("out", &out, out_shape(problem));
+            backward_with(
+                options,
+                problem,
+                &BackwardInputs { q, k, v, out, lse: &lse, dout },
+                &mut writable(&mut dq, q_shape(problem)),
+                &mut writable(&mut dk, k_shape(problem)),
+                &mut writable(&mut dv, v_shape(problem)),
+            )
+            .unwrap();
+        }
+        Results { out, lse, dq, dk, dv }
+    }
+
+    /// The bits of everything, to compare runs.
+    pub fn bits(&self) -> Vec<u64> {
+        let tensors = [&self.out, &self.dq, &self.dk, &self.dv].into_iter().flatten();
+        let tensors = tensors.map(|value| value.to_f64().to_bits());
+        tensors.chain(self.lse.iter().map(|lse| u64::from(lse.to_bits()))).collect()
+    }
+
+    /// One line for each tensor that breaks the rule.
+    pub fn failures(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
+        let dtype = problem.dtype;
+        let lse_shape = [problem.batch, problem.heads_q, problem.seqlen_q];
+        let of = |shape, ours: &[T], exact: &[f64], low: &[T], noise: f64| {
+            compare(shape, dtype, ours, exact, Some(low)).unwrap().allowing(noise)
+        };
+        let (exact, low) = (&expected.forward, &expected.low);
+        let mut found = vec![
+            ("lse", compare_lse(lse_shape, dtype, &self.lse, &exact.lse).unwrap()),
+            ("out", of(out_shape(problem), &self.out, &exact.out, &low.out, exact.out_noise)),
+        ];
+        if let Some((exact, low)) = &expected.backward {
+            found.extend([
+                ("dq", of(q_shape(problem), &self.dq, &exact.dq, &low.dq, exact.dq_noise)),
+                ("dk", of(k_shape(problem), &self.dk, &exact.dk, &low.dk, exact.dk_noise)),
+                ("dv", of(v_shape(problem), &self.dv, &exact.dv, &low.dv, exact.dv_noise)),
+            ]);
+        }
+        let failed = found.into_iter().filter(|(_, comparison)| !comparison.passed());
+        failed.map(|(tensor, comparison)| format!("{name} {tensor}: {comparison}")).collect()
+    }
+}
+
+/// Instruction sets of this CPU.
+pub fn isas() -> impl Iterator<Item = Isa> {
+    Isa::ALL.into_iter().filter(|isa| isa.is_available())
+}
+
+/// The rule, for given expectations, with one instruction set.
+pub fn check_against<T: Element>(
+    name: &str,
+    problem: &Problem,
+    inputs: &Inputs<T>,
+    expected: &Expected<T>,
+    isa: Isa,
+) -> Vec<String> {
+    let options = Options { isa: Some(isa), threads: None };
+    let results = Results::compute(options, problem, inputs, expected.backward.is_some());
+    results.failures(&format!("{name} {isa}"), problem, expected)
+}
+
+/// One problem on random inputs: the rule for every tensor, the exact zeros of rows that see nothing with it.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    pub problem: Problem,
+    pub with_backward: bool,
+    /// Every instruction set that the CPU has, or only the best.
+    pub all_isas: bool,
+}
+
+/// Runs the case in its dtype; one line for each broken tensor.
+pub fn check(case: &Case) -> Vec<String> {
+    fn typed<T: Element>(case: &Case) -> Vec<String> {
+        let problem = &case.problem;
+        let name = describe(problem);
+        let seed = name.bytes().fold(7u64, |seed, byte| seed.wrapping_mul(31).wrapping_add(u64::from(byte)));
+        let inputs = Inputs::<T>::random(problem, seed);
+        let expected = Expected::compute(problem, &inputs, case.with_backward);
+        let isas: Vec<Isa> = if case.all_isas { isas().collect() } else { vec![Isa::detect()] };
+        isas.iter().flat_map(|&isa| check_against(&name, problem, &inputs, &expected, isa)).collect()
+    }
+    match case.problem.dtype {
+        Dtype::F32 => typed::<f32>(case),
+        Dtype::F16 => typed::<f16>(case),
+        Dtype::Bf16 => typed::<bf16>(case),
+        Dtype::E4m3 => panic!("no 8-bit tensors"),
+    }
+}
+
+/// Runs all cases and fails with every broken one.
+pub fn check_all(cases: impl IntoIterator<Item = Case>) {
+    let (mut count, mut failures) = (0, Vec::new());
+    for case in cases {
+        count += 1;
+        failures.extend(check(&case));
+    }
+    assert!(failures.is_empty(), "{} failures in {count} cases:\n{}", failures.len(), failures.join("\n"));
+    assert!(count > 0);
+}
+
+pub fn describe(problem: &Problem) -> String {
+    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, mask, dtype, .. } =
+        problem;
+    let cap = problem.softcap.map_or(String::new(), |cap| format!(" cap {cap}"));
+    format!(
+        "{dtype} b{batch} {seqlen_q}x{seqlen_k} h{heads_q}:{heads_kv} d{head_dim}-{head_dim_v} {mask}{cap} scale {:.3}",
+        problem.scale()
+    )
+}
+
+/// One rounding of the type at the value's own magnitude, and what f32 sums of values up to 4 leave.
+pub fn within_one_rounding<T: Element>(dtype: Dtype, out: &[T], exact: &[f64]) -> Result<(), String> {
+    for (index, (out, &exact)) in out.iter().zip(exact).enumerate() {
+        let step = rounding_step(dtype, exact) + 4e-6;
+        if (out.to_f64() - exact).abs() > step {
+            return Err(format!("{dtype} out[{index}] is {} for {exact}: step {step:e}", out.to_f64()));
+        }
+    }
+    Ok(())
+}
