@@ -3,6 +3,7 @@
 mod build;
 mod ci;
 mod codegen;
+mod plans;
 mod search;
 mod table;
 mod toolkit;

@@ -5,20 +5,23 @@ use std::io::{self, Write as _};
 
 use anyhow::Result;
 use fa_core::Arch;
+use fa_planner::sm90::account::{self, Account};
 use fa_planner::sm90::bwd::BwdConfig;
 use fa_planner::sm90::fwd::FwdConfig;
 use fa_planner::sm90::reject::Explain;
 use fa_planner::sm90::search::{HEAD_DIM_GRANULE, SearchResult, Tiles, search};
 use fa_planner::{HeadDims, Mode};
+use serde::Serialize;
 
-use crate::BadInput;
 use crate::table::Table;
+use crate::{BadInput, plans};
 
-/// List the feasible SM90 configurations of the block size tuning guide, best first.
+/// List the feasible configurations for a pair of head dims, best first: on sm90 those of the block size tuning guide.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask search --headdim 128
   cargo xtask search --headdim 192-128 --mode bwd --explain
+  cargo xtask search --headdim 128 --mode fwd --arch sm80
   cargo xtask search --headdim 192 --mode bwd --tile-m 64,80 --tile-n 64,96 --format json")]
 pub struct Args {
     /// Head dim, or those of Q/K and of V as in 192-128; 1 to 512, planned as the next multiple of 32.
@@ -27,22 +30,25 @@ pub struct Args {
     /// fwd, bwd or both.
     #[arg(long, default_value = "both")]
     mode: Mode,
-    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warp group).
+    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warp group); on other
+    /// architectures than sm90 only tiles with one of these.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     tile_m: Option<Vec<u32>>,
-    /// tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16.
+    /// tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on other architectures than
+    /// sm90 only tiles with one of these.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     tile_n: Option<Vec<u32>>,
     /// List at most N configurations of each direction [default: 10 in the table, all in JSON and RON].
     #[arg(short, long = "num-results", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     n: Option<u32>,
-    /// Architecture.
+    /// sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121.
     #[arg(long, default_value = "sm90")]
     arch: Arch,
     /// table, json or ron.
     #[arg(long, value_enum, default_value = "table")]
     format: Format,
-    /// Add how many candidates each limit rejected, and the nearest miss of each kind.
+    /// Add how many candidates each limit rejected and the nearest miss of each kind; in the table also the exact account
+    /// of the best.
     #[arg(long)]
     explain: bool,
 }
@@ -58,29 +64,56 @@ enum Format {
 const TABLE_ROWS: u32 = 10;
 
 pub fn run(args: &Args) -> Result<()> {
-    if args.arch != Arch::Sm90 {
-        return Err(BadInput(format!(
-            "the block size guide is a model of sm90 only: for {} use `fa plan --arch {}`",
-            args.arch, args.arch
-        ))
-        .into());
-    }
+    if args.arch == Arch::Sm90 { run_guide(args) } else { run_plans(args) }
+}
+
+/// sm90: the guide's model.
+fn run_guide(args: &Args) -> Result<()> {
     if args.mode == Mode::Fwd && args.tile_m.is_some() {
         eprintln!("note: --tile-m lists the backward's tile_m; the forward's is 64 per MMA warp group");
     }
     let tiles = Tiles::with_lists(args.tile_m.as_deref(), args.tile_n.as_deref());
     let result = search(args.headdim, args.mode, &tiles).map_err(|error| BadInput(error.to_string()))?;
-    let text = match args.format {
-        Format::Table => table(args, &result),
-        Format::Json => serde_json::to_string_pretty(&listed(args, &result))? + "\n",
-        Format::Ron => {
-            ron::ser::to_string_pretty(&listed(args, &result), ron::ser::PrettyConfig::default())? + "\n"
-        }
-    };
-    if args.format != Format::Table {
-        eprint!("{}", nothing_found(args.headdim, &result));
+    if args.format == Format::Table {
+        return print(&table(args, &result));
     }
-    print(&text)
+    eprint!("{}", nothing_found(args.headdim, &result));
+    print(&serialised(args.format, &listed(args, &result))?)
+}
+
+/// Other architectures: the planner's own tiles, forward only.
+fn run_plans(args: &Args) -> Result<()> {
+    match args.mode {
+        Mode::Bwd => {
+            let text = format!("the backward is planned for sm90 only: for {} use --mode fwd", args.arch);
+            return Err(BadInput(text).into());
+        }
+        Mode::Both => eprintln!("note: the backward is planned for sm90 only; this is the forward"),
+        Mode::Fwd => {}
+    }
+    let (tile_m, tile_n) = (args.tile_m.as_deref(), args.tile_n.as_deref());
+    let mut found = plans::search(args.headdim, args.arch, tile_m, tile_n)
+        .map_err(|error| BadInput(error.to_string()))?;
+    if args.format == Format::Table {
+        return print(&found.table(args.n.unwrap_or(TABLE_ROWS) as usize, args.explain));
+    }
+    if found.fwd.is_empty() {
+        eprint!("{}", found.table(0, true));
+    }
+    if let Some(n) = args.n {
+        found.fwd.truncate(n as usize);
+    }
+    found.explain = found.explain.filter(|_| args.explain);
+    print(&serialised(args.format, &found)?)
+}
+
+fn serialised(format: Format, value: &impl Serialize) -> Result<String> {
+    let text = if format == Format::Json {
+        serde_json::to_string_pretty(value)?
+    } else {
+        ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())?
+    };
+    Ok(text + "\n")
 }
 
 /// The result with as much as the arguments ask for.
@@ -110,6 +143,9 @@ fn table(args: &Args, result: &SearchResult) -> String {
         let rows = result.fwd.iter().take(n).map(fwd_row).collect();
         let table = Table { header: FWD_HEADER, rows };
         push_direction(&mut text, args, "forward", &explain, &table);
+        if let Some(best) = result.fwd.first().filter(|_| args.explain) {
+            push_account(&mut text, &account::fwd(args.headdim, best));
+        }
     }
     if let Some(explain) = explain.bwd {
         if !text.is_empty() {
@@ -118,6 +154,9 @@ fn table(args: &Args, result: &SearchResult) -> String {
         let rows = result.bwd.iter().take(n).map(bwd_row).collect();
         let table = Table { header: BWD_HEADER, rows };
         push_direction(&mut text, args, "backward", &explain, &table);
+        if let Some(best) = result.bwd.first().filter(|_| args.explain) {
+            push_account(&mut text, &account::bwd(args.headdim, best));
+        }
     }
     text
 }
@@ -157,6 +196,36 @@ fn push_limits<S: Copy + Display>(text: &mut String, explain: &Explain<S>) {
         }
         text.push('\n');
     }
+}
+
+/// What a block of the best really takes, barriers and row statistics included.
+fn push_account(text: &mut String, account: &Account) {
+    let Account { smem, smem_limit, setmaxnreg, threads, occupancy } = account;
+    let blocks = occupancy.blocks();
+    let _ = writeln!(
+        text,
+        "\nThe best takes {} of {} KiB, {threads} threads, setmaxnreg {} (MMA) and {} (loads); {blocks} per SM (by SMEM \
+         {}, registers {}, threads {}):\n",
+        kib(smem.total),
+        kib(*smem_limit),
+        setmaxnreg.mma,
+        setmaxnreg.producer,
+        occupancy.by_smem,
+        occupancy.by_registers,
+        occupancy.by_threads,
+    );
+    let rows = smem.buffers.iter().map(|buffer| {
+        let alias = buffer.alias_of.as_deref().unwrap_or("-");
+        [
+            buffer.name.to_string(),
+            buffer.offset.to_string(),
+            buffer.size.to_string(),
+            buffer.align.to_string(),
+            alias.to_owned(),
+        ]
+    });
+    let header = ["buffer", "offset", "bytes", "align", "reuses"];
+    let _ = write!(text, "{}", Table { header, rows: rows.collect() });
 }
 
 /// The message in place of an empty table.
