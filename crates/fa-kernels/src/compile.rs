@@ -78,6 +78,11 @@ impl Compiler {
         &self.path
     }
 
+    /// Whether NVRTC has been loaded, which a kernel from the cache does not take.
+    pub fn is_loaded(&self) -> bool {
+        self.nvrtc.get().is_some()
+    }
+
     /// Name and version, as in `nvrtc 13.0`. Loads the library (some 50 ms) or runs the program.
     ///
     /// # Errors

@@ -114,6 +114,7 @@ pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
                 num_wg,
                 pv_is_rs,
                 overlap_wg,
+                q_stages,
                 kv_stages,
                 ping_pong,
                 scheduler,

@@ -307,8 +307,10 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
 
 /// Heads whose K and V together take at most five eighths of the L2 cache, which leaves room for Q and O passing through.
 fn section(kernel: &LoadedKernel, problem: &Problem, packed: bool, all_heads: usize) -> usize {
-    let longest_first =
-        matches!(&kernel.spec.kernel, Kernel::Sm90Fwd(own) if own.tile_order == TileOrder::LongestFirst);
+    let longest_first = match &kernel.spec.kernel {
+        Kernel::Sm80Fwd(own) => own.reverse_blocks,
+        Kernel::Sm90Fwd(own) => own.tile_order == TileOrder::LongestFirst,
+    };
     if !longest_first {
         return all_heads;
     }

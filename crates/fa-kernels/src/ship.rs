@@ -80,7 +80,7 @@ pub fn build(
         .iter()
         .flat_map(|shipped| shipped.archs.iter().copied().filter(wanted).map(|arch| (&shipped.spec, arch)))
         .collect();
-    let results: Vec<Result<(Row, BundledKernel, Vec<u8>), Failure>> = jobs
+    let results: Vec<Result<One, Failure>> = jobs
         .par_iter()
         .map(|&(spec, arch)| {
             let result = build_one(spec, arch, compiler, cache, headers);
@@ -91,7 +91,7 @@ pub fn build(
     let mut built = Built::default();
     for result in results {
         match result {
-            Ok((row, kernel, cubin)) => {
+            Ok(One { row, kernel, cubin }) => {
                 built.rows.push(row);
                 built.kernels.push((kernel, cubin));
             }
@@ -101,13 +101,19 @@ pub fn build(
     Ok(built)
 }
 
+struct One {
+    row: Row,
+    kernel: BundledKernel,
+    cubin: Vec<u8>,
+}
+
 fn build_one(
     spec: &KernelSpec,
     arch: Arch,
     compiler: &Compiler,
     cache: &Cache,
     headers: &Headers,
-) -> Result<(Row, BundledKernel, Vec<u8>), String> {
+) -> Result<One, String> {
     compiler.check_arch(arch).map_err(|e| e.to_string())?;
     let plan = account(spec, arch).map_err(|reason| format!("does not fit {arch}: {reason}"))?;
     let smem = smem_bytes(spec);
@@ -142,7 +148,7 @@ fn build_one(
         smem,
         report: report.clone(),
     };
-    Ok((row, kernel, cubin.clone()))
+    Ok(One { row, kernel, cubin: cubin.clone() })
 }
 
 /// Writes the cubins of a build, `ARCH/NAME.cubin`, and the manifest into `folder`.

@@ -48,12 +48,10 @@ pub(crate) fn encode<const RANK: usize>(
     };
     let bytes = dtype.bytes() as u64;
     // An axis of length 1 is never stepped along; its stride only has to pass the driver's checks.
-    let mut strides = [0; RANK];
-    for axis in 1..RANK {
-        let stepped =
-            if shape.dims[axis] > 1 { shape.strides[axis] } else { shape.dims[0].next_multiple_of(8) };
-        strides[axis] = stepped * bytes;
-    }
+    let strides: [u64; RANK] = std::array::from_fn(|axis| {
+        let stepped = shape.dims[axis] > 1;
+        bytes * if stepped { shape.strides[axis] } else { shape.dims[0].next_multiple_of(8) }
+    });
     let swizzle = match u64::from(shape.tile[0]) * bytes {
         128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
         64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,

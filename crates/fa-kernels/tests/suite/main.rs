@@ -1,0 +1,84 @@
+//! Tests that need no GPU. Those that compile need NVRTC: `cargo xtask toolkit` installs it.
+
+mod cache;
+mod errors;
+mod generated;
+mod shipped;
+mod toolchain;
+
+use std::process::Command;
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
+use fa_kernels::{Compiler, CompilerKind, Source};
+
+/// NVRTC, or a failure that says how to get it.
+fn nvrtc() -> Compiler {
+    Compiler::find(CompilerKind::Nvrtc).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A unit of one small kernel; `salt` makes units differ.
+fn small_source(salt: u32) -> Source {
+    Source {
+        unit: format!(
+            "#include \"scale.cuh\"\nextern \"C\" __global__ void fa_kernel(float* x) {{ x[threadIdx.x] = scale(x[threadIdx.x], {salt}.f); }}\n"
+        ),
+        headers: vec![(
+            "scale.cuh".into(),
+            "#pragma once\n__device__ float scale(float x, float by) { return x * by; }\n".into(),
+        )],
+        target: "sm_80".into(),
+    }
+}
+
+fn sm80_spec() -> KernelSpec {
+    KernelSpec {
+        dtype: Dtype::Bf16,
+        head_dim: 64,
+        head_dim_v: 64,
+        mask: MaskKind::Causal,
+        softcap: false,
+        kernel: Kernel::Sm80Fwd(Sm80Fwd {
+            tile_m: 64,
+            tile_n: 64,
+            num_warps: 4,
+            stages: 2,
+            q_in_regs: false,
+            blocks_per_sm: 1,
+            swizzle: true,
+            ldmatrix: true,
+            exp2: true,
+            fast_math: true,
+            loop_split: true,
+            reverse_blocks: true,
+        }),
+    }
+}
+
+fn sm90_spec() -> KernelSpec {
+    KernelSpec {
+        kernel: Kernel::Sm90Fwd(Sm90Fwd {
+            tile_m: 128,
+            tile_n: 128,
+            num_wg: 2,
+            pv_is_rs: true,
+            overlap_wg: true,
+            kv_stages: 2,
+            ping_pong: false,
+            scheduler: Scheduler::PerTile,
+            tile_order: TileOrder::Natural,
+            cluster_m: 1,
+            exp_poly_of_16: 0,
+            rescale_threshold: 0,
+            pack_gqa: false,
+        }),
+        ..sm80_spec()
+    }
+}
+
+/// This test program again, running the one (ignored) test `name`: how tests get processes of their own.
+fn child(name: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("a running program has a file"));
+    command.args(["--exact", name, "--ignored", "--nocapture", "--quiet"]);
+    command
+}

@@ -1,0 +1,54 @@
+//! Every shipped kernel compiles for each of its architectures: no spill, no forbidden warning, resources within the plan.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use fa_core::ShippedSpec;
+use fa_kernels::bundle::Manifest;
+use fa_kernels::{Cache, Headers, ship, specs};
+
+use crate::nvrtc;
+
+fn shipped() -> Vec<ShippedSpec> {
+    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
+    files.into_iter().map(|file| file.shipped).collect()
+}
+
+#[test]
+fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
+    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
+    assert!(!files.is_empty());
+    let mut names = HashSet::new();
+    for file in files {
+        let name = file.shipped.spec.to_string();
+        assert!(file.path.starts_with(&name[..4]), "{} holds {name}", file.path);
+        assert!(!file.shipped.archs.is_empty(), "{} ships for no architecture", file.path);
+        assert!(names.insert(name.clone()), "{name} ships twice");
+    }
+}
+
+#[test]
+fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
+    // Kept between runs, by content: a kernel is compiled again when its sources change.
+    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
+    let compiler = nvrtc();
+    let built = ship::build(&shipped(), &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
+    let failures: Vec<String> =
+        built.failures.iter().map(|f| format!("{} on {}: {}", f.name, f.arch, f.reason)).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    for row in &built.rows {
+        assert_eq!((row.report.spill_stores, row.report.spill_loads), (0, 0), "{}", row.name);
+        assert!(row.actual_blocks >= row.planned_blocks, "{} on {}", row.name, row.arch);
+        assert!(row.report.registers <= row.arch.limits().regs_per_thread, "{}", row.name);
+        assert!(row.smem <= row.arch.limits().smem_per_block && row.report.static_smem == 0, "{}", row.name);
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    let written = ship::write_bundle(&built, &compiler, folder.path()).unwrap();
+    assert_eq!(written.kernels.len(), built.rows.len());
+    assert_eq!(Manifest::read(folder.path()).unwrap(), written);
+    let cubin = folder.path().join(&written.kernels[0].file);
+    std::fs::write(&cubin, b"damaged").unwrap();
+    let error = Manifest::read(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("checksum") && error.contains("cargo xtask build"), "{error}");
+}
