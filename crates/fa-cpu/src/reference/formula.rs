@@ -193,7 +193,7 @@ impl<'a, R: Real> Head<'a, R> {
         let [mut dk_terms, mut dv_terms] = [(); 2].map(|()| vec![R::ZERO; seqlen_k]);
         let (q_norms, k_norms) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let (v_norms, dout_norms) = (Norms::of(&self.v, head_dim_v), Norms::of(dout, head_dim_v));
-        for i in 0..seqlen_q {
+        for (i, dq_terms) in dq_terms.iter_mut().enumerate() {
             let softmax = self.row(i);
             if softmax.sum == R::ZERO {
                 continue;
@@ -215,7 +215,7 @@ impl<'a, R: Real> Head<'a, R> {
                 let roundings = self.weight_roundings(q_norms.norm[i], k_norms.norm[j], softmax.lse);
                 let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
                 let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
-                dq_terms[i] += ds_terms * k_norms.largest[j];
+                *dq_terms += ds_terms * k_norms.largest[j];
                 dk_terms[j] += ds_terms * q_norms.largest[i];
                 dv_terms[j] += p * roundings * dout_norms.largest[i];
             }
