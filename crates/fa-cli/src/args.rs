@@ -45,6 +45,8 @@ pub enum Command {
     Check(CheckArgs),
     /// Measure attention on this machine
     Bench(BenchArgs),
+    /// Compile the shipped GPU kernels, without needing a GPU
+    Build(BuildArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Print a shell's completion script
@@ -383,6 +385,24 @@ Examples:
   fa bench --json - --seqlen 1x16384 --heads 32:8
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
+
+/// `fa build`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa build --out dist\n  fa build --arch sm90 --specs my-specs/")]
+pub struct BuildArgs {
+    /// Only for these architectures (default: all that each spec names)
+    #[arg(long, value_name = "ARCH", value_delimiter = ',')]
+    pub arch: Vec<Arch>,
+    /// Folder of the cubins and their manifest
+    #[arg(short, long, value_name = "DIR", default_value = "dist")]
+    pub out: PathBuf,
+    /// Folder of specs in RON (default: those that ship with this program)
+    #[arg(long, value_name = "DIR")]
+    pub specs: Option<PathBuf>,
+    /// Compile by nvcc instead of NVRTC
+    #[arg(long)]
+    pub nvcc: bool,
+}
 
 /// `fa doctor`.
 #[derive(Debug, Args)]

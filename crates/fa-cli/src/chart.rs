@@ -29,13 +29,14 @@ pub struct Frame<'a> {
 }
 
 const LEFT: f64 = 64.0;
-const TOP: f64 = 64.0;
 const PLOT: (f64, f64) = (560.0, 300.0);
 const LEGEND_WIDTH: f64 = 250.0;
 const LEGEND_ROW: f64 = 20.0;
 
 /// Draws the chart as an SVG element.
 pub fn lines(frame: &Frame, series: &[Series]) -> String {
+    // Room for the title, where there is one.
+    let top_edge = if frame.title.is_empty() { 34.0 } else { 64.0 };
     let points = || series.iter().flat_map(|s| s.points.iter().copied());
     let highest = points().map(|(_, y)| y).chain(frame.ceiling.map(|(y, _)| y)).fold(0.0, f64::max);
     let (step, top) = ticks(highest);
@@ -49,13 +50,13 @@ pub fn lines(frame: &Frame, series: &[Series]) -> String {
         let share = if last > first { (x.log2() - first) / (last - first) } else { 0.5 };
         LEFT + 16.0 + share * (PLOT.0 - 32.0)
     };
-    let y_of = |y: f64| TOP + PLOT.1 * (1.0 - y / top);
+    let y_of = |y: f64| top_edge + PLOT.1 * (1.0 - y / top);
 
-    let height = (TOP + PLOT.1 + 56.0).max(TOP + LEGEND_ROW * series.len() as f64 + 16.0);
+    let height = (top_edge + PLOT.1 + 56.0).max(top_edge + LEGEND_ROW * series.len() as f64 + 16.0);
     let mut svg = Svg::new(LEFT + PLOT.0 + LEGEND_WIDTH, height, frame.title);
     svg.rect([0.0, 0.0, LEFT + PLOT.0 + LEGEND_WIDTH, height], r##"fill="#ffffff""##, "");
     svg.text((LEFT, 24.0), Anchor::Start, r#"font-size="15" font-weight="600""#, frame.title);
-    svg.text((LEFT - 8.0, TOP - 14.0), Anchor::Start, &format!(r#"fill="{MUTED}""#), frame.y_label);
+    svg.text((LEFT - 8.0, top_edge - 14.0), Anchor::Start, &format!(r#"fill="{MUTED}""#), frame.y_label);
     let mut tick = 0.0;
     while tick <= top * 1.0001 {
         let y = y_of(tick);
@@ -65,11 +66,11 @@ pub fn lines(frame: &Frame, series: &[Series]) -> String {
     }
     for &size in readable(&sizes, x_of).iter() {
         let x = x_of(size);
-        svg.line([x, TOP + PLOT.1, x, TOP + PLOT.1 + 5.0], &format!(r#"stroke="{MUTED}""#));
-        svg.text((x, TOP + PLOT.1 + 19.0), Anchor::Middle, &format!(r#"fill="{MUTED}""#), &short(size));
+        svg.line([x, top_edge + PLOT.1, x, top_edge + PLOT.1 + 5.0], &format!(r#"stroke="{MUTED}""#));
+        svg.text((x, top_edge + PLOT.1 + 19.0), Anchor::Middle, &format!(r#"fill="{MUTED}""#), &short(size));
     }
     svg.text(
-        (LEFT + PLOT.0 / 2.0, TOP + PLOT.1 + 42.0),
+        (LEFT + PLOT.0 / 2.0, top_edge + PLOT.1 + 42.0),
         Anchor::Middle,
         &format!(r#"fill="{MUTED}""#),
         frame.x_label,
@@ -91,7 +92,7 @@ pub fn lines(frame: &Frame, series: &[Series]) -> String {
             let fill = if line.dashed { "#ffffff" } else { color };
             svg.dot(at, 4.0, &format!(r#"fill="{fill}" stroke="{color}" stroke-width="2""#), &tip);
         }
-        let (x, y) = (LEFT + PLOT.0 + 24.0, TOP + 6.0 + LEGEND_ROW * row as f64);
+        let (x, y) = (LEFT + PLOT.0 + 24.0, top_edge + 6.0 + LEGEND_ROW * row as f64);
         svg.line([x, y, x + 26.0, y], &stroke);
         svg.text((x + 34.0, y + 4.0), Anchor::Start, "", &line.label);
     }

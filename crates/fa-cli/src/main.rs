@@ -3,6 +3,7 @@
 mod args;
 mod attention;
 mod bench;
+mod build;
 mod chart;
 mod check;
 mod compute;
@@ -49,6 +50,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Plan(args) => plan::command(&args),
         Command::Check(args) => check::command(&args),
         Command::Bench(args) => bench::command(&args),
+        Command::Build(args) => build::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::man(&args),

@@ -27,15 +27,16 @@ p { margin: 0 0 12px; max-width: 80ch; }
 section { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 20px 24px; margin-top: 20px; }
 .scroll { overflow-x: auto; }
 svg { display: block; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin-top: 20px; }
-.card { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 12px 16px; }
-.card b { display: block; font-size: 21px; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(138px, 1fr)); gap: 10px; margin-top: 20px; }
+.card { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 12px 14px; }
+.card b { display: block; font-size: 17px; white-space: nowrap; line-height: 1.3; font-variant-numeric: tabular-nums; }
 .card span { color: #5b6372; font-size: 13px; }
 table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: #5b6372; font-weight: 600; border-bottom: 1px solid #b9c0cb; }
 td, th { padding: 4px 18px 4px 0; white-space: nowrap; vertical-align: top; }
 tr + tr td { border-top: 1px solid #eceef2; }
 td.n, th.n { text-align: right; }
+td.w { white-space: normal; }
 code { font: 13px ui-monospace, 'Cascadia Mono', 'Liberation Mono', monospace; }
 .pair { display: flex; flex-wrap: wrap; gap: 8px 40px; }
 footer { margin-top: 24px; color: #5b6372; font-size: 13px; }
@@ -117,6 +118,17 @@ fn forward_sections(body: &mut String, planned: &Planned, forward: &Forward) -> 
         "One block's buffers to scale, against what a block may use. Buffers in the lower lane reuse the memory above them.",
         &memory::smem(best.smem, limits.smem_per_block),
     );
+    if let Forward::Sm100(set) = forward
+        && let Some(plan) = set.plans.first()
+    {
+        let about = "Columns of 32 bits on 128 lanes: scores, probabilities and outputs of the query tiles of one block.";
+        section(
+            body,
+            "Tensor memory of the best shape",
+            about,
+            &memory::tmem(&plan.tmem, limits.tmem_columns),
+        );
+    }
     if !best.regs.is_empty() {
         let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
         section(body, "Register budget", about.trim_end(), &memory::registers(&best.regs, best.reg_limit));
@@ -133,10 +145,10 @@ fn cards(planned: &Planned, best: &Fit) -> String {
     let share = 100.0 * best.cost.tflops * 1e12 / limits.peak_tensor_flops();
     let regs: u32 = best.regs.iter().map(|(_, n)| n).sum();
     let mut cards = vec![
-        (format!("{} x {}", best.tile_m, best.tile_n), format!("tile, {}", best.knobs)),
+        (format!("{} x {}", best.tile_m, best.tile_n), "tile: queries x keys".to_owned()),
         (si(best.cost.seconds, "s"), "predicted time".to_owned()),
         (format!("{:.0} TFLOP/s", best.cost.tflops), format!("predicted, {share:.0} % of the board's peak")),
-        (best.cost.bottleneck.name().to_owned(), "what it waits for most".to_owned()),
+        (rates::resource(best.cost.bottleneck).to_owned(), "what it waits for most".to_owned()),
         (
             format!("{:.1} KiB", kib(best.smem.total)),
             format!("shared memory of {} KiB", kib(limits.smem_per_block)),
@@ -155,7 +167,8 @@ fn cards(planned: &Planned, best: &Fit) -> String {
     };
     let cards: String = cards.iter().map(card).collect();
     format!(
-        "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\"><code>{}</code></p>\n",
+        "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: <code>{}</code></p>\n",
+        escape(&best.knobs),
         escape(&best.name)
     )
 }
@@ -167,7 +180,7 @@ fn misses(forward: &Forward) -> String {
     }
     let row = |LimitReport { limit, count, nearest, reason }: &LimitReport| {
         format!(
-            "<tr><td>{}</td><td class=\"n\">{count}</td><td><code>{}</code></td><td>{}</td></tr>\n",
+            "<tr><td>{}</td><td class=\"n\">{count}</td><td><code>{}</code></td><td class=\"w\">{}</td></tr>\n",
             escape(limit),
             escape(nearest),
             escape(&reason.to_string())
@@ -201,7 +214,7 @@ fn ranking(fits: &[Fit], planned: &Planned) -> String {
             si(fit.cost.seconds, "s"),
             fit.cost.tflops,
             100.0 * fit.cost.tflops / peak,
-            fit.cost.bottleneck.name(),
+            rates::resource(fit.cost.bottleneck),
         )
         .expect("writing to a string cannot fail");
     }

@@ -64,8 +64,6 @@ impl Backward {
         &self.configs
     }
 
-    /// How many candidates each limit rejected.
-
     /// For JSON and RON, at most `limit` configurations.
     pub fn report(&self, limit: usize) -> BackwardReport<'_> {
         let shown = self.configs.len().min(limit);

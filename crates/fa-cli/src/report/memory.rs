@@ -1,13 +1,14 @@
-//! Shared memory and registers, to scale.
+//! Shared memory, tensor memory and registers, to scale.
 
 use std::fmt::Write;
 
+use fa_planner::sm100::TmemPlan;
 use fa_planner::smem::SmemPlan;
 
 use crate::plan::forward::bytes;
 use crate::svg::{Anchor, INK, MUTED, RULE, Svg, escape};
 
-const WIDTH: f64 = 1000.0;
+const WIDTH: f64 = 960.0;
 const LEFT: f64 = 8.0;
 const TOP: f64 = 34.0;
 const LANE: f64 = 44.0;
@@ -15,72 +16,103 @@ const LANE: f64 = 44.0;
 const FILLS: [&str; 6] = ["#a9cfee", "#f7c9a3", "#a8dcc8", "#e6bfd6", "#f3dd9a", "#c9d0da"];
 const LIMIT: &str = "#b3261e";
 
+/// A range of a memory.
+struct Item {
+    name: String,
+    begin: u32,
+    size: u32,
+    /// Reuses the memory of another.
+    alias: bool,
+    tip: String,
+}
+
 /// The buffers of a block against `limit` bytes, as a drawing and a table.
 pub fn smem(plan: &SmemPlan, limit: u32) -> String {
-    let aliased = plan.buffers.iter().any(|b| b.alias_of.is_some());
-    let full = f64::from(limit.max(plan.total));
-    let x_of = |byte: u32| LEFT + WIDTH * f64::from(byte) / full;
-    let bottom = TOP + LANE + if aliased { LANE * 0.7 + 6.0 } else { 0.0 };
-    let mut svg = Svg::new(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, "Shared memory layout");
+    let items = plan.buffers.iter().map(|b| {
+        let mut tip = format!("{}: {} at {}, aligned to {}", b.name, bytes(b.size), b.offset, b.align);
+        if let Some(owner) = &b.alias_of {
+            write!(tip, ", reuses {owner}").expect("writing to a string cannot fail");
+        }
+        Item { name: b.name.to_string(), begin: b.offset, size: b.size, alias: b.alias_of.is_some(), tip }
+    });
+    lanes("Shared memory layout", &items.collect::<Vec<_>>(), limit, &KIB) + &smem_table(plan)
+}
+
+/// The tensor memory of a block.
+pub fn tmem(plan: &TmemPlan, columns: u32) -> String {
+    let items = plan.regions.iter().map(|r| {
+        let reuse = r.alias_of.map_or(String::new(), |owner| format!(", reuses {owner}"));
+        let tip = format!("{}: {} columns from {}{reuse}", r.name, r.columns, r.begin);
+        Item { name: r.name.to_owned(), begin: r.begin, size: r.columns, alias: r.alias_of.is_some(), tip }
+    });
+    lanes("Tensor memory layout", &items.collect::<Vec<_>>(), columns, &COLUMNS)
+}
+
+/// How a memory is counted.
+struct Unit {
+    /// Of the axis.
+    name: &'static str,
+    /// What the axis counts.
+    divisor: f64,
+    /// Axis ticks, in what it counts.
+    step: f64,
+    /// An amount as text.
+    text: fn(u32) -> String,
+}
+
+const KIB: Unit = Unit { name: "KiB", divisor: 1024.0, step: 32.0, text: bytes };
+const COLUMNS: Unit = Unit { name: "columns", divisor: 1.0, step: 64.0, text: |n| n.to_string() };
+
+/// Items to scale in one lane, those that reuse memory in a second.
+fn lanes(label: &str, items: &[Item], limit: u32, unit: &Unit) -> String {
+    let used = items.iter().map(|item| item.begin + item.size).max().unwrap_or(0);
+    let full = f64::from(limit.max(used));
+    let x_of = |at: u32| LEFT + WIDTH * f64::from(at) / full;
+    let second = if items.iter().any(|item| item.alias) { LANE * 0.7 + 6.0 } else { 0.0 };
+    let bottom = TOP + LANE + second;
+    let mut svg = Svg::new(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, label);
     svg.rect(
         [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE],
         &format!(r##"fill="#f6f7f9" stroke="{RULE}""##),
-        &format!("a block may use {}", bytes(limit)),
+        &format!("a block may use {}", (unit.text)(limit)),
     );
     let mut color = 0;
-    for buffer in &plan.buffers {
-        let (x, width) =
-            (x_of(buffer.offset), (x_of(buffer.offset + buffer.size) - x_of(buffer.offset)).max(1.5));
-        let mut tip = format!(
-            "{}: {} at {}, aligned to {}",
-            buffer.name,
-            bytes(buffer.size),
-            buffer.offset,
-            buffer.align
-        );
-        let (y, height, style) = match &buffer.alias_of {
-            None => {
-                let fill = FILLS[color % FILLS.len()];
-                color += 1;
-                (TOP, LANE, format!(r##"fill="{fill}" stroke="#ffffff""##))
-            }
-            Some(owner) => {
-                write!(tip, ", reuses {owner}").expect("writing to a string cannot fail");
-                let style = format!(r##"fill="#ffffff" stroke="{MUTED}" stroke-dasharray="4 3""##);
-                (TOP + LANE + 6.0, LANE * 0.7, style)
-            }
-        };
-        svg.rect([x, y, width, height], &style, &tip);
-        let label = format!("{} {}", buffer.name, bytes(buffer.size));
-        let text = if width > 6.8 * label.len() as f64 {
-            Some(label)
-        } else if width > 7.5 * buffer.name.len() as f64 {
-            Some(buffer.name.to_string())
+    for item in items {
+        let (x, end) = (x_of(item.begin), x_of(item.begin + item.size));
+        let width = (end - x).max(1.5);
+        let (y, height, style) = if item.alias {
+            let style = format!(r##"fill="#ffffff" stroke="{MUTED}" stroke-dasharray="4 3""##);
+            (TOP + LANE + 6.0, LANE * 0.7, style)
         } else {
-            None
+            let fill = FILLS[color % FILLS.len()];
+            color += 1;
+            (TOP, LANE, format!(r##"fill="{fill}" stroke="#ffffff""##))
         };
-        if let Some(text) = text {
-            let style = r#"font-size="12" pointer-events="none""#;
-            svg.text((x + width / 2.0, y + height / 2.0 + 4.0), Anchor::Middle, style, &text);
-        }
+        svg.rect([x, y, width, height], &style, &item.tip);
+        let label = format!("{} {}", item.name, (unit.text)(item.size));
+        let text = if width > 6.8 * label.len() as f64 {
+            label
+        } else if width > 7.5 * item.name.len() as f64 {
+            item.name.clone()
+        } else {
+            continue;
+        };
+        let place = (x + width / 2.0, y + height / 2.0 + 4.0);
+        svg.text(place, Anchor::Middle, r#"pointer-events="none""#, &text);
     }
-    let free = limit.saturating_sub(plan.total);
-    if f64::from(free) / full > 0.06 {
-        let x = (x_of(plan.total) + x_of(limit)) / 2.0;
-        svg.text(
-            (x, TOP + LANE / 2.0 + 4.0),
-            Anchor::Middle,
-            &format!(r#"fill="{MUTED}""#),
-            &format!("free {}", short(free)),
-        );
+    let free = limit.saturating_sub(used);
+    if f64::from(free) / full > 0.07 {
+        let place = ((x_of(used) + x_of(limit)) / 2.0, TOP + LANE / 2.0 + 4.0);
+        let free = if unit.divisor > 1.0 {
+            format!("{:.1} KiB", f64::from(free) / unit.divisor)
+        } else {
+            free.to_string()
+        };
+        svg.text(place, Anchor::Middle, &format!(r#"fill="{MUTED}""#), &format!("free {free}"));
     }
-    axis(&mut svg, bottom + 4.0, full / 1024.0, 32.0, "KiB");
-    limit_line(&mut svg, x_of(limit), bottom, &format!("limit {}", bytes(limit)));
-    svg.finish() + &smem_table(plan)
-}
-
-fn short(n: u32) -> String {
-    format!("{:.1} KiB", f64::from(n) / 1024.0)
+    axis(&mut svg, bottom + 4.0, full / unit.divisor, unit.step, unit.name);
+    limit_line(&mut svg, x_of(limit), bottom, &format!("limit {}", (unit.text)(limit)));
+    svg.finish()
 }
 
 fn smem_table(plan: &SmemPlan) -> String {
@@ -173,5 +205,5 @@ fn axis(svg: &mut Svg, y: f64, full: f64, step: f64, unit: &str) {
 
 fn limit_line(svg: &mut Svg, x: f64, bottom: f64, text: &str) {
     svg.line([x, TOP - 8.0, x, bottom], &format!(r#"stroke="{LIMIT}" stroke-width="2""#));
-    svg.text((x + 30.0, TOP - 14.0), Anchor::End, &format!(r#"fill="{INK}" font-weight="600""#), text);
+    svg.text((x + 1.0, TOP - 14.0), Anchor::End, &format!(r#"fill="{INK}" font-weight="600""#), text);
 }

@@ -1,7 +1,7 @@
 //! Predicted times: by resource, and by sequence length.
 
 use fa_core::Problem;
-use fa_planner::cost::{Cost, CostConstants, predict};
+use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
 
 use crate::args::KernelFamily;
 use crate::chart::{self, Frame, Series};
@@ -21,28 +21,29 @@ pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first ch
 /// Lengths of the sweep: powers of two around what models use.
 const SEQLENS: [usize; 8] = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
 
+/// A resource in words.
+pub fn resource(term: Bottleneck) -> &'static str {
+    match term {
+        Bottleneck::Tensor => "tensor cores",
+        Bottleneck::Exp => "softmax",
+        Bottleneck::Smem => "shared memory",
+        Bottleneck::L2 => "L2 cache",
+        Bottleneck::Hbm => "device memory",
+        Bottleneck::Waves => "idle SMs",
+        Bottleneck::Latency => "launch, latency",
+    }
+}
+
 /// Bars of a cost's terms.
 pub fn terms(cost: &Cost) -> String {
     const LEFT: f64 = 130.0;
     const WIDTH: f64 = 640.0;
     const ROW: f64 = 26.0;
-    let names = |name: &str| {
-        match name {
-            "tensor" => "tensor cores",
-            "exp" => "softmax",
-            "smem" => "shared memory",
-            "l2" => "L2 cache",
-            "hbm" => "device memory",
-            "waves" => "idle SMs",
-            _ => "launch, latency",
-        }
-        .to_owned()
-    };
-    let rows: Vec<(String, f64, bool)> = cost
+    let rows: Vec<(&str, f64, bool)> = cost
         .terms
         .named()
         .into_iter()
-        .map(|(term, seconds)| (names(term.name()), seconds, term == cost.bottleneck))
+        .map(|(term, seconds)| (resource(term), seconds, term == cost.bottleneck))
         .collect();
     let longest = rows.iter().map(|(_, s, _)| *s).fold(cost.seconds, f64::max);
     let height = ROW * rows.len() as f64 + 40.0;
@@ -50,16 +51,18 @@ pub fn terms(cost: &Cost) -> String {
     for (i, (name, seconds, bottleneck)) in rows.iter().enumerate() {
         let y = 26.0 + ROW * i as f64;
         let width = (WIDTH * seconds / longest).max(1.0);
-        let fill = if *bottleneck { "#d55e00" } else { "#93c1e5" };
+        let fill = if *bottleneck { "#b34700" } else { "#93c1e5" };
+        let label = format!("{}{}", si(*seconds, "s"), if *bottleneck { ", the bottleneck" } else { "" });
         svg.text((LEFT - 10.0, y + 14.0), Anchor::End, "", name);
-        svg.rect(
-            [LEFT, y, width, ROW - 7.0],
-            &format!(r#"rx="2" fill="{fill}""#),
-            &format!("{name}: {}", si(*seconds, "s")),
-        );
-        let note = if *bottleneck { ", the bottleneck" } else { "" };
-        let label = format!("{}{note}", si(*seconds, "s"));
-        svg.text((LEFT + width + 8.0, y + 14.0), Anchor::Start, &format!(r#"fill="{MUTED}""#), &label);
+        let bar = [LEFT, y, width, ROW - 7.0];
+        svg.rect(bar, &format!(r#"rx="2" fill="{fill}""#), &format!("{name}: {}", si(*seconds, "s")));
+        // Inside long bars, so that no label runs into the line of the whole.
+        let (x, anchor, ink) = match (width > 180.0, *bottleneck) {
+            (false, _) => (LEFT + width + 8.0, Anchor::Start, MUTED),
+            (true, true) => (LEFT + width - 8.0, Anchor::End, "#ffffff"),
+            (true, false) => (LEFT + width - 8.0, Anchor::End, INK),
+        };
+        svg.text((x, y + 14.0), anchor, &format!(r#"fill="{ink}" pointer-events="none""#), &label);
     }
     let x = LEFT + WIDTH * cost.seconds / longest;
     svg.line([LEFT, 20.0, LEFT, height - 8.0], &format!(r#"stroke="{RULE}""#));

@@ -13,8 +13,8 @@ use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
 pub const ABOUT: &str = "Every tile that was tried, keys per step across. Blue cells fit and hold the predicted TFLOP/s of the \
     best kernel with that tile; the others break the named limit, by the least amount shown. Hover over a cell for its kernel.";
 
-const CELL: (f64, f64) = (62.0, 26.0);
-const LEFT: f64 = 250.0;
+const CELL: (f64, f64) = (58.0, 26.0);
+const LEFT: f64 = 256.0;
 const TOP: f64 = 58.0;
 /// Light to dark blue.
 const BLUES: [&str; 6] = ["#e6f0fa", "#c3dcf1", "#93c1e5", "#5b9fd3", "#2c7abd", "#0b5394"];
@@ -27,10 +27,11 @@ struct LimitStyle {
     fill: &'static str,
 }
 
-const LIMITS: [LimitStyle; 4] = [
+const LIMITS: [LimitStyle; 5] = [
     LimitStyle { name: "registers", fill: "#fbdcc4" },
     LimitStyle { name: "smem", fill: "#e9dcf2" },
     LimitStyle { name: "occupancy", fill: "#fdf0c4" },
+    LimitStyle { name: "tmem", fill: "#cfe8dc" },
     LimitStyle { name: "other", fill: "#e4e6ea" },
 ];
 
@@ -168,7 +169,7 @@ pub fn backward_map(problem: &Problem) -> anyhow::Result<String> {
         .map(|&m| (format!("tile_m {m} queries per step"), all_n.iter().map(|&n| cell(m, n)).collect()))
         .collect();
     let headers: Vec<String> = all_n.iter().map(u32::to_string).collect();
-    let used: Vec<&LimitStyle> = LIMITS.iter().filter(|s| s.name != "occupancy").collect();
+    let used: Vec<&LimitStyle> = LIMITS.iter().filter(|s| !["occupancy", "tmem"].contains(&s.name)).collect();
     let scale = (most > 0.0).then(|| format!("fits, up to {most:.0} layouts"));
     Ok(draw("Backward tile map", "tile_n: key rows of a block", &headers, &rows, scale.as_deref(), &used))
 }
@@ -197,7 +198,7 @@ fn draw(
     scale: Option<&str>,
     limits: &[&LimitStyle],
 ) -> String {
-    let width = (LEFT + CELL.0 * headers.len() as f64 + 8.0).max(760.0);
+    let width = (LEFT + CELL.0 * headers.len() as f64 + 8.0).max(1000.0);
     let bottom = TOP + CELL.1 * rows.len() as f64;
     let mut svg = Svg::new(width, bottom + 48.0, label);
     let muted = format!(r#"fill="{MUTED}""#);
@@ -241,7 +242,7 @@ fn draw(
 }
 
 fn legend(svg: &mut Svg, y: f64, scale: Option<&str>, limits: &[&LimitStyle], best: bool) {
-    let mut x = LEFT;
+    let mut x = 8.0;
     let muted = format!(r#"fill="{MUTED}""#);
     // Widths of texts are estimated: 6.4 pixels a character at this size.
     let width_of = |text: &str| 6.4 * text.chars().count() as f64;
@@ -267,7 +268,8 @@ fn legend(svg: &mut Svg, y: f64, scale: Option<&str>, limits: &[&LimitStyle], be
             "registers" => "R: registers over",
             "smem" => "S: KiB of SMEM over",
             "occupancy" => "O: blocks per SM got/asked",
-            _ => "other limits",
+            "tmem" => "T: TMEM columns over",
+            _ => "no whole instructions, or another rule",
         };
         svg.rect([x, y - 11.0, 16.0, 14.0], &format!(r#"rx="2" fill="{}" stroke="{RULE}""#, style.fill), "");
         svg.text((x + 22.0, y), Anchor::Start, &muted, text);

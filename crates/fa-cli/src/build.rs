@@ -1,0 +1,109 @@
+//! `fa build`: the shipped kernels compiled for their architectures, planned against actual.
+
+use std::fmt::Write;
+use std::path::Path;
+use std::sync::Mutex;
+
+use anyhow::Context;
+use fa_core::ShippedSpec;
+use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
+
+use crate::args::BuildArgs;
+use crate::failure::{InputError, Verdict};
+use crate::output;
+use crate::progress::Steps;
+
+/// Runs the command: a bad verdict when a kernel does not compile cleanly within its plan.
+///
+/// # Errors
+/// When there is no compiler, a spec cannot be read, or the bundle cannot be written.
+pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
+    let shipped = match &args.specs {
+        Some(folder) => read_folder(folder)?,
+        None => specs::shipped()
+            .map_err(|(path, error)| anyhow::anyhow!("specs/{path}: {error}"))?
+            .into_iter()
+            .map(|file| file.shipped)
+            .collect(),
+    };
+    let kind = if args.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc };
+    let compiler = Compiler::find(kind)?;
+    let jobs = shipped.iter().flat_map(|s| &s.archs).filter(|a| args.arch.is_empty() || args.arch.contains(a));
+    let steps = Mutex::new(Steps::new(jobs.count()));
+    let built =
+        ship::build(&shipped, &args.arch, &compiler, &Cache::open_default(), &Headers::embedded(), &|spec, arch| {
+            if let Ok(mut steps) = steps.lock() {
+                steps.begin(format!("{spec} on {arch}"));
+                steps.advance();
+            }
+        })?;
+    drop(steps);
+    let manifest = ship::write_bundle(&built, &compiler, &args.out)?;
+    output::print(&text(&built)?)?;
+    output::print(&format!(
+        "{} kernels by {} in {}\n",
+        manifest.kernels.len(),
+        manifest.compiler,
+        args.out.display()
+    ))?;
+    Ok(if built.failures.is_empty() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// Every `.ron` file in a folder and its subfolders.
+fn read_folder(folder: &Path) -> anyhow::Result<Vec<ShippedSpec>> {
+    let unreadable = |path: &Path, source| InputError::Read { path: path.to_owned(), source };
+    let mut shipped = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(&folder).map_err(|e| unreadable(&folder, e))? {
+            paths.push(entry.map_err(|e| unreadable(&folder, e))?.path());
+        }
+        paths.sort();
+        for path in paths {
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "ron") {
+                let text = std::fs::read_to_string(&path).map_err(|e| unreadable(&path, e))?;
+                let spec = ShippedSpec::from_ron(&text).with_context(|| path.display().to_string())?;
+                shipped.push(spec);
+            }
+        }
+    }
+    Ok(shipped)
+}
+
+fn text(built: &ship::Built) -> anyhow::Result<String> {
+    let mut table = output::table(&[
+        "kernel",
+        "arch",
+        "regs planned",
+        "regs",
+        "spill B",
+        "smem B",
+        "blocks/SM planned",
+        "blocks/SM",
+        "warnings",
+        "cubin B",
+    ]);
+    for row in &built.rows {
+        let spills = row.report.spill_stores + row.report.spill_loads;
+        table.add_row([
+            row.name.clone(),
+            row.arch.to_string(),
+            format!("{} of {}", row.planned_registers, row.register_limit),
+            row.report.registers.to_string(),
+            spills.to_string(),
+            row.smem.to_string(),
+            row.planned_blocks.to_string(),
+            row.actual_blocks.to_string(),
+            row.report.warnings.len().to_string(),
+            row.cubin_bytes.to_string(),
+        ]);
+    }
+    let mut text = output::table_text(&table);
+    for failure in &built.failures {
+        writeln!(text, "FAILED {} on {}: {}", failure.name, failure.arch, failure.reason)?;
+    }
+    Ok(text)
+}
