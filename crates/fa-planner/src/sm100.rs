@@ -105,7 +105,7 @@ pub struct Sm100Plan {
     pub threads: u32,
     /// Blocks per SM by each resource.
     pub occupancy: Occupancy,
-    /// Predicted time; the constants are those of published kernels' reach, not calibrated by this project.
+    /// Predicted time. The model's SM100 constants are assumptions: no kernel has been measured against them.
     pub cost: Cost,
 }
 

@@ -90,8 +90,10 @@ pub struct CostConstants {
     pub sm100_tile: f64,
 }
 
-/// Fitted to an H100 SXM5: 785 TFLOP/s for a plain product (79 % of peak), 3.02 TB/s for a copy (90 %), mma.sync at 62 % of
-/// wgmma's rate, 5.5-way conflicts on row-major rows in a public profile.
+/// Fitted to an H100 SXM5 by the rates of FlashAttention-3 and -2 there: within 14 % on every row, within
+/// 6 % on two of three. Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
+/// fit's cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %). From public
+/// profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100 terms are assumptions.
 const SM90: CostConstants = CostConstants {
     clock: 1.04,
     tensor_efficiency: 0.98,
