@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::workspace;
+use crate::{toolkit, workspace};
 
 /// Check formatting, lints and all tests; stops at the first failure.
 #[derive(clap::Args)]
@@ -18,12 +18,14 @@ struct Step {
     run: fn(&mut Tally) -> Result<()>,
 }
 
-const STEPS: [Step; 3] = [
+const STEPS: [Step; 4] = [
     Step { name: "format", run: |_| workspace::cargo(&["fmt", "--all", "--check"]) },
     Step {
         name: "lint",
         run: |_| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
     },
+    // The tests compile every shipped kernel.
+    Step { name: "toolkit", run: |_| toolkit::install(false) },
     Step { name: "test", run: |tally| cargo_test(&["test", "--workspace"], tally) },
 ];
 

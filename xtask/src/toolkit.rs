@@ -24,8 +24,13 @@ const PACKAGES: [&str; 3] =
 const STAMP: &str = "packages.txt";
 
 pub fn run(args: &Args) -> Result<()> {
+    install(args.force)
+}
+
+/// Installs the packages unless they are there; with `force`, in any case.
+pub fn install(force: bool) -> Result<()> {
     let folder = workspace::target_dir().join("toolkit");
-    if !args.force && is_current(&folder) {
+    if !force && is_current(&folder) {
         println!("{} is up to date", folder.display());
         return Ok(());
     }

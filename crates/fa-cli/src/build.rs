@@ -28,15 +28,22 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     };
     let kind = if args.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc };
     let compiler = Compiler::find(kind)?;
-    let jobs = shipped.iter().flat_map(|s| &s.archs).filter(|a| args.arch.is_empty() || args.arch.contains(a));
+    let jobs =
+        shipped.iter().flat_map(|s| &s.archs).filter(|a| args.arch.is_empty() || args.arch.contains(a));
     let steps = Mutex::new(Steps::new(jobs.count()));
-    let built =
-        ship::build(&shipped, &args.arch, &compiler, &Cache::open_default(), &Headers::embedded(), &|spec, arch| {
+    let built = ship::build(
+        &shipped,
+        &args.arch,
+        &compiler,
+        &Cache::open_default(),
+        &Headers::embedded(),
+        &|spec, arch| {
             if let Ok(mut steps) = steps.lock() {
                 steps.begin(format!("{spec} on {arch}"));
                 steps.advance();
             }
-        })?;
+        },
+    )?;
     drop(steps);
     let manifest = ship::write_bundle(&built, &compiler, &args.out)?;
     output::print(&text(&built)?)?;

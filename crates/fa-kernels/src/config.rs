@@ -168,6 +168,7 @@ pub(crate) fn samples() -> Vec<KernelSpec> {
             num_wg: 2,
             pv_is_rs: true,
             overlap_wg: false,
+            q_stages: 1,
             kv_stages: 2,
             ping_pong: false,
             scheduler: Scheduler::PerTile,

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::time::SystemTime;
 
 use fa_kernels::{Cache, Compiled, Error, Source};
@@ -107,8 +108,11 @@ fn damaged_entries_are_compiled_anew() {
 #[test]
 fn processes_that_race_all_get_the_kernel_and_leave_one_entry() {
     let root = tempfile::tempdir().unwrap();
-    let mut racers: Vec<_> =
-        (0..4).map(|_| child("cache::racer").env("FA_TEST_CACHE", root.path()).spawn().unwrap()).collect();
+    let mut racers: Vec<_> = (0..4)
+        .map(|_| {
+            child("cache::racer").env("FA_TEST_CACHE", root.path()).stdout(Stdio::null()).spawn().unwrap()
+        })
+        .collect();
     for racer in &mut racers {
         assert!(racer.wait().unwrap().success());
     }

@@ -63,6 +63,7 @@ fn sm90_spec() -> KernelSpec {
             num_wg: 2,
             pv_is_rs: true,
             overlap_wg: true,
+            q_stages: 1,
             kv_stages: 2,
             ping_pong: false,
             scheduler: Scheduler::PerTile,
