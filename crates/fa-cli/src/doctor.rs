@@ -3,6 +3,8 @@
 use std::fmt::Write;
 
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
+use fa_kernels::{Cache, Compiler, CompilerKind};
 use serde::Serialize;
 
 use crate::args::{Backend, CpuArgs, DoctorArgs};
@@ -133,7 +135,6 @@ fn attention_check() -> Check {
 
 fn gpu_checks() -> Vec<Check> {
     let gpus = gpu::gpus();
-    let driver = gpu::driver();
     let mut checks = Vec::new();
     if gpus.is_empty() {
         checks.push(Check::missing(
@@ -153,21 +154,81 @@ fn gpu_checks() -> Vec<Check> {
             (None, None) => Check::ok("gpu", found),
         });
     }
-    checks.push(match (&driver.library, &driver.version) {
-        (Some(library), Some(version)) => Check::ok("driver", format!("{version}, {}", library.display())),
-        (Some(library), None) => Check::ok("driver", library.display().to_string()),
-        (None, Some(version)) => Check::broken(
+    checks.push(driver_check());
+    checks.push(compiler_check());
+    checks.push(cache_check());
+    checks
+}
+
+fn driver_check() -> Check {
+    let gpu::Driver { version: module, library } = gpu::driver();
+    match (fa_kernels::driver::version(), module, library) {
+        (Ok(cuda), module, library) => {
+            let module = module.map_or(String::new(), |version| format!("{version}, "));
+            let library = library.map_or(String::new(), |path| format!(", {}", path.display()));
+            Check::ok("driver", format!("{module}CUDA {}.{}{library}", cuda / 1000, cuda % 1000 / 10))
+        }
+        (Err(_), Some(module), None) => Check::broken(
             "driver",
-            format!("kernel module {version}, but no libcuda.so.1"),
+            format!("kernel module {module}, but no libcuda.so.1"),
             "install the driver's user-space part, or in a container start it with GPU support (--gpus all)",
         ),
-        (None, None) => Check::missing(
+        (Err(error), _, Some(library)) => Check::broken(
+            "driver",
+            format!("{}: {error}", library.display()),
+            "reinstall NVIDIA's driver, or restart the machine after an update of it",
+        ),
+        (Err(_), None, None) => Check::missing(
             "driver",
             "no libcuda.so.1",
             "on a machine with a GPU, install NVIDIA's driver (550 or newer)",
         ),
+    }
+}
+
+fn compiler_check() -> Check {
+    let found = Compiler::find(CompilerKind::Nvrtc);
+    let version = found.as_ref().map_err(ToString::to_string).and_then(|compiler| {
+        compiler.version().map(|version| (compiler.path(), version)).map_err(|error| error.to_string())
     });
-    checks
+    match version {
+        Ok((path, version)) => Check::ok("nvrtc", format!("{version}, {}", path.display())),
+        Err(_) if found.is_err() => Check::missing(
+            "nvrtc",
+            "no NVRTC library",
+            format!(
+                "GPU kernels are compiled with it: `cargo xtask toolkit` in this workspace, or `pip install \
+                 nvidia-cuda-nvrtc`, or set {} to one",
+                fa_kernels::toolchain::NVRTC_VARIABLE
+            ),
+        ),
+        Err(error) => {
+            Check::broken("nvrtc", error, "install another version: `cargo xtask toolkit` in this workspace")
+        }
+    }
+}
+
+fn cache_check() -> Check {
+    let cache = Cache::open_default();
+    let Some(root) = cache.root() else {
+        return Check::missing(
+            "cache",
+            "no cache folder",
+            format!("kernels are compiled anew by every process: set {CACHE_VARIABLE}, or HOME"),
+        );
+    };
+    // The cache makes its folder when it stores a kernel, so the nearest folder that is there must be writable.
+    let nearest = root.ancestors().find(|folder| folder.exists());
+    let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());
+    let kib = cache.size().div_ceil(1024);
+    let found = format!("{} ({} kernels, {kib} of {} KiB)", root.display(), cache.len(), DEFAULT_LIMIT >> 10);
+    if writable {
+        Check::ok("cache", found)
+    } else {
+        let advice =
+            format!("kernels are compiled anew by every process: set {CACHE_VARIABLE} to a writable folder");
+        Check::missing("cache", format!("{found}: not writable"), advice)
+    }
 }
 
 fn text(report: &Report) -> String {

@@ -133,7 +133,7 @@ fn forward_sections(body: &mut String, planned: &Planned, forward: &Forward) -> 
         let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
         section(body, "Register budget", about.trim_end(), &memory::registers(&best.regs, best.reg_limit));
     }
-    section(body, "Bank conflicts", banks::ABOUT, &banks::of_best(&planned.problem, best.tile_n)?);
+    section(body, "Bank conflicts", banks::ABOUT, &banks::of_best(best.tile_n, best.head_dim)?);
     section(body, "Where the time goes", rates::ABOUT_TERMS, &rates::terms(best.cost));
     section(body, "Predicted rate by sequence length", rates::ABOUT_SWEEP, &rates::sweep(planned, forward)?);
     section(body, "The best kernels", "By predicted time.", &ranking(&fits, planned));

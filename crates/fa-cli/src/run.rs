@@ -5,8 +5,9 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_core::{Problem, TensorLayout};
+use fa_core::{Arch, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
+use fa_planner::cost::Bottleneck;
 use serde::Serialize;
 
 use crate::args::RunArgs;
@@ -14,6 +15,7 @@ use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{Engine, EngineReport, Outputs};
 use crate::failure::{InputError, Verdict};
 use crate::output::{self, si};
+use crate::plan::forward::Forward;
 use crate::progress;
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::target::Target;
@@ -25,6 +27,7 @@ struct Report {
     problem: Problem,
     softmax_scale: f64,
     layout: TensorLayout,
+    gpu_plan: GpuPlan,
     #[serde(flatten)]
     engine: EngineReport,
     forward: Timing,
@@ -34,6 +37,53 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     difference_from_own_out: Option<Comparison>,
     output: Option<PathBuf>,
+}
+
+/// The planner's first choice for a GPU.
+#[derive(Debug, Serialize)]
+struct GpuPlan {
+    arch: Arch,
+    #[serde(flatten)]
+    choice: Choice,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Choice {
+    /// The kernel.
+    Kernel { name: String, smem_bytes: u32, predicted_ms: f64, predicted_tflops: f64, bottleneck: Bottleneck },
+    /// Why there is none.
+    None { reason: String },
+}
+
+impl GpuPlan {
+    fn of(problem: &Problem, arch: Arch) -> GpuPlan {
+        let choice = match Forward::explore(problem, arch, None) {
+            Err(error) => Choice::None { reason: error.to_string() },
+            Ok(forward) => match forward.best() {
+                None => Choice::None { reason: "no kernel fits".to_owned() },
+                Some(best) => Choice::Kernel {
+                    name: best.name,
+                    smem_bytes: best.smem.total,
+                    predicted_ms: best.cost.seconds * 1e3,
+                    predicted_tflops: best.cost.tflops,
+                    bottleneck: best.cost.bottleneck,
+                },
+            },
+        };
+        GpuPlan { arch, choice }
+    }
+
+    fn text(&self) -> String {
+        match &self.choice {
+            Choice::Kernel { name, predicted_ms, predicted_tflops, bottleneck, .. } => format!(
+                "{name}, predicted {} ({predicted_tflops:.0} TFLOP/s, waits for {})",
+                si(predicted_ms * 1e-3, "s"),
+                bottleneck.name()
+            ),
+            Choice::None { reason } => format!("none: {reason}"),
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -95,6 +145,7 @@ fn compute<T: Stored>(
         problem,
         softmax_scale: problem.scale(),
         layout: inputs.layout,
+        gpu_plan: GpuPlan::of(&problem, args.arch),
         engine: engine.report(),
         forward: Timing::new(forward_time, problem.flops_forward()),
         backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
@@ -159,6 +210,7 @@ fn text(report: &Report) -> String {
     };
     line("input", format!("{} ({})", report.input.display(), report.layout));
     line("problem", attention::describe(&report.problem));
+    line("gpu plan", format!("{}: {}", report.gpu_plan.arch, report.gpu_plan.text()));
     let EngineReport { backend, isa, threads } = &report.engine;
     line(
         "backend",

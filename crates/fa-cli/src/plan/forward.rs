@@ -36,6 +36,8 @@ pub struct Fit<'a> {
     pub tile_m: u32,
     /// Keys per step.
     pub tile_n: u32,
+    /// Tile extent of the head dim of Q and K.
+    pub head_dim: u32,
     /// Shared memory by buffer.
     pub smem: &'a SmemPlan,
     /// Registers of a computing thread by use; empty where the planner has no account of them.
@@ -370,6 +372,7 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
         group: group_of_spec(&plan.spec),
         tile_m,
         tile_n,
+        head_dim: plan.spec.head_dim,
         smem: &plan.smem,
         regs: parts.into_iter().filter(|(_, n)| *n > 0).collect(),
         reg_limit: r.limit,
@@ -398,6 +401,7 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
         group: group_of_shape(&plan.tile),
         tile_m: plan.tile_m,
         tile_n: plan.tile.tile_n,
+        head_dim: plan.tile.head_dim,
         smem: &plan.smem,
         regs: Vec::new(),
         reg_limit: 0,

@@ -2,7 +2,6 @@
 
 use std::fmt::Write;
 
-use fa_core::Problem;
 use fa_planner::banks::{self, Access, BANK_BYTES, BANKS, Conflicts, SmemLayout};
 
 use crate::svg::{Anchor, MUTED, RULE, Svg, escape};
@@ -15,14 +14,12 @@ pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want 
 /// Bytes of an element: GPU kernels hold 16-bit types.
 const ELEMENT: u64 = 2;
 
-/// The section's content for a kernel with `tile_n` keys per step.
+/// The section's content for a kernel with K tiles of `tile_n` keys and `head_dim` elements.
 ///
 /// # Errors
 /// When the tile has no layout, which a plan has ruled out.
-pub fn of_best(problem: &Problem, tile_n: u32) -> anyhow::Result<String> {
-    // The kernels' rows: padded to whole 64-byte swizzle rows.
-    let columns = problem.head_dim.next_multiple_of(32) as u64;
-    let rows = u64::from(tile_n);
+pub fn of_best(tile_n: u32, head_dim: u32) -> anyhow::Result<String> {
+    let (rows, columns) = (u64::from(tile_n), u64::from(head_dim));
     let plain = SmemLayout::row_major(rows, columns, ELEMENT)?;
     let swizzled = SmemLayout::swizzled(rows, columns, ELEMENT)?;
     let mut table = String::new();

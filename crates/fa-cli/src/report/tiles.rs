@@ -46,6 +46,20 @@ struct Cell {
     ink: &'static str,
     tip: String,
     best: bool,
+    /// The limit that it breaks, for the legend.
+    limit: Option<&'static LimitStyle>,
+}
+
+impl Cell {
+    fn fits(text: String, shade: usize, tip: String, best: bool) -> Cell {
+        let ink = if shade >= DARK_FROM { "#ffffff" } else { INK };
+        Cell { text, fill: BLUES[shade], ink, tip, best, limit: None }
+    }
+
+    fn rejected(text: String, kind: &str, tip: String) -> Cell {
+        let limit = limit_style(kind);
+        Cell { text, fill: limit.fill, ink: INK, tip, best: false, limit: Some(limit) }
+    }
 }
 
 /// The forward's map.
@@ -59,47 +73,40 @@ pub fn forward_map(forward: &Forward) -> String {
         fits.iter().map(|f| f.tile_n).chain(misses.iter().map(|m| m.tile_n)).collect();
     columns.sort_unstable();
     columns.dedup();
-    let rates = || fits.iter().map(|f| f.cost.tflops);
-    let (low, high) = (rates().fold(f64::INFINITY, f64::min), rates().fold(0.0, f64::max));
+    // `fits` is in order of time, so the first of a cell is its best.
+    let best_of = |group: &Group, tile_n: u32| {
+        fits.iter().enumerate().find(|(_, fit)| fit.group == *group && fit.tile_n == tile_n)
+    };
+    let shown: Vec<f64> = groups
+        .iter()
+        .flat_map(|group| columns.iter().filter_map(|&tile_n| best_of(group, tile_n)))
+        .map(|(_, fit)| fit.cost.tflops)
+        .collect();
+    let (low, high) =
+        (shown.iter().copied().fold(f64::INFINITY, f64::min), shown.iter().copied().fold(0.0, f64::max));
 
     let cell = |group: &Group, tile_n: u32| {
-        // `fits` is in order of time, so the first of a cell is its best.
-        if let Some((rank, fit)) =
-            fits.iter().enumerate().find(|(_, f)| f.group == *group && f.tile_n == tile_n)
-        {
-            let shade = shade(fit.cost.tflops, low, high);
-            return Some(Cell {
-                text: format!("{:.0}", fit.cost.tflops),
-                fill: BLUES[shade],
-                ink: if shade >= DARK_FROM { "#ffffff" } else { INK },
-                tip: format!("#{} {}\n{}\n{}", rank + 1, fit.name, fit.knobs, prediction(fit.cost)),
-                best: rank == 0,
-            });
+        if let Some((rank, fit)) = best_of(group, tile_n) {
+            let tip = format!("#{} {}\n{}\n{}", rank + 1, fit.name, fit.knobs, prediction(fit.cost));
+            return Some(Cell::fits(
+                format!("{:.0}", fit.cost.tflops),
+                shade(fit.cost.tflops, low, high),
+                tip,
+                rank == 0,
+            ));
         }
         let here = misses.iter().filter(|m| m.group == *group && m.tile_n == tile_n);
         let nearest = here.min_by(|a, b| a.reason.excess().total_cmp(&b.reason.excess()))?;
-        Some(Cell {
-            text: excess(nearest.reason),
-            fill: limit_style(nearest.reason.kind()).fill,
-            ink: INK,
-            tip: format!("{}\n{}", nearest.name, nearest.reason),
-            best: false,
-        })
+        let tip = format!("{}\n{}", nearest.name, nearest.reason);
+        Some(Cell::rejected(excess(nearest.reason), nearest.reason.kind(), tip))
     };
     let rows: Vec<(String, Vec<Option<Cell>>)> = groups
         .iter()
         .map(|group| (group.label.clone(), columns.iter().map(|&tile_n| cell(group, tile_n)).collect()))
         .collect();
     let headers: Vec<String> = columns.iter().map(u32::to_string).collect();
-    let mut used: Vec<&'static LimitStyle> = Vec::new();
-    for miss in &misses {
-        let style = limit_style(miss.reason.kind());
-        if !used.iter().any(|known| known.name == style.name) {
-            used.push(style);
-        }
-    }
     let scale = (!fits.is_empty()).then(|| format!("fits, {low:.0} to {high:.0} TFLOP/s"));
-    draw("Tile map", "tile_n: keys per step", &headers, &rows, scale.as_deref(), &used)
+    draw("Tile map", "tile_n: keys per step", &headers, &rows, scale.as_deref())
 }
 
 /// The backward's map by the guide's model: how many layouts of each tile fit.
@@ -133,20 +140,16 @@ pub fn backward_map(problem: &Problem) -> anyhow::Result<String> {
     let cell = |m: u32, n: u32| {
         let first = found.feasible.iter().find(|c| (c.tile_m, c.tile_n) == (m, n));
         if let Some(first) = first {
-            let shade = shade(count(m, n) as f64, 0.0, most);
-            return Some(Cell {
-                text: count(m, n).to_string(),
-                fill: BLUES[shade],
-                ink: if shade >= DARK_FROM { "#ffffff" } else { INK },
-                tip: format!(
-                    "{}\n{} of {} registers, {:.1} KiB of shared memory",
-                    first.spec(),
-                    first.total_regs,
-                    first.reg_limit,
-                    f64::from(first.smem_bytes) / 1024.0
-                ),
-                best: best == Some((m, n)),
-            });
+            let tip = format!(
+                "{}\n{} of {} registers, {:.1} KiB of shared memory",
+                first.spec(),
+                first.total_regs,
+                first.reg_limit,
+                f64::from(first.smem_bytes) / 1024.0
+            );
+            let fitting = count(m, n);
+            let is_best = best == Some((m, n));
+            return Some(Cell::fits(fitting.to_string(), shade(fitting as f64, 0.0, most), tip, is_best));
         }
         // Budgets say more than shapes: many layouts of a tile have no whole instructions.
         let here = || found.rejected.iter().filter(|r| (r.spec.tile_m, r.spec.tile_n) == (m, n));
@@ -162,16 +165,15 @@ pub fn backward_map(problem: &Problem) -> anyhow::Result<String> {
             GuideReason::MmaShape { .. } => ("other", "shape".to_owned()),
         };
         let tip = format!("{}\n{}", nearest.spec, nearest.reason);
-        Some(Cell { text, fill: limit_style(kind).fill, ink: INK, tip, best: false })
+        Some(Cell::rejected(text, kind, tip))
     };
     let rows: Vec<(String, Vec<Option<Cell>>)> = all_m
         .iter()
         .map(|&m| (format!("tile_m {m} queries per step"), all_n.iter().map(|&n| cell(m, n)).collect()))
         .collect();
     let headers: Vec<String> = all_n.iter().map(u32::to_string).collect();
-    let used: Vec<&LimitStyle> = LIMITS.iter().filter(|s| !["occupancy", "tmem"].contains(&s.name)).collect();
     let scale = (most > 0.0).then(|| format!("fits, up to {most:.0} layouts"));
-    Ok(draw("Backward tile map", "tile_n: key rows of a block", &headers, &rows, scale.as_deref(), &used))
+    Ok(draw("Backward tile map", "tile_n: key rows of a block", &headers, &rows, scale.as_deref()))
 }
 
 /// `R +40`: the limit's letter and the amount by which it is missed.
@@ -196,7 +198,6 @@ fn draw(
     headers: &[String],
     rows: &[(String, Vec<Option<Cell>>)],
     scale: Option<&str>,
-    limits: &[&LimitStyle],
 ) -> String {
     let width = (LEFT + CELL.0 * headers.len() as f64 + 8.0).max(1000.0);
     let bottom = TOP + CELL.1 * rows.len() as f64;
@@ -209,6 +210,7 @@ fn draw(
     }
     // The best cell is drawn last, so that no neighbour covers its outline.
     let mut outline = None;
+    let mut limits: Vec<&'static LimitStyle> = Vec::new();
     for (r, (name, cells)) in rows.iter().enumerate() {
         let y = TOP + CELL.1 * r as f64;
         svg.text((LEFT - 12.0, y + 17.0), Anchor::End, "", name);
@@ -228,6 +230,11 @@ fn draw(
             if cell.best {
                 outline = Some(place);
             }
+            if let Some(limit) =
+                cell.limit.filter(|limit| !limits.iter().any(|known| known.name == limit.name))
+            {
+                limits.push(limit);
+            }
         }
     }
     if let Some(place) = outline {
@@ -237,7 +244,7 @@ fn draw(
             "",
         );
     }
-    legend(&mut svg, bottom + 30.0, scale, limits, outline.is_some());
+    legend(&mut svg, bottom + 30.0, scale, &limits, outline.is_some());
     svg.finish()
 }
 
