@@ -91,15 +91,12 @@ mod tests {
             for head_dim_v in (32..=256).step_by(32) {
                 let dims = HeadDims { head_dim, head_dim_v };
                 let found = search(dims, Mode::Both, &Tiles::default()).expect("in range");
-                let fwd = found.fwd.iter().map(|c| (fwd(dims, c), c.smem_bytes, c.num_wg));
-                for (account, guide, num_wg) in fwd {
-                    let qo = account
-                        .smem
-                        .buffer("q")
-                        .zip(account.smem.buffer("o"))
-                        .map(|(q, o)| q.size.max(o.size));
-                    let sum = qo.expect("both are there") + tensors(&account.smem, &["k", "v", "p"]);
-                    check(dims, &account, sum, guide, num_wg);
+                for config in &found.fwd {
+                    let account = fwd(dims, config);
+                    // The guide stages O where Q lay, and counts the larger of the two.
+                    let larger_o = config.tile_m * head_dim_v.saturating_sub(head_dim) * 2;
+                    let sum = tensors(&account.smem, &["q", "k", "v", "p"]) + larger_o;
+                    check(dims, &account, sum, config.smem_bytes, config.num_wg);
                 }
                 for config in &found.bwd {
                     let account = bwd(dims, config);
