@@ -135,6 +135,8 @@ pub struct Sm90Fwd {
     pub pv_is_rs: bool,
     /// S of the next step is issued before P V of this one (intra-warp-group overlap).
     pub overlap_wg: bool,
+    /// Q buffers: with 2, the next tile's Q is loaded while this one's is in use.
+    pub q_stages: u32,
     /// K and V buffers in flight, 1 to 4.
     pub kv_stages: u32,
     /// Warp groups take turns at the tensor cores, so that one's softmax runs under the other's products.
@@ -143,7 +145,8 @@ pub struct Sm90Fwd {
     pub scheduler: Scheduler,
     /// The order of tiles.
     pub tile_order: TileOrder,
-    /// Blocks of a cluster that share K/V loads by multicast: 1 or 2.
+    /// Blocks of a cluster that share K/V loads by multicast: 1 or 2 (2 for the full mask only: neighbours must walk the
+    /// same keys).
     pub cluster_m: u32,
     /// Of 16 exponentials, how many are computed by polynomial on the FMA units: 0 to 16.
     pub exp_poly_of_16: u32,
@@ -228,6 +231,10 @@ impl KernelSpec {
         multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
         match &self.kernel {
             Kernel::Sm80Fwd(kernel) => kernel.check(),
+            Kernel::Sm90Fwd(kernel) if kernel.cluster_m > 1 && self.mask != MaskKind::Full => {
+                let why = "cluster_m = 2 needs mask full: blocks of a cluster walk the same keys; use cluster_m = 1";
+                Err(SpecError::Conflict(why.into()))
+            }
             Kernel::Sm90Fwd(kernel) => kernel.check(),
         }
     }
@@ -326,6 +333,7 @@ impl Sm90Fwd {
             return Err(SpecError::BadValue { field: "tile_m", value: self.tile_m, need });
         }
         multiple("tile_n", self.tile_n, 16, 256)?;
+        range("q_stages", self.q_stages, 1, 2)?;
         range("kv_stages", self.kv_stages, 1, 4)?;
         range("cluster_m", self.cluster_m, 1, 2)?;
         range("exp_poly_of_16", self.exp_poly_of_16, 0, 16)?;
@@ -383,6 +391,7 @@ impl fmt::Display for KernelSpec {
             Kernel::Sm90Fwd(k) => vec![
                 (true, if k.pv_is_rs { "rs".into() } else { "ss".into() }),
                 (k.overlap_wg, "ovl".into()),
+                (k.q_stages > 1, format!("q{}", k.q_stages)),
                 (true, format!("s{}", k.kv_stages)),
                 (k.ping_pong, "pp".into()),
                 (k.scheduler != Scheduler::PerTile, format!("{:?}", k.scheduler).to_lowercase()),
@@ -433,6 +442,7 @@ mod tests {
                 num_wg: 2,
                 pv_is_rs: true,
                 overlap_wg: true,
+                q_stages: 1,
                 kv_stages: 2,
                 ping_pong: true,
                 scheduler: Scheduler::Static,

@@ -43,6 +43,7 @@ struct Sm90FwdConfig {
     int num_wg;
     bool pv_is_rs;
     bool overlap_wg;
+    int q_stages;
     int kv_stages;
     bool ping_pong;
     Scheduler scheduler;

@@ -318,7 +318,7 @@ pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
     match &spec.kernel {
         Kernel::Sm80Fwd(k) => by_name!(k; tile_m, tile_n, num_warps, stages, q_in_regs, blocks_per_sm),
         Kernel::Sm90Fwd(k) => {
-            by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, kv_stages, ping_pong, pack_gqa)
+            by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, q_stages, kv_stages, ping_pong, pack_gqa)
         }
     }
 }

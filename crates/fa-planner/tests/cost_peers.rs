@@ -63,6 +63,7 @@ fn fa3_spec(row: &Row) -> KernelSpec {
             num_wg: tile_m / 64,
             pv_is_rs,
             overlap_wg: true,
+            q_stages: 1,
             kv_stages: 2,
             ping_pong,
             scheduler: if row.causal { Scheduler::Dynamic } else { Scheduler::Static },

@@ -24,6 +24,17 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&bar)) : "memory");
 }
 
+// Arrives at the barrier of the same name in block `rank` of the cluster. It releases nothing that this thread wrote: what
+// is announced are finished reads of data that only the copy engine overwrites.
+__device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier& bar, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(smem_address(&bar)),
+        "r"(rank)
+        : "memory");
+}
+
 // Arrives and announces `bytes` that the copy engine will deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier& bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&bar)), "r"(bytes) : "memory");

@@ -17,6 +17,17 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 // Orders this thread's ordinary shared-memory accesses before accesses of the tensor cores and the copy engine.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Waits for all threads of the cluster; shared-memory accesses before it are visible to all after it.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 cluster_block_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
 // Lets other warps run for about a nanosecond.
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 1;" ::: "memory"); }
 
@@ -39,6 +50,13 @@ __device__ __forceinline__ int thread_index_reread() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
+}
+
+// Likewise blockIdx.x.
+__device__ __forceinline__ int block_index_reread() {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
 }
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }

@@ -61,6 +61,12 @@ struct alignas(128) SharedStorage {
     u8 bytes[max_of(kQ + T::Q::kBytes, kK + kKeyValueBytes)];  // [tile_m, head_dim]; [stages][tile_n, head_dim(_v)]
 };
 
+// Row of the tile that a thread's first accumulators belong to.
+template <Sm80FwdConfig C>
+__device__ __forceinline__ int own_row(int thread) {
+    return thread / 32 * Traits<C>::kWarpRows + thread % 32 / 4;
+}
+
 }  // namespace fa::sm80
 
 namespace fa {
@@ -84,16 +90,22 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const int last_query = min(first_query + C.tile_m, params.seqlen_q) - 1;
     const BlockRange range = block_range<C.mask, C.tile_n>(params, first_query, last_query);
 
-    // The warp's first row within the tile; the thread's first query, and its first column within a block of keys.
-    const int warp_row = warp_index() * T::kWarpRows;
-    const int own_query = first_query + warp_row + lane_index() / 4;
-    const int own_column = 2 * (lane_index() % 4);
+    const int warp_row = threadIdx.x / 32 * T::kWarpRows;  // the warp's first row within the tile
+
+    if (range.empty()) {
+        for (int f = 0; f < T::kFragments; ++f) {
+            const int row = first_query + sm80::own_row<C>(threadIdx.x) + 16 * f;
+            store_nothing_seen<false>(params, row, tile.head, tile.batch);
+        }
+        return;
+    }
+
     // Exponents are of 2 or of e; capped scores are scaled already.
     const float scale = C.softcap ? (C.exp2 ? kLog2e : 1.f) : C.exp2 ? params.scale_log2 : params.scale;
 
     float o[T::kFragments][C.head_dim_v / 2];
     float s[T::kFragments][C.tile_n / 2];
-    u32 q[C.q_in_regs ? C.head_dim / 16 : 2][T::kFragments][4];
+    u32 q[C.q_in_regs ? C.head_dim / 16 : 1][T::kFragments][4];
     typename T::RowState rows[T::kFragments];
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
@@ -141,7 +153,6 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         constexpr int kRing = T::kAhead + 1;
         u32 b[kRing][4];
         auto read_b = [&](int i) { k_reader.read(b[i % kRing], tile_k, i % kBlocks * 16, i / kBlocks * 16); };
-        if constexpr (!C.q_in_regs) read_q(q[0], 0);
 #pragma unroll
         for (int i = 0; i < min_of(T::kAhead, kTotal); ++i) read_b(i);
 #pragma unroll
@@ -154,11 +165,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             const int k = i / kBlocks, n = i % kBlocks;
             if (i + T::kAhead < kTotal) read_b(i + T::kAhead);
             if constexpr (!C.q_in_regs) {
-                if (n == 0 && k + 1 < kSteps) read_q(q[(k + 1) % 2], k + 1);
+                if (n == 0) read_q(q[0], k);
             }
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) {
-                const auto& a = q[C.q_in_regs ? k : k % 2][f];
+                const auto& a = q[C.q_in_regs ? k : 0][f];
                 mma_m16n8k16<C.dtype>(s[f] + 8 * n, a, b[i % kRing][0], b[i % kRing][1]);
                 mma_m16n8k16<C.dtype>(s[f] + 8 * n + 4, a, b[i % kRing][2], b[i % kRing][3]);
             }
@@ -214,11 +225,12 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (int f = 0; f < T::kFragments; ++f) {
             if constexpr (C.softcap) cap_scores(s[f], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
             if (mask) {
-                const int first = block * C.tile_n + own_column;
+                const int thread = thread_index_reread();
+                const int first = block * C.tile_n + 2 * (thread % 4);
                 ColumnLimits limits;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int query = own_query + 16 * f + 8 * r;
+                    const int query = first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r;
                     limits.begin[r] = keys_begin<C.mask>(params, query) - first;
                     limits.end[r] = keys_end<C.mask>(params, query) - first;
                 }
@@ -229,15 +241,21 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto compute = [&](int block, int stage, bool mask) {
         multiply_s(stage_k(stage));
         prepare(block, mask);
+        float rescale[T::kFragments][2];
+        bool grown = false;
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
-            float rescale[2];
-            rows[f].template take_max<false>(s[f], scale, rescale);
-            scale_rows(o[f], rescale);
+            rows[f].template take_max<false>(s[f], scale, rescale[f]);
+            grown = grown || rescale[f][0] != 1.f || rescale[f][1] != 1.f;
+        }
+        // Past the first blocks the maxima of all of a warp's rows mostly stand.
+        if (__any_sync(0xffffffff, grown)) {
+#pragma unroll
+            for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
         }
         multiply_o(stage_v(stage));
     };
-    // Whether none, or all, of the warp's rows see all of a block.
+    // Whether the warp's rows see nothing of a block.
     auto hidden = [&](int block) {
         const int first = first_query + warp_row, last = first + T::kWarpRows - 1;
         return block * C.tile_n >= keys_end<C.mask>(params, last) || (block + 1) * C.tile_n <= keys_begin<C.mask>(params, first);
@@ -263,56 +281,58 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             if (ahead >= range.begin) load(ahead, stage == 0 ? C.stages - 1 : stage - 1);
             cp_async_commit();
         }
-        compute(block, stage, mask);
+        // The tile may end in blocks that only its last rows see.
+        if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(block)) compute(block, stage, mask);
         stage = stage + 1 == C.stages ? 0 : stage + 1;
     };
 
-    if (!range.empty()) {
-        if constexpr (C.q_in_regs) {
-            constexpr bool kClear = Smem::kQ >= T::K::kBytes;  // the first K does not touch Q
-            load_q();
-            cp_async_commit();
-            if constexpr (kClear) {
-                load_first_k();
-                cp_async_commit();
-            }
-            cp_async_wait<kClear ? 1 : 0>();
-            __syncthreads();
-#pragma unroll
-            for (int k = 0; k < C.head_dim / 16; ++k) read_q(q[k], k);
-            __syncthreads();
-            if constexpr (!kClear) load_first_k();
-        } else {
-            load_q();
-            load_first_k();
-        }
-        load_first_v();
+    if constexpr (C.q_in_regs) {
+        constexpr bool kClear = Smem::kQ >= T::K::kBytes;  // the first K does not touch Q
+        load_q();
         cp_async_commit();
-#pragma unroll
-        for (int i = 1; i < C.stages - 1; ++i) {
-            if (range.end - 1 - i >= range.begin) load(range.end - 1 - i, i);
+        if constexpr (kClear) {
+            load_first_k();
             cp_async_commit();
         }
+        cp_async_wait<kClear ? 1 : 0>();
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < C.head_dim / 16; ++k) read_q(q[k], k);
+        __syncthreads();
+        if constexpr (!kClear) load_first_k();
+    } else {
+        load_q();
+        load_first_k();
+    }
+    load_first_v();
+    cp_async_commit();
+#pragma unroll
+    for (int i = 1; i < C.stages - 1; ++i) {
+        if (range.end - 1 - i >= range.begin) load(range.end - 1 - i, i);
+        cp_async_commit();
+    }
 
-        int block = range.end - 1;
-        if constexpr (C.loop_split) {
-            for (; block >= max(range.begin, range.full_end); --block) step(block, true);
-            for (; block >= max(range.begin, range.full_begin); --block) step(block, false);
-            if constexpr (C.mask == MaskKind::Window) {
-                for (; block >= range.begin; --block) step(block, true);
-            }
-        } else {
+    int block = range.end - 1;
+    if constexpr (C.loop_split) {
+        for (; block >= max(range.begin, range.full_end); --block) step(block, true);
+        for (; block >= max(range.begin, range.full_begin); --block) step(block, false);
+        if constexpr (C.mask == MaskKind::Window) {
             for (; block >= range.begin; --block) step(block, true);
         }
+    } else {
+        for (; block >= range.begin; --block) step(block, true);
     }
 
     // ---- Epilogue ----
 
+    // The tile's place is worked out a second time: the walk has no registers to keep it in.
+    const Tile own = tile_at<T::kOrder>(params, block_index_reread(), params.heads_q);
+    const int own_query = own.m_block * C.tile_m + sm80::own_row<C>(thread_index_reread());
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
         rows[f].finish(scale, factor, lse);
-        store_output<C.dtype, false>(params, o[f], factor, lse, own_query + 16 * f, tile.head, tile.batch);
+        store_output<C.dtype, false>(params, o[f], factor, lse, own_query + 16 * f, own.head, own.batch);
     }
 }
 

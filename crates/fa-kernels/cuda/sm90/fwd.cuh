@@ -27,7 +27,8 @@ struct Traits {
     static_assert(C.tile_m == 64 * C.num_wg, "one warp group per 64 rows: the m64 of wgmma");
     static_assert(C.tile_n % 16 == 0 && C.tile_n <= 256, "the n of wgmma and the k16 steps of P V");
     static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
-    static_assert(C.cluster_m == 1, "multicast of K and V is not built");
+    static_assert(C.cluster_m == 1 || C.mask == MaskKind::Full, "blocks of a cluster walk the same keys");
+    static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic, "blocks of a cluster take neighbouring tiles");
     static_assert(C.num_wg >= 2 || !C.ping_pong);
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
@@ -46,19 +47,39 @@ struct Traits {
 
 // ---- Shared memory ----------------------------------------------------------------------------------------------------
 
+// What only some configs have takes no space in the others.
+template <int Bytes, int Groups>
+struct Weights {
+    alignas(1024) u8 tiles[Groups][Bytes];
+};
+struct NoWeights {};
+struct TileTicket {
+    PipelineBarriers<1> bars;
+    alignas(16) int next[4];
+};
+struct NoTileTicket {};
+
+template <bool Which, class A, class B>
+struct Either {
+    using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    using Type = B;
+};
+
 // The planner's sm90_fwd_smem names the same buffers in the same order; the generated unit asserts the size.
 template <Sm90FwdConfig C>
 struct alignas(1024) SharedStorage {
     using T = Traits<C>;
-    alignas(1024) u8 q[T::Q::kBytes];
+    alignas(1024) u8 q[C.q_stages][T::Q::kBytes];
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
     alignas(1024) u8 v[C.kv_stages][T::V::kBytes];
-    alignas(1024) u8 p[C.pv_is_rs ? 1 : C.num_wg][C.pv_is_rs ? 8 : T::P::kBytes];
-    PipelineBarriers<1> q_bars;
-    PipelineBarriers<C.kv_stages> k_bars;
-    PipelineBarriers<C.kv_stages> v_bars;
-    PipelineBarriers<1> tile_bars;
-    int next_tile[4];
+    [[no_unique_address]] typename Either<C.pv_is_rs, NoWeights, Weights<T::P::kBytes, C.num_wg>>::Type p;
+    PipelineBarriers<C.q_stages> q_bars;
+    PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
+    PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;
+    [[no_unique_address]] typename Either<C.scheduler == Scheduler::Dynamic, TileTicket, NoTileTicket>::Type ticket;
 };
 
 // ---- Roles ------------------------------------------------------------------------------------------------------------
@@ -70,28 +91,34 @@ struct TileWalk {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
     PipelineState<1> state;
 
-    // The loading thread draws the tile after this one.
-    __device__ __forceinline__ int draw(SharedStorage<C>& smem, const FwdParams& params, int tile) {
+    // The loading thread draws the tile after this one, some loads before it needs it: the counter is far away.
+    __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
         if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
         if constexpr (C.scheduler == Scheduler::Static) return tile + gridDim.x;
-        const int next = gridDim.x + atomicAdd(&params.tile_counter[0], 1u);
-        mbarrier_wait(smem.tile_bars.empty[0], state.phase ^ 1);
-        smem.next_tile[0] = next;
-        mbarrier_arrive(smem.tile_bars.full[0]);
-        state.advance();
-        return next;
+        return gridDim.x + atomicAdd(&params.tile_counter[0], 1u);
+    }
+
+    // ... and tells the multiplying warps.
+    __device__ __forceinline__ void tell(SharedStorage<C>& smem, int next) {
+        if constexpr (kDynamic) {
+            mbarrier_wait(smem.ticket.bars.empty[0], state.phase ^ 1);
+            smem.ticket.next[0] = next;
+            mbarrier_arrive(smem.ticket.bars.full[0]);
+            state.advance();
+        }
     }
 
     // The multiplying warps learn the tile after this one.
     __device__ __forceinline__ int follow(SharedStorage<C>& smem, const FwdParams& params, int tile, bool elected) {
-        if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
-        if constexpr (C.scheduler == Scheduler::Static) return tile + gridDim.x;
-        smem.tile_bars.wait_full(state);
-        const int next = smem.next_tile[0];
-        __syncwarp();
-        smem.tile_bars.release(state, elected);
-        state.advance();
-        return next;
+        if constexpr (kDynamic) {
+            smem.ticket.bars.wait_full(state);
+            const int next = smem.ticket.next[0];
+            __syncwarp();
+            smem.ticket.bars.release(state, elected);
+            state.advance();
+            return next;
+        }
+        return C.scheduler == Scheduler::PerTile ? params.num_tiles : tile + gridDim.x;
     }
 };
 
@@ -118,10 +145,12 @@ template <Sm90FwdConfig C>
 __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params, const TensorMap& map_q,
                                         const TensorMap& map_k, const TensorMap& map_v) {
     using T = Traits<C>;
-    PipelineState<1> q_state;
+    PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
     TileWalk<C> walk;
     const int heads = C.pack_gqa ? params.heads_kv : params.heads_q;
+    // Blocks of a cluster load a share of a K or V tile each, to all of them.
+    const int share = C.cluster_m > 1 ? cluster_block_rank() : 0;
 
     int index = blockIdx.x;
     while (index < params.num_tiles) {
@@ -131,48 +160,63 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
 
         auto load_q = [&] {
             smem.q_bars.acquire(q_state, T::Q::kBytes);
+            Mbarrier& full = smem.q_bars.full[q_state.stage];
 #pragma unroll
             for (int i = 0; i < T::Q::kPanels; ++i) {
-                u8* dst = smem.q + i * T::Q::kPanelBytes;
+                u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
                 if constexpr (C.pack_gqa) {
-                    tma_load_5d(dst, map_q, smem.q_bars.full[0], i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.group_size),
+                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.group_size),
                                 tile.head, tile.batch, L2Policy::EvictFirst);
                 } else {
-                    tma_load_4d(dst, map_q, smem.q_bars.full[0], i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head, tile.batch,
+                    tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head, tile.batch,
                                 L2Policy::EvictFirst);
                 }
             }
             q_state.advance();
         };
+        auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int block) {
+            using Kv = decltype(tile_type);
+            constexpr int kRows = C.tile_n / C.cluster_m;
+#pragma unroll
+            for (int i = 0; i < Kv::kPanels; ++i) {
+                u8* panel = dst + i * Kv::kPanelBytes + Kv::row_offset(kRows) * share;
+                const int key = block * C.tile_n + kRows * share;
+                if constexpr (C.cluster_m == 1) {
+                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch, L2Policy::EvictLast);
+                } else {
+                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch, L2Policy::EvictLast,
+                                          (1 << C.cluster_m) - 1);
+                }
+            }
+        };
         auto load_k = [&](int block) {
             smem.k_bars.acquire(k_state, T::K::kBytes);
-#pragma unroll
-            for (int i = 0; i < T::K::kPanels; ++i) {
-                tma_load_4d(smem.k[k_state.stage] + i * T::K::kPanelBytes, map_k, smem.k_bars.full[k_state.stage], i * T::K::kPanel,
-                            block * C.tile_n, kv_head, tile.batch, L2Policy::EvictLast);
-            }
+            load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage], block);
             k_state.advance();
         };
         auto load_v = [&](int block) {
             smem.v_bars.acquire(v_state, T::V::kBytes);
-#pragma unroll
-            for (int i = 0; i < T::V::kPanels; ++i) {
-                tma_load_4d(smem.v[v_state.stage] + i * T::V::kPanelBytes, map_v, smem.v_bars.full[v_state.stage], i * T::V::kPanel,
-                            block * C.tile_n, kv_head, tile.batch, L2Policy::EvictLast);
-            }
+            load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage], block);
             v_state.advance();
         };
 
+        int next;
         if (!range.empty()) {
+            // A second Q buffer is free before the next K stage is; a single one is not.
+            if constexpr (C.q_stages > 1) load_q();
             load_k(range.end - 1);
-            load_q();
+            if constexpr (C.q_stages == 1) load_q();
             for (int block = range.end - 1; block > range.begin; --block) {
                 load_k(block - 1);
                 load_v(block);
             }
+            next = walk.draw(params, index);
             load_v(range.begin);
+        } else {
+            next = walk.draw(params, index);
         }
-        index = walk.draw(smem, params, index);
+        walk.tell(smem, next);
+        index = next;
     }
     if constexpr (C.scheduler == Scheduler::Dynamic) retire_counter(params);
 }
@@ -190,13 +234,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     const int own_row = 64 * wg + 16 * warp + lane / 4;
     const int own_column = 2 * (lane % 4);
 
-    const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q) + T::Q::row_offset(64 * wg));
+    const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q[0]) + T::Q::row_offset(64 * wg));
     const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
     const Descriptor desc_v = descriptor_mn_major<typename T::V>(smem_address(smem.v[0]));
-    const u32 address_p = smem_address(smem.p[C.pv_is_rs ? 0 : wg]);
+    u32 address_p = 0;
+    if constexpr (!C.pv_is_rs) address_p = smem_address(smem.p.tiles[wg]);
     const Descriptor desc_p = descriptor_k_major<typename T::P>(address_p);
 
-    PipelineState<1> q_state;
+    PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
     TileWalk<C> walk;
     const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
@@ -219,11 +264,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     auto issue_s = [&] {
         const Descriptor a = desc_q.recomputed();
         const Descriptor b = desc_k.recomputed();
+        const u32 q_stage = q_state.stage * T::Q::kBytes;
         const u32 stage = k_state.stage * T::K::kBytes;
         wgmma::fence();
 #pragma unroll
         for (int k = 0; k < C.head_dim; k += 16) {
-            T::MmaS::template ss<0, 0>(s, a.at(T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)), k != 0);
+            T::MmaS::template ss<0, 0>(s, a.at(q_stage + T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)), k != 0);
         }
         wgmma::commit();
     };
@@ -313,7 +359,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 // P V is done by about the time that the maximum and the first exponentials are: waiting for it there lets
                 // the other exponentials hide the conversion of P and the rescaling of O.
 #ifndef FA_EARLY
-#define FA_EARLY 8
+#define FA_EARLY 4
 #endif
                 constexpr int kEarly = max_of(8, C.tile_n / 2 * FA_EARLY / 16 / 8 * 8);
                 while (--block >= range.begin) {
@@ -386,6 +432,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 namespace fa {
 
 template <Sm90FwdConfig C>
+constexpr int sm90_fwd_smem_bytes = sizeof(sm90::SharedStorage<C>);
+
+template <Sm90FwdConfig C>
 __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q, const TensorMap& map_k,
                                          const TensorMap& map_v) {
     using T = sm90::Traits<C>;
@@ -400,10 +449,14 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         smem.q_bars.init(T::kConsumerWarps);
         smem.k_bars.init(T::kConsumerWarps);
         smem.v_bars.init(T::kConsumerWarps);
-        smem.tile_bars.init(T::kConsumerWarps);
+        if constexpr (C.scheduler == Scheduler::Dynamic) smem.ticket.bars.init(T::kConsumerWarps);
         mbarrier_init_fence();
     }
-    __syncthreads();
+    if constexpr (C.cluster_m > 1) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
 
     if (warp < 4) {
         registers_give_back<T::kProducerRegs>();
@@ -411,6 +464,8 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     } else {
         registers_take<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);
+        // The neighbour's consumers may still arrive at this block's barriers. (Warps that have exited count as arrived.)
+        if constexpr (C.cluster_m > 1) cluster_sync();
     }
 }
 

@@ -28,17 +28,20 @@ __host__ __device__ constexpr u32 descriptor_high() {
     return static_cast<u32>(RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3) << 30 | 8 * RowBytes >> 4;
 }
 
+// The address field has 14 bits of 16 bytes; the bits above name the block within its cluster.
+__device__ __forceinline__ u32 descriptor_address(u32 address) { return (address & 0x3ffff) >> 4; }
+
 // Operand whose contraction (K) axis is contiguous: groups of 8 rows follow each other; the leading offset is unused.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_k_major(u32 address) {
-    return {address >> 4 | 1u << 16, descriptor_high<Tile::kRowBytes>()};
+    return {descriptor_address(address) | 1u << 16, descriptor_high<Tile::kRowBytes>()};
 }
 
 // Operand whose M or N axis is contiguous: panels of that axis lie kPanelBytes apart, groups of 8 k follow each other.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_mn_major(u32 address) {
     static_assert(Tile::kPanelBytes >> 4 < 1 << 14);
-    return {address >> 4 | static_cast<u32>(Tile::kPanelBytes >> 4) << 16, descriptor_high<Tile::kRowBytes>()};
+    return {descriptor_address(address) | static_cast<u32>(Tile::kPanelBytes >> 4) << 16, descriptor_high<Tile::kRowBytes>()};
 }
 
 }  // namespace fa

@@ -18,8 +18,9 @@ struct PipelineState {
     }
 };
 
-// full: the copy engine's bytes are in; empty: every consumer warp has read them.
-template <int Stages>
+// full: the copy engine's bytes are in; empty: every consumer warp has read them. With Blocks > 1 a stage is filled by all
+// blocks of a cluster, so that it is free only when the consumers of all of them have read theirs.
+template <int Stages, int Blocks = 1>
 struct PipelineBarriers {
     Mbarrier full[Stages];
     Mbarrier empty[Stages];
@@ -27,7 +28,7 @@ struct PipelineBarriers {
     __device__ __forceinline__ void init(u32 consumer_warps) {
         for (int i = 0; i < Stages; ++i) {
             mbarrier_init(full[i], 1);
-            mbarrier_init(empty[i], consumer_warps);
+            mbarrier_init(empty[i], consumer_warps * Blocks);
         }
     }
 
@@ -41,9 +42,15 @@ struct PipelineBarriers {
         mbarrier_wait(full[state.stage], state.phase);
     }
 
-    // Consumer: one lane of each warp, once the warp's reads are done.
+    // Consumer: the whole warp, once its reads are done; `elected` in one lane.
     __device__ __forceinline__ void release(const PipelineState<Stages>& state, bool elected) {
-        if (elected) mbarrier_arrive(empty[state.stage]);
+        if (!elected) return;
+        if constexpr (Blocks == 1) {
+            mbarrier_arrive(empty[state.stage]);
+        } else {
+#pragma unroll
+            for (int rank = 0; rank < Blocks; ++rank) mbarrier_arrive_remote(empty[state.stage], rank);
+        }
     }
 };
 

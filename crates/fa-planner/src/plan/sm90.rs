@@ -82,6 +82,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 num_wg,
                 pv_is_rs,
                 overlap_wg,
+                q_stages: 1,
                 kv_stages: 2,
                 ping_pong: if overlap_wg { num_wg >= 2 && head_dim <= 128 } else { num_wg == 2 },
                 scheduler,

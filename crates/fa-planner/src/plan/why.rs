@@ -57,12 +57,13 @@ pub enum WhyError {
 }
 
 /// Fields that a query may name.
-const FIELDS: [&str; 12] = [
+const FIELDS: [&str; 13] = [
     "tile_m",
     "tile_n",
     "num_wg",
     "pv_is_rs",
     "overlap_wg",
+    "q_stages",
     "kv_stages",
     "ping_pong",
     "pack_gqa",

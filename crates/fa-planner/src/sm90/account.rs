@@ -40,6 +40,7 @@ pub fn fwd(dims: HeadDims, config: &FwdConfig) -> Account {
         num_wg: config.num_wg,
         pv_is_rs: config.pv_is_rs,
         overlap_wg: config.overlap_wg,
+        q_stages: 1,
         kv_stages: smem::KV_STAGES,
         ping_pong: false,
         scheduler: Scheduler::Dynamic,

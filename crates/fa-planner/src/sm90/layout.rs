@@ -13,26 +13,25 @@ const ROW_STAT_ALIGN: u32 = 128;
 
 /// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]` panels):
 ///
-/// - `q` `[tile_m, hd]` T, reused by `o` `[tile_m, hdv]` T in the epilogue;
+/// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
 /// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P stays in registers;
-/// - mbarriers `q_full`, `q_empty`, then `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
+/// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32).
 ///
 /// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of whichever
 /// swizzle its row width allows. The total is a multiple of 1024.
 pub fn fwd(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     let bytes = spec.dtype.bytes() as u32;
-    let Sm90Fwd { tile_m, tile_n, kv_stages, .. } = *kernel;
+    let Sm90Fwd { tile_m, tile_n, q_stages, kv_stages, .. } = *kernel;
     let mut plan = SmemPlan::default();
-    plan.push("q", tile_m * spec.head_dim * bytes, TILE_ALIGN);
-    plan.alias_last("o", tile_m * spec.head_dim_v * bytes);
+    plan.push("q", q_stages * tile_m * spec.head_dim * bytes, TILE_ALIGN);
     plan.push("k", kv_stages * tile_n * spec.head_dim * bytes, TILE_ALIGN);
     plan.push("v", kv_stages * tile_n * spec.head_dim_v * bytes, TILE_ALIGN);
     if !kernel.pv_is_rs {
         plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
     }
-    plan.push_mbarriers("q_full", 1);
-    plan.push_mbarriers("q_empty", 1);
+    plan.push_mbarriers("q_full", q_stages);
+    plan.push_mbarriers("q_empty", q_stages);
     for name in ["k_full", "k_empty", "v_full", "v_empty"] {
         plan.push_mbarriers(name, kv_stages);
     }
@@ -96,6 +95,7 @@ mod tests {
             num_wg: 2,
             pv_is_rs: true,
             overlap_wg: true,
+            q_stages: 1,
             kv_stages: 2,
             ping_pong: true,
             scheduler: Scheduler::Static,
@@ -121,7 +121,6 @@ mod tests {
         let mut expect = |name: &str, offset| expected.push((name.into(), offset));
         let barriers = 32768 + 2 * 90112;
         expect("q", 0);
-        expect("o", 0);
         expect("k", 32768);
         expect("v", 32768 + 90112);
         for (name, offset) in
@@ -137,10 +136,9 @@ mod tests {
         let spec = KernelSpec { head_dim: 64, kernel: Kernel::Sm90Fwd(kernel), ..spec };
         let plan = sm90_fwd_smem(&spec).expect("an SM90 forward");
         let at = |name: &str| plan.buffer(name).map(|b| (b.offset, b.size));
-        // O is twice as wide as Q here and decides where K lies.
-        assert_eq!((at("q"), at("o"), at("k")), (Some((0, 16384)), Some((0, 32768)), Some((32768, 8192))));
-        assert_eq!((at("v"), at("p")), (Some((40960, 16384)), Some((57344, 16384))));
-        assert_eq!((at("sched_full"), at("sched_empty")), (Some((73728 + 48, 8)), Some((73728 + 56, 8))));
-        assert_eq!((at("tile_slot"), plan.total), (Some((73728 + 64, 16)), 73728 + 1024));
+        assert_eq!((at("q"), at("k")), (Some((0, 16384)), Some((16384, 8192))));
+        assert_eq!((at("v"), at("p")), (Some((24576, 16384)), Some((40960, 16384))));
+        assert_eq!((at("sched_full"), at("sched_empty")), (Some((57344 + 48, 8)), Some((57344 + 56, 8))));
+        assert_eq!((at("tile_slot"), plan.total), (Some((57344 + 64, 16)), 57344 + 1024));
     }
 }
