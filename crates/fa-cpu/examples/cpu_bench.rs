@@ -1,5 +1,5 @@
 //! Quick rates of the tiled implementation:
-//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N,..] [full|causal|both] [threads] [isa]`
+//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N,..] [full|causal|both] [threads] [isa] [heads]`
 
 use std::time::Instant;
 
@@ -16,6 +16,7 @@ fn main() {
         |text: String| -> Vec<usize> { text.split(',').map(|n| n.parse().expect("a number")).collect() };
     let threads: usize = argument(5, "2").parse().expect("a number of threads");
     let isa: Isa = argument(6, Isa::detect().name()).parse().expect("an instruction set");
+    let heads: usize = argument(7, "8").parse().expect("a number of heads");
     let options = Options { isa: Some(isa), threads: Some(threads) };
     let peak = fa_cpu::peak::measure_fma(isa, threads).expect("an instruction set that this CPU has") / 1e9;
     println!("{isa}, {threads} threads, f32 FMA peak {peak:.0} GFLOP/s");
@@ -32,7 +33,7 @@ fn main() {
         for &hd in &numbers(argument(2, "64,128")) {
             for &mask in masks {
                 for &n in &numbers(argument(3, "512,1024,2048,4096")) {
-                    let problem = Problem::square(1, n, 8, hd, mask, dtype);
+                    let problem = Problem::square(1, n, heads, hd, mask, dtype);
                     let seconds = match dtype {
                         Dtype::F16 => time::<f16>(options, &problem, mode),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode),
@@ -40,9 +41,9 @@ fn main() {
                     };
                     let flops =
                         if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };
-                    let [best, median] = seconds.map(|seconds| flops / seconds / 1e9);
+                    let [best, median, busy] = seconds.map(|seconds| flops / seconds / 1e9);
                     println!(
-                        "{mode} {dtype} hd {hd:3} N {n:5} {:6} best {:8.2} ms {best:7.1} GFLOP/s ({:4.1} % of f32 peak), median {median:7.1}",
+                        "{mode} {dtype} hd {hd:3} N {n:5} {:6} best {:8.2} ms {best:7.1} GFLOP/s ({:4.1} % of f32 peak), median {median:7.1}, per CPU second {busy:6.1}",
                         mask.to_string(),
                         seconds[0] * 1e3,
                         best / peak * 100.0,
@@ -53,8 +54,17 @@ fn main() {
     }
 }
 
-/// Best and median seconds of a call.
-fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 2] {
+/// CPU time of all threads so far (Linux; 0 elsewhere): on a busy machine more telling than the clock on the wall.
+fn cpu_seconds() -> f64 {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
+    let nanoseconds = |task: std::fs::DirEntry| -> Option<f64> {
+        std::fs::read_to_string(task.path().join("schedstat")).ok()?.split(' ').next()?.parse().ok()
+    };
+    tasks.flatten().filter_map(nanoseconds).sum::<f64>() / 1e9
+}
+
+/// Best and median seconds of a call, and the mean CPU seconds.
+fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3] {
     let noise = |seed: u64, shape: [usize; 4]| -> Vec<T> {
         let mut state = seed;
         let mut next = || {
@@ -73,27 +83,31 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 2]
     fn view<T>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
         TensorMut::packed("output", data, shape, TensorLayout::Bhsd).unwrap()
     }
-    let mut times = Vec::new();
+    let (mut times, mut busy) = (Vec::new(), 0.0);
     let begin = Instant::now();
     while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.6 {
         if mode == "fwd" || times.is_empty() {
-            let start = Instant::now();
+            let (start, cpu) = (Instant::now(), cpu_seconds());
             forward_with(options, problem, &q, &k, &v, &mut view(&mut out, shape), Some(&mut lse)).unwrap();
             times.push(start.elapsed().as_secs_f64());
+            busy += cpu_seconds() - cpu;
         }
         if mode == "bwd" {
             let out = TensorRef::packed("out", &out, shape, TensorLayout::Bhsd).unwrap();
             let inputs = BackwardInputs { q, k, v, out, lse: &lse, dout };
-            let start = Instant::now();
+            let (start, cpu) = (Instant::now(), cpu_seconds());
             let (dq, dk, dv) =
                 (&mut view(&mut dq, shape), &mut view(&mut dk, shape), &mut view(&mut dv, shape));
             backward_with(options, problem, &inputs, dq, dk, dv).unwrap();
             if times.len() == 1 {
                 times.clear();
+                busy = 0.0;
             }
             times.push(start.elapsed().as_secs_f64());
+            busy += cpu_seconds() - cpu;
         }
     }
+    let busy = busy / times.len() as f64;
     times.sort_by(f64::total_cmp);
-    [times[0], times[times.len() / 2]]
+    [times[0], times[times.len() / 2], busy]
 }

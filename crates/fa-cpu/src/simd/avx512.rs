@@ -6,7 +6,7 @@ use core::arch::x86_64::*;
 use super::vector::Vector;
 
 #[derive(Clone, Copy)]
-pub(super) struct F32x16(__m512);
+pub(super) struct F32x16(pub(super) __m512);
 
 // SAFETY (every block below): the trait's contract, AVX-512 F and DQ present and pointers valid for 16 values.
 #[allow(clippy::undocumented_unsafe_blocks)]
@@ -65,6 +65,42 @@ impl Vector for F32x16 {
     #[inline(always)]
     unsafe fn any_greater(self, limit: Self) -> bool {
         unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, limit.0) != 0 }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const u32, ld_from: usize, to: *mut u32, ld_to: usize) {
+        unsafe {
+            let mut rows = [_mm512_setzero_si512(); 16];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = _mm512_loadu_si512(from.add(i * ld_from).cast());
+            }
+            // Pairs of rows, then fours, within each 128-bit quarter; then the quarters themselves, twice.
+            let mut fours = [_mm512_setzero_si512(); 16];
+            for i in (0..16).step_by(4) {
+                let (a, b, c, d) = (rows[i], rows[i + 1], rows[i + 2], rows[i + 3]);
+                let (ab, cd) = (_mm512_unpacklo_epi32(a, b), _mm512_unpacklo_epi32(c, d));
+                fours[i] = _mm512_unpacklo_epi64(ab, cd);
+                fours[i + 1] = _mm512_unpackhi_epi64(ab, cd);
+                let (ab, cd) = (_mm512_unpackhi_epi32(a, b), _mm512_unpackhi_epi32(c, d));
+                fours[i + 2] = _mm512_unpacklo_epi64(ab, cd);
+                fours[i + 3] = _mm512_unpackhi_epi64(ab, cd);
+            }
+            for j in 0..4 {
+                let (a, b, c, d) = (fours[j], fours[j + 4], fours[j + 8], fours[j + 12]);
+                let (even_ab, odd_ab) =
+                    (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+                let (even_cd, odd_cd) =
+                    (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+                let columns = [
+                    _mm512_shuffle_i32x4::<0x88>(even_ab, even_cd),
+                    _mm512_shuffle_i32x4::<0x88>(odd_ab, odd_cd),
+                    _mm512_shuffle_i32x4::<0xdd>(even_ab, even_cd),
+                    _mm512_shuffle_i32x4::<0xdd>(odd_ab, odd_cd),
+                ];
+                for (quarter, column) in columns.into_iter().enumerate() {
+                    _mm512_storeu_si512(to.add((4 * quarter + j) * ld_to).cast(), column);
+                }
+            }
+        }
     }
 }
 

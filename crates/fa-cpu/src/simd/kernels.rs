@@ -7,6 +7,7 @@
 
 use super::product::RawProduct;
 use super::softmax::{RawGradient, RawSoftmax};
+use super::transpose::RawTranspose;
 
 /// The kernels of one instruction set.
 ///
@@ -21,6 +22,7 @@ pub(super) struct Table {
     pub gradient: unsafe fn(&RawGradient),
     pub softcap: unsafe fn(*mut f32, usize, f32),
     pub exp2: unsafe fn(*mut f32, usize),
+    pub transpose: unsafe fn(&RawTranspose),
     pub multiply_adds: unsafe fn(usize) -> f32,
 }
 
@@ -29,7 +31,7 @@ macro_rules! table {
     ($vector:ty $(, $features:literal)?) => {
         /// The kernels on these registers.
         pub(super) static TABLE: super::kernels::Table = {
-            use super::{peak, product, softmax};
+            use super::{peak, product, softmax, transpose};
             $(#[target_feature(enable = $features)])?
             unsafe fn product(call: &product::RawProduct) {
                 // SAFETY: the caller keeps the contract of `RawProduct`.
@@ -56,6 +58,11 @@ macro_rules! table {
                 unsafe { softmax::exp2_all::<$vector>(data, len) }
             }
             $(#[target_feature(enable = $features)])?
+            unsafe fn transpose(call: &transpose::RawTranspose) {
+                // SAFETY: the caller keeps the contract of `RawTranspose`.
+                unsafe { transpose::run::<$vector>(call) }
+            }
+            $(#[target_feature(enable = $features)])?
             unsafe fn multiply_adds(rounds: usize) -> f32 {
                 // SAFETY: registers only.
                 unsafe { peak::multiply_adds::<$vector>(rounds) }
@@ -69,6 +76,7 @@ macro_rules! table {
                 gradient,
                 softcap,
                 exp2,
+                transpose,
                 multiply_adds,
             }
         };

@@ -8,9 +8,15 @@ use std::fmt;
 use std::str::FromStr;
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512bf16;
+pub mod bf16;
+pub(crate) mod cast;
 mod kernels;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -19,12 +25,15 @@ mod portable;
 mod product;
 pub(crate) mod scatter;
 mod softmax;
+mod transpose;
 mod vector;
 
+use bf16::{Bf16Kernels, Table16};
 use kernels::Table;
 use product::RawProduct;
 pub use product::{Init, Order};
 use softmax::{RawGradient, RawSoftmax};
+use transpose::RawTranspose;
 
 /// An instruction set that the kernels can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,11 +46,15 @@ pub enum Isa {
     Avx2,
     /// x86-64 AVX-512 (F, BW, DQ, VL).
     Avx512,
+    /// AVX-512 with dot products of bf16 pairs; f32 and f16 as AVX-512.
+    Avx512Bf16,
+    /// AVX-512 with AMX tiles for bf16; f32 and f16 as AVX-512.
+    Amx,
 }
 
 impl Isa {
     /// Every instruction set, from the plainest.
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Neon, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 6] = [Isa::Portable, Isa::Neon, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
     /// The name that users see and give.
     pub const fn name(self) -> &'static str {
@@ -50,12 +63,14 @@ impl Isa {
             Isa::Neon => "neon",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
+            Isa::Avx512Bf16 => "avx512-bf16",
+            Isa::Amx => "amx-bf16",
         }
     }
 
     /// Whether this CPU and its operating system have it.
     pub fn is_available(self) -> bool {
-        Kernels::table(self).is_some()
+        Kernels::for_isa(self).is_some()
     }
 
     /// The best one that this CPU has.
@@ -72,7 +87,7 @@ impl fmt::Display for Isa {
 
 /// A name that is no [`Isa`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown instruction set '{0}': use one of portable, neon, avx2, avx512")]
+#[error("unknown instruction set '{0}': use one of portable, neon, avx2, avx512, avx512-bf16, amx-bf16")]
 pub struct ParseIsaError(pub String);
 
 impl FromStr for Isa {
@@ -89,6 +104,7 @@ impl FromStr for Isa {
 pub struct Kernels {
     isa: Isa,
     table: &'static Table,
+    table16: Option<&'static Table16>,
 }
 
 /// One product `C = init(C) + A B` of row-major tiles: C is `m x n` at stride `ldc`, B `k x n` at `ldb`, A `m x k` at `lda`
@@ -138,28 +154,56 @@ fn extent(rows: usize, len: usize, ld: usize) -> usize {
 impl Kernels {
     /// The kernels for `isa`; `None` when this CPU does not have it.
     pub fn for_isa(isa: Isa) -> Option<Kernels> {
-        Self::table(isa).map(|table| Kernels { isa, table })
+        let (table, table16) = Self::tables(isa)?;
+        Some(Kernels { isa, table, table16 })
     }
 
-    fn table(isa: Isa) -> Option<&'static Table> {
-        match isa {
-            Isa::Portable => Some(&portable::TABLE),
-            #[cfg(target_arch = "aarch64")]
-            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon").then_some(&neon::TABLE),
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => {
-                (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(&avx2::TABLE)
-            }
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => (is_x86_feature_detected!("avx512f")
+    #[cfg(target_arch = "x86_64")]
+    fn tables(isa: Isa) -> Option<(&'static Table, Option<&'static Table16>)> {
+        let avx2 = || is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+        let avx512 = || {
+            avx2()
+                && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
-                && is_x86_feature_detected!("fma"))
-            .then_some(&avx512::TABLE),
-            #[allow(unreachable_patterns)]
-            _ => None,
+        };
+        let avx512_bf16 = || avx512() && is_x86_feature_detected!("avx512bf16");
+        match isa {
+            Isa::Portable => Some((&portable::TABLE, None)),
+            Isa::Neon => None,
+            Isa::Avx2 => avx2().then_some((&avx2::TABLE, None)),
+            Isa::Avx512 => avx512().then_some((&avx512::TABLE, None)),
+            Isa::Avx512Bf16 => avx512_bf16().then_some((&avx512::TABLE, Some(&avx512bf16::AVX512_BF16))),
+            Isa::Amx => {
+                (avx512_bf16() && amx::is_available()).then_some((&avx512::TABLE, Some(&avx512bf16::AMX)))
+            }
         }
+    }
+
+    #[cfg(target_arch = "aarch64")]
+    fn tables(isa: Isa) -> Option<(&'static Table, Option<&'static Table16>)> {
+        match isa {
+            Isa::Portable => Some((&portable::TABLE, None)),
+            Isa::Neon => std::arch::is_aarch64_feature_detected!("neon").then_some((&neon::TABLE, None)),
+            Isa::Avx2 | Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => None,
+        }
+    }
+
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    fn tables(isa: Isa) -> Option<(&'static Table, Option<&'static Table16>)> {
+        (isa == Isa::Portable).then_some((&portable::TABLE, None))
+    }
+
+    /// Whether there are kernels with bf16 factors.
+    pub fn has_bf16(&self) -> bool {
+        self.table16.is_some()
+    }
+
+    /// The kernels with bf16 factors, readied on this thread; `None` when this instruction set has none.
+    pub fn bf16(&self) -> Option<Bf16Kernels> {
+        // SAFETY: the table was given out for a CPU that has the instructions.
+        self.table16.map(|table| unsafe { Bf16Kernels::enter(table) })
     }
 
     /// Which instruction set this is.
@@ -317,6 +361,43 @@ impl Kernels {
         unsafe { (self.table.exp2)(values.as_mut_ptr(), values.len()) }
     }
 
+    /// Transposes `rows x columns` values: `to[c * ld_to + r] = from[r * ld_from + c]`.
+    ///
+    /// # Panics
+    /// If a buffer is shorter than its shape and stride say, or a stride is less than a row.
+    pub fn transpose(
+        &self,
+        [rows, columns]: [usize; 2],
+        from: &[f32],
+        ld_from: usize,
+        to: &mut [f32],
+        ld_to: usize,
+    ) {
+        check_transpose([rows, columns], from.len(), ld_from, to.len(), ld_to);
+        let (from, to) = (from.as_ptr().cast(), to.as_mut_ptr().cast());
+        let raw = RawTranspose { rows, columns, from, ld_from, to, ld_to };
+        // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.transpose)(&raw) }
+    }
+
+    /// As [`transpose`](Self::transpose), for words that hold pairs of 16-bit values.
+    ///
+    /// # Panics
+    /// As [`transpose`](Self::transpose).
+    pub fn transpose_words(
+        &self,
+        [rows, columns]: [usize; 2],
+        from: &[u32],
+        ld_from: usize,
+        to: &mut [u32],
+        ld_to: usize,
+    ) {
+        check_transpose([rows, columns], from.len(), ld_from, to.len(), ld_to);
+        let raw = RawTranspose { rows, columns, from: from.as_ptr(), ld_from, to: to.as_mut_ptr(), ld_to };
+        // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.transpose)(&raw) }
+    }
+
     /// Runs `rounds` rounds of independent multiply-adds and returns the f32 operations done (2 a lane), for measuring the
     /// peak rate.
     pub fn multiply_adds(&self, rounds: usize) -> f64 {
@@ -324,6 +405,11 @@ impl Kernels {
         std::hint::black_box(unsafe { (self.table.multiply_adds)(rounds) });
         (2 * self.lanes() * peak::CHAINS) as f64 * rounds as f64
     }
+}
+
+fn check_transpose([rows, columns]: [usize; 2], from: usize, ld_from: usize, to: usize, ld_to: usize) {
+    assert!(ld_from >= columns && ld_to >= rows, "strides {ld_from} and {ld_to} for {rows} x {columns}");
+    assert!(from >= extent(rows, columns, ld_from) && to >= extent(columns, rows, ld_to), "tile too short");
 }
 
 #[cfg(test)]

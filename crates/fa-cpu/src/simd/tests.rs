@@ -2,6 +2,8 @@
 
 use super::*;
 
+use crate::simd::bf16::{GRAIN, Gradient16, Product16};
+
 fn every_isa(check: impl Fn(Kernels)) {
     for isa in Isa::ALL {
         if let Some(kernels) = Kernels::for_isa(isa) {
@@ -207,6 +209,170 @@ fn softmax_gradient_follows_its_formula() {
                     scores[i]
                 );
                 assert!((f64::from(dweights[i]) - gradient).abs() < 1e-5, "gradient {i} with {cap:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn transposing_twice_is_nothing_and_once_is_the_definition() {
+    every_isa(|kernels| {
+        for (rows, columns) in [(1, 1), (16, 16), (17, 33), (48, 31), (5, 64)] {
+            let (ld_from, ld_to) = (columns + 2, rows + 1);
+            let from = noise(10, rows * ld_from);
+            let mut to = vec![f32::NAN; columns * ld_to];
+            kernels.transpose([rows, columns], &from, ld_from, &mut to, ld_to);
+            for r in 0..rows {
+                for c in 0..columns {
+                    assert_eq!(
+                        to[c * ld_to + r],
+                        from[r * ld_from + c],
+                        "{} {rows}x{columns}",
+                        kernels.isa()
+                    );
+                }
+            }
+            assert!((0..columns).all(|c| to[c * ld_to + rows].is_nan()), "wrote past the end");
+            let words: Vec<u32> = from.iter().map(|value| value.to_bits()).collect();
+            let mut to_words = vec![f32::NAN.to_bits(); columns * ld_to];
+            kernels.transpose_words([rows, columns], &words, ld_from, &mut to_words, ld_to);
+            assert!(to.iter().zip(to_words).all(|(value, word)| value.to_bits() == word));
+        }
+    });
+}
+
+fn rounded(values: Vec<f32>) -> Vec<half::bf16> {
+    values.into_iter().map(half::bf16::from_f32).collect()
+}
+
+/// The pairs that B is read in, from a row-major matrix of `n` columns.
+fn pairs(matrix: &[half::bf16], n: usize) -> Vec<u32> {
+    let word =
+        |two: &[half::bf16], j: usize| u32::from(two[j].to_bits()) | u32::from(two[n + j].to_bits()) << 16;
+    matrix.chunks(2 * n).flat_map(|two| (0..n).map(move |j| word(two, j))).collect()
+}
+
+#[test]
+fn products_of_bf16_tiles() {
+    every_isa(|kernels| {
+        let Some(tiles) = kernels.bf16() else { return };
+        for [m, n, k] in [[32, 32, 32], [64, 32, 96], [32, 96, 64], [96, 64, 128]] {
+            let (a, b) = (rounded(noise(1, m * k)), rounded(noise(2, k * n)));
+            let bits: Vec<u16> = a.iter().map(|value| value.to_bits()).collect();
+            let start = noise(3, m * n);
+            for add in [false, true] {
+                let mut c = start.clone();
+                let b_pairs = pairs(&b, n);
+                let call = Product16 {
+                    shape: [m, n, k],
+                    a: &bits,
+                    lda: k,
+                    b: &b_pairs,
+                    ldb: n,
+                    c: &mut c,
+                    ldc: n,
+                    add,
+                };
+                tiles.product(call);
+                for (at, got) in c.into_iter().enumerate() {
+                    let (i, j) = (at / n, at % n);
+                    let sum: f64 = (0..k).map(|t| a[i * k + t].to_f64() * b[t * n + j].to_f64()).sum();
+                    let want = sum + if add { f64::from(start[at]) } else { 0.0 };
+                    assert!(
+                        (f64::from(got) - want).abs() < 1e-5,
+                        "{} ({i}, {j}): {got} for {want}",
+                        kernels.isa()
+                    );
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn softmax_with_bf16_weights_agrees_with_f32() {
+    every_isa(|kernels| {
+        let Some(tiles) = kernels.bf16() else { return };
+        let (keys, queries) = (2 * GRAIN, GRAIN);
+        let shape = TileShape { keys, queries, ld: queries };
+        let mut scores = noise(5, keys * queries);
+        let scale = 0.7;
+        for (i, score) in scores.iter_mut().enumerate() {
+            *score = if i % queries == 3 { f32::NEG_INFINITY } else { *score * 4.0 + (i / queries) as f32 };
+        }
+        let [mut max, mut max16] = [vec![f32::NEG_INFINITY; queries], vec![f32::NEG_INFINITY; queries]];
+        let [mut sum, mut sum16, mut factor, mut factor16] = [0; 4].map(|_| vec![0f32; queries]);
+        let mut weights = vec![0u32; keys / 2 * queries];
+        for _ in 0..2 {
+            let mut scaled: Vec<f32> = scores.iter().map(|score| score * scale).collect();
+            kernels.online_softmax(shape, &mut scaled, &mut max, &mut sum, &mut factor);
+            tiles.online_softmax(
+                shape,
+                &scores,
+                scale,
+                &mut weights,
+                queries,
+                &mut max16,
+                &mut sum16,
+                &mut factor16,
+            );
+            for (i, want) in scaled.into_iter().enumerate() {
+                let (key, query) = (i / queries, i % queries);
+                let word = weights[key / 2 * queries + query];
+                let got = f32::from_bits(if key % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
+                assert!((got - want).abs() <= want / 250.0, "weight ({key}, {query}): {got} for {want}");
+            }
+            for query in 0..queries {
+                assert!((sum[query] - sum16[query]).abs() <= sum[query] * 2e-5);
+                assert!(max[query] == max16[query] || (max[query] - max16[query]).abs() < 1e-4);
+                assert!((factor[query] - factor16[query]).abs() < 1e-5);
+            }
+        }
+    });
+}
+
+#[test]
+fn softmax_gradient_with_bf16_results_agrees_with_f32() {
+    every_isa(|kernels| {
+        let Some(tiles) = kernels.bf16() else { return };
+        let (keys, queries) = (GRAIN, 2 * GRAIN);
+        let shape = TileShape { keys, queries, ld: queries };
+        let (scale, mut scores, dweights) = (0.6, noise(1, keys * queries), noise(2, keys * queries));
+        let (mut lse, delta) = (noise(3, queries), noise(4, queries));
+        lse[7] = f32::INFINITY;
+        scores[2 * queries + 1] = f32::NEG_INFINITY;
+        for cap in [None, Some(1.7)] {
+            let [mut weights, mut dscores_rows] = [0; 2].map(|_| vec![0u16; keys * queries]);
+            let mut dscores_pairs = vec![0u32; keys / 2 * queries];
+            tiles.softmax_gradient(Gradient16 {
+                shape,
+                scores: &scores,
+                dweights: &dweights,
+                scale,
+                cap,
+                lse: &lse,
+                delta: &delta,
+                weights: &mut weights,
+                dscores_rows: &mut dscores_rows,
+                dscores_pairs: &mut dscores_pairs,
+                ldw: queries,
+            });
+            let mut want: Vec<f32> = scores.iter().map(|score| score * scale).collect();
+            let mut dwant = dweights.clone();
+            kernels.softmax_gradient(shape, &mut want, &mut dwant, &lse, &delta, cap);
+            let value = |bits: u16| half::bf16::from_bits(bits).to_f32();
+            for i in 0..keys * queries {
+                let (key, query) = (i / queries, i % queries);
+                let word = dscores_pairs[key / 2 * queries + query];
+                let pair = value(if key % 2 == 0 { word as u16 } else { (word >> 16) as u16 });
+                let near = |got: f32, want: f32| (got - want).abs() <= want.abs() / 250.0;
+                assert!(
+                    near(value(weights[i]), want[i]),
+                    "weight {i}: {} for {}",
+                    value(weights[i]),
+                    want[i]
+                );
+                assert!(near(value(dscores_rows[i]), dwant[i]) && near(pair, dwant[i]), "gradient {i}");
             }
         }
     });

@@ -32,6 +32,16 @@ pub(super) trait Vector: Copy {
     unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
     /// Whether `self > limit` in any lane.
     unsafe fn any_greater(self, limit: Self) -> bool;
+    /// Transposes a square of `LANES x LANES` words.
+    #[inline(always)]
+    unsafe fn transpose(from: *const u32, ld_from: usize, to: *mut u32, ld_to: usize) {
+        for i in 0..Self::LANES {
+            for j in 0..Self::LANES {
+                // SAFETY: the caller vouches for all words of both squares.
+                unsafe { *to.add(j * ld_to + i) = *from.add(i * ld_from + j) }
+            }
+        }
+    }
 }
 
 /// 1.5 * 2^23: adding it leaves the nearest integer in the low bits.
@@ -53,6 +63,25 @@ pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
         let fraction = x.sub(shifted.sub(V::splat(ROUND + BIAS)));
         let mut series = V::splat(EXP2[5]);
         for coefficient in [EXP2[4], EXP2[3], EXP2[2], EXP2[1], EXP2[0], 1.0] {
+            series = series.mul_add(fraction, V::splat(coefficient));
+        }
+        series.mul(shifted.shift_to_exponent())
+    }
+}
+
+/// The same fit with fewer terms: 3e-6, far below the rounding of a weight to 16 bits.
+const EXP2_SHORT: [f32; 4] = [0.693_124_2, 0.240_241, 0.055_906_426, 0.009_582_853];
+
+/// `2^x` to about 3e-6 relative, for weights that are rounded to 16 bits; otherwise as [`exp2`].
+#[inline(always)]
+pub(super) unsafe fn exp2_short<V: Vector>(x: V) -> V {
+    // SAFETY: register operations only; the caller vouches for the instruction set.
+    unsafe {
+        let x = V::splat(-BIAS).max(x);
+        let shifted = x.add(V::splat(ROUND + BIAS));
+        let fraction = x.sub(shifted.sub(V::splat(ROUND + BIAS)));
+        let mut series = V::splat(EXP2_SHORT[3]);
+        for coefficient in [EXP2_SHORT[2], EXP2_SHORT[1], EXP2_SHORT[0], 1.0] {
             series = series.mul_add(fraction, V::splat(coefficient));
         }
         series.mul(shifted.shift_to_exponent())

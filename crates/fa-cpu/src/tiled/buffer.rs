@@ -1,8 +1,8 @@
 //! Scratch memory for a worker.
 
-/// f32 values that start on a cache line.
-pub(super) struct Buffer {
-    storage: Vec<f32>,
+/// Values that start on a cache line.
+pub(super) struct Buffer<T = f32> {
+    storage: Vec<T>,
     start: usize,
     len: usize,
 }
@@ -10,24 +10,25 @@ pub(super) struct Buffer {
 /// Bytes of a cache line (and of an AVX-512 register).
 const LINE: usize = 64;
 
-impl Buffer {
+impl<T: Copy + Default> Buffer<T> {
     /// `len` zeros.
-    pub(super) fn new(len: usize) -> Buffer {
-        let storage = vec![0f32; len + LINE / size_of::<f32>()];
-        let start = storage.as_ptr().align_offset(LINE).min(LINE / size_of::<f32>());
+    pub(super) fn new(len: usize) -> Self {
+        let spare = LINE / size_of::<T>();
+        let storage = vec![T::default(); len + spare];
+        let start = storage.as_ptr().align_offset(LINE).min(spare);
         Buffer { storage, start, len }
     }
 }
 
-impl std::ops::Deref for Buffer {
-    type Target = [f32];
-    fn deref(&self) -> &[f32] {
+impl<T> std::ops::Deref for Buffer<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
         &self.storage[self.start..self.start + self.len]
     }
 }
 
-impl std::ops::DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [f32] {
+impl<T> std::ops::DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
         &mut self.storage[self.start..self.start + self.len]
     }
 }

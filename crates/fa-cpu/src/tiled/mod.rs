@@ -7,7 +7,9 @@
 mod backward;
 mod buffer;
 mod forward;
+mod forward16;
 mod pack;
+mod pack16;
 mod schedule;
 
 use fa_core::Problem;
@@ -15,7 +17,7 @@ use fa_core::Problem;
 use crate::check;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::simd::{Isa, Kernels};
+use crate::simd::{Isa, Kernels, cast};
 use crate::view::{TensorMut, TensorRef};
 
 /// How to run; the default is the best that the machine has.
@@ -64,7 +66,14 @@ pub fn forward_with<T: Element>(
     }
     let kernels = kernels(options)?;
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
-    forward::run(kernels, options.threads, problem, q, k, v, out, lse);
+    if forward16::applies(kernels, problem)
+        && let (Some(q), Some(k), Some(v), Some(out)) =
+            (cast::tensor(q), cast::tensor(k), cast::tensor(v), cast::tensor_mut(out))
+    {
+        forward16::run(kernels, options.threads, problem, &q, &k, &v, out, lse);
+    } else {
+        forward::run(kernels, options.threads, problem, q, k, v, out, lse);
+    }
     Ok(())
 }
 
