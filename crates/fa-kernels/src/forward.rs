@@ -201,8 +201,10 @@ impl Forward {
         } else {
             tma::encode("q", dtype, args.q.address, &map_shape(&q, &args.q.strides, spec.head_dim, tile_m))?
         };
-        let k_shape = map_shape(&k, &args.k.strides, spec.head_dim, tile_n);
-        let v_shape = map_shape(&v, &args.v.strides, spec.head_dim_v, tile_n);
+        // Blocks of a cluster load an equal share of each K and V tile.
+        let share = tile_n / cluster(spec);
+        let k_shape = map_shape(&k, &args.k.strides, spec.head_dim, share);
+        let v_shape = map_shape(&v, &args.v.strides, spec.head_dim_v, share);
         Ok([
             q_map,
             tma::encode("k", dtype, keys(&args.k), &k_shape)?,
@@ -229,6 +231,14 @@ fn row_strides(strides: &Strides) -> RowStrides {
 
 fn needs_counter(spec: &KernelSpec) -> bool {
     matches!(&spec.kernel, Kernel::Sm90Fwd(own) if own.scheduler == Scheduler::Dynamic)
+}
+
+/// Blocks of a cluster.
+fn cluster(spec: &KernelSpec) -> u32 {
+    match &spec.kernel {
+        Kernel::Sm80Fwd(_) => 1,
+        Kernel::Sm90Fwd(own) => own.cluster_m,
+    }
 }
 
 fn packs_gqa(spec: &KernelSpec) -> bool {
@@ -272,11 +282,7 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
     let group = problem.group_size();
     let rows = if packed { problem.seqlen_q.saturating_mul(group) } else { problem.seqlen_q };
     let heads = if packed { problem.heads_kv } else { problem.heads_q };
-    let cluster = match &spec.kernel {
-        Kernel::Sm90Fwd(own) => own.cluster_m as usize,
-        Kernel::Sm80Fwd(_) => 1,
-    };
-    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(cluster);
+    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(cluster(spec) as usize);
     let all_heads = heads.saturating_mul(problem.batch);
     let scale = problem.scale();
     let scale_log2 = scale * std::f64::consts::LOG2_E;
@@ -300,13 +306,17 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
         softcap: problem.softcap.unwrap_or(0.0) as f32,
         m_blocks: count("tiles of a head", m_blocks)?,
         num_tiles: count("tiles", m_blocks.saturating_mul(all_heads))?,
-        heads_per_section: count("heads", section(kernel, problem, packed, all_heads))?,
+        heads_per_section: count("heads", section(kernel, problem, packed, all_heads, m_blocks))?,
         ..FwdParams::default()
     })
 }
 
-/// Heads whose K and V together take at most five eighths of the L2 cache, which leaves room for Q and O passing through.
-fn section(kernel: &LoadedKernel, problem: &Problem, packed: bool, all_heads: usize) -> usize {
+/// Heads of a section of the longest-first order.
+///
+/// K and V of a section are to stay in the L2 while all its query tiles pass: a sixth of the L2 measured best on an H100
+/// (each of its halves keeps a copy of what its SMs read, and Q and O pass through as well). A section of fewer tiles than
+/// SMs would leave some idle between sections, so it has at least as many, as far as five eighths of the L2 allow.
+fn section(kernel: &LoadedKernel, problem: &Problem, packed: bool, all_heads: usize, m_blocks: usize) -> usize {
     let longest_first = match &kernel.spec.kernel {
         Kernel::Sm80Fwd(own) => own.reverse_blocks,
         Kernel::Sm90Fwd(own) => own.tile_order == TileOrder::LongestFirst,
@@ -316,9 +326,12 @@ fn section(kernel: &LoadedKernel, problem: &Problem, packed: bool, all_heads: us
     }
     let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes();
     let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64).max(1);
-    let fits = usize::try_from(kernel.arch.limits().l2_bytes * 5 / 8 / head_bytes).unwrap_or(usize::MAX);
+    let l2 = kernel.arch.limits().l2_bytes;
+    let fits = |bytes: u64| usize::try_from(bytes / head_bytes).unwrap_or(usize::MAX);
     let per_kv_head = if packed { 1 } else { problem.group_size() };
-    fits.max(1).saturating_mul(per_kv_head).min(all_heads.max(1))
+    let one_wave = (kernel.sms as usize).div_ceil(m_blocks.max(1)).div_ceil(per_kv_head);
+    let heads = fits(l2 / 6).max(one_wave).min(fits(l2 * 5 / 8)).max(1);
+    heads.saturating_mul(per_kv_head).min(all_heads.max(1))
 }
 
 fn count(name: &'static str, value: usize) -> Result<i32, Error> {
