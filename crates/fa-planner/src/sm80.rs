@@ -29,40 +29,38 @@ pub const ALIGN: u32 = 128;
 /// Registers of a thread for K and V fragments, row maxima and sums, addresses and loop state.
 const OVERHEAD: u32 = 40;
 
-/// The shared memory of a block. T is the 16-bit type, tiles are row-major rows without padding:
+/// The shared memory of a block. T is the 16-bit type; tiles are panels of at most 64 columns with the swizzle on, plain rows
+/// without, in both cases without padding:
 ///
 /// - `q` `[tile_m, hd]` T;
-/// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T;
-/// - `o` `[tile_m, hdv]` T, the epilogue's staging for 16-byte stores, from the start of the memory.
+/// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T.
 ///
-/// With Q in registers, `q` lies at the start of K's and V's memory: Q is loaded and read first, and K and V are loaded
-/// after a `__syncthreads`. Without, K and V follow `q`. In both cases `o` starts at offset 0 and may run on over K and V
-/// (with `hdv > hd` it does), which all warps have read by then: the epilogue begins with a `__syncthreads`.
+/// The epilogue needs none: O goes from registers to global memory. With Q in registers, `q` takes the end of K's and V's
+/// memory: it is read before the stages under it are filled, and the first K, at the other end, need not wait for that.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
     let bytes = spec.dtype.bytes() as u32;
     let q = kernel.tile_m * spec.head_dim * bytes;
     let k = kernel.stages * kernel.tile_n * spec.head_dim * bytes;
     let v = kernel.stages * kernel.tile_n * spec.head_dim_v * bytes;
-    let o = kernel.tile_m * spec.head_dim_v * bytes;
 
-    let kv_begin = if kernel.q_in_regs { 0 } else { q.next_multiple_of(ALIGN) };
-    let v_begin = (kv_begin + k).next_multiple_of(ALIGN);
-    let owner = if kernel.q_in_regs { "k" } else { "q" };
-    let buffer = |name: &'static str, size, offset| SmemBuffer {
-        name: name.into(),
-        size,
-        offset,
-        align: ALIGN,
-        alias_of: (offset == 0 && name != owner).then(|| owner.into()),
-    };
-    let mut buffers =
-        vec![buffer("q", q, 0), buffer("k", k, kv_begin), buffer("v", v, v_begin), buffer("o", o, 0)];
-    // An alias follows the buffer whose memory it reuses.
-    if kernel.q_in_regs {
-        buffers.swap(0, 1);
+    let mut plan = SmemPlan::default();
+    if !kernel.q_in_regs {
+        plan.push("q", q, ALIGN);
     }
-    let total = buffers.iter().map(|b| b.offset + b.size).max().unwrap_or(0).next_multiple_of(ALIGN);
-    SmemPlan { buffers, total }
+    plan.push("k", k, ALIGN);
+    plan.push("v", v, ALIGN);
+    if kernel.q_in_regs {
+        let offset = plan.total.saturating_sub(q);
+        plan.buffers.push(SmemBuffer {
+            name: "q".into(),
+            size: q,
+            offset,
+            align: ALIGN,
+            alias_of: Some("v".into()),
+        });
+        plan.total = plan.total.max(offset + q);
+    }
+    plan.round_up(ALIGN)
 }
 
 /// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler on an SM of `limits`.
@@ -145,24 +143,20 @@ mod tests {
 
     #[test]
     fn shared_memory_by_hand() {
-        // (head dims, tile, stages, Q in registers) -> (offsets of q, k, v, o), total
+        // (head dims, tile, stages, Q in registers) -> (offsets of q, k, v), total
         for ((dims, tile, stages, in_regs), offsets, total) in [
-            (((128, 128), (128, 64), 1, false), [0, 32 << 10, 48 << 10, 0], 64 << 10),
-            (((128, 128), (64, 64), 2, true), [0, 0, 32 << 10, 0], 64 << 10),
-            (((128, 128), (128, 32), 1, true), [0, 0, 8 << 10, 0], 32 << 10),
-            (((64, 64), (128, 128), 2, false), [0, 16 << 10, 48 << 10, 0], 80 << 10),
-            // O is wider than Q, K and V together.
-            (((32, 256), (128, 32), 1, false), [0, 8 << 10, 10 << 10, 0], 64 << 10),
-            (((192, 128), (128, 64), 1, false), [0, 48 << 10, 72 << 10, 0], 88 << 10),
+            (((128, 128), (128, 64), 1, false), [0, 32 << 10, 48 << 10], 64 << 10),
+            (((128, 128), (64, 64), 2, true), [48 << 10, 0, 32 << 10], 64 << 10),
+            (((128, 128), (128, 32), 1, true), [0, 0, 8 << 10], 32 << 10),
+            (((128, 128), (128, 64), 2, true), [32 << 10, 0, 32 << 10], 64 << 10),
+            (((64, 64), (128, 128), 2, false), [0, 16 << 10, 48 << 10], 80 << 10),
+            (((32, 256), (128, 32), 1, false), [0, 8 << 10, 10 << 10], 26 << 10),
+            (((192, 128), (128, 64), 1, false), [0, 48 << 10, 72 << 10], 88 << 10),
         ] {
             let spec = spec(dims, tile, 4, stages, in_regs);
             let plan = smem(&spec, kernel(&spec));
-            let found = ["q", "k", "v", "o"].map(|name| plan.buffer(name).map(|b| b.offset));
+            let found = ["q", "k", "v"].map(|name| plan.buffer(name).map(|b| b.offset));
             assert_eq!((found, plan.total), (offsets.map(Some), total), "{spec}");
-            for (index, alias) in plan.buffers.iter().enumerate().filter(|(_, b)| b.alias_of.is_some()) {
-                let owner = plan.buffers[..index].iter().find(|b| Some(&b.name) == alias.alias_of.as_ref());
-                assert_eq!(owner.map(|b| b.offset), Some(alias.offset), "{spec}: {}", alias.name);
-            }
         }
     }
 
