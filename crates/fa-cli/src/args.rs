@@ -144,7 +144,8 @@ pub struct CpuArgs {
     /// CPU threads [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
-    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512 [default: the best that this CPU has]
+    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the best
+    /// that this CPU has]
     #[arg(long)]
     pub isa: Option<Isa>,
 }
@@ -333,7 +334,8 @@ Examples:
   fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
 
 The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, where ref is
-computed in f64 from the inputs and low is the same formula in the inputs' precision; both outputs must keep it. Without
+computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 at least 32 rounding steps);
+both outputs must keep it. Without
 inputs and tolerances, A may differ from B by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of
 their magnitude for f32). Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";

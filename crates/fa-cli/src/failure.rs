@@ -108,3 +108,40 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     };
     error.chain().any(broken)
 }
+
+/// An error and its causes in one line; a cause that its effect already quotes is not said twice.
+pub fn message(error: &anyhow::Error) -> String {
+    let mut message = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string().replace('\n', " ");
+        if message.is_empty() {
+            message = text;
+        } else if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+    }
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causes_are_said_once() {
+        let source = || io::Error::other("it is gone");
+        let read = InputError::Read { path: "x".into(), source: source() };
+        assert_eq!(message(&anyhow::Error::from(read)), "cannot read x: it is gone");
+        let wrapped = anyhow::Error::from(source()).context("cannot start\n2 threads");
+        assert_eq!(message(&wrapped), "cannot start 2 threads: it is gone");
+        assert_eq!(exit_code(&wrapped), EXIT_FAILURE);
+        assert_eq!(exit_code(&InputError::Usage("no".into()).into()), EXIT_BAD_INPUT);
+    }
+
+    #[test]
+    fn a_closed_pipe_is_found_below_its_context() {
+        let closed = anyhow::Error::from(io::Error::from(io::ErrorKind::BrokenPipe)).context("cannot write");
+        assert!(is_closed_pipe(&closed));
+        assert!(!is_closed_pipe(&anyhow::anyhow!("cannot write")));
+    }
+}

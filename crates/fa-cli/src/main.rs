@@ -38,7 +38,7 @@ fn main() -> ExitCode {
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // Standard error may be closed too; then there is nobody to tell.
-            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&error));
             ExitCode::from(failure::exit_code(&error))
         }
     }

@@ -1,0 +1,366 @@
+//! Bad input: one line that names the fault, exit code 2, and no file left behind.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::Stdio;
+
+use crate::common::{Outcome, Tensor, command, fa, fa_args, listing, noise, repository, text, write};
+
+/// Asserts a refusal that names every part.
+#[track_caller]
+fn refused(outcome: &Outcome, parts: &[&str], what: &str) {
+    let Outcome { code, stdout, stderr } = outcome;
+    assert_eq!(*code, 2, "{what}\nstdout: {stdout}\nstderr: {stderr}");
+    assert_eq!(stdout, "", "{what}");
+    assert!(stderr.starts_with("error: ") && stderr.lines().count() == 1, "{what}: {stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "{what}: '{part}' is not in {stderr}");
+    }
+}
+
+const Q: &[usize] = &[1, 4, 2, 8];
+const KV: &[usize] = &[1, 6, 2, 8];
+
+fn tensor<'a>(name: &'a str, dtype: &'a str, shape: &'a [usize]) -> Tensor<'a> {
+    (name, dtype, shape, noise(7, shape.iter().product()))
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_named() {
+    let good = || vec![tensor("q", "F32", Q), tensor("k", "F32", KV), tensor("v", "F32", KV)];
+    let with = |other: Tensor<'static>| -> Vec<Tensor<'static>> {
+        let mut tensors = good();
+        match tensors.iter_mut().find(|tensor| tensor.0 == other.0) {
+            Some(tensor) => *tensor = other,
+            None => tensors.push(other),
+        }
+        tensors
+    };
+    let without = |name: &str| good().into_iter().filter(|tensor| tensor.0 != name).collect::<Vec<_>>();
+    let cases: Vec<(Vec<Tensor>, &str, &[&str])> = vec![
+        (without("q"), "", &["no tensor 'q'", "it has k, v"]),
+        (without("v"), "", &["no tensor 'v'"]),
+        (vec![], "", &["no tensor 'q'", "it has none"]),
+        (good(), "--backward", &["no tensor 'dout'"]),
+        (with(tensor("q", "F32", &[4, 2, 8])), "", &["'q'", "[4, 2, 8]", "rank is 3"]),
+        (with(tensor("k", "F32", &[1, 1, 6, 2, 8])), "", &["'k'", "rank is 5"]),
+        (with(tensor("v", "F32", &[])), "", &["'v'", "rank is 0"]),
+        (with(tensor("k", "F32", &[2, 6, 2, 8])), "", &["'k'", "batch and head_dim must be q's"]),
+        (with(tensor("k", "F32", &[1, 6, 2, 16])), "", &["'k'", "[1, 6, 2, 16]"]),
+        (with(tensor("v", "F32", &[1, 5, 2, 8])), "", &["'v'", "seqlen and heads must be k's"]),
+        (with(tensor("dout", "F32", KV)), "--backward", &["'dout'", "shape of the output"]),
+        (with(tensor("k", "F16", KV)), "", &["'k' holds F16", "q holds F32"]),
+        (with(tensor("v", "BF16", KV)), "", &["'v' holds BF16"]),
+        (with(tensor("dout", "F64", Q)), "--backward", &["'dout' holds F64"]),
+        (with(tensor("q", "F64", Q)), "", &["'q' holds F64", "F32, F16 and BF16"]),
+        (with(tensor("q", "I64", Q)), "", &["'q' holds I64"]),
+        (with(tensor("q", "F32", &[1, 4, 3, 8])), "", &["heads_q = 3", "heads_kv = 2"]),
+        (with(tensor("q", "F32", &[1, 4, 0, 8])), "", &["heads_q is 0"]),
+        (
+            vec![
+                tensor("q", "F32", &[1, 4, 2, 0]),
+                tensor("k", "F32", &[1, 6, 2, 0]),
+                tensor("v", "F32", KV),
+            ],
+            "",
+            &["head_dim is 0"],
+        ),
+        (with(tensor("v", "F32", &[1, 6, 2, 0])), "", &["head_dim_v is 0"]),
+        (good(), "--scale NaN", &["softmax_scale is NaN", "finite"]),
+        (good(), "--scale=-inf", &["softmax_scale is -inf"]),
+        (good(), "--softcap 0", &["softcap is 0"]),
+        (good(), "--softcap=-3", &["softcap is -3"]),
+        (good(), "--backend reference --isa portable", &["--isa"]),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    for (tensors, flags, parts) in &cases {
+        write(&input, tensors, &[]);
+        let outcome = fa(&format!("run {} -o {} {flags}", text(&input), text(&output)));
+        let shapes: Vec<_> = tensors.iter().map(|(name, dtype, shape, _)| (name, dtype, shape)).collect();
+        refused(&outcome, parts, &format!("{shapes:?} {flags}"));
+        assert_eq!(listing(folder.path()), ["in"]);
+    }
+    write(&input, &good(), &[("layout", "sbhd")]);
+    refused(&fa(&format!("run {}", text(&input))), &["unknown layout 'sbhd'", "--layout"], "layout");
+}
+
+/// A file with this header text and so many bytes of data.
+fn raw(header: &str, data: usize) -> Vec<u8> {
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + data, 0);
+    file
+}
+
+#[test]
+fn damaged_and_hostile_files_are_refused_without_harm() {
+    let one = |dtype: &str, shape: &str, offsets: &str| {
+        format!(r#"{{"q":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}}}"#)
+    };
+    let two = |a: &str, b: &str| {
+        let entry = |name: &str, offsets: &str| {
+            format!(r#""{name}":{{"dtype":"F32","shape":[2],"data_offsets":{offsets}}}"#)
+        };
+        format!("{{{},{}}}", entry("q", a), entry("k", b))
+    };
+    let max = u64::MAX;
+    let cases: Vec<(&str, Vec<u8>, &str)> = vec![
+        ("empty", vec![], "0 bytes are too few"),
+        ("short", vec![1, 2, 3], "3 bytes are too few"),
+        ("huge header", max.to_le_bytes().to_vec(), "over the limit"),
+        ("long header", (1u64 << 26).to_le_bytes().to_vec(), "truncated: a header of 67108864 bytes"),
+        ("no UTF-8", [&2u64.to_le_bytes()[..], &[0xff, 0xfe]].concat(), "not UTF-8"),
+        ("no JSON", raw("hello", 0), "not a JSON object"),
+        ("a list", raw("[]", 0), "not a JSON object"),
+        ("deep", raw(&"[".repeat(100_000), 0), "not a JSON object"),
+        ("no entry", raw(r#"{"q":1}"#, 0), "tensor 'q'"),
+        ("bad metadata", raw(r#"{"__metadata__":{"a":1}}"#, 0), "__metadata__"),
+        (
+            "unknown field",
+            raw(r#"{"q":{"dtype":"F32","shape":[],"data_offsets":[0,4],"x":1}}"#, 4),
+            "unknown field",
+        ),
+        ("unknown dtype", raw(&one("F33", "[1]", "[0,4]"), 4), "unknown dtype 'F33'"),
+        ("negative", raw(&one("F32", "[-1]", "[0,4]"), 4), "tensor 'q'"),
+        ("giant product", raw(&one("F32", &format!("[{max},{max}]"), "[0,4]"), 4), "more than 2^64"),
+        ("giant bits", raw(&one("F64", "[288230376151711744]", "[0,4]"), 4), "more than 2^64"),
+        (
+            "giant offset",
+            raw(&one("U8", &format!("[{}]", max / 8), &format!("[0,{}]", max / 8)), 4),
+            "truncated",
+        ),
+        ("wrapping offset", raw(&one("U8", "[8]", &format!("[{},{}]", max - 8, max)), 8), "no tensor covers"),
+        ("backwards", raw(&one("F32", "[1]", "[4,0]"), 4), "run backwards"),
+        ("size", raw(&one("F32", "[2]", "[0,4]"), 4), "needs 64 bits"),
+        ("half a byte", raw(&one("F4", "[3]", "[0,2]"), 2), "needs 12 bits"),
+        ("overlap", raw(&two("[0,8]", "[4,12]"), 12), "overlaps"),
+        ("gap", raw(&two("[0,8]", "[12,20]"), 20), "no tensor covers the bytes 8..12"),
+        (
+            "truncated data",
+            raw(&two("[0,8]", "[8,16]"), 15),
+            "truncated: the tensors need 16 bytes, the file holds 15",
+        ),
+        ("excess data", raw(&two("[0,8]", "[8,16]"), 17), "1 bytes follow"),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    for (what, bytes, part) in cases {
+        std::fs::write(&input, bytes).unwrap();
+        let outcome = fa(&format!("run {} -o {}", text(&input), text(&output)));
+        refused(&outcome, &["not a valid safetensors file", part], what);
+        refused(&fa(&format!("check {0} {0}", text(&input))), &[part], what);
+        assert_eq!(listing(folder.path()), ["in"], "{what}");
+    }
+}
+
+#[test]
+fn every_truncation_of_a_real_file_is_refused() {
+    let whole = std::fs::read(repository("crates/fa-cpu/tests/golden/one_by_one_f32.safetensors")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("in");
+    for len in (0..whole.len()).step_by(whole.len() / 20) {
+        std::fs::write(&input, &whole[..len]).unwrap();
+        refused(&fa(&format!("run {}", text(&input))), &["safetensors"], &format!("{len} bytes"));
+    }
+}
+
+#[test]
+fn targets_that_cannot_be_written_are_found_before_the_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("in");
+    write(&input, &[tensor("q", "F32", Q), tensor("k", "F32", KV), tensor("v", "F32", KV)], &[]);
+    let missing = folder.path().join("no/such/out");
+    let inside_file = input.join("out");
+    let mut cases = vec![
+        (text(folder.path()), "it is a directory"),
+        (text(&missing), "there is no folder"),
+        (text(&inside_file), "there is no folder"),
+        (text(&input), "it is the input file"),
+        ("..", "it is a directory"),
+    ];
+    if cfg!(target_os = "linux") {
+        // Not writable even for the superuser.
+        cases.push(("/proc/out", "cannot write /proc/out"));
+        cases.push(("/dev/null", "not a regular file"));
+    }
+    for (target, part) in &cases {
+        refused(&fa_args(&["run", text(&input), "-o", target]), &["cannot write", part], target);
+        assert_eq!(listing(folder.path()), ["in"], "{target}");
+    }
+    for line in ["plan --report", "bench --seqlen 16 --plot", "bench --seqlen 16 --json"] {
+        let outcome = fa(&format!("{line} {}", text(&missing)));
+        refused(&outcome, &["cannot write", "there is no folder"], line);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_read_only_folder_is_refused() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let (input, closed) = (folder.path().join("in"), folder.path().join("closed"));
+    write(&input, &[tensor("q", "F32", Q), tensor("k", "F32", KV), tensor("v", "F32", KV)], &[]);
+    std::fs::create_dir(&closed).unwrap();
+    std::fs::set_permissions(&closed, PermissionsExt::from_mode(0o555)).unwrap();
+    // The superuser may write there all the same.
+    let writable = tempfile::tempfile_in(&closed).is_ok();
+    let outcome = fa_args(&["run", text(&input), "-o", text(&closed.join("out"))]);
+    std::fs::set_permissions(&closed, PermissionsExt::from_mode(0o755)).unwrap();
+    if writable {
+        outcome.good();
+    } else {
+        refused(&outcome, &["cannot write"], "read-only folder");
+    }
+}
+
+#[test]
+fn files_that_are_not_there_are_named() {
+    for line in [
+        "run no-such-file",
+        "check no-such-file no-such-file",
+        "plan --problem no-such-file",
+        "plan --spec no-such-file",
+    ] {
+        refused(&fa(line), &["cannot read", "no-such-file"], line);
+    }
+    refused(&fa_args(&["run", text(&repository("examples"))]), &["it is a directory"], "a folder");
+}
+
+#[test]
+fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.ron");
+    let problem = "(batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 2, heads_kv: 2, head_dim: 64, head_dim_v: 64, \
+                   mask: (left: None, right: Some(0)), dtype: bf16)";
+    std::fs::write(&path, problem).unwrap();
+    fa(&format!("plan --problem {}", text(&path))).good();
+    for (from, to, part) in [
+        ("batch", "batches", "batches"),
+        ("dtype: bf16", "dtype: bf16, sinks: 3", "sinks"),
+        ("bf16", "bf17", "bf17"),
+        ("heads_kv: 2", "heads_kv: 3", "heads_kv = 3"),
+        ("seqlen_k: 64", "seqlen_k: 18446744073709551615", "k has"),
+        ("seqlen_k: 64", "seqlen_k: 18446744073709551616", "problem"),
+        ("batch: 1", "batch: -1", "problem"),
+        ("(batch", "batch", "problem"),
+    ] {
+        std::fs::write(&path, problem.replace(from, to)).unwrap();
+        refused(&fa(&format!("plan --problem {}", text(&path))), &[part], to);
+    }
+
+    let spec = "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, tile_n: 64, num_warps: 4, \
+                stages: 2, q_in_regs: false, blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
+                loop_split: true, reverse_blocks: false)))";
+    std::fs::write(&path, spec).unwrap();
+    fa(&format!("plan --arch sm80 --spec {}", text(&path))).good();
+    std::fs::write(&path, format!("(archs: [sm80], spec: {spec})")).unwrap();
+    fa(&format!("plan --arch sm80 --spec {}", text(&path))).good();
+    for (from, to, part) in [
+        ("stages", "stagez", "stagez"),
+        ("mask: full", "mask: full, sinks: true", "sinks"),
+        ("tile_n: 64", "tile_n: 60", "tile_n = 60"),
+        ("bf16", "e4m3", "e4m3"),
+        ("Sm80Fwd", "Sm70Fwd", "Sm70Fwd"),
+    ] {
+        std::fs::write(&path, spec.replace(from, to)).unwrap();
+        refused(&fa(&format!("plan --arch sm80 --spec {}", text(&path))), &[part], to);
+    }
+}
+
+#[test]
+fn planning_and_measuring_refuse_what_they_cannot_do() {
+    for (line, part) in [
+        ("plan --heads 6:4", "heads_kv = 4"),
+        ("plan --headdim 0", "head_dim is 0"),
+        ("plan --headdim 20", "multiples of 8"),
+        ("plan --headdim 512", "multiples of 8 from 8 to 256"),
+        ("plan --dtype f32", "no GPU kernel computes in f32"),
+        ("plan --dtype e4m3", "no GPU kernel computes in e4m3"),
+        ("plan --seqlen 18446744073709551615", "more than 2^48"),
+        ("plan --batch 4294967296 --seqlen 4294967296", "more than 2^48"),
+        ("plan --softcap NaN", "softcap is NaN"),
+        ("plan --arch sm80 --mode bwd", "--arch sm90"),
+        ("plan --arch sm80 --family sm90", "do not run on sm80"),
+        ("plan --arch sm90 --family sm100", "no tensor memory"),
+        ("plan --arch sm100 --why tile_n=64", "--family sm80"),
+        ("plan --why tile_n", "tile_n=192"),
+        ("plan --why tile_o=3", "tile_m, tile_n"),
+        ("plan --why tile_n=72", "64, 80, 96"),
+        ("plan --mode bwd --why stages=2", "unknown field 'stages'"),
+        ("bench --dtype e4m3", "e4m3"),
+        ("bench --heads 3:2", "heads_kv = 2"),
+        ("bench --seqlen 99999999999999", "more than 2^48"),
+        ("man nothing", "there is no command 'nothing'"),
+    ] {
+        refused(&fa(line), &[part], line);
+    }
+}
+
+#[test]
+fn bad_usage_is_exit_code_2_and_says_what_would_do() {
+    for (line, part) in [
+        ("", "Usage"),
+        ("walk", "unrecognized subcommand"),
+        ("run", "<INPUT>"),
+        ("run x --window 3", "needs two sides"),
+        ("run x --window a,b", "'a' is no count of keys"),
+        ("run x --window -2,0", "'-2' is no count of keys"),
+        ("run x --layout sbhd", "use bshd or bhsd"),
+        ("run x --backend tpu", "reference"),
+        ("run x --scale wide", "invalid value 'wide'"),
+        ("run x --threads 0", "1..=4096"),
+        ("run x --isa sse", "unknown instruction set 'sse'"),
+        ("run x --arch sm75", "sm80, sm86"),
+        ("plan --seqlen 4096,8192", "no whole number"),
+        ("plan --heads 8:x", "'x' is no whole number"),
+        ("plan --headdim=-1", "no whole number"),
+        ("plan --batch 99999999999999999999", "number too large"),
+        ("plan --seqlen-q 5", "--seqlen-k"),
+        ("plan --dtype fp16", "f16"),
+        ("plan --json --format ron", "cannot be used with"),
+        ("check a b --atol=-1", "must be a number, 0 or more"),
+        ("check a b --atol nan", "must be a number, 0 or more"),
+        ("check a b --atol 1 --inputs c", "cannot be used with"),
+        ("bench --seconds 0", "above 0"),
+        ("completions cmd", "invalid value"),
+    ] {
+        let outcome = fa(line);
+        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
+        assert!(outcome.stderr.contains(part), "{line}: '{part}' is not in {}", outcome.stderr);
+    }
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let input = repository("examples/minilm-layer0.safetensors");
+    let lines: Vec<Vec<&str>> = vec![
+        vec!["plan", "--json"],
+        vec!["plan"],
+        vec!["run", text(&input)],
+        vec!["completions", "zsh"],
+        vec!["man"],
+        vec!["doctor"],
+        vec!["--help"],
+    ];
+    for line in lines {
+        let mut child = command(&line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let mut stderr = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+        let code = child.wait().unwrap().code();
+        assert_eq!((code, stderr.as_str()), (Some(0), ""), "{line:?}");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_a_failure_that_leaves_nothing() {
+    // /dev/full takes no byte; as standard output it stands for a full disk.
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let done = command(&["plan"]).stdout(full).stderr(Stdio::piped()).output().unwrap();
+    assert_eq!(done.status.code(), Some(1));
+    let stderr = String::from_utf8(done.stderr).unwrap();
+    assert!(stderr.contains("cannot write to standard output"), "{stderr}");
+    assert!(Path::new("/dev/full").exists());
+}

@@ -1,0 +1,69 @@
+//! `fa bench`: the record's shape, files, and what it measures.
+
+use crate::common::{fa, text};
+
+#[test]
+fn json_has_a_row_per_shape_and_pass() {
+    let line = "bench --backend cpu --headdim 32,64-32 --seqlen 64,1x128 --heads 4:2 --batch 2 --dtype bf16 --causal \
+                --mode both --threads 1 --seconds 0.001 --json -";
+    let report = fa(line).json();
+    let machine = &report["machine"];
+    assert!(machine["fma_peak_gflops"].as_f64().unwrap() > 0.0);
+    assert_eq!(machine["threads"], 1);
+    let isa: fa_cpu::simd::Isa = machine["isa"].as_str().unwrap().parse().unwrap();
+    assert!(isa.is_available());
+    assert!(!report["commit"].as_str().unwrap().is_empty());
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2 * 2 * 2);
+    let expected = [
+        ("fwd", 64, 64, 32, 32),
+        ("bwd", 64, 64, 32, 32),
+        ("fwd", 1, 128, 32, 32),
+        ("bwd", 1, 128, 32, 32),
+        ("fwd", 64, 64, 64, 32),
+        ("bwd", 64, 64, 64, 32),
+        ("fwd", 1, 128, 64, 32),
+        ("bwd", 1, 128, 64, 32),
+    ];
+    for (row, (kind, seqlen_q, seqlen_k, head_dim, head_dim_v)) in rows.iter().zip(expected) {
+        assert_eq!(row["kind"], kind);
+        let fields = ["seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "batch", "heads_q", "heads_kv"];
+        let values = [seqlen_q, seqlen_k, head_dim, head_dim_v, 2, 4, 2];
+        for (field, value) in fields.into_iter().zip(values) {
+            assert_eq!(row[field], value, "{field}");
+        }
+        assert_eq!((&row["causal"], &row["dtype"]), (&true.into(), &"bf16".into()));
+        assert!(row["spec"].as_str().unwrap().starts_with("cpu-"));
+        assert!(row["runs"].as_u64().unwrap() >= 3);
+        let (ms, tflops) = (row["ms_median"].as_f64().unwrap(), row["tflops"].as_f64().unwrap());
+        let pairs = if seqlen_q == 1 { 128.0 } else { 64.0 * 65.0 / 2.0 };
+        let flops = 2.0
+            * 2.0
+            * 4.0
+            * pairs
+            * f64::from(head_dim + head_dim_v)
+            * if kind == "bwd" { 2.5 } else { 1.0 };
+        assert!((tflops - flops / ms / 1e9).abs() <= 1e-6 * tflops, "{kind} {seqlen_q}x{seqlen_k}: {tflops}");
+    }
+}
+
+#[test]
+fn files_are_written_and_the_table_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, plot) = (folder.path().join("b.json"), folder.path().join("b.svg"));
+    let shown = fa(&format!(
+        "bench --headdim 16 --seqlen 32,64 --heads 2 --mode both --backend reference --seconds 0.001 --json {} --plot {}",
+        text(&json),
+        text(&plot)
+    ))
+    .good();
+    assert!(shown.contains("of FMA peak") && shown.contains("32x32"), "{shown}");
+    let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    assert_eq!(report["machine"]["backend"], "reference");
+    assert_eq!(report["rows"].as_array().unwrap().len(), 4);
+    let drawing = std::fs::read_to_string(&plot).unwrap();
+    assert!(drawing.starts_with("<svg") && drawing.contains("GFLOP/s"));
+    // Two lines, forward and backward, of two points each.
+    assert_eq!(drawing.matches("<polyline").count(), 2);
+    assert_eq!(drawing.matches("<circle").count(), 4);
+}

@@ -1,0 +1,159 @@
+//! `fa check`: verdicts and their exit codes.
+
+use std::path::PathBuf;
+
+use crate::common::{Tensor, fa, noise, text, write};
+
+const SHAPE: &[usize] = &[1, 3, 2, 4];
+
+/// A folder with one file per list of values, each an `out` of SHAPE.
+struct Files {
+    folder: tempfile::TempDir,
+}
+
+impl Files {
+    fn new() -> Files {
+        Files { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, tensors: &[Tensor]) -> String {
+        write(&self.path(name), tensors, &[]);
+        text(&self.path(name)).to_owned()
+    }
+}
+
+fn out(dtype: &'static str, values: Vec<f64>) -> Tensor<'static> {
+    ("out", dtype, SHAPE, values)
+}
+
+#[test]
+fn differences_are_judged_by_the_rounding_of_the_type() {
+    let files = Files::new();
+    let base = noise(3, 24);
+    let shifted = |by: f64| {
+        let mut values = base.clone();
+        values[13] += by;
+        values
+    };
+    // (type of A, type of B, difference of one element, equal)
+    for (index, (a, b, by, equal)) in [
+        ("F32", "F32", 0.0, true),
+        ("F32", "F32", 1e-6, true),
+        ("F32", "F32", 1e-4, false),
+        ("F64", "F32", 1e-6, true),
+        ("BF16", "BF16", 0.004, true),
+        ("BF16", "BF16", 0.1, false),
+        ("F16", "BF16", 0.004, true),
+        ("F16", "F16", 0.02, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let a = files.write(&format!("{index}a"), &[out(a, shifted(by))]);
+        let b = files.write(&format!("{index}b"), &[out(b, base.clone())]);
+        let outcome = fa(&format!("check {a} {b} --json"));
+        assert_eq!(outcome.code, i32::from(!equal), "case {index}: {}", outcome.stdout);
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+        assert_eq!(report["passed"], equal);
+        assert_eq!(report["rule"], "rounding_of_type");
+        if !equal {
+            // Element 13 of [1, 3, 2, 4].
+            assert_eq!(report["rows"][0]["worst"], serde_json::json!([0, 1, 1, 1]), "case {index}");
+        }
+    }
+}
+
+#[test]
+fn tolerances_given_replace_the_rule() {
+    let files = Files::new();
+    let a = files.write("a", &[out("F32", vec![100.5; 24])]);
+    let b = files.write("b", &[out("F32", vec![100.0; 24])]);
+    for (flags, code) in [
+        ("--atol 0.4", 1),
+        ("--atol 0.5", 0),
+        ("--rtol 0.004", 1),
+        ("--rtol 0.005", 0),
+        ("--atol 0.1 --rtol 0.004", 0),
+        ("--atol 0", 1),
+    ] {
+        let outcome = fa(&format!("check {a} {b} {flags}"));
+        assert_eq!(outcome.code, code, "{flags}: {}", outcome.stdout);
+        let verdict = if code == 0 { "equal within tolerance" } else { "DIFFERENT" };
+        assert!(outcome.stdout.contains(verdict), "{flags}: {}", outcome.stdout);
+    }
+}
+
+#[test]
+fn infinities_and_nan_must_be_at_the_same_places() {
+    let files = Files::new();
+    let with = |at: usize, value: f64| {
+        let mut values = noise(5, 24);
+        values[at] = value;
+        values
+    };
+    let nan = files.write("nan", &[out("F32", with(5, f64::NAN))]);
+    let nan_too = files.write("nan-too", &[out("F32", with(5, f64::NAN))]);
+    let elsewhere = files.write("elsewhere", &[out("F32", with(6, f64::NAN))]);
+    let infinite = files.write("infinite", &[out("F32", with(5, f64::INFINITY))]);
+    fa(&format!("check {nan} {nan_too}")).good();
+    for other in [&elsewhere, &infinite] {
+        for flags in ["", "--atol 1000"] {
+            let outcome = fa(&format!("check {nan} {other} {flags}"));
+            assert_eq!(outcome.code, 1, "{other} {flags}: {}", outcome.stdout);
+            assert!(outcome.stdout.contains("NaN/inf differ"), "{}", outcome.stdout);
+        }
+    }
+}
+
+#[test]
+fn inputs_show_which_of_two_outputs_is_wrong() {
+    let files = Files::new();
+    let input: Vec<Tensor> = vec![
+        ("q", "BF16", &[1, 9, 2, 16], noise(1, 9 * 32)),
+        ("k", "BF16", &[1, 9, 1, 16], noise(2, 9 * 16)),
+        ("v", "BF16", &[1, 9, 1, 16], noise(3, 9 * 16)),
+    ];
+    let input = files.write("in", &input);
+    let (good, causal) = (files.path("good"), files.path("causal"));
+    fa(&format!("run {input} -o {}", text(&good))).good();
+    fa(&format!("run {input} --causal -o {}", text(&causal))).good();
+    let check = |flags: &str| {
+        let outcome = fa(&format!("check {} {} --inputs {input} {flags} --json", text(&good), text(&causal)));
+        assert_eq!(outcome.code, 1, "{}", outcome.stderr);
+        let report: serde_json::Value = serde_json::from_str(&outcome.stdout).unwrap();
+        let verdict = |row: usize| report["rows"][row]["verdict"].as_str().unwrap().to_owned();
+        (report["rows"][0]["compared"].as_str().unwrap().to_owned(), verdict(0), verdict(1))
+    };
+    assert_eq!(check(""), ("A to f64".into(), "pass".into(), "too_far".into()));
+    assert_eq!(check("--causal"), ("A to f64".into(), "too_far".into(), "pass".into()));
+    // Named alone, the inputs' flags come with a note when the output's metadata says otherwise.
+    fa(&format!("check {0} {0} --inputs {input}", text(&good))).good();
+}
+
+#[test]
+fn what_cannot_be_compared_is_refused() {
+    let files = Files::new();
+    let a = files.write("a", &[out("F32", noise(1, 24))]);
+    let other_shape = files.write("b", &[("out", "F32", &[1, 2, 3, 4], noise(1, 24))]);
+    let lse = files.write("c", &[("lse", "F32", &[24], noise(1, 24))]);
+    let integers = files.write("d", &[("out", "I64", SHAPE, noise(1, 24))]);
+    let named = files.write("e", &[("weights", "F32", SHAPE, noise(1, 24))]);
+    for (line, part) in [
+        (format!("{a} {other_shape}"), "'out' has shape [1, 3, 2, 4]"),
+        (format!("{a} {lse}"), "in common"),
+        (format!("{lse} {lse}"), "lse must be [batch, heads, seqlen_q]"),
+        (format!("{a} {integers}"), "holds I64"),
+        (format!("{a} {named}"), "--tensor"),
+        (format!("{a} {named} --tensor weights"), "no tensor 'weights'"),
+        (format!("{a} {a} --inputs {a}"), "no tensor 'q'"),
+    ] {
+        let outcome = fa(&format!("check {line}"));
+        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
+        assert!(outcome.stderr.contains(part), "{line}: '{part}' is not in {}", outcome.stderr);
+    }
+    fa(&format!("check {named} {named} --tensor weights")).good();
+}

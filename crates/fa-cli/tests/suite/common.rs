@@ -1,0 +1,144 @@
+//! Running the program, and files for it to run on.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use half::{bf16, f16};
+use safetensors::tensor::{Dtype, TensorView};
+
+/// What the program did.
+#[derive(Debug)]
+pub struct Outcome {
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Outcome {
+    /// Asserts success and gives standard output.
+    #[track_caller]
+    pub fn good(self) -> String {
+        assert_eq!(self.code, 0, "stdout:\n{}\nstderr:\n{}", self.stdout, self.stderr);
+        self.stdout
+    }
+
+    /// Asserts success and gives standard output as JSON.
+    #[track_caller]
+    pub fn json(self) -> serde_json::Value {
+        let text = self.good();
+        serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e} in\n{text}"))
+    }
+}
+
+pub fn command(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fa"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+/// Runs the program with arguments split at blanks.
+#[track_caller]
+pub fn fa(line: &str) -> Outcome {
+    fa_args(&line.split_whitespace().collect::<Vec<_>>())
+}
+
+#[track_caller]
+pub fn fa_args(args: &[&str]) -> Outcome {
+    let done = command(args).output().expect("the program starts");
+    Outcome {
+        code: done.status.code().unwrap_or_else(|| panic!("{args:?} was killed: {}", done.status)),
+        stdout: String::from_utf8(done.stdout).expect("text"),
+        stderr: String::from_utf8(done.stderr).expect("text"),
+    }
+}
+
+/// A file of this repository.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
+}
+
+pub fn text(path: &Path) -> &str {
+    path.to_str().expect("paths here are text")
+}
+
+/// A tensor to write: name, type as the format spells it, shape, values.
+pub type Tensor<'a> = (&'a str, &'a str, &'a [usize], Vec<f64>);
+
+/// Writes a file with the format's own library, so that ours is not tested against itself.
+pub fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) {
+    let bytes: Vec<Vec<u8>> = tensors.iter().map(|(_, dtype, _, values)| encode(dtype, values)).collect();
+    let views = tensors.iter().zip(&bytes).map(|((name, dtype, shape, _), bytes)| {
+        let dtype = match *dtype {
+            "F64" => Dtype::F64,
+            "F32" => Dtype::F32,
+            "F16" => Dtype::F16,
+            "BF16" => Dtype::BF16,
+            "I64" => Dtype::I64,
+            other => panic!("no dtype {other} here"),
+        };
+        (*name, TensorView::new(dtype, shape.to_vec(), bytes).expect("a valid tensor"))
+    });
+    let metadata: HashMap<String, String> =
+        metadata.iter().map(|(key, value)| (key.to_string(), value.to_string())).collect();
+    let file =
+        safetensors::serialize(views, (!metadata.is_empty()).then_some(metadata)).expect("a valid file");
+    std::fs::write(path, file).expect("a writable folder");
+}
+
+fn encode(dtype: &str, values: &[f64]) -> Vec<u8> {
+    match dtype {
+        "F64" => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        "F32" => values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect(),
+        "F16" => values.iter().flat_map(|v| f16::from_f64(*v).to_le_bytes()).collect(),
+        "BF16" => values.iter().flat_map(|v| bf16::from_f64(*v).to_le_bytes()).collect(),
+        "I64" => values.iter().flat_map(|v| (*v as i64).to_le_bytes()).collect(),
+        other => panic!("no dtype {other} here"),
+    }
+}
+
+/// Reads a file with the format's own library: name to (type, shape, values).
+pub fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>)> {
+    let bytes = std::fs::read(path).expect("a file");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("a valid file");
+    let tensor = |(name, view): (String, TensorView)| {
+        let data = view.data();
+        let values: Vec<f64> = match view.dtype() {
+            Dtype::F64 => data.as_chunks().0.iter().map(|b| f64::from_le_bytes(*b)).collect(),
+            Dtype::F32 => data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
+            Dtype::F16 => data.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f64()).collect(),
+            Dtype::BF16 => data.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f64()).collect(),
+            other => panic!("{name} is {other:?}"),
+        };
+        (name, (format!("{:?}", view.dtype()), view.shape().to_vec(), values))
+    };
+    file.tensors().into_iter().map(tensor).collect()
+}
+
+/// The header's text entries of a file.
+pub fn metadata(path: &Path) -> HashMap<String, String> {
+    let bytes = std::fs::read(path).expect("a file");
+    let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).expect("a valid file");
+    metadata.metadata().clone().unwrap_or_default()
+}
+
+/// Numbers without a pattern, between -1 and 1.
+pub fn noise(seed: u64, len: usize) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// The names of a folder's files, hidden ones too.
+pub fn listing(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).expect("a folder");
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}

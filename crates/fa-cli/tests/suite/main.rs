@@ -1,0 +1,9 @@
+//! The program as its users run it: every test starts the real binary.
+
+mod bad_input;
+mod bench;
+mod check;
+mod common;
+mod manual;
+mod plan;
+mod run;

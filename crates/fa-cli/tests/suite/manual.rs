@@ -1,0 +1,50 @@
+//! Help, manual pages, completions and `fa doctor`.
+
+use crate::common::{fa, fa_args};
+
+const COMMANDS: [&str; 7] = ["run", "plan", "check", "bench", "doctor", "completions", "man"];
+
+#[test]
+fn every_command_has_help_with_examples_and_a_manual_page() {
+    let all = fa("--help").good();
+    for name in COMMANDS {
+        assert!(all.contains(&format!("  {name}")), "{name} is not in\n{all}");
+        let help = fa_args(&[name, "--help"]).good();
+        assert!(help.contains("Examples:") && help.contains(&format!("fa {name}")), "{help}");
+        let page = fa_args(&["man", name]).good();
+        assert!(page.contains(".TH") && page.contains(&format!("fa\\-{name}")), "{page}");
+    }
+    assert!(fa("man").good().contains(".SH DESCRIPTION"));
+    assert!(fa("--version").good().starts_with("fa "));
+}
+
+#[test]
+fn every_shell_has_completions() {
+    for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
+        let script = fa_args(&["completions", shell]).good();
+        assert!(script.contains("softcap") && script.len() > 1000, "{shell}");
+    }
+}
+
+#[test]
+fn the_doctor_finds_a_cpu_that_computes_rightly() {
+    let report = fa("doctor --json").json();
+    let checks = report["checks"].as_array().unwrap();
+    let status = |name: &str| {
+        let check = checks.iter().find(|check| check["name"] == name).unwrap_or_else(|| panic!("no {name}"));
+        check["status"].as_str().unwrap().to_owned()
+    };
+    for name in ["cpu", "threads", "attention"] {
+        assert_eq!(status(name), "ok", "{name}");
+    }
+    for name in ["simd", "gpu", "driver", "nvrtc", "cache"] {
+        // What is there depends on the machine; what is missing comes with advice.
+        let check = checks.iter().find(|check| check["name"] == name).unwrap();
+        assert!(
+            status(name) == "ok" || check["advice"].as_str().is_some_and(|text| !text.is_empty()),
+            "{check}"
+        );
+    }
+    let text = fa("doctor").good();
+    assert!(text.contains("attention") && text.contains("right on a small problem"), "{text}");
+}

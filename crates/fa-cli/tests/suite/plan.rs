@@ -1,0 +1,134 @@
+//! `fa plan`: tables, JSON, RON, why, and the report.
+
+use crate::common::{fa, text};
+
+#[test]
+fn json_lists_everything_and_n_limits_it() {
+    let all = fa("plan --headdim 128 --seqlen 8192 --causal --mode both --json").json();
+    let plans = all["forward"]["plans"].as_array().unwrap();
+    assert_eq!(plans.len() as u64, all["forward"]["fit"].as_u64().unwrap());
+    let rejected: u64 =
+        all["forward"]["rejected"].as_array().unwrap().iter().map(|r| r["count"].as_u64().unwrap()).sum();
+    assert_eq!(plans.len() as u64 + rejected, all["forward"]["tried"].as_u64().unwrap());
+    let seconds: Vec<f64> = plans.iter().map(|plan| plan["cost"]["seconds"].as_f64().unwrap()).collect();
+    assert!(seconds.is_sorted() && seconds[0] > 0.0);
+    // The SM90 block size guide lists 142 backward configurations for head dim 128.
+    assert_eq!(all["backward"]["configs"].as_array().unwrap().len(), 142);
+    assert_eq!(all["problem"]["mask"]["right"], 0);
+
+    let few = fa("plan --headdim 128 --seqlen 8192 --causal --mode both -n 3 --json").json();
+    assert_eq!(few["forward"]["plans"].as_array().unwrap()[..], plans[..3]);
+    assert_eq!(few["backward"]["configs"].as_array().unwrap().len(), 3);
+    assert_eq!(few["forward"]["fit"], all["forward"]["fit"]);
+}
+
+#[test]
+fn ron_is_read_back() {
+    let text = fa("plan --headdim 64 -n 2 --format ron").good();
+    let value: ron::Value = ron::from_str(&text).unwrap();
+    assert!(matches!(value, ron::Value::Map(_)), "{value:?}");
+    assert!(text.contains("Sm90Fwd"));
+}
+
+#[test]
+fn tables_show_the_problem_and_the_limits() {
+    for (line, parts) in [
+        ("plan", vec!["4096x4096", "sm90 (H100 SXM5)", "registers", "best      sm90_fwd", "rejected"]),
+        (
+            "plan --arch sm80 --heads 32:8 --seqlen 1x65536",
+            vec!["queries x keys 1x65536", "32:8", "sm80_fwd"],
+        ),
+        ("plan --arch sm86 --headdim 192-128 --softcap 30", vec!["192-128", "soft cap 30", "100 KiB"]),
+        ("plan --arch sm100", vec!["B200", "TMEM columns", "sm100_fwd"]),
+        ("plan --arch sm_90a --seqlen-q 7 --seqlen-k 9 --window inf,3", vec!["7x9", "window(inf,3)"]),
+        ("plan --mode bwd --headdim 192-128", vec!["18 of", "dK/dV from"]),
+    ] {
+        let text = fa(line).good();
+        for part in parts {
+            // The shared memory of sm86 is 99 KiB per block.
+            let part = if part == "100 KiB" { "99 KiB" } else { part };
+            assert!(text.contains(part), "{line}: '{part}' is not in\n{text}");
+        }
+    }
+}
+
+#[test]
+fn why_names_the_limit_with_need_and_have() {
+    let text = fa("plan --headdim 256 --why tile_n=192").good();
+    assert!(text.contains("rejected") && text.contains("needs") && !text.contains("fits "), "{text}");
+    let answer = fa("plan --headdim 128 --why tile_n=128,num_wg=2 --json").json();
+    let feasible = answer["forward"]["feasible"].as_array().unwrap();
+    assert!(!feasible.is_empty());
+    for ranked in feasible {
+        assert_eq!(ranked["plan"]["spec"]["kernel"]["Sm90Fwd"]["tile_n"], 128);
+        assert!(ranked["slowdown"].as_f64().unwrap() >= 1.0);
+    }
+    let text = fa("plan --mode bwd --headdim 128 --why tile_m=80,tile_n=112").good();
+    assert!(text.contains("0 fit") && text.contains("must be a multiple of"), "{text}");
+}
+
+#[test]
+fn a_kernel_from_a_file_is_judged_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kernel.ron");
+    let spec = |tile_n: u32| {
+        format!(
+            "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, tile_n: {tile_n}, \
+             num_warps: 8, stages: 2, q_in_regs: false, blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, \
+             fast_math: true, loop_split: true, reverse_blocks: false)))"
+        )
+    };
+    std::fs::write(&path, spec(64)).unwrap();
+    let good = fa(&format!("plan --arch sm80 --spec {} --json", text(&path))).json();
+    assert_eq!((good["forward"]["tried"].as_u64(), good["forward"]["fit"].as_u64()), (Some(1), Some(1)));
+    // Too much shared memory for sm86, the wrong problem, and the wrong mask: verdicts, not bad input.
+    std::fs::write(&path, spec(128)).unwrap();
+    for (flags, part) in [
+        ("--arch sm86", "shared memory: needs"),
+        ("--arch sm80 --headdim 160", "head_dim"),
+        ("--arch sm80 --causal", "mask"),
+        ("--arch sm80 --dtype f16", "dtype"),
+    ] {
+        let outcome = fa(&format!("plan --spec {} {flags}", text(&path)));
+        assert_eq!(outcome.code, 1, "{flags}: {outcome:?}");
+        assert!(outcome.stdout.contains(part), "{flags}: {}", outcome.stdout);
+    }
+}
+
+#[test]
+fn reports_are_one_self_contained_page() {
+    let folder = tempfile::tempdir().unwrap();
+    for (index, (flags, parts)) in [
+        (
+            "--headdim 128 --causal --seqlen 8192",
+            vec!["Register budget", "S: KiB of SMEM over", "8-way", "first choice here", "tile_m 192 (3 wg)"],
+        ),
+        ("--headdim 192-128 --mode both", vec!["Backward tiles", "tile_m 80 queries per step"]),
+        ("--arch sm80 --headdim 64", vec!["tile_m 256, 8 warps", "A100"]),
+        ("--arch sm86 --headdim 256 --seqlen 1x4096", vec!["keys per sequence", "R: registers over"]),
+        ("--arch sm100", vec!["Tensor memory of the best shape", "512"]),
+        ("--mode bwd --headdim 64", vec!["Backward tiles"]),
+        ("--headdim 72 --heads 32:4 --softcap 20 --window 128,0", vec!["causal+window(128)", "soft cap 20"]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let path = folder.path().join(format!("{index}.html"));
+        let shown = fa(&format!("plan {flags} --report {}", text(&path))).good();
+        assert!(shown.contains("report "), "{flags}");
+        let page = std::fs::read_to_string(&path).unwrap();
+        for part in parts {
+            assert!(page.contains(part), "{flags}: '{part}' is not in the page");
+        }
+        let without_namespace = page.replace("http://www.w3.org/2000/svg", "");
+        for outside in ["http:", "https:", "<script", "src=", "@import", "url(", "<link", "NaN", "inf "] {
+            assert!(!without_namespace.contains(outside), "{flags}: '{outside}' is in the page");
+        }
+        for tag in ["svg", "table", "section", "div", "text", "g", "td", "rect", "title"] {
+            let (opened, closed) =
+                (page.matches(&format!("<{tag}")).count(), page.matches(&format!("</{tag}>")).count());
+            let alike = page.matches(&format!("<{tag}>")).count() + page.matches(&format!("<{tag} ")).count();
+            assert_eq!(alike, closed, "{flags}: <{tag} {opened} opened");
+        }
+    }
+}

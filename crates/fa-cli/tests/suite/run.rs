@@ -1,0 +1,211 @@
+//! `fa run`: golden files, layouts, backends, what is written and how.
+
+use std::path::Path;
+
+use crate::common::{Tensor, fa, fa_args, listing, metadata, noise, read, repository, text, write};
+
+/// The flags that a golden file's metadata stand for.
+fn flags(path: &Path) -> Vec<String> {
+    let about = metadata(path);
+    let entry = |key: &str| about.get(key).map(String::as_str).filter(|value| *value != "none");
+    let mut flags = Vec::new();
+    if entry("causal") == Some("true") {
+        flags.push("--causal".to_owned());
+    }
+    let (left, right) = (entry("window_left"), entry("window_right"));
+    if left.is_some() || right.is_some() {
+        flags.push(format!("--window={},{}", left.unwrap_or("inf"), right.unwrap_or("inf")));
+    }
+    flags.extend(entry("scale").map(|scale| format!("--scale={scale}")));
+    flags.extend(entry("softcap").map(|cap| format!("--softcap={cap}")));
+    flags
+}
+
+#[test]
+fn golden_files_come_out_right_forward_and_backward() {
+    let folder = tempfile::tempdir().unwrap();
+    let golden = repository("crates/fa-cpu/tests/golden");
+    let mut files = 0;
+    for name in listing(&golden).iter().filter(|name| name.ends_with(".safetensors")) {
+        let input = golden.join(name);
+        let flags = flags(&input);
+        for backend in ["cpu", "reference"] {
+            let output = folder.path().join(format!("{backend}-{name}"));
+            let mut run = vec!["run", text(&input), "-o", text(&output), "--backward", "--backend", backend];
+            run.extend(flags.iter().map(String::as_str));
+            let ran = fa_args(&run);
+            // Flags that say what the metadata says leave nothing to note.
+            assert_eq!(ran.stderr, "", "{name}");
+            ran.good();
+            let mut check = vec!["check", text(&output), text(&input), "--json"];
+            check.extend(flags.iter().map(String::as_str));
+            let report = fa_args(&check).json();
+            assert_eq!(report["rule"], "f64_of_inputs", "{name}");
+            assert_eq!(report["rows"].as_array().unwrap().len(), 10, "{name}: five tensors of two files");
+        }
+        files += 1;
+    }
+    assert!(files >= 30, "only {files} golden files");
+}
+
+#[test]
+fn real_layers_agree_with_the_model() {
+    for (name, limit) in [("minilm-layer0", 1e-5), ("minilm-layer5", 1e-5), ("minilm-layer0-bf16", 0.07)] {
+        let input = repository(&format!("examples/{name}.safetensors"));
+        let report = fa_args(&["run", text(&input), "--json"]).json();
+        let difference = report["difference_from_own_out"]["max_abs"].as_f64().unwrap();
+        assert!(difference < limit, "{name}: {difference}");
+        assert_eq!(report["problem"]["seqlen_k"], 169);
+        assert_eq!(report["output"], serde_json::Value::Null);
+        assert!(report["forward"]["ms"].as_f64().unwrap() > 0.0);
+    }
+}
+
+/// q, k, v, dout of a small problem with grouped heads and unequal head dims, as BSHD.
+fn small(dtype: &'static str) -> Vec<Tensor<'static>> {
+    vec![
+        ("q", dtype, &[2, 5, 4, 16], noise(1, 2 * 5 * 4 * 16)),
+        ("k", dtype, &[2, 7, 2, 16], noise(2, 2 * 7 * 2 * 16)),
+        ("v", dtype, &[2, 7, 2, 8], noise(3, 2 * 7 * 2 * 8)),
+        ("dout", dtype, &[2, 5, 4, 8], noise(4, 2 * 5 * 4 * 8)),
+    ]
+}
+
+/// `[a, b, c, d]` to `[a, c, b, d]`.
+fn swapped(values: &[f64], [a, b, c, d]: [usize; 4]) -> Vec<f64> {
+    let mut to = Vec::with_capacity(values.len());
+    for i in 0..a {
+        for k in 0..c {
+            for j in 0..b {
+                let at = ((i * b + j) * c + k) * d;
+                to.extend_from_slice(&values[at..at + d]);
+            }
+        }
+    }
+    to
+}
+
+#[test]
+fn layouts_differ_in_the_order_of_axes_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    write(&path("bshd"), &small("F32"), &[]);
+    let shape = |s: &[usize]| -> [usize; 4] { s.try_into().unwrap() };
+    let swapped_shapes: Vec<[usize; 4]> =
+        small("F32").iter().map(|(_, _, s, _)| [s[0], s[2], s[1], s[3]]).collect();
+    let bhsd: Vec<Tensor> = small("F32")
+        .into_iter()
+        .zip(&swapped_shapes)
+        .map(|((name, dtype, s, values), to)| (name, dtype, to.as_slice(), swapped(&values, shape(s))))
+        .collect();
+    write(&path("bhsd"), &bhsd, &[]);
+    write(&path("bhsd-by-metadata"), &bhsd, &[("layout", "bhsd")]);
+    let run = |input: &str, flags: &str| {
+        let output = format!("{}-out", text(&path(input)));
+        fa(&format!(
+            "run {} -o {output} --causal --backward --backend reference {flags}",
+            text(&path(input))
+        ))
+        .good();
+        read(Path::new(&output))
+    };
+    let expected = run("bshd", "");
+    for (input, flags) in [("bhsd", "--layout bhsd"), ("bhsd-by-metadata", "")] {
+        let got = run(input, flags);
+        assert_eq!(got["lse"], expected["lse"], "{input}");
+        for name in ["out", "dq", "dk", "dv"] {
+            let (dtype, s, values) = &expected[name];
+            let want = (dtype.clone(), vec![s[0], s[2], s[1], s[3]], swapped(values, shape(s)));
+            assert_eq!(got[name], want, "{input} {name}");
+        }
+    }
+    // The flag has the last word: read as BSHD, the heads of k and v fit no more.
+    let wrong = fa(&format!("run {} --layout bshd", text(&path("bhsd-by-metadata"))));
+    assert_eq!(wrong.code, 2, "{}", wrong.stderr);
+}
+
+#[test]
+fn every_dtype_backend_and_instruction_set_agrees() {
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in ["F32", "F16", "BF16"] {
+        let input = folder.path().join(dtype);
+        write(&input, &small(dtype), &[]);
+        for flags in ["--backend cpu", "--backend cpu --threads 1", "--threads 3", "--isa portable", ""] {
+            let output = folder.path().join("out");
+            let line = format!("run {} --backward --window 2,1 {flags} -o {}", text(&input), text(&output));
+            fa(&line).good();
+            let got = read(&output);
+            assert_eq!(got["out"].0, dtype, "{line}");
+            assert_eq!((got["lse"].0.as_str(), &got["lse"].1), ("F32", &vec![2, 4, 5]), "{line}");
+            assert_eq!(got.len(), 5, "{line}");
+            let check =
+                format!("check {} {1} --inputs {1} --window 2,1 --tensor out", text(&output), text(&input));
+            // The input has no output of its own to compare with.
+            assert_eq!(fa(&check).code, 2);
+            let check = format!("check {0} {0} --inputs {1} --window 2,1", text(&output), text(&input));
+            fa(&check).good();
+        }
+    }
+}
+
+#[test]
+fn equal_runs_write_equal_files_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    write(&input, &small("BF16"), &[]);
+    let run = || {
+        fa(&format!("run {} --causal --backward --threads 2 -o {}", text(&input), text(&output))).good();
+        std::fs::read(&output).unwrap()
+    };
+    let first = run();
+    assert_eq!(first, run());
+    assert_eq!(listing(folder.path()), ["in", "out"]);
+    let about = metadata(&output);
+    for (key, value) in [("layout", "bshd"), ("causal", "true"), ("window_right", "0"), ("softcap", "none")] {
+        assert_eq!(about[key], value, "{key}");
+    }
+}
+
+#[test]
+fn rows_that_see_nothing_are_zero_and_empty_problems_are_fine() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let tensors: Vec<Tensor> = vec![
+        ("q", "F16", &[1, 6, 1, 8], noise(1, 48)),
+        ("k", "F16", &[1, 2, 1, 8], noise(2, 16)),
+        ("v", "F16", &[1, 2, 1, 8], noise(3, 16)),
+    ];
+    write(&input, &tensors, &[]);
+    fa(&format!("run {} --causal -o {}", text(&input), text(&output))).good();
+    let got = read(&output);
+    assert!(got["out"].2[..32].iter().all(|&value| value == 0.0));
+    assert!(got["lse"].2[..4].iter().all(|&value| value == f64::NEG_INFINITY));
+    assert!(got["lse"].2[4..].iter().all(|value| value.is_finite()));
+
+    let empty: Vec<Tensor> = vec![
+        ("q", "F32", &[0, 6, 1, 8], vec![]),
+        ("k", "F32", &[0, 2, 1, 8], vec![]),
+        ("v", "F32", &[0, 2, 1, 8], vec![]),
+    ];
+    write(&input, &empty, &[]);
+    fa(&format!("run {} -o {}", text(&input), text(&output))).good();
+    assert_eq!(read(&output)["out"].1, [0, 6, 1, 8]);
+}
+
+#[test]
+fn a_forgotten_flag_is_noted() {
+    let input = repository("crates/fa-cpu/tests/golden/causal_f32.safetensors");
+    let ran = fa_args(&["run", text(&input)]);
+    assert!(ran.stderr.contains("causal = true (--causal)"), "{}", ran.stderr);
+    ran.good();
+}
+
+#[test]
+fn verbose_traces_go_to_standard_error() {
+    let input = repository("examples/minilm-layer0.safetensors");
+    let quiet = fa_args(&["run", text(&input), "--json"]);
+    assert_eq!(quiet.stderr, "");
+    let loud = fa_args(&["-vv", "run", text(&input), "--json"]);
+    assert!(loud.stderr.contains("opened") && loud.stderr.contains("tiled forward"), "{}", loud.stderr);
+    loud.json();
+}
