@@ -4,14 +4,14 @@ use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::merge::merge;
 use fa_cpu::tiled::{self, Options};
-use fa_cpu::{CpuError, Element, TensorMut, TensorRef, reference};
-use half::bf16;
+use fa_cpu::{CpuError, TensorMut, TensorRef, reference};
 use half::slice::HalfBitsSliceExt;
+use half::{bf16, f16};
 use proptest::prelude::*;
 
 use crate::gradients::masks;
 use crate::inputs::{Inputs, Views, assert_close, bshd};
-use crate::tiled::{Case, Expected, Results, check, check_against, describe, isas, within_one_rounding};
+use crate::tiled::{Case, Expected, Results, check, check_against, describe, isas, one_rounding_from_f64};
 
 const SMALL: Problem = Problem {
     heads_kv: 2,
@@ -186,7 +186,10 @@ fn offsets_past_two_to_the_31_elements() {
         assert_eq!(out[batch * STRIDE..][..one], packed.out[batch * one..][..one], "batch {batch}");
     }
     let oracle = reference::forward(&problem, &view(0), &view(1), &view(2)).unwrap();
-    within_one_rounding(Dtype::Bf16, &packed.out, &oracle.out).unwrap();
+    let expected = Expected::compute(&problem, &inputs, false);
+    assert_eq!(oracle, expected.forward);
+    let failures = packed.failures("packed", &problem, &expected);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 /// Bytes of memory to be had, where the system says.
@@ -298,19 +301,15 @@ proptest! {
     }
 
     #[test]
-    fn sixteen_bit_outputs_are_within_one_rounding_of_f64(problem in problems(), seed: u64) {
-        fn check<T: Element>(problem: &Problem, seed: u64) -> Result<(), String> {
-            let inputs = Inputs::<T>::random(problem, seed);
-            let Views { q, k, v, .. } = inputs.views(problem);
-            let oracle = reference::forward(problem, &q, &k, &v).unwrap();
-            let results = Results::compute(Options::default(), problem, &inputs, false);
-            within_one_rounding(problem.dtype, &results.out, &oracle.out)
-        }
-        let sound = match problem.dtype {
-            Dtype::F16 => check::<half::f16>(&problem, seed),
-            _ => check::<bf16>(&Problem { dtype: Dtype::Bf16, ..problem }, seed),
+    fn sixteen_bit_outputs_are_one_rounding_from_f64_of_f64(problem in problems(), seed: u64) {
+        let failures = match problem.dtype {
+            Dtype::F16 => one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, seed)),
+            _ => {
+                let problem = Problem { dtype: Dtype::Bf16, ..problem };
+                one_rounding_from_f64(&problem, &Inputs::<bf16>::random(&problem, seed))
+            }
         };
-        prop_assert!(sound.is_ok(), "{}", sound.unwrap_err());
+        prop_assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
 
     /// Parts of the keys computed apart and merged, as a decoder splits its cache.
