@@ -64,6 +64,8 @@ pub enum Backend {
     Cpu,
     /// Naive f64: slow, exact
     Reference,
+    /// Kernels compiled for the first NVIDIA GPU: forward, f16 and bf16
+    Cuda,
 }
 
 /// `fa run`.

@@ -92,6 +92,11 @@ impl<T: Stored> Inputs<T> {
         TensorRef::packed(name, data, shape, self.layout)
     }
 
+    /// Elements of the output.
+    pub fn out_len(&self) -> usize {
+        fa_cpu::check::out_shape(&self.problem).iter().product()
+    }
+
     /// Views of Q, K and V.
     ///
     /// # Errors

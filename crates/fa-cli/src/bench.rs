@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use anyhow::Context;
 use fa_core::{Dtype, Problem, TensorLayout};
 use half::{bf16, f16};
 use serde::Serialize;
@@ -11,7 +12,9 @@ use crate::args::{BenchArgs, HeadDim, Mode, Seqlen};
 use crate::attention::Inputs;
 use crate::chart::{self, Frame, Series};
 use crate::compute::{Engine, Outputs};
+use crate::cuda::Computed;
 use crate::failure::{InputError, Verdict};
+use crate::output::si;
 use crate::progress::Steps;
 use crate::safetensors::Stored;
 use crate::target::Target;
@@ -33,9 +36,15 @@ struct Machine {
     cpu: String,
     backend: &'static str,
     isa: Option<&'static str>,
-    threads: usize,
-    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each.
-    fma_peak_gflops: f64,
+    threads: Option<usize>,
+    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each; none where a GPU computes.
+    fma_peak_gflops: Option<f64>,
+    /// The GPU that computes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu: Option<String>,
+    /// Dense 16-bit peak of the board that stands for its architecture.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu_peak_tflops: Option<f64>,
 }
 
 /// One measurement.
@@ -59,7 +68,7 @@ struct Row {
     ms_median: f64,
     ms_min: f64,
     tflops: f64,
-    /// Share of `fma_peak_gflops`.
+    /// Share of the machine's peak.
     peak_share: f64,
 }
 
@@ -72,14 +81,17 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
     let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
     let plot = args.plot.as_deref().map(Target::probe).transpose()?;
-    let engine = Engine::new(args.backend, &args.cpu)?;
+    let first = problems.first().context("there is no shape to measure")?;
+    let engine = Engine::new(args.backend, &args.cpu, first, args.mode != Mode::Fwd)?;
     let about = engine.report();
     let machine = Machine {
         cpu: machine::cpu().name,
         backend: about.backend,
         isa: about.isa,
         threads: about.threads,
-        fma_peak_gflops: engine.fma_peak() / 1e9,
+        fma_peak_gflops: engine.fma_peak().map(|rate| rate / 1e9),
+        gpu: about.gpu,
+        gpu_peak_tflops: engine.gpu().map(|gpu| gpu.peak() / 1e12),
     };
     let mut rows = Vec::new();
     let mut steps = Steps::new(problems.len());
@@ -135,31 +147,61 @@ fn problems(args: &BenchArgs) -> anyhow::Result<Vec<Problem>> {
     Ok(problems)
 }
 
+impl Machine {
+    /// What rates are held against, and its name.
+    fn peak_gflops(&self) -> (f64, &'static str) {
+        match (self.gpu_peak_tflops, self.fma_peak_gflops) {
+            (Some(tflops), _) => (tflops * 1e3, "16-bit tensor peak"),
+            (None, peak) => (peak.unwrap_or(f64::NAN), "f32 multiply-add peak"),
+        }
+    }
+
+    fn text(&self) -> String {
+        let threads = self.threads.map(|threads| format!("{threads} threads"));
+        let (peak, name) = self.peak_gflops();
+        let computer = self.gpu.clone().unwrap_or_else(|| self.cpu.clone());
+        let backend = self.isa.unwrap_or(self.backend).to_owned();
+        let parts =
+            [Some(computer), Some(backend), threads, Some(format!("{name} {}", si(peak * 1e9, "FLOP/s")))];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+}
+
 struct Timing {
     kind: &'static str,
     flops: f64,
     times: Vec<Duration>,
+    /// What computed.
+    spec: String,
 }
 
-fn measure<T: Stored>(args: &BenchArgs, engine: &Engine, problem: &Problem) -> anyhow::Result<Vec<Timing>> {
+fn measure<T: Computed>(args: &BenchArgs, engine: &Engine, problem: &Problem) -> anyhow::Result<Vec<Timing>> {
     let inputs = random_inputs::<T>(problem, args.mode != Mode::Fwd);
-    let mut outputs = Outputs::new(&inputs);
     let least = Duration::from_secs_f64(args.seconds);
+    if let Some(gpu) = engine.gpu() {
+        let mut session = T::open(gpu, &inputs)?;
+        session.run()?;
+        let times = repeat(least, || session.run())?;
+        let spec = session.kernel();
+        return Ok(vec![Timing { kind: "fwd", flops: problem.flops_forward(), times, spec }]);
+    }
+    let about = engine.report();
+    let spec = about.isa.map_or(about.backend.to_owned(), |isa| format!("{}-{isa}", about.backend));
+    let mut outputs = Outputs::new(&inputs);
     let mut measured = Vec::new();
     // The forward runs once in any case: the backward needs its results.
     let warm_up = engine.forward(&inputs, &mut outputs)?;
     tracing::debug!(?problem, ?warm_up, "warm");
     if args.mode != Mode::Bwd {
-        let times = repeat(least, || Ok(engine.forward(&inputs, &mut outputs)?))?;
-        measured.push(Timing { kind: "fwd", flops: problem.flops_forward(), times });
+        let times = repeat(least, || engine.forward(&inputs, &mut outputs))?;
+        measured.push(Timing { kind: "fwd", flops: problem.flops_forward(), times, spec: spec.clone() });
     }
     if args.mode != Mode::Fwd {
         engine.backward(&inputs, &mut outputs)?;
         let times = repeat(least, || {
-            let time = engine.backward(&inputs, &mut outputs)?;
-            time.ok_or_else(|| anyhow::anyhow!("a backward was asked for without a gradient"))
+            engine.backward(&inputs, &mut outputs)?.context("a backward was asked for without a gradient")
         })?;
-        measured.push(Timing { kind: "bwd", flops: problem.flops_backward(), times });
+        measured.push(Timing { kind: "bwd", flops: problem.flops_backward(), times, spec });
     }
     Ok(measured)
 }
@@ -206,7 +248,7 @@ fn random_inputs<T: Stored>(problem: &Problem, with_dout: bool) -> Inputs<T> {
 }
 
 fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
-    let Timing { kind, flops, mut times } = timing;
+    let Timing { kind, flops, mut times, spec } = timing;
     times.sort();
     let middle = times.len() / 2;
     let median = if times.len() % 2 == 1 { times[middle] } else { (times[middle - 1] + times[middle]) / 2 };
@@ -223,12 +265,12 @@ fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
         causal: problem.mask.is_causal(),
         mask: problem.mask.to_string(),
         dtype: problem.dtype,
-        spec: machine.isa.map_or(machine.backend.to_owned(), |isa| format!("{}-{isa}", machine.backend)),
+        spec,
         runs: times.len(),
         ms_median: median.as_secs_f64() * 1e3,
         ms_min: times[0].as_secs_f64() * 1e3,
         tflops,
-        peak_share: tflops * 1e3 / machine.fma_peak_gflops,
+        peak_share: tflops * 1e3 / machine.peak_gflops().0,
     }
 }
 
@@ -241,20 +283,8 @@ fn head_dims(row: &Row) -> String {
 }
 
 fn table(report: &Report) -> String {
-    let Machine { cpu, threads, fma_peak_gflops, .. } = &report.machine;
-    let isa = report.machine.isa.unwrap_or(report.machine.backend);
     let mut table = output::table(&[
-        "kind",
-        "dtype",
-        "batch",
-        "heads",
-        "seqlen",
-        "head dim",
-        "mask",
-        "ms",
-        "GFLOP/s",
-        "of FMA peak",
-        "runs",
+        "kind", "dtype", "batch", "heads", "seqlen", "head dim", "mask", "ms", "GFLOP/s", "of peak", "runs",
     ]);
     for row in &report.rows {
         table.add_row([
@@ -271,10 +301,7 @@ fn table(report: &Report) -> String {
             row.runs.to_string(),
         ]);
     }
-    format!(
-        "{cpu}, {isa}, {threads} threads, FMA peak {fma_peak_gflops:.0} GFLOP/s\n{}",
-        output::table_text(&table)
-    )
+    format!("{}\n{}", report.machine.text(), output::table_text(&table))
 }
 
 fn draw(report: &Report, args: &BenchArgs) -> String {
@@ -293,17 +320,16 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
     for line in &mut series {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }
-    let Machine { cpu, threads, fma_peak_gflops, .. } = &report.machine;
-    let title = format!(
-        "Attention, {}, batch {}, {} heads: {cpu}, {threads} threads",
-        args.dtype, args.batch, args.heads.q
-    );
-    let peak = format!("f32 multiply-add peak {fma_peak_gflops:.0} GFLOP/s");
+    let (peak, name) = report.machine.peak_gflops();
+    let computer = report.machine.gpu.as_ref().unwrap_or(&report.machine.cpu);
+    let title =
+        format!("Attention, {}, batch {}, {} heads: {computer}", args.dtype, args.batch, args.heads.q);
+    let name = format!("{name} {peak:.0} GFLOP/s");
     let frame = Frame {
         title: &title,
         x_label: "keys per sequence",
         y_label: "GFLOP/s",
-        ceiling: Some((*fma_peak_gflops, &peak)),
+        ceiling: Some((peak, &name)),
     };
     chart::lines(&frame, &series)
 }

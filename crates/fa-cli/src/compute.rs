@@ -3,35 +3,60 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::TensorLayout;
+use fa_core::{Problem, TensorLayout};
 use fa_cpu::simd::{Isa, Kernels};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{CpuError, TensorMut, TensorRef, check, reference};
+use fa_cpu::{TensorMut, TensorRef, check, reference};
 use serde::Serialize;
 
 use crate::args::{Backend, CpuArgs};
 use crate::attention::{Inputs, swap_middle_axes};
+use crate::cuda::{Computed, Gpu};
 use crate::failure::InputError;
 use crate::safetensors::{NewTensor, Stored};
 
 /// An implementation, ready to run.
 #[derive(Debug)]
 pub struct Engine {
-    reference: bool,
-    isa: Isa,
+    implementation: Implementation,
     pool: rayon::ThreadPool,
+    /// Why `auto` passed the GPU over, where there is one.
+    passed_over: Option<String>,
+}
+
+#[derive(Debug)]
+enum Implementation {
+    Reference,
+    Tiled(Isa),
+    Cuda(Box<Gpu>),
 }
 
 /// What an [`Engine`] runs, for reports.
 #[derive(Clone, Debug, Serialize)]
 pub struct EngineReport {
-    /// `cpu` or `reference`.
+    /// `cpu`, `reference` or `cuda`.
     pub backend: &'static str,
     /// Instruction set of the tiled implementation's kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub isa: Option<&'static str>,
-    /// Threads.
-    pub threads: usize,
+    /// CPU threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    /// The GPU's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+    /// Why `auto` passed the GPU over, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu_passed_over: Option<String>,
+}
+
+impl EngineReport {
+    /// In a line.
+    pub fn text(&self) -> String {
+        let threads = self.threads.map(|threads| format!("{threads} threads"));
+        let parts = [Some(self.backend.to_owned()), self.gpu.clone(), self.isa.map(str::to_owned), threads];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// What an implementation gave, packed in the inputs' layout; NaN until it is computed.
@@ -79,69 +104,103 @@ impl<T: Stored> Outputs<T> {
 }
 
 impl Engine {
-    /// Resolves what was asked for against what this machine has.
+    /// Resolves what was asked for against what this machine has. `auto` takes the GPU where it computes `problem`.
     ///
     /// # Errors
-    /// [`InputError::Usage`] for an instruction set that the CPU lacks; when the system gives no threads.
-    pub fn new(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> {
-        let isa = cpu.isa.unwrap_or_else(Isa::detect);
-        if !isa.is_available() {
-            let have: Vec<&str> =
-                Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
-            let message = format!("this CPU has no {isa}: use --isa {}", have.join(" or --isa "));
-            return Err(InputError::Usage(message).into());
-        }
-        let reference = backend == Backend::Reference;
-        if reference && cpu.isa.is_some() {
-            let message =
-                "--isa chooses the cpu backend's kernels; the reference backend has none".to_owned();
-            return Err(InputError::Usage(message).into());
-        }
+    /// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not know; what
+    /// the GPU reports; when the system gives no threads.
+    pub fn new(backend: Backend, cpu: &CpuArgs, problem: &Problem, backward: bool) -> anyhow::Result<Engine> {
+        let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
+        let mut passed_over = None;
+        let implementation = match backend {
+            Backend::Cpu => Implementation::Tiled(instruction_set(cpu)?),
+            Backend::Reference if cpu.isa.is_some() => {
+                return Err(usage("--isa chooses the cpu backend's kernels; the reference backend has none"));
+            }
+            Backend::Reference => Implementation::Reference,
+            Backend::Cuda if cpu.isa.is_some() || cpu.threads.is_some() => {
+                return Err(usage(
+                    "--isa and --threads are the cpu backend's; leave them out with --backend cuda",
+                ));
+            }
+            Backend::Cuda if backward => {
+                return Err(usage("the GPU computes the forward only: use --backend cpu for gradients"));
+            }
+            Backend::Cuda => Implementation::Cuda(Box::new(ready_gpu(problem)?)),
+            Backend::Auto => match gpu_for(cpu, problem, backward) {
+                Some(Ok(gpu)) => Implementation::Cuda(Box::new(gpu)),
+                Some(Err(reason)) => {
+                    tracing::warn!(reason, "the GPU is passed over");
+                    passed_over = Some(reason);
+                    Implementation::Tiled(instruction_set(cpu)?)
+                }
+                None => Implementation::Tiled(instruction_set(cpu)?),
+            },
+        };
         let threads = cpu.threads.map_or(0, usize::from);
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         let pool = pool.with_context(|| format!("cannot start {threads} threads"))?;
-        Ok(Engine { reference, isa, pool })
+        Ok(Engine { implementation, pool, passed_over })
     }
 
     /// What runs.
     pub fn report(&self) -> EngineReport {
-        EngineReport {
-            backend: if self.reference { "reference" } else { "cpu" },
-            isa: (!self.reference).then_some(self.isa.name()),
-            threads: self.pool.current_num_threads(),
-        }
+        let threads = Some(self.pool.current_num_threads());
+        let (backend, isa, threads, gpu) = match &self.implementation {
+            Implementation::Reference => ("reference", None, threads, None),
+            Implementation::Tiled(isa) => ("cpu", Some(isa.name()), threads, None),
+            Implementation::Cuda(gpu) => ("cuda", None, None, Some(gpu.name())),
+        };
+        EngineReport { backend, isa, threads, gpu, gpu_passed_over: self.passed_over.clone() }
     }
 
-    fn options(&self) -> tiled::Options {
-        tiled::Options { isa: Some(self.isa), threads: None }
+    /// The GPU, if it computes.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        match &self.implementation {
+            Implementation::Cuda(gpu) => Some(gpu),
+            Implementation::Reference | Implementation::Tiled(_) => None,
+        }
     }
 
     /// Computes `out` and `lse`; the time is that of the computation alone.
     ///
     /// # Errors
     /// Tensors that do not fit the problem.
-    pub fn forward<T: Stored>(
+    pub fn forward<T: Computed>(
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
-    ) -> Result<Duration, CpuError> {
+    ) -> anyhow::Result<Duration> {
         let problem = &inputs.problem;
         let [q, k, v] = inputs.views()?;
-        if self.reference {
-            let start = Instant::now();
-            let exact = self.pool.install(|| reference::forward(problem, &q, &k, &v))?;
-            let time = start.elapsed();
-            from_bshd(&exact.out, check::out_shape(problem), inputs.layout, &mut outputs.out);
-            outputs.lse = exact.lse.iter().map(|&lse| lse as f32).collect();
-            return Ok(time);
-        }
         let shape = check::out_shape(problem);
-        let mut out = TensorMut::packed("out", &mut outputs.out, shape, inputs.layout)?;
-        let lse = &mut outputs.lse;
-        let start = Instant::now();
-        self.pool
-            .install(|| tiled::forward_with(self.options(), problem, &q, &k, &v, &mut out, Some(lse)))?;
-        Ok(start.elapsed())
+        match &self.implementation {
+            Implementation::Reference => {
+                let start = Instant::now();
+                let exact = self.pool.install(|| reference::forward(problem, &q, &k, &v))?;
+                let time = start.elapsed();
+                from_bshd(&exact.out, shape, inputs.layout, &mut outputs.out);
+                outputs.lse = exact.lse.iter().map(|&lse| lse as f32).collect();
+                Ok(time)
+            }
+            Implementation::Tiled(isa) => {
+                let mut out = TensorMut::packed("out", &mut outputs.out, shape, inputs.layout)?;
+                let lse = &mut outputs.lse;
+                let start = Instant::now();
+                self.pool.install(|| {
+                    tiled::forward_with(options(*isa), problem, &q, &k, &v, &mut out, Some(lse))
+                })?;
+                Ok(start.elapsed())
+            }
+            Implementation::Cuda(gpu) => {
+                let mut session = T::open(gpu, inputs)?;
+                // The first launch loads code; the second is the one that counts.
+                session.run()?;
+                let time = session.run()?;
+                session.download(outputs)?;
+                Ok(time)
+            }
+        }
     }
 
     /// Computes the gradients from a finished forward; `None` without a dO. The time is that of the computation alone.
@@ -152,14 +211,22 @@ impl Engine {
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
-    ) -> Result<Option<Duration>, CpuError> {
+    ) -> anyhow::Result<Option<Duration>> {
         let problem = &inputs.problem;
         let [q, k, v] = inputs.views()?;
         let shapes = [check::q_shape(problem), check::k_shape(problem), check::v_shape(problem)];
         let (Some(dout), Some([dq, dk, dv])) = (inputs.dout_view()?, &mut outputs.gradients) else {
             return Ok(None);
         };
-        if self.reference {
+        let isa = match &self.implementation {
+            Implementation::Tiled(isa) => Some(*isa),
+            Implementation::Reference => None,
+            Implementation::Cuda(_) => {
+                let message = "the GPU computes the forward only: use --backend cpu for gradients".to_owned();
+                return Err(InputError::Usage(message).into());
+            }
+        };
+        let Some(isa) = isa else {
             let start = Instant::now();
             let exact = self.pool.install(|| reference::backward(problem, &q, &k, &v, &dout))?;
             let time = start.elapsed();
@@ -167,7 +234,7 @@ impl Engine {
                 from_bshd(exact, shape, inputs.layout, to);
             }
             return Ok(Some(time));
-        }
+        };
         let out = TensorRef::packed("out", &outputs.out, check::out_shape(problem), inputs.layout)?;
         let from = BackwardInputs { q, k, v, out, lse: &outputs.lse, dout };
         let mut dq = TensorMut::packed("dq", dq, shapes[0], inputs.layout)?;
@@ -175,16 +242,21 @@ impl Engine {
         let mut dv = TensorMut::packed("dv", dv, shapes[2], inputs.layout)?;
         let start = Instant::now();
         self.pool
-            .install(|| tiled::backward_with(self.options(), problem, &from, &mut dq, &mut dk, &mut dv))?;
+            .install(|| tiled::backward_with(options(isa), problem, &from, &mut dq, &mut dk, &mut dv))?;
         Ok(Some(start.elapsed()))
     }
 
     /// f32 operations per second that multiply-adds in registers reach on all threads together: the peak that rates are
-    /// held against. Takes about a tenth of a second.
-    pub fn fma_peak(&self) -> f64 {
+    /// held against; `None` where the CPU's kernels do not compute. Takes about a tenth of a second.
+    pub fn fma_peak(&self) -> Option<f64> {
         const ROUNDS: usize = 20_000;
         const TIME: Duration = Duration::from_millis(100);
-        let Some(kernels) = Kernels::for_isa(self.isa) else { return 0.0 };
+        let isa = match &self.implementation {
+            Implementation::Tiled(isa) => *isa,
+            Implementation::Reference => Isa::detect(),
+            Implementation::Cuda(_) => return None,
+        };
+        let kernels = Kernels::for_isa(isa)?;
         let rates = self.pool.broadcast(|_| {
             let start = Instant::now();
             let mut operations = 0.0;
@@ -195,8 +267,38 @@ impl Engine {
             }
             operations / elapsed.as_secs_f64()
         });
-        rates.into_iter().sum()
+        Some(rates.into_iter().sum())
     }
+}
+
+fn options(isa: Isa) -> tiled::Options {
+    tiled::Options { isa: Some(isa), threads: None }
+}
+
+fn instruction_set(cpu: &CpuArgs) -> Result<Isa, InputError> {
+    let isa = cpu.isa.unwrap_or_else(Isa::detect);
+    if isa.is_available() {
+        return Ok(isa);
+    }
+    let have: Vec<&str> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(Isa::name).collect();
+    Err(InputError::Usage(format!("this CPU has no {isa}: use --isa {}", have.join(" or --isa "))))
+}
+
+fn ready_gpu(problem: &Problem) -> Result<Gpu, fa_kernels::Error> {
+    let gpu = Gpu::open()?;
+    gpu.ready(problem)?;
+    Ok(gpu)
+}
+
+/// The GPU for `auto`: `None` where there is none or the CPU was asked for by its flags, the reason where it cannot serve.
+fn gpu_for(cpu: &CpuArgs, problem: &Problem, backward: bool) -> Option<Result<Gpu, String>> {
+    if cpu.isa.is_some() || cpu.threads.is_some() || fa_kernels::driver::probe().is_err() {
+        return None;
+    }
+    if backward {
+        return Some(Err("it computes the forward only".to_owned()));
+    }
+    Some(ready_gpu(problem).map_err(|error| error.to_string()))
 }
 
 /// Rounds a packed BSHD tensor to `T` and packs it in `layout`.

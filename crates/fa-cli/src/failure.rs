@@ -93,12 +93,19 @@ impl InputError {
 /// The exit code for an error: 2 when anything in its chain is the user's to mend, otherwise 1.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
-        cause.is::<InputError>()
+        cause.downcast_ref().is_some_and(asks_too_much)
+            || cause.is::<InputError>()
             || cause.is::<ProblemError>()
             || cause.is::<SpecError>()
             || cause.is::<CpuError>()
     });
     if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
+}
+
+/// Whether the GPU's library refuses the problem itself, rather than failing at it.
+fn asks_too_much(error: &fa_kernels::Error) -> bool {
+    use fa_kernels::Error::{Plan, Problem, Scale, Spec, TooLong};
+    matches!(error, Plan(_) | Problem(_) | Scale { .. } | Spec(_) | TooLong { .. })
 }
 
 /// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.

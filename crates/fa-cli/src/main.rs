@@ -7,6 +7,7 @@ mod build;
 mod chart;
 mod check;
 mod compute;
+mod cuda;
 mod doctor;
 mod failure;
 mod gpu;

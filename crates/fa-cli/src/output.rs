@@ -34,7 +34,7 @@ pub fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
 pub fn table(header: &[&str]) -> comfy_table::Table {
     let mut table = comfy_table::Table::new();
     table.load_preset(comfy_table::presets::NOTHING);
-    table.set_header(header.iter().map(|text| comfy_table::Cell::new(text)));
+    table.set_header(header.iter().map(comfy_table::Cell::new));
     table
 }
 

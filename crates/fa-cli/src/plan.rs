@@ -70,7 +70,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let planned = plan_for(args, problem)?;
     if let Some(query) = &args.why {
         let report = explain(&planned, query)?;
-        print(format, &report, |report| why_text(report))?;
+        print(format, &report, why_text)?;
         return Ok(Verdict::Good);
     }
     if let Some(target) = &target {

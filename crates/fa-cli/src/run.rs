@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::args::RunArgs;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{Engine, EngineReport, Outputs};
+use crate::cuda::Computed;
 use crate::failure::{InputError, Verdict};
 use crate::output::{self, si};
 use crate::plan::forward::Forward;
@@ -126,7 +127,7 @@ fn refuse_same_file(input: &TensorFile, target: &Target) -> Result<(), InputErro
     Ok(())
 }
 
-fn compute<T: Stored>(
+fn compute<T: Computed>(
     args: &RunArgs,
     file: &TensorFile,
     target: Option<&Target>,
@@ -134,11 +135,12 @@ fn compute<T: Stored>(
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
-    let engine = Engine::new(args.backend, &args.cpu)?;
+    let engine =
+        progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, args.backward))?;
     let mut outputs = Outputs::new(inputs);
     let (forward_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = engine.forward(inputs, &mut outputs)?;
-        Ok::<_, fa_cpu::CpuError>((forward_time, engine.backward(inputs, &mut outputs)?))
+        anyhow::Ok((forward_time, engine.backward(inputs, &mut outputs)?))
     })?;
     let report = Report {
         input: args.input.clone(),
@@ -211,11 +213,10 @@ fn text(report: &Report) -> String {
     line("input", format!("{} ({})", report.input.display(), report.layout));
     line("problem", attention::describe(&report.problem));
     line("gpu plan", format!("{}: {}", report.gpu_plan.arch, report.gpu_plan.text()));
-    let EngineReport { backend, isa, threads } = &report.engine;
-    line(
-        "backend",
-        format!("{backend}{}, {threads} threads", isa.map_or(String::new(), |isa| format!(", {isa}"))),
-    );
+    line("backend", report.engine.text());
+    if let Some(reason) = &report.engine.gpu_passed_over {
+        line("", format!("the GPU is passed over: {reason}"));
+    }
     line(
         "forward",
         format!("{}, {}", si(report.forward.ms * 1e-3, "s"), si(report.forward.gflops * 1e9, "FLOP/s")),

@@ -71,6 +71,8 @@ fn tensors_that_do_not_fit_are_named() {
         (good(), "--softcap 0", &["softcap is 0"]),
         (good(), "--softcap=-3", &["softcap is -3"]),
         (good(), "--backend reference --isa portable", &["--isa"]),
+        (good(), "--backend cuda --threads 2", &["--threads", "--backend cuda"]),
+        (with(tensor("dout", "F32", Q)), "--backend cuda --backward", &["forward only", "--backend cpu"]),
     ];
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in"), folder.path().join("out"));
@@ -350,6 +352,27 @@ fn a_reader_that_goes_away_is_no_failure() {
         child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
         let code = child.wait().unwrap().code();
         assert_eq!((code, stderr.as_str()), (Some(0), ""), "{line:?}");
+    }
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_a_failure_and_not_a_crash() {
+    let doctor = fa("doctor --json").json();
+    let has = |name: &str| {
+        doctor["checks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|check| check["name"] == name && check["status"] == "ok")
+    };
+    let input = repository("examples/minilm-layer0-bf16.safetensors");
+    let outcome = fa_args(&["run", text(&input), "--backend", "cuda"]);
+    if has("driver") && has("gpu") && has("nvrtc") {
+        outcome.good();
+    } else {
+        assert_eq!((outcome.code, outcome.stdout.as_str()), (1, ""));
+        let part = if has("driver") { "error: " } else { "use the CPU backend" };
+        assert!(outcome.stderr.contains(part), "{}", outcome.stderr);
     }
 }
 
