@@ -83,29 +83,29 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3]
     fn view<T>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
         TensorMut::packed("output", data, shape, TensorLayout::Bhsd).unwrap()
     }
+    let mut run_forward =
+        || forward_with(options, problem, &q, &k, &v, &mut view(&mut out, shape), Some(&mut lse)).unwrap();
+    run_forward();
     let (mut times, mut busy) = (Vec::new(), 0.0);
-    let begin = Instant::now();
-    while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.6 {
-        if mode == "fwd" || times.is_empty() {
+    let mut timed = |run: &mut dyn FnMut()| {
+        let begin = Instant::now();
+        while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.4 {
             let (start, cpu) = (Instant::now(), cpu_seconds());
-            forward_with(options, problem, &q, &k, &v, &mut view(&mut out, shape), Some(&mut lse)).unwrap();
+            run();
             times.push(start.elapsed().as_secs_f64());
             busy += cpu_seconds() - cpu;
         }
-        if mode == "bwd" {
-            let out = TensorRef::packed("out", &out, shape, TensorLayout::Bhsd).unwrap();
-            let inputs = BackwardInputs { q, k, v, out, lse: &lse, dout };
-            let (start, cpu) = (Instant::now(), cpu_seconds());
+    };
+    if mode == "fwd" {
+        timed(&mut run_forward);
+    } else {
+        let out = TensorRef::packed("out", &out, shape, TensorLayout::Bhsd).unwrap();
+        let inputs = BackwardInputs { q, k, v, out, lse: &lse, dout };
+        timed(&mut || {
             let (dq, dk, dv) =
                 (&mut view(&mut dq, shape), &mut view(&mut dk, shape), &mut view(&mut dv, shape));
             backward_with(options, problem, &inputs, dq, dk, dv).unwrap();
-            if times.len() == 1 {
-                times.clear();
-                busy = 0.0;
-            }
-            times.push(start.elapsed().as_secs_f64());
-            busy += cpu_seconds() - cpu;
-        }
+        });
     }
     let busy = busy / times.len() as f64;
     times.sort_by(f64::total_cmp);

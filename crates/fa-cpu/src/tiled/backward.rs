@@ -11,7 +11,7 @@ use fa_core::{Mask, Problem};
 use super::BackwardInputs;
 use super::buffer::Buffer;
 use super::forward::{Scores, hide, sees_all, visible_keys};
-use super::pack::{PackedRows, read_row, read_transposed, row_stride};
+use super::pack::{PackedRows, dot, read_row, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -48,7 +48,8 @@ struct Scratch {
     /// St then Pt, and dPt then dSt: `[TILE_N][tile_m]`.
     s: Buffer,
     ds: Buffer,
-    row: Buffer,
+    /// Rows of O on their way in, rows of dQ on their way out: `[tile_m][ldq or ldo]`.
+    rows: Buffer,
 }
 
 /// Sizes that follow from the problem and the kernels.
@@ -114,7 +115,7 @@ impl Scratch {
             dv: Buffer::new(keys * ldo),
             s: Buffer::new(TILE_N * tile_m),
             ds: Buffer::new(TILE_N * tile_m),
-            row: Buffer::new(problem.head_dim.max(problem.head_dim_v)),
+            rows: Buffer::new(tile_m * ldq.max(ldo)),
         }
     }
 }
@@ -156,20 +157,15 @@ pub(super) fn run<T: Element>(
             for member in 0..group {
                 let head = kv_head * group + member;
                 for (tile, queries) in scratch.queries.iter_mut().enumerate() {
-                    job.read_queries(inputs, batch, head, tile, queries, &mut scratch.row);
+                    job.read_queries(inputs, batch, head, tile, queries, &mut scratch.rows);
                 }
                 let tensors = [(k.head(batch, kv_head), k.ld), (v.head(batch, kv_head), v.ld)];
                 if sizes.parts == 1 {
                     own_dq.fill(0.0);
                     job.walk(scratch, &keys, tensors, own_dq);
                     for tile in 0..sizes.m_tiles {
-                        job.write_queries(
-                            &dq,
-                            batch,
-                            head,
-                            tile,
-                            &own_dq[tile * problem.head_dim * sizes.tile_m..],
-                        );
+                        let dqt = &own_dq[tile * problem.head_dim * sizes.tile_m..];
+                        job.write_queries(&dq, [batch, head, tile], dqt, &mut scratch.rows);
                     }
                 } else {
                     let mut own = Buffer::new(sizes.dq_len);
@@ -219,21 +215,21 @@ impl Job<'_> {
         let rows = self.rows(tile);
         let at = [batch, rows.start, head];
         let (hd, hdv) = (problem.head_dim, problem.head_dim_v);
-        read_transposed(&inputs.q, at, rows.len(), self.scores.scale, &mut to.qt, tile_m, &mut row[..hd]);
-        read_transposed(&inputs.dout, at, rows.len(), 1.0, &mut to.dot, tile_m, &mut row[..hdv]);
-        // Rows past the end keep a weight of 0: their LSE is +inf.
+        // Qt is scaled, Q is not: the scaled rows only pass through. Rows past the end may hold what another head left
+        // there; their weights are 0 because their LSE is +inf.
+        read_rows(&inputs.q, at, rows.len(), self.scores.scale, &mut to.q, ldq);
+        self.kernels.transpose([rows.len(), hd], &to.q, ldq, &mut to.qt, tile_m);
+        read_rows(&inputs.q, at, rows.len(), 1.0, &mut to.q, ldq);
+        read_rows(&inputs.dout, at, rows.len(), 1.0, &mut to.dout, ldo);
+        self.kernels.transpose([rows.len(), hdv], &to.dout, ldo, &mut to.dot, tile_m);
         to.lse.fill(f32::INFINITY);
         to.delta.fill(0.0);
-        to.q.fill(0.0);
-        to.dout.fill(0.0);
         let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.seqlen_q..];
         for (i, query) in rows.enumerate() {
             let at = [batch, query, head];
-            read_row(&inputs.q, at, &mut to.q[i * ldq..][..hd]);
-            let dout = &mut to.dout[i * ldo..][..hdv];
-            read_row(&inputs.dout, at, dout);
+            let dout = &to.dout[i * ldo..][..hdv];
             read_row(&inputs.out, at, &mut row[..hdv]);
-            to.delta[i] = row[..hdv].iter().zip(dout).map(|(o, d)| o * *d).sum();
+            to.delta[i] = dot(&row[..hdv], dout);
             if lse[query] != f32::NEG_INFINITY {
                 to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
             }
@@ -310,19 +306,20 @@ impl Job<'_> {
         product(values, (k, ldk), Order::Columns, (ds, tile_m), (dq, tile_m), Init::Add);
     }
 
-    /// Writes one tile of dQ from dQt.
+    /// Writes one tile of dQ from dQt, by way of `rows`.
     fn write_queries<T: Element>(
         &self,
         dq: &Scatter<'_, T>,
-        batch: usize,
-        head: usize,
-        tile: usize,
+        [batch, head, tile]: [usize; 3],
         dqt: &[f32],
+        rows: &mut [f32],
     ) {
-        let (tile_m, scale) = (self.sizes.tile_m, self.problem.scale() as f32);
+        let (Sizes { tile_m, ldq, .. }, scale) = (self.sizes, self.problem.scale() as f32);
+        let queries = self.rows(tile);
+        self.kernels.transpose([self.problem.head_dim, queries.len()], dqt, tile_m, rows, ldq);
         let mut to = dq.take(batch, head, tile);
-        for (i, row) in self.rows(tile).enumerate() {
-            to.write(row, dqt.chunks(tile_m).map(|values| T::from_f32(values[i] * scale)));
+        for (row, values) in queries.zip(rows.chunks(ldq)) {
+            to.write(row, values.iter().map(|&value| T::from_f32(value * scale)));
         }
     }
 
@@ -338,8 +335,8 @@ impl Job<'_> {
         schedule::run(
             problem.batch * problem.heads_q * sizes.m_tiles,
             threads,
-            || Buffer::new(len),
-            |sum, item| {
+            || [Buffer::new(len), Buffer::new(sizes.tile_m * sizes.ldq)],
+            |[sum, rows], item| {
                 let (index, tile) = (item / sizes.m_tiles, item % sizes.m_tiles);
                 let (batch, head) = (index / problem.heads_q, index % problem.heads_q);
                 let first = (batch * problem.heads_kv + head / group) * sizes.parts;
@@ -351,7 +348,7 @@ impl Job<'_> {
                         }
                     }
                 }
-                self.write_queries(dq, batch, head, tile, sum);
+                self.write_queries(dq, [batch, head, tile], sum, rows);
             },
         );
     }

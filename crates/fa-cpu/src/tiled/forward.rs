@@ -5,7 +5,7 @@ use std::ops::Range;
 use fa_core::{Mask, Problem, Strides};
 
 use super::buffer::Buffer;
-use super::pack::{PackedRows, read_transposed};
+use super::pack::{PackedRows, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -42,6 +42,8 @@ struct Panel {
     o: Buffer,
     max: Buffer,
     sum: Buffer,
+    /// Whether `o` holds anything yet.
+    started: bool,
 }
 
 struct Scratch {
@@ -49,7 +51,8 @@ struct Scratch {
     /// St, then Pt: `[TILE_N][panel]`.
     s: Buffer,
     factor: Buffer,
-    row: Buffer,
+    /// Rows of Q on their way in, rows of O on their way out.
+    rows: Buffer,
 }
 
 impl Scratch {
@@ -59,12 +62,13 @@ impl Scratch {
             o: Buffer::new(problem.head_dim_v * width),
             max: Buffer::new(width),
             sum: Buffer::new(width),
+            started: false,
         };
         Scratch {
             panels: (0..PANELS).map(|_| panel()).collect(),
             s: Buffer::new(TILE_N * width),
             factor: Buffer::new(width),
-            row: Buffer::new(problem.head_dim),
+            rows: Buffer::new(width * row_stride(problem.head_dim.max(problem.head_dim_v))),
         }
     }
 }
@@ -145,26 +149,35 @@ pub(super) fn run<T: Element>(
             let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
             let kv_head = head / problem.group_size();
             let job = Job { kernels, problem, scores: &scores, width };
+            let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
             for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
                 let count = width.min(rows.end - first);
-                let at = [batch, first, head];
-                read_transposed(q, at, count, scores.scale, &mut panel.q, width, &mut scratch.row);
+                read_rows(q, [batch, first, head], count, scores.scale, &mut scratch.rows, ld);
+                // Columns past the last query keep what an earlier tile left there: nobody looks at their results.
+                kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
                 panel.max.fill(f32::NEG_INFINITY);
                 panel.sum.fill(0.0);
-                panel.o.fill(0.0);
+                panel.started = false;
             }
             job.walk(scratch, &rows, k.head(batch, kv_head), k.ld, v.head(batch, kv_head), v.ld);
 
             let mut out_rows = out.take(batch, head, tile);
             let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
-            for (i, row) in rows.enumerate() {
-                let (panel, column) = (&scratch.panels[i / width], i % width);
-                let (max, sum) = (panel.max[column], panel.sum[column]);
-                let normaliser = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-                out_rows
-                    .write(row, panel.o.chunks(width).map(|values| T::from_f32(values[column] * normaliser)));
-                if let Some(lse_rows) = &mut lse_rows {
-                    lse_rows.write(row, std::iter::once(natural_lse(max, sum)));
+            for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
+                if !panel.started {
+                    panel.o.fill(0.0);
+                }
+                let queries = first..rows.end.min(first + width);
+                let shape = [problem.head_dim_v, queries.len()];
+                kernels.transpose(shape, &panel.o, width, &mut scratch.rows, ld);
+                for (i, row) in queries.enumerate() {
+                    let sum = panel.sum[i];
+                    let normaliser = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+                    let values = &scratch.rows[i * ld..][..problem.head_dim_v];
+                    out_rows.write(row, values.iter().map(|&value| T::from_f32(value * normaliser)));
+                    if let Some(lse_rows) = &mut lse_rows {
+                        lse_rows.write(row, std::iter::once(natural_lse(panel.max[i], sum)));
+                    }
                 }
             }
         },
@@ -238,8 +251,13 @@ impl Job<'_> {
                     ldb: width,
                     c: &mut panel.o,
                     ldc: width,
-                    init: if rescale { Init::Scale(factor) } else { Init::Add },
+                    init: match (panel.started, rescale) {
+                        (false, _) => Init::Zero,
+                        (true, false) => Init::Add,
+                        (true, true) => Init::Scale(factor),
+                    },
                 });
+                panel.started = true;
             }
         }
     }

@@ -81,27 +81,32 @@ pub(super) fn read_row<T: Element>(
     }
 }
 
-/// Rows `first..first + rows` of one head, transposed to `[dims][ld]` and multiplied by `scale`; columns from `rows` up to
-/// `ld` become 0. `row` is scratch for one row.
-pub(super) fn read_transposed<T: Element>(
+/// Rows `first..first + rows` of one head, multiplied by `scale`, at stride `ld`.
+pub(super) fn read_rows<T: Element>(
     tensor: &TensorRef<'_, T>,
     [batch, first, head]: [usize; 3],
     rows: usize,
     scale: f32,
     to: &mut [f32],
     ld: usize,
-    row: &mut [f32],
 ) {
-    for i in 0..ld {
-        if i < rows {
-            read_row(tensor, [batch, first + i, head], row);
-            for (column, &value) in to.chunks_mut(ld).zip(&*row) {
-                column[i] = value * scale;
-            }
-        } else {
-            for column in to.chunks_mut(ld).take(row.len()) {
-                column[i] = 0.0;
-            }
+    let dims = tensor.shape()[3];
+    for (i, row) in to.chunks_mut(ld).take(rows).enumerate() {
+        let row = &mut row[..dims];
+        read_row(tensor, [batch, first + i, head], row);
+        if scale != 1.0 {
+            row.iter_mut().for_each(|value| *value *= scale);
         }
     }
+}
+
+/// The sum of products, in an order that vectorises.
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0f32; 16];
+    for (a, b) in a.chunks(16).zip(b.chunks(16)) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a * b;
+        }
+    }
+    sums.iter().sum()
 }
