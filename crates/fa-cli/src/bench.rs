@@ -284,7 +284,7 @@ fn head_dims(row: &Row) -> String {
 
 fn table(report: &Report) -> String {
     let mut table = output::table(&[
-        "kind", "dtype", "batch", "heads", "seqlen", "head dim", "mask", "ms", "GFLOP/s", "of peak", "runs",
+        "kind", "dtype", "batch", "heads", "seqlen", "head dim", "mask", "ms", "rate", "of peak", "runs",
     ]);
     for row in &report.rows {
         table.add_row([
@@ -296,7 +296,7 @@ fn table(report: &Report) -> String {
             head_dims(row),
             row.mask.clone(),
             format!("{:.3}", row.ms_median),
-            format!("{:.1}", row.tflops * 1e3),
+            si(row.tflops * 1e12, "FLOP/s"),
             format!("{:.0} %", row.peak_share * 100.0),
             row.runs.to_string(),
         ]);
@@ -305,31 +305,33 @@ fn table(report: &Report) -> String {
 }
 
 fn draw(report: &Report, args: &BenchArgs) -> String {
+    let (peak, peak_name) = report.machine.peak_gflops();
+    // A GPU's rates in TFLOP/s, a CPU's in GFLOP/s.
+    let (unit, factor) = if report.machine.gpu.is_some() { ("TFLOP/s", 1.0) } else { ("GFLOP/s", 1e3) };
     let mut series: Vec<Series> = Vec::new();
+    let mut shapes: Vec<String> = Vec::new();
     for row in &report.rows {
-        let label = format!("{} hd {} {}", row.kind, head_dims(row), row.mask);
-        let point = (row.seqlen_k as f64, row.tflops * 1e3);
+        let shape = format!("hd {} {}", head_dims(row), row.mask);
+        let color = shapes.iter().position(|known| *known == shape).unwrap_or_else(|| {
+            shapes.push(shape.clone());
+            shapes.len() - 1
+        });
+        let label = format!("{} {shape}", row.kind);
+        let point = (row.seqlen_k as f64, row.tflops * factor);
         match series.iter_mut().find(|line| line.label == label) {
             Some(line) => line.points.push(point),
-            None => {
-                let (color, dashed) = (series.len(), row.kind == "bwd");
-                series.push(Series { label, points: vec![point], color, dashed });
-            }
+            None => series.push(Series { label, points: vec![point], color, dashed: row.kind == "bwd" }),
         }
     }
     for line in &mut series {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }
-    let (peak, name) = report.machine.peak_gflops();
     let computer = report.machine.gpu.as_ref().unwrap_or(&report.machine.cpu);
     let title =
         format!("Attention, {}, batch {}, {} heads: {computer}", args.dtype, args.batch, args.heads.q);
-    let name = format!("{name} {peak:.0} GFLOP/s");
-    let frame = Frame {
-        title: &title,
-        x_label: "keys per sequence",
-        y_label: "GFLOP/s",
-        ceiling: Some((peak, &name)),
-    };
+    let peak = peak * factor * 1e-3;
+    let name = format!("{peak_name} {peak:.0} {unit}");
+    let frame =
+        Frame { title: &title, x_label: "keys per sequence", y_label: unit, ceiling: Some((peak, &name)) };
     chart::lines(&frame, &series)
 }
