@@ -13,7 +13,7 @@ use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::{TensorMut, TensorRef};
 
 /// Keys of a tile: a panel of weights (`tile_n x panel`) and one of queries stay in the first-level cache.
-const TILE_N: usize = 128;
+pub(super) const TILE_N: usize = 128;
 /// Panels of queries that share a tile of keys while it is in the second-level cache.
 const PANELS: usize = 2;
 
@@ -118,6 +118,11 @@ pub(super) fn hide(problem: &Problem, queries: &Range<usize>, keys: &Range<usize
     }
 }
 
+/// Queries of a work item.
+pub(super) fn tile_m(kernels: Kernels) -> usize {
+    PANELS * kernels.panel()
+}
+
 #[allow(clippy::too_many_arguments)]
 pub(super) fn run<T: Element>(
     kernels: Kernels,
@@ -130,7 +135,7 @@ pub(super) fn run<T: Element>(
     lse: Option<&mut [f32]>,
 ) {
     let width = kernels.panel();
-    let tile_m = PANELS * width;
+    let tile_m = tile_m(kernels);
     let items = items(problem, tile_m);
     if items.is_empty() {
         return;

@@ -17,11 +17,13 @@ use crate::simd::{Kernels, TileShape};
 use crate::view::{TensorMut, TensorRef};
 
 /// Keys of a tile.
-const TILE_N: usize = 128;
+pub(super) const TILE_N: usize = 128;
 /// Queries of a panel: with a tile of keys, its scores stay in the first-level cache.
 const PANEL: usize = 32;
 /// Panels of queries that share a tile of keys while it is in the second-level cache.
 const PANELS: usize = 4;
+/// Queries of a work item.
+pub(super) const TILE_M: usize = PANELS * PANEL;
 
 /// A panel of queries and what has been accumulated for it.
 struct Panel {
@@ -64,7 +66,6 @@ pub(super) fn run(
     out: &mut TensorMut<'_, bf16>,
     lse: Option<&mut [f32]>,
 ) {
-    const TILE_M: usize = PANELS * PANEL;
     let items = items(problem, TILE_M);
     if items.is_empty() {
         return;

@@ -29,6 +29,33 @@ pub struct Options {
     pub threads: Option<usize>,
 }
 
+/// How a forward will be computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Instruction set.
+    pub isa: Isa,
+    /// Threads.
+    pub threads: usize,
+    /// Queries of a work item.
+    pub tile_m: usize,
+    /// Keys of a step.
+    pub tile_n: usize,
+}
+
+/// How [`forward_with`] computes `problem` with these options on the current rayon pool.
+///
+/// # Errors
+/// [`CpuError::Isa`] when the CPU lacks the instruction set.
+pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
+    let kernels = kernels(options)?;
+    let (tile_m, tile_n) = if forward16::applies(kernels, problem) {
+        (forward16::TILE_M, forward16::TILE_N)
+    } else {
+        (forward::tile_m(kernels), forward::TILE_N)
+    };
+    Ok(Plan { isa: kernels.isa(), threads: schedule::workers(options.threads), tile_m, tile_n })
+}
+
 /// Attention forward: `out`, and `lse` (natural logarithm, `[batch, heads_q, seqlen_q]`) when asked for.
 ///
 /// Sums are f32 whatever the element type. Rows that see no key give 0 and -inf.
