@@ -101,8 +101,8 @@ Examples:
   fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
   fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
 
-Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv,
-head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural
+Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
+head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
 logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
 
 /// What the tensors of a file do not say about the problem.
@@ -281,7 +281,7 @@ pub struct PlanArgs {
     #[arg(short = 'n', value_name = "N")]
     pub limit: Option<usize>,
     /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
-    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with = "report")]
+    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["report", "limit"])]
     pub why: Option<String>,
     /// Write one self-contained HTML page about the plan
     #[arg(long, value_name = "FILE.html")]
@@ -335,11 +335,11 @@ Examples:
   fa check a.safetensors b.safetensors --inputs qkv.safetensors --causal
   fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
 
-The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, where ref is
-computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 at least 32 rounding steps);
-both outputs must keep it. Without
-inputs and tolerances, A may differ from B by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of
-their magnitude for f32). Infinities and NaN must be at the same places.
+The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, \
+where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 at \
+least 32 rounding steps); both outputs must keep it. Without inputs and tolerances, A may differ from B by 3 \
+rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of their magnitude for f32). \
+Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
 /// `fa bench`.
@@ -539,6 +539,11 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 }
 
 impl AttentionArgs {
+    /// Whether any flag but the layout is given.
+    pub fn describes_a_problem(&self) -> bool {
+        self.mask.causal || self.mask.window.is_some() || self.scale.is_some() || self.softcap.is_some()
+    }
+
     /// The layout: the flag's, else the file's metadata entry, else BSHD.
     ///
     /// # Errors

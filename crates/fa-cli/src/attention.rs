@@ -6,6 +6,8 @@ use half::{bf16, f16};
 
 use crate::args::AttentionArgs;
 use crate::failure::InputError;
+use crate::machine;
+use crate::output::si;
 use crate::safetensors::{Stored, TensorFile};
 
 /// Q, K, V and perhaps dO of one problem, packed in `layout`.
@@ -56,6 +58,7 @@ impl AnyInputs {
     pub fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
         let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
         let problem = problem_of(file, args, layout, backward)?;
+        check_memory(&problem, backward)?;
         Ok(match problem.dtype {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, layout, backward)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, layout, backward)?),
@@ -117,6 +120,28 @@ impl<T: Stored> Inputs<T> {
     pub fn dout_view(&self) -> Result<Option<TensorRef<'_, T>>, fa_cpu::CpuError> {
         let shape = fa_cpu::check::out_shape(&self.problem);
         self.dout.as_deref().map(|dout| self.view("dout", dout, shape)).transpose()
+    }
+}
+
+/// Refuses a problem whose tensors do not fit into memory: the system would end the program, not tell it.
+///
+/// # Errors
+/// [`InputError::Usage`] with what is needed and what there is.
+pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError> {
+    use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+    let elements = |shape: [usize; 4]| shape.iter().map(|&n| n as u64).product::<u64>();
+    // The problem's check bounds every tensor to 2^48 elements, so that the sum stays far below 2^64.
+    let tensors: u64 =
+        [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
+    let copies = if backward { 2 } else { 1 };
+    let need = copies * tensors * problem.dtype.bytes() as u64 + 4 * lse_len(problem) as u64;
+    match machine::available_memory() {
+        Some(have) if need > have => Err(InputError::Usage(format!(
+            "the problem's tensors take {}, {} of memory are free: split the batch or the heads",
+            si(need as f64, "B"),
+            si(have as f64, "B")
+        ))),
+        _ => Ok(()),
     }
 }
 

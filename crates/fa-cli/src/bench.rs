@@ -9,11 +9,11 @@ use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, HeadDim, Mode, Seqlen};
-use crate::attention::Inputs;
+use crate::attention::{self, Inputs};
 use crate::chart::{self, Frame, Series};
 use crate::compute::{Engine, Outputs};
-use crate::cuda::Computed;
 use crate::failure::{InputError, Verdict};
+use crate::on_gpu::Computed;
 use crate::output::si;
 use crate::progress::Steps;
 use crate::safetensors::Stored;
@@ -141,6 +141,7 @@ fn problems(args: &BenchArgs) -> anyhow::Result<Vec<Problem>> {
                 softcap: None,
             };
             problem.check()?;
+            attention::check_memory(&problem, args.mode != Mode::Fwd)?;
             problems.push(problem);
         }
     }

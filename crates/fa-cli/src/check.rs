@@ -87,6 +87,11 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
     let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
     let inputs = separate.as_ref().or_else(|| [&b, &a].into_iter().find(holds_inputs)).filter(|_| !given);
+    if inputs.is_none() && args.attention.describes_a_problem() {
+        let message = "--causal, --window, --scale and --softcap tell how outputs follow from inputs, and none are used: \
+                       give --inputs FILE";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     let (rule, problem, rows) = match inputs {
         Some(file) => {
             let (problem, rows) = judge_by_inputs(file, &args.attention, &pairs)?;

@@ -6,13 +6,13 @@ use anyhow::Context;
 use fa_core::{Problem, TensorLayout};
 use fa_cpu::simd::{Isa, Kernels};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{TensorMut, TensorRef, check, reference};
+use fa_cpu::{CpuError, TensorMut, TensorRef, check, reference};
 use serde::Serialize;
 
 use crate::args::{Backend, CpuArgs};
 use crate::attention::{Inputs, swap_middle_axes};
-use crate::cuda::{Computed, Gpu};
 use crate::failure::InputError;
+use crate::on_gpu::{Computed, Gpu};
 use crate::safetensors::{NewTensor, Stored};
 
 /// An implementation, ready to run.
@@ -152,6 +152,17 @@ impl Engine {
             Implementation::Cuda(gpu) => ("cuda", None, None, Some(gpu.name())),
         };
         EngineReport { backend, isa, threads, gpu, gpu_passed_over: self.passed_over.clone() }
+    }
+
+    /// How the tiled implementation computes a forward of `problem`; `None` where another computes.
+    ///
+    /// # Errors
+    /// As [`tiled::plan`], which [`Engine::new`] has ruled out.
+    pub fn cpu_plan(&self, problem: &Problem) -> Result<Option<tiled::Plan>, CpuError> {
+        match &self.implementation {
+            Implementation::Tiled(isa) => self.pool.install(|| tiled::plan(options(*isa), problem)).map(Some),
+            Implementation::Reference | Implementation::Cuda(_) => Ok(None),
+        }
     }
 
     /// The GPU, if it computes.

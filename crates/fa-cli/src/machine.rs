@@ -31,6 +31,14 @@ pub fn cpu() -> Cpu {
     }
 }
 
+/// Bytes of memory that a program may still take, where the system tells.
+pub fn available_memory() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find(|line| line.starts_with("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    kib.checked_mul(1024)
+}
+
 fn cpu_name() -> Option<String> {
     if cfg!(target_os = "macos") {
         let done =

@@ -13,6 +13,7 @@ mod failure;
 mod gpu;
 mod machine;
 mod manual;
+mod on_gpu;
 mod output;
 mod plan;
 mod progress;

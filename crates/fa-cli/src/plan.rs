@@ -111,6 +111,11 @@ fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
 }
 
 fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
+    if args.mode == Mode::Bwd && (args.spec.is_some() || args.family.is_some()) {
+        let message =
+            "--spec and --family choose among forward kernels: leave them out with --mode bwd".to_owned();
+        return Err(InputError::Usage(message).into());
+    }
     let forward = match (&args.spec, args.mode) {
         (_, Mode::Bwd) => None,
         (Some(path), _) => Some(judge_spec(path, &problem, args.arch)?),

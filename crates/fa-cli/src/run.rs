@@ -13,8 +13,8 @@ use serde::Serialize;
 use crate::args::RunArgs;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{Engine, EngineReport, Outputs};
-use crate::cuda::Computed;
 use crate::failure::{InputError, Verdict};
+use crate::on_gpu::Computed;
 use crate::output::{self, si};
 use crate::plan::forward::Forward;
 use crate::progress;
@@ -29,6 +29,8 @@ struct Report {
     softmax_scale: f64,
     layout: TensorLayout,
     gpu_plan: GpuPlan,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cpu_plan: Option<CpuPlan>,
     #[serde(flatten)]
     engine: EngineReport,
     forward: Timing,
@@ -85,6 +87,13 @@ impl GpuPlan {
             Choice::None { reason } => format!("none: {reason}"),
         }
     }
+}
+
+/// How the CPU computes.
+#[derive(Debug, Serialize)]
+struct CpuPlan {
+    tile_m: usize,
+    tile_n: usize,
 }
 
 /// Of two outputs, without a verdict: the file's own may be the less exact of the two.
@@ -167,6 +176,7 @@ fn compute<T: Computed>(
         softmax_scale: problem.scale(),
         layout: inputs.layout,
         gpu_plan: GpuPlan::of(&problem, args.arch),
+        cpu_plan: engine.cpu_plan(&problem)?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
         engine: engine.report(),
         forward: Timing::new(forward_time, problem.flops_forward()),
         backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
@@ -233,7 +243,11 @@ fn text(report: &Report) -> String {
     line("input", format!("{} ({})", report.input.display(), report.layout));
     line("problem", attention::describe(&report.problem));
     line("gpu plan", format!("{}: {}", report.gpu_plan.arch, report.gpu_plan.text()));
-    line("backend", report.engine.text());
+    let tiles = report
+        .cpu_plan
+        .as_ref()
+        .map_or(String::new(), |plan| format!(", tiles of {} queries x {} keys", plan.tile_m, plan.tile_n));
+    line("backend", report.engine.text() + &tiles);
     if let Some(reason) = &report.engine.gpu_passed_over {
         line("", format!("the GPU is passed over: {reason}"));
     }

@@ -150,6 +150,8 @@ fn what_cannot_be_compared_is_refused() {
         (format!("{a} {named}"), "--tensor"),
         (format!("{a} {named} --tensor weights"), "no tensor 'weights'"),
         (format!("{a} {a} --inputs {a}"), "no tensor 'q'"),
+        (format!("{a} {a} --causal"), "give --inputs"),
+        (format!("{a} {a} --atol 1 --scale 2"), "give --inputs"),
     ] {
         let outcome = fa(&format!("check {line}"));
         assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
