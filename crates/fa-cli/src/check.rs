@@ -96,7 +96,7 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         Some(file) => {
             let (problem, rows) = judge_by_inputs(file, &args.attention, &pairs)?;
             if let Some(hint) = attention::metadata_hint(file, &problem) {
-                eprintln!("note: {hint}");
+                output::note(&hint);
             }
             (RuleName::F64OfInputs, Some(problem), rows)
         }

@@ -14,6 +14,11 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("cannot write to standard output")
 }
 
+/// Tells people something beside the result, on standard error; where that is closed there is nobody to tell.
+pub fn note(text: &str) {
+    let _ = writeln!(std::io::stderr(), "note: {text}");
+}
+
 /// Prints a value as indented JSON and a newline.
 ///
 /// # Errors

@@ -197,7 +197,7 @@ fn compute<T: Computed>(
         output::print(&text(&report))?
     }
     if let Some(hint) = attention::metadata_hint(file, &problem) {
-        eprintln!("note: {hint}");
+        output::note(&hint);
     }
     Ok(Verdict::Good)
 }

@@ -178,6 +178,26 @@ fn every_truncation_of_a_real_file_is_refused() {
 }
 
 #[test]
+fn no_damaged_byte_crashes() {
+    let whole = std::fs::read(repository("crates/fa-cpu/tests/golden/one_by_one_f32.safetensors")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let places = noise(11, 400);
+    for (index, place) in places.iter().enumerate() {
+        let at = ((place + 1.0) / 2.0 * header as f64) as usize;
+        let mut damaged = whole.clone();
+        damaged[at] = [b'9', b'"', b'{', 0xff, b'0', b'-'][index % 6];
+        std::fs::write(&input, &damaged).unwrap();
+        let _ = std::fs::remove_file(&output);
+        let outcome = fa(&format!("run {} -o {}", text(&input), text(&output)));
+        // The byte may have been the same, or in a name or text that nobody reads.
+        assert!(outcome.code == 0 || outcome.code == 2, "byte {at}: {outcome:?}");
+        assert_eq!(output.exists(), outcome.code == 0, "byte {at}: {outcome:?}");
+    }
+}
+
+#[test]
 fn targets_that_cannot_be_written_are_found_before_the_work() {
     let folder = tempfile::tempdir().unwrap();
     let input = folder.path().join("in");
