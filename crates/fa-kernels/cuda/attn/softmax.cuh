@@ -74,7 +74,7 @@ struct Softmax {
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            float grown = fmaxf(quad_max(tile_max[row]) * scale, First ? kNothing : max[row]);
+            float grown = fmaxf(quad_max(fmaxf(tile_max[row], other_max[row])) * scale, First ? kNothing : max[row]);
             if constexpr (!First && RescaleThreshold > 0) {
                 if (grown - max[row] <= float(RescaleThreshold)) grown = max[row];
             }
@@ -102,7 +102,7 @@ struct Softmax {
 
     // Completes the sums over the quad; returns in `factor` what O is to be multiplied with and in `lse` the natural
     // logarithm of the sum of exponentials: 0 and -inf for a row that saw nothing.
-    __device__ __forceinline__ void finish(float scale, float (&factor)[2], float (&lse)[2]) {
+    __device__ __forceinline__ void finish(float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float total = quad_sum(sum[row]);

@@ -331,7 +331,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
-        rows[f].finish(scale, factor, lse);
+        rows[f].finish(factor, lse);
         store_output<C.dtype, false>(params, o[f], factor, lse, own_query + 16 * f, own.head, own.batch);
     }
 }

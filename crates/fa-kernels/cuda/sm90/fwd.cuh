@@ -414,7 +414,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
             q_state.advance();
             float factor[2], lse[2];
-            softmax.finish(scale_log2, factor, lse);
+            softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
             store_output<C.dtype, C.pack_gqa>(params, o, factor, lse, row, tile.head, tile.batch);

@@ -1,7 +1,9 @@
 //! Candidates and register account of the SM90 forward, as the planner offers them for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
+
+use crate::smem;
 
 use super::account::{Registers, SetMaxNReg};
 
@@ -56,7 +58,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     }
 }
 
-/// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by published practice.
+/// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by measurement on an H100.
 ///
 /// In order: warp groups, keys per step, P from registers or not, intra-warp-group overlap or not.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
@@ -75,23 +77,50 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
         .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg))| {
             let tile_m = 64 * num_wg;
-            let tiles = |rows: usize| rows.div_ceil(tile_m as usize);
             let kernel = Sm90Fwd {
                 tile_m,
                 tile_n,
                 num_wg,
                 pv_is_rs,
                 overlap_wg,
-                q_stages: 1,
+                q_stages: 2,
                 kv_stages: 2,
-                ping_pong: if overlap_wg { num_wg >= 2 && head_dim <= 128 } else { num_wg == 2 },
+                // With overlap, turns pay only where exponentials take as long as products (head dim 64).
+                ping_pong: if overlap_wg { num_wg >= 2 && head_dim <= 64 } else { num_wg == 2 },
                 scheduler,
                 tile_order,
                 cluster_m: 1,
                 exp_poly_of_16: 0,
                 rescale_threshold: 0,
-                pack_gqa: group > 1 && tiles(seqlen_q * group) < group * tiles(seqlen_q),
+                pack_gqa: packs(seqlen_q, group, tile_m as usize),
             };
-            KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel: Kernel::Sm90Fwd(kernel) }
+            with_room_for_q(KernelSpec {
+                dtype,
+                head_dim,
+                head_dim_v,
+                mask,
+                softcap,
+                kernel: Kernel::Sm90Fwd(kernel),
+            })
         })
+}
+
+/// Packing pays where the rows of a group fill fewer tiles together than one by one. A tile holds whole groups, since the
+/// copy engine loads a box of (group, queries).
+fn packs(seqlen_q: usize, group: usize, tile_m: usize) -> bool {
+    let tiles = |rows: usize| rows.div_ceil(tile_m);
+    group > 1 && tile_m.is_multiple_of(group) && tiles(seqlen_q * group) < group * tiles(seqlen_q)
+}
+
+/// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads under this one.
+fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
+    let fits = |spec: &KernelSpec| {
+        smem::sm90_fwd_smem(spec).is_some_and(|plan| plan.total <= Arch::Sm90.limits().smem_per_block)
+    };
+    if !fits(&spec)
+        && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel
+    {
+        kernel.q_stages = 1;
+    }
+    spec
 }
