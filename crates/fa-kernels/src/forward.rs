@@ -316,7 +316,13 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
 /// K and V of a section are to stay in the L2 while all its query tiles pass: a sixth of the L2 measured best on an H100
 /// (each of its halves keeps a copy of what its SMs read, and Q and O pass through as well). A section of fewer tiles than
 /// SMs would leave some idle between sections, so it has at least as many, as far as five eighths of the L2 allow.
-fn section(kernel: &LoadedKernel, problem: &Problem, packed: bool, all_heads: usize, m_blocks: usize) -> usize {
+fn section(
+    kernel: &LoadedKernel,
+    problem: &Problem,
+    packed: bool,
+    all_heads: usize,
+    m_blocks: usize,
+) -> usize {
     let longest_first = match &kernel.spec.kernel {
         Kernel::Sm80Fwd(own) => own.reverse_blocks,
         Kernel::Sm90Fwd(own) => own.tile_order == TileOrder::LongestFirst,

@@ -58,6 +58,11 @@ impl Kernels {
         })
     }
 
+    /// The context.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
     /// The GPU's architecture.
     pub fn arch(&self) -> Arch {
         self.arch

@@ -1,4 +1,43 @@
 //! The GPU kernels: from a kernel spec to a launch.
+//!
+//! ```no_run
+//! use fa_core::{Dtype, Mask, Problem, TensorLayout};
+//! use fa_kernels::{ForwardArgs, Input, Kernels, Output, driver};
+//! use half::bf16;
+//!
+//! let context = driver::context(0)?;
+//! let stream = context.default_stream();
+//! let kernels = Kernels::new(&context)?;
+//!
+//! // Plans, compiles (below a second and a half; milliseconds from the cache) and loads.
+//! let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+//! let forward = kernels.forward(&problem)?;
+//!
+//! let len = 2 * 4096 * 16 * 128;
+//! let strides = TensorLayout::Bshd.strides(4096, 16, 128);
+//! let (q, k, v) = (stream.alloc_zeros::<bf16>(len)?, stream.alloc_zeros::<bf16>(len)?, stream.alloc_zeros::<bf16>(len)?);
+//! let mut out = stream.alloc_zeros::<bf16>(len)?;
+//! let mut lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
+//! let mut workspace = stream.alloc_zeros::<u8>(forward.workspace_bytes().max(1))?;
+//!
+//! // Launches, and nothing else: no allocation, no synchronisation.
+//! forward.run(&stream, ForwardArgs {
+//!     q: Input { data: &q, strides },
+//!     k: Input { data: &k, strides },
+//!     v: Input { data: &v, strides },
+//!     out: Output { data: &mut out, strides },
+//!     lse: Some(&mut lse),
+//!     workspace: Some(&mut workspace),
+//! })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! The way through: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] makes a cubin of it, the [`Cache`] keeps
+//! it, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] binds it to a problem. [`Kernels`] does all of it.
+//! A machine without a GPU goes as far as the cubin ([`ship`]); one without a compiler runs what a [`bundle`] holds.
+//!
+//! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and any CUDA
+//! library but the driver and NVRTC, both loaded at run time.
 
 mod args;
 pub mod bundle;

@@ -1,0 +1,178 @@
+//! One problem in one memory layout: tensors on the GPU, and the oracle's judgement.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
+use fa_core::{Problem, Strides, TensorLayout};
+use fa_cpu::{TensorRef, compare, reference};
+use fa_kernels::{
+    Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, cudarc,
+};
+
+/// A problem, how its tensors lie, and how many elements stand between their rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    pub problem: Problem,
+    pub layout: TensorLayout,
+    pub pad: usize,
+}
+
+/// Element types on both sides.
+pub trait Both: Element + fa_cpu::Element + DeviceRepr + ValidAsZeroBits + PartialEq + Default {}
+impl<T: Element + fa_cpu::Element + DeviceRepr + ValidAsZeroBits + PartialEq + Default> Both for T {}
+
+/// A call's tensors, on the host and on the GPU.
+pub struct Tensors<T> {
+    host: [Vec<T>; 3],
+    shapes: [[usize; 4]; 4],
+    strides: [Strides; 4],
+    inputs: [CudaSlice<T>; 3],
+    out: CudaSlice<T>,
+    lse: CudaSlice<f32>,
+    workspace: CudaSlice<u8>,
+}
+
+impl Case {
+    /// Runs the problem on NaN-poisoned outputs and compares with the oracle.
+    pub fn check<T: Both>(&self, kernels: &Kernels) {
+        let forward = kernels.forward(&self.problem).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        let stream = kernels.context().default_stream();
+        let mut tensors = Tensors::<T>::new(self, &forward, &stream);
+        tensors.run(&forward, &stream).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        tensors.verify(self, &stream);
+    }
+
+    /// Shapes `[batch, seqlen, heads, dim]` of q, k, v and out.
+    fn shapes(&self) -> [[usize; 4]; 4] {
+        let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
+        [
+            [batch, seqlen_q, heads_q, head_dim],
+            [batch, seqlen_k, heads_kv, head_dim],
+            [batch, seqlen_k, heads_kv, head_dim_v],
+            [batch, seqlen_q, heads_q, head_dim_v],
+        ]
+    }
+
+    /// Strides of a tensor whose rows have `pad` elements more than are used, and the elements it takes.
+    fn strides(&self, [batch, seqlen, heads, dim]: [usize; 4]) -> (Strides, usize) {
+        let row = dim + self.pad;
+        (self.layout.strides(seqlen, heads, row), (batch * seqlen * heads * row).max(1))
+    }
+}
+
+impl<T: Both> Tensors<T> {
+    /// Reproducible inputs, roughly normal, with padding that is NaN: nobody may read it.
+    pub fn new(case: &Case, forward: &Forward, stream: &Arc<CudaStream>) -> Tensors<T> {
+        let shapes = case.shapes();
+        let mut state = 0x9e37_79b9_7f4a_7c15u64;
+        let mut normal = || {
+            let mut sum = 0.0;
+            for _ in 0..4 {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
+            }
+            sum * 3f64.sqrt()
+        };
+        let host = [0, 1, 2].map(|i| {
+            let (strides, len) = case.strides(shapes[i]);
+            let mut values = vec![T::from_f64(f64::NAN); len];
+            for [b, s, h, d] in positions(shapes[i]) {
+                values[strides.offset(b, s, h, d) as usize] = T::from_f64(normal());
+            }
+            values
+        });
+        let rows = case.problem.batch * case.problem.heads_q * case.problem.seqlen_q;
+        let inputs = host.each_ref().map(|values| stream.clone_htod(values).unwrap());
+        let out = stream.alloc_zeros(case.strides(shapes[3]).1).unwrap();
+        let lse = stream.alloc_zeros(rows.max(1)).unwrap();
+        let workspace = stream.alloc_zeros(forward.workspace_bytes().max(1)).unwrap();
+        let strides = shapes.map(|shape| case.strides(shape).0);
+        let mut tensors = Tensors { host, shapes, strides, inputs, out, lse, workspace };
+        tensors.poison(stream);
+        tensors
+    }
+
+    /// Fills the outputs with NaN.
+    pub fn poison(&mut self, stream: &Arc<CudaStream>) {
+        let out = vec![T::from_f64(f64::NAN); self.out.len()];
+        stream.memcpy_htod(&out, &mut self.out).unwrap();
+        stream.memcpy_htod(&vec![f32::NAN; self.lse.len()], &mut self.lse).unwrap();
+    }
+
+    /// A call through the safe face.
+    pub fn run(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+        let [q, k, v] = &self.inputs;
+        let [qs, ks, vs, os] = self.strides;
+        forward.run(
+            stream,
+            ForwardArgs {
+                q: Input { data: q, strides: qs },
+                k: Input { data: k, strides: ks },
+                v: Input { data: v, strides: vs },
+                out: Output { data: &mut self.out, strides: os },
+                lse: Some(&mut self.lse),
+                workspace: Some(&mut self.workspace),
+            },
+        )
+    }
+
+    /// A call with empty tensors of another type.
+    pub fn run_as<U: Both>(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        let [q, mut out] = [0, 1].map(|_| stream.alloc_zeros::<U>(1).unwrap());
+        let [qs, ks, vs, os] = self.strides;
+        forward.run(
+            stream,
+            ForwardArgs {
+                q: Input { data: &q, strides: qs },
+                k: Input { data: &q, strides: ks },
+                v: Input { data: &q, strides: vs },
+                out: Output { data: &mut out, strides: os },
+                lse: None,
+                workspace: None,
+            },
+        )
+    }
+
+    /// The addresses.
+    pub fn raw(&mut self, stream: &CudaStream) -> RawForwardArgs {
+        let strides = self.strides;
+        let input =
+            |i: usize| RawTensor { address: self.inputs[i].device_ptr(stream).0, strides: strides[i] };
+        let (q, k, v) = (input(0), input(1), input(2));
+        let out = RawTensor { address: self.out.device_ptr_mut(stream).0, strides: strides[3] };
+        let lse = Some(self.lse.device_ptr_mut(stream).0);
+        let workspace = Some(self.workspace.device_ptr_mut(stream).0);
+        RawForwardArgs { q, k, v, out, lse, workspace }
+    }
+
+    /// O, packed `[batch, seqlen, heads, dim]`, and LSE.
+    pub fn outputs(&self, stream: &Arc<CudaStream>) -> (Vec<T>, Vec<f32>) {
+        let out = stream.clone_dtoh(&self.out).unwrap();
+        let lse = stream.clone_dtoh(&self.lse).unwrap();
+        stream.synchronize().unwrap();
+        let at = |[b, s, h, d]: [usize; 4]| out[self.strides[3].offset(b, s, h, d) as usize];
+        (positions(self.shapes[3]).map(at).collect(), lse)
+    }
+
+    /// Compares the outputs with the oracle.
+    pub fn verify(&self, case: &Case, stream: &Arc<CudaStream>) {
+        let problem = &case.problem;
+        let view =
+            |i: usize, name| TensorRef::new(name, &self.host[i], self.shapes[i], self.strides[i]).unwrap();
+        let (q, k, v) = (view(0, "q"), view(1, "k"), view(2, "v"));
+        let expected = reference::forward(problem, &q, &k, &v).unwrap();
+        let low = reference::low_precision::forward(problem, &q, &k, &v).unwrap();
+        let (out, lse) = self.outputs(stream);
+        let shape = self.shapes[3];
+        let found = compare::compare(shape, problem.dtype, &out, &expected.out, Some(&low.out)).unwrap();
+        assert!(found.passed(), "{case:?}: {found}");
+        let rows = [problem.batch, problem.heads_q, problem.seqlen_q];
+        let found = compare::compare_lse(rows, problem.dtype, &lse, &expected.lse).unwrap();
+        assert!(found.passed(), "{case:?}: LSE {found}");
+    }
+}
+
+fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
+    (0..batch * seqlen * heads * dim)
+        .map(move |i| [i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim])
+}
