@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_core::{Arch, Problem, TensorLayout};
+use fa_core::{Arch, Dtype, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use fa_planner::cost::Bottleneck;
 use serde::Serialize;
@@ -46,6 +46,8 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct GpuPlan {
     arch: Arch,
+    /// The type planned for: the tensors', or bf16 where no GPU kernel computes in theirs.
+    dtype: Dtype,
     #[serde(flatten)]
     choice: Choice,
 }
@@ -61,7 +63,8 @@ enum Choice {
 
 impl GpuPlan {
     fn of(problem: &Problem, arch: Arch) -> GpuPlan {
-        let choice = match Forward::explore(problem, arch, None) {
+        let dtype = if problem.dtype == Dtype::F32 { Dtype::Bf16 } else { problem.dtype };
+        let choice = match Forward::explore(&Problem { dtype, ..*problem }, arch, None) {
             Err(error) => Choice::None { reason: error.to_string() },
             Ok(forward) => match forward.best() {
                 None => Choice::None { reason: "no kernel fits".to_owned() },
@@ -74,7 +77,7 @@ impl GpuPlan {
                 },
             },
         };
-        GpuPlan { arch, choice }
+        GpuPlan { arch, dtype, choice }
     }
 
     fn text(&self) -> String {
@@ -242,7 +245,13 @@ fn text(report: &Report) -> String {
     };
     line("input", format!("{} ({})", report.input.display(), report.layout));
     line("problem", attention::describe(&report.problem));
-    line("gpu plan", format!("{}: {}", report.gpu_plan.arch, report.gpu_plan.text()));
+    let GpuPlan { arch, dtype, .. } = report.gpu_plan;
+    let note = if dtype == report.problem.dtype {
+        String::new()
+    } else {
+        format!(" in {dtype}, which GPUs compute in")
+    };
+    line("gpu plan", format!("{arch}{note}: {}", report.gpu_plan.text()));
     let tiles = report
         .cpu_plan
         .as_ref()
