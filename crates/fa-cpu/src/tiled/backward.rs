@@ -11,7 +11,7 @@ use fa_core::{Mask, Problem};
 use super::BackwardInputs;
 use super::buffer::Buffer;
 use super::forward::{Scores, hide, sees_all, visible_keys};
-use super::pack::{PackedRows, dot, read_row, read_rows, row_stride};
+use super::pack::{HeadRows, dot, read_row, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -131,7 +131,7 @@ pub(super) fn run<T: Element>(
 ) {
     let sizes = Sizes::new(problem, kernels, schedule::workers(threads));
     let group = problem.group_size();
-    let (k, v) = (PackedRows::new(&inputs.k, threads), PackedRows::new(&inputs.v, threads));
+    let (k, v) = (HeadRows::new(&inputs.k, threads), HeadRows::new(&inputs.v, threads));
     let scores = Scores::new(problem);
     let job = Job { kernels, problem, scores: &scores, sizes };
     let dq = Scatter::new(dq, sizes.tile_m);
@@ -159,7 +159,7 @@ pub(super) fn run<T: Element>(
                 for (tile, queries) in scratch.queries.iter_mut().enumerate() {
                     job.read_queries(inputs, batch, head, tile, queries, &mut scratch.rows);
                 }
-                let tensors = [(k.head(batch, kv_head), k.ld), (v.head(batch, kv_head), v.ld)];
+                let tensors = [k.head(batch, kv_head), v.head(batch, kv_head)];
                 if sizes.parts == 1 {
                     own_dq.fill(0.0);
                     job.walk(scratch, &keys, tensors, own_dq);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use fa_core::{Mask, Problem, Strides};
 
 use super::buffer::Buffer;
-use super::pack::{PackedRows, read_rows, row_stride};
+use super::pack::{HeadRows, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -140,7 +140,7 @@ pub(super) fn run<T: Element>(
     if items.is_empty() {
         return;
     }
-    let (k, v) = (PackedRows::new(k, threads), PackedRows::new(v, threads));
+    let (k, v) = (HeadRows::new(k, threads), HeadRows::new(v, threads));
     let out = Scatter::new(out, tile_m);
     let mut lse = lse.map(|lse| lse_tensor(problem, lse));
     let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));
@@ -164,7 +164,7 @@ pub(super) fn run<T: Element>(
                 panel.sum.fill(0.0);
                 panel.started = false;
             }
-            job.walk(scratch, &rows, k.head(batch, kv_head), k.ld, v.head(batch, kv_head), v.ld);
+            job.walk(scratch, &rows, k.head(batch, kv_head), v.head(batch, kv_head));
 
             let mut out_rows = out.take(batch, head, tile);
             let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
@@ -211,7 +211,13 @@ struct Job<'a> {
 
 impl Job<'_> {
     /// All tiles of keys that `rows` see, each for every panel of queries.
-    fn walk(&self, scratch: &mut Scratch, rows: &Range<usize>, k: &[f32], ldk: usize, v: &[f32], ldv: usize) {
+    fn walk(
+        &self,
+        scratch: &mut Scratch,
+        rows: &Range<usize>,
+        (k, ldk): (&[f32], usize),
+        (v, ldv): (&[f32], usize),
+    ) {
         let Job { kernels, problem, scores, width } = *self;
         let Scratch { panels, s, factor, .. } = scratch;
         let seen = visible_keys(problem, rows);

@@ -3,15 +3,24 @@
 use super::buffer::Buffer;
 use super::schedule;
 use crate::element::Element;
+use crate::simd::cast;
 use crate::view::TensorRef;
 
-/// Rows of one or more heads as f32, each head's rows consecutive at stride `ld`.
-pub(super) struct PackedRows {
-    data: Buffer,
-    heads: usize,
-    head_len: usize,
-    /// Distance between rows.
-    pub(super) ld: usize,
+/// The rows of every head as f32.
+pub(super) enum HeadRows<'a> {
+    /// The tensor's own, where it is f32 with the head dim contiguous: products read them as they lie.
+    InPlace(TensorRef<'a, f32>),
+    /// Converted.
+    Packed {
+        /// Each head's rows consecutively, at stride `ld`.
+        data: Buffer,
+        /// Heads.
+        heads: usize,
+        /// Values of one head.
+        head_len: usize,
+        /// Distance between rows.
+        ld: usize,
+    },
 }
 
 /// A row stride of at least `len` values that is an odd number of cache lines: a column of a tile then spreads over all
@@ -20,10 +29,17 @@ pub(super) fn row_stride(len: usize) -> usize {
     (len.div_ceil(16) | 1) * 16
 }
 
-impl PackedRows {
-    /// All of a tensor's rows, converted by all threads.
-    pub(super) fn new<T: Element>(tensor: &TensorRef<'_, T>, threads: Option<usize>) -> PackedRows {
+impl<'a> HeadRows<'a> {
+    /// All of a tensor's rows, converted (where they have to be) by all threads.
+    pub(super) fn new<T: Element>(tensor: &TensorRef<'a, T>, threads: Option<usize>) -> Self {
         let [batch, seqlen, heads, dims] = tensor.shape();
+        let strides = tensor.strides();
+        if let Some(tensor) = cast::tensor(tensor)
+            && strides.dim == 1
+            && strides.seq >= dims as i64
+        {
+            return HeadRows::InPlace(tensor);
+        }
         let ld = row_stride(dims);
         let mut data = Buffer::new(batch * heads * seqlen * ld);
         let head_len = seqlen * ld;
@@ -51,13 +67,22 @@ impl PackedRows {
                 },
             );
         }
-        PackedRows { data, heads, head_len, ld }
+        HeadRows::Packed { data, heads, head_len, ld }
     }
 
-    /// The rows of one head.
-    pub(super) fn head(&self, batch: usize, head: usize) -> &[f32] {
-        let start = (batch * self.heads + head) * self.head_len;
-        &self.data[start..start + self.head_len]
+    /// The rows of one head, from its first on, and the distance between them. Empty when the sequence is.
+    pub(super) fn head(&self, batch: usize, head: usize) -> (&[f32], usize) {
+        match self {
+            HeadRows::InPlace(tensor) => {
+                let strides = tensor.strides();
+                let start = strides.offset(batch, 0, head, 0) as usize;
+                (tensor.data().get(start..).unwrap_or(&[]), strides.seq as usize)
+            }
+            HeadRows::Packed { data, heads, head_len, ld } => {
+                let start = (batch * heads + head) * head_len;
+                (&data[start..start + head_len], *ld)
+            }
+        }
     }
 }
 
