@@ -49,10 +49,10 @@ pub struct BundledKernel {
     pub report: Report,
 }
 
-/// The built-in bundle: cubins by the hash of their source.
+/// The built-in bundle: kernels by the hash of their source.
 #[derive(Debug, Default)]
 pub struct Bundle {
-    cubins: HashMap<String, &'static [u8]>,
+    kernels: HashMap<String, (BundledKernel, &'static [u8])>,
 }
 
 /// The manifest and the cubins by file name, empty without the feature.
@@ -85,27 +85,32 @@ impl Bundle {
         let files: HashMap<&str, &'static [u8]> = files.iter().copied().collect();
         let whole = |kernel: BundledKernel| {
             let cubin = *files.get(kernel.file.as_str())?;
-            (hash(&[cubin]) == kernel.cubin_sha256).then_some((kernel.source, cubin))
+            (hash(&[cubin]) == kernel.cubin_sha256).then(|| (kernel.source.clone(), (kernel, cubin)))
         };
-        Bundle { cubins: manifest.kernels.into_iter().filter_map(whole).collect() }
+        Bundle { kernels: manifest.kernels.into_iter().filter_map(whole).collect() }
     }
 
     /// The cubin made from exactly this source; a bundle of older sources has none.
     pub fn find(&self, source: &Source) -> Option<&'static [u8]> {
-        if self.cubins.is_empty() {
+        if self.kernels.is_empty() {
             return None;
         }
-        self.cubins.get(&source_hash(source)).copied()
+        self.kernels.get(&source_hash(source)).map(|(_, cubin)| *cubin)
+    }
+
+    /// The specs that it holds for `arch`.
+    pub fn specs(&self, arch: Arch) -> impl Iterator<Item = &KernelSpec> {
+        self.kernels.values().map(|(kernel, _)| kernel).filter(move |k| k.arch == arch).map(|k| &k.spec)
     }
 
     /// Number of kernels.
     pub fn len(&self) -> usize {
-        self.cubins.len()
+        self.kernels.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.cubins.is_empty()
+        self.kernels.is_empty()
     }
 }
 

@@ -82,20 +82,29 @@ impl Cache {
         let flags = compiler.flags(&source.target);
         let name = self.compiler_name(compiler)?;
         let key = key(&name, &flags, source);
-        if let Some(kernel) = self.memory().get(&key) {
-            return Ok(kernel.clone());
-        }
-        let kernel = match self.read(&key) {
+        // Code that is refused is kept too: a plan that spills is passed over at once the next time.
+        let remembered = self.memory().get(&key).cloned();
+        let kernel = match remembered {
             Some(kernel) => kernel,
             None => {
-                tracing::info!(%spec, target = source.target, compiler = name, "compiling");
-                let compiled = compiler.compile(source);
-                self.keep(&key, spec, source, Entry::of(name, flags, &compiled), compiled)?
+                let kernel = match self.read(&key) {
+                    Some(kernel) => kernel,
+                    None => self.compile(&key, compiler, (name, flags), spec, source)?,
+                };
+                let kernel = Arc::new(kernel);
+                self.memory().insert(key.clone(), kernel.clone());
+                kernel
             }
         };
-        let kernel = Arc::new(kernel);
-        self.memory().insert(key, kernel.clone());
-        Ok(kernel)
+        match kernel.report.fault() {
+            None => Ok(kernel),
+            Some(fault) => {
+                let log_file =
+                    self.root.as_ref().map(|root| root.join(key).join(LOG)).filter(|log| log.is_file());
+                let (name, target) = (spec.to_string(), source.target.clone());
+                Err(Error::Refused { name, target, fault: fault.to_string(), log_file })
+            }
+        }
     }
 
     /// Bytes on disk, all entries together.
@@ -113,37 +122,26 @@ impl Cache {
         self.len() == 0
     }
 
-    /// Stores what came of a compilation, good or bad, and turns the bad into errors.
-    fn keep(
+    /// Compiles a source and stores what came of it: the kernel, or the log of the errors.
+    fn compile(
         &self,
         key: &str,
+        compiler: &Compiler,
+        (name, flags): (String, Vec<String>),
         spec: &KernelSpec,
         source: &Source,
-        entry: Option<Entry>,
-        compiled: Result<Compiled, CompileFailure>,
     ) -> Result<Compiled, Error> {
-        let (name, target) = (spec.to_string(), source.target.clone());
-        let failed = format!("failed-{key}");
-        match compiled {
-            Ok(compiled) => match compiled.report.fault() {
-                None => {
-                    self.write(
-                        key,
-                        spec,
-                        source,
-                        &compiled.log,
-                        entry.map(|entry| (entry, &*compiled.cubin)),
-                    );
-                    Ok(compiled)
-                }
-                Some(fault) => {
-                    let log_file = self.write(&failed, spec, source, &compiled.log, None);
-                    Err(Error::Refused { name, target, fault: fault.to_string(), log_file })
-                }
-            },
+        tracing::info!(%spec, target = source.target, compiler = name, "compiling");
+        match compiler.compile(source) {
+            Ok(compiled) => {
+                let cubin_sha256 = hash(&[&compiled.cubin]);
+                let entry = Entry { compiler: name, flags, cubin_sha256, report: compiled.report.clone() };
+                self.write(key, spec, source, &compiled.log, Some((&entry, &compiled.cubin)));
+                Ok(compiled)
+            }
             Err(CompileFailure::Log(log)) => {
-                let log_file = self.write(&failed, spec, source, &log, None);
-                Err(Error::Compile { name, target, log, log_file })
+                let log_file = self.write(&format!("failed-{key}"), spec, source, &log, None);
+                Err(Error::Compile { name: spec.to_string(), target: source.target.clone(), log, log_file })
             }
             Err(CompileFailure::Compiler(error)) => Err(error),
         }
@@ -158,7 +156,7 @@ impl Cache {
         let read = || -> Option<Compiled> {
             let entry: Entry = ron::from_str(&fs::read_to_string(folder.join("entry.ron")).ok()?).ok()?;
             let cubin = fs::read(folder.join("kernel.cubin")).ok()?;
-            let log = fs::read_to_string(folder.join("log.txt")).ok()?;
+            let log = fs::read_to_string(folder.join(LOG)).ok()?;
             (hash(&[&cubin]) == entry.cubin_sha256).then_some(Compiled { cubin, log, report: entry.report })
         };
         let found = read();
@@ -179,7 +177,7 @@ impl Cache {
         spec: &KernelSpec,
         source: &Source,
         log: &str,
-        good: Option<(Entry, &[u8])>,
+        good: Option<(&Entry, &[u8])>,
     ) -> Option<PathBuf> {
         let root = self.root.as_ref()?;
         let folder = root.join(name);
@@ -189,8 +187,8 @@ impl Cache {
             let to = |file: &str| temporary.path().join(file);
             fs::write(to("spec.ron"), spec.to_ron())?;
             fs::write(to("source.cu"), &source.unit)?;
-            fs::write(to("log.txt"), log)?;
-            if let Some((entry, cubin)) = &good {
+            fs::write(to(LOG), log)?;
+            if let Some((entry, cubin)) = good {
                 fs::write(to("kernel.cubin"), cubin)?;
                 let text = ron::ser::to_string_pretty(entry, Default::default()).map_err(io::Error::other)?;
                 fs::write(to("entry.ron"), text)?;
@@ -211,7 +209,7 @@ impl Cache {
             return None;
         }
         self.evict(&folder);
-        Some(folder.join("log.txt"))
+        Some(folder.join(LOG))
     }
 
     /// Removes the oldest entries until the limit holds again, but never the one at `newest`.
@@ -298,18 +296,6 @@ impl Cache {
     }
 }
 
-impl Entry {
-    fn of(
-        compiler: String,
-        flags: Vec<String>,
-        compiled: &Result<Compiled, CompileFailure>,
-    ) -> Option<Entry> {
-        let compiled = compiled.as_ref().ok()?;
-        let cubin_sha256 = hash(&[&compiled.cubin]);
-        Some(Entry { compiler, flags, cubin_sha256, report: compiled.report.clone() })
-    }
-}
-
 struct Folder {
     path: PathBuf,
     modified: SystemTime,
@@ -318,6 +304,9 @@ struct Folder {
 
 /// First part of the names of folders that are being written.
 const TEMPORARY: &str = ".tmp-";
+
+/// The file of a compiler's messages.
+const LOG: &str = "log.txt";
 
 /// The folder of compilers' versions.
 const COMPILERS: &str = "compilers";

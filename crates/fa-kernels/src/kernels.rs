@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
 use fa_core::{Arch, KernelSpec, Problem};
+use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{Family, PlanError, PlanOptions, plan};
 
 use crate::bundle::Bundle;
@@ -74,35 +75,24 @@ impl Kernels {
     }
 
     /// The forward pass of `problem` by the kernel preferred for it ([`Kernels::prefer`]), or else by the planner's best
-    /// that compiles cleanly. The first call for a kernel compiles it (below 1.5 s) or reads it from the cache.
+    /// that compiles cleanly, or else, where there is no compiler, by the best of the built-in bundle. The first call for
+    /// a kernel compiles it, in a second or so, or reads it from the cache.
     ///
     /// # Errors
     /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and loading.
     pub fn forward(&self, problem: &Problem) -> Result<Forward, Error> {
         let key = key_of(problem);
-        if let Some(spec) = lock(&self.chosen).get(&key).cloned() {
+        let chosen = lock(&self.chosen).get(&key).cloned();
+        if let Some(spec) = chosen {
             return self.forward_with(problem, &spec);
         }
-        let mut refused = None;
-        for spec in self.candidates(problem)? {
-            match self.forward_with(problem, &spec) {
-                Ok(forward) => {
-                    lock(&self.chosen).insert(key, spec);
-                    return Ok(forward);
-                }
-                // A plan's registers are a prediction; the next plan takes the place of one that spills.
-                Err(error @ Error::Refused { .. }) => {
-                    tracing::warn!(%error, "the planner's choice is passed over");
-                    refused.get_or_insert(error);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Err(refused.unwrap_or(Error::Plan(PlanError::NoneFits {
-            arch: self.arch,
-            tried: 0,
-            nearest: Vec::new(),
-        })))
+        let (forward, spec) = match self.planned(problem) {
+            // Without a compiler there is what was compiled ahead.
+            Err(error @ Error::NoCompiler { .. }) => self.bundled(problem).ok_or(error)??,
+            planned => planned?,
+        };
+        lock(&self.chosen).insert(key, spec);
+        Ok(forward)
     }
 
     /// The forward pass of `problem` by a kernel of the caller's choice.
@@ -148,25 +138,50 @@ impl Kernels {
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
     }
 
-    fn candidates(&self, problem: &Problem) -> Result<Vec<KernelSpec>, Error> {
-        let mut specs = Vec::new();
-        let mut first_error = None;
-        // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles cleanly.
+    /// The best of the planner's kernels that compiles cleanly: of the architecture's own, or else of those by mma.sync,
+    /// which run everywhere.
+    fn planned(&self, problem: &Problem) -> Result<(Forward, KernelSpec), Error> {
         let native = Family::native(self.arch);
         let families = if native == Family::Sm80 { vec![native] } else { vec![native, Family::Sm80] };
+        let mut first_error = None;
         for family in families {
             let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
-            match plan(problem, self.arch, &options) {
-                Ok(plans) => specs.extend(plans.into_iter().take(TRIES).map(|plan| plan.spec)),
+            let plans = match plan(problem, self.arch, &options) {
+                Ok(plans) => plans,
                 Err(error) => {
-                    first_error.get_or_insert(error);
+                    first_error.get_or_insert(error.into());
+                    continue;
+                }
+            };
+            for spec in plans.into_iter().take(TRIES).map(|plan| plan.spec) {
+                match self.forward_with(problem, &spec) {
+                    Ok(forward) => return Ok((forward, spec)),
+                    // A plan's registers are a prediction; the next plan takes the place of one that spills.
+                    Err(error @ Error::Refused { .. }) => {
+                        tracing::warn!(%error, "the planner's choice is passed over");
+                        first_error.get_or_insert(error);
+                    }
+                    Err(error) => return Err(error),
                 }
             }
         }
-        match first_error {
-            Some(error) if specs.is_empty() => Err(error.into()),
-            _ => Ok(specs),
-        }
+        Err(first_error.unwrap_or(Error::Plan(PlanError::NoneFits {
+            arch: self.arch,
+            tried: 0,
+            nearest: Vec::new(),
+        })))
+    }
+
+    /// The built-in kernel that is predicted to be fastest; `None` when none computes the problem.
+    fn bundled(&self, problem: &Problem) -> Option<Result<(Forward, KernelSpec), Error>> {
+        let constants = CostConstants::of(self.arch);
+        let spec = Bundle::embedded()
+            .specs(self.arch)
+            .filter(|spec| check_match(spec, problem).is_ok())
+            .map(|spec| (predict(problem, spec, self.arch, &constants).seconds, spec))
+            .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))?
+            .1;
+        Some(self.forward_with(problem, spec).map(|forward| (forward, spec.clone())))
     }
 
     fn compiler(&self) -> Result<Arc<Compiler>, Error> {

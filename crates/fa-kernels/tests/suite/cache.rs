@@ -238,6 +238,10 @@ fn spills_and_lost_performance_are_refused_with_the_log() {
         let Error::Refused { fault, log_file: Some(file), .. } = &error else { panic!("{error}") };
         assert!(fault.contains(part), "{fault}");
         assert!(fs::read_to_string(file).unwrap().contains("registers"));
+        // Refused again without compiling again.
+        let compiler = nvrtc();
+        let again = open(root.path()).get(&compiler, &sm80_spec(), &source).unwrap_err();
+        assert_eq!(again.to_string(), error.to_string());
+        assert!(!compiler.is_loaded());
     }
-    assert!(fs::read_dir(root.path()).unwrap().all(|e| !e.unwrap().path().join("kernel.cubin").exists()));
 }

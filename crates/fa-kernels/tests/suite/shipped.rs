@@ -52,3 +52,24 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     let error = Manifest::read(folder.path()).unwrap_err().to_string();
     assert!(error.contains("checksum") && error.contains("cargo xtask build"), "{error}");
 }
+
+/// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is compiled.
+#[cfg(feature = "bundle")]
+#[test]
+fn the_built_in_bundle_holds_every_shipped_kernel() {
+    use fa_kernels::bundle::Bundle;
+    use fa_kernels::{Source, smem_bytes};
+    let bundle = Bundle::embedded();
+    if bundle.is_empty() {
+        // Built without a bundle at hand: the build script has said so.
+        return;
+    }
+    for ShippedSpec { archs, spec } in shipped() {
+        for arch in archs {
+            let source = Source::new(&spec, arch, Some(smem_bytes(&spec)), &Headers::embedded()).unwrap();
+            let cubin =
+                bundle.find(&source).unwrap_or_else(|| panic!("{spec} on {arch} is not in the bundle"));
+            assert_eq!(&cubin[..4], b"\x7fELF");
+        }
+    }
+}
