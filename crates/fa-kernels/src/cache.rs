@@ -342,7 +342,7 @@ fn discard(folder: &Path) -> io::Result<()> {
     }
 }
 
-fn default_root() -> Option<PathBuf> {
+pub(crate) fn default_root() -> Option<PathBuf> {
     let from =
         |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
     if let Some(named) = from(CACHE_VARIABLE) {

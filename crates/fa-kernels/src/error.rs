@@ -91,6 +91,14 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// A table of tuned kernels cannot be read.
+    #[error("{path} is no table of tuned kernels: {reason}; remove it, or run `fa tune` anew", path = .path.display())]
+    BadTuned {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// There is no CUDA driver.
     #[error("no CUDA driver (libcuda) found: install NVIDIA's driver, or use the CPU backend")]
     NoDriver,

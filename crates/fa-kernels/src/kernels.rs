@@ -14,7 +14,7 @@ use crate::compile::{Compiler, CompilerKind};
 use crate::forward::{Forward, check_match};
 use crate::module::LoadedKernel;
 use crate::source::Source;
-use crate::{Error, Headers, driver, smem_bytes};
+use crate::{Error, Headers, driver, smem_bytes, tune};
 
 /// Compiled kernels for one context. Shared by threads.
 pub struct Kernels {
@@ -74,8 +74,9 @@ impl Kernels {
         &self.cache
     }
 
-    /// The forward pass of `problem` by the kernel preferred for it ([`Kernels::prefer`]), or else by the planner's best
-    /// that compiles cleanly, or else, where there is no compiler, by the best of the built-in bundle. The first call for
+    /// The forward pass of `problem` by the kernel preferred for it ([`Kernels::prefer`]), or else by the one that won when
+    /// such problems were measured on this GPU ([`tune`]), or else by the planner's best that compiles cleanly, or else,
+    /// where there is no compiler, by the best of the built-in bundle. The first call for
     /// a kernel compiles it, in a second or so, or reads it from the cache.
     ///
     /// # Errors
@@ -86,7 +87,8 @@ impl Kernels {
         if let Some(spec) = chosen {
             return self.forward_with(problem, &spec);
         }
-        let (forward, spec) = match self.planned(problem) {
+        let tuned = self.tuned(problem);
+        let (forward, spec) = match tuned.map_or_else(|| self.planned(problem), Ok) {
             // Without a compiler there is what was compiled ahead.
             Err(error @ Error::NoCompiler { .. }) => self.bundled(problem).ok_or(error)??,
             planned => planned?,
@@ -115,6 +117,11 @@ impl Kernels {
         Ok(())
     }
 
+    /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another version.
+    pub fn set_compiler(&self, compiler: Compiler) {
+        *lock(&self.compiler) = Some(Arc::new(compiler));
+    }
+
     /// The kernel of `spec`, from memory, the built-in bundle, the cache, or compiled now.
     ///
     /// # Errors
@@ -136,6 +143,19 @@ impl Kernels {
         };
         // Of two threads that loaded the same kernel, the first to be here wins; both loads were good.
         Ok(slot.get_or_init(|| Arc::new(kernel)).clone())
+    }
+
+    /// The kernel that won by measurement, where one did and it still compiles.
+    fn tuned(&self, problem: &Problem) -> Option<(Forward, KernelSpec)> {
+        let gpu = self.context.name().ok()?;
+        let spec = tune::choice(&gpu, problem)?;
+        match self.forward_with(problem, &spec) {
+            Ok(forward) => Some((forward, spec)),
+            Err(error) => {
+                tracing::warn!(%spec, %error, "the tuned kernel is passed over: tune again");
+                None
+            }
+        }
     }
 
     /// The best of the planner's kernels that compiles cleanly: of the architecture's own, or else of those by mma.sync,

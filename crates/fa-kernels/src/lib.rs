@@ -59,6 +59,7 @@ mod source;
 pub mod specs;
 mod tma;
 pub mod toolchain;
+pub mod tune;
 
 pub use args::{Element, ForwardArgs, Input, Output, RawForwardArgs, RawTensor};
 pub use cache::Cache;

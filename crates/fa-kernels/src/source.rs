@@ -45,6 +45,15 @@ impl Source {
         Ok(Source { unit, headers, target: target(spec, arch) })
     }
 
+    /// A hash (SHA-256 in hex) of the unit and every header that it reaches, by which records of validations and
+    /// measurements tell whether a kernel has changed since. The target does not count.
+    pub fn fingerprint(&self) -> String {
+        let headers = self.headers.iter().flat_map(|(name, text)| [name.as_str(), text.as_str()]);
+        let parts: Vec<&[u8]> =
+            std::iter::once(self.unit.as_str()).chain(headers).map(str::as_bytes).collect();
+        crate::cache::hash(&parts)
+    }
+
     /// Writes the unit as `kernel.cu` and the headers beside it, as nvcc needs them.
     ///
     /// # Errors
