@@ -11,6 +11,11 @@ with null for what is not there, and in errors why a peer is not in the list. Th
     {"cmd": "time", "mode": "fwd"|"bwd", "batch": 1, "heads_q": 16, "heads_kv": 16, "seqlen_q": 8192, "seqlen_k": 8192,
      "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30}
         -> {"peers": {"fa2": 3.1, "cudnn": 1.9}, "errors": {"fa3": "forward only"}}      median milliseconds
+    {"cmd": "open", ... as "time"}
+        -> {"peers": ["fa2", "cudnn"], "errors": {"fa3": "forward only"}}    checked and warm; replaces what was open
+    {"cmd": "round", "peer": "fa2", "reps": 6}
+        -> {"times": [3.1, 3.2, ...], "errors": {}}    milliseconds of each call; the asker decides whose turn it is
+    {"cmd": "close"}  -> {"errors": {}}    gives the memory back
     {"cmd": "matmul"} -> {"tflops": 785.0, "ms": 1.4, "errors": {}}       8192^3, bf16, random normal
     {"cmd": "copy"}   -> {"gb_per_s": 3020.0, "ms": 1.4, "errors": {}}    on the device, bytes read plus bytes written
     {"cmd": "quit"}   -> no reply; it exits, as it does at the end of its input
@@ -26,8 +31,9 @@ Peers:
     fa4     FlashAttention 4 (flash_attn.cute)
 
 How it is timed: inputs are random normal, in BSHD memory for every peer. After a warm-up every call stands between two
-CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's shows up. Peers take
-turns in rounds, and the median over all rounds counts. Inputs that would stay in the L2 cache are replaced by several sets
+CUDA events; a spin kernel holds the GPU back while calls are queued, so that no gap of the host's shows up, and a few calls
+that do not count run between the two, so that clocks are those of work and not of idling. Peers take turns in rounds, in
+another order each time, and the median over all rounds counts. Inputs that would stay in the L2 cache are replaced by several sets
 used in turn. Backward is torch.autograd.grad alone on a retained graph. A peer whose result differs from the first peer's is
 reported as an error and not timed.
 """
@@ -35,6 +41,7 @@ reported as an error and not timed.
 import json
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -42,6 +49,8 @@ import time
 import traceback
 
 ROUNDS = 3
+# Calls that do not count at the head of every queue.
+LEAD_CALLS = 3
 WARM_UP_CALLS = 3
 WARM_UP_SECONDS = 0.02
 # Calls queued behind one spin kernel; the driver's queue holds about a thousand launches.
@@ -181,7 +190,9 @@ class Clock:
         while len(times) < calls:
             count = min(QUEUE_CALLS, calls - len(times))
             events = [[self.torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-            self.spin(1.5 * count * host_seconds + 1e-3)
+            self.spin(1.5 * (count + LEAD_CALLS) * host_seconds + 1e-3)
+            for _ in range(LEAD_CALLS):
+                call()
             for start, end in events:
                 start.record()
                 call()
@@ -273,6 +284,7 @@ class Helper:
         self.peers = {}
         self.errors = {}
         self.torch = None
+        self.session = None
         self.context_lost = False
         try:
             import torch
@@ -299,7 +311,14 @@ class Helper:
         return {"hello": hello | {"errors": self.errors}}
 
     def answer(self, request):
-        handlers = {"time": self.time, "matmul": self.matmul, "copy": self.copy}
+        handlers = {
+            "time": self.time,
+            "open": self.open,
+            "round": self.round,
+            "close": self.close,
+            "matmul": self.matmul,
+            "copy": self.copy,
+        }
         command = request.get("cmd") if isinstance(request, dict) else None
         if command not in handlers:
             raise ValueError(f"cmd must be one of {', '.join(handlers)}, quit, not {command!r}")
@@ -308,7 +327,9 @@ class Helper:
         try:
             return handlers[command](request)
         finally:
-            self.tidy()
+            # Memory given back between rounds would have to be asked for again within the next one.
+            if command != "round":
+                self.tidy()
 
     def tidy(self):
         """Give memory back, and notice a lost context: after an illegal access no call works any more."""
@@ -319,7 +340,9 @@ class Helper:
             self.context_lost = True
             log("the GPU context is lost:", brief(error))
 
-    def time(self, request):
+    def open(self, request):
+        """Peers that compute the request, with inputs and warm; kept until the next one."""
+        self.session = None
         request = checked_request(request)
         wanted = request.get("peers") or list(self.peers)
         errors = {name: self.errors.get(name, "no such peer") for name in wanted if name not in self.peers}
@@ -345,17 +368,41 @@ class Helper:
             except Exception as error:
                 errors[name] = str(error) if isinstance(error, Refused) else brief(error)
                 log(name, "failed:", errors[name])
-        reference = None
-        times = {name: [] for name in calls}
+        self.session = (calls, host_seconds)
+        return {"peers": list(calls), "errors": errors}
+
+    def round(self, request):
+        """Times of one peer of what is open."""
+        calls, host_seconds = self.session or ({}, {})
+        name, reps = request.get("peer"), request.get("reps")
+        if name not in calls:
+            raise ValueError(f"{name!r} is not open, only {', '.join(calls) or 'nothing'}")
+        if type(reps) is not int or reps < 1:
+            raise ValueError(f"reps must be a whole number of at least 1, not {reps!r}")
+        try:
+            return {"times": self.clock.time(calls[name], reps, host_seconds[name]), "errors": {}}
+        except Exception as error:
+            log(name, "failed while timed:", brief(error))
+            del calls[name]
+            self.tidy()
+            return {"times": [], "errors": {name: brief(error)}}
+
+    def close(self, _request):
+        self.session = None
+        return {"errors": {}}
+
+    def time(self, request):
+        opened = self.open(request)
+        errors = opened["errors"]
+        times = {name: [] for name in opened["peers"]}
         for _ in range(ROUNDS):
-            for name, call in list(calls.items()):
-                try:
-                    times[name] += self.clock.time(call, math.ceil(request["reps"] / ROUNDS), host_seconds[name])
-                except Exception as error:
-                    errors[name] = brief(error)
-                    log(name, "failed while timed:", errors[name])
-                    del calls[name]
-        return {"peers": {name: statistics.median(times[name]) for name in calls}, "errors": errors}
+            left = [name for name in times if name not in errors]
+            for name in random.sample(left, len(left)):
+                answer = self.round({"peer": name, "reps": math.ceil(request["reps"] / ROUNDS)})
+                times[name] += answer["times"]
+                errors |= answer["errors"]
+        self.session = None
+        return {"peers": {name: statistics.median(times[name]) for name in times if name not in errors}, "errors": errors}
 
     def matmul(self, _request):
         n = 8192

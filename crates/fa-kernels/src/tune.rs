@@ -147,8 +147,9 @@ impl Tuned {
     /// [`Error::Io`], and [`Error::BadTuned`] for a file that is no table.
     pub fn read(path: &Path) -> Result<Tuned, Error> {
         match fs::read_to_string(path) {
-            Ok(text) => Tuned::from_ron(&text)
-                .map_err(|reason| Error::BadTuned { path: path.to_owned(), reason }),
+            Ok(text) => {
+                Tuned::from_ron(&text).map_err(|reason| Error::BadTuned { path: path.to_owned(), reason })
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Tuned::default()),
             Err(error) => Err(Error::io(path, error)),
         }
@@ -230,7 +231,8 @@ mod tests {
     const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
 
     fn entry(problem: &Problem, rank: usize) -> TunedEntry {
-        let spec = plan(problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans")[rank].spec.clone();
+        let spec =
+            plan(problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans")[rank].spec.clone();
         TunedEntry { key: TuneKey::of(problem), spec, tflops: 1.0 }
     }
 
