@@ -20,6 +20,8 @@ use crate::view::TensorMut;
 
 /// Keys of a tile.
 const TILE_N: usize = 128;
+/// Tiles of keys that share a tile of queries while it is in the second-level cache.
+const GROUP: usize = 2;
 /// Panels of queries in a tile.
 const PANELS: usize = 2;
 
@@ -239,21 +241,23 @@ impl Job<'_> {
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and to dQt.
     fn walk(&self, scratch: &mut Scratch, keys: &Range<usize>, [k, v]: [(&[f32], usize); 2], dq: &mut [f32]) {
         let Job { problem, sizes, .. } = *self;
-        for key in keys.clone().step_by(TILE_N) {
-            let tile = key..keys.end.min(key + TILE_N);
-            let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
-            let sees = |key| transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
-            let seen = sees(tile.start).start..sees(tile.end - 1).end;
+        let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
+        let seen_by = |key| transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
+        for key in keys.clone().step_by(GROUP * TILE_N) {
+            let group = key..keys.end.min(key + GROUP * TILE_N);
+            let seen = seen_by(group.start).start..seen_by(group.end - 1).end;
             if seen.is_empty() {
                 continue;
             }
             for m_tile in seen.start / sizes.tile_m..seen.end.div_ceil(sizes.tile_m) {
                 let queries = self.rows(m_tile);
                 let visible = visible_keys(problem, &queries);
-                let visible = visible.start.max(tile.start)..visible.end.min(tile.end);
-                if !visible.is_empty() {
-                    let dq = &mut dq[m_tile * problem.head_dim * sizes.tile_m..];
-                    self.tile(scratch, m_tile, &queries, &visible, keys.start, k, v, dq);
+                let dq = &mut dq[m_tile * problem.head_dim * sizes.tile_m..];
+                for key in group.clone().step_by(TILE_N) {
+                    let tile = visible.start.max(key)..visible.end.min(group.end).min(key + TILE_N);
+                    if !tile.is_empty() {
+                        self.tile(scratch, m_tile, &queries, &tile, keys.start, k, v, dq);
+                    }
                 }
             }
         }

@@ -14,8 +14,8 @@ use crate::view::{TensorMut, TensorRef};
 
 /// Keys of a tile: a panel of weights (`tile_n x panel`) and one of queries stay in the first-level cache.
 pub(super) const TILE_N: usize = 128;
-/// Panels of queries that share a tile of keys while it is in the second-level cache.
-const PANELS: usize = 2;
+/// Most panels of queries that share a tile of keys while it is in the second-level cache.
+const PANELS: usize = 8;
 
 /// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
 pub(super) struct Scores {
@@ -56,7 +56,7 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(problem: &Problem, width: usize) -> Scratch {
+    fn new(problem: &Problem, width: usize, panels: usize) -> Scratch {
         let panel = || Panel {
             q: Buffer::new(problem.head_dim * width),
             o: Buffer::new(problem.head_dim_v * width),
@@ -65,12 +65,21 @@ impl Scratch {
             started: false,
         };
         Scratch {
-            panels: (0..PANELS).map(|_| panel()).collect(),
+            panels: (0..panels).map(|_| panel()).collect(),
             s: Buffer::new(TILE_N * width),
             factor: Buffer::new(width),
             rows: Buffer::new(width * row_stride(problem.head_dim.max(problem.head_dim_v))),
         }
     }
+}
+
+/// How many panels of `width` queries make a tile: as many as `most`, but fewer where threads would have nothing to do, and
+/// so that all tiles are about equally long.
+pub(super) fn panels_in_tile(problem: &Problem, width: usize, most: usize, workers: usize) -> usize {
+    let panels = problem.seqlen_q.div_ceil(width).max(1);
+    let heads = (problem.batch * problem.heads_q).max(1);
+    let tiles = panels.div_ceil(most).max((4 * workers).div_ceil(heads)).min(panels);
+    panels.div_ceil(tiles)
 }
 
 /// (batch, query head, tile of queries), most work first.
@@ -119,8 +128,8 @@ pub(super) fn hide(problem: &Problem, queries: &Range<usize>, keys: &Range<usize
 }
 
 /// Queries of a work item.
-pub(super) fn tile_m(kernels: Kernels) -> usize {
-    PANELS * kernels.panel()
+pub(super) fn tile_m(kernels: Kernels, problem: &Problem, threads: Option<usize>) -> usize {
+    kernels.panel() * panels_in_tile(problem, kernels.panel(), PANELS, schedule::workers(threads))
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -135,7 +144,7 @@ pub(super) fn run<T: Element>(
     lse: Option<&mut [f32]>,
 ) {
     let width = kernels.panel();
-    let tile_m = tile_m(kernels);
+    let tile_m = tile_m(kernels, problem, threads);
     let items = items(problem, tile_m);
     if items.is_empty() {
         return;
@@ -148,7 +157,7 @@ pub(super) fn run<T: Element>(
     schedule::run(
         items.len(),
         threads,
-        || Scratch::new(problem, width),
+        || Scratch::new(problem, width, tile_m / width),
         |scratch, item| {
             let (batch, head, tile) = items[item];
             let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);

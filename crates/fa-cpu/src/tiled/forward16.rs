@@ -8,7 +8,7 @@ use fa_core::Problem;
 use half::bf16;
 
 use super::buffer::Buffer;
-use super::forward::{Scores, hide, items, lse_tensor, natural_lse, sees_all, visible_keys};
+use super::forward::{Scores, hide, items, lse_tensor, natural_lse, panels_in_tile, sees_all, visible_keys};
 use super::pack16::{PackedKv, grain, read_rows};
 use super::schedule;
 use crate::simd::bf16::{Bf16Kernels, GRAIN, Product16};
@@ -20,10 +20,8 @@ use crate::view::{TensorMut, TensorRef};
 pub(super) const TILE_N: usize = 128;
 /// Queries of a panel: with a tile of keys, its scores stay in the first-level cache.
 const PANEL: usize = 32;
-/// Panels of queries that share a tile of keys while it is in the second-level cache.
-const PANELS: usize = 4;
-/// Queries of a work item.
-pub(super) const TILE_M: usize = PANELS * PANEL;
+/// Most panels of queries that share a tile of keys while it is in the second-level cache.
+const PANELS: usize = 16;
 
 /// A panel of queries and what has been accumulated for it.
 struct Panel {
@@ -55,6 +53,11 @@ pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     kernels.has_bf16() && scale.is_normal() && scale > 0.0
 }
 
+/// Queries of a work item.
+pub(super) fn tile_m(problem: &Problem, threads: Option<usize>) -> usize {
+    PANEL * panels_in_tile(problem, PANEL, PANELS, schedule::workers(threads))
+}
+
 #[allow(clippy::too_many_arguments)]
 pub(super) fn run(
     kernels: Kernels,
@@ -66,23 +69,24 @@ pub(super) fn run(
     out: &mut TensorMut<'_, bf16>,
     lse: Option<&mut [f32]>,
 ) {
-    let items = items(problem, TILE_M);
+    let tile_m = tile_m(problem, threads);
+    let items = items(problem, tile_m);
     if items.is_empty() {
         return;
     }
     let kv = PackedKv::new(kernels, threads, k, v, TILE_N);
-    let out = Scatter::new(out, TILE_M);
+    let out = Scatter::new(out, tile_m);
     let mut lse = lse.map(|lse| lse_tensor(problem, lse));
-    let lse = lse.as_mut().map(|lse| Scatter::new(lse, TILE_M));
+    let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));
     let (words, dims_v) = (grain(problem.head_dim) / 2, grain(problem.head_dim_v));
     let job = Job { kernels, problem, scores: &Scores::new(problem), kv: &kv, words, dims_v };
     schedule::run(
         items.len(),
         threads,
-        || job.scratch(),
+        || job.scratch(tile_m / PANEL),
         |scratch, item| {
             let (batch, head, tile) = items[item];
-            let rows = tile * TILE_M..problem.seqlen_q.min((tile + 1) * TILE_M);
+            let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
             for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(PANEL)) {
                 let count = PANEL.min(rows.end - first);
                 read_rows(q, [batch, first, head], count, &mut scratch.rows, words);
@@ -126,7 +130,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    fn scratch(&self) -> Scratch {
+    fn scratch(&self, panels: usize) -> Scratch {
         let panel = || Panel {
             q: Buffer::new(self.words * PANEL),
             o: Buffer::new(self.dims_v * PANEL),
@@ -136,7 +140,7 @@ impl Job<'_> {
         };
         Scratch {
             tiles: self.kernels.bf16().expect("the caller asked whether there are such kernels"),
-            panels: (0..PANELS).map(|_| panel()).collect(),
+            panels: (0..panels).map(|_| panel()).collect(),
             s: Buffer::new(TILE_N * PANEL),
             p: Buffer::new(TILE_N / 2 * PANEL),
             rows: Buffer::new(PANEL * self.words),

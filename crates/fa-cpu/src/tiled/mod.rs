@@ -49,9 +49,9 @@ pub struct Plan {
 pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
     let kernels = kernels(options)?;
     let (tile_m, tile_n) = if forward16::applies(kernels, problem) {
-        (forward16::TILE_M, forward16::TILE_N)
+        (forward16::tile_m(problem, options.threads), forward16::TILE_N)
     } else {
-        (forward::tile_m(kernels), forward::TILE_N)
+        (forward::tile_m(kernels, problem, options.threads), forward::TILE_N)
     };
     Ok(Plan { isa: kernels.isa(), threads: schedule::workers(options.threads), tile_m, tile_n })
 }
