@@ -150,7 +150,9 @@ pub struct Sm90Fwd {
     pub cluster_m: u32,
     /// Of 16 exponentials, how many are computed by polynomial on the FMA units: 0 to 16.
     pub exp_poly_of_16: u32,
-    /// Rescale O only when the running maximum (in log2 units) grew by more than this; 0 rescales whenever it grew.
+    /// Rescale O only when the running maximum grew by more than this many powers of 2; 0 rescales whenever it grew. With
+    /// `pv_is_rs` and `overlap_wg` no maximum is taken at all until the sum of a block's weights shows that it has grown so
+    /// far. At most 15: the weights must stay within f16.
     pub rescale_threshold: u32,
     /// Fold the query heads of a K/V head into the rows of a tile.
     pub pack_gqa: bool,
@@ -337,7 +339,7 @@ impl Sm90Fwd {
         range("kv_stages", self.kv_stages, 1, 4)?;
         range("cluster_m", self.cluster_m, 1, 2)?;
         range("exp_poly_of_16", self.exp_poly_of_16, 0, 16)?;
-        range("rescale_threshold", self.rescale_threshold, 0, 16)?;
+        range("rescale_threshold", self.rescale_threshold, 0, 15)?;
         if self.ping_pong && self.num_wg < 2 {
             return Err(SpecError::Conflict(
                 "ping_pong needs num_wg of 2 or 3: one group has no partner".into(),

@@ -100,6 +100,30 @@ struct Softmax {
         }
     }
 
+    // The weights of `Count` scores from `begin` on against the maximum as it stands; their sums join `block_sum`. The scores
+    // stay as they are, for the case that the maximum has been outgrown.
+    template <int Count, int N>
+    __device__ __forceinline__ void weigh_as_it_stands(const float (&s)[N], int begin, float scale, float (&weights)[Count],
+                                                       float (&block_sum)[2]) const {
+        static_assert(!kNatural);
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const int row = ((begin + i) >> 1) & 1;
+            const bool polynomial = ((begin + i) * ExpPolyOf16) % 16 + ExpPolyOf16 > 15;
+            const float x = fmaf(s[begin + i], scale, -max[row]);
+            // The polynomial's exponent would wrap around; 2^100 is large enough to be noticed.
+            weights[i] = polynomial ? exp2_polynomial(fminf(x, 100.f)) : exponential(x);
+            block_sum[row] += weights[i];
+        }
+    }
+
+    // Whether a weight of the warp's rows may be beyond 2^Threshold (or is infinite, or not a number).
+    template <int Threshold>
+    __device__ __forceinline__ static bool outgrown(const float (&block_sum)[2]) {
+        constexpr float kLimit = 1 << Threshold;
+        return __any_sync(0xffffffff, !(block_sum[0] <= kLimit && block_sum[1] <= kLimit));
+    }
+
     // Completes the sums over the quad; returns in `factor` what O is to be multiplied with and in `lse` the natural
     // logarithm of the sum of exponentials: 0 and -inf for a row that saw nothing.
     __device__ __forceinline__ void finish(float (&factor)[2], float (&lse)[2]) {

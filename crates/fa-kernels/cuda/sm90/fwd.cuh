@@ -31,6 +31,11 @@ struct Traits {
     static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic, "blocks of a cluster take neighbouring tiles");
     static_assert(C.num_wg >= 2 || !C.ping_pong);
 
+    // Weights are computed against the maximum as it stands, and their sum tells whether it has been outgrown: no maximum is
+    // taken and O is not rescaled in the blocks (nearly all) where it has not. Any reference within 2^threshold of the
+    // maximum gives the same relative precision.
+    static constexpr bool kLazyMax = C.rescale_threshold > 0 && C.overlap_wg && C.pv_is_rs;
+
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
     static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
@@ -322,7 +327,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const BlockRange range = tile_blocks<C>(params, tile);
         const Rows<C.pack_gqa> rows(params);
         const int row = tile.m_block * C.tile_m + own_row;
-        Softmax<C.exp_poly_of_16, C.rescale_threshold> softmax;
+        Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
 
         // Scores to capped and masked scores.
         auto prepare = [&](int block) {
@@ -358,15 +363,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 constexpr bool kRescaleFirst = C.head_dim_v > 128;
                 // P V is done by about the time that the maximum and the first exponentials are: waiting for it there lets
                 // the other exponentials hide the conversion of P and the rescaling of O.
-#ifndef FA_EARLY
-#define FA_EARLY 4
-#endif
-                constexpr int kEarly = max_of(8, C.tile_n / 2 * FA_EARLY / 16 / 8 * 8);
+                // (A quarter, in steps of 8 registers. With three warp groups there are no registers to hold more than 8.)
+                constexpr int kEarly = T::kLazyMax && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
                 while (--block >= range.begin) {
                     smem.k_bars.wait_full(k_state);
                     wait_turn();
                     issue_s();
-                    if constexpr (kRescaleFirst) {
+                    if constexpr (kRescaleFirst && !T::kLazyMax) {
                         if (accumulate) scale_rows(o, rescale);
                     }
                     smem.v_bars.wait_full(v_state);
@@ -375,18 +378,42 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     wgmma::wait<1>();
                     release_k();
                     prepare(block);
-                    softmax.template take_max<false>(s, scale_log2, rescale);
-                    softmax.template weigh<kEarly>(s, 0, scale_log2);
-                    hold(softmax.sum);
-                    wgmma::wait<0>();
-                    release_v();
-                    softmax.template weigh<C.tile_n / 2 - kEarly>(s, kEarly, scale_log2);
-                    publish_p();
-                    if constexpr (!kRescaleFirst) scale_rows(o, rescale);
+                    if constexpr (T::kLazyMax) {
+                        constexpr int kLate = C.tile_n / 2 - kEarly;
+                        float early[kEarly], late[kLate];
+                        float block_sum[2] = {0.f, 0.f};
+                        softmax.weigh_as_it_stands(s, 0, scale_log2, early, block_sum);
+                        hold(block_sum);
+                        wgmma::wait<0>();
+                        release_v();
+                        softmax.weigh_as_it_stands(s, kEarly, scale_log2, late, block_sum);
+                        // Operands of the running product until the wait: nothing may be packed into them before.
+#pragma unroll
+                        for (int i = 0; i < kEarly / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
+#pragma unroll
+                        for (int i = 0; i < kLate / 2; ++i) p[kEarly / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
+                        if (softmax.template outgrown<C.rescale_threshold>(block_sum)) {
+                            softmax.template step<false>(s, scale_log2, rescale);
+                            publish_p();
+                            scale_rows(o, rescale);
+                        } else {
+                            softmax.sum[0] += block_sum[0];
+                            softmax.sum[1] += block_sum[1];
+                        }
+                    } else {
+                        softmax.template take_max<false>(s, scale_log2, rescale);
+                        softmax.template weigh<kEarly>(s, 0, scale_log2);
+                        hold(softmax.sum);
+                        wgmma::wait<0>();
+                        release_v();
+                        softmax.template weigh<C.tile_n / 2 - kEarly>(s, kEarly, scale_log2);
+                        publish_p();
+                        if constexpr (!kRescaleFirst) scale_rows(o, rescale);
+                    }
                     accumulate = true;
                 }
                 smem.q_bars.release(q_state, elected);
-                if constexpr (kRescaleFirst) {
+                if constexpr (kRescaleFirst && !T::kLazyMax) {
                     if (accumulate) scale_rows(o, rescale);
                 }
                 smem.v_bars.wait_full(v_state);

@@ -13,6 +13,10 @@ pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
 
+/// Powers of 2 by which weights may outgrow the reference maximum: far from the limits of f16 weights and of f32 sums, and
+/// rarely reached after the first block of keys.
+pub const RESCALE_THRESHOLD: u32 = 8;
+
 /// The registers that setmaxnreg gives each role, by number of MMA warp groups (1, 2, 3): FlashAttention-3's split.
 pub const SETMAXNREG: [SetMaxNReg; 3] = [
     SetMaxNReg { mma: 256, producer: 56 },
@@ -85,13 +89,12 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 overlap_wg,
                 q_stages: 2,
                 kv_stages: 2,
-                // With overlap, turns pay only where exponentials take as long as products (head dim 64).
-                ping_pong: if overlap_wg { num_wg >= 2 && head_dim <= 64 } else { num_wg == 2 },
+                ping_pong: if overlap_wg { num_wg >= 2 && head_dim <= 128 } else { num_wg == 2 },
                 scheduler,
                 tile_order,
                 cluster_m: 1,
                 exp_poly_of_16: 0,
-                rescale_threshold: 0,
+                rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
                 pack_gqa: packs(seqlen_q, group, tile_m as usize),
             };
             with_room_for_q(KernelSpec {
