@@ -72,15 +72,16 @@ impl<T: Copy> Rows<'_, T> {
         assert!(self.seq.contains(&seq), "row {seq} is not in {:?}", self.seq);
         let start = self.strides.offset(self.batch, seq, self.head, 0) as isize;
         let step = self.strides.dim as isize;
-        // SAFETY (both branches): the position is inside the shape, which `TensorMut` checked against its storage when it
-        // was made, and only this value may write it.
         if step == 1 {
+            // SAFETY: the row is inside the shape, which `TensorMut` checked against its storage when it was made, its
+            // elements are consecutive, and only this value may write them.
             let row = unsafe { std::slice::from_raw_parts_mut(self.data.offset(start), self.dims) };
             for (to, value) in row.iter_mut().zip(values) {
                 *to = value;
             }
         } else {
             for (dim, value) in values.take(self.dims).enumerate() {
+                // SAFETY: the position is inside the shape (see above), and only this value may write it.
                 unsafe { self.data.offset(start + dim as isize * step).write(value) }
             }
         }

@@ -50,7 +50,7 @@ const ROUND: f32 = 12_582_912.0;
 const BIAS: f32 = 127.0;
 /// Least-squares minimax fit of `(2^f - 1) / f` on [-1/2, 1/2] for the relative error of `2^f`: 2e-9 before rounding.
 const EXP2: [f32; 6] =
-    [0.693_147_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
+    [core::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
 
 /// `2^x` to about one unit in the last place for x up to 127; 0 for x below -126.5, -inf included. NaN stays NaN.
 #[inline(always)]
@@ -70,9 +70,11 @@ pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
 }
 
 /// The same fit with fewer terms: 3e-6, far below the rounding of a weight to 16 bits.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 const EXP2_SHORT: [f32; 4] = [0.693_124_2, 0.240_241, 0.055_906_426, 0.009_582_853];
 
 /// `2^x` to about 3e-6 relative, for weights that are rounded to 16 bits; otherwise as [`exp2`].
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 #[inline(always)]
 pub(super) unsafe fn exp2_short<V: Vector>(x: V) -> V {
     // SAFETY: register operations only; the caller vouches for the instruction set.
@@ -89,7 +91,7 @@ pub(super) unsafe fn exp2_short<V: Vector>(x: V) -> V {
 }
 
 /// Fit of `(tanh(y) / y - 1) / y^2` in powers of `y^2` for |y| up to 0.65.
-const TANH: [f32; 5] = [-0.333_332_75, 0.133_311_9, -0.053_716_961, 0.020_559_607, -0.005_610_772_4];
+const TANH: [f32; 5] = [-0.333_332_75, 0.133_311_9, -0.053_716_96, 0.020_559_607, -0.005_610_772_4];
 /// 2 / ln 2.
 const TWO_LOG2E: f32 = 2.0 * core::f32::consts::LOG2_E;
 

@@ -87,20 +87,12 @@ mod tests {
         for _ in 0..3 {
             let mut buffers = [1, 100, 1000].map(Buffer::<f32>::new);
             for buffer in &mut buffers {
-                assert!(buffer.as_ptr().is_aligned_to_line() && buffer.iter().all(|&value| value == 0.0));
+                assert!(
+                    buffer.as_ptr().addr().is_multiple_of(LINE) && buffer.iter().all(|&value| value == 0.0)
+                );
                 buffer.fill(7.0);
             }
             assert!(Buffer::<u32>::new(500).iter().all(|&word| word == 0));
-        }
-    }
-
-    trait Line {
-        fn is_aligned_to_line(self) -> bool;
-    }
-
-    impl<T> Line for *const T {
-        fn is_aligned_to_line(self) -> bool {
-            self.addr().is_multiple_of(LINE)
         }
     }
 
