@@ -47,6 +47,8 @@ pub enum Command {
     Bench(BenchArgs),
     /// Compile the shipped GPU kernels, without needing a GPU
     Build(BuildArgs),
+    /// Validate the GPU kernels against the CPU oracle
+    Validate(crate::validate::args::ValidateArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Print a shell's completion script

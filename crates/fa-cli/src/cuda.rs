@@ -12,12 +12,29 @@ use fa_kernels::cudarc::driver::{
 use fa_kernels::{
     Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, driver,
 };
+use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 use serde::Serialize;
 
 /// An element type that the GPU kernels compute in: f16 or bf16.
-pub trait Half: Element + fa_cpu::Element + DeviceRepr + ValidAsZeroBits + PartialEq + Default {}
-impl<T: Element + fa_cpu::Element + DeviceRepr + ValidAsZeroBits + PartialEq + Default> Half for T {}
+pub trait Half:
+    Element + fa_cpu::Element + DeviceRepr + ValidAsZeroBits + PartialEq + Default + std::fmt::Debug
+{
+    /// The bits of each value: equal bits are equal results, which equal values (0 and -0, NaN) are not.
+    fn bits(values: &[Self]) -> &[u16];
+}
+
+impl Half for half::f16 {
+    fn bits(values: &[Self]) -> &[u16] {
+        values.reinterpret_cast()
+    }
+}
+
+impl Half for half::bf16 {
+    fn bits(values: &[Self]) -> &[u16] {
+        values.reinterpret_cast()
+    }
+}
 
 /// Evaluates an expression with `$T` standing for the Rust type of a 16-bit [`fa_core::Dtype`]; `$other` for the rest.
 macro_rules! with_half {
@@ -100,14 +117,6 @@ impl Device {
             driver: crate::gpu::driver().version,
             cuda: format!("{}.{}", cuda / 1000, cuda % 1000 / 10),
         })
-    }
-
-    /// Bytes of device memory that are free.
-    ///
-    /// # Errors
-    /// [`Error::Driver`].
-    pub fn free_bytes(&self) -> Result<usize, Error> {
-        self.context().mem_get_info().map(|(free, _)| free).map_err(doing("asking for free memory"))
     }
 
     /// The forward of `problem`: by the kernel of `spec`, or else by the library's own choice.
@@ -303,12 +312,6 @@ impl<T: Half> Inputs<T> {
         });
         Inputs { problem: *problem, values, places }
     }
-
-    /// Values of the caller's, packed BSHD, to lie so as well.
-    pub fn packed(problem: &Problem, values: [Vec<T>; 3]) -> Inputs<T> {
-        let places = shapes(problem).map(|shape| Place::packed(shape, TensorLayout::Bshd));
-        Inputs { problem: *problem, values, places }
-    }
 }
 
 /// Shapes of Q, K, V and O.
@@ -404,7 +407,16 @@ pub struct Outputs<T> {
     pub strays: usize,
 }
 
-/// Places above this are filled batch entry by batch entry, and what lies between entries is not looked at.
+impl<T: Half> Outputs<T> {
+    /// Whether every bit is the same.
+    pub fn same_bits(&self, other: &Outputs<T>) -> bool {
+        let lse = |outputs: &Outputs<T>| outputs.lse.iter().map(|lse| lse.to_bits()).collect::<Vec<_>>();
+        T::bits(&self.out) == T::bits(&other.out) && lse(self) == lse(other)
+    }
+}
+
+/// Places above this are filled and read batch entry by batch entry (inputs whose entries are above it row by row), and
+/// what lies between entries is not looked at.
 const WHOLE_LIMIT: usize = 1 << 28;
 
 impl<T: Half> Call<T> {
@@ -535,6 +547,19 @@ fn upload<T: Half>(stream: &Arc<CudaStream>, values: &[T], place: &Place) -> Res
         return Ok(slice);
     }
     let entry_len = place.reach([1, seqlen, heads, dim]);
+    if entry_len > WHOLE_LIMIT {
+        let mut rows = Vec::new();
+        for b in 0..batch {
+            let base = place.strides.offset(b, 0, 0, 0) as usize;
+            place.rows(b, |at, from| rows.push((base + at, from)));
+        }
+        for (at, from) in rows {
+            stream
+                .memcpy_htod(&values[from..from + dim], &mut slice.slice_mut(at..at + dim))
+                .map_err(&sent)?;
+        }
+        return Ok(slice);
+    }
     for b in 0..batch {
         let mut entry = vec![nan; entry_len];
         place.rows(b, |at, from| entry[at..][..dim].copy_from_slice(&values[from..from + dim]));

@@ -17,11 +17,13 @@ mod on_gpu;
 mod output;
 mod plan;
 mod progress;
+mod record;
 mod report;
 mod run;
 mod safetensors;
 mod svg;
 mod target;
+mod validate;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -53,6 +55,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Check(args) => check::command(&args),
         Command::Bench(args) => bench::command(&args),
         Command::Build(args) => build::command(&args),
+        Command::Validate(args) => validate::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::man(&args),

@@ -1,0 +1,278 @@
+//! Records of what was validated where: which kernels, by the hash of their sources and spec, on which GPU.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use fa_core::{Arch, KernelSpec};
+use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
+use serde::{Deserialize, Serialize};
+
+use crate::cuda::{Device, DeviceInfo};
+
+/// The folder of validation records below the results.
+pub const VALIDATED: &str = "validate";
+
+/// The file, below the results, that names kernels whose sources have not been validated, with the reasons.
+pub const UNVALIDATED: &str = "unvalidated.ron";
+
+/// The machine, the program and the compiler behind a result.
+#[derive(Clone, Debug, Serialize)]
+pub struct Provenance {
+    /// The command line, without the program's folder.
+    pub command: String,
+    /// Commit that the program was built from.
+    pub commit: &'static str,
+    /// The program's version.
+    pub version: &'static str,
+    /// When, in UTC.
+    pub date: String,
+    /// The GPU and its driver.
+    #[serde(flatten)]
+    pub device: DeviceInfo,
+    /// The compiler of the kernels, with its version.
+    pub compiler: String,
+    /// The CPU.
+    pub cpu: String,
+}
+
+impl Provenance {
+    /// Of this process on `device`.
+    ///
+    /// # Errors
+    /// What the driver and the compiler report.
+    pub fn new(device: &Device) -> anyhow::Result<Provenance> {
+        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        Ok(Provenance {
+            command: format!("fa {}", arguments.join(" ")),
+            commit: env!("FA_COMMIT"),
+            version: env!("CARGO_PKG_VERSION"),
+            date: utc_now(),
+            device: device.info()?,
+            compiler: Compiler::find(CompilerKind::Nvrtc)
+                .and_then(|compiler| compiler.version())
+                .unwrap_or_else(|_| "none: kernels of the built-in bundle".to_owned()),
+            cpu: crate::machine::cpu().name,
+        })
+    }
+
+    /// The GPU's name as part of a file name: `nvidia-h100-80gb-hbm3`.
+    pub fn gpu_slug(&self) -> String {
+        let lower = self.device.gpu.to_ascii_lowercase();
+        let words = lower.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+        words.collect::<Vec<_>>().join("-")
+    }
+}
+
+/// A shipped kernel and the hash of all that it is made of.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// The spec's file below `specs/`.
+    pub file: String,
+    /// The spec's short name.
+    pub name: String,
+    /// SHA-256 over the translation unit (which holds the spec) and every header that it reaches.
+    pub sources: String,
+}
+
+/// Fingerprints of the shipped kernels, each with its spec and the architectures that it ships for.
+///
+/// # Errors
+/// A shipped spec that is not valid.
+pub fn shipped() -> anyhow::Result<Vec<(Fingerprint, KernelSpec, Vec<Arch>)>> {
+    let headers = Headers::embedded();
+    let files = specs::shipped().map_err(|(path, error)| anyhow::anyhow!("specs/{path}: {error}"))?;
+    let fingerprint = |file: specs::ShippedFile| {
+        let spec = file.shipped.spec;
+        let arch = *file.shipped.archs.first().with_context(|| format!("specs/{}: no archs", file.path))?;
+        let source = Source::new(&spec, arch, Some(smem_bytes(&spec)), &headers)?;
+        let fingerprint =
+            Fingerprint { file: file.path.to_owned(), name: spec.to_string(), sources: source.fingerprint() };
+        Ok((fingerprint, spec, file.shipped.archs))
+    };
+    files.into_iter().map(fingerprint).collect()
+}
+
+/// The part of a validation record that the check reads.
+#[derive(Debug, Deserialize)]
+struct Record {
+    passed: bool,
+    kernels: Vec<Fingerprint>,
+}
+
+/// Kernels that are known not to be validated.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unvalidated {
+    /// A kernel (`sm90_fwd`) or a spec's file (`sm90/hd64-full-bf16.ron`), and why.
+    kernels: BTreeMap<String, String>,
+}
+
+/// What became of a shipped kernel since its last validation.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Standing {
+    /// The kernel.
+    #[serde(flatten)]
+    pub kernel: Fingerprint,
+    /// How it stands.
+    pub state: State,
+}
+
+/// How a kernel stands.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// A record holds these very sources.
+    Validated {
+        /// The record's file name.
+        record: String,
+    },
+    /// No record does, and [`UNVALIDATED`] says why.
+    Excused {
+        /// Why.
+        reason: String,
+    },
+    /// No record does, and nobody says why.
+    Unknown,
+}
+
+/// Compares the shipped kernels with the records below `results`.
+///
+/// # Errors
+/// Records and lists that cannot be read, and reasons that are empty.
+pub fn standings(results: &Path) -> anyhow::Result<Vec<Standing>> {
+    let records = read_records(&results.join(VALIDATED))?;
+    let unvalidated = read_unvalidated(&results.join(UNVALIDATED))?;
+    let standing = |(kernel, spec, _): (Fingerprint, KernelSpec, Vec<Arch>)| {
+        let holds = |record: &Record| {
+            record.passed
+                && record.kernels.iter().any(|k| k.file == kernel.file && k.sources == kernel.sources)
+        };
+        let found = records.iter().find(|(_, record)| holds(record));
+        let excuse =
+            [kernel.file.as_str(), spec.kernel.name()].iter().find_map(|name| unvalidated.kernels.get(*name));
+        let state = match (found, excuse) {
+            (Some((record, _)), _) => State::Validated { record: record.clone() },
+            (None, Some(reason)) => State::Excused { reason: reason.clone() },
+            (None, None) => State::Unknown,
+        };
+        Standing { kernel, state }
+    };
+    Ok(shipped()?.into_iter().map(standing).collect())
+}
+
+fn read_records(folder: &Path) -> anyhow::Result<Vec<(String, Record)>> {
+    if !folder.is_dir() {
+        return Ok(Vec::new());
+    }
+    let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    let mut paths: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
+    paths.sort();
+    let read = |path: PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let text = std::fs::read_to_string(&path)?;
+        Ok((name, serde_json::from_str(&text)?))
+    };
+    paths
+        .into_iter()
+        .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
+        .map(|path| read(path.clone()).map_err(|e: anyhow::Error| e.context(path.display().to_string())))
+        .collect()
+}
+
+fn read_unvalidated(path: &Path) -> anyhow::Result<Unvalidated> {
+    if !path.is_file() {
+        return Ok(Unvalidated::default());
+    }
+    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let list: Unvalidated = ron::from_str(&text).with_context(|| path.display().to_string())?;
+    if let Some((kernel, _)) = list.kernels.iter().find(|(_, reason)| reason.trim().is_empty()) {
+        anyhow::bail!("{}: {kernel} has no reason: say why it is not validated", path.display());
+    }
+    Ok(list)
+}
+
+/// Writes `record` as JSON to `results/folder/name`, making the folders.
+///
+/// # Errors
+/// When that cannot be written.
+pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> anyhow::Result<PathBuf> {
+    let folder = results.join(folder);
+    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    let path = folder.join(name);
+    crate::target::Target::probe(&path)?.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
+    Ok(path)
+}
+
+/// `2026-01-31T23:59:59Z`, of the system's clock.
+fn utc_now() -> String {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    utc(since.as_secs())
+}
+
+/// Civil date of a count of seconds since 1970, by counting years of 365.2425 days from the first of March.
+fn utc(seconds: u64) -> String {
+    let days = seconds / 86_400 + 719_468;
+    let (era, of_era) = (days / 146_097, days % 146_097);
+    let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year + year / 4 - year / 100);
+    let month = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * month + 2) / 5 + 1;
+    let (month, year) =
+        if month < 10 { (month + 3, era * 400 + year) } else { (month - 9, era * 400 + year + 1) };
+    let time = seconds % 86_400;
+    format!("{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z", time / 3600, time / 60 % 60, time % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_civil() {
+        assert_eq!(utc(0), "1970-01-01T00:00:00Z");
+        assert_eq!(utc(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(utc(1_798_761_599), "2026-12-31T23:59:59Z");
+    }
+
+    fn check(fill: impl FnOnce(&Path, &Fingerprint)) -> anyhow::Result<State> {
+        let results = tempfile::tempdir()?;
+        let kernel = shipped()?.swap_remove(0).0;
+        fill(results.path(), &kernel);
+        let standings = standings(results.path())?;
+        Ok(standings.into_iter().find(|standing| standing.kernel == kernel).context("it ships")?.state)
+    }
+
+    fn record(results: &Path, passed: bool, kernel: &Fingerprint) {
+        let text = serde_json::json!({ "passed": passed, "kernels": [kernel], "more": 1 }).to_string();
+        write(results, VALIDATED, "gpu.json", &text).unwrap();
+    }
+
+    #[test]
+    fn a_record_of_the_same_sources_validates_and_no_other() {
+        assert_eq!(check(|_, _| {}).unwrap(), State::Unknown);
+        let state = check(|results, kernel| record(results, true, kernel)).unwrap();
+        assert_eq!(state, State::Validated { record: "gpu.json".into() });
+        assert_eq!(check(|results, kernel| record(results, false, kernel)).unwrap(), State::Unknown);
+        let changed = |results: &Path, kernel: &Fingerprint| {
+            record(results, true, &Fingerprint { sources: "0".repeat(64), ..kernel.clone() });
+        };
+        assert_eq!(check(changed).unwrap(), State::Unknown);
+    }
+
+    #[test]
+    fn excuses_name_a_kernel_or_a_file_and_need_a_reason() {
+        let excuse = |key: &str, reason: &str| {
+            check(|results, _| {
+                std::fs::write(results.join(UNVALIDATED), format!("(kernels: {{\"{key}\": \"{reason}\"}})"))
+                    .unwrap();
+            })
+        };
+        let first = shipped().unwrap().swap_remove(0);
+        for key in [first.0.file.as_str(), first.1.kernel.name()] {
+            assert_eq!(excuse(key, "new").unwrap(), State::Excused { reason: "new".into() });
+        }
+        assert_eq!(excuse("other.ron", "new").unwrap(), State::Unknown);
+        assert!(excuse("other.ron", " ").is_err());
+    }
+}

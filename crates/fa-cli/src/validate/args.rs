@@ -1,0 +1,103 @@
+//! Flags of `fa validate`.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use fa_planner::plan::Family;
+
+/// `fa validate`.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct ValidateArgs {
+    /// Kernels to validate [default: the fastest that the GPU runs]
+    #[arg(long, value_enum)]
+    pub arch: Option<KernelArch>,
+    /// A part of the grid that takes below a minute (the default)
+    #[arg(long)]
+    pub quick: bool,
+    /// The whole grid
+    #[arg(long, conflicts_with = "quick")]
+    pub full: bool,
+    /// Only cases whose names contain this, as in 'windows/' or 'hd256'
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+    /// Validate the one kernel in this RON file
+    #[arg(long, value_name = "FILE")]
+    pub spec: Option<PathBuf>,
+    /// Runs of each repeated case, which must give the same bits [default: 100, with --full 1000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
+    pub repeat: Option<u32>,
+    /// Random problems for so long, instead of the grid
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "quick", "spec", "record"],
+          value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub soak: Option<u32>,
+    /// Start of the random problems' sequence
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+    #[arg(long, conflicts_with_all = ["soak", "record", "full", "all_configs"])]
+    pub sanitize: bool,
+    /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
+    #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
+    pub all_configs: bool,
+    /// Head dims of --all-configs, each D or D-DV
+    #[arg(
+        long,
+        value_name = "D[-DV],..",
+        value_delimiter = ',',
+        requires = "all_configs",
+        default_value = "64,96,128,192,256,192-128"
+    )]
+    pub headdim: Vec<crate::args::HeadDim>,
+    /// Write a record of what was validated below the results folder
+    #[arg(long)]
+    pub record: bool,
+    /// Compare the shipped kernels with the records instead; needs no GPU
+    #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter", "record", "sanitize", "all_configs"])]
+    pub check_records: bool,
+    /// Where records lie
+    #[arg(long, value_name = "DIR", default_value = "docs/results")]
+    pub results: PathBuf,
+    /// A case that is on the GPU for longer hangs: it is reported, and the others go on without it
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub watchdog: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// The part of this command that works on the GPU: names of finished cases on its input, events on its output
+    #[arg(long, hide = true)]
+    pub worker: bool,
+}
+
+/// A family of kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KernelArch {
+    /// mma.sync and cp.async: run on every GPU from 8.0 on
+    Sm80,
+    /// wgmma and TMA: run on 9.0
+    Sm90,
+}
+
+impl KernelArch {
+    /// The planner's name for it.
+    pub fn family(self) -> Family {
+        match self {
+            KernelArch::Sm80 => Family::Sm80,
+            KernelArch::Sm90 => Family::Sm90,
+        }
+    }
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  fa validate                                   numerics, strides, streams, graphs: below a minute
+  fa validate --full --record                   all of it, with a record for docs/results
+  fa validate --arch sm80 --filter windows/     the kernels for every GPU, one group of cases
+  fa validate --spec kernel.ron                 one kernel
+  fa validate --soak 600 --seed 7               random problems for ten minutes
+  fa validate --all-configs                     predicted and measured rates of every configuration
+
+Each case fills its outputs with NaN, runs on the GPU and is compared with an f64 computation of the same (rounded) \
+inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in the kernel's precision; \
+LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must be written.
+A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
