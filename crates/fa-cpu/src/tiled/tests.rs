@@ -236,3 +236,21 @@ fn what_does_not_fit_is_refused() {
     );
     assert_eq!(out, [7.0; 320]);
 }
+
+#[test]
+fn bf16_of_every_form() {
+    every_isa(|options| {
+        for (sq, sk) in [(1, 1), (31, 33), (1, 200), (128, 128), (130, 257), (300, 290)] {
+            for mask in MASKS {
+                check::<bf16>(&Problem { dtype: Dtype::Bf16, ..base(sq, sk, mask) }, options);
+            }
+        }
+        for (hd, hdv) in [(1, 1), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {
+            for (heads_q, heads_kv) in [(2, 2), (6, 2), (5, 1)] {
+                let head_dims = Problem { head_dim: hd, head_dim_v: hdv, ..base(70, 81, Mask::CAUSAL) };
+                let problem = Problem { batch: 2, heads_q, heads_kv, dtype: Dtype::Bf16, ..head_dims };
+                check::<bf16>(&problem, options);
+            }
+        }
+    });
+}
