@@ -8,6 +8,7 @@ use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
 use fa_planner::plan::Family;
 
+use crate::bench_gpu::GpuArgs;
 use crate::failure::InputError;
 
 /// Plan, run, check and measure attention.
@@ -348,12 +349,15 @@ Exit code 1 when the outputs differ beyond tolerance.";
 #[derive(Debug, Args)]
 #[command(after_help = BENCH_EXAMPLES)]
 pub struct BenchArgs {
-    /// Which implementation to measure
+    /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: Backend,
-    /// Independent sequences
-    #[arg(long, default_value_t = 1)]
-    pub batch: usize,
+    /// Independent sequences [default: 1]
+    #[arg(long, conflicts_with = "tokens")]
+    pub batch: Option<usize>,
+    /// As many sequences as make this many positions, at least one, instead of --batch
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<usize>,
     /// Sequence lengths, each N or queries x keys
     #[arg(long, value_name = "N[xM],..", value_delimiter = ',', default_value = "512,1024,2048,4096")]
     pub seqlen: Vec<Seqlen>,
@@ -365,17 +369,22 @@ pub struct BenchArgs {
     pub headdim: Vec<HeadDim>,
     #[command(flatten)]
     pub mask: MaskArgs,
-    /// Element type: f32, f16, bf16
-    #[arg(long, default_value = "f32")]
-    pub dtype: Dtype,
+    /// Measure without a mask and with a causal one
+    #[arg(long, conflicts_with_all = ["causal", "window"])]
+    pub both_masks: bool,
+    /// Element type: f32, f16, bf16 [default: f32 on the CPU, bf16 on the GPU]
+    #[arg(long)]
+    pub dtype: Option<Dtype>,
     /// Which pass to measure
     #[arg(long, value_enum, default_value = "fwd")]
     pub mode: Mode,
-    /// Least time to spend measuring a row, in seconds
-    #[arg(long, value_name = "S", default_value_t = 0.5, value_parser = parse_seconds)]
-    pub seconds: f64,
+    /// Least time to spend measuring a row on the CPU, in seconds [default: 0.5]
+    #[arg(long, value_name = "S", value_parser = parse_seconds)]
+    pub seconds: Option<f64>,
     #[command(flatten)]
     pub cpu: CpuArgs,
+    #[command(flatten)]
+    pub gpu: GpuArgs,
     /// Write the rows as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
@@ -389,6 +398,8 @@ Examples:
   fa bench --headdim 128 --seqlen 512,1024,2048 --causal
   fa bench --headdim 64,128 --dtype bf16 --mode both --threads 2 --json bench.json --plot bench.svg
   fa bench --json - --seqlen 1x16384 --heads 32:8
+  fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
+  fa bench --backend cuda --marks sm90 --peers --json marks.json
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
 

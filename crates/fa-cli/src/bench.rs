@@ -4,12 +4,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Dtype, Problem, TensorLayout};
+use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::args::{BenchArgs, HeadDim, Mode, Seqlen};
+use crate::args::{Backend, BenchArgs, HeadDim, Mode, Seqlen};
 use crate::attention::{self, Inputs};
+use crate::bench_gpu;
 use crate::chart::{self, Frame, Series};
 use crate::compute::{Engine, Outputs};
 use crate::failure::{InputError, Verdict};
@@ -37,14 +38,8 @@ struct Machine {
     backend: &'static str,
     isa: Option<&'static str>,
     threads: Option<usize>,
-    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each; none where a GPU computes.
+    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each.
     fma_peak_gflops: Option<f64>,
-    /// The GPU that computes.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gpu: Option<String>,
-    /// Dense 16-bit peak of the board that stands for its architecture.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gpu_peak_tflops: Option<f64>,
 }
 
 /// One measurement.
@@ -72,17 +67,27 @@ struct Row {
     peak_share: f64,
 }
 
+/// Least time for a row where the caller does not say.
+const SECONDS: f64 = 0.5;
+
 /// Runs the command.
 ///
 /// # Errors
 /// Bad input or an unwritable target; both are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
-    let problems = problems(args)?;
+    if on_gpu(args) {
+        return bench_gpu::command(args, problems(args, args.dtype.unwrap_or(Dtype::Bf16))?);
+    }
+    if let Some(flag) = args.gpu.given() {
+        return Err(InputError::Usage(format!("{flag} is for GPUs: use --backend cuda")).into());
+    }
+    let problems = problems(args, args.dtype.unwrap_or(Dtype::F32))?;
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
     let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
     let plot = args.plot.as_deref().map(Target::probe).transpose()?;
     let first = problems.first().context("there is no shape to measure")?;
-    let engine = Engine::new(args.backend, &args.cpu, first, args.mode != Mode::Fwd)?;
+    let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
+    let engine = Engine::new(backend, &args.cpu, first, args.mode != Mode::Fwd)?;
     let about = engine.report();
     let machine = Machine {
         cpu: machine::cpu().name,
@@ -90,8 +95,6 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         isa: about.isa,
         threads: about.threads,
         fma_peak_gflops: engine.fma_peak().map(|rate| rate / 1e9),
-        gpu: about.gpu,
-        gpu_peak_tflops: engine.gpu().map(|gpu| gpu.peak() / 1e12),
     };
     let mut rows = Vec::new();
     let mut steps = Steps::new(problems.len());
@@ -119,51 +122,67 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     Ok(Verdict::Good)
 }
 
+/// Whether the GPU is measured: asked for, or there and suited to what is asked.
+fn on_gpu(args: &BenchArgs) -> bool {
+    match args.backend {
+        Backend::Cuda => true,
+        Backend::Cpu | Backend::Reference => false,
+        Backend::Auto => {
+            let halves = matches!(args.dtype, Some(Dtype::F16 | Dtype::Bf16));
+            let of_the_cpu = args.cpu.isa.is_some() || args.cpu.threads.is_some() || args.seconds.is_some();
+            let suited = args.mode == Mode::Fwd && (halves || args.gpu.given().is_some()) && !of_the_cpu;
+            suited && fa_kernels::driver::probe().is_ok()
+        }
+    }
+}
+
 /// Every shape asked for, checked.
-fn problems(args: &BenchArgs) -> anyhow::Result<Vec<Problem>> {
-    if args.dtype == Dtype::E4m3 {
+fn problems(args: &BenchArgs, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
+    if dtype == Dtype::E4m3 {
         return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
     }
+    let masks = if args.both_masks { vec![Mask::FULL, Mask::CAUSAL] } else { vec![args.mask.mask()] };
     let mut problems = Vec::new();
     for &HeadDim { qk, v } in &args.headdim {
-        for &Seqlen { q: seqlen_q, k: seqlen_k } in &args.seqlen {
-            let problem = Problem {
-                batch: args.batch,
-                seqlen_q,
-                seqlen_k,
-                heads_q: args.heads.q,
-                heads_kv: args.heads.kv,
-                head_dim: qk,
-                head_dim_v: v,
-                mask: args.mask.mask(),
-                dtype: args.dtype,
-                softmax_scale: None,
-                softcap: None,
-            };
-            problem.check()?;
-            attention::check_memory(&problem, args.mode != Mode::Fwd)?;
-            problems.push(problem);
+        for &mask in &masks {
+            for &Seqlen { q: seqlen_q, k: seqlen_k } in &args.seqlen {
+                let batch = match args.tokens {
+                    Some(tokens) => (tokens / seqlen_k.max(1)).max(1),
+                    None => args.batch.unwrap_or(1),
+                };
+                let problem = Problem {
+                    batch,
+                    seqlen_q,
+                    seqlen_k,
+                    heads_q: args.heads.q,
+                    heads_kv: args.heads.kv,
+                    head_dim: qk,
+                    head_dim_v: v,
+                    mask,
+                    dtype,
+                    softmax_scale: None,
+                    softcap: None,
+                };
+                problem.check()?;
+                attention::check_memory(&problem, args.mode != Mode::Fwd)?;
+                problems.push(problem);
+            }
         }
     }
     Ok(problems)
 }
 
 impl Machine {
-    /// What rates are held against, and its name.
-    fn peak_gflops(&self) -> (f64, &'static str) {
-        match (self.gpu_peak_tflops, self.fma_peak_gflops) {
-            (Some(tflops), _) => (tflops * 1e3, "16-bit tensor peak"),
-            (None, peak) => (peak.unwrap_or(f64::NAN), "f32 multiply-add peak"),
-        }
+    /// What rates are held against.
+    fn peak_gflops(&self) -> f64 {
+        self.fma_peak_gflops.unwrap_or(f64::NAN)
     }
 
     fn text(&self) -> String {
         let threads = self.threads.map(|threads| format!("{threads} threads"));
-        let (peak, name) = self.peak_gflops();
-        let computer = self.gpu.clone().unwrap_or_else(|| self.cpu.clone());
         let backend = self.isa.unwrap_or(self.backend).to_owned();
-        let parts =
-            [Some(computer), Some(backend), threads, Some(format!("{name} {}", si(peak * 1e9, "FLOP/s")))];
+        let peak = format!("f32 multiply-add peak {}", si(self.peak_gflops() * 1e9, "FLOP/s"));
+        let parts = [Some(self.cpu.clone()), Some(backend), threads, Some(peak)];
         parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 }
@@ -178,14 +197,7 @@ struct Timing {
 
 fn measure<T: Computed>(args: &BenchArgs, engine: &Engine, problem: &Problem) -> anyhow::Result<Vec<Timing>> {
     let inputs = random_inputs::<T>(problem, args.mode != Mode::Fwd);
-    let least = Duration::from_secs_f64(args.seconds);
-    if let Some(gpu) = engine.gpu() {
-        let mut session = T::open(gpu, &inputs)?;
-        session.run()?;
-        let times = repeat(least, || session.run())?;
-        let spec = session.kernel();
-        return Ok(vec![Timing { kind: "fwd", flops: problem.flops_forward(), times, spec }]);
-    }
+    let least = Duration::from_secs_f64(args.seconds.unwrap_or(SECONDS));
     let about = engine.report();
     let spec = about.isa.map_or(about.backend.to_owned(), |isa| format!("{}-{isa}", about.backend));
     let mut outputs = Outputs::new(&inputs);
@@ -271,7 +283,7 @@ fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
         ms_median: median.as_secs_f64() * 1e3,
         ms_min: times[0].as_secs_f64() * 1e3,
         tflops,
-        peak_share: tflops * 1e3 / machine.peak_gflops().0,
+        peak_share: tflops * 1e3 / machine.peak_gflops(),
     }
 }
 
@@ -306,9 +318,6 @@ fn table(report: &Report) -> String {
 }
 
 fn draw(report: &Report, args: &BenchArgs) -> String {
-    let (peak, peak_name) = report.machine.peak_gflops();
-    // A GPU's rates in TFLOP/s, a CPU's in GFLOP/s.
-    let (unit, factor) = if report.machine.gpu.is_some() { ("TFLOP/s", 1.0) } else { ("GFLOP/s", 1e3) };
     let mut series: Vec<Series> = Vec::new();
     let mut shapes: Vec<String> = Vec::new();
     for row in &report.rows {
@@ -318,7 +327,7 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
             shapes.len() - 1
         });
         let label = format!("{} {shape}", row.kind);
-        let point = (row.seqlen_k as f64, row.tflops * factor);
+        let point = (row.seqlen_k as f64, row.tflops * 1e3);
         match series.iter_mut().find(|line| line.label == label) {
             Some(line) => line.points.push(point),
             None => series.push(Series { label, points: vec![point], color, dashed: row.kind == "bwd" }),
@@ -327,12 +336,11 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
     for line in &mut series {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }
-    let computer = report.machine.gpu.as_ref().unwrap_or(&report.machine.cpu);
-    let title =
-        format!("Attention, {}, batch {}, {} heads: {computer}", args.dtype, args.batch, args.heads.q);
-    let peak = peak * factor * 1e-3;
-    let name = format!("{peak_name} {peak:.0} {unit}");
-    let frame =
-        Frame { title: &title, x_label: "keys per sequence", y_label: unit, ceiling: Some((peak, &name)) };
-    chart::lines(&frame, &series)
+    let batch = args.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
+    let dtype = report.rows.first().map_or(Dtype::F32, |row| row.dtype);
+    let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.heads.q, report.machine.cpu);
+    let peak = report.machine.peak_gflops();
+    let name = format!("f32 multiply-add peak {peak:.0} GFLOP/s");
+    let ceiling = Some((peak, name.as_str()));
+    chart::lines(&Frame { title: &title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling }, &series)
 }

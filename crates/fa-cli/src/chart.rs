@@ -35,6 +35,11 @@ const LEGEND_ROW: f64 = 20.0;
 
 /// Draws the chart as an SVG element.
 pub fn lines(frame: &Frame, series: &[Series]) -> String {
+    lines_svg(frame, series).finish()
+}
+
+/// [`lines`] as a drawing that can be part of another.
+pub fn lines_svg(frame: &Frame, series: &[Series]) -> Svg {
     // Room for the title, where there is one.
     let top_edge = if frame.title.is_empty() { 34.0 } else { 64.0 };
     let points = || series.iter().flat_map(|s| s.points.iter().copied());
@@ -96,7 +101,7 @@ pub fn lines(frame: &Frame, series: &[Series]) -> String {
         svg.line([x, y, x + 26.0, y], &stroke);
         svg.text((x + 34.0, y + 4.0), Anchor::Start, "", &line.label);
     }
-    svg.finish()
+    svg
 }
 
 /// Distance of the grid lines and the axis's end for rates up to `highest`: 1, 2 or 5 times a power of ten, 3 to 8 lines.

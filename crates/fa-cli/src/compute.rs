@@ -165,14 +165,6 @@ impl Engine {
         }
     }
 
-    /// The GPU, if it computes.
-    pub fn gpu(&self) -> Option<&Gpu> {
-        match &self.implementation {
-            Implementation::Cuda(gpu) => Some(gpu),
-            Implementation::Reference | Implementation::Tiled(_) => None,
-        }
-    }
-
     /// Computes `out` and `lse`; the time is that of the computation alone.
     ///
     /// # Errors

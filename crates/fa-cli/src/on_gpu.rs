@@ -37,9 +37,6 @@ pub trait Session<T> {
     /// # Errors
     /// What the driver reports.
     fn download(&self, outputs: &mut Outputs<T>) -> anyhow::Result<()>;
-
-    /// The kernel's name.
-    fn kernel(&self) -> String;
 }
 
 /// An element type that files hold and attention is computed in: on the CPU all of them, on the GPU the 16-bit ones.
@@ -98,11 +95,6 @@ impl Gpu {
     pub fn name(&self) -> String {
         let name = self.context.name().unwrap_or_else(|_| "unnamed GPU".to_owned());
         format!("{name} ({})", self.kernels.arch())
-    }
-
-    /// Peak dense 16-bit rate of the architecture's board, in operations per second.
-    pub fn peak(&self) -> f64 {
-        self.kernels.arch().limits().peak_tensor_flops()
     }
 }
 
@@ -194,9 +186,5 @@ impl<T: Stored + DeviceRepr + ValidAsZeroBits + fa_kernels::Element> Session<T> 
         copy(self.stream, &self.out, &mut outputs.out)?;
         copy(self.stream, &self.lse, &mut outputs.lse)?;
         self.stream.synchronize().context("copying from the GPU")
-    }
-
-    fn kernel(&self) -> String {
-        self.forward.kernel().spec.to_string()
     }
 }

@@ -128,14 +128,22 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
     Ok(Planned { arch: args.arch, problem, forward, backward })
 }
 
-/// A kernel from a file instead of a search.
-fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<Forward> {
+/// Reads a kernel's spec from a file.
+///
+/// # Errors
+/// [`InputError`] when it cannot be read or is none.
+pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
     let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
     // Files under specs/ name their architectures beside the spec; `fa plan --format ron` gives the bare spec.
     let spec = ShippedSpec::from_ron(&text).map(|shipped| shipped.spec).or_else(|shipped_error| {
         KernelSpec::from_ron(&text).map_err(|e| if text.contains("archs") { shipped_error } else { e })
     });
-    let spec = spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))?;
+    spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))
+}
+
+/// A kernel from a file instead of a search.
+fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<Forward> {
+    let spec = read_spec(path)?;
     let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default()) {
         Ok(plan) => PlanSet { plans: vec![plan], rejected: Vec::new() },
         Err(reason) => PlanSet { plans: Vec::new(), rejected: vec![RejectedSpec { spec, reason }] },

@@ -67,6 +67,18 @@ impl Svg {
         Svg { width, height, label: label.to_owned(), body: String::new() }
     }
 
+    /// Width and height.
+    pub fn size(&self) -> (f64, f64) {
+        (self.width, self.height)
+    }
+
+    /// Puts another drawing into this one, its top left at a point.
+    pub fn nest(&mut self, (x, y): (f64, f64), inner: Svg) {
+        self.raw(&format!(r#"<g transform="translate({x:.1} {y:.1})">"#));
+        self.body.push_str(&inner.body);
+        self.raw("</g>");
+    }
+
     /// Appends an element as it is.
     pub fn raw(&mut self, element: &str) {
         self.body.push_str(element);

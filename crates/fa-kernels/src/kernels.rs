@@ -76,21 +76,40 @@ impl Kernels {
 
     /// The forward pass of `problem` by the kernel preferred for it ([`Kernels::prefer`]), or else by the one that won when
     /// such problems were measured on this GPU ([`tune`]), or else by the planner's best that compiles cleanly, or else,
-    /// where there is no compiler, by the best of the built-in bundle. The first call for
-    /// a kernel compiles it, in a second or so, or reads it from the cache.
+    /// where there is no compiler, by the best of the built-in bundle. The first call for a kernel compiles it, in a second
+    /// or so, or reads it from the cache.
     ///
     /// # Errors
     /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and loading.
     pub fn forward(&self, problem: &Problem) -> Result<Forward, Error> {
-        let key = key_of(problem);
+        self.choose(problem, None)
+    }
+
+    /// [`Kernels::forward`] with a kernel of `family`, be it the fastest here or not.
+    ///
+    /// # Errors
+    /// As [`Kernels::forward`]; a family that does not run here has no plan.
+    pub fn forward_of(&self, problem: &Problem, family: Family) -> Result<Forward, Error> {
+        self.choose(problem, Some(family))
+    }
+
+    fn choose(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
+        let key = problem_key(problem, family);
         let chosen = lock(&self.chosen).get(&key).cloned();
         if let Some(spec) = chosen {
             return self.forward_with(problem, &spec);
         }
-        let tuned = self.tuned(problem);
-        let (forward, spec) = match tuned.map_or_else(|| self.planned(problem), Ok) {
+        let native = Family::native(self.arch);
+        // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles cleanly.
+        let families = match family {
+            Some(family) => vec![family],
+            None if native == Family::Sm80 => vec![native],
+            None => vec![native, Family::Sm80],
+        };
+        let tuned = self.tuned(problem, family.unwrap_or(native));
+        let (forward, spec) = match tuned.map_or_else(|| self.planned(problem, &families), Ok) {
             // Without a compiler there is what was compiled ahead.
-            Err(error @ Error::NoCompiler { .. }) => self.bundled(problem).ok_or(error)??,
+            Err(error @ Error::NoCompiler { .. }) => self.bundled(problem, &families).ok_or(error)??,
             planned => planned?,
         };
         lock(&self.chosen).insert(key, spec);
@@ -113,7 +132,7 @@ impl Kernels {
     /// [`Error::Mismatch`] when the kernel does not compute the problem.
     pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
         check_match(&spec, problem)?;
-        lock(&self.chosen).insert(key_of(problem), spec);
+        lock(&self.chosen).insert(problem_key(problem, None), spec);
         Ok(())
     }
 
@@ -146,9 +165,9 @@ impl Kernels {
     }
 
     /// The kernel that won by measurement, where one did and it still compiles.
-    fn tuned(&self, problem: &Problem) -> Option<(Forward, KernelSpec)> {
+    fn tuned(&self, problem: &Problem, family: Family) -> Option<(Forward, KernelSpec)> {
         let gpu = self.context.name().ok()?;
-        let spec = tune::choice(&gpu, problem)?;
+        let spec = tune::choice(&gpu, problem, family)?;
         match self.forward_with(problem, &spec) {
             Ok(forward) => Some((forward, spec)),
             Err(error) => {
@@ -158,13 +177,10 @@ impl Kernels {
         }
     }
 
-    /// The best of the planner's kernels that compiles cleanly: of the architecture's own, or else of those by mma.sync,
-    /// which run everywhere.
-    fn planned(&self, problem: &Problem) -> Result<(Forward, KernelSpec), Error> {
-        let native = Family::native(self.arch);
-        let families = if native == Family::Sm80 { vec![native] } else { vec![native, Family::Sm80] };
+    /// The best of the planner's kernels that compiles cleanly, of the first family that has one.
+    fn planned(&self, problem: &Problem, families: &[Family]) -> Result<(Forward, KernelSpec), Error> {
         let mut first_error = None;
-        for family in families {
+        for &family in families {
             let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
             let plans = match plan(problem, self.arch, &options) {
                 Ok(plans) => plans,
@@ -193,11 +209,15 @@ impl Kernels {
     }
 
     /// The built-in kernel that is predicted to be fastest; `None` when none computes the problem.
-    fn bundled(&self, problem: &Problem) -> Option<Result<(Forward, KernelSpec), Error>> {
+    fn bundled(
+        &self,
+        problem: &Problem,
+        families: &[Family],
+    ) -> Option<Result<(Forward, KernelSpec), Error>> {
         let constants = CostConstants::of(self.arch);
         let spec = Bundle::embedded()
             .specs(self.arch)
-            .filter(|spec| check_match(spec, problem).is_ok())
+            .filter(|spec| families.contains(&tune::family(spec)) && check_match(spec, problem).is_ok())
             .map(|spec| (predict(problem, spec, self.arch, &constants).seconds, spec))
             .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))?
             .1;
@@ -213,6 +233,10 @@ impl Kernels {
         *found = Some(compiler.clone());
         Ok(compiler)
     }
+}
+
+fn problem_key(problem: &Problem, family: Option<Family>) -> String {
+    key_of(&(problem, family))
 }
 
 fn key_of(value: &impl serde::Serialize) -> String {

@@ -7,8 +7,8 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use fa_core::{Dtype, KernelSpec, MaskKind, Problem};
-use fa_planner::plan::serves;
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Problem};
+use fa_planner::plan::{Family, serves};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, cache};
@@ -97,7 +97,7 @@ pub struct TunedEntry {
 pub struct TunedGpu {
     /// The product's name as the driver gives it.
     pub gpu: String,
-    /// At most one per key.
+    /// At most one per key and family of kernels.
     pub entries: Vec<TunedEntry>,
 }
 
@@ -171,7 +171,7 @@ impl Tuned {
         store().map_err(|e| Error::io(path, e))
     }
 
-    /// Puts `entry` in the place of an entry with the same key.
+    /// Puts `entry` in the place of an entry with the same key and family.
     pub fn set(&mut self, gpu: &str, entry: TunedEntry) {
         let known = self.gpus.iter().position(|known| known.gpu == gpu);
         let index = known.unwrap_or_else(|| {
@@ -179,19 +179,21 @@ impl Tuned {
             self.gpus.len() - 1
         });
         let entries = &mut self.gpus[index].entries;
-        match entries.iter_mut().find(|known| known.key == entry.key) {
+        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec));
+        match entries.iter_mut().find(|known| id(known) == id(&entry)) {
             Some(known) => *known = entry,
             None => entries.push(entry),
         }
     }
 
-    /// The kernel for `problem` on `gpu`: that of the nearest key, in the problem's own type.
-    pub fn find(&self, gpu: &str, problem: &Problem) -> Option<KernelSpec> {
+    /// The kernel of `wanted` for `problem` on `gpu`: that of the nearest key, in the problem's own type.
+    pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family) -> Option<KernelSpec> {
         let key = TuneKey::of(problem);
         self.gpus
             .iter()
             .filter(|known| known.gpu == gpu)
             .flat_map(|known| &known.entries)
+            .filter(|entry| family(&entry.spec) == wanted)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
             .map(|(doublings, other_type, entry)| {
                 (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
@@ -208,8 +210,16 @@ pub fn user_table() -> Option<PathBuf> {
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
 }
 
-/// The kernel for `problem` on `gpu` by the user's table, or else by those that ship.
-pub(crate) fn choice(gpu: &str, problem: &Problem) -> Option<KernelSpec> {
+/// The family of a spec's kernel.
+pub const fn family(spec: &KernelSpec) -> Family {
+    match spec.kernel {
+        Kernel::Sm80Fwd(_) => Family::Sm80,
+        Kernel::Sm90Fwd(_) => Family::Sm90,
+    }
+}
+
+/// The kernel of `family` for `problem` on `gpu` by the user's table, or else by those that ship.
+pub(crate) fn choice(gpu: &str, problem: &Problem, family: Family) -> Option<KernelSpec> {
     let own = user_table().map(|path| Tuned::read(&path));
     let own = match own {
         Some(Err(error)) => {
@@ -218,7 +228,8 @@ pub(crate) fn choice(gpu: &str, problem: &Problem) -> Option<KernelSpec> {
         }
         other => other.and_then(Result::ok),
     };
-    own.and_then(|own| own.find(gpu, problem)).or_else(|| Tuned::shipped().find(gpu, problem))
+    let shipped = || Tuned::shipped().find(gpu, problem, family);
+    own.and_then(|own| own.find(gpu, problem, family)).or_else(shipped)
 }
 
 #[cfg(test)]
@@ -236,6 +247,10 @@ mod tests {
         TunedEntry { key: TuneKey::of(problem), spec, tflops: 1.0 }
     }
 
+    fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
+        table.find("GPU", problem, Family::Sm90)
+    }
+
     #[test]
     fn the_nearest_measured_problem_decides() {
         let longer = Problem { batch: 1, seqlen_q: 8192, seqlen_k: 8192, ..PROBLEM };
@@ -245,10 +260,10 @@ mod tests {
         let far = entry(&PROBLEM, 1).spec;
         table.set("GPU", TunedEntry { spec: far.clone(), ..entry(&longer, 0) });
         let spec = |rank| Some(entry(&PROBLEM, rank).spec);
-        assert_eq!(table.find("GPU", &PROBLEM), spec(0));
-        assert_eq!(table.find("GPU", &Problem { seqlen_q: 3000, seqlen_k: 2500, ..PROBLEM }), spec(0));
-        assert_eq!(table.find("GPU", &Problem { seqlen_q: 16000, seqlen_k: 8000, ..longer }), Some(far));
-        let half = table.find("GPU", &Problem { dtype: Dtype::F16, ..PROBLEM }).expect("types stand in");
+        assert_eq!(found(&table, &PROBLEM), spec(0));
+        assert_eq!(found(&table, &Problem { seqlen_q: 3000, seqlen_k: 2500, ..PROBLEM }), spec(0));
+        assert_eq!(found(&table, &Problem { seqlen_q: 16000, seqlen_k: 8000, ..longer }), Some(far));
+        let half = found(&table, &Problem { dtype: Dtype::F16, ..PROBLEM }).expect("types stand in");
         assert_eq!((half.dtype, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
         for other in [
             Problem { seqlen_q: 1, ..PROBLEM },
@@ -257,9 +272,10 @@ mod tests {
             Problem { softcap: Some(3.0), ..PROBLEM },
             Problem { heads_kv: 8, ..PROBLEM },
         ] {
-            assert_eq!(table.find("GPU", &other), None, "{other:?}");
+            assert_eq!(found(&table, &other), None, "{other:?}");
         }
-        assert_eq!(table.find("another GPU", &PROBLEM), None);
+        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90), None);
+        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80), None);
     }
 
     #[test]

@@ -1,0 +1,245 @@
+//! `fa bench` on the GPU: our kernels' rates, and those of others in the same run.
+
+mod draw;
+mod marks;
+mod report;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fa_core::{Arch, KernelSpec, Problem};
+use fa_kernels::{Forward, Headers, Source, smem_bytes};
+use fa_planner::plan::Family;
+use rayon::prelude::*;
+
+use crate::args::{BenchArgs, KernelFamily, Mode};
+use crate::contest::{Arena, Outcome, Turns};
+use crate::cuda::{Device, with_half};
+use crate::failure::{InputError, Verdict};
+use crate::output;
+use crate::peers::Peers;
+use crate::progress::Steps;
+use crate::record::Provenance;
+use crate::target::Target;
+
+pub use marks::{Marks, Wanted};
+use report::{KernelRecord, PeersRecord, Report, Row};
+
+/// Launches of each kernel that count, where the caller does not say.
+const REPS: usize = 24;
+
+/// Flags of `fa bench` that only the GPU has.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct GpuArgs {
+    /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
+    #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
+    pub specs: Vec<PathBuf>,
+    /// Choose among these kernels, be they the fastest here or not
+    #[arg(long, value_enum)]
+    pub family: Option<KernelFamily>,
+    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
+    #[arg(long)]
+    pub peers: bool,
+    /// Measure a fixed list of shapes
+    #[arg(long, value_enum, conflicts_with_all = [
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
+    ])]
+    pub marks: Option<Marks>,
+    /// Launches of each kernel that count, in turns of about six [default: 24]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    pub reps: Option<u16>,
+}
+
+impl GpuArgs {
+    /// The first flag that is given, for a refusal where there is no GPU to use it on.
+    pub fn given(&self) -> Option<&'static str> {
+        [
+            (!self.specs.is_empty(), "--spec"),
+            (self.family.is_some(), "--family"),
+            (self.peers, "--peers"),
+            (self.marks.is_some(), "--marks"),
+            (self.reps.is_some(), "--reps"),
+        ]
+        .into_iter()
+        .find_map(|(given, name)| given.then_some(name))
+    }
+
+    /// How often each kernel runs.
+    pub fn turns(&self) -> Turns {
+        Turns::of(self.reps.map_or(REPS, usize::from))
+    }
+}
+
+/// What to measure.
+struct Job {
+    shapes: Vec<Wanted>,
+    specs: Vec<KernelSpec>,
+    family: Option<Family>,
+    /// Names of the peers that are asked; all, if empty.
+    wanted_peers: Vec<String>,
+}
+
+/// Runs the command; `shapes` are those that the flags describe.
+///
+/// # Errors
+/// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
+pub fn command(args: &BenchArgs, shapes: Vec<Problem>) -> anyhow::Result<Verdict> {
+    let job = job(args, shapes)?;
+    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
+    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
+    let plot = args.plot.as_deref().map(Target::probe).transpose()?;
+    let device = Device::open()?;
+    let mut peers = if args.gpu.peers { Some(Peers::start()?) } else { None };
+    let report = measure(&device, &job, peers.as_mut(), args.gpu.turns())?;
+    drop(peers);
+    let text = output::json_text(&report)?;
+    if let Some(json) = json {
+        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
+    }
+    if let Some(plot) = plot {
+        plot.write(|writer| Ok(writer.write_all(draw::panels(&report).as_bytes())?))?;
+    }
+    output::print(&if to_stdout { text } else { report.table() })?;
+    Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
+}
+
+fn job(args: &BenchArgs, shapes: Vec<Problem>) -> anyhow::Result<Job> {
+    let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
+    if args.mode != Mode::Fwd {
+        return Err(usage("the GPU computes the forward only: use --backend cpu for gradients"));
+    }
+    if args.cpu.isa.is_some() || args.cpu.threads.is_some() {
+        return Err(usage("--isa and --threads are the cpu backend's; leave them out with --backend cuda"));
+    }
+    if args.seconds.is_some() {
+        return Err(usage("--seconds is the CPU's; on the GPU give --reps"));
+    }
+    if let Some(marks) = args.gpu.marks {
+        let family = Some(marks.family());
+        return Ok(Job { shapes: marks.shapes(), specs: Vec::new(), family, wanted_peers: marks.peers() });
+    }
+    let family = match args.gpu.family {
+        None => None,
+        Some(KernelFamily::Sm80) => Some(Family::Sm80),
+        Some(KernelFamily::Sm90) => Some(Family::Sm90),
+        Some(KernelFamily::Sm100) => {
+            return Err(usage("SM100 kernels are planned for, but do not exist: use --family sm80"));
+        }
+    };
+    let specs = args.gpu.specs.iter().map(|path| crate::plan::read_spec(path)).collect::<Result<_, _>>()?;
+    let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
+    Ok(Job { shapes, specs, family, wanted_peers: Vec::new() })
+}
+
+fn measure(
+    device: &Device,
+    job: &Job,
+    mut peers: Option<&mut Peers>,
+    turns: Turns,
+) -> anyhow::Result<Report> {
+    let mut report = Report {
+        provenance: Provenance::new(device)?,
+        reps: turns.rounds * turns.reps,
+        rounds: turns.rounds,
+        peers: peers.as_ref().map(|peers| PeersRecord::from(&peers.hello)),
+        kernels: Vec::new(),
+        rows: Vec::new(),
+        summary: Vec::new(),
+    };
+    // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
+    job.shapes.par_iter().for_each(|wanted| drop(forwards(device, &wanted.problem, job)));
+    let mut steps = Steps::new(job.shapes.len());
+    for wanted in &job.shapes {
+        let problem = &wanted.problem;
+        steps.begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask));
+        let peers = peers.as_deref_mut().map(|peers| (peers, job.wanted_peers.as_slice()));
+        let rows = match forwards(device, problem, job) {
+            Ok(forwards) => with_half!(
+                problem.dtype,
+                T => measure_shape::<T>(device, wanted, &forwards, peers, turns, &mut report.kernels),
+                else unreachable!("no kernel is found for other types")
+            )?,
+            Err(error) if error_is_fatal(&error) => return Err(error.into()),
+            Err(error) => vec![Row::failed(wanted, "none", error.to_string())],
+        };
+        report.rows.extend(rows);
+        steps.advance();
+    }
+    report.sum_up();
+    Ok(report)
+}
+
+/// Where no shape can be measured, as against one that no kernel computes.
+fn error_is_fatal(error: &fa_kernels::Error) -> bool {
+    use fa_kernels::Error::{Mismatch, Plan, Refused};
+    !matches!(error, Plan(_) | Mismatch { .. } | Refused { .. })
+}
+
+/// The kernels that run a shape: those given that compute it, or the library's choice.
+fn forwards(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Forward>, fa_kernels::Error> {
+    match job.family {
+        Some(family) => return Ok(vec![device.kernels.forward_of(problem, family)?]),
+        None if job.specs.is_empty() => return Ok(vec![device.kernels.forward(problem)?]),
+        None => {}
+    }
+    let mut found = Vec::new();
+    let mut mismatch = None;
+    for spec in &job.specs {
+        match device.kernels.forward_with(problem, spec) {
+            Ok(forward) => found.push(forward),
+            Err(error @ fa_kernels::Error::Mismatch { .. }) => mismatch = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    match mismatch {
+        Some(error) if found.is_empty() => Err(error),
+        _ => Ok(found),
+    }
+}
+
+fn measure_shape<T: crate::cuda::Half>(
+    device: &Device,
+    wanted: &Wanted,
+    forwards: &[Forward],
+    peers: Option<(&mut Peers, &[String])>,
+    turns: Turns,
+    kernels: &mut Vec<KernelRecord>,
+) -> anyhow::Result<Vec<Row>> {
+    let problem = &wanted.problem;
+    let mut arena = Arena::<T>::new(device, problem, &forwards[0])?;
+    let judged = forwards.iter().map(|forward| arena.check(forward)).collect::<anyhow::Result<Vec<_>>>()?;
+    let right: Vec<Forward> = forwards
+        .iter()
+        .zip(&judged)
+        .filter(|(_, judged)| judged.passed)
+        .map(|(forward, _)| device.kernels.forward_with(problem, &forward.kernel().spec))
+        .collect::<Result<_, _>>()?;
+    let Outcome { ours, peers, peer_errors } = arena.contest(&right, problem, peers, turns)?;
+    let peers: BTreeMap<String, f64> =
+        peers.into_iter().map(|(name, times)| (name, times.tflops(problem))).collect();
+    let mut times = ours.into_iter();
+    let mut rows = Vec::new();
+    for (forward, judged) in forwards.iter().zip(judged) {
+        let spec = &forward.kernel().spec;
+        KernelRecord::add(kernels, spec, device.kernels.arch())?;
+        if judged.passed {
+            let times = times.next().unwrap_or_default();
+            rows.push(Row::new(wanted, spec, judged, &times, peers.clone(), peer_errors.clone()));
+        } else {
+            let error = format!(
+                "wrong on sampled rows: off by {:.3e} (tolerance {:.3e}), or not all written",
+                judged.max_abs, judged.tolerance
+            );
+            rows.push(Row::failed(wanted, &spec.to_string(), error));
+        }
+    }
+    Ok(rows)
+}
+
+/// SHA-256 over a kernel's translation unit, which holds the spec, and every header that it reaches.
+///
+/// # Errors
+/// A spec that is none, or not for `arch`.
+pub fn fingerprint(spec: &KernelSpec, arch: Arch) -> Result<String, fa_kernels::Error> {
+    Ok(Source::new(spec, arch, Some(smem_bytes(spec)), &Headers::embedded())?.fingerprint())
+}

@@ -1,0 +1,230 @@
+//! Kernels timed against one another on one problem: in turns, in another order each time, on the same inputs.
+//!
+//! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the next. So every
+//! turn begins with launches that do not count, every launch that counts stands between two events, and what is compared
+//! are medians over turns that lie spread over the contest.
+
+use std::collections::BTreeMap;
+
+use fa_core::{Problem, TensorLayout};
+use fa_kernels::cudarc::driver::sys::CUevent_flags;
+use fa_kernels::{Error, Forward};
+
+use crate::cuda::{Call, Device, Half, Inputs, Random, median};
+use crate::peers::Peers;
+use crate::sample_rows::{Judged, SampleRows};
+
+/// Launches at the head of a turn that do not count.
+const LEAD: usize = 3;
+
+/// Milliseconds of launches before a kernel's first turn.
+const WARM_UP_MS: f64 = 10.0;
+
+/// How often each entrant runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Turns {
+    /// Turns of each entrant.
+    pub rounds: usize,
+    /// Launches that count in a turn.
+    pub reps: usize,
+}
+
+impl Turns {
+    /// At least `total` launches of each entrant, in turns of six.
+    pub fn of(total: usize) -> Turns {
+        let rounds = total.div_ceil(6).max(1);
+        Turns { rounds, reps: total.div_ceil(rounds).max(1) }
+    }
+}
+
+/// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
+pub struct Arena<'d, T> {
+    device: &'d Device,
+    calls: Vec<Call<T>>,
+    turn: usize,
+    rows: SampleRows,
+}
+
+/// Times of one entrant.
+#[derive(Clone, Debug, Default)]
+pub struct Times {
+    /// Milliseconds of each launch that counted, ascending.
+    pub ms: Vec<f64>,
+}
+
+impl Times {
+    /// The median; infinite where nothing was measured.
+    pub fn median(&self) -> f64 {
+        if self.ms.is_empty() { f64::INFINITY } else { median(&self.ms) }
+    }
+
+    /// TFLOP/s of the forward of `problem` at the median.
+    pub fn tflops(&self, problem: &Problem) -> f64 {
+        problem.flops_forward() / (self.median() * 1e9)
+    }
+}
+
+/// What came of a contest.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// Of our kernels, in the order given.
+    pub ours: Vec<Times>,
+    /// Of the peers that ran.
+    pub peers: BTreeMap<String, Times>,
+    /// Why the others did not.
+    pub peer_errors: BTreeMap<String, String>,
+}
+
+impl<'d, T: Half> Arena<'d, T> {
+    /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact rows.
+    /// `any` is one of the kernels: what they need of memory beside tensors is the same.
+    ///
+    /// # Errors
+    /// Above all for want of device memory.
+    pub fn new(device: &'d Device, problem: &Problem, any: &Forward) -> anyhow::Result<Arena<'d, T>> {
+        let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
+        let rows = SampleRows::new(&inputs, 2)?;
+        let calls = device.calls(any, &inputs)?;
+        Ok(Arena { device, calls, turn: 0, rows })
+    }
+
+    /// Runs `forward` once on poisoned outputs and judges what it wrote.
+    ///
+    /// # Errors
+    /// What the GPU reports.
+    pub fn check(&mut self, forward: &Forward) -> anyhow::Result<Judged> {
+        let call = &mut self.calls[0];
+        call.poison(&self.device.stream)?;
+        call.run(forward, &self.device.stream)?;
+        Ok(self.rows.judge(&call.outputs(&self.device.stream)?)?)
+    }
+
+    /// Runs `forward` until clocks have settled.
+    ///
+    /// # Errors
+    /// What the GPU reports.
+    pub fn warm_up(&mut self, forward: &Forward) -> Result<(), Error> {
+        let mut spent = 0.0;
+        while spent < WARM_UP_MS {
+            // Something even where events are too coarse to tell.
+            spent += self.sample(forward, LEAD)?.iter().sum::<f64>().max(0.1);
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of `reps` launches of `forward`, each between two events.
+    ///
+    /// # Errors
+    /// What the GPU reports.
+    pub fn sample(&mut self, forward: &Forward, reps: usize) -> Result<Vec<f64>, Error> {
+        let doing = |doing| move |source| Error::Driver { doing, source };
+        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+        let event = || self.device.context().new_event(flags).map_err(doing("making an event"));
+        let events = (0..reps).map(|_| Ok([event()?, event()?])).collect::<Result<Vec<_>, Error>>()?;
+        let (stream, copies) = (&self.device.stream, self.calls.len());
+        let mut launch = || -> Result<(), Error> {
+            let call = &mut self.calls[self.turn % copies];
+            self.turn = (self.turn + 1) % copies;
+            call.run(forward, stream)
+        };
+        (0..LEAD).try_for_each(|_| launch())?;
+        for [start, end] in &events {
+            start.record(stream).map_err(doing("recording an event"))?;
+            launch()?;
+            end.record(stream).map_err(doing("recording an event"))?;
+        }
+        let elapsed = |[start, end]: &[fa_kernels::cudarc::driver::CudaEvent; 2]| {
+            start.elapsed_ms(end).map(f64::from).map_err(doing("timing a kernel"))
+        };
+        events.iter().map(elapsed).collect()
+    }
+
+    /// Times `ours` and the peers in turns; all are warm first. Kernels are to be checked before.
+    ///
+    /// # Errors
+    /// What the GPU reports of our kernels; peers that fail are named in the outcome.
+    pub fn contest(
+        &mut self,
+        ours: &[Forward],
+        problem: &Problem,
+        mut peers: Option<(&mut Peers, &[String])>,
+        turns: Turns,
+    ) -> anyhow::Result<Outcome> {
+        let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
+        let mut names = Vec::new();
+        if let Some((peers, wanted)) = &mut peers {
+            let opened = peers.open(problem, wanted)?;
+            outcome.peer_errors = opened.errors;
+            names = opened.peers;
+        }
+        ours.iter().try_for_each(|forward| self.warm_up(forward))?;
+        let mut random = Random::new(problem.seqlen_k as u64);
+        for _ in 0..turns.rounds {
+            for entrant in random.order(ours.len() + names.len()) {
+                match ours.get(entrant) {
+                    Some(forward) => outcome.ours[entrant].ms.extend(self.sample(forward, turns.reps)?),
+                    None => {
+                        let name = &names[entrant - ours.len()];
+                        if let Some((peers, _)) = &mut peers {
+                            let times = peers.round(name, turns.reps)?;
+                            outcome.peers.entry(name.clone()).or_default().ms.extend(times);
+                        }
+                    }
+                }
+            }
+        }
+        if let Some((peers, _)) = &mut peers {
+            peers.close()?;
+        }
+        for times in outcome.ours.iter_mut().chain(outcome.peers.values_mut()) {
+            times.ms.sort_by(f64::total_cmp);
+        }
+        outcome.peers.retain(|name, times| {
+            if times.ms.is_empty() {
+                outcome.peer_errors.insert(name.clone(), "it failed while it was timed".to_owned());
+            }
+            !times.ms.is_empty()
+        });
+        Ok(outcome)
+    }
+}
+
+impl Random {
+    /// The numbers below `len` in random order.
+    pub fn order(&mut self, len: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..len).collect();
+        for last in (1..len).rev() {
+            order.swap(last, self.below(last + 1));
+        }
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_give_at_least_the_launches_asked_for() {
+        for (total, rounds, reps) in [(1, 1, 1), (6, 1, 6), (15, 3, 5), (24, 4, 6), (25, 5, 5), (0, 1, 1)] {
+            assert_eq!(Turns::of(total), Turns { rounds, reps });
+        }
+    }
+
+    #[test]
+    fn an_order_has_every_number_once() {
+        let mut random = Random::new(3);
+        let mut order = random.order(20);
+        assert_ne!(order, (0..20).collect::<Vec<_>>());
+        order.sort_unstable();
+        assert_eq!(order, (0..20).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn rates_are_of_the_median() {
+        let problem = Problem::square(1, 1000, 1, 50, fa_core::Mask::FULL, fa_core::Dtype::Bf16);
+        let times = Times { ms: vec![1.0, 2.0, 30.0] };
+        assert!((times.tflops(&problem) - 0.1).abs() < 1e-12);
+        assert_eq!(Times::default().tflops(&problem), 0.0);
+    }
+}

@@ -1,0 +1,179 @@
+//! Other attention kernels, timed by a Python helper that runs beside this program.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use fa_core::Problem;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// The helper, which is written to a temporary file: the program is then whole by itself.
+const SCRIPT: &str = include_str!("../../../bench/peers.py");
+
+/// Names the Python interpreter that has torch.
+pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
+
+/// Importing torch and the peers takes this long at the most.
+const START: Duration = Duration::from_secs(180);
+
+/// Compiling, checking or timing peers on one shape takes this long at the most.
+const ANSWER: Duration = Duration::from_secs(120);
+
+/// What the helper has, by its first line.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// torch's version.
+    pub torch: Option<String>,
+    /// The GPU that torch sees.
+    pub gpu: Option<String>,
+    /// The driver's version.
+    pub driver: Option<String>,
+    /// Names of the peers that could be loaded.
+    pub peers: Vec<String>,
+    /// Why the others could not.
+    pub errors: BTreeMap<String, String>,
+}
+
+/// The peers that compute a problem, ready to be timed.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Opened {
+    /// Their names.
+    pub peers: Vec<String>,
+    /// Why the others do not.
+    pub errors: BTreeMap<String, String>,
+}
+
+/// The helper's process. It ends with this value.
+#[derive(Debug)]
+pub struct Peers {
+    /// What it has.
+    pub hello: Hello,
+    child: Child,
+    requests: ChildStdin,
+    replies: Receiver<String>,
+    /// Removes the script in the end.
+    _script: tempfile::TempPath,
+}
+
+impl Peers {
+    /// Starts the helper with the interpreter named by FA_PYTHON, or else `python3`, and waits for its first line.
+    ///
+    /// # Errors
+    /// Where there is no such interpreter, or no peer at all, with the reasons.
+    pub fn start() -> anyhow::Result<Peers> {
+        let named = std::env::var_os(PYTHON_VARIABLE).filter(|name| !name.is_empty());
+        let python = named.unwrap_or_else(|| "python3".into());
+        let mut script = tempfile::Builder::new().prefix("fa-peers-").suffix(".py").tempfile()?;
+        script.write_all(SCRIPT.as_bytes())?;
+        let script = script.into_temp_path();
+        let verbose = tracing::enabled!(tracing::Level::DEBUG);
+        let mut child = Command::new(&python)
+            .arg(&script)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(if verbose { Stdio::inherit() } else { Stdio::null() })
+            .spawn()
+            .with_context(|| {
+                format!("cannot start {}: set {PYTHON_VARIABLE} to a Python with torch", python.display())
+            })?;
+        let (requests, stdout) = child.stdin.take().zip(child.stdout.take()).context("no pipes")?;
+        let (sender, replies) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        #[derive(Deserialize)]
+        struct First {
+            hello: Hello,
+        }
+        let line = replies.recv_timeout(START).context("the peers' helper does not start")?;
+        let First { hello } = serde_json::from_str(&line).context("the peers' helper says hello oddly")?;
+        if hello.peers.is_empty() {
+            let reasons: Vec<String> =
+                hello.errors.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+            bail!("there is no peer: {}; set {PYTHON_VARIABLE} to a Python with torch", reasons.join("; "));
+        }
+        Ok(Peers { hello, child, requests, replies, _script: script })
+    }
+
+    fn ask<R: DeserializeOwned>(&mut self, request: &serde_json::Value) -> anyhow::Result<R> {
+        writeln!(self.requests, "{request}")
+            .and_then(|()| self.requests.flush())
+            .context("the peers are gone")?;
+        let line = self.replies.recv_timeout(ANSWER).context("the peers do not answer")?;
+        let reply: serde_json::Value = serde_json::from_str(&line).context("the peers answer oddly")?;
+        for fatal in ["request", "gpu"] {
+            if let Some(why) = reply["errors"][fatal].as_str() {
+                bail!("the peers refuse: {why}");
+            }
+        }
+        serde_json::from_value(reply).context("the peers answer oddly")
+    }
+
+    /// Readies `wanted` peers (all, if empty) for the forward of `problem`; a window or a cap they do not compute.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn open(&mut self, problem: &Problem, wanted: &[String]) -> anyhow::Result<Opened> {
+        let mask = &problem.mask;
+        if !(mask.is_full() || mask.is_causal()) || problem.softcap.is_some() {
+            let why = format!("not asked: mask {mask}, soft cap {:?}", problem.softcap);
+            let errors = self.hello.peers.iter().map(|name| (name.clone(), why.clone())).collect();
+            return Ok(Opened { peers: Vec::new(), errors });
+        }
+        let mut request = json!({
+            "cmd": "open", "mode": "fwd", "reps": 1,
+            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+            "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
+            "causal": problem.mask.is_causal(), "dtype": problem.dtype.to_string(),
+        });
+        if !wanted.is_empty() {
+            request["peers"] = json!(wanted);
+        }
+        self.ask(&request)
+    }
+
+    /// Milliseconds of `reps` calls of one peer of what is open; none when it fails.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn round(&mut self, peer: &str, reps: usize) -> anyhow::Result<Vec<f64>> {
+        #[derive(Deserialize)]
+        struct Round {
+            times: Vec<f64>,
+        }
+        Ok(self.ask::<Round>(&json!({"cmd": "round", "peer": peer, "reps": reps}))?.times)
+    }
+
+    /// Gives back the memory of what is open.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn close(&mut self) -> anyhow::Result<()> {
+        self.ask::<serde_json::Value>(&json!({"cmd": "close"})).map(drop)
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        // It ends by itself at the end of its input; one that hangs must not outlive us.
+        let _ = writeln!(self.requests, r#"{{"cmd": "quit"}}"#).and_then(|()| self.requests.flush());
+        for _ in 0..50 {
+            if !matches!(self.child.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
