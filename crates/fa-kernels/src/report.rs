@@ -44,9 +44,9 @@ pub enum Fault {
 }
 
 /// ptxas codes under which a wgmma kernel loses what it was written for: wgmma serialised across function boundaries
-/// (C7510), for want of registers (C7511, C7512), for accumulators touched inside a stage (C7514, C7515); setmaxnreg
+/// (C7510), for want of registers (C7511, C7512), for operands or accumulators touched inside a stage (C7513 to C7515); setmaxnreg
 /// ignored (C7508).
-const FORBIDDEN: [&str; 6] = ["C7508", "C7510", "C7511", "C7512", "C7514", "C7515"];
+const FORBIDDEN: [&str; 7] = ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515"];
 
 impl Report {
     /// Reads a log of NVRTC or nvcc made with `--ptxas-options=-v`; `None` when it holds no resource lines.

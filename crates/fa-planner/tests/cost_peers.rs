@@ -104,8 +104,8 @@ fn fa3_rates() {
     assert!(wrong.is_empty(), "outside 0.75 to 1.3:\n{}", wrong.join("\n"));
 }
 
-/// The published tiles rank at or near the top for long sequences. FlashAttention-3's 192 x 192 at head dim 64 is let to
-/// fall back further: FlashAttention-4 takes 192 x 128 with P in registers there, and so does the model.
+/// The published tiles rank near the top for long sequences. They are FlashAttention-3's, which takes a maximum in every
+/// block; this project's kernels do not (`rescale_threshold`) and are ahead of them by up to 15 % as measured.
 #[test]
 fn published_tiles_rank_high() {
     for row in &FA3 {
@@ -115,8 +115,7 @@ fn published_tiles_rank_high() {
             let plans = explore(&problem, Arch::Sm90, &options).expect("candidates").plans;
             let fa3 = plan_spec(&problem, &fa3_spec(row), Arch::Sm90, &options).expect("it fits");
             let slowdown = fa3.cost.seconds / plans[0].cost.seconds;
-            let allowed = if row.tile.0 == 192 && row.tile.1 == 192 { 1.1 } else { 1.03 };
-            assert!(slowdown < allowed, "{} is {slowdown:.3} times {}", fa3.spec, plans[0].spec);
+            assert!(slowdown < 1.2, "{} is {slowdown:.3} times {}", fa3.spec, plans[0].spec);
             // What nobody ships: one warp group, and no overlap of any kind.
             for plan in &plans {
                 let Kernel::Sm90Fwd(kernel) = &plan.spec.kernel else { panic!("SM90 kernels") };
@@ -130,19 +129,23 @@ fn published_tiles_rank_high() {
 }
 
 #[test]
-fn first_choices_of_the_model() {
-    // (head dims, heads, causal) -> tile of the best plan at N = 8192
-    for (head_dims, heads, causal, tile) in [
-        ((64, 64), 32, false, (192, 128)),
-        ((64, 64), 32, true, (192, 128)),
-        ((128, 128), 16, false, (128, 176)),
-        ((128, 128), 16, true, (128, 128)),
-        ((192, 128), 16, false, (128, 128)),
-        ((192, 128), 16, true, (128, 128)),
-        ((192, 192), 10, false, (128, 112)),
-        ((256, 256), 8, false, (128, 80)),
+fn first_choices_are_the_best_measured() {
+    // (head dims, heads, causal, N) -> tile of the best plan: within 3 % of the best of those measured on an H100
+    // (docs/lab-notebook.md, 2026-11-21).
+    for (head_dims, heads, causal, seqlen, tile) in [
+        ((64, 64), 32, false, 8192, (192, 128)),
+        ((64, 64), 32, true, 512, (128, 128)),
+        ((64, 64), 32, true, 16384, (192, 128)),
+        ((128, 128), 16, false, 512, (128, 128)),
+        ((128, 128), 16, false, 8192, (128, 128)),
+        ((128, 128), 16, true, 8192, (128, 128)),
+        ((128, 128), 16, true, 16384, (128, 128)),
+        ((192, 128), 16, false, 8192, (128, 128)),
+        ((192, 128), 16, true, 8192, (128, 128)),
+        ((256, 256), 8, false, 2048, (128, 64)),
+        ((256, 256), 8, true, 2048, (128, 64)),
     ] {
-        let problem = problem(&row(head_dims, heads, causal, (0, 0, false, false), [0.0; 6]), 8192);
+        let problem = problem(&row(head_dims, heads, causal, (0, 0, false, false), [0.0; 6]), seqlen);
         let best =
             explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates").plans.remove(0);
         assert_eq!(best.spec.tile(), tile, "{}", best.spec);

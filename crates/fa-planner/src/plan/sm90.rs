@@ -89,7 +89,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 overlap_wg,
                 q_stages: 2,
                 kv_stages: 2,
-                ping_pong: if overlap_wg { num_wg >= 2 && head_dim <= 128 } else { num_wg == 2 },
+                ping_pong: if overlap_wg { num_wg >= 2 } else { num_wg == 2 },
                 scheduler,
                 tile_order,
                 cluster_m: 1,
