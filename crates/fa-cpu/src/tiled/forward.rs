@@ -5,7 +5,7 @@ use std::ops::Range;
 use fa_core::{Mask, Problem, Strides};
 
 use super::buffer::Buffer;
-use super::pack::{HeadRows, read_rows, row_stride};
+use super::pack::{HeadRows, all_finite, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -132,6 +132,24 @@ pub(super) fn tile_m(kernels: Kernels, problem: &Problem, threads: Option<usize>
     kernels.panel() * panels_in_tile(problem, kernels.panel(), PANELS, schedule::workers(threads))
 }
 
+/// Adds `weights[i] * value` to the columns of Ot of those `queries` that see `key`.
+fn add_seen(
+    problem: &Problem,
+    queries: &Range<usize>,
+    key: usize,
+    weights: &[f32],
+    value: &[f32],
+    o: &mut [f32],
+) {
+    for (column, query) in queries.clone().enumerate() {
+        if problem.mask.visible(query, key, problem.seqlen_q, problem.seqlen_k) {
+            for (sum, value) in o[column..].iter_mut().step_by(weights.len()).zip(value) {
+                *sum += weights[column] * value;
+            }
+        }
+    }
+}
+
 #[allow(clippy::too_many_arguments)]
 pub(super) fn run<T: Element>(
     kernels: Kernels,
@@ -149,7 +167,9 @@ pub(super) fn run<T: Element>(
     if items.is_empty() {
         return;
     }
+    let v_shape = v.shape();
     let (k, v) = (HeadRows::new(k, threads), HeadRows::new(v, threads));
+    let finite_v = problem.mask.is_full() || all_finite(&v, v_shape, threads);
     let out = Scatter::new(out, tile_m);
     let mut lse = lse.map(|lse| lse_tensor(problem, lse));
     let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));
@@ -162,7 +182,7 @@ pub(super) fn run<T: Element>(
             let (batch, head, tile) = items[item];
             let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
             let kv_head = head / problem.group_size();
-            let job = Job { kernels, problem, scores: &scores, width };
+            let job = Job { kernels, problem, scores: &scores, width, finite_v };
             let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
             for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
                 let count = width.min(rows.end - first);
@@ -216,6 +236,8 @@ struct Job<'a> {
     problem: &'a Problem,
     scores: &'a Scores,
     width: usize,
+    /// Whether V holds neither infinities nor NaN, as far as that matters.
+    finite_v: bool,
 }
 
 impl Job<'_> {
@@ -227,7 +249,7 @@ impl Job<'_> {
         (k, ldk): (&[f32], usize),
         (v, ldv): (&[f32], usize),
     ) {
-        let Job { kernels, problem, scores, width } = *self;
+        let Job { kernels, problem, scores, width, finite_v } = *self;
         let Scratch { panels, s, factor, .. } = scratch;
         let seen = visible_keys(problem, rows);
         for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
@@ -255,28 +277,44 @@ impl Job<'_> {
                 if let Some(cap) = scores.cap {
                     kernels.softcap(&mut s[..keys.len() * width], cap);
                 }
-                if !sees_all(problem, &queries, &keys) {
+                let hiding = !sees_all(problem, &queries, &keys);
+                if hiding {
                     hide(problem, &queries, &keys, s, width);
                 }
                 let shape = TileShape { keys: keys.len(), queries: columns, ld: width };
                 let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);
-                kernels.product(Product {
-                    m: problem.head_dim_v,
-                    n: columns,
-                    k: keys.len(),
-                    a: &v[keys.start * ldv..],
-                    lda: ldv,
-                    order: Order::Columns,
-                    b: s,
-                    ldb: width,
-                    c: &mut panel.o,
-                    ldc: width,
-                    init: match (panel.started, rescale) {
-                        (false, _) => Init::Zero,
-                        (true, false) => Init::Add,
-                        (true, true) => Init::Scale(factor),
-                    },
-                });
+                let mut init = match (panel.started, rescale) {
+                    (false, _) => Init::Zero,
+                    (true, false) => Init::Add,
+                    (true, true) => Init::Scale(factor),
+                };
+                // A weight of 0 times a value that is not finite is NaN: where a tile hides something, such values
+                // come in by themselves, for those who see them.
+                let value = |key: usize| &v[key * ldv..][..problem.head_dim_v];
+                let wild =
+                    |key: &usize| hiding && !finite_v && value(*key).iter().any(|value| !value.is_finite());
+                let mut from = keys.start;
+                while from < keys.end {
+                    let to = (from..keys.end).find(wild).unwrap_or(keys.end);
+                    kernels.product(Product {
+                        m: problem.head_dim_v,
+                        n: columns,
+                        k: to - from,
+                        a: &v[from * ldv..],
+                        lda: ldv,
+                        order: Order::Columns,
+                        b: &s[(from - keys.start) * width..],
+                        ldb: width,
+                        c: &mut panel.o,
+                        ldc: width,
+                        init,
+                    });
+                    if to < keys.end {
+                        let weights = &s[(to - keys.start) * width..][..width];
+                        add_seen(problem, &queries, to, weights, value(to), &mut panel.o);
+                    }
+                    (init, from) = (Init::Add, to + 1);
+                }
                 panel.started = true;
             }
         }

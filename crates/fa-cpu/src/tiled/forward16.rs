@@ -75,6 +75,10 @@ pub(super) fn run(
         return;
     }
     let kv = PackedKv::new(kernels, threads, k, v, TILE_N);
+    if !kv.finite_v && !problem.mask.is_full() {
+        // Hidden values that are not finite need the care that only the f32 path takes.
+        return super::forward::run(kernels, threads, problem, q, k, v, out, lse);
+    }
     let out = Scatter::new(out, tile_m);
     let mut lse = lse.map(|lse| lse_tensor(problem, lse));
     let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));

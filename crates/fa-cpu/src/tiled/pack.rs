@@ -1,5 +1,7 @@
 //! From tensors of any element type and strides to f32 tiles.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::buffer::Buffer;
 use super::schedule;
 use crate::element::Element;
@@ -84,6 +86,27 @@ impl<'a> HeadRows<'a> {
             }
         }
     }
+}
+
+/// Whether all rows (`[batch, seqlen, heads, dims]`) hold neither infinities nor NaN.
+pub(super) fn all_finite(rows: &HeadRows<'_>, shape: [usize; 4], threads: Option<usize>) -> bool {
+    let [batch, seqlen, heads, dims] = shape;
+    let finite = AtomicBool::new(true);
+    schedule::run(
+        batch * heads,
+        threads,
+        || (),
+        |(), item| {
+            let (values, ld) = rows.head(item / heads, item % heads);
+            // No early exit: the largest of all bits (without the sign) vectorises.
+            let largest = |row: &[f32]| row.iter().fold(0, |max, value| max.max(value.to_bits() << 1));
+            let largest = values.chunks(ld).take(seqlen).map(|row| largest(&row[..dims])).fold(0, u32::max);
+            if largest >= f32::INFINITY.to_bits() << 1 {
+                finite.store(false, Ordering::Relaxed);
+            }
+        },
+    );
+    finite.into_inner()
 }
 
 /// Row `(batch, seq, head)` as f32.

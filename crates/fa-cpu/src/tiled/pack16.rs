@@ -1,6 +1,7 @@
 //! bf16 tensors in the forms that the 16-bit products read: rows, pairs along the head dim, pairs along the sequence.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -70,6 +71,8 @@ pub(super) struct PackedKv {
     vt_tile: usize,
     heads: usize,
     tiles: usize,
+    /// Whether V holds neither infinities nor NaN.
+    pub(super) finite_v: bool,
 }
 
 impl PackedKv {
@@ -93,6 +96,7 @@ impl PackedKv {
             vt_tile,
             heads,
             tiles,
+            finite_v: true,
         };
         if count == 0 {
             return packed;
@@ -103,6 +107,7 @@ impl PackedKv {
             .zip(packed.vt.chunks_mut(vt_tile))
             .map(std::sync::Mutex::new)
             .collect();
+        let finite_v = AtomicBool::new(true);
         super::schedule::run(
             count,
             threads,
@@ -114,10 +119,16 @@ impl PackedKv {
                 let mut piece = pieces[piece].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
                 read_rows(k, at, keys, piece.0, words_k);
                 read_rows(v, at, keys, rows, words_v);
+                // An exponent of all ones.
+                if halves(rows).iter().fold(0, |max, bits| max.max(bits & 0x7fff)) >= 0x7f80 {
+                    finite_v.store(false, Ordering::Relaxed);
+                }
                 pair_rows(rows, words_v, pairs);
                 kernels.transpose_words([tile_n / 2, 2 * words_v], pairs, 2 * words_v, piece.1, tile_n / 2);
             },
         );
+        drop(pieces);
+        packed.finite_v = finite_v.into_inner();
         packed
     }
 

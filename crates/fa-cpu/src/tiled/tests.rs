@@ -254,3 +254,30 @@ fn bf16_of_every_form() {
         }
     });
 }
+
+#[test]
+fn hidden_keys_and_values_may_hold_anything() {
+    fn check_one<T: Element>(problem: &Problem, options: Options) {
+        let shapes = [check::q_shape(problem), check::k_shape(problem), check::v_shape(problem)];
+        let mut data: Vec<Vec<T>> =
+            shapes.iter().zip(1..).map(|(&shape, seed)| noise(seed, len(shape))).collect();
+        let row = |key: usize| key * 2 * 40..(key * 2 + 1) * 40;
+        data[1][row(90)].fill(T::from_f32(f32::NAN));
+        data[2][row(70)].fill(T::from_f32(f32::INFINITY));
+        data[2][row(90)].fill(T::from_f32(f32::NAN));
+        let [q, k, v] = [0, 1, 2].map(|i| packed(["q", "k", "v"][i], &data[i], shapes[i]));
+        let mut out = vec![T::from_f32(0.0); len(shapes[0])];
+        let mut view = packed_mut("out", &mut out, shapes[0]);
+        forward_with(options, problem, &q, &k, &v, &mut view, None).unwrap();
+        let oracle = reference::forward(problem, &q, &k, &v).unwrap();
+        let comparison = compare::<T, T>(shapes[0], problem.dtype, &out, &oracle.out, None).unwrap();
+        assert!(comparison.passed(), "{problem:?} with {options:?}: {comparison}");
+    }
+    every_isa(|options| {
+        for mask in MASKS {
+            let problem = base(120, 120, mask);
+            check_one::<f32>(&problem, options);
+            check_one::<bf16>(&Problem { dtype: Dtype::Bf16, ..problem }, options);
+        }
+    });
+}
