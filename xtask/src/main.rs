@@ -7,6 +7,7 @@ mod plans;
 mod search;
 mod table;
 mod toolkit;
+mod validate;
 mod workspace;
 
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ enum Task {
     Codegen(codegen::Args),
     Search(search::Args),
     Toolkit(toolkit::Args),
+    Validate(validate::Args),
 }
 
 /// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do not parse.
@@ -36,6 +38,7 @@ fn main() -> ExitCode {
         Task::Codegen(args) => codegen::run(&args),
         Task::Search(args) => search::run(&args),
         Task::Toolkit(args) => toolkit::run(&args),
+        Task::Validate(args) => validate::run(&args),
     };
     let Err(error) = done else { return ExitCode::SUCCESS };
     eprintln!("error: {error:#}");

@@ -340,6 +340,11 @@ impl Sm90Fwd {
         range("cluster_m", self.cluster_m, 1, 2)?;
         range("exp_poly_of_16", self.exp_poly_of_16, 0, 16)?;
         range("rescale_threshold", self.rescale_threshold, 0, 15)?;
+        if self.cluster_m > 1 && self.scheduler == Scheduler::Dynamic {
+            return Err(SpecError::Conflict(
+                "cluster_m = 2 needs scheduler PerTile or Static: blocks of a cluster take neighbouring tiles".into(),
+            ));
+        }
         if self.ping_pong && self.num_wg < 2 {
             return Err(SpecError::Conflict(
                 "ping_pong needs num_wg of 2 or 3: one group has no partner".into(),

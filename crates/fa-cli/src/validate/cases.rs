@@ -2,7 +2,7 @@
 
 use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
 
-use crate::cuda::{Place, shapes};
+use crate::cuda::{Half, Inputs, Place, shapes};
 
 /// One thing to be right about.
 #[derive(Clone, Debug)]
@@ -13,6 +13,8 @@ pub struct Case {
     pub problem: Problem,
     /// Where its tensors lie.
     pub placing: Placing,
+    /// What they hold.
+    pub values: Values,
     /// What is done with it.
     pub action: Action,
     /// The kernel, where not the library chooses.
@@ -49,6 +51,23 @@ pub enum Placing {
     FarBatch,
     /// Keys and values 2^25 + 8 elements apart, so that offsets within a head exceed 2^31.
     FarKeys,
+}
+
+/// What Q, K and V hold. Where maxima are tracked, guessed or left behind, the course of scores along the keys matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// Independent, of unit variance.
+    Normal,
+    /// Keys grow along the sequence: each step of a walk from the front finds a new maximum.
+    Rising,
+    /// Keys shrink along the sequence: the same for a walk from the back.
+    Falling,
+    /// Every 97th key is 30 times as large.
+    Spikes,
+    /// All keys are 0: every weight is the same.
+    Equal,
+    /// Queries and keys are 8 times as large: nearly all weight is on one key.
+    Sharp,
 }
 
 /// What is done with a case.
@@ -129,8 +148,16 @@ const MASKS: [Mask; 2] = [Mask::CAUSAL, Mask::FULL];
 /// A problem that cases differ from by what they are about.
 pub const BASE: Problem = Problem::square(2, 256, 4, 128, Mask::CAUSAL, Dtype::Bf16);
 
-fn case(group: &'static str, problem: Problem) -> Case {
-    Case { group, problem, placing: Placing::Bshd, action: Action::Once, kernel: None }
+/// A case of one run on packed BSHD tensors of normal values by the library's kernel.
+pub fn case(group: &'static str, problem: Problem) -> Case {
+    Case {
+        group,
+        problem,
+        placing: Placing::Bshd,
+        values: Values::Normal,
+        action: Action::Once,
+        kernel: None,
+    }
 }
 
 /// The cases of the library's own choice of kernel.
@@ -141,6 +168,7 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(heads());
     cases.extend(windows(full));
     cases.extend(scores());
+    cases.extend(values());
     cases.extend(placings(full));
     cases.extend(empties());
     cases.extend(sizes(full));
@@ -251,6 +279,31 @@ fn scores() -> Vec<Case> {
         }
         let both = Problem { softmax_scale: Some(1.0), softcap: Some(3.0), ..problem };
         cases.push(case("softcap", Problem { head_dim: 64, head_dim_v: 64, ..both }));
+    }
+    cases
+}
+
+fn values() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let all = [Values::Rising, Values::Falling, Values::Spikes, Values::Equal, Values::Sharp];
+    for (turn, values) in all.into_iter().enumerate() {
+        for mask in MASKS {
+            for (head_dim, head_dim_v) in [(64, 64), (128, 128), (256, 256)] {
+                let dtype = DTYPES[turn % 2];
+                let problem = Problem {
+                    seqlen_q: 700,
+                    seqlen_k: 900,
+                    heads_q: 2,
+                    heads_kv: 2,
+                    head_dim,
+                    head_dim_v,
+                    mask,
+                    dtype,
+                    ..BASE
+                };
+                cases.push(Case { values, ..case("values", problem) });
+            }
+        }
     }
     cases
 }
@@ -377,6 +430,12 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
             cases.push(Case { placing, kernel, ..case(group, problem) });
         }
     }
+    let steep = cases.iter().max_by_key(|case| case.problem.seqlen_k.min(1024)).cloned();
+    cases.extend(
+        steep
+            .into_iter()
+            .flat_map(|case| [Values::Rising, Values::Falling].map(|values| Case { values, ..case.clone() })),
+    );
     cases
 }
 
@@ -412,6 +471,9 @@ impl Case {
         }
         if let Some(scale) = p.softmax_scale {
             name += &format!(" scale {scale}");
+        }
+        if self.values != Values::Normal {
+            name += &format!(" {:?}", self.values).to_lowercase();
         }
         if self.placing != Placing::Bshd {
             name += &format!(" {:?}", self.placing).to_lowercase();
@@ -451,6 +513,31 @@ impl Case {
         self.problem_name()
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    }
+
+    /// The inputs.
+    pub fn inputs<T: Half>(&self) -> Inputs<T> {
+        let mut inputs = Inputs::<T>::placed(&self.problem, self.places(), self.seed());
+        let Problem { seqlen_k, heads_kv, head_dim, .. } = self.problem;
+        let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
+            for (row, values) in inputs.values[tensor].chunks_mut(head_dim).enumerate() {
+                let factor = factor(row);
+                let scaled =
+                    |value: &mut T| *value = <T as fa_cpu::Element>::from_f32(value.to_f32() * factor);
+                values.iter_mut().for_each(scaled);
+            }
+        };
+        let key = |row: usize| row / heads_kv % seqlen_k;
+        let share = |row: usize| key(row) as f32 / seqlen_k as f32;
+        match self.values {
+            Values::Normal => {}
+            Values::Rising => scale(1, &|row| 0.1 + 12.0 * share(row)),
+            Values::Falling => scale(1, &|row| 12.1 - 12.0 * share(row)),
+            Values::Spikes => scale(1, &|row| if key(row) % 97 == 50 { 30.0 } else { 1.0 }),
+            Values::Equal => scale(1, &|_| 0.0),
+            Values::Sharp => (0..2).for_each(|tensor| scale(tensor, &|_| 8.0)),
+        }
+        inputs
     }
 
     /// Bytes of device memory that the tensors take.

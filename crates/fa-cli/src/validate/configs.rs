@@ -14,7 +14,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::args::ValidateArgs;
-use super::cases::{Action, Case, Extent, NamedSpec, Placing, of_spec};
+use super::cases::{Action, Case, Extent, NamedSpec, of_spec};
 use super::worker::{CaseResult, Status};
 use crate::args::HeadDim;
 use crate::failure::Verdict;
@@ -157,13 +157,8 @@ impl Config {
     fn cases(&self) -> Vec<Case> {
         let name = self.spec.to_string();
         let mut cases = of_spec("configs", &name, &self.spec, Extent::Quick);
-        cases.push(Case {
-            group: "configs",
-            problem: self.problem,
-            placing: Placing::Bshd,
-            action: Action::Measure,
-            kernel: Some(NamedSpec { name, spec: self.spec.clone() }),
-        });
+        let kernel = Some(NamedSpec { name, spec: self.spec.clone() });
+        cases.push(Case { action: Action::Measure, kernel, ..super::cases::case("configs", self.problem) });
         cases
     }
 }

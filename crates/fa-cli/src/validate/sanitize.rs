@@ -10,7 +10,7 @@ use fa_kernels::toolchain;
 use serde::Serialize;
 
 use super::args::ValidateArgs;
-use super::cases::{Action, BASE, Case, Placing};
+use super::cases::{self, BASE, Case, Placing};
 use crate::failure::{InputError, Verdict};
 use crate::output;
 
@@ -46,7 +46,7 @@ pub fn cases() -> Vec<Case> {
             let problem =
                 Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
             let placing = if turn == 4 { Placing::Gap(8) } else { Placing::Bshd };
-            cases.push(Case { group: "sanitize", problem, placing, action: Action::Once, kernel: None });
+            cases.push(Case { placing, ..cases::case("sanitize", problem) });
         }
     }
     cases

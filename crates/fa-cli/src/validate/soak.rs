@@ -3,7 +3,7 @@
 use fa_core::{Dtype, Mask, Problem};
 use fa_planner::plan::Family;
 
-use super::cases::{Action, Case, Placing};
+use super::cases::{self, Action, Case, Placing, Values};
 use crate::cuda::Random;
 
 /// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
@@ -61,8 +61,13 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
         softcap,
         softmax_scale,
     };
+    let values = match placing {
+        // Broadcast tensors hold what their one row, head or entry holds.
+        Placing::SharedBatch | Placing::SharedHeads => Values::Normal,
+        _ => random.of(&[Values::Normal, Values::Normal, Values::Rising, Values::Falling, Values::Spikes]),
+    };
     let action = if random.below(16) == 0 { Action::Repeat(20) } else { Action::Once };
-    Case { group: "soak", problem, placing, action, kernel: None }
+    Case { placing, values, action, ..cases::case("soak", problem) }
 }
 
 #[cfg(test)]

@@ -6,4 +6,5 @@ mod check;
 mod common;
 mod manual;
 mod plan;
+mod records;
 mod run;

@@ -2,7 +2,8 @@
 
 use crate::common::{fa, fa_args};
 
-const COMMANDS: [&str; 8] = ["run", "plan", "check", "bench", "build", "doctor", "completions", "man"];
+const COMMANDS: [&str; 9] =
+    ["run", "plan", "check", "bench", "build", "validate", "doctor", "completions", "man"];
 
 #[test]
 fn every_command_has_help_with_examples_and_a_manual_page() {

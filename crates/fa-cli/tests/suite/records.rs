@@ -1,0 +1,43 @@
+//! `fa validate` without a GPU: records against sources, and what it says where it cannot run.
+
+use crate::common::{fa, fa_args, repository, text};
+
+#[test]
+fn no_shipped_kernel_changed_since_its_validation_unless_the_results_say_why() {
+    let results = repository("docs/results");
+    let done = fa_args(&["validate", "--check-records", "--results", text(&results)]);
+    assert_eq!(done.code, 0, "{}{}", done.stdout, done.stderr);
+    assert!(done.stdout.contains("sm90/hd128-causal-bf16.ron"), "{}", done.stdout);
+}
+
+#[test]
+fn kernels_without_record_and_reason_are_a_bad_verdict() {
+    let results = tempfile::tempdir().unwrap();
+    let check = || fa_args(&["validate", "--check-records", "--results", text(results.path())]);
+    let done = check();
+    assert_eq!(done.code, 1, "{}{}", done.stdout, done.stderr);
+    assert!(done.stdout.contains("never validated") && done.stdout.contains("fa validate --full --record"));
+    let list = results.path().join("unvalidated.ron");
+    std::fs::write(&list, "(kernels: {\"sm90_fwd\": \"new\", \"sm80_fwd\": \"no GPU at hand\"})").unwrap();
+    let done = check();
+    assert_eq!(done.code, 0, "{}{}", done.stdout, done.stderr);
+    assert!(done.stdout.contains("not validated: no GPU at hand"));
+    std::fs::write(&list, "(kernels: {\"sm90_fwd\": \"\"})").unwrap();
+    assert!(check().stderr.contains("sm90_fwd has no reason"));
+    std::fs::write(&list, "(kernels: [])").unwrap();
+    assert_eq!(check().code, 1);
+    std::fs::create_dir(results.path().join("validate")).unwrap();
+    std::fs::write(results.path().join("validate/broken.json"), "{").unwrap();
+    assert!(check().stderr.contains("broken.json"));
+}
+
+#[test]
+fn without_a_gpu_the_way_out_is_named() {
+    let done = fa("validate --quick --filter none-has-this-name");
+    // With a GPU, no case has that name; without, there is no driver or no device.
+    assert!(done.code == 1 || done.code == 2, "{}{}", done.stdout, done.stderr);
+    let named = ["no CUDA driver", "making a context", "no case has"];
+    assert!(named.iter().any(|part| done.stderr.contains(part)), "{}", done.stderr);
+    assert_eq!(fa("validate --soak 5 --record").code, 2);
+    assert_eq!(fa("validate --repeat 1").code, 2);
+}

@@ -1,0 +1,25 @@
+//! `cargo xtask validate`: the GPU kernels against the CPU oracle, by `fa validate`.
+
+use anyhow::Result;
+
+use crate::workspace;
+
+/// Validate the GPU kernels on the GPU at hand: builds and runs `fa validate`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Kernels to validate, sm80 or sm90 [default: the fastest that the GPU runs].
+    #[arg(long)]
+    arch: Option<String>,
+    /// Flags of `fa validate`, such as --full, --all-configs or --record.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    flags: Vec<String>,
+}
+
+pub fn run(args: &Args) -> Result<()> {
+    let mut command = vec!["run", "--quiet", "--release", "-p", "fa-cli", "--", "validate"];
+    if let Some(arch) = &args.arch {
+        command.extend(["--arch", arch]);
+    }
+    command.extend(args.flags.iter().map(String::as_str));
+    workspace::cargo(&command)
+}
