@@ -53,8 +53,17 @@ fn peak<T: Element>(n: usize, dtype: Dtype) -> usize {
     fn writable<T>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
         TensorMut::packed("output", data, shape, TensorLayout::Bshd).unwrap()
     }
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
     let before = NOW.load(Ordering::Relaxed);
+    // Threads keep scratch for their next call until they end, so they are joined before anything is measured again.
+    let mut workers = Vec::new();
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(2)
+        .spawn_handler(|worker| {
+            workers.push(std::thread::Builder::new().spawn(|| worker.run())?);
+            Ok(())
+        })
+        .build()
+        .unwrap();
     PEAK.store(before, Ordering::Relaxed);
     pool.install(|| {
         forward(&problem, &view, &view, &view, &mut writable(&mut out, shape), Some(&mut lse)).unwrap();
@@ -64,6 +73,8 @@ fn peak<T: Element>(n: usize, dtype: Dtype) -> usize {
         backward(&problem, &view, &view, &view, &out, &lse, &view, dq, dk, dv).unwrap();
     });
     let peak = PEAK.load(Ordering::Relaxed) - before;
+    drop(pool);
+    workers.into_iter().for_each(|worker| worker.join().unwrap());
     assert!(lse.iter().all(|value| value.is_finite()), "the call has done its work");
     peak
 }
