@@ -134,15 +134,22 @@ impl Compiler {
     /// # Errors
     /// [`CompileFailure::Log`] for errors in the source, [`CompileFailure::Compiler`] for those of the compiler.
     pub fn compile(&self, source: &Source) -> Result<Compiled, CompileFailure> {
-        let (cubin, log) = match self.kind {
-            CompilerKind::Nvrtc => self.by_nvrtc(source)?,
-            CompilerKind::Nvcc => self.by_nvcc(source)?,
-        };
-        let Some(report) = Report::parse(&log) else {
-            let reason = format!("its log has no ptxas resource lines:\n{log}");
-            return Err(Error::BadCompiler { path: self.path.clone(), reason }.into());
-        };
-        Ok(Compiled { cubin, log, report })
+        // NVRTC now and then loses the assembler's lines when threads compile at once (seen with 13.0, 2 in 500): ask again.
+        for attempts_left in (0..4).rev() {
+            let (cubin, log) = match self.kind {
+                CompilerKind::Nvrtc => self.by_nvrtc(source)?,
+                CompilerKind::Nvcc => self.by_nvcc(source)?,
+            };
+            match Report::parse(&log) {
+                Some(report) => return Ok(Compiled { cubin, log, report }),
+                None if attempts_left > 0 => tracing::debug!(attempts_left, "no resource lines in the log"),
+                None => {
+                    let reason = format!("its log has no ptxas resource lines:\n{log}");
+                    return Err(Error::BadCompiler { path: self.path.clone(), reason }.into());
+                }
+            }
+        }
+        unreachable!("the last attempt returns")
     }
 
     fn by_nvrtc(&self, source: &Source) -> Result<(Vec<u8>, String), CompileFailure> {
