@@ -13,6 +13,12 @@ use crate::cuda::{Device, DeviceInfo};
 /// The folder of validation records below the results.
 pub const VALIDATED: &str = "validate";
 
+/// The folder of records of random problems below the results.
+pub const SOAKED: &str = "soak";
+
+/// The folder of sanitizers' records below the results.
+pub const SANITIZED: &str = "sanitize";
+
 /// The file, below the results, that names kernels whose sources have not been validated, with the reasons.
 pub const UNVALIDATED: &str = "unvalidated.ron";
 

@@ -76,7 +76,7 @@ pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     let family = args.arch.map_or(Family::native(arch), |arch| arch.family());
     let watchdog = Duration::from_secs(u64::from(args.watchdog));
     if args.sanitize {
-        return sanitize::command(args, worker_command);
+        return sanitize::command(args, family, worker_command);
     }
     if args.all_configs {
         let work = |done| supervise::run(worker_command, watchdog, None, done);
@@ -92,7 +92,8 @@ pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     let report = report(args, family, results, start.elapsed())?;
     if args.record && report.passed {
         let name = format!("{}-{}.json", report.family, report.provenance.gpu_slug());
-        let path = record::write(&args.results, record::VALIDATED, &name, &output::json_text(&report)?)?;
+        let folder = if args.soak.is_some() { record::SOAKED } else { record::VALIDATED };
+        let path = record::write(&args.results, folder, &name, &output::json_text(&report)?)?;
         eprintln!("wrote {}", path.display());
     } else if args.record {
         eprintln!("note: no record is written of a validation that failed");
@@ -125,8 +126,8 @@ fn work(args: &ValidateArgs) -> anyhow::Result<Verdict> {
 
 /// The cases that the flags ask for.
 fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Result<Vec<Case>> {
-    let extent = if args.full { Extent::Full } else { Extent::Quick };
-    let repeat = args.repeat.unwrap_or(if args.full { 1000 } else { 100 }) as usize;
+    let extent = if args.is_full() { Extent::Full } else { Extent::Quick };
+    let repeat = args.repeat.unwrap_or(if args.is_full() { 1000 } else { 100 }) as usize;
     let mut chosen = if args.sanitize {
         sanitize::cases()
     } else if args.all_configs {
@@ -170,10 +171,11 @@ fn report(
     time: Duration,
 ) -> anyhow::Result<Report> {
     let passed = results.iter().all(|result| result.status != Status::Failed);
-    // A filter leaves out cases that a kernel would have to pass.
-    let kernels = if args.filter.is_none() { passed_kernels(&results)? } else { Vec::new() };
+    // A filter leaves out cases that a kernel would have to pass, as the other ways to choose cases do.
+    let whole = args.filter.is_none() && args.spec.is_none() && args.soak.is_none();
+    let kernels = if whole { passed_kernels(&results)? } else { Vec::new() };
     let mut report = Report {
-        kind: "validate",
+        kind: if args.soak.is_some() { "soak" } else { "validate" },
         passed,
         provenance: Provenance::new(&Device::open()?)?,
         family: format!("{family:?}").to_lowercase(),
@@ -307,7 +309,7 @@ fn check_records(args: &ValidateArgs) -> anyhow::Result<Verdict> {
             String::new()
         } else {
             format!(
-                "{unknown} kernels: run `fa validate --full --record` on a GPU, or name them in {} with the reason\n",
+                "{unknown} kernels: run `fa validate --record` on a GPU, or name them in {} with the reason\n",
                 args.results.join(record::UNVALIDATED).display()
             )
         };

@@ -12,7 +12,7 @@ pub struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
     #[arg(long, value_enum)]
     pub arch: Option<KernelArch>,
-    /// A part of the grid that takes below a minute (the default)
+    /// A part of the grid that takes below a minute (the default without --record)
     #[arg(long)]
     pub quick: bool,
     /// The whole grid
@@ -28,14 +28,14 @@ pub struct ValidateArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
     pub repeat: Option<u32>,
     /// Random problems for so long, instead of the grid
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "quick", "spec", "record"],
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "quick", "spec"],
           value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub soak: Option<u32>,
     /// Start of the random problems' sequence
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
-    #[arg(long, conflicts_with_all = ["soak", "record", "full", "all_configs"])]
+    #[arg(long, conflicts_with_all = ["soak", "full", "all_configs"])]
     pub sanitize: bool,
     /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
@@ -49,8 +49,8 @@ pub struct ValidateArgs {
         default_value = "64,96,128,192,256,192-128"
     )]
     pub headdim: Vec<crate::args::HeadDim>,
-    /// Write a record of what was validated below the results folder
-    #[arg(long)]
+    /// Write a record below the results folder; of the grid, the whole is validated for it
+    #[arg(long, conflicts_with_all = ["quick", "filter", "spec"])]
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter", "record", "sanitize", "all_configs"])]
@@ -91,7 +91,7 @@ impl KernelArch {
 const EXAMPLES: &str = "\
 Examples:
   fa validate                                   numerics, strides, streams, graphs: below a minute
-  fa validate --full --record                   all of it, with a record for docs/results
+  fa validate --record                          all of it, with a record for docs/results
   fa validate --arch sm80 --filter windows/     the kernels for every GPU, one group of cases
   fa validate --spec kernel.ron                 one kernel
   fa validate --soak 600 --seed 7               random problems for ten minutes
@@ -101,3 +101,10 @@ Each case fills its outputs with NaN, runs on the GPU and is compared with an f6
 inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in the kernel's precision; \
 LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must be written.
 A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
+
+impl ValidateArgs {
+    /// Whether the whole grid is asked for.
+    pub fn is_full(&self) -> bool {
+        self.full || self.record
+    }
+}

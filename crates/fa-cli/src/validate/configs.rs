@@ -28,6 +28,9 @@ const NEAR_MISS: f64 = 0.15;
 /// Keys and queries of the measured problems; with them, 16,384 tokens and a width of 2,048.
 const SEQLEN: usize = 8192;
 
+/// Lines of a kind that a text lists.
+const MOST_LINES: usize = 12;
+
 /// A configuration for a problem.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -350,19 +353,25 @@ fn summary_table(summaries: &[Summary]) -> comfy_table::Table {
 fn text(record: &Record, results: &[CaseResult]) -> String {
     let mut text = output::table_text(&summary_table(&record.summaries));
     let failed = results.iter().filter(|result| result.status == Status::Failed);
-    for result in failed.take(20) {
+    for result in failed.take(MOST_LINES) {
         let _ = writeln!(text, "FAILED {}: {}", result.name, result.detail);
     }
-    for row in record.rows.iter().filter(|row| row.fits && row.fault.is_some()).take(40) {
+    let contradicted: Vec<&Row> = record.rows.iter().filter(|row| row.fits && row.fault.is_some()).collect();
+    for row in contradicted.iter().take(MOST_LINES) {
         let _ = writeln!(
             text,
-            "fits by plan ({} of {} registers), but: {} ({}): {}",
+            "fits by plan ({} of {} registers), but {}: {}",
             row.registers_planned,
             row.register_limit,
             row.kernel,
-            row.problem,
-            row.fault.as_deref().unwrap_or_default()
+            row.spills.filter(|spills| *spills > 0).map_or_else(
+                || row.fault.as_deref().unwrap_or_default().chars().take(60).collect(),
+                |spills| format!("{spills} B of spills")
+            )
         );
+    }
+    if contradicted.len() > MOST_LINES {
+        let _ = writeln!(text, "and {} more; --json and --record list all", contradicted.len() - MOST_LINES);
     }
     text
 }

@@ -7,12 +7,15 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_core::{Dtype, Mask, Problem};
 use fa_kernels::toolchain;
+use fa_planner::plan::Family;
 use serde::Serialize;
 
 use super::args::ValidateArgs;
 use super::cases::{self, BASE, Case, Placing};
+use crate::cuda::Device;
 use crate::failure::{InputError, Verdict};
 use crate::output;
+use crate::record::{self, Provenance};
 
 const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 
@@ -52,32 +55,58 @@ pub fn cases() -> Vec<Case> {
     cases
 }
 
+/// What is printed and recorded.
+#[derive(Debug, Serialize)]
+struct Report {
+    kind: &'static str,
+    passed: bool,
+    #[serde(flatten)]
+    provenance: Provenance,
+    family: String,
+    tools: Vec<Finding>,
+}
+
 /// Runs a worker on [`cases`] under each tool.
 ///
 /// # Errors
 /// Without compute-sanitizer, or when it does not start.
-pub fn command(args: &ValidateArgs, worker: impl Fn() -> anyhow::Result<Command>) -> anyhow::Result<Verdict> {
+pub fn command(
+    args: &ValidateArgs,
+    family: Family,
+    worker: impl Fn() -> anyhow::Result<Command>,
+) -> anyhow::Result<Verdict> {
     let sanitizer = find().ok_or_else(|| {
         InputError::Usage(
             "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set CUDA_HOME"
                 .to_owned(),
         )
     })?;
-    let mut findings = Vec::new();
+    let mut tools = Vec::new();
     for tool in TOOLS {
         let plain = worker()?;
         let mut command = Command::new(&sanitizer);
         command.args(["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]);
         command.arg(plain.get_program()).args(plain.get_args());
-        findings.push(run(tool, command)?);
+        tools.push(run(tool, command)?);
     }
-    let clean = findings.iter().all(|finding| finding.clean);
+    let report = Report {
+        kind: "sanitize",
+        passed: tools.iter().all(|finding| finding.clean),
+        provenance: Provenance::new(&Device::open()?)?,
+        family: format!("{family:?}").to_lowercase(),
+        tools,
+    };
+    if args.record {
+        let name = format!("{}-{}.json", report.family, report.provenance.gpu_slug());
+        let path = record::write(&args.results, record::SANITIZED, &name, &output::json_text(&report)?)?;
+        eprintln!("wrote {}", path.display());
+    }
     if args.json {
-        output::print_json(&serde_json::json!({ "passed": clean, "tools": findings }))?;
+        output::print_json(&report)?;
     } else {
-        output::print(&text(&findings))?;
+        output::print(&text(&report.tools))?;
     }
-    Ok(if clean { Verdict::Good } else { Verdict::Bad })
+    Ok(if report.passed { Verdict::Good } else { Verdict::Bad })
 }
 
 fn find() -> Option<PathBuf> {

@@ -16,7 +16,7 @@ fn kernels_without_record_and_reason_are_a_bad_verdict() {
     let check = || fa_args(&["validate", "--check-records", "--results", text(results.path())]);
     let done = check();
     assert_eq!(done.code, 1, "{}{}", done.stdout, done.stderr);
-    assert!(done.stdout.contains("never validated") && done.stdout.contains("fa validate --full --record"));
+    assert!(done.stdout.contains("never validated") && done.stdout.contains("fa validate --record"));
     let list = results.path().join("unvalidated.ron");
     std::fs::write(&list, "(kernels: {\"sm90_fwd\": \"new\", \"sm80_fwd\": \"no GPU at hand\"})").unwrap();
     let done = check();
@@ -38,6 +38,6 @@ fn without_a_gpu_the_way_out_is_named() {
     assert!(done.code == 1 || done.code == 2, "{}{}", done.stdout, done.stderr);
     let named = ["no CUDA driver", "making a context", "no case has"];
     assert!(named.iter().any(|part| done.stderr.contains(part)), "{}", done.stderr);
-    assert_eq!(fa("validate --soak 5 --record").code, 2);
+    assert_eq!(fa("validate --soak 5 --full").code, 2);
     assert_eq!(fa("validate --repeat 1").code, 2);
 }
