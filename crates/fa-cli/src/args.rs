@@ -10,6 +10,8 @@ use fa_planner::plan::Family;
 
 use crate::bench_gpu::GpuArgs;
 use crate::failure::InputError;
+use crate::ladder::LadderArgs;
+use crate::tune::TuneArgs;
 
 /// Plan, run, check and measure attention.
 ///
@@ -50,6 +52,10 @@ pub enum Command {
     Build(BuildArgs),
     /// Validate the GPU kernels against the CPU oracle
     Validate(crate::validate::args::ValidateArgs),
+    /// Measure kernels for a problem on this GPU; the library uses the winner from then on
+    Tune(TuneArgs),
+    /// Measure the kernels' optimisation steps one after the other
+    Ladder(LadderArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
     /// Print a shell's completion script
@@ -345,13 +351,9 @@ rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of the
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
-/// `fa bench`.
-#[derive(Debug, Args)]
-#[command(after_help = BENCH_EXAMPLES)]
-pub struct BenchArgs {
-    /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
-    #[arg(long, value_enum, default_value = "auto")]
-    pub backend: Backend,
+/// Problem flags of `fa bench` and `fa tune`: every head dim with every mask and length.
+#[derive(Clone, Debug, Args)]
+pub struct ShapeArgs {
     /// Independent sequences [default: 1]
     #[arg(long, conflicts_with = "tokens")]
     pub batch: Option<usize>,
@@ -369,12 +371,64 @@ pub struct BenchArgs {
     pub headdim: Vec<HeadDim>,
     #[command(flatten)]
     pub mask: MaskArgs,
-    /// Measure without a mask and with a causal one
+    /// Both without a mask and with a causal one
     #[arg(long, conflicts_with_all = ["causal", "window"])]
     pub both_masks: bool,
-    /// Element type: f32, f16, bf16 [default: f32 on the CPU, bf16 on the GPU]
+    /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
     #[arg(long)]
     pub dtype: Option<Dtype>,
+}
+
+impl ShapeArgs {
+    /// Every shape asked for, of type `dtype` unless a flag says otherwise, checked.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
+    pub fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
+        let dtype = self.dtype.unwrap_or(dtype);
+        if dtype == Dtype::E4m3 {
+            return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
+        }
+        let masks = if self.both_masks { vec![Mask::FULL, Mask::CAUSAL] } else { vec![self.mask.mask()] };
+        let mut problems = Vec::new();
+        for &HeadDim { qk, v } in &self.headdim {
+            for &mask in &masks {
+                for &Seqlen { q: seqlen_q, k: seqlen_k } in &self.seqlen {
+                    let batch = match self.tokens {
+                        Some(tokens) => (tokens / seqlen_k.max(1)).max(1),
+                        None => self.batch.unwrap_or(1),
+                    };
+                    let problem = Problem {
+                        batch,
+                        seqlen_q,
+                        seqlen_k,
+                        heads_q: self.heads.q,
+                        heads_kv: self.heads.kv,
+                        head_dim: qk,
+                        head_dim_v: v,
+                        mask,
+                        dtype,
+                        softmax_scale: None,
+                        softcap: None,
+                    };
+                    problem.check()?;
+                    problems.push(problem);
+                }
+            }
+        }
+        Ok(problems)
+    }
+}
+
+/// `fa bench`.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_EXAMPLES)]
+pub struct BenchArgs {
+    /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: Backend,
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
     /// Which pass to measure
     #[arg(long, value_enum, default_value = "fwd")]
     pub mode: Mode,

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Dtype, Problem, TensorLayout};
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::args::{Backend, BenchArgs, HeadDim, Mode, Seqlen};
+use crate::args::{Backend, BenchArgs, Mode};
 use crate::attention::{self, Inputs};
 use crate::bench_gpu;
 use crate::chart::{self, Frame, Series};
@@ -76,12 +76,13 @@ const SECONDS: f64 = 0.5;
 /// Bad input or an unwritable target; both are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if on_gpu(args) {
-        return bench_gpu::command(args, problems(args, args.dtype.unwrap_or(Dtype::Bf16))?);
+        return bench_gpu::command(args);
     }
     if let Some(flag) = args.gpu.given() {
         return Err(InputError::Usage(format!("{flag} is for GPUs: use --backend cuda")).into());
     }
-    let problems = problems(args, args.dtype.unwrap_or(Dtype::F32))?;
+    let problems = args.shapes.problems(Dtype::F32)?;
+    problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
     let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
     let plot = args.plot.as_deref().map(Target::probe).transpose()?;
@@ -104,7 +105,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
-            Dtype::E4m3 => unreachable!("problems() refuses it"),
+            Dtype::E4m3 => unreachable!("the shapes' flags refuse it"),
         }?;
         rows.extend(measured.into_iter().map(|timing| row(problem, timing, &machine)));
         steps.advance();
@@ -128,48 +129,12 @@ fn on_gpu(args: &BenchArgs) -> bool {
         Backend::Cuda => true,
         Backend::Cpu | Backend::Reference => false,
         Backend::Auto => {
-            let halves = matches!(args.dtype, Some(Dtype::F16 | Dtype::Bf16));
+            let halves = matches!(args.shapes.dtype, Some(Dtype::F16 | Dtype::Bf16));
             let of_the_cpu = args.cpu.isa.is_some() || args.cpu.threads.is_some() || args.seconds.is_some();
             let suited = args.mode == Mode::Fwd && (halves || args.gpu.given().is_some()) && !of_the_cpu;
             suited && fa_kernels::driver::probe().is_ok()
         }
     }
-}
-
-/// Every shape asked for, checked.
-fn problems(args: &BenchArgs, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
-    if dtype == Dtype::E4m3 {
-        return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
-    }
-    let masks = if args.both_masks { vec![Mask::FULL, Mask::CAUSAL] } else { vec![args.mask.mask()] };
-    let mut problems = Vec::new();
-    for &HeadDim { qk, v } in &args.headdim {
-        for &mask in &masks {
-            for &Seqlen { q: seqlen_q, k: seqlen_k } in &args.seqlen {
-                let batch = match args.tokens {
-                    Some(tokens) => (tokens / seqlen_k.max(1)).max(1),
-                    None => args.batch.unwrap_or(1),
-                };
-                let problem = Problem {
-                    batch,
-                    seqlen_q,
-                    seqlen_k,
-                    heads_q: args.heads.q,
-                    heads_kv: args.heads.kv,
-                    head_dim: qk,
-                    head_dim_v: v,
-                    mask,
-                    dtype,
-                    softmax_scale: None,
-                    softcap: None,
-                };
-                problem.check()?;
-                attention::check_memory(&problem, args.mode != Mode::Fwd)?;
-                problems.push(problem);
-            }
-        }
-    }
-    Ok(problems)
 }
 
 impl Machine {
@@ -336,9 +301,9 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
     for line in &mut series {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }
-    let batch = args.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
+    let batch = args.shapes.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
     let dtype = report.rows.first().map_or(Dtype::F32, |row| row.dtype);
-    let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.heads.q, report.machine.cpu);
+    let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.shapes.heads.q, report.machine.cpu);
     let peak = report.machine.peak_gflops();
     let name = format!("f32 multiply-add peak {peak:.0} GFLOP/s");
     let ceiling = Some((peak, name.as_str()));

@@ -7,7 +7,7 @@ mod report;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, Dtype, KernelSpec, Problem};
 use fa_kernels::{Forward, Headers, Source, smem_bytes};
 use fa_planner::plan::Family;
 use rayon::prelude::*;
@@ -22,8 +22,9 @@ use crate::progress::Steps;
 use crate::record::Provenance;
 use crate::target::Target;
 
-pub use marks::{Marks, Wanted};
-use report::{KernelRecord, PeersRecord, Report, Row};
+pub use marks::{Marks, TOKENS, Wanted};
+pub use report::KernelRecord;
+use report::{PeersRecord, Report, Row};
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -79,12 +80,12 @@ struct Job {
     wanted_peers: Vec<String>,
 }
 
-/// Runs the command; `shapes` are those that the flags describe.
+/// Runs the command.
 ///
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
-pub fn command(args: &BenchArgs, shapes: Vec<Problem>) -> anyhow::Result<Verdict> {
-    let job = job(args, shapes)?;
+pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+    let job = job(args)?;
     let to_stdout = args.json.as_deref() == Some(Path::new("-"));
     let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
     let plot = args.plot.as_deref().map(Target::probe).transpose()?;
@@ -103,7 +104,7 @@ pub fn command(args: &BenchArgs, shapes: Vec<Problem>) -> anyhow::Result<Verdict
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }
 
-fn job(args: &BenchArgs, shapes: Vec<Problem>) -> anyhow::Result<Job> {
+fn job(args: &BenchArgs) -> anyhow::Result<Job> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
     if args.mode != Mode::Fwd {
         return Err(usage("the GPU computes the forward only: use --backend cpu for gradients"));
@@ -118,17 +119,25 @@ fn job(args: &BenchArgs, shapes: Vec<Problem>) -> anyhow::Result<Job> {
         let family = Some(marks.family());
         return Ok(Job { shapes: marks.shapes(), specs: Vec::new(), family, wanted_peers: marks.peers() });
     }
-    let family = match args.gpu.family {
-        None => None,
-        Some(KernelFamily::Sm80) => Some(Family::Sm80),
-        Some(KernelFamily::Sm90) => Some(Family::Sm90),
-        Some(KernelFamily::Sm100) => {
-            return Err(usage("SM100 kernels are planned for, but do not exist: use --family sm80"));
-        }
-    };
+    let family = args.gpu.family.map(runnable).transpose()?;
     let specs = args.gpu.specs.iter().map(|path| crate::plan::read_spec(path)).collect::<Result<_, _>>()?;
+    let shapes = args.shapes.problems(Dtype::Bf16)?;
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
     Ok(Job { shapes, specs, family, wanted_peers: Vec::new() })
+}
+
+/// The family of kernels that a flag names.
+///
+/// # Errors
+/// [`InputError::Usage`] for one that is only planned.
+pub fn runnable(family: KernelFamily) -> Result<Family, InputError> {
+    match family {
+        KernelFamily::Sm80 => Ok(Family::Sm80),
+        KernelFamily::Sm90 => Ok(Family::Sm90),
+        KernelFamily::Sm100 => Err(InputError::Usage(
+            "SM100 kernels are planned for, but do not exist: use --family sm80".to_owned(),
+        )),
+    }
 }
 
 fn measure(

@@ -2,6 +2,7 @@
 
 mod args;
 mod attention;
+mod bars;
 mod bench;
 mod bench_gpu;
 mod build;
@@ -13,6 +14,7 @@ mod cuda;
 mod doctor;
 mod failure;
 mod gpu;
+mod ladder;
 mod machine;
 mod manual;
 mod on_gpu;
@@ -27,6 +29,7 @@ mod safetensors;
 mod sample_rows;
 mod svg;
 mod target;
+mod tune;
 mod validate;
 
 use std::io::Write;
@@ -60,6 +63,8 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Bench(args) => bench::command(&args),
         Command::Build(args) => build::command(&args),
         Command::Validate(args) => validate::command(&args),
+        Command::Tune(args) => tune::command(&args),
+        Command::Ladder(args) => ladder::command(&args),
         Command::Doctor(args) => doctor::command(&args),
         Command::Completions(args) => manual::completions(&args),
         Command::Man(args) => manual::man(&args),

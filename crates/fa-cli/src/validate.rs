@@ -10,6 +10,8 @@ mod soak;
 mod supervise;
 mod worker;
 
+pub use configs::spearman;
+
 use std::fmt::Write;
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -2,8 +2,8 @@
 
 use crate::common::{fa, fa_args};
 
-const COMMANDS: [&str; 9] =
-    ["run", "plan", "check", "bench", "build", "validate", "doctor", "completions", "man"];
+const COMMANDS: [&str; 11] =
+    ["run", "plan", "check", "bench", "build", "validate", "tune", "ladder", "doctor", "completions", "man"];
 
 #[test]
 fn every_command_has_help_with_examples_and_a_manual_page() {

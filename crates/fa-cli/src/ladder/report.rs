@@ -1,0 +1,258 @@
+//! What was climbed, as JSON, as a table and as a drawing.
+
+use std::collections::BTreeMap;
+
+use fa_core::{Arch, Dtype, KernelSpec};
+use serde::Serialize;
+
+use crate::bars::{self, Group};
+use crate::bench_gpu::KernelRecord;
+use crate::chart::{self, Frame, Series};
+use crate::contest::Turns;
+use crate::output;
+use crate::record::Provenance;
+
+use super::{Ladder, Which};
+
+/// A run.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    #[serde(flatten)]
+    provenance: Provenance,
+    #[serde(skip)]
+    which: Which,
+    /// Launches of each kernel that counted.
+    reps: usize,
+    kernels: Vec<KernelRecord>,
+    pub rows: Vec<Row>,
+}
+
+/// One step on one shape.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    ladder: String,
+    step: String,
+    change: &'static str,
+    batch: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    seqlen_q: usize,
+    seqlen_k: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    causal: bool,
+    mask: String,
+    dtype: Dtype,
+    spec: Option<String>,
+    ms_median: Option<f64>,
+    tflops: Option<f64>,
+    /// Our rate over that of the first step.
+    ratio: Option<f64>,
+    /// The same of the published ladder.
+    published_ratio: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+    /// Whether a kernel of this step gave a wrong result.
+    pub wrong: bool,
+}
+
+/// The rows of a ladder; `timed` are (step, kernel, milliseconds), of a step with several the fastest counts.
+pub fn rows(
+    ladder: &Ladder,
+    timed: &[(usize, &KernelSpec, f64)],
+    errors: &[Option<String>],
+    wrong: &[bool],
+) -> Vec<Row> {
+    let p = &ladder.problem;
+    let fastest = |step: usize| {
+        let own = timed.iter().filter(|(index, ..)| *index == step);
+        own.min_by(|a, b| a.2.total_cmp(&b.2)).map(|(_, spec, ms)| (spec.to_string(), *ms))
+    };
+    let first = fastest(0).map(|(_, ms)| ms);
+    let published_first = ladder.published.first().copied().flatten();
+    let row = |(index, step): (usize, &super::Step)| {
+        let found = fastest(index);
+        let ms = found.as_ref().map(|(_, ms)| *ms);
+        let published = ladder.published.get(index).copied().flatten();
+        Row {
+            ladder: ladder.name.clone(),
+            step: step.name.clone(),
+            change: step.change,
+            batch: p.batch,
+            heads_q: p.heads_q,
+            heads_kv: p.heads_kv,
+            seqlen_q: p.seqlen_q,
+            seqlen_k: p.seqlen_k,
+            head_dim: p.head_dim,
+            head_dim_v: p.head_dim_v,
+            causal: p.mask.is_causal(),
+            mask: p.mask.to_string(),
+            dtype: p.dtype,
+            spec: found.map(|(spec, _)| spec),
+            ms_median: ms,
+            tflops: ms.map(|ms| p.flops_forward() / (ms * 1e9)),
+            ratio: first.zip(ms).map(|(first, ms)| first / ms),
+            published_ratio: published_first.zip(published).map(|(first, rate)| rate / first),
+            error: errors[index].clone().filter(|_| ms.is_none() || wrong[index]),
+            wrong: wrong[index],
+        }
+    };
+    ladder.steps.iter().enumerate().map(row).collect()
+}
+
+impl Row {
+    fn shape(&self) -> String {
+        let heads = if self.heads_q == self.heads_kv {
+            self.heads_q.to_string()
+        } else {
+            format!("{}:{}", self.heads_q, self.heads_kv)
+        };
+        let seqlen = if self.seqlen_q == self.seqlen_k {
+            self.seqlen_q.to_string()
+        } else {
+            format!("{}x{}", self.seqlen_q, self.seqlen_k)
+        };
+        let dims = if self.head_dim == self.head_dim_v {
+            self.head_dim.to_string()
+        } else {
+            format!("{}-{}", self.head_dim, self.head_dim_v)
+        };
+        format!("B {} H {heads} N {seqlen} hd {dims} {} {}", self.batch, self.mask, self.dtype)
+    }
+}
+
+impl Report {
+    /// An empty one.
+    pub fn new(provenance: Provenance, which: Which, turns: Turns) -> Report {
+        let reps = turns.rounds * turns.reps;
+        Report { provenance, which, reps, kernels: Vec::new(), rows: Vec::new() }
+    }
+
+    /// Notes a kernel that was run.
+    ///
+    /// # Errors
+    /// A spec that is none.
+    pub fn add_kernel(&mut self, spec: &KernelSpec, arch: Arch) -> anyhow::Result<()> {
+        KernelRecord::add(&mut self.kernels, spec, arch)
+    }
+
+    /// Rows in runs of one ladder on one shape.
+    fn climbs(&self) -> Vec<&[Row]> {
+        self.rows.chunk_by(|a, b| a.ladder == b.ladder && a.shape() == b.shape()).collect()
+    }
+
+    /// For a terminal.
+    pub fn table(&self) -> String {
+        let device = &self.provenance.device;
+        let driver = device.driver.as_deref().unwrap_or("unknown");
+        let mut text = format!("{}, driver {driver}; medians of {} launches\n", device.gpu, self.reps);
+        for climb in self.climbs() {
+            text += &format!("\n{}: {}\n", climb[0].ladder, climb[0].shape());
+            let published = climb.iter().any(|row| row.published_ratio.is_some());
+            let mut header = vec!["step", "kernel", "ms", "TFLOP/s", "to first"];
+            header.extend(published.then_some("published"));
+            let mut table = output::table(&header);
+            for row in climb {
+                let number = |value: Option<f64>, digits: usize| {
+                    value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
+                };
+                let kernel = row.spec.clone().or_else(|| row.error.clone()).unwrap_or_default();
+                let mut cells = vec![
+                    row.step.clone(),
+                    kernel,
+                    number(row.ms_median, 4),
+                    number(row.tflops, 0),
+                    number(row.ratio, 3),
+                ];
+                cells.extend(published.then(|| number(row.published_ratio, 3)));
+                table.add_row(cells);
+            }
+            text += &output::table_text(&table);
+            for row in climb.iter().filter(|row| row.wrong) {
+                text += &format!("{}: {}\n", row.step, row.error.as_deref().unwrap_or("wrong"));
+            }
+        }
+        text
+    }
+
+    /// Steps as ratios to the first, beside what was published; where there are several lengths also rates over them.
+    pub fn draw(&self) -> String {
+        let gpu = &self.provenance.device.gpu;
+        let mut drawings = Vec::new();
+        match self.which {
+            Which::Sm80 => {
+                let of = |name: &str| -> Vec<Vec<Row>> {
+                    self.climbs().into_iter().filter(|c| c[0].ladder == name).map(<[Row]>::to_vec).collect()
+                };
+                let (memory, tiles) = (of("memory"), of("tiles"));
+                if let Some(climb) = memory.first() {
+                    let title = format!("From naive to pipelined, {}, {gpu}", climb[0].shape());
+                    let series = ["this project", "published (A10G)"];
+                    drawings.push(bars::ratios(&title, &series, &groups(&memory)));
+                }
+                if !tiles.is_empty() {
+                    let title = "From small tiles to tuned ones, B 4 H 32 hd 128 causal f16";
+                    let frame =
+                        Frame { title, x_label: "keys per sequence", y_label: "TFLOP/s", ceiling: None };
+                    drawings.push(chart::lines_svg(&frame, &lines(&tiles)));
+                    let title =
+                        format!("The same as ratio to small tiles, geometric mean over lengths, {gpu}");
+                    let series = ["this project", "published (B200)"];
+                    drawings.push(bars::ratios(&title, &series, &groups(&tiles)));
+                }
+            }
+            Which::Sm90 => {
+                for climb in self.climbs() {
+                    let title = format!("One knob turned, {}, {gpu}", climb[0].shape());
+                    let rate = climb[0].tflops.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
+                    let series = format!("rate over the base's {rate} TFLOP/s");
+                    drawings.push(bars::ratios(&title, &[&series], &groups(&[climb.to_vec()])));
+                }
+            }
+        }
+        bars::stack(&format!("Optimisation steps on {gpu}"), drawings)
+    }
+}
+
+fn geometric_mean(values: impl Iterator<Item = Option<f64>>) -> Option<f64> {
+    let logs: Vec<f64> = values.flatten().map(f64::ln).collect();
+    (!logs.is_empty()).then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp())
+}
+
+/// Bars of every step: our ratio, and the published one where there is any.
+fn groups(climbs: &[Vec<Row>]) -> Vec<Group> {
+    let published = climbs.iter().flatten().any(|row| row.published_ratio.is_some());
+    let mut groups = Vec::new();
+    for index in 0..climbs.iter().map(Vec::len).max().unwrap_or(0) {
+        let rows = || climbs.iter().filter_map(|climb| climb.get(index));
+        let Some(first) = rows().next() else { continue };
+        let mut values = vec![geometric_mean(rows().map(|row| row.ratio))];
+        if published {
+            values.push(geometric_mean(rows().map(|row| row.published_ratio)));
+        }
+        // A step that does not exist on this shape has no bar.
+        if values.iter().any(Option::is_some) {
+            groups.push(Group { label: first.step.clone(), values, tip: first.change.to_owned() });
+        }
+    }
+    groups
+}
+
+fn lines(climbs: &[Vec<Row>]) -> Vec<Series> {
+    let mut by_step: BTreeMap<usize, Series> = BTreeMap::new();
+    for climb in climbs {
+        for (index, row) in climb.iter().enumerate() {
+            let Some(rate) = row.tflops else { continue };
+            let line = by_step.entry(index).or_insert_with(|| Series {
+                label: row.step.clone(),
+                points: Vec::new(),
+                color: index,
+                dashed: false,
+            });
+            line.points.push((row.seqlen_k as f64, rate));
+        }
+    }
+    let mut lines: Vec<Series> = by_step.into_values().collect();
+    lines.iter_mut().for_each(|line| line.points.sort_by(|a, b| a.0.total_cmp(&b.0)));
+    lines
+}

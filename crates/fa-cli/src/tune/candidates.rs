@@ -1,0 +1,131 @@
+//! What is tried for a problem: the planner's best tiles, and the best of these with other knobs.
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Arch, Kernel, KernelSpec, Problem};
+use fa_planner::plan::{Family, PlanError, PlanOptions, account, plan, plan_spec};
+use serde::{Deserialize, Serialize};
+
+/// A kernel to measure.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Candidate {
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// Predicted milliseconds.
+    pub predicted_ms: f64,
+    /// Its place in the planner's order, from 0; none for kernels that the planner does not list.
+    pub rank: Option<usize>,
+}
+
+/// The tiles whose knobs are varied.
+const VARIED: usize = 3;
+
+/// The planner's best kernel of each of the `tiles` best tiles (the best of all first), and as many variants of the first
+/// few with other knobs.
+///
+/// # Errors
+/// Where no kernel of the family computes the problem.
+pub fn of(problem: &Problem, arch: Arch, family: Family, tiles: usize) -> Result<Vec<Candidate>, PlanError> {
+    let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+    let plans = plan(problem, arch, &options)?;
+    let mut found: Vec<Candidate> = Vec::new();
+    for (rank, plan) in plans.iter().enumerate() {
+        let known = found.iter().any(|known| block(&known.spec) == block(&plan.spec));
+        if !known && found.len() < tiles {
+            let predicted_ms = plan.cost.seconds * 1e3;
+            found.push(Candidate { spec: plan.spec.clone(), predicted_ms, rank: Some(rank) });
+        }
+    }
+    let best: Vec<KernelSpec> = found.iter().take(VARIED).map(|known| known.spec.clone()).collect();
+    let most = 2 * found.len();
+    // One knob of each tile in turn, so that a small number of variants is spread over the tiles.
+    let lists: Vec<Vec<KernelSpec>> = best.iter().map(variants).collect();
+    for knob in 0..lists.iter().map(Vec::len).max().unwrap_or(0) {
+        for spec in lists.iter().filter_map(|list| list.get(knob)) {
+            let known = found.iter().any(|known| known.spec == *spec);
+            if known || found.len() >= most || account(spec, arch).is_err() {
+                continue;
+            }
+            if let Ok(plan) = plan_spec(problem, spec, arch, &options) {
+                let rank = plans.iter().position(|known| known.spec == *spec);
+                found.push(Candidate { spec: spec.clone(), predicted_ms: plan.cost.seconds * 1e3, rank });
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// What makes a tile: its extents and the warps on it.
+fn block(spec: &KernelSpec) -> (u32, u32, u32) {
+    let (tile_m, tile_n) = spec.tile();
+    (tile_m, tile_n, spec.threads())
+}
+
+/// `spec` with one knob changed, the most telling first; also those that break a rule.
+fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
+    let mut list = Vec::new();
+    match &spec.kernel {
+        Kernel::Sm80Fwd(own) => {
+            let mut add = |change: &dyn Fn(&mut fa_core::Sm80Fwd)| {
+                let mut own = own.clone();
+                change(&mut own);
+                list.push(KernelSpec { kernel: Kernel::Sm80Fwd(own), ..spec.clone() });
+            };
+            add(&|k| k.q_in_regs = !k.q_in_regs);
+            add(&|k| k.stages += 1);
+            add(&|k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1));
+            add(&|k| k.blocks_per_sm += 1);
+            add(&|k| k.tile_n += 16);
+            add(&|k| k.tile_n = k.tile_n.saturating_sub(16));
+            add(&|k| k.stages = k.stages.saturating_sub(1));
+            add(&|k| k.reverse_blocks = !k.reverse_blocks);
+        }
+        Kernel::Sm90Fwd(own) => {
+            let mut add = |change: &dyn Fn(&mut fa_core::Sm90Fwd)| {
+                let mut own = own.clone();
+                change(&mut own);
+                list.push(KernelSpec { kernel: Kernel::Sm90Fwd(own), ..spec.clone() });
+            };
+            add(&|k| k.ping_pong = !k.ping_pong);
+            add(&|k| k.q_stages = 3 - k.q_stages);
+            add(&|k| {
+                k.scheduler =
+                    if k.scheduler == Scheduler::Dynamic { Scheduler::Static } else { Scheduler::Dynamic };
+            });
+            add(&|k| {
+                let natural = k.tile_order == TileOrder::Natural;
+                k.tile_order = if natural { TileOrder::LongestFirst } else { TileOrder::Natural };
+            });
+            add(&|k| k.tile_n += 16);
+            add(&|k| k.tile_n = k.tile_n.saturating_sub(16));
+            add(&|k| k.kv_stages += 1);
+            add(&|k| k.cluster_m = 3 - k.cluster_m);
+            add(&|k| k.scheduler = Scheduler::PerTile);
+        }
+    }
+    list
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    #[test]
+    fn candidates_are_distinct_fit_and_start_with_the_planners_choice() {
+        for (arch, family) in
+            [(Arch::Sm90, Family::Sm90), (Arch::Sm90, Family::Sm80), (Arch::Sm80, Family::Sm80)]
+        {
+            for mask in [Mask::FULL, Mask::CAUSAL] {
+                let problem = Problem::square(4, 4096, 16, 128, mask, Dtype::Bf16);
+                let found = of(&problem, arch, family, 6).expect("there are plans");
+                assert!(found.len() > 6 && found.len() <= 12, "{arch} {family:?} {mask}: {}", found.len());
+                assert_eq!(found[0].rank, Some(0));
+                for (index, one) in found.iter().enumerate() {
+                    account(&one.spec, arch).unwrap_or_else(|why| panic!("{}: {why}", one.spec));
+                    assert!(found[..index].iter().all(|other| other.spec != one.spec), "{} twice", one.spec);
+                }
+            }
+        }
+    }
+}
