@@ -477,8 +477,14 @@ pub struct BuildArgs {
 
 /// `fa doctor`.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json")]
+#[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json\n  fa doctor --time")]
 pub struct DoctorArgs {
+    /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and of the host
+    #[arg(long)]
+    pub time: bool,
+    /// Start up once and say how long it took: the part of --time that runs in a process of its own
+    #[arg(long, hide = true, requires = "time")]
+    pub start: bool,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,

@@ -1,5 +1,7 @@
 //! `fa doctor`: what works on this machine, and what to do about what does not.
 
+mod time;
+
 use std::fmt::Write;
 
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
@@ -60,8 +62,14 @@ impl Check {
 /// Runs the command: a bad verdict when something is broken; what is merely missing is not.
 ///
 /// # Errors
-/// When standard output is closed.
+/// When standard output is closed; with `--time` also for want of a GPU.
 pub fn command(args: &DoctorArgs) -> anyhow::Result<Verdict> {
+    if args.start {
+        return time::start();
+    }
+    if args.time {
+        return time::command(args.json);
+    }
     let mut checks = cpu_checks();
     checks.push(attention_check());
     checks.extend(gpu_checks());

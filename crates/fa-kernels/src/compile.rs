@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{OnceLock, PoisonError, RwLock};
 
 use fa_core::Arch;
 
@@ -49,6 +49,9 @@ pub enum CompileFailure {
 
 /// Flags for both compilers. Fast arithmetic is the kernels' own choice, instruction by instruction, never a flag.
 const FLAGS: [&str; 2] = ["-std=c++20", "--ptxas-options=-v"];
+
+/// Held shared by compilations, and alone by one whose log was lost to another's.
+static TURN: RwLock<()> = RwLock::new(());
 
 impl Compiler {
     /// The compiler of this kind that [`toolchain`] finds.
@@ -134,22 +137,32 @@ impl Compiler {
     /// # Errors
     /// [`CompileFailure::Log`] for errors in the source, [`CompileFailure::Compiler`] for those of the compiler.
     pub fn compile(&self, source: &Source) -> Result<Compiled, CompileFailure> {
-        // NVRTC now and then loses the assembler's lines when threads compile at once (seen with 13.0, 2 in 500): ask again.
-        for attempts_left in (0..4).rev() {
-            let (cubin, log) = match self.kind {
-                CompilerKind::Nvrtc => self.by_nvrtc(source)?,
-                CompilerKind::Nvcc => self.by_nvcc(source)?,
-            };
-            match Report::parse(&log) {
-                Some(report) => return Ok(Compiled { cubin, log, report }),
-                None if attempts_left > 0 => tracing::debug!(attempts_left, "no resource lines in the log"),
-                None => {
-                    let reason = format!("its log has no ptxas resource lines:\n{log}");
-                    return Err(Error::BadCompiler { path: self.path.clone(), reason }.into());
-                }
+        // NVRTC now and then loses the assembler's lines when threads compile at once (13.0: one unit in about a hundred), so
+        // a unit whose lines were lost is compiled again with the compiler to itself.
+        let mut output = {
+            let _shared = TURN.read().unwrap_or_else(PoisonError::into_inner);
+            self.once(source)?
+        };
+        if Report::parse(&output.1).is_none() {
+            tracing::debug!("no resource lines in the log");
+            let _alone = TURN.write().unwrap_or_else(PoisonError::into_inner);
+            output = self.once(source)?;
+        }
+        let (cubin, log) = output;
+        match Report::parse(&log) {
+            Some(report) => Ok(Compiled { cubin, log, report }),
+            None => {
+                let reason = format!("its log has no ptxas resource lines:\n{log}");
+                Err(Error::BadCompiler { path: self.path.clone(), reason }.into())
             }
         }
-        unreachable!("the last attempt returns")
+    }
+
+    fn once(&self, source: &Source) -> Result<(Vec<u8>, String), CompileFailure> {
+        match self.kind {
+            CompilerKind::Nvrtc => self.by_nvrtc(source),
+            CompilerKind::Nvcc => self.by_nvcc(source),
+        }
     }
 
     fn by_nvrtc(&self, source: &Source) -> Result<(Vec<u8>, String), CompileFailure> {

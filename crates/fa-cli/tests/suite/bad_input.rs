@@ -420,3 +420,25 @@ fn a_full_disk_is_a_failure_that_leaves_nothing() {
     assert!(stderr.contains("cannot write to standard output"), "{stderr}");
     assert!(Path::new("/dev/full").exists());
 }
+
+#[test]
+fn what_only_a_gpu_can_measure_says_so() {
+    let driver = fa("doctor --json").json()["checks"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .any(|check| check["name"] == "driver" && check["status"] == "ok");
+    for line in
+        ["ladder", "ladder --arch sm90", "tune --headdim 128", "doctor --time", "bench --backend cuda"]
+    {
+        if !driver {
+            let outcome = fa(line);
+            assert_eq!((outcome.code, outcome.stdout.as_str()), (1, ""), "{line}");
+            assert!(outcome.stderr.contains("no CUDA driver"), "{line}: {}", outcome.stderr);
+        }
+    }
+    refused(&fa("ladder --headdim 64"), &["head dim 128", "leave --headdim out"], "ladder --headdim");
+    refused(&fa("tune --dtype f32"), &["use bf16 or f16"], "tune --dtype f32");
+    refused(&fa("tune --family sm100"), &["--family sm80"], "tune --family sm100");
+    refused(&fa("ladder --plot no/such/folder.svg"), &["no folder"], "ladder --plot");
+}
