@@ -14,23 +14,23 @@ struct BlockRange {
     __device__ __forceinline__ bool needs_mask(int block) const { return block < full_begin || block >= full_end; }
 };
 
-// First and one past the last visible key of a query, before clamping to [0, seqlen_k].
-template <MaskKind Mask>
-__device__ __forceinline__ int keys_begin(const FwdParams& params, int query) {
+// `Params` is FwdParams or BwdParams here and below. First and one past the last visible key of a query, before clamping to [0, seqlen_k].
+template <MaskKind Mask, class Params>
+__device__ __forceinline__ int keys_begin(const Params& params, int query) {
     if (Mask != MaskKind::Window || params.window_left < 0) return 0;
     return query + params.seqlen_k - params.seqlen_q - params.window_left;
 }
 
-template <MaskKind Mask>
-__device__ __forceinline__ int keys_end(const FwdParams& params, int query) {
+template <MaskKind Mask, class Params>
+__device__ __forceinline__ int keys_end(const Params& params, int query) {
     if (Mask == MaskKind::Full || (Mask == MaskKind::Window && params.window_right < 0)) return params.seqlen_k;
     const int right = Mask == MaskKind::Causal ? 0 : params.window_right;
     return min(params.seqlen_k, query + params.seqlen_k - params.seqlen_q + right + 1);
 }
 
 // For the queries [first, last], both within the sequence.
-template <MaskKind Mask, int TileN>
-__device__ __forceinline__ BlockRange block_range(const FwdParams& params, int first, int last) {
+template <MaskKind Mask, int TileN, class Params>
+__device__ __forceinline__ BlockRange block_range(const Params& params, int first, int last) {
     const int begin = max(0, keys_begin<Mask>(params, first));
     const int end = max(0, keys_end<Mask>(params, last));
     const int full_begin = max(0, keys_begin<Mask>(params, last));
