@@ -29,4 +29,16 @@ __host__ __device__ constexpr T max_of(T a, T b) {
     return a > b ? a : b;
 }
 
+// A or B, by Which.
+template <bool Which, class A, class B>
+struct Conditional {
+    using Type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+    using Type = B;
+};
+template <bool Which, class A, class B>
+using Either = typename Conditional<Which, A, B>::Type;
+
 }  // namespace fa

@@ -11,13 +11,13 @@ struct ColumnLimits {
 
 // Register i of a 64-row accumulator holds row (i / 2) % 2 of the thread's two and column 8 * (i / 4) + i % 2 from the
 // thread's first (PTX ISA, wgmma "Matrix fragments for D"; mma.m16n8k16 has the same order).
-template <bool CheckBegin, int N>
+template <bool CheckBegin, bool CheckEnd = true, int N>
 __device__ __forceinline__ void mask_scores(float (&s)[N], const ColumnLimits& limits) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const int row = (i >> 1) & 1;
         const int column = 8 * (i / 4) + (i & 1);
-        const bool hidden = column >= limits.end[row] || (CheckBegin && column < limits.begin[row]);
+        const bool hidden = (CheckEnd && column >= limits.end[row]) || (CheckBegin && column < limits.begin[row]);
         s[i] = hidden ? minus_infinity() : s[i];
     }
 }

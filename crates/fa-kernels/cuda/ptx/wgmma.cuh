@@ -30,10 +30,12 @@ __device__ __forceinline__ void pin(float (&regs)[N]) {
 template <Dtype T, int N>
 struct Mma;
 
-// Operand lists in steps of 8 accumulators: FA_Rk is the text "%0, ..., %(k-1)", FA_Dk the constraints of d[0..k].
+// Operand lists by the number of accumulators: FA_Rk is the text "%0, ..., %(k-1)", FA_Dk the constraints of d[0..k].
 #define FA_R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define FA_R16 FA_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define FA_R20 FA_R16 ",%16,%17,%18,%19"
 #define FA_R24 FA_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define FA_R28 FA_R24 ",%24,%25,%26,%27"
 #define FA_R32 FA_R24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define FA_R40 FA_R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define FA_R48 FA_R40 ",%40,%41,%42,%43,%44,%45,%46,%47"
@@ -50,9 +52,12 @@ struct Mma;
 
 #define FA_DX(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FA_DX4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FA_D8 FA_DX(0)
 #define FA_D16 FA_D8, FA_DX(8)
+#define FA_D20 FA_D16, FA_DX4(16)
 #define FA_D24 FA_D16, FA_DX(16)
+#define FA_D28 FA_D24, FA_DX4(24)
 #define FA_D32 FA_D24, FA_DX(24)
 #define FA_D40 FA_D32, FA_DX(32)
 #define FA_D48 FA_D40, FA_DX(40)
@@ -96,7 +101,9 @@ struct Mma;
 #define FA_WGMMA_ALL(TYPE, NAME)                                      \
     FA_WGMMA(TYPE, NAME, 16, 8, 8, 9, 10, 11, 12, 13, 14)             \
     FA_WGMMA(TYPE, NAME, 32, 16, 16, 17, 18, 19, 20, 21, 22)          \
+    FA_WGMMA(TYPE, NAME, 40, 20, 20, 21, 22, 23, 24, 25, 26)          \
     FA_WGMMA(TYPE, NAME, 48, 24, 24, 25, 26, 27, 28, 29, 30)          \
+    FA_WGMMA(TYPE, NAME, 56, 28, 28, 29, 30, 31, 32, 33, 34)          \
     FA_WGMMA(TYPE, NAME, 64, 32, 32, 33, 34, 35, 36, 37, 38)          \
     FA_WGMMA(TYPE, NAME, 80, 40, 40, 41, 42, 43, 44, 45, 46)          \
     FA_WGMMA(TYPE, NAME, 96, 48, 48, 49, 50, 51, 52, 53, 54)          \

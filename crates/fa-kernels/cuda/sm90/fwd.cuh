@@ -64,15 +64,6 @@ struct TileTicket {
 };
 struct NoTileTicket {};
 
-template <bool Which, class A, class B>
-struct Either {
-    using Type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-    using Type = B;
-};
-
 // The planner's sm90_fwd_smem names the same buffers in the same order; the generated unit asserts the size.
 template <Sm90FwdConfig C>
 struct alignas(1024) SharedStorage {
@@ -80,11 +71,11 @@ struct alignas(1024) SharedStorage {
     alignas(1024) u8 q[C.q_stages][T::Q::kBytes];
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
     alignas(1024) u8 v[C.kv_stages][T::V::kBytes];
-    [[no_unique_address]] typename Either<C.pv_is_rs, NoWeights, Weights<T::P::kBytes, C.num_wg>>::Type p;
+    [[no_unique_address]] Either<C.pv_is_rs, NoWeights, Weights<T::P::kBytes, C.num_wg>> p;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;
-    [[no_unique_address]] typename Either<C.scheduler == Scheduler::Dynamic, TileTicket, NoTileTicket>::Type ticket;
+    [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket, NoTileTicket> ticket;
 };
 
 // ---- Roles ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ struct Descriptor {
     // The operand `bytes` (a multiple of 16) further on.
     __device__ __forceinline__ u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + (bytes >> 4)); }
 
+    // The operand in another buffer, `bytes` further on.
+    __device__ __forceinline__ Descriptor moved(u32 bytes) const { return {low + (bytes >> 4), high}; }
+
     // The same descriptor, unknown to the compiler: without this it computes the descriptors of all k steps ahead of the
     // loop over key blocks and holds (or spills) two registers for each.
     __device__ __forceinline__ Descriptor recomputed() const {

@@ -5,11 +5,13 @@
 
 namespace fa {
 
-template <int Rows, int Columns>
+// The widest panel (and with it the widest swizzle) that divides `columns`.
+__host__ __device__ constexpr int widest_panel(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+
+template <int Rows, int Columns, int Panel = widest_panel(Columns)>
 struct PanelTile {
-    static_assert(Columns % 16 == 0);
-    // The widest panel (and with it the widest swizzle) that divides the row.
-    static constexpr int kPanel = Columns % 64 == 0 ? 64 : Columns % 32 == 0 ? 32 : 16;
+    static_assert(Columns % 16 == 0 && Columns % Panel == 0);
+    static constexpr int kPanel = Panel;
     static constexpr int kPanels = Columns / kPanel;
     static constexpr int kRowBytes = kPanel * 2;
     static constexpr int kPanelBytes = Rows * kRowBytes;

@@ -1,0 +1,625 @@
+// Attention backward for SM90: a block owns a tile of keys and walks the tiles of queries that see it. One warp loads by TMA,
+// the warp groups of the second role multiply by wgmma, and a warp for each of them adds its share of dQ to device memory.
+#pragma once
+#include "attn/bwd_prepare.cuh"
+#include "attn/bwd_tile.cuh"
+#include "attn/mask.cuh"
+#include "attn/query_range.cuh"
+#include "attn/softmax.cuh"
+#include "attn/store_rows.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/bwd_finish.cuh"
+#include "sm90/bwd_layout.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/store_fragment.cuh"
+
+namespace fa::sm90 {
+
+// ---- Config -----------------------------------------------------------------------------------------------------------
+
+template <Sm90BwdConfig C>
+struct BwdTraits : BwdLayout<C> {
+    static constexpr int kConsumers = 128 * C.num_wg;
+    static constexpr int kConsumerWarps = 4 * C.num_wg;
+    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
+    static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
+    static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
+    static constexpr int kStatBytes = C.tile_m * 4;
+
+    static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 && C.atom_layout_n_dkv == C.num_wg),
+                  "registers are an operand only of the group that computed them");
+    static_assert(!C.overlap_s || C.mma_dkv_is_rs);
+};
+
+// Named barriers; 0 is __syncthreads.
+enum BwdBarrier : int { kPdsReady = 1, kPdsFree = 2, kDqReady = 3, kDqFree = 6 };
+
+// ---- Shared memory ----------------------------------------------------------------------------------------------------
+
+template <int Bytes, int Stages>
+struct TileStages {
+    alignas(1024) u8 tiles[Stages][Bytes];
+};
+struct NoTile {};
+
+// The planner's account names the same buffers in the same order; the generated unit asserts the size.
+template <Sm90BwdConfig C>
+struct alignas(1024) BwdStorage {
+    using T = BwdTraits<C>;
+    alignas(1024) u8 q[C.q_stages][T::Q::kBytes];
+    alignas(1024) u8 k[T::K::kBytes];
+    alignas(1024) u8 v[T::V::kBytes];
+    alignas(1024) u8 dout[C.do_stages][T::Do::kBytes];
+    [[no_unique_address]] Either<C.mma_dkv_is_rs, NoTile, TileStages<T::Pds::kBytes, C.pds_stages>> p;
+    alignas(1024) u8 ds[C.pds_stages][T::Pds::kBytes];
+    [[no_unique_address]] Either<C.dq_via_smem, TileStages<T::DqOrder::kSlice * 4, 1>, NoTile> dq;
+    alignas(128) float lse[C.q_stages][C.tile_m];
+    alignas(128) float dpsum[C.do_stages][C.tile_m];
+    Mbarrier k_full;
+    Mbarrier v_full;
+    PipelineBarriers<C.q_stages> q_bars;
+    PipelineBarriers<C.do_stages> do_bars;
+    int ticket;
+};
+
+// ---- Producer: one thread keeps the copy engine busy ------------------------------------------------------------------
+
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
+                                            const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
+                                            const TensorMap& map_do) {
+    using T = BwdTraits<C>;
+    auto load = [](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int row, int head, int batch, L2Policy policy) {
+        using Tile = decltype(tile_type);
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i) {
+            tma_load_4d(dst + i * Tile::kPanelBytes, map, full, i * Tile::kPanel, row, head, batch, policy);
+        }
+    };
+    PipelineState<C.q_stages> q_state;
+    PipelineState<C.do_stages> do_state;
+    bool first = true;
+    for (int head = tile.first_head; head < tile.end_head; ++head) {
+        const i64 stats = (i64(tile.batch) * params.heads_q + head) * params.m_blocks * C.tile_m;
+        for (int block = range.begin; block < range.end; ++block) {
+            const int row = block * C.tile_m;
+            if (first) {
+                mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
+                load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
+            }
+            smem.q_bars.acquire(q_state, T::Q::kBytes + T::kStatBytes);
+            load(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage], row, head, tile.batch,
+                 L2Policy::EvictLast);
+            bulk_load(smem.lse[q_state.stage], params.lse_log2 + stats + row, T::kStatBytes, smem.q_bars.full[q_state.stage]);
+            q_state.advance();
+            if (first) {
+                mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
+                load(typename T::V{}, smem.v, map_v, smem.v_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
+                first = false;
+            }
+            smem.do_bars.acquire(do_state, T::Do::kBytes + T::kStatBytes);
+            load(typename T::Do{}, smem.dout[do_state.stage], map_do, smem.do_bars.full[do_state.stage], row, head, tile.batch,
+                 L2Policy::EvictLast);
+            bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes, smem.do_bars.full[do_state.stage]);
+            do_state.advance();
+        }
+    }
+}
+
+// ---- dQ: a warp for each warp group -----------------------------------------------------------------------------------
+
+template <Sm90BwdConfig C>
+__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int block, int slice, int wg) {
+    using T = BwdTraits<C>;
+    const i64 index = (i64(tile.batch) * params.heads_q + head) * params.m_blocks + block;
+    return params.dq_accum + index * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
+}
+
+// Adds what warp group `wg` leaves in shared memory to device memory.
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
+                                           int wg) {
+    using T = BwdTraits<C>;
+    const bool elected = elect_one();
+    const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
+    named_barrier_arrive(kDqFree + wg, 128 + 32);
+    for (int head = tile.first_head; head < tile.end_head; ++head) {
+        for (int block = range.begin; block < range.end; ++block) {
+#pragma unroll
+            for (int slice = 0; slice < C.dq_slices; ++slice) {
+                named_barrier_sync(kDqReady + wg, 128 + 32);
+                if (elected) {
+                    if constexpr (C.deterministic) {
+                        if (slice == 0) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, C.num_wg);
+                    }
+                    bulk_add_f32(dq_share<C>(params, tile, head, block, slice, wg), share, T::DqOrder::kShare * 4);
+                    bulk_commit();
+                    bulk_wait_read();
+                }
+                __syncwarp();
+                named_barrier_arrive(kDqFree + wg, 128 + 32);
+            }
+            if (C.deterministic && elected) {
+                bulk_wait();
+                pass_turn(params, tile, head, block);
+            }
+        }
+    }
+}
+
+// ---- Consumers --------------------------------------------------------------------------------------------------------
+
+// The share of a warp group in the products of a step.
+template <Sm90BwdConfig C>
+struct BwdConsumer {
+    using T = BwdTraits<C>;
+    using S = typename T::S;
+    using Dp = typename T::Dp;
+    using Dk = typename T::Dk;
+    using Dv = typename T::Dv;
+    using Dq = typename T::Dq;
+    static constexpr int kWords = S::kRegisters / 2;  // P and dS, packed, of a block of 64 rows
+
+    BwdStorage<C>& smem;
+    const BwdParams& params;
+    const BwdTile& tile;
+    const BlockRange& range;
+    const int wg, warp, lane;
+    const bool elected;
+
+    PipelineState<C.q_stages> q_state;
+    PipelineState<C.do_stages> do_state;
+    int pds_stage = 0;
+    bool accumulate = false;
+
+    float s[S::kBlocks][S::kRegisters];
+    float dp[S::kBlocks][S::kRegisters];
+    float dk[Dk::kBlocks][Dk::kRegisters];
+    float dv[Dv::kBlocks][Dv::kRegisters];
+    u32 p_words[S::kBlocks][kWords];
+    u32 ds_words[S::kBlocks][kWords];
+
+    // Issues D = First Second^T or, swapped, its transpose, as a group of its own.
+    template <class P, bool Swap, int Begin = 0, int Count>
+    __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first, const Descriptor& second, bool add) {
+        wgmma::fence();
+        P::template issue<Begin, Count>(d, Swap ? second : first, Swap ? first : second, add);
+        wgmma::commit();
+    }
+
+    __device__ __forceinline__ int row_of_s() const { return T::CutS::first_m(wg); }
+    __device__ __forceinline__ int column_of_s() const { return T::CutS::first_n(wg); }
+
+    __device__ __forceinline__ void issue_s() {
+        const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
+        issue<S, C.sdp_swap_ab>(s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+                                T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+    }
+    __device__ __forceinline__ void issue_dp() {
+        const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
+        issue<Dp, C.sdp_swap_ab>(dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+                                 T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+    }
+    // dV += P^T dO and dK += dS^T Q.
+    __device__ __forceinline__ void issue_dv() {
+        const int m = T::CutDv::first_m(wg), n = T::CutDv::first_n(wg);
+        const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
+        const Descriptor second = T::DoColumns::descriptor(dout, C.dkv_swap_ab ? m : n);
+        if constexpr (C.mma_dkv_is_rs) {
+            wgmma::fence();
+            Dv::issue_rs(dv, p_words, second, accumulate);
+            wgmma::commit();
+        } else {
+            const u32 p = smem_address(smem.p.tiles[0]) + pds_stage * T::Pds::kBytes;
+            issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second, accumulate);
+        }
+    }
+    __device__ __forceinline__ void issue_dk() {
+        const int m = T::CutDk::first_m(wg), n = T::CutDk::first_n(wg);
+        const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
+        const Descriptor second = T::QColumns::descriptor(q, C.dkv_swap_ab ? m : n);
+        if constexpr (C.mma_dkv_is_rs) {
+            wgmma::fence();
+            Dk::issue_rs(dk, ds_words, second, accumulate);
+            wgmma::commit();
+        } else {
+            const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
+            issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second, accumulate);
+        }
+    }
+    // A slice of dQ = dS K.
+    template <int Slice>
+    __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqBlocks][Dq::kRegisters]) {
+        const int m = T::CutDq::first_m(wg), n = T::CutDq::first_n(wg);
+        const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
+        issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
+                                                      T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
+    }
+
+    __device__ __forceinline__ void release_q() {
+        smem.q_bars.release(q_state, elected);
+        q_state.advance();
+    }
+    __device__ __forceinline__ void release_do() {
+        smem.do_bars.release(do_state, elected);
+        do_state.advance();
+    }
+
+    // The statistics of the queries that registers 4 i to 4 i + 3 of block `b` belong to.
+    __device__ __forceinline__ void load_stats(const float* stats, int b, int i, float (&of)[4]) const {
+        if constexpr (C.sdp_swap_ab) {
+            const float2 pair = *reinterpret_cast<const float2*>(stats + column_of_s() + 2 * (lane % 4) + 8 * i);
+            of[0] = of[2] = pair.x;
+            of[1] = of[3] = pair.y;
+        } else {
+            const float* row = stats + row_of_s() + 64 * b + 16 * warp + lane / 4;
+            of[0] = of[1] = row[0];
+            of[2] = of[3] = row[8];
+        }
+    }
+
+    // The scores of a block of queries to weights, in place.
+    __device__ __forceinline__ void weigh(int block) {
+        if constexpr (C.softcap) {
+#pragma unroll
+            for (int b = 0; b < S::kBlocks; ++b) cap_scores(s[b], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+        }
+        if (range.needs_mask(block)) {
+            const int first_query = block * C.tile_m, first_key = tile.n_block * C.tile_n;
+            constexpr bool kWindow = C.mask == MaskKind::Window;
+#pragma unroll
+            for (int b = 0; b < S::kBlocks; ++b) {
+                const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
+                const int column = column_of_s() + 2 * (lane % 4);
+                ColumnLimits limits;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    if constexpr (C.sdp_swap_ab) {
+                        const int key = first_key + row + 8 * r;
+                        const int begin = queries_begin<C.mask>(params, key) - first_query - column;
+                        limits.begin[r] = key < params.seqlen_k ? begin : C.tile_m;
+                        limits.end[r] = queries_end<C.mask>(params, key) - first_query - column;
+                    } else {
+                        const int query = first_query + row + 8 * r;
+                        limits.begin[r] = keys_begin<C.mask>(params, query) - first_key - column;
+                        limits.end[r] = keys_end<C.mask>(params, query) - first_key - column;
+                    }
+                }
+                mask_scores<C.sdp_swap_ab || kWindow, !C.sdp_swap_ab || kWindow>(s[b], limits);
+            }
+        }
+        const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < S::kRegisters / 4; ++i) {
+                float lse[4];
+                load_stats(smem.lse[q_state.stage], b, i, lse);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
+            }
+        }
+    }
+
+    // dS = P (dP - dPsum), in the place of dP.
+    __device__ __forceinline__ void differentiate() {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < S::kRegisters / 4; ++i) {
+                float dpsum[4], lse[4];
+                load_stats(smem.dpsum[do_state.stage], b, i, dpsum);
+                if constexpr (C.softcap) load_stats(smem.lse[q_state.stage], b, i, lse);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float weight = s[b][4 * i + j];
+                    float ds = weight * (dp[b][4 * i + j] - dpsum[j]);
+                    if constexpr (C.softcap) {
+                        // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
+                        const float ratio = (log2_approx(weight) + lse[j]) * (kLn2 / params.softcap);
+                        ds = weight > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
+                    }
+                    dp[b][4 * i + j] = ds;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void pack_words(u32 (&words)[S::kBlocks][kWords], const float (&x)[S::kBlocks][S::kRegisters]) {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) words[b][i] = pack<C.dtype>(x[b][2 * i], x[b][2 * i + 1]);
+        }
+    }
+    __device__ __forceinline__ void store_words(u32 address, const u32 (&words)[S::kBlocks][kWords]) const {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+            store_fragment<typename T::Pds, T::kPdsTransposed>(address + pds_stage * T::Pds::kBytes, words[b],
+                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(), lane);
+        }
+    }
+    // Everyone's P and dS of this step are in shared memory; those of the step before have been read.
+    __device__ __forceinline__ void exchange() {
+        fence_async_shared();
+        named_barrier_sync(kPdsReady, T::kConsumers);
+    }
+    __device__ __forceinline__ void wait_pds_free() {
+        // With two buffers the exchange of the step between tells it.
+        if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
+    }
+
+    // Hands a slice of dQ over, to the warp that adds it or straight to device memory.
+    template <int Slice>
+    __device__ __forceinline__ void give_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int block) {
+        const int thread = threadIdx.x % 128;
+        constexpr int kGroups = Dq::kRegisters / 4;
+        if constexpr (C.dq_via_smem) {
+            named_barrier_sync(kDqFree + wg, 128 + 32);
+            float4* share = reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
+#pragma unroll
+            for (int b = 0; b < T::kDqBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) {
+                    share[(b * kGroups + i) * 128] = make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                }
+            }
+            fence_async_shared();
+            named_barrier_arrive(kDqReady + wg, 128 + 32);
+        } else {
+            if (C.deterministic && Slice == 0) {
+                wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, T::kConsumers);
+            }
+            float* share = dq_share<C>(params, tile, head, block, Slice, wg) + thread * 4;
+#pragma unroll
+            for (int b = 0; b < T::kDqBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) {
+                    add_global_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                }
+            }
+            if (C.deterministic && Slice == C.dq_slices - 1) pass_turn(params, tile, head, block);
+        }
+    }
+
+    // One product after the other: P and dS are ready before dV is begun.
+    __device__ __forceinline__ void step(int head, int block) {
+        smem.q_bars.wait_full(q_state);
+        issue_s();
+        smem.do_bars.wait_full(do_state);
+        issue_dp();
+        wgmma::wait<1>();
+        weigh(block);
+        wgmma::wait<0>();
+        differentiate();
+        pack_words(p_words, s);
+        pack_words(ds_words, dp);
+        wait_pds_free();
+        if constexpr (C.mma_dkv_is_rs) {
+            issue_dv();
+        } else {
+            store_words(smem_address(smem.p.tiles[0]), p_words);
+        }
+        store_words(smem_address(smem.ds[0]), ds_words);
+        exchange();
+        if constexpr (!C.mma_dkv_is_rs) issue_dv();
+        float dq[T::kDqBlocks][Dq::kRegisters];
+        issue_dq<0>(dq);
+        wgmma::wait<1>();
+        release_do();
+        issue_dk();
+        wgmma::wait<1>();
+        give_dq<0>(dq, head, block);
+        if constexpr (C.dq_slices > 1) {
+            issue_dq<1>(dq);
+            wgmma::wait<0>();
+            give_dq<1>(dq, head, block);
+        }
+        wgmma::wait<0>();
+        release_q();
+        accumulate = true;
+        pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
+    }
+
+    // The same with no gap between products: S, issued in the step before, is in flight or done; dV runs under dS, dK under the
+    // exchange of dS, and the next S, if there is More, under the hand-over of dQ.
+    template <bool More>
+    __device__ __forceinline__ void step_overlapped(int head, int block) {
+        smem.do_bars.wait_full(do_state);
+        issue_dp();
+        wgmma::wait<1>();
+        weigh(block);
+        pack_words(p_words, s);
+        issue_dv();
+        wgmma::wait<1>();
+        differentiate();
+        pack_words(ds_words, dp);
+        wait_pds_free();
+        store_words(smem_address(smem.ds[0]), ds_words);
+        fence_async_shared();
+        issue_dk();
+        named_barrier_sync(kPdsReady, T::kConsumers);
+        float dq[T::kDqBlocks][Dq::kRegisters];
+        issue_dq<0>(dq);
+        const PipelineState<C.q_stages> this_q = q_state;
+        q_state.advance();
+        if constexpr (More) {
+            smem.q_bars.wait_full(q_state);
+            issue_s();
+            wgmma::wait<1>();
+        } else {
+            wgmma::wait<0>();
+        }
+        release_do();
+        smem.q_bars.release(this_q, elected);
+        give_dq<0>(dq, head, block);
+        accumulate = true;
+        pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
+    }
+
+    // The walk over the query heads and the tiles of queries.
+    __device__ __forceinline__ void walk() {
+        mbarrier_wait(smem.k_full, 0);
+        mbarrier_wait(smem.v_full, 0);
+        if constexpr (C.overlap_s) {
+            const int blocks = range.end - range.begin;
+            const int steps = blocks * (tile.end_head - tile.first_head);
+            smem.q_bars.wait_full(q_state);
+            issue_s();
+            int head = tile.first_head, block = range.begin;
+            for (int i = 0; i < steps - 1; ++i) {
+                step_overlapped<true>(head, block);
+                if (++block == range.end) {
+                    block = range.begin;
+                    ++head;
+                }
+            }
+            step_overlapped<false>(head, block);
+        } else {
+            for (int head = tile.first_head; head < tile.end_head; ++head) {
+                for (int block = range.begin; block < range.end; ++block) step(head, block);
+            }
+        }
+    }
+
+    // Writes dK or dV, from accumulators that hold it as it is meant.
+    template <class Cut, int Blocks, int Registers>
+    __device__ __forceinline__ void store_direct(const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns, float factor) const {
+        const int column = Cut::first_n(wg);
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) {
+            const int row = Cut::first_m(wg) + 64 * b + 16 * warp + lane / 4;
+            const int left = params.seqlen_k - tile.n_block * C.tile_n;
+            store_fragment_row<C.dtype, 0>(out + row * stride, row < left, d[b], factor, column, columns);
+            store_fragment_row<C.dtype, 1>(out + (row + 8) * stride, row + 8 < left, d[b], factor, column, columns);
+        }
+    }
+
+    // ... and from transposed ones, through a tile in shared memory that nothing else uses any more.
+    template <class Cut, class Tile, int Blocks, int Registers>
+    __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
+                                                  float factor) const {
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) {
+            u32 words[Registers / 2];
+#pragma unroll
+            for (int i = 0; i < Registers / 2; ++i) words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
+            store_fragment<Tile, true>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), lane);
+        }
+        named_barrier_sync(kPdsReady, T::kConsumers);
+        const int left = params.seqlen_k - tile.n_block * C.tile_n;
+        constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
+        for (int chunk = threadIdx.x - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
+            const int row = chunk / kChunks, column = chunk % kChunks * 8;
+            const u32 at = column / Tile::kPanel * Tile::kPanelBytes + swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
+            if (row < left && column < columns) *reinterpret_cast<Vec16*>(out + row * stride + column) = *reinterpret_cast<Vec16*>(buffer + at);
+        }
+    }
+
+    template <class Order, int Blocks, int Registers>
+    __device__ __forceinline__ void add_direct(const float (&d)[Blocks][Registers], float* accum) const {
+        float* share = accum + wg * Order::kShare + threadIdx.x % 128 * 4;
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < Registers / 4; ++i) {
+                add_global_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1], d[b][4 * i + 2], d[b][4 * i + 3]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void finish() {
+        if (!accumulate) {
+            // Nobody sees these keys.
+#pragma unroll
+            for (int b = 0; b < Dk::kBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < Dk::kRegisters; ++i) dk[b][i] = 0.f;
+            }
+#pragma unroll
+            for (int b = 0; b < Dv::kBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < Dv::kRegisters; ++i) dv[b][i] = 0.f;
+            }
+        }
+        if (params.head_splits > 1) {
+            const i64 index = (i64(tile.batch) * params.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            if (!accumulate) return;
+            add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
+            add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
+            return;
+        }
+        const i64 key = i64(tile.n_block) * C.tile_n;
+        u16* out_k = static_cast<u16*>(params.dk) + tile.batch * params.dk_strides.batch + key * params.dk_strides.seq +
+                     tile.kv_head * params.dk_strides.head;
+        u16* out_v = static_cast<u16*>(params.dv) + tile.batch * params.dv_strides.batch + key * params.dv_strides.seq +
+                     tile.kv_head * params.dv_strides.head;
+        if constexpr (C.dkv_swap_ab) {
+            // The other warp groups have to be through with K and V.
+            named_barrier_sync(kPdsReady, T::kConsumers);
+            store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv_strides.seq, params.head_dim_v, 1.f);
+            store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk_strides.seq, params.head_dim, params.scale);
+        } else {
+            store_direct<typename T::CutDv>(dv, out_v, params.dv_strides.seq, params.head_dim_v, 1.f);
+            store_direct<typename T::CutDk>(dk, out_k, params.dk_strides.seq, params.head_dim, params.scale);
+        }
+    }
+};
+
+}  // namespace fa::sm90
+
+// ---- Kernel -----------------------------------------------------------------------------------------------------------
+
+namespace fa {
+
+template <Sm90BwdConfig C>
+constexpr int sm90_bwd_smem_bytes = sizeof(sm90::BwdStorage<C>);
+
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
+                                         const TensorMap& map_do) {
+    using T = sm90::BwdTraits<C>;
+    extern __shared__ __align__(1024) u8 dynamic_smem[];
+    auto& smem = *reinterpret_cast<sm90::BwdStorage<C>*>(dynamic_smem);
+
+    const int warp = warp_index();
+    if (warp == 0 && elect_one()) {
+        tma_prefetch_map(map_q);
+        tma_prefetch_map(map_k);
+        tma_prefetch_map(map_v);
+        tma_prefetch_map(map_do);
+        mbarrier_init(smem.k_full, 1);
+        mbarrier_init(smem.v_full, 1);
+        smem.q_bars.init(T::kConsumerWarps);
+        smem.do_bars.init(T::kConsumerWarps);
+        if constexpr (C.deterministic) smem.ticket = atomicAdd(params.tile_counter, 1u);
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    const int index = C.deterministic ? smem.ticket : blockIdx.x;
+    const BwdTile tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
+    const BlockRange range = query_range<C.mask, C.tile_m, C.tile_n>(params, tile.n_block * C.tile_n);
+    const bool any = !range.empty() && tile.first_head < tile.end_head;
+
+    if (warp < 4) {
+        registers_give_back<T::kProducerRegs>();
+        if (any && warp == 0) {
+            if (elect_one()) sm90::bwd_produce<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
+        } else if (any && warp <= C.num_wg) {
+            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, tile, range, warp - 1);
+        }
+    } else {
+        registers_take<T::kConsumerRegs>();
+        sm90::BwdConsumer<C> consumer{smem, params, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+        if (any) consumer.walk();
+        consumer.finish();
+    }
+}
+
+}  // namespace fa
