@@ -93,7 +93,6 @@ struct Sm90BwdConfig {
     int atom_layout_n_dkv;
     int atom_layout_m_dq;
     bool mma_dkv_is_rs;
-    bool overlap_s;
     bool dq_via_smem;
     int dq_slices;
     TileOrder tile_order;

@@ -34,7 +34,6 @@ struct BwdTraits : BwdLayout<C> {
 
     static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 && C.atom_layout_n_dkv == C.num_wg),
                   "registers are an operand only of the group that computed them");
-    static_assert(!C.overlap_s || C.mma_dkv_is_rs);
 };
 
 // Named barriers; 0 is __syncthreads.
@@ -427,64 +426,12 @@ struct BwdConsumer {
         pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
     }
 
-    // The same with no gap between products: S, issued in the step before, is in flight or done; dV runs under dS, dK under the
-    // exchange of dS, and the next S, if there is More, under the hand-over of dQ.
-    template <bool More>
-    __device__ __forceinline__ void step_overlapped(int head, int block) {
-        smem.do_bars.wait_full(do_state);
-        issue_dp();
-        wgmma::wait<1>();
-        weigh(block);
-        pack_words(p_words, s);
-        issue_dv();
-        wgmma::wait<1>();
-        differentiate();
-        pack_words(ds_words, dp);
-        wait_pds_free();
-        store_words(smem_address(smem.ds[0]), ds_words);
-        fence_async_shared();
-        issue_dk();
-        named_barrier_sync(kPdsReady, T::kConsumers);
-        float dq[T::kDqBlocks][Dq::kRegisters];
-        issue_dq<0>(dq);
-        const PipelineState<C.q_stages> this_q = q_state;
-        q_state.advance();
-        if constexpr (More) {
-            smem.q_bars.wait_full(q_state);
-            issue_s();
-            wgmma::wait<1>();
-        } else {
-            wgmma::wait<0>();
-        }
-        release_do();
-        smem.q_bars.release(this_q, elected);
-        give_dq<0>(dq, head, block);
-        accumulate = true;
-        pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
-    }
-
     // The walk over the query heads and the tiles of queries.
     __device__ __forceinline__ void walk() {
         mbarrier_wait(smem.k_full, 0);
         mbarrier_wait(smem.v_full, 0);
-        if constexpr (C.overlap_s) {
-            const int blocks = range.end - range.begin;
-            const int steps = blocks * (tile.end_head - tile.first_head);
-            smem.q_bars.wait_full(q_state);
-            issue_s();
-            int head = tile.first_head, block = range.begin;
-            for (int i = 0; i < steps - 1; ++i) {
-                step_overlapped<true>(head, block);
-                if (++block == range.end) {
-                    block = range.begin;
-                    ++head;
-                }
-            }
-            step_overlapped<false>(head, block);
-        } else {
-            for (int head = tile.first_head; head < tile.end_head; ++head) {
-                for (int block = range.begin; block < range.end; ++block) step(head, block);
-            }
+        for (int head = tile.first_head; head < tile.end_head; ++head) {
+            for (int block = range.begin; block < range.end; ++block) step(head, block);
         }
     }
 
