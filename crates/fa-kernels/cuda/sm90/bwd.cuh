@@ -408,10 +408,11 @@ struct BwdConsumer {
         store_words(smem_address(smem.ds[0]), ds_words);
         exchange();
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
+        // dV is all but done; its operand's registers go to dQ.
+        wgmma::wait<0>();
+        release_do();
         float dq[T::kDqBlocks][Dq::kRegisters];
         issue_dq<0>(dq);
-        wgmma::wait<1>();
-        release_do();
         issue_dk();
         wgmma::wait<1>();
         give_dq<0>(dq, head, block);
@@ -482,22 +483,8 @@ struct BwdConsumer {
     }
 
     __device__ __forceinline__ void finish() {
-        if (!accumulate) {
-            // Nobody sees these keys.
-#pragma unroll
-            for (int b = 0; b < Dk::kBlocks; ++b) {
-#pragma unroll
-                for (int i = 0; i < Dk::kRegisters; ++i) dk[b][i] = 0.f;
-            }
-#pragma unroll
-            for (int b = 0; b < Dv::kBlocks; ++b) {
-#pragma unroll
-                for (int i = 0; i < Dv::kRegisters; ++i) dv[b][i] = 0.f;
-            }
-        }
         if (params.head_splits > 1) {
             const i64 index = (i64(tile.batch) * params.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
-            if (!accumulate) return;
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
             return;
@@ -518,6 +505,22 @@ struct BwdConsumer {
         }
     }
 };
+
+// Keys that no query sees: zeros. (Accumulators, where there are some, hold them already.)
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void bwd_store_nothing_seen(const BwdParams& params, const BwdTile& tile) {
+    if (params.head_splits > 1) return;
+    const int first = tile.n_block * C.tile_n, left = min(C.tile_n, params.seqlen_k - first);
+    auto clear = [&](void* out, const RowStrides& strides, int columns) {
+        u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + i64(first) * strides.seq + tile.kv_head * strides.head;
+        const int chunks = columns / 8;
+        for (int chunk = threadIdx.x - 128; chunk < left * chunks; chunk += 128 * C.num_wg) {
+            *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
+        }
+    };
+    clear(params.dk, params.dk_strides, params.head_dim);
+    clear(params.dv, params.dv_strides, params.head_dim_v);
+}
 
 }  // namespace fa::sm90
 
@@ -563,9 +566,13 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
         }
     } else {
         registers_take<T::kConsumerRegs>();
-        sm90::BwdConsumer<C> consumer{smem, params, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
-        if (any) consumer.walk();
-        consumer.finish();
+        if (any) {
+            sm90::BwdConsumer<C> consumer{smem, params, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            consumer.walk();
+            consumer.finish();
+        } else {
+            sm90::bwd_store_nothing_seen<C>(params, tile);
+        }
     }
 }
 

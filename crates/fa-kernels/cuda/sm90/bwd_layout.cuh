@@ -62,16 +62,17 @@ struct BwdLayout {
     using V = PanelTile<C.tile_n, C.head_dim_v>;
     using Do = PanelTile<C.tile_m, C.head_dim_v, kPanelDo>;
 
-    // P and dS are stored as [tile_n][tile_m] or as [tile_m][tile_n]: as the accumulators lie, unless their one reader across
-    // has shares that no panel fits.
-    static constexpr int kAcross = C.sdp_swap_ab ? (C.dq_swap_ab ? CutDq::kN : 64) : (C.dkv_swap_ab ? CutDk::kN : 64);
-    static constexpr bool kPdsTransposed = kAcross % 16 != 0;
+    // P and dS are stored as [tile_n][tile_m] or as [tile_m][tile_n], whichever way the panels are wider (wgmma reads narrow ones
+    // slower, and stores to them collide); as the accumulators lie, if both are. One product reads them across: dQ the first
+    // form, dK and dV the second. Panels must not straddle its warp groups' shares, which have to be multiples of 16 for that.
+    __host__ __device__ static constexpr int pds_panel(bool rows_are_keys) {
+        const int columns = rows_are_keys ? C.tile_m : C.tile_n;
+        const int share = rows_are_keys ? (C.dq_swap_ab ? CutDq::kN : columns) : (C.dkv_swap_ab ? CutDk::kN : columns);
+        return share % 16 == 0 ? shared_panel(columns, share) : 0;
+    }
+    static constexpr bool kPdsTransposed = pds_panel(!C.sdp_swap_ab) > pds_panel(C.sdp_swap_ab);
     static constexpr bool kPdsRowsAreKeys = C.sdp_swap_ab != kPdsTransposed;
-    static constexpr int kPdsRows = kPdsRowsAreKeys ? C.tile_n : C.tile_m;
-    static constexpr int kPdsColumns = kPdsRowsAreKeys ? C.tile_m : C.tile_n;
-    // The share of the reader across: dQ's of queries, or dK's and dV's of keys.
-    static constexpr int kPdsShare = kPdsRowsAreKeys ? (C.dq_swap_ab ? CutDq::kN : kPdsColumns) : (C.dkv_swap_ab ? CutDk::kN : kPdsColumns);
-    using Pds = PanelTile<kPdsRows, kPdsColumns, shared_panel(kPdsColumns, kPdsShare)>;
+    using Pds = PanelTile<kPdsRowsAreKeys ? C.tile_n : C.tile_m, kPdsRowsAreKeys ? C.tile_m : C.tile_n, pds_panel(kPdsRowsAreKeys)>;
     static constexpr Along kByKeys = kPdsRowsAreKeys ? Along::Rows : Along::Columns;     // P^T, dS^T
     static constexpr Along kByQueries = kPdsRowsAreKeys ? Along::Columns : Along::Rows;  // dS
 
