@@ -69,6 +69,8 @@ pub enum Kernel {
     Sm80Fwd(Sm80Fwd),
     /// Forward by wgmma and TMA with warp specialisation; runs on 9.0 only.
     Sm90Fwd(Sm90Fwd),
+    /// Backward by wgmma and TMA with warp specialisation; runs on 9.0 only.
+    Sm90Bwd(Sm90Bwd),
 }
 
 /// Parameters of the SM80-class forward. Each optimisation step is a switch, so that it can be measured alone.
@@ -158,6 +160,49 @@ pub struct Sm90Fwd {
     pub pack_gqa: bool,
 }
 
+/// Parameters of the SM90 backward. A block owns `tile_n` keys and walks the tiles of `tile_m` queries that see them.
+///
+/// Five products make a step: S and dP (`[tile_m, tile_n]`), dK and dV (`[tile_n, head dim]`) and dQ (`[tile_m, head dim]`).
+/// Each can be computed transposed (swap_ab), and shares its rows or its columns out to the warp groups (atom layout).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90Bwd {
+    /// Queries per step; a multiple of 16 up to 128.
+    pub tile_m: u32,
+    /// Keys of a block; a multiple of 16 up to 128.
+    pub tile_n: u32,
+    /// MMA warp groups, 2 or 3; one more warp group loads, and adds dQ to device memory.
+    pub num_wg: u32,
+    /// Q buffers, 1 or 2.
+    pub q_stages: u32,
+    /// dO buffers, 1 or 2.
+    pub do_stages: u32,
+    /// Buffers of P and dS, 1 or 2; with 2 a step has one barrier over the warp groups instead of two.
+    pub pds_stages: u32,
+    /// Compute S and dP transposed.
+    pub sdp_swap_ab: bool,
+    /// Compute dK and dV transposed.
+    pub dkv_swap_ab: bool,
+    /// Compute dQ transposed.
+    pub dq_swap_ab: bool,
+    /// Warp groups along `tile_m` in S and dP: 1 or `num_wg`.
+    pub atom_layout_m_sdp: u32,
+    /// Warp groups along `tile_n` in dK and dV: 1 or `num_wg`.
+    pub atom_layout_n_dkv: u32,
+    /// Warp groups along `tile_m` in dQ: 1 or `num_wg`.
+    pub atom_layout_m_dq: u32,
+    /// P and dS as register operands of dV and dK instead of through shared memory.
+    pub mma_dkv_is_rs: bool,
+    /// dQ goes to device memory through shared memory by the bulk copy engine; otherwise by vector atomics from registers.
+    pub dq_via_smem: bool,
+    /// Parts in which dQ is computed, one after the other in the same registers: 1 or 2.
+    pub dq_slices: u32,
+    /// The order of tiles.
+    pub tile_order: TileOrder,
+    /// Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
+    pub deterministic: bool,
+}
+
 /// A spec as it is stored under `specs/`: with the architectures that it ships for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -216,7 +261,15 @@ impl Kernel {
         match self {
             Kernel::Sm80Fwd(_) => "sm80_fwd",
             Kernel::Sm90Fwd(_) => "sm90_fwd",
+            Kernel::Sm90Bwd(_) => "sm90_bwd",
         }
+    }
+}
+
+impl Kernel {
+    /// Whether the kernel computes gradients.
+    pub const fn is_backward(&self) -> bool {
+        matches!(self, Kernel::Sm90Bwd(_))
     }
 }
 
@@ -238,6 +291,7 @@ impl KernelSpec {
                 Err(SpecError::Conflict(why.into()))
             }
             Kernel::Sm90Fwd(kernel) => kernel.check(),
+            Kernel::Sm90Bwd(kernel) => kernel.check(self.head_dim, self.head_dim_v),
         }
     }
 
@@ -247,7 +301,7 @@ impl KernelSpec {
     /// [`SpecError::Arch`].
     pub fn check_arch(&self, arch: Arch) -> Result<(), SpecError> {
         match &self.kernel {
-            Kernel::Sm90Fwd(_) if !arch.has_wgmma() => {
+            Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) if !arch.has_wgmma() => {
                 Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: "wgmma, which only sm90 has" })
             }
             _ => Ok(()),
@@ -259,6 +313,7 @@ impl KernelSpec {
         match &self.kernel {
             Kernel::Sm80Fwd(kernel) => 32 * kernel.num_warps,
             Kernel::Sm90Fwd(kernel) => 128 * (kernel.num_wg + 1),
+            Kernel::Sm90Bwd(kernel) => 128 * (kernel.num_wg + 1),
         }
     }
 
@@ -267,6 +322,7 @@ impl KernelSpec {
         match &self.kernel {
             Kernel::Sm80Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
             Kernel::Sm90Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
+            Kernel::Sm90Bwd(kernel) => (kernel.tile_m, kernel.tile_n),
         }
     }
 
@@ -354,6 +410,86 @@ impl Sm90Fwd {
     }
 }
 
+/// A warp group's share of a product: rows in multiples of the 64 of wgmma, columns in multiples of 8.
+struct Share {
+    rows: u32,
+    columns: u32,
+}
+
+impl Sm90Bwd {
+    /// Checks the fields against the kernel's rules, for the tile extents of the head dims.
+    ///
+    /// # Errors
+    /// The first [`SpecError`] found.
+    pub fn check(&self, head_dim: u32, head_dim_v: u32) -> Result<(), SpecError> {
+        multiple("tile_m", self.tile_m, 16, 128)?;
+        multiple("tile_n", self.tile_n, 16, 128)?;
+        multiple("head_dim", head_dim, 32, MAX_HEAD_DIM)?;
+        multiple("head_dim_v", head_dim_v, 32, MAX_HEAD_DIM)?;
+        range("num_wg", self.num_wg, 2, 3)?;
+        range("q_stages", self.q_stages, 1, 2)?;
+        range("do_stages", self.do_stages, 1, 2)?;
+        range("pds_stages", self.pds_stages, 1, 2)?;
+        range("dq_slices", self.dq_slices, 1, 2)?;
+        for (field, atoms) in [
+            ("atom_layout_m_sdp", self.atom_layout_m_sdp),
+            ("atom_layout_n_dkv", self.atom_layout_n_dkv),
+            ("atom_layout_m_dq", self.atom_layout_m_dq),
+        ] {
+            if atoms != 1 && atoms != self.num_wg {
+                let need = format!("1 or num_wg = {}", self.num_wg);
+                return Err(SpecError::BadValue { field, value: atoms, need });
+            }
+        }
+        let products = [
+            ("S and dP", self.tile_m, self.tile_n, self.atom_layout_m_sdp, self.sdp_swap_ab),
+            ("dK", self.tile_n, head_dim, self.atom_layout_n_dkv, self.dkv_swap_ab),
+            ("dV", self.tile_n, head_dim_v, self.atom_layout_n_dkv, self.dkv_swap_ab),
+            ("dQ", self.tile_m, head_dim, self.atom_layout_m_dq, self.dq_swap_ab),
+        ];
+        for (name, m, n, atoms, swap) in products {
+            self.share(m, n, atoms, swap).filter(|share| share.rows % 64 == 0 && share.columns % 8 == 0).ok_or_else(
+                || {
+                    let swapped = if swap { "transposed " } else { "" };
+                    SpecError::Conflict(format!(
+                        "{name}: {swapped}[{m}, {n}] cannot be shared out to {} warp groups with atom layout {atoms}: a group \
+                         takes rows in multiples of 64 and columns in multiples of 8",
+                        self.num_wg
+                    ))
+                },
+            )?;
+        }
+        let dq = self.share(self.tile_m, head_dim, self.atom_layout_m_dq, self.dq_swap_ab);
+        if dq.is_none_or(|share| !share.rows.is_multiple_of(64 * self.dq_slices)) {
+            return Err(SpecError::Conflict(format!(
+                "dq_slices = {}: a warp group's share of dQ has not that many blocks of 64 rows",
+                self.dq_slices
+            )));
+        }
+        let own_rows = self.sdp_swap_ab
+            && !self.dkv_swap_ab
+            && self.atom_layout_m_sdp == 1
+            && self.atom_layout_n_dkv == self.num_wg;
+        if self.mma_dkv_is_rs && !own_rows {
+            return Err(SpecError::Conflict(
+                "mma_dkv_is_rs needs sdp_swap_ab without dkv_swap_ab, atom_layout_m_sdp = 1 and atom_layout_n_dkv = num_wg: \
+                 a warp group must own the rows of dK and dV whose P and dS it computes"
+                    .into(),
+            ));
+        }
+        Ok(())
+    }
+
+    /// What a warp group gets of an `[m, n]` product with `atoms` groups along m; `None` when that is not whole.
+    fn share(&self, m: u32, n: u32, atoms: u32, swap: bool) -> Option<Share> {
+        let (rows, columns) = if swap { (n, m) } else { (m, n) };
+        let along_rows = if swap { self.num_wg / atoms } else { atoms };
+        let along_columns = self.num_wg / along_rows;
+        (rows.is_multiple_of(along_rows) && columns.is_multiple_of(along_columns))
+            .then(|| Share { rows: rows / along_rows, columns: columns / along_columns })
+    }
+}
+
 fn range(field: &'static str, value: u32, min: u32, max: u32) -> Result<(), SpecError> {
     if (min..=max).contains(&value) {
         return Ok(());
@@ -407,6 +543,21 @@ impl fmt::Display for KernelSpec {
                 (k.exp_poly_of_16 > 0, format!("poly{}", k.exp_poly_of_16)),
                 (k.rescale_threshold > 0, format!("rt{}", k.rescale_threshold)),
                 (k.pack_gqa, "pack".into()),
+            ],
+            Kernel::Sm90Bwd(k) => vec![
+                (true, format!("wg{}", k.num_wg)),
+                (true, format!("s{}{}{}", k.q_stages, k.do_stages, k.pds_stages)),
+                (
+                    k.sdp_swap_ab || k.dkv_swap_ab || k.dq_swap_ab,
+                    ["swap", if k.sdp_swap_ab { "S" } else { "" }, if k.dkv_swap_ab { "K" } else { "" }, if k.dq_swap_ab { "Q" } else { "" }]
+                        .concat(),
+                ),
+                (true, format!("a{}{}{}", k.atom_layout_m_sdp, k.atom_layout_n_dkv, k.atom_layout_m_dq)),
+                (k.mma_dkv_is_rs, "rs".into()),
+                (!k.dq_via_smem, "red".into()),
+                (k.dq_slices > 1, format!("sl{}", k.dq_slices)),
+                (k.tile_order == TileOrder::LongestFirst, "lpt".into()),
+                (k.deterministic, "det".into()),
             ],
         };
         switches.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, "-{name}"))
@@ -463,9 +614,52 @@ mod tests {
         }
     }
 
+    fn backward() -> KernelSpec {
+        KernelSpec {
+            kernel: Kernel::Sm90Bwd(Sm90Bwd {
+                tile_m: 64,
+                tile_n: 128,
+                num_wg: 2,
+                q_stages: 2,
+                do_stages: 2,
+                pds_stages: 2,
+                sdp_swap_ab: true,
+                dkv_swap_ab: false,
+                dq_swap_ab: false,
+                atom_layout_m_sdp: 1,
+                atom_layout_n_dkv: 2,
+                atom_layout_m_dq: 1,
+                mma_dkv_is_rs: true,
+                dq_via_smem: true,
+                dq_slices: 1,
+                tile_order: TileOrder::LongestFirst,
+                deterministic: false,
+            }),
+            ..sm80()
+        }
+    }
+
+    #[test]
+    fn backward_shapes_follow_the_tensor_cores() {
+        let refused = |change: fn(&mut Sm90Bwd), part: &str| {
+            let mut spec = backward();
+            let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+            change(kernel);
+            let error = spec.check().expect_err("must be refused").to_string();
+            assert!(error.contains(part), "{error} does not name {part}");
+        };
+        assert_eq!(backward().check(), Ok(()));
+        refused(|k| k.tile_m = 80, "dQ: [80, 128]");
+        refused(|k| k.sdp_swap_ab = false, "mma_dkv_is_rs");
+        refused(|k| k.atom_layout_n_dkv = 3, "atom_layout_n_dkv = 3: must be 1 or num_wg = 2");
+        refused(|k| k.dq_slices = 2, "dq_slices = 2");
+        refused(|k| k.q_stages = 3, "q_stages = 3");
+        refused(|k| k.tile_n = 144, "tile_n = 144");
+    }
+
     #[test]
     fn ron_reads_back_what_it_wrote() {
-        for spec in [sm80(), sm90()] {
+        for spec in [sm80(), sm90(), backward()] {
             assert_eq!(KernelSpec::from_ron(&spec.to_ron()), Ok(spec.clone()));
             let shipped = ShippedSpec { archs: vec![Arch::Sm90], spec };
             assert_eq!(ShippedSpec::from_ron(&shipped.to_ron()), Ok(shipped));
@@ -503,5 +697,6 @@ mod tests {
             "sm80_fwd-f16-hd128-causal-128x64-w4-s2-b1-swz-ldm-exp2-fast-split-rev"
         );
         assert_eq!(sm90().to_string(), "sm90_fwd-f16-hd128-causal-128x176-rs-ovl-s2-pp-static");
+        assert_eq!(backward().to_string(), "sm90_bwd-f16-hd128-causal-64x128-wg2-s222-swapS-a121-rs-lpt");
     }
 }

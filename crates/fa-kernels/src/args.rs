@@ -53,6 +53,30 @@ pub struct ForwardArgs<'a, T> {
     pub workspace: Option<&'a mut dyn DevicePtrMut<u8>>,
 }
 
+/// The arguments of a backward call. Shapes are the problem's, by each tensor's strides.
+pub struct BackwardArgs<'a, T> {
+    /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
+    pub q: Input<'a, T>,
+    /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
+    pub k: Input<'a, T>,
+    /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    pub v: Input<'a, T>,
+    /// O of the forward, `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: Input<'a, T>,
+    /// LSE of the forward, `[batch, heads_q, seqlen_q]` packed, natural logarithm.
+    pub lse: &'a dyn DevicePtr<f32>,
+    /// The gradient of O, in its shape.
+    pub dout: Input<'a, T>,
+    /// The gradient of Q, in its shape; every element is written.
+    pub dq: Output<'a, T>,
+    /// The gradient of K, in its shape; every element is written.
+    pub dk: Output<'a, T>,
+    /// The gradient of V, in its shape; every element is written.
+    pub dv: Output<'a, T>,
+    /// At least `Backward::workspace_bytes` bytes, whatever is in them. Calls that may run at the same time need one each.
+    pub workspace: &'a mut dyn DevicePtrMut<u8>,
+}
+
 /// A tensor by its address alone, for memory that cudarc does not own.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RawTensor {
@@ -77,6 +101,31 @@ pub struct RawForwardArgs {
     pub lse: Option<u64>,
     /// Workspace; `None` where none is needed.
     pub workspace: Option<u64>,
+}
+
+/// [`BackwardArgs`] by addresses alone.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RawBackwardArgs {
+    /// Q.
+    pub q: RawTensor,
+    /// K.
+    pub k: RawTensor,
+    /// V.
+    pub v: RawTensor,
+    /// O of the forward.
+    pub out: RawTensor,
+    /// LSE of the forward.
+    pub lse: u64,
+    /// The gradient of O.
+    pub dout: RawTensor,
+    /// The gradient of Q.
+    pub dq: RawTensor,
+    /// The gradient of K.
+    pub dk: RawTensor,
+    /// The gradient of V.
+    pub dv: RawTensor,
+    /// Workspace, a multiple of 16.
+    pub workspace: u64,
 }
 
 /// A tensor's name and shape, as the checks need them.

@@ -2,7 +2,7 @@
 //! `config.cuh` and the initialisers of a translation unit are written.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 
 /// A type that a config may hold.
 trait ConfigValue {
@@ -125,6 +125,27 @@ pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
                 pack_gqa,
             } = own
         ),
+        Kernel::Sm90Bwd(own) => fields!(
+            Sm90Bwd {
+                tile_m,
+                tile_n,
+                num_wg,
+                q_stages,
+                do_stages,
+                pds_stages,
+                sdp_swap_ab,
+                dkv_swap_ab,
+                dq_swap_ab,
+                atom_layout_m_sdp,
+                atom_layout_n_dkv,
+                atom_layout_m_dq,
+                mma_dkv_is_rs,
+                dq_via_smem,
+                dq_slices,
+                tile_order,
+                deterministic,
+            } = own
+        ),
     });
     fields
 }
@@ -134,6 +155,7 @@ pub(crate) fn struct_name(kernel: &Kernel) -> &'static str {
     match kernel {
         Kernel::Sm80Fwd(_) => "Sm80FwdConfig",
         Kernel::Sm90Fwd(_) => "Sm90FwdConfig",
+        Kernel::Sm90Bwd(_) => "Sm90BwdConfig",
     }
 }
 
@@ -177,6 +199,25 @@ pub(crate) fn samples() -> Vec<KernelSpec> {
             exp_poly_of_16: 0,
             rescale_threshold: 0,
             pack_gqa: false,
+        })),
+        spec(Kernel::Sm90Bwd(Sm90Bwd {
+            tile_m: 128,
+            tile_n: 128,
+            num_wg: 2,
+            q_stages: 1,
+            do_stages: 1,
+            pds_stages: 1,
+            sdp_swap_ab: false,
+            dkv_swap_ab: false,
+            dq_swap_ab: false,
+            atom_layout_m_sdp: 2,
+            atom_layout_n_dkv: 2,
+            atom_layout_m_dq: 2,
+            mma_dkv_is_rs: false,
+            dq_via_smem: true,
+            dq_slices: 1,
+            tile_order: TileOrder::Natural,
+            deterministic: false,
         })),
     ]
 }

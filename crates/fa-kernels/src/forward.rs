@@ -39,6 +39,10 @@ impl Forward {
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
         problem.check()?;
         check_match(&kernel.spec, problem)?;
+        if kernel.spec.kernel.is_backward() {
+            let (kernel, problem) = ("the backward".into(), "the forward".into());
+            return Err(Error::Mismatch { what: "pass", kernel, problem });
+        }
         let params = params(&kernel, problem)?;
         let tiles = params.num_tiles as u32;
         let blocks = match &kernel.spec.kernel {
@@ -156,6 +160,7 @@ impl Forward {
         };
         let params = (&raw mut params).cast::<c_void>();
         match &self.kernel.spec.kernel {
+            Kernel::Sm90Bwd(_) => unreachable!("checked when the kernel was bound"),
             // SAFETY: this entry takes the parameters alone; the addresses are the caller's promise.
             Kernel::Sm80Fwd(_) => unsafe { self.kernel.launch(stream, self.blocks, &mut [params]) },
             Kernel::Sm90Fwd(_) => {
@@ -189,7 +194,7 @@ impl Forward {
         let keys =
             |tensor: &RawTensor| if self.problem.seqlen_k == 0 { args.q.address } else { tensor.address };
         let q_map = if packs_gqa(spec) {
-            let rows = map_shape(&q, &args.q.strides, spec.head_dim, 1);
+            let rows = map_shape(&q, &args.q.strides, tma::panel(spec.head_dim), 1);
             let (dim, seqlen, batch) = (rows.dims[0], rows.dims[1], rows.dims[3]);
             let (seq, head, entry) = (rows.strides[1], rows.strides[2], rows.strides[3]);
             let shape = MapShape {
@@ -199,12 +204,12 @@ impl Forward {
             };
             tma::encode("q", dtype, args.q.address, &shape)?
         } else {
-            tma::encode("q", dtype, args.q.address, &map_shape(&q, &args.q.strides, spec.head_dim, tile_m))?
+            tma::encode("q", dtype, args.q.address, &map_shape(&q, &args.q.strides, tma::panel(spec.head_dim), tile_m))?
         };
         // Blocks of a cluster load an equal share of each K and V tile.
         let share = tile_n / cluster(spec);
-        let k_shape = map_shape(&k, &args.k.strides, spec.head_dim, share);
-        let v_shape = map_shape(&v, &args.v.strides, spec.head_dim_v, share);
+        let k_shape = map_shape(&k, &args.k.strides, tma::panel(spec.head_dim), share);
+        let v_shape = map_shape(&v, &args.v.strides, tma::panel(spec.head_dim_v), share);
         Ok([
             q_map,
             tma::encode("k", dtype, keys(&args.k), &k_shape)?,
@@ -214,18 +219,18 @@ impl Forward {
 }
 
 /// `{head dim, sequence, heads, batch}` with a box of one panel and `rows` positions.
-fn map_shape(shape: &Shape, strides: &Strides, head_dim: u32, rows: u32) -> MapShape<4> {
+pub(crate) fn map_shape(shape: &Shape, strides: &Strides, panel: u32, rows: u32) -> MapShape<4> {
     let Shape { batch, seqlen, heads, dim, .. } = *shape;
     // The strides have been checked to be 0 or more wherever they are stepped along.
     let stride = |stride: i64| stride.max(0) as u64;
     MapShape {
         dims: [dim as u64, seqlen.max(1) as u64, heads as u64, batch as u64],
         strides: [1, stride(strides.seq), stride(strides.head), stride(strides.batch)],
-        tile: [tma::panel(head_dim), rows, 1, 1],
+        tile: [panel, rows, 1, 1],
     }
 }
 
-fn row_strides(strides: &Strides) -> RowStrides {
+pub(crate) fn row_strides(strides: &Strides) -> RowStrides {
     RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
 }
 
@@ -236,8 +241,8 @@ fn needs_counter(spec: &KernelSpec) -> bool {
 /// Blocks of a cluster.
 fn cluster(spec: &KernelSpec) -> u32 {
     match &spec.kernel {
-        Kernel::Sm80Fwd(_) => 1,
         Kernel::Sm90Fwd(own) => own.cluster_m,
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Bwd(_) => 1,
     }
 }
 
@@ -284,12 +289,7 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
     let heads = if packed { problem.heads_kv } else { problem.heads_q };
     let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(cluster(spec) as usize);
     let all_heads = heads.saturating_mul(problem.batch);
-    let scale = problem.scale();
-    let scale_log2 = scale * std::f64::consts::LOG2_E;
-    let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
-    if !usable(scale) || !usable(scale_log2) {
-        return Err(Error::Scale { scale });
-    }
+    let (scale, scale_log2) = usable_scale(problem)?;
     Ok(FwdParams {
         batch: count("batch", problem.batch)?,
         heads_q: count("heads_q", problem.heads_q)?,
@@ -301,14 +301,28 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
         head_dim_v: count("head_dim_v", problem.head_dim_v)?,
         window_left: side(problem.mask.left, problem.seqlen_k),
         window_right: side(problem.mask.right, problem.seqlen_q),
-        scale: scale as f32,
-        scale_log2: scale_log2 as f32,
+        scale,
+        scale_log2,
         softcap: problem.softcap.unwrap_or(0.0) as f32,
         m_blocks: count("tiles of a head", m_blocks)?,
         num_tiles: count("tiles", m_blocks.saturating_mul(all_heads))?,
         heads_per_section: count("heads", section(kernel, problem, packed, all_heads, m_blocks))?,
         ..FwdParams::default()
     })
+}
+
+/// The scale, and the scale times log2(e), as f32.
+///
+/// # Errors
+/// [`Error::Scale`] when it is not positive or one of the two is no normal f32.
+pub(crate) fn usable_scale(problem: &Problem) -> Result<(f32, f32), Error> {
+    let scale = problem.scale();
+    let scale_log2 = scale * std::f64::consts::LOG2_E;
+    let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
+    if !usable(scale) || !usable(scale_log2) {
+        return Err(Error::Scale { scale });
+    }
+    Ok((scale as f32, scale_log2 as f32))
 }
 
 /// Heads of a section of the longest-first order.
@@ -326,6 +340,7 @@ fn section(
     let longest_first = match &kernel.spec.kernel {
         Kernel::Sm80Fwd(own) => own.reverse_blocks,
         Kernel::Sm90Fwd(own) => own.tile_order == TileOrder::LongestFirst,
+        Kernel::Sm90Bwd(own) => own.tile_order == TileOrder::LongestFirst,
     };
     if !longest_first {
         return all_heads;
@@ -340,7 +355,7 @@ fn section(
     heads.saturating_mul(per_kv_head).min(all_heads.max(1))
 }
 
-fn count(name: &'static str, value: usize) -> Result<i32, Error> {
+pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
     if value <= MAX_COUNT {
         return Ok(value as i32);
     }
@@ -349,6 +364,6 @@ fn count(name: &'static str, value: usize) -> Result<i32, Error> {
 
 /// A side of the window for the kernel: -1 for a side that hides no key of any query, so that no sum of a diagonal and a
 /// side leaves 32 bits.
-fn side(side: Option<u32>, len: usize) -> i32 {
+pub(crate) fn side(side: Option<u32>, len: usize) -> i32 {
     side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
 }

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cudarc::driver::CudaContext;
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{Family, PlanError, PlanOptions, plan};
+use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, plan};
 
+use crate::backward::Backward;
 use crate::bundle::Bundle;
 use crate::cache::Cache;
 use crate::compile::{Compiler, CompilerKind};
@@ -82,7 +83,7 @@ impl Kernels {
     /// # Errors
     /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and loading.
     pub fn forward(&self, problem: &Problem) -> Result<Forward, Error> {
-        self.choose(problem, None)
+        self.choose(problem, None, None, |spec| self.forward_with(problem, spec))
     }
 
     /// [`Kernels::forward`] with a kernel of `family`, be it the fastest here or not.
@@ -90,14 +91,39 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::forward`]; a family that does not run here has no plan.
     pub fn forward_of(&self, problem: &Problem, family: Family) -> Result<Forward, Error> {
-        self.choose(problem, Some(family))
+        self.choose(problem, Some(family), None, |spec| self.forward_with(problem, spec))
     }
 
-    fn choose(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
-        let key = problem_key(problem, family);
+    /// The backward pass of `problem` by the kernel that is chosen as for [`Kernels::forward`].
+    ///
+    /// # Errors
+    /// As [`Kernels::forward`]; [`PlanError::NoBackward`] where no kernel computes gradients.
+    pub fn backward(&self, problem: &Problem, options: BackwardOptions) -> Result<Backward, Error> {
+        self.choose(problem, None, Some(options), |spec| self.backward_with(problem, spec))
+    }
+
+    /// The backward pass of `problem` by a kernel of the caller's choice.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling and loading.
+    pub fn backward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Backward, Error> {
+        problem.check()?;
+        check_match(spec, problem)?;
+        Backward::new(self.load(spec)?, problem)
+    }
+
+    /// The first kernel that `bind` takes: remembered, tuned, planned or built in.
+    fn choose<P>(
+        &self,
+        problem: &Problem,
+        family: Option<Family>,
+        pass: Option<BackwardOptions>,
+        bind: impl Fn(&KernelSpec) -> Result<P, Error>,
+    ) -> Result<P, Error> {
+        let key = problem_key(problem, family, pass);
         let chosen = lock(&self.chosen).get(&key).cloned();
         if let Some(spec) = chosen {
-            return self.forward_with(problem, &spec);
+            return bind(&spec);
         }
         let native = Family::native(self.arch);
         // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles cleanly.
@@ -106,14 +132,14 @@ impl Kernels {
             None if native == Family::Sm80 => vec![native],
             None => vec![native, Family::Sm80],
         };
-        let tuned = self.tuned(problem, family.unwrap_or(native));
-        let (forward, spec) = match tuned.map_or_else(|| self.planned(problem, &families), Ok) {
+        let tuned = self.tuned(problem, family.unwrap_or(native), pass, &bind);
+        let (bound, spec) = match tuned.map_or_else(|| self.planned(problem, &families, pass, &bind), Ok) {
             // Without a compiler there is what was compiled ahead.
-            Err(error @ Error::NoCompiler { .. }) => self.bundled(problem, &families).ok_or(error)??,
+            Err(error @ Error::NoCompiler { .. }) => self.bundled(problem, &families, pass, &bind).ok_or(error)??,
             planned => planned?,
         };
         lock(&self.chosen).insert(key, spec);
-        Ok(forward)
+        Ok(bound)
     }
 
     /// The forward pass of `problem` by a kernel of the caller's choice.
@@ -126,13 +152,15 @@ impl Kernels {
         Forward::new(self.load(spec)?, problem)
     }
 
-    /// Makes [`Kernels::forward`] use `spec` for exactly this problem from now on: how tuning results are put to use.
+    /// Makes [`Kernels::forward`], or [`Kernels::backward`] with the kernel's options, use `spec` for exactly this problem from
+    /// now on: how tuning results are put to use.
     ///
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem.
     pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
         check_match(&spec, problem)?;
-        lock(&self.chosen).insert(problem_key(problem, None), spec);
+        let pass = tune::backward(&spec);
+        lock(&self.chosen).insert(problem_key(problem, None, pass), spec);
         Ok(())
     }
 
@@ -165,11 +193,17 @@ impl Kernels {
     }
 
     /// The kernel that won by measurement, where one did and it still compiles.
-    fn tuned(&self, problem: &Problem, family: Family) -> Option<(Forward, KernelSpec)> {
+    fn tuned<P>(
+        &self,
+        problem: &Problem,
+        family: Family,
+        pass: Option<BackwardOptions>,
+        bind: impl Fn(&KernelSpec) -> Result<P, Error>,
+    ) -> Option<(P, KernelSpec)> {
         let gpu = self.context.name().ok()?;
-        let spec = tune::choice(&gpu, problem, family)?;
-        match self.forward_with(problem, &spec) {
-            Ok(forward) => Some((forward, spec)),
+        let spec = tune::choice(&gpu, problem, family, pass)?;
+        match bind(&spec) {
+            Ok(bound) => Some((bound, spec)),
             Err(error) => {
                 tracing::warn!(%spec, %error, "the tuned kernel is passed over: tune again");
                 None
@@ -178,10 +212,16 @@ impl Kernels {
     }
 
     /// The best of the planner's kernels that compiles cleanly, of the first family that has one.
-    fn planned(&self, problem: &Problem, families: &[Family]) -> Result<(Forward, KernelSpec), Error> {
+    fn planned<P>(
+        &self,
+        problem: &Problem,
+        families: &[Family],
+        pass: Option<BackwardOptions>,
+        bind: impl Fn(&KernelSpec) -> Result<P, Error>,
+    ) -> Result<(P, KernelSpec), Error> {
         let mut first_error = None;
         for &family in families {
-            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+            let options = PlanOptions { family: Some(family), backward: pass, ..PlanOptions::default() };
             let plans = match plan(problem, self.arch, &options) {
                 Ok(plans) => plans,
                 Err(error) => {
@@ -190,8 +230,8 @@ impl Kernels {
                 }
             };
             for spec in plans.into_iter().take(TRIES).map(|plan| plan.spec) {
-                match self.forward_with(problem, &spec) {
-                    Ok(forward) => return Ok((forward, spec)),
+                match bind(&spec) {
+                    Ok(bound) => return Ok((bound, spec)),
                     // A plan's registers are a prediction; the next plan takes the place of one that spills.
                     Err(error @ Error::Refused { .. }) => {
                         tracing::warn!(%error, "the planner's choice is passed over");
@@ -209,19 +249,24 @@ impl Kernels {
     }
 
     /// The built-in kernel that is predicted to be fastest; `None` when none computes the problem.
-    fn bundled(
+    fn bundled<P>(
         &self,
         problem: &Problem,
         families: &[Family],
-    ) -> Option<Result<(Forward, KernelSpec), Error>> {
+        pass: Option<BackwardOptions>,
+        bind: impl Fn(&KernelSpec) -> Result<P, Error>,
+    ) -> Option<Result<(P, KernelSpec), Error>> {
         let constants = CostConstants::of(self.arch);
+        let suits = |spec: &&KernelSpec| {
+            families.contains(&tune::family(spec)) && tune::backward(spec) == pass && check_match(spec, problem).is_ok()
+        };
         let spec = Bundle::embedded()
             .specs(self.arch)
-            .filter(|spec| families.contains(&tune::family(spec)) && check_match(spec, problem).is_ok())
+            .filter(suits)
             .map(|spec| (predict(problem, spec, self.arch, &constants).seconds, spec))
             .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))?
             .1;
-        Some(self.forward_with(problem, spec).map(|forward| (forward, spec.clone())))
+        Some(bind(spec).map(|bound| (bound, spec.clone())))
     }
 
     fn compiler(&self) -> Result<Arc<Compiler>, Error> {
@@ -235,8 +280,8 @@ impl Kernels {
     }
 }
 
-fn problem_key(problem: &Problem, family: Option<Family>) -> String {
-    key_of(&(problem, family))
+fn problem_key(problem: &Problem, family: Option<Family>, pass: Option<BackwardOptions>) -> String {
+    key_of(&(problem, family, pass))
 }
 
 fn key_of(value: &impl serde::Serialize) -> String {

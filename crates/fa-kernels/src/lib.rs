@@ -40,6 +40,7 @@
 //! library but the driver and NVRTC, both loaded at run time.
 
 mod args;
+mod backward;
 pub mod bundle;
 pub mod cache;
 mod codegen;
@@ -61,7 +62,8 @@ mod tma;
 pub mod toolchain;
 pub mod tune;
 
-pub use args::{Element, ForwardArgs, Input, Output, RawForwardArgs, RawTensor};
+pub use args::{BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor};
+pub use backward::Backward;
 pub use cache::Cache;
 pub use codegen::{Generated, generated};
 pub use compile::{CompileFailure, Compiled, Compiler, CompilerKind};

@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
-use crate::source::ENTRY;
+use crate::source::{BACKWARD_ENTRIES, ENTRY, SMALL_THREADS};
 use crate::{Error, smem_bytes};
 
 /// A kernel that can be launched.
@@ -24,6 +24,8 @@ pub struct LoadedKernel {
     /// Bytes of dynamic shared memory.
     pub smem: u32,
     function: CudaFunction,
+    /// The functions of [`BACKWARD_ENTRIES`], of a backward only.
+    further: Vec<CudaFunction>,
 }
 
 impl LoadedKernel {
@@ -40,13 +42,16 @@ impl LoadedKernel {
         let module = context
             .load_module(Ptx::from_binary(cubin.to_vec()))
             .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
-        let function = module.load_function(ENTRY).map_err(|e| Error::driver("finding the entry", e))?;
+        let entry = |name| module.load_function(name).map_err(|e| Error::driver("finding an entry", e));
+        let function = entry(ENTRY)?;
+        let names: &[&str] = if spec.kernel.is_backward() { &BACKWARD_ENTRIES } else { &[] };
+        let further = names.iter().map(|name| entry(name)).collect::<Result<_, _>>()?;
         let smem = smem_bytes(spec);
         let bytes = i32::try_from(smem).unwrap_or(i32::MAX);
         function
             .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
             .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
-        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, function })
+        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, function, further })
     }
 
     /// Registers per thread, as the driver allocates them at launch.
@@ -79,18 +84,41 @@ impl LoadedKernel {
         blocks: u32,
         args: &mut [*mut c_void],
     ) -> Result<(), Error> {
-        stream.context().bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
-        // SAFETY: the function and the stream are alive; the rest is the caller's promise.
-        unsafe {
-            result::launch_kernel(
-                self.function.cu_function(),
-                (blocks, 1, 1),
-                (self.spec.threads(), 1, 1),
-                self.smem,
-                stream.cu_stream(),
-                args,
-            )
-        }
-        .map_err(|e| Error::driver("launching a kernel", e))
+        let threads = self.spec.threads();
+        // SAFETY: the caller's promise.
+        unsafe { launch(stream, &self.function, (blocks, threads, self.smem), args) }
     }
+
+    /// Launches `blocks` blocks of one of [`BACKWARD_ENTRIES`], by its place there.
+    ///
+    /// # Safety
+    /// As [`LoadedKernel::launch`].
+    pub(crate) unsafe fn launch_further(
+        &self,
+        stream: &CudaStream,
+        entry: usize,
+        blocks: u32,
+        args: &mut [*mut c_void],
+    ) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { launch(stream, &self.further[entry], (blocks, SMALL_THREADS, 0), args) }
+    }
+}
+
+/// Launches so many blocks of so many threads with so many bytes of shared memory.
+///
+/// # Safety
+/// As [`LoadedKernel::launch`].
+unsafe fn launch(
+    stream: &CudaStream,
+    function: &CudaFunction,
+    (blocks, threads, smem): (u32, u32, u32),
+    args: &mut [*mut c_void],
+) -> Result<(), Error> {
+    stream.context().bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
+    // SAFETY: the function and the stream are alive; the rest is the caller's promise.
+    unsafe {
+        result::launch_kernel(function.cu_function(), (blocks, 1, 1), (threads, 1, 1), smem, stream.cu_stream(), args)
+    }
+    .map_err(|e| Error::driver("launching a kernel", e))
 }

@@ -16,6 +16,11 @@ pub struct MutPtr(pub u64);
 #[repr(transparent)]
 pub struct MutF32Ptr(pub u64);
 
+/// A pointer to f32 that a kernel reads through; `const float*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct ConstF32Ptr(pub u64);
+
 /// A pointer to 32-bit counters; `unsigned*` in CUDA. 0 is null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(transparent)]
@@ -38,6 +43,7 @@ device_types! {
     ConstPtr => "const void*",
     MutPtr => "void*",
     MutF32Ptr => "float*",
+    ConstF32Ptr => "const float*",
     MutU32Ptr => "unsigned*",
     i32 => "int",
     i64 => "long long",
@@ -165,10 +171,101 @@ param_struct! {
     }
 }
 
+param_struct! {
+    /// What every backward kernel is told at launch.
+    pub struct BwdParams {
+        /// Q, `[batch, seqlen_q, heads_q, head_dim]` by `q_strides`.
+        pub q: ConstPtr,
+        /// K, `[batch, seqlen_k, heads_kv, head_dim]` by `k_strides`.
+        pub k: ConstPtr,
+        /// V, `[batch, seqlen_k, heads_kv, head_dim_v]` by `v_strides`.
+        pub v: ConstPtr,
+        /// O of the forward, `[batch, seqlen_q, heads_q, head_dim_v]` by `out_strides`.
+        pub out: ConstPtr,
+        /// dO, the gradient of O, in its shape by `dout_strides`.
+        pub dout: ConstPtr,
+        /// dQ, in the shape of Q by `dq_strides`; written in full.
+        pub dq: MutPtr,
+        /// dK, in the shape of K by `dk_strides`; written in full.
+        pub dk: MutPtr,
+        /// dV, in the shape of V by `dv_strides`; written in full.
+        pub dv: MutPtr,
+        /// LSE of the forward, `[batch, heads_q, seqlen_q]` packed, natural logarithm.
+        pub lse: ConstF32Ptr,
+        /// Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf beyond the end.
+        pub lse_log2: MutF32Ptr,
+        /// Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
+        pub dpsum: MutF32Ptr,
+        /// Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, a tile in the register order of the kernel that adds to it.
+        pub dq_accum: MutF32Ptr,
+        /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits > 1.
+        pub dk_accum: MutF32Ptr,
+        /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
+        pub dv_accum: MutF32Ptr,
+        /// Workspace `[batch, heads_q, m_blocks]`: how many blocks of keys have been added to each tile of dQ; null unless deterministic.
+        pub dq_turns: MutU32Ptr,
+        /// Workspace: the next tile to be drawn; null unless deterministic.
+        pub tile_counter: MutU32Ptr,
+        /// Strides of Q.
+        pub q_strides: RowStrides,
+        /// Strides of K.
+        pub k_strides: RowStrides,
+        /// Strides of V.
+        pub v_strides: RowStrides,
+        /// Strides of O.
+        pub out_strides: RowStrides,
+        /// Strides of dO.
+        pub dout_strides: RowStrides,
+        /// Strides of dQ.
+        pub dq_strides: RowStrides,
+        /// Strides of dK.
+        pub dk_strides: RowStrides,
+        /// Strides of dV.
+        pub dv_strides: RowStrides,
+        /// Independent sequences.
+        pub batch: i32,
+        /// Query heads.
+        pub heads_q: i32,
+        /// Key and value heads.
+        pub heads_kv: i32,
+        /// Query heads per K/V head: `heads_q / heads_kv`.
+        pub group_size: i32,
+        /// Queries per sequence.
+        pub seqlen_q: i32,
+        /// Keys per sequence.
+        pub seqlen_k: i32,
+        /// Elements of a query or key: a multiple of 8 up to the config's `head_dim`.
+        pub head_dim: i32,
+        /// Elements of a value or output row: a multiple of 8 up to the config's `head_dim_v`.
+        pub head_dim_v: i32,
+        /// Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels only.
+        pub window_left: i32,
+        /// Visible keys right of the diagonal; -1 for all. Window kernels only.
+        pub window_right: i32,
+        /// Factor on Q K^T.
+        pub scale: f32,
+        /// `scale * log2(e)`: from scores to exponents of 2.
+        pub scale_log2: f32,
+        /// `cap` of `cap * tanh(scale * s / cap)`; kernels with `softcap` only.
+        pub softcap: f32,
+        /// Tiles of `tile_m` queries of a head.
+        pub m_blocks: i32,
+        /// Tiles of `tile_n` keys of a head.
+        pub n_blocks: i32,
+        /// Parts into which the query heads of a K/V head are divided, each a tile of its own: 1 to `group_size`.
+        pub head_splits: i32,
+        /// Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
+        pub num_tiles: i32,
+        /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the sections of `LongestFirst`.
+        pub heads_per_section: i32,
+    }
+}
+
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 208);
+const _: () = assert!(size_of::<BwdParams>() == 392);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
 pub(crate) fn declarations() -> Vec<ParamStruct> {
-    vec![RowStrides::declaration(), FwdParams::declaration()]
+    vec![RowStrides::declaration(), FwdParams::declaration(), BwdParams::declaration()]
 }

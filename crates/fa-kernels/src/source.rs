@@ -11,6 +11,12 @@ use crate::{Error, Headers};
 /// The name of every unit's entry function.
 pub const ENTRY: &str = "fa_kernel";
 
+/// The further entries of a backward's unit: before the kernel, after it, and after it where several blocks share a tile of dK.
+pub const BACKWARD_ENTRIES: [&str; 3] = ["fa_prepare", "fa_finish", "fa_finish_kv"];
+
+/// Threads of a block of the further entries.
+pub const SMALL_THREADS: u32 = 256;
+
 /// All that a compiler is given, except its flags.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Source {
@@ -75,18 +81,20 @@ fn target(spec: &KernelSpec, arch: Arch) -> String {
     let (major, minor) = arch.compute_capability();
     let suffix = match spec.kernel {
         Kernel::Sm80Fwd(_) => "",
-        Kernel::Sm90Fwd(_) => "a",
+        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => "a",
     };
     format!("sm_{major}{minor}{suffix}")
 }
 
 fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let name = spec.kernel.name();
-    let (header, min_blocks, cluster, maps) = match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => ("sm80/fwd.cuh", kernel.blocks_per_sm, 1, false),
+    let (header, min_blocks, cluster, maps): (_, _, _, &[&str]) = match &spec.kernel {
+        Kernel::Sm80Fwd(kernel) => ("sm80/fwd.cuh", kernel.blocks_per_sm, 1, &[]),
         // setmaxnreg is ignored unless the bound of one block per SM is written out.
-        Kernel::Sm90Fwd(kernel) => ("sm90/fwd.cuh", 1, kernel.cluster_m, true),
+        Kernel::Sm90Fwd(kernel) => ("sm90/fwd.cuh", 1, kernel.cluster_m, &["tma_q", "tma_k", "tma_v"]),
+        Kernel::Sm90Bwd(_) => ("sm90/bwd.cuh", 1, 1, &["tma_q", "tma_k", "tma_v", "tma_do"]),
     };
+    let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
     let mut text = format!("// {spec}\n#include \"{header}\"\n\nusing namespace fa;\n\n");
     let _ = writeln!(text, "constexpr {} config{{", config::struct_name(&spec.kernel));
     for field in config::fields_of(spec) {
@@ -104,15 +112,24 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let bounds = format!("__launch_bounds__({}, {min_blocks})", spec.threads());
     let _ = write!(
         text,
-        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ FwdParams params"
+        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {params} params"
     );
-    if maps {
-        for map in ["tma_q", "tma_k", "tma_v"] {
-            let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
-        }
-        let _ = write!(text, ") {{\n    {name}<config>(params, tma_q, tma_k, tma_v);\n}}\n");
-    } else {
-        let _ = write!(text, ") {{\n    {name}<config>(params);\n}}\n");
+    for map in maps {
+        let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
+    }
+    let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
+    let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
+    if spec.kernel.is_backward() {
+        let [prepare, finish, finish_kv] = BACKWARD_ENTRIES;
+        let body = |entry: &str, function: String| {
+            format!(
+                "\nextern \"C\" __global__ void __launch_bounds__({SMALL_THREADS})\n\
+                 {entry}(const __grid_constant__ BwdParams params) {{\n    {function}<config>(params);\n}}\n"
+            )
+        };
+        text.push_str(&body(prepare, "bwd_prepare".into()));
+        text.push_str(&body(finish, format!("{name}_finish")));
+        text.push_str(&body(finish_kv, format!("{name}_finish_kv")));
     }
     text
 }

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Problem};
-use fa_planner::plan::{Family, serves};
+use fa_planner::plan::{BackwardOptions, Family, serves};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, cache};
@@ -171,7 +171,7 @@ impl Tuned {
         store().map_err(|e| Error::io(path, e))
     }
 
-    /// Puts `entry` in the place of an entry with the same key and family.
+    /// Puts `entry` in the place of an entry with the same key, family and pass.
     pub fn set(&mut self, gpu: &str, entry: TunedEntry) {
         let known = self.gpus.iter().position(|known| known.gpu == gpu);
         let index = known.unwrap_or_else(|| {
@@ -179,21 +179,28 @@ impl Tuned {
             self.gpus.len() - 1
         });
         let entries = &mut self.gpus[index].entries;
-        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec));
+        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec), backward(&entry.spec));
         match entries.iter_mut().find(|known| id(known) == id(&entry)) {
             Some(known) => *known = entry,
             None => entries.push(entry),
         }
     }
 
-    /// The kernel of `wanted` for `problem` on `gpu`: that of the nearest key, in the problem's own type.
-    pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family) -> Option<KernelSpec> {
+    /// The kernel of `wanted` for `problem` on `gpu`, of the forward or of a backward with these options: that of the nearest
+    /// key, in the problem's own type.
+    pub fn find(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        wanted: Family,
+        pass: Option<BackwardOptions>,
+    ) -> Option<KernelSpec> {
         let key = TuneKey::of(problem);
         self.gpus
             .iter()
             .filter(|known| known.gpu == gpu)
             .flat_map(|known| &known.entries)
-            .filter(|entry| family(&entry.spec) == wanted)
+            .filter(|entry| family(&entry.spec) == wanted && backward(&entry.spec) == pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
             .map(|(doublings, other_type, entry)| {
                 (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
@@ -210,16 +217,29 @@ pub fn user_table() -> Option<PathBuf> {
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
 }
 
+/// What a spec's kernel was made for: a backward with these options, or the forward.
+pub const fn backward(spec: &KernelSpec) -> Option<BackwardOptions> {
+    match &spec.kernel {
+        Kernel::Sm90Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
+    }
+}
+
 /// The family of a spec's kernel.
 pub const fn family(spec: &KernelSpec) -> Family {
     match spec.kernel {
         Kernel::Sm80Fwd(_) => Family::Sm80,
-        Kernel::Sm90Fwd(_) => Family::Sm90,
+        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Family::Sm90,
     }
 }
 
 /// The kernel of `family` for `problem` on `gpu` by the user's table, or else by those that ship.
-pub(crate) fn choice(gpu: &str, problem: &Problem, family: Family) -> Option<KernelSpec> {
+pub(crate) fn choice(
+    gpu: &str,
+    problem: &Problem,
+    family: Family,
+    pass: Option<BackwardOptions>,
+) -> Option<KernelSpec> {
     let own = user_table().map(|path| Tuned::read(&path));
     let own = match own {
         Some(Err(error)) => {
@@ -228,8 +248,8 @@ pub(crate) fn choice(gpu: &str, problem: &Problem, family: Family) -> Option<Ker
         }
         other => other.and_then(Result::ok),
     };
-    let shipped = || Tuned::shipped().find(gpu, problem, family);
-    own.and_then(|own| own.find(gpu, problem, family)).or_else(shipped)
+    let shipped = || Tuned::shipped().find(gpu, problem, family, pass);
+    own.and_then(|own| own.find(gpu, problem, family, pass)).or_else(shipped)
 }
 
 #[cfg(test)]
@@ -248,7 +268,7 @@ mod tests {
     }
 
     fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
-        table.find("GPU", problem, Family::Sm90)
+        table.find("GPU", problem, Family::Sm90, None)
     }
 
     #[test]

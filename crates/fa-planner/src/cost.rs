@@ -8,6 +8,7 @@
 //!
 //! The model ranks candidates; its constants ([`CostConstants`]) are there to be calibrated.
 
+mod backward;
 mod constants;
 mod schedule;
 
@@ -15,6 +16,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd, Sm90Fwd};
 use serde::Serialize;
 
+pub use backward::head_splits;
 pub use constants::CostConstants;
 pub use schedule::{Queue, TileClass, Work};
 
@@ -139,7 +141,7 @@ pub(crate) struct KernelModel {
     pub tile: f64,
 }
 
-/// Predicts the forward of `problem` by the kernel `spec` on `arch`.
+/// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
 /// An SM80-class kernel is taken to have its `blocks_per_sm` resident, an SM90 kernel one. The spec is taken to be
 /// one that computes the problem and fits the GPU: [`crate::plan`] checks that.
@@ -163,6 +165,7 @@ pub(crate) fn predict_work(
 ) -> Cost {
     let limits = arch.limits();
     let model = match &spec.kernel {
+        Kernel::Sm90Bwd(kernel) => return backward::predict(problem, spec, kernel, arch, constants),
         Kernel::Sm80Fwd(kernel) => {
             let resident = resident_blocks(work, kernel.blocks_per_sm, limits);
             sm80_model(spec, kernel, limits, constants, resident)

@@ -3,6 +3,7 @@
 //! The three steps are separate: `candidates` have no opinion, [`account`] knows no problem, [`cost::predict`] no limits.
 
 pub mod account;
+pub mod backward;
 pub mod sm90;
 mod why;
 
@@ -12,6 +13,7 @@ use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, ProblemError};
 use serde::Serialize;
 
 pub use account::{Account, Reason, Registers, SetMaxNReg, account};
+pub use backward::BackwardOptions;
 pub use why::{Why, WhyError, why};
 
 use crate::cost::{self, Cost, CostConstants, Work};
@@ -99,6 +101,8 @@ pub struct PlanOptions {
     pub family: Option<Family>,
     /// Constants of the cost model; `None` for those of the architecture's board.
     pub constants: Option<CostConstants>,
+    /// Plan the backward, with these choices; `None` plans the forward.
+    pub backward: Option<BackwardOptions>,
 }
 
 impl PlanOptions {
@@ -131,6 +135,12 @@ pub enum PlanError {
     Family {
         /// The family asked for.
         family: Family,
+        /// The architecture.
+        arch: Arch,
+    },
+    /// No kernel computes gradients there.
+    #[error("no GPU kernel computes gradients on {arch}: the backward runs on sm90 (or use the CPU backend)")]
+    NoBackward {
         /// The architecture.
         arch: Arch,
     },
@@ -202,6 +212,9 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     if family == Family::Sm90 && !arch.has_wgmma() {
         return Err(PlanError::Family { family, arch });
     }
+    if family == Family::Sm80 && options.backward.is_some() {
+        return Err(PlanError::NoBackward { arch });
+    }
     let head_dim = family.padded("head_dim", problem.head_dim)?;
     let head_dim_v = family.padded("head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);
@@ -214,7 +227,10 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     };
     match family {
         Family::Sm80 => sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
-        Family::Sm90 => sm90::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+        Family::Sm90 => match options.backward {
+            Some(options) => backward::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge),
+            None => sm90::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+        },
     }
     // The sort is stable: ties stay in the order of enumeration.
     set.plans.sort_by(|a, b| a.cost.seconds.total_cmp(&b.cost.seconds));
@@ -320,5 +336,9 @@ pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
         Kernel::Sm90Fwd(k) => {
             by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, q_stages, kv_stages, ping_pong, pack_gqa)
         }
+        Kernel::Sm90Bwd(k) => by_name!(
+            k; tile_m, tile_n, num_wg, q_stages, do_stages, pds_stages, sdp_swap_ab, dkv_swap_ab, dq_swap_ab,
+            atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq, mma_dkv_is_rs, dq_via_smem, dq_slices
+        ),
     }
 }

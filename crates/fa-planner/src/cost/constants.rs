@@ -65,6 +65,25 @@ pub struct CostConstants {
     /// The same where every tile is a block of its own.
     pub sm90_block: f64,
 
+    /// f32 instructions per element of the backward's softmax and gradient of the scores.
+    pub bwd_ops: f64,
+    /// How well the products' shared-memory reads hide behind the tensor cores in the backward: an exponent as above.
+    pub bwd_smem_overlap: f64,
+    /// How well products and the rest hide behind each other in the SM90 backward, with 2 and with 3 MMA warp groups.
+    pub bwd_overlap: [f64; 2],
+    /// Clocks of a step of the SM90 backward that nothing hides.
+    pub bwd_step: f64,
+    /// Clocks of a step that P through shared memory adds: dV waits for the exchange.
+    pub bwd_p_store: f64,
+    /// Clocks of a step that a single buffer of P and dS adds: a second barrier.
+    pub bwd_second_barrier: f64,
+    /// Clocks of a step that a single buffer of dO adds.
+    pub bwd_one_do_stage: f64,
+    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel.
+    pub bwd_turn: f64,
+    /// Clocks of a block of the SM90 backward outside its steps.
+    pub bwd_block: f64,
+
     /// The exponent of the SM80-class forward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per scheduler.
     pub sm80_overlap: f64,
     /// Registers below the ceiling of the launch bounds from which the compiler's schedule suffers.
@@ -123,6 +142,16 @@ const SM90: CostConstants = CostConstants {
     sm90_p_store: 30.0,
     sm90_tile: 146.0,
     sm90_block: 4000.0,
+
+    bwd_ops: 6.0,
+    bwd_smem_overlap: 4.0,
+    bwd_overlap: [1.5, 1.5],
+    bwd_step: 300.0,
+    bwd_p_store: 300.0,
+    bwd_second_barrier: 60.0,
+    bwd_one_do_stage: 60.0,
+    bwd_turn: 900.0,
+    bwd_block: 5000.0,
 
     sm80_overlap: 1.15,
     sm80_spare_regs: 16,

@@ -51,13 +51,30 @@ impl Work {
         let heads = problem.batch as f64 * (problem.heads_q / group) as f64;
         let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
-        let m_tiles = (seqlen_q * group).div_ceil(tile_m);
-        let count = |tile: usize| {
+        Work::cut(problem, (seqlen_q * group).div_ceil(tile_m), heads, |tile| {
             let first = tile * tile_m / group;
             let last = ((tile + 1) * tile_m).div_ceil(group).min(seqlen_q);
             let range = problem.mask.n_blocks(first..last, seqlen_q, seqlen_k, tile_n);
             (range.len(), range.masked())
-        };
+        })
+    }
+
+    /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile walks the queries of a
+    /// K/V head's query heads, of one of `splits` parts of them.
+    pub fn of_keys(problem: &Problem, tile_m: u32, tile_n: u32, splits: usize) -> Work {
+        let heads = problem.batch as f64 * (problem.heads_kv * splits) as f64;
+        let walks = problem.group_size().div_ceil(splits.max(1));
+        let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
+        let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
+        Work::cut(problem, seqlen_k.div_ceil(tile_n), heads, |tile| {
+            let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
+            let range = problem.mask.m_blocks(keys, seqlen_q, seqlen_k, tile_m);
+            (walks * range.len(), walks * range.masked())
+        })
+    }
+
+    /// Sorts a head's `m_tiles` tiles into runs of neighbours; `count` tells a tile's steps and those that test a mask.
+    fn cut(problem: &Problem, m_tiles: usize, heads: f64, count: impl Fn(usize) -> (usize, usize)) -> Work {
         let runs = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles.min(CLASSES) };
         let mut most = (0, 0);
         let classes = (0..runs)
@@ -170,6 +187,16 @@ mod tests {
             assert!((work.steps() / exact - 1.0).abs() < tolerance, "{} for {exact}", work.steps());
             assert_eq!(work.classes.iter().map(|c| c.count).sum::<f64>(), work.tiles);
         }
+    }
+
+    #[test]
+    fn the_backward_is_cut_along_the_keys() {
+        let problem = Problem { heads_kv: 2, ..Problem::square(2, 512, 4, 64, Mask::CAUSAL, Dtype::F16) };
+        let work = Work::of_keys(&problem, 64, 128, 1);
+        // Each of 4 tiles of keys sees 2 tiles of queries per 128 from its own on, for 2 query heads.
+        assert_eq!((work.tiles, work.steps()), (16.0, 4.0 * 2.0 * (8.0 + 6.0 + 4.0 + 2.0)));
+        let split = Work::of_keys(&problem, 64, 128, 2);
+        assert_eq!((split.tiles, split.steps()), (32.0, work.steps()));
     }
 
     #[test]

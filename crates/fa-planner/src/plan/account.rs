@@ -3,9 +3,10 @@
 use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
 
-use super::sm90;
+use super::{backward, sm90};
 use crate::occupancy::{Limiter, Occupancy, register_ceiling};
 use crate::sm80;
+use crate::sm90::layout;
 use crate::smem::{SmemPlan, sm90_fwd_smem};
 
 /// Registers per thread of the threads that compute, as predicted.
@@ -153,6 +154,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         }
         // A block is launched with an even share and re-divides it: all registers of the SM, so one block.
         Kernel::Sm90Fwd(kernel) => (sm90::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
+        Kernel::Sm90Bwd(kernel) => (backward::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
     };
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
@@ -174,5 +176,6 @@ pub fn smem(spec: &KernelSpec) -> SmemPlan {
     match &spec.kernel {
         Kernel::Sm80Fwd(kernel) => sm80::smem(spec, kernel),
         Kernel::Sm90Fwd(_) => sm90_fwd_smem(spec).unwrap_or_default(),
+        Kernel::Sm90Bwd(kernel) => layout::bwd(spec.head_dim, spec.head_dim_v, kernel),
     }
 }

@@ -57,7 +57,7 @@ pub enum WhyError {
 }
 
 /// Fields that a query may name.
-const FIELDS: [&str; 13] = [
+const FIELDS: [&str; 24] = [
     "tile_m",
     "tile_n",
     "num_wg",
@@ -71,6 +71,17 @@ const FIELDS: [&str; 13] = [
     "stages",
     "q_in_regs",
     "blocks_per_sm",
+    "do_stages",
+    "pds_stages",
+    "sdp_swap_ab",
+    "dkv_swap_ab",
+    "dq_swap_ab",
+    "atom_layout_m_sdp",
+    "atom_layout_n_dkv",
+    "atom_layout_m_dq",
+    "mma_dkv_is_rs",
+    "dq_via_smem",
+    "dq_slices",
 ];
 
 /// What became of the candidates for which every `field=value` of `query` holds.

@@ -7,6 +7,7 @@ use serde::Serialize;
 use crate::HeadDims;
 use crate::occupancy::{Occupancy, register_ceiling};
 use crate::plan::SetMaxNReg;
+use crate::plan::backward::kernel_of;
 use crate::plan::sm90::SETMAXNREG;
 use crate::smem::SmemPlan;
 
@@ -63,7 +64,8 @@ pub fn fwd(dims: HeadDims, config: &FwdConfig) -> Account {
 
 /// The account of a backward.
 pub fn bwd(dims: HeadDims, config: &BwdConfig) -> Account {
-    of(layout::bwd(dims.padded(HEAD_DIM_GRANULE), config), config.num_wg)
+    let HeadDims { head_dim, head_dim_v } = dims.padded(HEAD_DIM_GRANULE);
+    of(layout::bwd(head_dim, head_dim_v, &kernel_of(config)), config.num_wg)
 }
 
 fn of(smem: SmemPlan, num_wg: u32) -> Account {

@@ -1,12 +1,9 @@
 //! The exact shared memory of the SM90 kernels, buffer by buffer, beside the guide's sum of tensor buffers.
 
 use fa_core::spec::Scheduler;
-use fa_core::{KernelSpec, Sm90Fwd};
+use fa_core::{KernelSpec, Sm90Bwd, Sm90Fwd};
 
-use crate::HeadDims;
 use crate::smem::{SmemPlan, TILE_ALIGN};
-
-use super::bwd::BwdConfig;
 
 /// Alignment of the rows' statistics: a 128-byte line, above the 16 bytes that bulk copies ask for.
 const ROW_STAT_ALIGN: u32 = 128;
@@ -43,38 +40,43 @@ pub fn fwd(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     plan.round_up(TILE_ALIGN)
 }
 
-/// A backward's shared memory (T is the 16-bit type):
+/// The backward's `BwdStorage`, in declaration order (T is the 16-bit type):
 ///
-/// - `q` `[q_stage][tile_m, hd]` T, `k` `[tile_n, hd]` T, reused by `dk`, `v` `[tile_n, hdv]` T, reused by `dv`;
-/// - `do` `[do_stage][tile_m, hdv]` T, `p` (unless P and dS are register operands) and `ds` `[pds_stage][tile_m, tile_n]` T;
-/// - `dq` `[tile_m, hd]` f32: the tile that the bulk copy engine adds to device memory;
-/// - `lse` `[q_stage][tile_m]` and `dpsum` `[do_stage][tile_m]` f32, which arrive with Q and with dO;
-/// - mbarriers `kv_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage. What the warp groups
-///   say to each other and to the warp that stores dQ goes through named barriers, which take no memory.
-pub fn bwd(dims: HeadDims, config: &BwdConfig) -> SmemPlan {
-    let HeadDims { head_dim: hd, head_dim_v: hdv } = dims;
-    let BwdConfig { tile_m, tile_n, q_stage, do_stage, pds_stage, .. } = *config;
+/// - `q` `[q_stages][tile_m, hd]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T, which transposed dK and dV reuse on their way out;
+/// - `do` `[do_stages][tile_m, hdv]` T, `p` (unless P and dS are register operands) and `ds` `[pds_stages][tile_m, tile_n]` T;
+/// - `dq` `[tile_m, hd / dq_slices]` f32 with `dq_via_smem`: the tile that the bulk copy engine adds to device memory;
+/// - `lse` `[q_stages][tile_m]` and `dpsum` `[do_stages][tile_m]` f32, which arrive with Q and with dO;
+/// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage; and a `ticket`. What the
+///   warp groups say to each other and to the warps that add dQ goes through named barriers, which take no memory.
+pub fn bwd(hd: u32, hdv: u32, kernel: &Sm90Bwd) -> SmemPlan {
+    let Sm90Bwd { tile_m, tile_n, q_stages, do_stages, pds_stages, .. } = *kernel;
     let mut plan = SmemPlan::default();
-    plan.push("q", q_stage * tile_m * hd * 2, TILE_ALIGN);
+    plan.push("q", q_stages * tile_m * hd * 2, TILE_ALIGN);
     for (operand, gradient, size) in [("k", "dk", tile_n * hd * 2), ("v", "dv", tile_n * hdv * 2)] {
         plan.push(operand, size, TILE_ALIGN);
-        plan.alias_last(gradient, size);
+        if kernel.dkv_swap_ab {
+            plan.alias_last(gradient, size);
+        }
     }
-    plan.push("do", do_stage * tile_m * hdv * 2, TILE_ALIGN);
-    let scores = pds_stage * tile_m * tile_n * 2;
-    if !config.mma_dkv_is_rs {
+    plan.push("do", do_stages * tile_m * hdv * 2, TILE_ALIGN);
+    let scores = pds_stages * tile_m * tile_n * 2;
+    if !kernel.mma_dkv_is_rs {
         plan.push("p", scores, TILE_ALIGN);
     }
     plan.push("ds", scores, TILE_ALIGN);
-    plan.push("dq", tile_m * hd * 4, TILE_ALIGN);
-    plan.push("lse", q_stage * tile_m * 4, ROW_STAT_ALIGN);
-    plan.push("dpsum", do_stage * tile_m * 4, ROW_STAT_ALIGN);
-    plan.push_mbarriers("kv_full", 1);
+    if kernel.dq_via_smem {
+        plan.push("dq", tile_m * hd * 4 / kernel.dq_slices.max(1), TILE_ALIGN);
+    }
+    plan.push("lse", q_stages * tile_m * 4, ROW_STAT_ALIGN);
+    plan.push("dpsum", do_stages * tile_m * 4, ROW_STAT_ALIGN);
+    plan.push_mbarriers("k_full", 1);
+    plan.push_mbarriers("v_full", 1);
     for (name, stages) in
-        [("q_full", q_stage), ("q_empty", q_stage), ("do_full", do_stage), ("do_empty", do_stage)]
+        [("q_full", q_stages), ("q_empty", q_stages), ("do_full", do_stages), ("do_empty", do_stages)]
     {
         plan.push_mbarriers(name, stages);
     }
+    plan.push("ticket", 4, 4);
     plan.round_up(TILE_ALIGN)
 }
 

@@ -1,0 +1,196 @@
+//! Candidates and register account of the SM90 backward, as the planner offers them for a problem.
+//!
+//! Two sets. The tuning guide's: every tile, swap and atom layout that its model admits ([`crate::sm90::search`]), with its
+//! stages, and with a second buffer of P and dS where there is room. And ours, for head dims where the guide has nothing (256):
+//! there the f32 tile of dQ does not fit beside the operands, so that dQ goes from registers to device memory by vector
+//! atomics, in slices where its accumulators would not fit, and Q and dO may have one buffer only.
+
+use fa_core::spec::TileOrder;
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Bwd};
+
+use crate::sm90::bwd::{BwdConfig, BwdMmas};
+use crate::sm90::candidates::{self, BWD_TILES, BwdSpec};
+use crate::sm90::regs;
+use crate::sm90::search::{Tiles, search};
+use crate::{HeadDims, Mode};
+
+use super::account::{Registers, smem};
+use super::sm90::SETMAXNREG;
+
+/// Choices of the caller for a backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
+pub struct BackwardOptions {
+    /// Equal inputs give equal bits, at some cost in speed.
+    pub deterministic: bool,
+}
+
+/// A guide configuration as the kernel's parameters.
+pub fn kernel_of(config: &BwdConfig) -> Sm90Bwd {
+    Sm90Bwd {
+        q_stages: config.q_stage,
+        do_stages: config.do_stage,
+        pds_stages: config.pds_stage,
+        mma_dkv_is_rs: config.mma_dkv_is_rs,
+        ..kernel_of_spec(&config.spec())
+    }
+}
+
+fn kernel_of_spec(spec: &BwdSpec) -> Sm90Bwd {
+    Sm90Bwd {
+        tile_m: spec.tile_m,
+        tile_n: spec.tile_n,
+        num_wg: spec.num_wg,
+        q_stages: 1,
+        do_stages: 1,
+        pds_stages: 1,
+        sdp_swap_ab: spec.sdp_swap_ab,
+        dkv_swap_ab: spec.dkv_swap_ab,
+        dq_swap_ab: spec.dq_swap_ab,
+        atom_layout_m_sdp: spec.atom_layout_m_sdp,
+        atom_layout_n_dkv: spec.atom_layout_n_dkv,
+        atom_layout_m_dq: spec.atom_layout_m_dq,
+        mma_dkv_is_rs: spec.mma_dkv_is_rs(),
+        dq_via_smem: true,
+        dq_slices: 1,
+        tile_order: TileOrder::Natural,
+        deterministic: false,
+    }
+}
+
+/// The guide's view of a kernel.
+pub fn guide_spec(kernel: &Sm90Bwd) -> BwdSpec {
+    BwdSpec {
+        tile_m: kernel.tile_m,
+        tile_n: kernel.tile_n,
+        num_wg: kernel.num_wg,
+        sdp_swap_ab: kernel.sdp_swap_ab,
+        dkv_swap_ab: kernel.dkv_swap_ab,
+        dq_swap_ab: kernel.dq_swap_ab,
+        atom_layout_m_sdp: kernel.atom_layout_m_sdp,
+        atom_layout_n_dkv: kernel.atom_layout_n_dkv,
+        atom_layout_m_dq: kernel.atom_layout_m_dq,
+    }
+}
+
+/// Predicted registers of an MMA thread and their limit, by the guide's sum: S and dP together, or a slice of dQ in their place,
+/// beside dK and dV.
+pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
+    let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
+    let mmas = BwdMmas::new(dims, &guide_spec(kernel));
+    let split = SETMAXNREG[(kernel.num_wg.clamp(1, 3) - 1) as usize];
+    let accumulators =
+        regs::bwd(mmas.sdp.regs(), mmas.dk.regs(), mmas.dv.regs(), mmas.dq.regs() / kernel.dq_slices.max(1));
+    let other = split.mma - regs::limit(kernel.num_wg);
+    Registers {
+        s: 2 * mmas.sdp.regs(),
+        p: 0,
+        o: mmas.dk.regs() + mmas.dv.regs(),
+        q: mmas.dq.regs() / kernel.dq_slices.max(1),
+        other,
+        total: accumulators + other,
+        limit: split.mma,
+        setmaxnreg: Some(split),
+    }
+}
+
+/// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant, or ours.
+pub fn candidates(
+    problem: &Problem,
+    head_dim: u32,
+    head_dim_v: u32,
+    options: BackwardOptions,
+) -> impl Iterator<Item = KernelSpec> {
+    let mask = MaskKind::of(&problem.mask);
+    let tile_order = if mask == MaskKind::Full || options.deterministic {
+        TileOrder::Natural
+    } else {
+        TileOrder::LongestFirst
+    };
+    let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
+    let spec_of = move |kernel: Sm90Bwd| {
+        let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic: options.deterministic, ..kernel });
+        KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel }
+    };
+    let dims = HeadDims { head_dim, head_dim_v };
+    let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);
+    let kernels = if guide.is_empty() {
+        beyond_the_guide().collect()
+    } else {
+        guide.iter().map(kernel_of).flat_map(|kernel| [kernel.clone(), Sm90Bwd { pds_stages: 2, ..kernel }]).collect::<Vec<_>>()
+    };
+    kernels.into_iter().map(spec_of).filter(fits_at_all)
+}
+
+/// Our space: the guide's tiles and layouts without a buffer for dQ, with every number of buffers, dQ whole and in slices.
+fn beyond_the_guide() -> impl Iterator<Item = Sm90Bwd> {
+    let stages = [(2, 2), (2, 1), (1, 1)];
+    candidates::bwd(&BWD_TILES, &BWD_TILES).into_iter().flat_map(move |spec| {
+        stages.into_iter().flat_map(move |(q_stages, do_stages)| {
+            [1, 2].into_iter().map(move |dq_slices| Sm90Bwd {
+                q_stages,
+                do_stages,
+                dq_slices,
+                dq_via_smem: false,
+                ..kernel_of_spec(&spec)
+            })
+        })
+    })
+}
+
+/// Variants that break a shape rule or a limit are no news; the guide's own search explains its rejections.
+fn fits_at_all(spec: &KernelSpec) -> bool {
+    let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
+    let regs = || registers(spec, kernel);
+    spec.check().is_ok()
+        && regs().total <= regs().limit
+        && smem(spec).total <= Arch::Sm90.limits().smem_per_block
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::super::{PlanOptions, explore, plan};
+    use super::*;
+
+    fn options(deterministic: bool) -> PlanOptions {
+        PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() }
+    }
+
+    #[test]
+    fn all_of_the_guide_is_offered() {
+        for (head_dim, head_dim_v, guide) in [(64, 64, 128), (128, 128, 142), (192, 192, 18), (192, 128, 18)] {
+            let problem = Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::CAUSAL, Dtype::Bf16) };
+            let set = explore(&problem, Arch::Sm90, &options(false)).expect("plans");
+            let is_guide = |spec: &KernelSpec| {
+                let Kernel::Sm90Bwd(kernel) = &spec.kernel else { panic!("a backward: {spec}") };
+                kernel.pds_stages == 1 && kernel.dq_via_smem
+            };
+            assert_eq!(set.plans.iter().filter(|plan| is_guide(&plan.spec)).count(), guide, "{head_dim}-{head_dim_v}");
+            assert_eq!(set.rejected, []);
+        }
+    }
+
+    #[test]
+    fn head_dim_256_has_plans_of_our_own() {
+        for (head_dim, head_dim_v) in [(256, 256), (256, 192), (200, 256)] {
+            let problem = Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::FULL, Dtype::F16) };
+            let best = &plan(&problem, Arch::Sm90, &options(true)).expect("plans")[0];
+            let Kernel::Sm90Bwd(kernel) = &best.spec.kernel else { panic!("a backward") };
+            assert!(!kernel.dq_via_smem && kernel.deterministic);
+            assert!(best.smem.total <= 232_448 && best.regs.total <= best.regs.limit);
+        }
+    }
+
+    #[test]
+    fn deterministic_tiles_are_numbered_as_their_turns_are() {
+        let problem = Problem::square(1, 1024, 2, 128, Mask::CAUSAL, Dtype::Bf16);
+        for (deterministic, order) in [(true, TileOrder::Natural), (false, TileOrder::LongestFirst)] {
+            let plans = plan(&problem, Arch::Sm90, &options(deterministic)).expect("plans");
+            for plan in plans {
+                let Kernel::Sm90Bwd(kernel) = &plan.spec.kernel else { panic!("a backward") };
+                assert_eq!((kernel.deterministic, kernel.tile_order), (deterministic, order));
+            }
+        }
+    }
+}
