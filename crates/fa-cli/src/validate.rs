@@ -162,7 +162,7 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
 fn family_of(spec: &KernelSpec) -> Family {
     match spec.kernel {
         fa_core::Kernel::Sm80Fwd(_) => Family::Sm80,
-        fa_core::Kernel::Sm90Fwd(_) => Family::Sm90,
+        fa_core::Kernel::Sm90Fwd(_) | fa_core::Kernel::Sm90Bwd(_) => Family::Sm90,
     }
 }
 

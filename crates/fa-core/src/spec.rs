@@ -549,8 +549,13 @@ impl fmt::Display for KernelSpec {
                 (true, format!("s{}{}{}", k.q_stages, k.do_stages, k.pds_stages)),
                 (
                     k.sdp_swap_ab || k.dkv_swap_ab || k.dq_swap_ab,
-                    ["swap", if k.sdp_swap_ab { "S" } else { "" }, if k.dkv_swap_ab { "K" } else { "" }, if k.dq_swap_ab { "Q" } else { "" }]
-                        .concat(),
+                    [
+                        "swap",
+                        if k.sdp_swap_ab { "S" } else { "" },
+                        if k.dkv_swap_ab { "K" } else { "" },
+                        if k.dq_swap_ab { "Q" } else { "" },
+                    ]
+                    .concat(),
                 ),
                 (true, format!("a{}{}{}", k.atom_layout_m_sdp, k.atom_layout_n_dkv, k.atom_layout_m_dq)),
                 (k.mma_dkv_is_rs, "rs".into()),

@@ -49,7 +49,12 @@ struct Workspace {
 }
 
 impl Workspace {
-    fn of(problem: &Problem, head_dims: (usize, usize), kernel: &Sm90Bwd, splits: usize) -> Option<Workspace> {
+    fn of(
+        problem: &Problem,
+        head_dims: (usize, usize),
+        kernel: &Sm90Bwd,
+        splits: usize,
+    ) -> Option<Workspace> {
         let (tile_m, tile_n) = (kernel.tile_m as usize, kernel.tile_n as usize);
         let m_blocks = problem.seqlen_q.div_ceil(tile_m);
         let n_blocks = problem.seqlen_k.div_ceil(tile_n);
@@ -304,7 +309,12 @@ impl Backward {
 }
 
 /// The parameters that the problem alone decides.
-fn params(kernel: &LoadedKernel, own: &Sm90Bwd, problem: &Problem, splits: usize) -> Result<BwdParams, Error> {
+fn params(
+    kernel: &LoadedKernel,
+    own: &Sm90Bwd,
+    problem: &Problem,
+    splits: usize,
+) -> Result<BwdParams, Error> {
     let (scale, scale_log2) = usable_scale(problem)?;
     let m_blocks = problem.seqlen_q.div_ceil(own.tile_m as usize);
     let n_blocks = problem.seqlen_k.div_ceil(own.tile_n as usize);
@@ -317,7 +327,8 @@ fn params(kernel: &LoadedKernel, own: &Sm90Bwd, problem: &Problem, splits: usize
     let walks = problem.group_size().div_ceil(splits.max(1));
     let head_bytes = (problem.seqlen_q as u64).saturating_mul(row as u64).saturating_mul(walks as u64).max(1);
     let fits = usize::try_from(kernel.arch.limits().l2_bytes * 5 / 8 / head_bytes).unwrap_or(usize::MAX);
-    let section = if own.tile_order == TileOrder::LongestFirst { fits.max(1).min(heads.max(1)) } else { heads };
+    let section =
+        if own.tile_order == TileOrder::LongestFirst { fits.max(1).min(heads.max(1)) } else { heads };
     Ok(BwdParams {
         batch: count("batch", problem.batch)?,
         heads_q: count("heads_q", problem.heads_q)?,
@@ -359,8 +370,7 @@ mod tests {
 
     #[test]
     fn the_workspace_holds_the_parts_that_the_kernel_needs() {
-        let problem =
-            Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+        let problem = Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
         for deterministic in [false, true] {
             let kernel = best(&problem, deterministic);
             for splits in [1, 4] {

@@ -204,7 +204,12 @@ impl Forward {
             };
             tma::encode("q", dtype, args.q.address, &shape)?
         } else {
-            tma::encode("q", dtype, args.q.address, &map_shape(&q, &args.q.strides, tma::panel(spec.head_dim), tile_m))?
+            tma::encode(
+                "q",
+                dtype,
+                args.q.address,
+                &map_shape(&q, &args.q.strides, tma::panel(spec.head_dim), tile_m),
+            )?
         };
         // Blocks of a cluster load an equal share of each K and V tile.
         let share = tile_n / cluster(spec);

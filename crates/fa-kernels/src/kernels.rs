@@ -135,7 +135,9 @@ impl Kernels {
         let tuned = self.tuned(problem, family.unwrap_or(native), pass, &bind);
         let (bound, spec) = match tuned.map_or_else(|| self.planned(problem, &families, pass, &bind), Ok) {
             // Without a compiler there is what was compiled ahead.
-            Err(error @ Error::NoCompiler { .. }) => self.bundled(problem, &families, pass, &bind).ok_or(error)??,
+            Err(error @ Error::NoCompiler { .. }) => {
+                self.bundled(problem, &families, pass, &bind).ok_or(error)??
+            }
             planned => planned?,
         };
         lock(&self.chosen).insert(key, spec);
@@ -258,7 +260,9 @@ impl Kernels {
     ) -> Option<Result<(P, KernelSpec), Error>> {
         let constants = CostConstants::of(self.arch);
         let suits = |spec: &&KernelSpec| {
-            families.contains(&tune::family(spec)) && tune::backward(spec) == pass && check_match(spec, problem).is_ok()
+            families.contains(&tune::family(spec))
+                && tune::backward(spec) == pass
+                && check_match(spec, problem).is_ok()
         };
         let spec = Bundle::embedded()
             .specs(self.arch)

@@ -62,7 +62,9 @@ mod tma;
 pub mod toolchain;
 pub mod tune;
 
-pub use args::{BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor};
+pub use args::{
+    BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
+};
 pub use backward::Backward;
 pub use cache::Cache;
 pub use codegen::{Generated, generated};

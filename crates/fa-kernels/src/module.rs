@@ -118,7 +118,14 @@ unsafe fn launch(
     stream.context().bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
     // SAFETY: the function and the stream are alive; the rest is the caller's promise.
     unsafe {
-        result::launch_kernel(function.cu_function(), (blocks, 1, 1), (threads, 1, 1), smem, stream.cu_stream(), args)
+        result::launch_kernel(
+            function.cu_function(),
+            (blocks, 1, 1),
+            (threads, 1, 1),
+            smem,
+            stream.cu_stream(),
+            args,
+        )
     }
     .map_err(|e| Error::driver("launching a kernel", e))
 }

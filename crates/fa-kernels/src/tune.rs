@@ -294,8 +294,8 @@ mod tests {
         ] {
             assert_eq!(found(&table, &other), None, "{other:?}");
         }
-        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90), None);
-        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80), None);
+        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, None), None);
+        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, None), None);
     }
 
     #[test]

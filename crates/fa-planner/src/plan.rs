@@ -221,14 +221,16 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
     // Most candidates share their tile with others.
     let mut cuts = Cuts::default();
-    let mut judge = |spec: KernelSpec| match judge(problem, spec, arch, &constants, &mut cuts) {
+    let mut judge = |spec: KernelSpec| match judge(problem, &spec, arch, &constants, &mut cuts) {
         Ok(plan) => set.plans.push(plan),
-        Err(rejected) => set.rejected.push(rejected),
+        Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
     };
     match family {
         Family::Sm80 => sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
         Family::Sm90 => match options.backward {
-            Some(options) => backward::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge),
+            Some(options) => {
+                backward::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge)
+            }
             None => sm90::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
         },
     }
@@ -250,7 +252,7 @@ pub fn plan_spec(
     problem.check().map_err(|e| Reason::Rule(e.to_string()))?;
     serves(problem, spec)?;
     let constants = options.constants(arch);
-    judge(problem, spec.clone(), arch, &constants, &mut Cuts::default()).map_err(|rejected| rejected.reason)
+    judge(problem, spec, arch, &constants, &mut Cuts::default())
 }
 
 /// Whether the kernel computes the problem.
@@ -284,21 +286,17 @@ type Cuts = HashMap<(u32, u32, bool), Work>;
 
 fn judge(
     problem: &Problem,
-    spec: KernelSpec,
+    spec: &KernelSpec,
     arch: Arch,
     constants: &CostConstants,
     cuts: &mut Cuts,
-) -> Result<Plan, RejectedSpec> {
-    match account(&spec, arch) {
-        Ok(Account { smem, regs, threads, occupancy, blocks_per_sm }) => {
-            let ((tile_m, tile_n), packed) = (spec.tile(), cost::packed(&spec));
-            let cut = || Work::of(problem, tile_m, tile_n, packed);
-            let work = cuts.entry((tile_m, tile_n, packed)).or_insert_with(cut);
-            let cost = cost::predict_work(problem, work, &spec, arch, constants);
-            Ok(Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost })
-        }
-        Err(reason) => Err(RejectedSpec { spec, reason }),
-    }
+) -> Result<Plan, Reason> {
+    let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(spec, arch)?;
+    let ((tile_m, tile_n), packed) = (spec.tile(), cost::packed(spec));
+    let cut = || Work::of(problem, tile_m, tile_n, packed);
+    let work = cuts.entry((tile_m, tile_n, packed)).or_insert_with(cut);
+    let cost = cost::predict_work(problem, work, spec, arch, constants);
+    Ok(Plan { spec: spec.clone(), smem, regs, threads, occupancy, blocks_per_sm, cost })
 }
 
 /// The best plan by sequence length: both lengths of a square problem, the keys' of another (decode).

@@ -11,7 +11,7 @@ const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf1
 
 fn families(arch: Arch) -> Vec<PlanOptions> {
     let all = if arch == Arch::Sm90 { vec![Family::Sm80, Family::Sm90] } else { vec![Family::Sm80] };
-    all.into_iter().map(|family| PlanOptions { family: Some(family), constants: None }).collect()
+    all.into_iter().map(|family| PlanOptions { family: Some(family), ..PlanOptions::default() }).collect()
 }
 
 fn is_sound(problem: &Problem, arch: Arch, plan: &Plan) {
@@ -157,7 +157,7 @@ fn empty_problems_cost_a_launch() {
 fn optimisation_steps_are_predicted_to_help() {
     let problem = Problem::square(4, 4096, 32, 128, Mask::CAUSAL, Dtype::F16);
     for arch in Arch::ALL {
-        let options = PlanOptions { family: Some(Family::Sm80), constants: None };
+        let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
         let best = plan(&problem, arch, &options).expect("plans").remove(0);
         for step in ["swizzle", "ldmatrix", "exp2", "fast_math", "loop_split", "reverse_blocks"] {
             let mut spec = best.spec.clone();
@@ -178,7 +178,7 @@ fn optimisation_steps_are_predicted_to_help() {
 
 #[test]
 fn the_shared_memory_of_the_part_decides_the_tile() {
-    let options = PlanOptions { family: Some(Family::Sm80), constants: None };
+    let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
     for (arch, limit) in [(Arch::Sm80, 163), (Arch::Sm86, 99), (Arch::Sm90, 227), (Arch::Sm120, 99)] {
         let set =
             explore(&Problem { head_dim: 256, head_dim_v: 256, ..BASE }, arch, &options).expect("candidates");
@@ -225,7 +225,12 @@ fn refusals_say_what_works() {
         (Problem { head_dim_v: 260, head_dim: 64, ..BASE }, Arch::Sm80, options.clone(), "head_dim_v = 260"),
         (Problem { head_dim: 33, ..BASE }, Arch::Sm90, options.clone(), "multiples of 8"),
         (Problem { heads_kv: 3, ..BASE }, Arch::Sm90, options.clone(), "heads_kv = 3"),
-        (BASE, Arch::Sm80, PlanOptions { family: Some(Family::Sm90), constants: None }, "do not run on sm80"),
+        (
+            BASE,
+            Arch::Sm80,
+            PlanOptions { family: Some(Family::Sm90), ..PlanOptions::default() },
+            "do not run on sm80",
+        ),
     ] {
         let error = plan(&problem, arch, &options).expect_err("must be refused").to_string();
         assert!(error.contains(part), "{error} does not say {part}");

@@ -45,7 +45,7 @@ fn base(arch: Arch, problem: &Problem) -> anyhow::Result<(KernelSpec, Sm90Fwd)> 
     let spec = plan(problem, arch, &options)?.into_iter().next().context("no plan")?.spec;
     match &spec.kernel {
         Kernel::Sm90Fwd(own) => Ok((spec.clone(), own.clone())),
-        Kernel::Sm80Fwd(_) => anyhow::bail!("an SM80 kernel among SM90 plans"),
+        _ => anyhow::bail!("{} among SM90 forward plans", spec.kernel.name()),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Fwd, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::cost::Cost;
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{self, Family, Plan, PlanOptions, PlanSet, Reason, Why};
@@ -429,6 +429,11 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             on("ping-pong", k.ping_pong),
             on("pack GQA", k.pack_gqa),
         ],
+        Kernel::Sm90Bwd(k) => vec![
+            Some(format!("{} wg", k.num_wg)),
+            Some(if k.mma_dkv_is_rs { "P, dS in regs" } else { "P, dS in smem" }.to_owned()),
+            Some(format!("{}/{}/{} stages", k.q_stages, k.do_stages, k.pds_stages)),
+        ],
     };
     knobs.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
@@ -444,6 +449,13 @@ fn group_of_spec(spec: &KernelSpec) -> Group {
                 "tile_m {tile_m} ({num_wg} wg), P in {}{}",
                 if *pv_is_rs { "regs" } else { "smem" },
                 if *overlap_wg { ", overlap" } else { "" }
+            ),
+        },
+        Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, mma_dkv_is_rs, .. }) => Group {
+            key: [*num_wg, *tile_m, u32::from(!mma_dkv_is_rs)],
+            label: format!(
+                "tile_m {tile_m} ({num_wg} wg), P in {}",
+                if *mma_dkv_is_rs { "regs" } else { "smem" }
             ),
         },
     }

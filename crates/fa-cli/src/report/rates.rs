@@ -138,7 +138,7 @@ fn first_family(forward: &Forward) -> Option<KernelFamily> {
     match forward {
         Forward::Kernels(set) => set.plans.first().map(|plan| match plan.spec.kernel {
             fa_core::Kernel::Sm80Fwd(_) => KernelFamily::Sm80,
-            fa_core::Kernel::Sm90Fwd(_) => KernelFamily::Sm90,
+            fa_core::Kernel::Sm90Fwd(_) | fa_core::Kernel::Sm90Bwd(_) => KernelFamily::Sm90,
         }),
         Forward::Sm100(_) => Some(KernelFamily::Sm100),
     }

@@ -79,6 +79,21 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.stages = k.stages.saturating_sub(1));
             add(&|k| k.reverse_blocks = !k.reverse_blocks);
         }
+        Kernel::Sm90Bwd(own) => {
+            let mut add = |change: &dyn Fn(&mut fa_core::Sm90Bwd)| {
+                let mut own = own.clone();
+                change(&mut own);
+                list.push(KernelSpec { kernel: Kernel::Sm90Bwd(own), ..spec.clone() });
+            };
+            add(&|k| k.pds_stages = 3 - k.pds_stages);
+            add(&|k| k.do_stages = 3 - k.do_stages);
+            add(&|k| {
+                k.tile_order = match k.tile_order {
+                    TileOrder::Natural => TileOrder::LongestFirst,
+                    TileOrder::LongestFirst => TileOrder::Natural,
+                }
+            });
+        }
         Kernel::Sm90Fwd(own) => {
             let mut add = |change: &dyn Fn(&mut fa_core::Sm90Fwd)| {
                 let mut own = own.clone();

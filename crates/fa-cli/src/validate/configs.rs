@@ -121,7 +121,8 @@ pub fn configs(head_dims: &[HeadDim], family: Family, arch: Arch) -> anyhow::Res
             let heads = (2048 / qk).max(1);
             let square = Problem::square(16_384 / SEQLEN, SEQLEN, heads, qk, mask, Dtype::Bf16);
             let problem = Problem { head_dim_v: v, ..square };
-            let set = explore(&problem, arch, &PlanOptions { family: Some(family), constants: None })?;
+            let set =
+                explore(&problem, arch, &PlanOptions { family: Some(family), ..PlanOptions::default() })?;
             configs.extend(set.plans.into_iter().map(|plan| Config {
                 problem,
                 spec: plan.spec,

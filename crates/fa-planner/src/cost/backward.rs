@@ -19,7 +19,11 @@ use super::{Cost, CostConstants, Terms, overlap, softmax_clocks};
 /// 1 where the order of sums must not depend on it.
 pub fn head_splits(problem: &Problem, kernel: &Sm90Bwd, sms: u32) -> usize {
     let group = problem.group_size().max(1);
-    let tiles = problem.seqlen_k.div_ceil(kernel.tile_n as usize).saturating_mul(problem.heads_kv).saturating_mul(problem.batch);
+    let tiles = problem
+        .seqlen_k
+        .div_ceil(kernel.tile_n as usize)
+        .saturating_mul(problem.heads_kv)
+        .saturating_mul(problem.batch);
     if kernel.deterministic || tiles == 0 {
         return 1;
     }
@@ -27,7 +31,13 @@ pub fn head_splits(problem: &Problem, kernel: &Sm90Bwd, sms: u32) -> usize {
 }
 
 /// Predicts the backward of `problem` by `kernel`, the launches before and after it included.
-pub(super) fn predict(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Bwd, arch: Arch, c: &CostConstants) -> Cost {
+pub(super) fn predict(
+    problem: &Problem,
+    spec: &KernelSpec,
+    kernel: &Sm90Bwd,
+    arch: Arch,
+    c: &CostConstants,
+) -> Cost {
     let limits = arch.limits();
     let [tile_m, tile_n] = [kernel.tile_m, kernel.tile_n].map(f64::from);
     let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
@@ -64,7 +74,8 @@ pub(super) fn predict(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Bwd, ar
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
-    let power = work.steps() * 2.0 * scores * (3.0 * hd + 2.0 * hdv) / (limits.peak_tensor_flops() * c.power_cap);
+    let power =
+        work.steps() * 2.0 * scores * (3.0 * hd + 2.0 * hdv) / (limits.peak_tensor_flops() * c.power_cap);
     let main = overlap([end / clock, power], 8.0);
 
     // Before: O and dO read, the accumulators zeroed; after: they are read and dQ is written.

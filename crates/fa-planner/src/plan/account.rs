@@ -154,7 +154,9 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         }
         // A block is launched with an even share and re-divides it: all registers of the SM, so one block.
         Kernel::Sm90Fwd(kernel) => (sm90::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
-        Kernel::Sm90Bwd(kernel) => (backward::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
+        Kernel::Sm90Bwd(kernel) => {
+            (backward::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
+        }
     };
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });

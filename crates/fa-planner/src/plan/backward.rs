@@ -116,7 +116,11 @@ pub fn candidates(
     let kernels = if guide.is_empty() {
         beyond_the_guide().collect()
     } else {
-        guide.iter().map(kernel_of).flat_map(|kernel| [kernel.clone(), Sm90Bwd { pds_stages: 2, ..kernel }]).collect::<Vec<_>>()
+        guide
+            .iter()
+            .map(kernel_of)
+            .flat_map(|kernel| [kernel.clone(), Sm90Bwd { pds_stages: 2, ..kernel }])
+            .collect::<Vec<_>>()
     };
     kernels.into_iter().map(spec_of).filter(fits_at_all)
 }
@@ -159,22 +163,29 @@ mod tests {
 
     #[test]
     fn all_of_the_guide_is_offered() {
-        for (head_dim, head_dim_v, guide) in [(64, 64, 128), (128, 128, 142), (192, 192, 18), (192, 128, 18)] {
-            let problem = Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::CAUSAL, Dtype::Bf16) };
+        for (head_dim, head_dim_v, guide) in [(64, 64, 128), (128, 128, 142), (192, 192, 18), (192, 128, 18)]
+        {
+            let problem =
+                Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::CAUSAL, Dtype::Bf16) };
             let set = explore(&problem, Arch::Sm90, &options(false)).expect("plans");
             let is_guide = |spec: &KernelSpec| {
                 let Kernel::Sm90Bwd(kernel) = &spec.kernel else { panic!("a backward: {spec}") };
                 kernel.pds_stages == 1 && kernel.dq_via_smem
             };
-            assert_eq!(set.plans.iter().filter(|plan| is_guide(&plan.spec)).count(), guide, "{head_dim}-{head_dim_v}");
+            assert_eq!(
+                set.plans.iter().filter(|plan| is_guide(&plan.spec)).count(),
+                guide,
+                "{head_dim}-{head_dim_v}"
+            );
             assert_eq!(set.rejected, []);
         }
     }
 
     #[test]
     fn head_dim_256_has_plans_of_our_own() {
-        for (head_dim, head_dim_v) in [(256, 256), (256, 192), (200, 256)] {
-            let problem = Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::FULL, Dtype::F16) };
+        for (head_dim, head_dim_v) in [(256, 256), (200, 256), (256, 200)] {
+            let problem =
+                Problem { head_dim_v, ..Problem::square(2, 2048, 4, head_dim, Mask::FULL, Dtype::F16) };
             let best = &plan(&problem, Arch::Sm90, &options(true)).expect("plans")[0];
             let Kernel::Sm90Bwd(kernel) = &best.spec.kernel else { panic!("a backward") };
             assert!(!kernel.dq_via_smem && kernel.deterministic);
