@@ -18,7 +18,11 @@ fn kernels_without_record_and_reason_are_a_bad_verdict() {
     assert_eq!(done.code, 1, "{}{}", done.stdout, done.stderr);
     assert!(done.stdout.contains("never validated") && done.stdout.contains("fa validate --record"));
     let list = results.path().join("unvalidated.ron");
-    std::fs::write(&list, "(kernels: {\"sm90_fwd\": \"new\", \"sm80_fwd\": \"no GPU at hand\"})").unwrap();
+    std::fs::write(
+        &list,
+        "(kernels: {\"sm90_fwd\": \"new\", \"sm90_bwd\": \"new\", \"sm80_fwd\": \"no GPU at hand\"})",
+    )
+    .unwrap();
     let done = check();
     assert_eq!(done.code, 0, "{}{}", done.stdout, done.stderr);
     assert!(done.stdout.contains("not validated: no GPU at hand"));
