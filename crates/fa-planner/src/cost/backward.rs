@@ -59,7 +59,9 @@ pub(super) fn predict(
     let exposed = c.bwd_step
         + if kernel.mma_dkv_is_rs { 0.0 } else { c.bwd_p_store }
         + if kernel.pds_stages == 1 { c.bwd_second_barrier } else { 0.0 }
-        + if kernel.q_stages == 1 { c.load_latency } else { 0.0 }
+        // With one buffer the next Q is asked for when dK has read this one, and S waits for all of it.
+        + if kernel.q_stages == 1 { c.load_latency + tile_m * hd * 2.0 / c.sm_bytes_per_clock } else { 0.0 }
+        + if kernel.dq_via_smem { 0.0 } else { tile_m * hd * 4.0 / c.bwd_atomic_bytes }
         + if kernel.do_stages == 1 { c.bwd_one_do_stage } else { 0.0 }
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
     let step = overlap([products, exp], c.bwd_overlap[usize::from(kernel.num_wg == 3)]) + exposed;

@@ -81,6 +81,8 @@ pub struct CostConstants {
     pub bwd_one_do_stage: f64,
     /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel.
     pub bwd_turn: f64,
+    /// Bytes of dQ per clock that an SM adds to device memory by vector atomics.
+    pub bwd_atomic_bytes: f64,
     /// Clocks of a block of the SM90 backward outside its steps.
     pub bwd_block: f64,
 
@@ -151,6 +153,7 @@ const SM90: CostConstants = CostConstants {
     bwd_second_barrier: 133.0,
     bwd_one_do_stage: 67.0,
     bwd_turn: 900.0,
+    bwd_atomic_bytes: 40.0,
     bwd_block: 5000.0,
 
     sm80_overlap: 1.15,
