@@ -91,6 +91,9 @@ pub struct RunArgs {
     /// Also compute the gradients dq, dk, dv of dout
     #[arg(long)]
     pub backward: bool,
+    /// Gradients with the same bits in every run, which on the GPU costs some speed
+    #[arg(long, requires = "backward")]
+    pub deterministic: bool,
     /// Which implementation computes
     #[arg(long, value_enum, default_value = "auto")]
     pub backend: Backend,
@@ -109,6 +112,7 @@ Examples:
   fa run examples/minilm-layer0.safetensors -o out.safetensors
   fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
   fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
+  fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
 head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
@@ -281,11 +285,14 @@ pub struct PlanArgs {
     #[arg(long, value_enum)]
     pub family: Option<KernelFamily>,
     /// Judge the one kernel in this RON file instead of searching
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
     pub spec: Option<PathBuf>,
     /// Which pass to plan
     #[arg(long, value_enum, default_value = "fwd")]
     pub mode: Mode,
+    /// Plan a backward whose gradients have the same bits in every run
+    #[arg(long)]
+    pub deterministic: bool,
     /// List at most this many plans (tables default to 10, JSON and RON to all)
     #[arg(short = 'n', value_name = "N")]
     pub limit: Option<usize>,

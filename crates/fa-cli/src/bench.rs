@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use fa_planner::plan::BackwardOptions;
 use fa_core::{Dtype, Problem, TensorLayout};
 use half::{bf16, f16};
 use serde::Serialize;
@@ -88,7 +89,8 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let plot = args.plot.as_deref().map(Target::probe).transpose()?;
     let first = problems.first().context("there is no shape to measure")?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
-    let engine = Engine::new(backend, &args.cpu, first, args.mode != Mode::Fwd)?;
+    let backward = (args.mode != Mode::Fwd).then(BackwardOptions::default);
+    let engine = Engine::new(backend, &args.cpu, first, backward)?;
     let about = engine.report();
     let machine = Machine {
         cpu: machine::cpu().name,

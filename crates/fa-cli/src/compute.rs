@@ -7,6 +7,7 @@ use fa_core::{Problem, TensorLayout};
 use fa_cpu::simd::{Isa, Kernels};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, reference};
+use fa_planner::plan::BackwardOptions;
 use serde::Serialize;
 
 use crate::args::{Backend, CpuArgs};
@@ -28,7 +29,7 @@ pub struct Engine {
 enum Implementation {
     Reference,
     Tiled(Isa),
-    Cuda(Box<Gpu>),
+    Cuda(Box<Gpu>, BackwardOptions),
 }
 
 /// What an [`Engine`] runs, for reports.
@@ -104,14 +105,21 @@ impl<T: Stored> Outputs<T> {
 }
 
 impl Engine {
-    /// Resolves what was asked for against what this machine has. `auto` takes the GPU where it computes `problem`.
+    /// Resolves what was asked for against what this machine has. `auto` takes the GPU where it computes `problem`, with
+    /// `backward` its gradients too.
     ///
     /// # Errors
     /// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not know; what
     /// the GPU reports; when the system gives no threads.
-    pub fn new(backend: Backend, cpu: &CpuArgs, problem: &Problem, backward: bool) -> anyhow::Result<Engine> {
+    pub fn new(
+        backend: Backend,
+        cpu: &CpuArgs,
+        problem: &Problem,
+        backward: Option<BackwardOptions>,
+    ) -> anyhow::Result<Engine> {
         let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
         let mut passed_over = None;
+        let cuda = |gpu: Gpu| Implementation::Cuda(Box::new(gpu), backward.unwrap_or_default());
         let implementation = match backend {
             Backend::Cpu => Implementation::Tiled(instruction_set(cpu)?),
             Backend::Reference if cpu.isa.is_some() => {
@@ -123,12 +131,9 @@ impl Engine {
                     "--isa and --threads are the cpu backend's; leave them out with --backend cuda",
                 ));
             }
-            Backend::Cuda if backward => {
-                return Err(usage("the GPU computes the forward only: use --backend cpu for gradients"));
-            }
-            Backend::Cuda => Implementation::Cuda(Box::new(ready_gpu(problem)?)),
+            Backend::Cuda => cuda(ready_gpu(problem, backward)?),
             Backend::Auto => match gpu_for(cpu, problem, backward) {
-                Some(Ok(gpu)) => Implementation::Cuda(Box::new(gpu)),
+                Some(Ok(gpu)) => cuda(gpu),
                 Some(Err(reason)) => {
                     tracing::warn!(reason, "the GPU is passed over");
                     passed_over = Some(reason);
@@ -149,7 +154,7 @@ impl Engine {
         let (backend, isa, threads, gpu) = match &self.implementation {
             Implementation::Reference => ("reference", None, threads, None),
             Implementation::Tiled(isa) => ("cpu", Some(isa.name()), threads, None),
-            Implementation::Cuda(gpu) => ("cuda", None, None, Some(gpu.name())),
+            Implementation::Cuda(gpu, _) => ("cuda", None, None, Some(gpu.name())),
         };
         EngineReport { backend, isa, threads, gpu, gpu_passed_over: self.passed_over.clone() }
     }
@@ -161,7 +166,7 @@ impl Engine {
     pub fn cpu_plan(&self, problem: &Problem) -> Result<Option<tiled::Plan>, CpuError> {
         match &self.implementation {
             Implementation::Tiled(isa) => self.pool.install(|| tiled::plan(options(*isa), problem)).map(Some),
-            Implementation::Reference | Implementation::Cuda(_) => Ok(None),
+            Implementation::Reference | Implementation::Cuda(..) => Ok(None),
         }
     }
 
@@ -195,7 +200,7 @@ impl Engine {
                 })?;
                 Ok(start.elapsed())
             }
-            Implementation::Cuda(gpu) => {
+            Implementation::Cuda(gpu, _) => {
                 let mut session = T::open(gpu, inputs)?;
                 // The first launch loads code; the second is the one that counts.
                 session.run()?;
@@ -209,13 +214,16 @@ impl Engine {
     /// Computes the gradients from a finished forward; `None` without a dO. The time is that of the computation alone.
     ///
     /// # Errors
-    /// Tensors that do not fit the problem.
-    pub fn backward<T: Stored>(
+    /// Tensors that do not fit the problem, and what the GPU reports.
+    pub fn backward<T: Computed>(
         &self,
         inputs: &Inputs<T>,
         outputs: &mut Outputs<T>,
     ) -> anyhow::Result<Option<Duration>> {
         let problem = &inputs.problem;
+        if let Implementation::Cuda(gpu, options) = &self.implementation {
+            return T::gradients(gpu, *options, inputs, outputs);
+        }
         let [q, k, v] = inputs.views()?;
         let shapes = [check::q_shape(problem), check::k_shape(problem), check::v_shape(problem)];
         let (Some(dout), Some([dq, dk, dv])) = (inputs.dout_view()?, &mut outputs.gradients) else {
@@ -223,11 +231,7 @@ impl Engine {
         };
         let isa = match &self.implementation {
             Implementation::Tiled(isa) => Some(*isa),
-            Implementation::Reference => None,
-            Implementation::Cuda(_) => {
-                let message = "the GPU computes the forward only: use --backend cpu for gradients".to_owned();
-                return Err(InputError::Usage(message).into());
-            }
+            Implementation::Reference | Implementation::Cuda(..) => None,
         };
         let Some(isa) = isa else {
             let start = Instant::now();
@@ -257,7 +261,7 @@ impl Engine {
         let isa = match &self.implementation {
             Implementation::Tiled(isa) => *isa,
             Implementation::Reference => Isa::detect(),
-            Implementation::Cuda(_) => return None,
+            Implementation::Cuda(..) => return None,
         };
         let kernels = Kernels::for_isa(isa)?;
         let rates = self.pool.broadcast(|_| {
@@ -287,21 +291,22 @@ fn instruction_set(cpu: &CpuArgs) -> Result<Isa, InputError> {
     Err(InputError::Usage(format!("this CPU has no {isa}: use --isa {}", have.join(" or --isa "))))
 }
 
-fn ready_gpu(problem: &Problem) -> Result<Gpu, fa_kernels::Error> {
+fn ready_gpu(problem: &Problem, backward: Option<BackwardOptions>) -> Result<Gpu, fa_kernels::Error> {
     let gpu = Gpu::open()?;
-    gpu.ready(problem)?;
+    gpu.ready(problem, backward)?;
     Ok(gpu)
 }
 
 /// The GPU for `auto`: `None` where there is none or the CPU was asked for by its flags, the reason where it cannot serve.
-fn gpu_for(cpu: &CpuArgs, problem: &Problem, backward: bool) -> Option<Result<Gpu, String>> {
+fn gpu_for(
+    cpu: &CpuArgs,
+    problem: &Problem,
+    backward: Option<BackwardOptions>,
+) -> Option<Result<Gpu, String>> {
     if cpu.isa.is_some() || cpu.threads.is_some() || fa_kernels::driver::probe().is_err() {
         return None;
     }
-    if backward {
-        return Some(Err("it computes the forward only".to_owned()));
-    }
-    Some(ready_gpu(problem).map_err(|error| error.to_string()))
+    Some(ready_gpu(problem, backward).map_err(|error| error.to_string()))
 }
 
 /// Rounds a packed BSHD tensor to `T` and packs it in `layout`.

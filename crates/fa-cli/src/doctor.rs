@@ -114,7 +114,7 @@ fn attention_check() -> Check {
         dout: None,
     };
     let compute = |backend| {
-        let engine = Engine::new(backend, &CpuArgs::default(), &problem, false)?;
+        let engine = Engine::new(backend, &CpuArgs::default(), &problem, None)?;
         let mut outputs = Outputs::new(&inputs);
         engine.forward(&inputs, &mut outputs)?;
         anyhow::Ok(outputs.out)

@@ -7,10 +7,10 @@ use anyhow::Context;
 use fa_core::{Problem, Strides};
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 use fa_kernels::cudarc::driver::{
-    CudaContext, CudaEvent, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits,
+    CudaContext, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits,
 };
-use fa_kernels::{ForwardArgs, Input, Kernels, Output, driver};
-use fa_planner::plan::PlanError;
+use fa_kernels::{BackwardArgs, ForwardArgs, Input, Kernels, Output, driver};
+use fa_planner::plan::{BackwardOptions, PlanError};
 use half::{bf16, f16};
 
 use crate::attention::Inputs;
@@ -46,10 +46,31 @@ pub trait Computed: Stored {
     /// # Errors
     /// Where no kernel computes the problem, and what compiling, loading and the driver report.
     fn open<'a>(gpu: &'a Gpu, inputs: &Inputs<Self>) -> anyhow::Result<Box<dyn Session<Self> + 'a>>;
+
+    /// Computes the gradients from a finished forward by the planner's best kernel; `None` without a dO. The time is the
+    /// GPU's own.
+    ///
+    /// # Errors
+    /// As [`Computed::open`].
+    fn gradients(
+        gpu: &Gpu,
+        options: BackwardOptions,
+        inputs: &Inputs<Self>,
+        outputs: &mut Outputs<Self>,
+    ) -> anyhow::Result<Option<Duration>>;
 }
 
 impl Computed for f32 {
     fn open<'a>(_: &'a Gpu, inputs: &Inputs<f32>) -> anyhow::Result<Box<dyn Session<f32> + 'a>> {
+        Err(fa_kernels::Error::Plan(PlanError::Dtype(inputs.problem.dtype)).into())
+    }
+
+    fn gradients(
+        _: &Gpu,
+        _: BackwardOptions,
+        inputs: &Inputs<f32>,
+        _: &mut Outputs<f32>,
+    ) -> anyhow::Result<Option<Duration>> {
         Err(fa_kernels::Error::Plan(PlanError::Dtype(inputs.problem.dtype)).into())
     }
 }
@@ -58,11 +79,29 @@ impl Computed for f16 {
     fn open<'a>(gpu: &'a Gpu, inputs: &Inputs<f16>) -> anyhow::Result<Box<dyn Session<f16> + 'a>> {
         Ok(Box::new(Resident::new(gpu, inputs)?))
     }
+
+    fn gradients(
+        gpu: &Gpu,
+        options: BackwardOptions,
+        inputs: &Inputs<f16>,
+        outputs: &mut Outputs<f16>,
+    ) -> anyhow::Result<Option<Duration>> {
+        gradients(gpu, options, inputs, outputs)
+    }
 }
 
 impl Computed for bf16 {
     fn open<'a>(gpu: &'a Gpu, inputs: &Inputs<bf16>) -> anyhow::Result<Box<dyn Session<bf16> + 'a>> {
         Ok(Box::new(Resident::new(gpu, inputs)?))
+    }
+
+    fn gradients(
+        gpu: &Gpu,
+        options: BackwardOptions,
+        inputs: &Inputs<bf16>,
+        outputs: &mut Outputs<bf16>,
+    ) -> anyhow::Result<Option<Duration>> {
+        gradients(gpu, options, inputs, outputs)
     }
 }
 
@@ -83,12 +122,50 @@ impl Gpu {
         Ok(Gpu { stream: context.default_stream(), context, kernels })
     }
 
-    /// Compiles (or reads from the cache) the kernel for `problem`, so that a failure shows before any work.
+    /// Compiles (or reads from the cache) the kernels for `problem`, so that a failure shows before any work.
     ///
     /// # Errors
     /// Where no kernel computes the problem, and what compiling and loading report.
-    pub fn ready(&self, problem: &Problem) -> Result<(), fa_kernels::Error> {
-        self.kernels.forward(problem).map(|_| ())
+    pub fn ready(
+        &self,
+        problem: &Problem,
+        backward: Option<BackwardOptions>,
+    ) -> Result<(), fa_kernels::Error> {
+        self.kernels.forward(problem)?;
+        backward.map_or(Ok(()), |options| self.kernels.backward(problem, options).map(|_| ()))
+    }
+
+    /// A copy on the GPU. An allocation of nothing is an error, so it has an element at least.
+    fn upload<U: DeviceRepr + Copy>(&self, values: &[U], nothing: U) -> anyhow::Result<CudaSlice<U>> {
+        let values = if values.is_empty() { &[nothing][..] } else { values };
+        self.stream.clone_htod(values).context("copying to the GPU")
+    }
+
+    /// Copies back; what is asked for may be less than there is.
+    fn download<U: DeviceRepr>(&self, from: &CudaSlice<U>, to: &mut [U]) -> anyhow::Result<()> {
+        if to.is_empty() {
+            return Ok(());
+        }
+        self.stream.memcpy_dtoh(&from.slice(..to.len()), to).context("copying from the GPU")
+    }
+
+    fn workspace(&self, bytes: usize) -> anyhow::Result<CudaSlice<u8>> {
+        self.stream.alloc_zeros(bytes.max(1)).context("allocating the workspace")
+    }
+
+    /// The time on the GPU of what `launch` enqueues, waited for.
+    fn timed(
+        &self,
+        launch: impl FnOnce(&Arc<CudaStream>) -> Result<(), fa_kernels::Error>,
+    ) -> anyhow::Result<Duration> {
+        let event =
+            || self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).context("recording an event");
+        let begin = event()?;
+        launch(&self.stream)?;
+        let end = event()?;
+        self.stream.synchronize().context("waiting for the kernel")?;
+        let ms = begin.elapsed_ms(&end).context("reading the time")?;
+        Ok(Duration::from_secs_f64(f64::from(ms) * 1e-3))
     }
 
     /// The product's name, with its architecture.
@@ -99,7 +176,7 @@ impl Gpu {
 }
 
 struct Resident<'a, T> {
-    stream: &'a Arc<CudaStream>,
+    gpu: &'a Gpu,
     forward: fa_kernels::Forward,
     q: CudaSlice<T>,
     k: CudaSlice<T>,
@@ -111,80 +188,107 @@ struct Resident<'a, T> {
     strides: [Strides; 4],
 }
 
+/// Strides of q (and dq), k, v and out (and dout), packed.
+fn strides<T>(inputs: &Inputs<T>) -> [Strides; 4] {
+    let p = &inputs.problem;
+    let strides = |seqlen, heads, dim| inputs.layout.strides(seqlen, heads, dim);
+    [
+        strides(p.seqlen_q, p.heads_q, p.head_dim),
+        strides(p.seqlen_k, p.heads_kv, p.head_dim),
+        strides(p.seqlen_k, p.heads_kv, p.head_dim_v),
+        strides(p.seqlen_q, p.heads_q, p.head_dim_v),
+    ]
+}
+
 impl<'a, T: Stored + DeviceRepr + ValidAsZeroBits> Resident<'a, T> {
     fn new(gpu: &'a Gpu, inputs: &Inputs<T>) -> anyhow::Result<Self> {
-        let (stream, p) = (&gpu.stream, &inputs.problem);
+        let p = &inputs.problem;
         let forward = gpu.kernels.forward(p)?;
-        // An allocation of nothing is an error, so every buffer has an element at least.
-        let upload = |values: &[T]| {
-            let nothing = [T::from_f64(0.0)];
-            stream
-                .clone_htod(if values.is_empty() { &nothing[..] } else { values })
-                .context("copying to the GPU")
-        };
         // NaN shows what a kernel forgets to write.
-        let poison = vec![T::from_f64(f64::NAN); inputs.out_len()];
-        let lse = vec![f32::NAN; fa_cpu::check::lse_len(p).max(1)];
-        let strides = |seqlen, heads, dim| inputs.layout.strides(seqlen, heads, dim);
+        let nan = T::from_f64(f64::NAN);
         Ok(Resident {
-            stream,
-            q: upload(&inputs.q)?,
-            k: upload(&inputs.k)?,
-            v: upload(&inputs.v)?,
-            out: upload(&poison)?,
-            lse: stream.clone_htod(&lse).context("copying to the GPU")?,
-            workspace: stream
-                .alloc_zeros(forward.workspace_bytes().max(1))
-                .context("allocating the workspace")?,
-            strides: [
-                strides(p.seqlen_q, p.heads_q, p.head_dim),
-                strides(p.seqlen_k, p.heads_kv, p.head_dim),
-                strides(p.seqlen_k, p.heads_kv, p.head_dim_v),
-                strides(p.seqlen_q, p.heads_q, p.head_dim_v),
-            ],
+            gpu,
+            q: gpu.upload(&inputs.q, nan)?,
+            k: gpu.upload(&inputs.k, nan)?,
+            v: gpu.upload(&inputs.v, nan)?,
+            out: gpu.upload(&vec![nan; inputs.out_len()], nan)?,
+            lse: gpu.upload(&vec![f32::NAN; fa_cpu::check::lse_len(p)], f32::NAN)?,
+            workspace: gpu.workspace(forward.workspace_bytes())?,
+            strides: strides(inputs),
             forward,
         })
-    }
-
-    fn event(&self) -> anyhow::Result<CudaEvent> {
-        self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).context("recording an event")
     }
 }
 
 impl<T: Stored + DeviceRepr + ValidAsZeroBits + fa_kernels::Element> Session<T> for Resident<'_, T> {
     fn run(&mut self) -> anyhow::Result<Duration> {
-        let begin = self.event()?;
         let [q, k, v, out] = self.strides;
-        self.forward.run(
-            self.stream,
-            ForwardArgs {
-                q: Input { data: &self.q, strides: q },
-                k: Input { data: &self.k, strides: k },
-                v: Input { data: &self.v, strides: v },
-                out: Output { data: &mut self.out, strides: out },
-                lse: Some(&mut self.lse),
-                workspace: Some(&mut self.workspace),
-            },
-        )?;
-        let end = self.event()?;
-        self.stream.synchronize().context("waiting for the kernel")?;
-        let ms = begin.elapsed_ms(&end).context("reading the time")?;
-        Ok(Duration::from_secs_f64(f64::from(ms) * 1e-3))
+        self.gpu.timed(|stream| {
+            self.forward.run(
+                stream,
+                ForwardArgs {
+                    q: Input { data: &self.q, strides: q },
+                    k: Input { data: &self.k, strides: k },
+                    v: Input { data: &self.v, strides: v },
+                    out: Output { data: &mut self.out, strides: out },
+                    lse: Some(&mut self.lse),
+                    workspace: Some(&mut self.workspace),
+                },
+            )
+        })
     }
 
     fn download(&self, outputs: &mut Outputs<T>) -> anyhow::Result<()> {
-        fn copy<U: DeviceRepr>(
-            stream: &Arc<CudaStream>,
-            from: &CudaSlice<U>,
-            to: &mut [U],
-        ) -> anyhow::Result<()> {
-            if to.is_empty() {
-                return Ok(());
-            }
-            stream.memcpy_dtoh(&from.slice(..to.len()), to).context("copying from the GPU")
-        }
-        copy(self.stream, &self.out, &mut outputs.out)?;
-        copy(self.stream, &self.lse, &mut outputs.lse)?;
-        self.stream.synchronize().context("copying from the GPU")
+        self.gpu.download(&self.out, &mut outputs.out)?;
+        self.gpu.download(&self.lse, &mut outputs.lse)?;
+        self.gpu.stream.synchronize().context("copying from the GPU")
     }
+}
+
+/// The gradients from a finished forward; `None` without a dO.
+fn gradients<T: Stored + DeviceRepr + ValidAsZeroBits + fa_kernels::Element>(
+    gpu: &Gpu,
+    options: BackwardOptions,
+    inputs: &Inputs<T>,
+    outputs: &mut Outputs<T>,
+) -> anyhow::Result<Option<Duration>> {
+    let Outputs { out, lse, gradients } = outputs;
+    let (Some(dout), Some(gradients)) = (&inputs.dout, gradients) else { return Ok(None) };
+    let backward = gpu.kernels.backward(&inputs.problem, options)?;
+    let nan = T::from_f64(f64::NAN);
+    let upload = |values: &[T]| gpu.upload(values, nan);
+    let (q, k, v) = (upload(&inputs.q)?, upload(&inputs.k)?, upload(&inputs.v)?);
+    let (out, dout, lse) = (upload(out)?, upload(dout)?, gpu.upload(lse, f32::NAN)?);
+    // They hold NaN still, which shows what a kernel forgets to write.
+    let [to_dq, to_dk, to_dv] = gradients;
+    let (mut dq, mut dk, mut dv) = (upload(to_dq)?, upload(to_dk)?, upload(to_dv)?);
+    let mut workspace = gpu.workspace(backward.workspace_bytes())?;
+    let [at_q, at_k, at_v, at_out] = strides(inputs);
+    let mut run = || {
+        gpu.timed(|stream| {
+            backward.run(
+                stream,
+                BackwardArgs {
+                    q: Input { data: &q, strides: at_q },
+                    k: Input { data: &k, strides: at_k },
+                    v: Input { data: &v, strides: at_v },
+                    out: Input { data: &out, strides: at_out },
+                    lse: &lse,
+                    dout: Input { data: &dout, strides: at_out },
+                    dq: Output { data: &mut dq, strides: at_q },
+                    dk: Output { data: &mut dk, strides: at_k },
+                    dv: Output { data: &mut dv, strides: at_v },
+                    workspace: &mut workspace,
+                },
+            )
+        })
+    };
+    // The first launch loads code; the second is the one that counts.
+    run()?;
+    let time = run()?;
+    for (from, to) in [(&dq, to_dq), (&dk, to_dk), (&dv, to_dv)] {
+        gpu.download(from, to)?;
+    }
+    gpu.stream.synchronize().context("copying from the GPU")?;
+    Ok(Some(time))
 }

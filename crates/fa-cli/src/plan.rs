@@ -1,13 +1,13 @@
 //! `fa plan`: which kernels fit a problem on a GPU, which is best, and why the others are not.
 
 pub mod backward;
-pub mod forward;
+pub mod tried;
 
 use std::fmt::Write;
 use std::path::Path;
 
 use fa_core::{Arch, KernelSpec, Problem, ShippedSpec};
-use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec, Why};
+use fa_planner::plan::{self, BackwardOptions, PlanOptions, PlanSet, RejectedSpec, Why};
 use serde::Serialize;
 
 use crate::args::{Format, Mode, PlanArgs};
@@ -18,7 +18,7 @@ use crate::report;
 use crate::target::Target;
 
 use backward::{Backward, BackwardReport};
-use forward::{Forward, ForwardReport};
+use tried::{Pass, Tried, TriedReport};
 
 /// Plans that a table shows unless told otherwise.
 const TABLE_ROWS: usize = 10;
@@ -30,7 +30,7 @@ struct Report<'a> {
     board: &'static str,
     problem: &'a Problem,
     #[serde(skip_serializing_if = "Option::is_none")]
-    forward: Option<ForwardReport<'a>>,
+    forward: Option<TriedReport<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     backward: Option<BackwardReport<'a>>,
 }
@@ -54,7 +54,7 @@ pub struct Planned {
     /// The problem.
     pub problem: Problem,
     /// The forward, when asked for.
-    pub forward: Option<Forward>,
+    pub forward: Option<Tried>,
     /// The backward, when asked for.
     pub backward: Option<Backward>,
 }
@@ -87,7 +87,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     };
     print(format, &report, |_| text(&planned, limit, target.as_ref()))?;
     let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
-        || planned.backward.as_ref().is_some_and(|b| b.configs().is_empty());
+        || planned.backward.as_ref().is_some_and(|b| b.tried.fits().is_empty());
     Ok(if nothing { Verdict::Bad } else { Verdict::Good })
 }
 
@@ -111,21 +111,33 @@ fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
 }
 
 fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
-    if args.mode == Mode::Bwd && (args.spec.is_some() || args.family.is_some()) {
-        let message =
-            "--spec and --family choose among forward kernels: leave them out with --mode bwd".to_owned();
+    let arch = args.arch;
+    let mut planned = Planned { arch, problem, forward: None, backward: None };
+    if let Some(path) = &args.spec {
+        let (judged, backward) = judge_spec(path, &problem, arch)?;
+        if args.mode == Mode::Bwd && !backward {
+            let message = format!("{} is a forward kernel: leave out --mode bwd", path.display());
+            return Err(InputError::Usage(message).into());
+        }
+        if backward {
+            planned.backward = Some(Backward { tried: judged, guide: None });
+        } else {
+            planned.forward = Some(judged);
+        }
+        return Ok(planned);
+    }
+    if args.deterministic && args.mode == Mode::Fwd {
+        let message = "--deterministic is about gradients: use it with --mode bwd or both".to_owned();
         return Err(InputError::Usage(message).into());
     }
-    let forward = match (&args.spec, args.mode) {
-        (_, Mode::Bwd) => None,
-        (Some(path), _) => Some(judge_spec(path, &problem, args.arch)?),
-        (None, _) => Some(Forward::explore(&problem, args.arch, args.family)?),
-    };
-    let backward = match args.mode {
-        Mode::Fwd => None,
-        Mode::Bwd | Mode::Both => Some(Backward::search(&problem, args.arch)?),
-    };
-    Ok(Planned { arch: args.arch, problem, forward, backward })
+    if args.mode != Mode::Bwd {
+        planned.forward = Some(Tried::explore(&problem, arch, args.family, None)?);
+    }
+    if args.mode != Mode::Fwd {
+        let options = BackwardOptions { deterministic: args.deterministic };
+        planned.backward = Some(Backward::explore(&problem, arch, args.family, options)?);
+    }
+    Ok(planned)
 }
 
 /// Reads a kernel's spec from a file.
@@ -141,38 +153,39 @@ pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
     spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))
 }
 
-/// A kernel from a file instead of a search.
-fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<Forward> {
+/// A kernel from a file instead of a search, and whether it computes gradients.
+fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tried, bool)> {
     let spec = read_spec(path)?;
+    let backward = spec.kernel.is_backward();
     let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default()) {
         Ok(plan) => PlanSet { plans: vec![plan], rejected: Vec::new() },
         Err(reason) => PlanSet { plans: Vec::new(), rejected: vec![RejectedSpec { spec, reason }] },
     };
-    Ok(Forward::Kernels(set))
+    Ok((Tried::Kernels(set), backward))
 }
 
 fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
     let usage = |message: String| InputError::Usage(message);
     let forward = match &planned.forward {
         None => None,
-        Some(Forward::Kernels(set)) => Some(plan::why(set, query).map_err(|e| usage(e.to_string()))?),
-        Some(Forward::Sm100(_)) => {
+        Some(Tried::Kernels(set)) => Some(plan::why(set, query).map_err(|e| usage(e.to_string()))?),
+        Some(Tried::Sm100(_)) => {
             let message = "--why looks at kernels with a spec, which sm100 shapes do not have yet: \
                            the JSON lists them all; --family sm80 has specs";
             return Err(usage(message.to_owned()).into());
         }
     };
-    let backward = planned.backward.as_ref().map(|_| backward::why(&planned.problem, query)).transpose()?;
+    let backward = planned.backward.as_ref().map(|b| b.why(&planned.problem, query)).transpose()?;
     Ok(WhyReport { arch: planned.arch, problem: planned.problem, forward, backward })
 }
 
 fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(forward) = &planned.forward {
-        text += &forward.text(&planned.problem, planned.arch, limit);
+        text += &forward.text(&Pass::forward(&planned.problem), planned.arch, limit);
     }
     if let Some(backward) = &planned.backward {
-        text += &backward.text(limit);
+        text += &backward.text(&planned.problem, planned.arch, limit);
     }
     if let Some(report) = report {
         writeln!(text, "report    {}", report.path().display()).expect("writing to a string cannot fail");
@@ -187,7 +200,7 @@ fn heading(arch: Arch, problem: &Problem) -> String {
 fn why_text(report: &WhyReport) -> String {
     let mut text = heading(report.arch, &report.problem);
     if let Some(why) = &report.forward {
-        text += &forward::why_text(why);
+        text += &tried::why_text(why);
     }
     if let Some(why) = &report.backward {
         text += &why.text();

@@ -10,7 +10,7 @@ use std::fmt::Write;
 use crate::attention;
 use crate::output::si;
 use crate::plan::Planned;
-use crate::plan::forward::{Fit, Forward, LimitReport, bytes, kib};
+use crate::plan::tried::{Fit, Tried, LimitReport, bytes, kib};
 use crate::svg::escape;
 
 const STYLE: &str = "
@@ -68,10 +68,16 @@ pub fn page(planned: &Planned) -> anyhow::Result<String> {
     if let Some(backward) = &planned.backward {
         let about = format!(
             "The backward's candidates by the SM90 block size guide's model: in each cell how many of the layouts of that \
-             tile fit. First choice: {}.",
-            backward.configs().first().map_or("none".to_owned(), |best| best.spec().to_string())
+             tile fit, the guide's first choice framed. The planner's by predicted time: {}.",
+            backward.tried.best().map_or("none".to_owned(), |best| best.name)
         );
-        section(&mut body, "Backward tiles", &about, &tiles::backward_map(&planned.problem)?);
+        if backward.guide.is_some() {
+            section(&mut body, "Backward tiles", &about, &tiles::backward_map(&planned.problem)?);
+        }
+        let fits = backward.tried.fits();
+        if !fits.is_empty() {
+            section(&mut body, "The best backward kernels", "By predicted time.", &ranking(&fits, planned));
+        }
     }
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
@@ -98,7 +104,7 @@ fn section(body: &mut String, title: &str, about: &str, content: &str) {
     .expect("writing to a string cannot fail");
 }
 
-fn forward_sections(body: &mut String, planned: &Planned, forward: &Forward) -> anyhow::Result<()> {
+fn forward_sections(body: &mut String, planned: &Planned, forward: &Tried) -> anyhow::Result<()> {
     let (fits, limits) = (forward.fits(), planned.arch.limits());
     let Some(best) = fits.first() else {
         section(
@@ -118,7 +124,7 @@ fn forward_sections(body: &mut String, planned: &Planned, forward: &Forward) -> 
         "One block's buffers to scale, against what a block may use. Buffers in the lower lane reuse the memory above them.",
         &memory::smem(best.smem, limits.smem_per_block),
     );
-    if let Forward::Sm100(set) = forward
+    if let Tried::Sm100(set) = forward
         && let Some(plan) = set.plans.first()
     {
         let about = "Columns of 32 bits on 128 lanes: scores, probabilities and outputs of the query tiles of one block.";
@@ -173,7 +179,7 @@ fn cards(planned: &Planned, best: &Fit) -> String {
     )
 }
 
-fn misses(forward: &Forward) -> String {
+fn misses(forward: &Tried) -> String {
     let limits = forward.limits();
     if limits.is_empty() {
         return String::new();

@@ -8,6 +8,7 @@ use std::time::Duration;
 use fa_core::{Arch, Dtype, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use fa_planner::cost::Bottleneck;
+use fa_planner::plan::BackwardOptions;
 use serde::Serialize;
 
 use crate::args::RunArgs;
@@ -16,7 +17,7 @@ use crate::compute::{Engine, EngineReport, Outputs};
 use crate::failure::{InputError, Verdict};
 use crate::on_gpu::Computed;
 use crate::output::{self, si};
-use crate::plan::forward::Forward;
+use crate::plan::tried::Tried;
 use crate::progress;
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::target::Target;
@@ -29,6 +30,8 @@ struct Report {
     softmax_scale: f64,
     layout: TensorLayout,
     gpu_plan: GpuPlan,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu_plan_backward: Option<GpuPlan>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cpu_plan: Option<CpuPlan>,
     #[serde(flatten)]
@@ -62,9 +65,9 @@ enum Choice {
 }
 
 impl GpuPlan {
-    fn of(problem: &Problem, arch: Arch) -> GpuPlan {
+    fn of(problem: &Problem, arch: Arch, backward: Option<BackwardOptions>) -> GpuPlan {
         let dtype = if problem.dtype == Dtype::F32 { Dtype::Bf16 } else { problem.dtype };
-        let choice = match Forward::explore(&Problem { dtype, ..*problem }, arch, None) {
+        let choice = match Tried::explore(&Problem { dtype, ..*problem }, arch, None, backward) {
             Err(error) => Choice::None { reason: error.to_string() },
             Ok(forward) => match forward.best() {
                 None => Choice::None { reason: "no kernel fits".to_owned() },
@@ -166,8 +169,9 @@ fn compute<T: Computed>(
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
+    let backward = args.backward.then_some(BackwardOptions { deterministic: args.deterministic });
     let engine =
-        progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, args.backward))?;
+        progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, backward))?;
     let mut outputs = Outputs::new(inputs);
     let (forward_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = engine.forward(inputs, &mut outputs)?;
@@ -178,7 +182,8 @@ fn compute<T: Computed>(
         problem,
         softmax_scale: problem.scale(),
         layout: inputs.layout,
-        gpu_plan: GpuPlan::of(&problem, args.arch),
+        gpu_plan: GpuPlan::of(&problem, args.arch, None),
+        gpu_plan_backward: backward.map(|options| GpuPlan::of(&problem, args.arch, Some(options))),
         cpu_plan: engine.cpu_plan(&problem)?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
         engine: engine.report(),
         forward: Timing::new(forward_time, problem.flops_forward()),
@@ -252,6 +257,9 @@ fn text(report: &Report) -> String {
         format!(" in {dtype}, which GPUs compute in")
     };
     line("gpu plan", format!("{arch}{note}: {}", report.gpu_plan.text()));
+    if let Some(plan) = &report.gpu_plan_backward {
+        line("", format!("backward: {}", plan.text()));
+    }
     let tiles = report
         .cpu_plan
         .as_ref()

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 pub use account::{Account, Reason, Registers, SetMaxNReg, account};
 pub use backward::BackwardOptions;
-pub use why::{Why, WhyError, why};
+pub use why::{Ranked, Why, WhyError, why};
 
 use crate::cost::{self, Cost, CostConstants, Work};
 use crate::occupancy::Occupancy;

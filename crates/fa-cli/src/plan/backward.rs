@@ -1,9 +1,9 @@
-//! The backward by the SM90 guide's model: what fits, in the guide's order.
+//! The backward's plans, beside what the SM90 block size guide's model says of its candidates.
 
 use std::fmt::Write;
 
 use fa_core::{Arch, Problem};
-use fa_planner::sm90::bwd::BwdConfig;
+use fa_planner::plan::{self, BackwardOptions, Ranked};
 use fa_planner::sm90::candidates::BwdSpec;
 use fa_planner::sm90::reject::{Explain, Rejected};
 use fa_planner::sm90::search::{self, Tiles};
@@ -11,118 +11,107 @@ use fa_planner::sm90::why::{self, Constraint};
 use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
+use crate::args::KernelFamily;
 use crate::failure::InputError;
-use crate::output;
-use crate::plan::forward::kib;
+use crate::plan::tried::{self, Pass, Tried, TriedReport};
 
 /// What was tried for a backward.
 #[derive(Clone, Debug)]
 pub struct Backward {
-    configs: Vec<BwdConfig>,
-    explain: Explain<BwdSpec>,
+    /// Kernels, by predicted time.
+    pub tried: Tried,
+    /// What became of the guide's candidates, where SM90 kernels were tried.
+    pub guide: Option<Explain<BwdSpec>>,
 }
 
 /// For JSON and RON.
 #[derive(Debug, Serialize)]
 pub struct BackwardReport<'a> {
-    /// Candidates tried.
-    tried: usize,
-    /// Of these, how many fit.
-    fit: usize,
-    configs: &'a [BwdConfig],
-    explain: &'a Explain<BwdSpec>,
+    #[serde(flatten)]
+    kernels: TriedReport<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    guide: Option<&'a Explain<BwdSpec>>,
 }
 
 /// The answer to `--why`.
 #[derive(Debug, Serialize)]
 pub struct BackwardWhy {
     query: String,
-    feasible: Vec<BwdConfig>,
+    feasible: Vec<Ranked>,
     rejected: Vec<Rejected<BwdSpec>>,
 }
 
 impl Backward {
-    /// Tries everything for the problem's head dims.
+    /// Tries everything for the gradients of `problem`.
     ///
     /// # Errors
-    /// [`InputError::Usage`] for another architecture than SM90 and for head dims out of range.
-    pub fn search(problem: &Problem, arch: Arch) -> Result<Backward, InputError> {
-        if arch != Arch::Sm90 {
-            let message =
-                format!("the backward is planned for sm90, not for {arch}: use --arch sm90 or --mode fwd");
-            return Err(InputError::Usage(message));
-        }
-        let found = search::search(head_dims(problem)?, Mode::Bwd, &Tiles::default())
-            .map_err(|e| InputError::Usage(e.to_string()))?;
-        let explain =
-            found.explain.and_then(|explain| explain.bwd).unwrap_or(Explain::of(found.bwd.len(), &[]));
-        Ok(Backward { configs: found.bwd, explain })
+    /// [`InputError::Usage`] where no candidate can be formed.
+    pub fn explore(
+        problem: &Problem,
+        arch: Arch,
+        family: Option<KernelFamily>,
+        options: BackwardOptions,
+    ) -> Result<Backward, InputError> {
+        let tried = Tried::explore(problem, arch, family, Some(options))?;
+        let guide = if family.unwrap_or(KernelFamily::native(arch)) == KernelFamily::Sm90 {
+            let found = search::search(head_dims(problem)?, Mode::Bwd, &Tiles::default());
+            found.map_err(|e| InputError::Usage(e.to_string()))?.explain.and_then(|explain| explain.bwd)
+        } else {
+            None
+        };
+        Ok(Backward { tried, guide })
     }
 
-    /// What fits, in the guide's order.
-    pub fn configs(&self) -> &[BwdConfig] {
-        &self.configs
-    }
-
-    /// For JSON and RON, at most `limit` configurations.
+    /// For JSON and RON, at most `limit` plans.
     pub fn report(&self, limit: usize) -> BackwardReport<'_> {
-        let shown = self.configs.len().min(limit);
-        BackwardReport {
-            tried: self.explain.candidates,
-            fit: self.configs.len(),
-            configs: &self.configs[..shown],
-            explain: &self.explain,
-        }
+        BackwardReport { kernels: self.tried.report(limit), guide: self.guide.as_ref() }
     }
 
     /// For people.
-    pub fn text(&self, limit: usize) -> String {
-        let mut text = format!(
-            "backward  {} of {} candidates fit (the guide's model, in its order)\n",
-            self.configs.len(),
-            self.explain.candidates
-        );
-        if !self.configs.is_empty() {
-            text.push('\n');
-            text += &table(&self.configs[..self.configs.len().min(limit)]);
-            text.push('\n');
-        }
-        for (name, limit) in self.explain.limits() {
-            if let Some(nearest) = &limit.nearest {
-                let Rejected { spec, reason } = nearest;
-                writeln!(text, "rejected  {} by {name}, nearest {spec}: {reason}", limit.rejected)
-                    .expect("writing to a string cannot fail");
+    pub fn text(&self, problem: &Problem, arch: Arch, limit: usize) -> String {
+        let mut text = self.tried.text(&Pass::backward(problem), arch, limit);
+        let Some(guide) = &self.guide else { return text };
+        let mut line = |name: &str, value: String| {
+            writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
+        };
+        line("guide", format!("{} of {} candidates fit by its model", guide.feasible, guide.candidates));
+        for (name, limit) in guide.limits() {
+            if let Some(Rejected { spec, reason }) = &limit.nearest {
+                line("", format!("{} rejected by {name}, nearest {spec}: {reason}", limit.rejected));
             }
         }
         text
     }
-}
 
-/// Looks at the candidates that meet every condition of `query`.
-///
-/// # Errors
-/// [`InputError::Usage`] for a query that cannot be read or selects nothing.
-pub fn why(problem: &Problem, query: &str) -> Result<BackwardWhy, InputError> {
-    let usage = |e: why::WhyError| InputError::Usage(e.to_string());
-    let constraints: Vec<Constraint> =
-        query.split(',').map(|part| part.trim().parse().map_err(usage)).collect::<Result<_, _>>()?;
-    let found = why::why(head_dims(problem)?, Mode::Bwd, &constraints).map_err(usage)?;
-    let (feasible, rejected) = found.bwd.map_or((Vec::new(), Vec::new()), |o| (o.feasible, o.rejected));
-    Ok(BackwardWhy { query: query.to_owned(), feasible, rejected })
+    /// Looks at the candidates that meet every condition of `query`.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for a query that cannot be read or selects nothing.
+    pub fn why(&self, problem: &Problem, query: &str) -> Result<BackwardWhy, InputError> {
+        let Tried::Kernels(set) = &self.tried else {
+            return Err(InputError::Usage("--why looks at kernels with a spec".to_owned()));
+        };
+        let mut answer = BackwardWhy { query: query.to_owned(), feasible: Vec::new(), rejected: Vec::new() };
+        let planned = plan::why(set, query);
+        if self.guide.is_some()
+            && let Ok(constraints) = query.split(',').map(|part| part.trim().parse()).collect::<Result<Vec<Constraint>, _>>()
+            && let Ok(why::Why { bwd: Some(found), .. }) = why::why(head_dims(problem)?, Mode::Bwd, &constraints)
+        {
+            answer.rejected = found.rejected;
+        }
+        match planned {
+            Ok(found) => answer.feasible = found.feasible,
+            Err(error) if answer.rejected.is_empty() => return Err(InputError::Usage(error.to_string())),
+            Err(_) => {}
+        }
+        Ok(answer)
+    }
 }
 
 impl BackwardWhy {
     /// For people.
     pub fn text(&self) -> String {
-        let mut text = format!(
-            "why       {}: {} fit, {} do not\n",
-            self.query,
-            self.feasible.len(),
-            self.rejected.len()
-        );
-        if !self.feasible.is_empty() {
-            text += &table(&self.feasible);
-        }
+        let mut text = tried::why_lines(&self.query, &self.feasible, self.rejected.len());
         for Rejected { spec, reason } in &self.rejected {
             writeln!(text, "rejected  {spec}: {reason}").expect("writing to a string cannot fail");
         }
@@ -134,38 +123,4 @@ fn head_dims(problem: &Problem) -> Result<HeadDims, InputError> {
     let dim =
         |n: usize| u32::try_from(n).map_err(|_| InputError::Usage(format!("head dim {n} is out of range")));
     Ok(HeadDims { head_dim: dim(problem.head_dim)?, head_dim_v: dim(problem.head_dim_v)? })
-}
-
-fn table(configs: &[BwdConfig]) -> String {
-    let mut table = output::table(&[
-        "#",
-        "tile_m",
-        "tile_n",
-        "wg",
-        "swap",
-        "atoms SdP,dKV,dQ",
-        "dK/dV from",
-        "stages Q,dO,PdS",
-        "regs",
-        "SMEM KiB",
-        "traffic/elem",
-    ]);
-    for (rank, c) in configs.iter().enumerate() {
-        let swaps = [("SdP", c.sdp_swap_ab), ("dKV", c.dkv_swap_ab), ("dQ", c.dq_swap_ab)];
-        let swaps: Vec<&str> = swaps.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
-        table.add_row([
-            (rank + 1).to_string(),
-            c.tile_m.to_string(),
-            c.tile_n.to_string(),
-            c.num_wg.to_string(),
-            if swaps.is_empty() { "-".to_owned() } else { swaps.join(",") },
-            format!("{},{},{}", c.atom_layout_m_sdp, c.atom_layout_n_dkv, c.atom_layout_m_dq),
-            if c.mma_dkv_is_rs { "regs" } else { "smem" }.to_owned(),
-            format!("{},{},{}", c.q_stage, c.do_stage, c.pds_stage),
-            format!("{}/{}", c.total_regs, c.reg_limit),
-            format!("{:.1}", kib(c.smem_bytes)),
-            format!("{:.2}", c.traffic_per_element()),
-        ]);
-    }
-    output::table_text(&table)
 }

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use fa_planner::sm100::TmemPlan;
 use fa_planner::smem::SmemPlan;
 
-use crate::plan::forward::bytes;
+use crate::plan::tried::bytes;
 use crate::svg::{Anchor, INK, MUTED, RULE, Svg, escape};
 
 const WIDTH: f64 = 960.0;

@@ -7,7 +7,7 @@ use crate::args::KernelFamily;
 use crate::chart::{self, Frame, Series};
 use crate::output::si;
 use crate::plan::Planned;
-use crate::plan::forward::Forward;
+use crate::plan::tried::Tried;
 use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
 
 /// What the bars show.
@@ -83,7 +83,7 @@ pub fn terms(cost: &Cost) -> String {
 ///
 /// # Errors
 /// When a length has no plan although this problem has, which would be the planner's fault.
-pub fn sweep(planned: &Planned, forward: &Forward) -> anyhow::Result<String> {
+pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
     let problem = &planned.problem;
     let square = problem.seqlen_q == problem.seqlen_k;
     let mut lengths: Vec<usize> = SEQLENS.into();
@@ -96,8 +96,8 @@ pub fn sweep(planned: &Planned, forward: &Forward) -> anyhow::Result<String> {
         ..*problem
     };
     let family = match forward {
-        Forward::Kernels(_) => None,
-        Forward::Sm100(_) => Some(KernelFamily::Sm100),
+        Tried::Kernels(_) => None,
+        Tried::Sm100(_) => Some(KernelFamily::Sm100),
     };
     let constants = CostConstants::of(planned.arch);
     let mut best = Vec::new();
@@ -108,11 +108,11 @@ pub fn sweep(planned: &Planned, forward: &Forward) -> anyhow::Result<String> {
         if problem.check().is_err() {
             continue;
         }
-        let explored = Forward::explore(&problem, planned.arch, family.or(first_family(forward)))?;
+        let explored = Tried::explore(&problem, planned.arch, family.or(first_family(forward)), None)?;
         if let Some(fit) = explored.best() {
             best.push((seqlen as f64, fit.cost.tflops));
         }
-        if let Forward::Kernels(set) = forward
+        if let Tried::Kernels(set) = forward
             && let Some(first) = set.plans.first()
         {
             this.push((seqlen as f64, predict(&problem, &first.spec, planned.arch, &constants).tflops));
@@ -134,12 +134,12 @@ pub fn sweep(planned: &Planned, forward: &Forward) -> anyhow::Result<String> {
 }
 
 /// The family of the kernels in a set.
-fn first_family(forward: &Forward) -> Option<KernelFamily> {
+fn first_family(forward: &Tried) -> Option<KernelFamily> {
     match forward {
-        Forward::Kernels(set) => set.plans.first().map(|plan| match plan.spec.kernel {
+        Tried::Kernels(set) => set.plans.first().map(|plan| match plan.spec.kernel {
             fa_core::Kernel::Sm80Fwd(_) => KernelFamily::Sm80,
             fa_core::Kernel::Sm90Fwd(_) | fa_core::Kernel::Sm90Bwd(_) => KernelFamily::Sm90,
         }),
-        Forward::Sm100(_) => Some(KernelFamily::Sm100),
+        Tried::Sm100(_) => Some(KernelFamily::Sm100),
     }
 }

@@ -6,7 +6,7 @@ use fa_planner::sm90::reject::Reason as GuideReason;
 use fa_planner::sm90::why;
 use fa_planner::{HeadDims, Mode};
 
-use crate::plan::forward::{Forward, Group, prediction};
+use crate::plan::tried::{Tried, Group, prediction};
 use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
 
 /// What the map shows.
@@ -63,7 +63,7 @@ impl Cell {
 }
 
 /// The forward's map.
-pub fn forward_map(forward: &Forward) -> String {
+pub fn forward_map(forward: &Tried) -> String {
     let (fits, misses) = (forward.fits(), forward.misses());
     let mut groups: Vec<Group> =
         fits.iter().map(|f| f.group.clone()).chain(misses.iter().map(|m| m.group.clone())).collect();

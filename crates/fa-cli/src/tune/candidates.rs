@@ -79,21 +79,6 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.stages = k.stages.saturating_sub(1));
             add(&|k| k.reverse_blocks = !k.reverse_blocks);
         }
-        Kernel::Sm90Bwd(own) => {
-            let mut add = |change: &dyn Fn(&mut fa_core::Sm90Bwd)| {
-                let mut own = own.clone();
-                change(&mut own);
-                list.push(KernelSpec { kernel: Kernel::Sm90Bwd(own), ..spec.clone() });
-            };
-            add(&|k| k.pds_stages = 3 - k.pds_stages);
-            add(&|k| k.do_stages = 3 - k.do_stages);
-            add(&|k| {
-                k.tile_order = match k.tile_order {
-                    TileOrder::Natural => TileOrder::LongestFirst,
-                    TileOrder::LongestFirst => TileOrder::Natural,
-                }
-            });
-        }
         Kernel::Sm90Fwd(own) => {
             let mut add = |change: &dyn Fn(&mut fa_core::Sm90Fwd)| {
                 let mut own = own.clone();
@@ -115,6 +100,25 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.kv_stages += 1);
             add(&|k| k.cluster_m = 3 - k.cluster_m);
             add(&|k| k.scheduler = Scheduler::PerTile);
+        }
+        Kernel::Sm90Bwd(own) => {
+            let mut add = |change: &dyn Fn(&mut fa_core::Sm90Bwd)| {
+                let mut own = own.clone();
+                change(&mut own);
+                list.push(KernelSpec { kernel: Kernel::Sm90Bwd(own), ..spec.clone() });
+            };
+            add(&|k| k.pds_stages = 3 - k.pds_stages);
+            add(&|k| k.do_stages = 3 - k.do_stages);
+            add(&|k| k.q_stages = 3 - k.q_stages);
+            add(&|k| k.mma_dkv_is_rs = !k.mma_dkv_is_rs);
+            add(&|k| k.dq_via_smem = !k.dq_via_smem);
+            add(&|k| k.dq_slices = 3 - k.dq_slices);
+            add(&|k| {
+                k.tile_order = match k.tile_order {
+                    TileOrder::Natural => TileOrder::LongestFirst,
+                    TileOrder::LongestFirst => TileOrder::Natural,
+                }
+            });
         }
     }
     list

@@ -1,11 +1,11 @@
-//! The forward's plans, of kernels that exist and of SM100 shapes, seen alike.
+//! What was tried for a pass, of kernels that exist and of SM100 shapes, seen alike.
 
 use std::fmt::Write;
 
 use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::cost::Cost;
 use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::{self, Family, Plan, PlanOptions, PlanSet, Reason, Why};
+use fa_planner::plan::{self, BackwardOptions, Family, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
 use fa_planner::sm100::{self, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::smem::SmemPlan;
 use serde::Serialize;
@@ -14,9 +14,9 @@ use crate::args::KernelFamily;
 use crate::failure::InputError;
 use crate::output::{self, si};
 
-/// What was tried for a forward.
+/// What was tried for a pass.
 #[derive(Clone, Debug)]
-pub enum Forward {
+pub enum Tried {
     /// Kernels with a spec.
     Kernels(PlanSet),
     /// Shapes for tcgen05 and tensor memory, which have no kernel yet.
@@ -79,7 +79,7 @@ pub struct Group {
 
 /// For JSON and RON.
 #[derive(Debug, Serialize)]
-pub struct ForwardReport<'a> {
+pub struct TriedReport<'a> {
     /// Candidates tried.
     tried: usize,
     /// Of these, how many fit.
@@ -108,8 +108,8 @@ pub struct LimitReport {
     pub reason: Reason,
 }
 
-impl Forward {
-    /// Tries everything for `problem` on `arch`.
+impl Tried {
+    /// Tries everything for the forward of `problem` on `arch`, or with `backward` for its gradients.
     ///
     /// # Errors
     /// [`InputError::Usage`] where no candidate can be formed.
@@ -117,16 +117,22 @@ impl Forward {
         problem: &Problem,
         arch: Arch,
         family: Option<KernelFamily>,
-    ) -> Result<Forward, InputError> {
-        let native = if arch.has_tcgen05() { KernelFamily::Sm100 } else { KernelFamily::native(arch) };
+        backward: Option<BackwardOptions>,
+    ) -> Result<Tried, InputError> {
+        let tcgen05 = arch.has_tcgen05() && backward.is_none();
+        let native = if tcgen05 { KernelFamily::Sm100 } else { KernelFamily::native(arch) };
         let kernels = |family| {
-            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
-            plan::explore(problem, arch, &options).map(Forward::Kernels)
+            let options = PlanOptions { family: Some(family), backward, constants: None };
+            plan::explore(problem, arch, &options).map(Tried::Kernels)
         };
         let found = match family.unwrap_or(native) {
             KernelFamily::Sm80 => kernels(Family::Sm80),
             KernelFamily::Sm90 => kernels(Family::Sm90),
-            KernelFamily::Sm100 => sm100::explore(problem, arch, None).map(Forward::Sm100),
+            KernelFamily::Sm100 if backward.is_some() => {
+                let message = "no shapes for tcgen05 are planned for the backward: leave out --family sm100".to_owned();
+                return Err(InputError::Usage(message));
+            }
+            KernelFamily::Sm100 => sm100::explore(problem, arch, None).map(Tried::Sm100),
         };
         found.map_err(|e| InputError::Usage(e.to_string()))
     }
@@ -134,23 +140,23 @@ impl Forward {
     /// What fits, best first.
     pub fn fits(&self) -> Vec<Fit<'_>> {
         match self {
-            Forward::Kernels(set) => set.plans.iter().map(fit_of_plan).collect(),
-            Forward::Sm100(set) => set.plans.iter().map(fit_of_shape).collect(),
+            Tried::Kernels(set) => set.plans.iter().map(fit_of_plan).collect(),
+            Tried::Sm100(set) => set.plans.iter().map(fit_of_shape).collect(),
         }
     }
 
     /// The best that fits.
     pub fn best(&self) -> Option<Fit<'_>> {
         match self {
-            Forward::Kernels(set) => set.plans.first().map(fit_of_plan),
-            Forward::Sm100(set) => set.plans.first().map(fit_of_shape),
+            Tried::Kernels(set) => set.plans.first().map(fit_of_plan),
+            Tried::Sm100(set) => set.plans.first().map(fit_of_shape),
         }
     }
 
     /// What does not fit, in the order of enumeration.
     pub fn misses(&self) -> Vec<Miss<'_>> {
         match self {
-            Forward::Kernels(set) => set
+            Tried::Kernels(set) => set
                 .rejected
                 .iter()
                 .map(|miss| Miss {
@@ -160,7 +166,7 @@ impl Forward {
                     reason: &miss.reason,
                 })
                 .collect(),
-            Forward::Sm100(set) => set
+            Tried::Sm100(set) => set
                 .rejected
                 .iter()
                 .map(|miss| Miss {
@@ -197,35 +203,59 @@ impl Forward {
     }
 
     /// For JSON and RON, at most `limit` plans.
-    pub fn report(&self, limit: usize) -> ForwardReport<'_> {
+    pub fn report(&self, limit: usize) -> TriedReport<'_> {
         let (fit, missed, plans) = match self {
-            Forward::Kernels(set) => {
+            Tried::Kernels(set) => {
                 let shown = set.plans.len().min(limit);
                 (set.plans.len(), set.rejected.len(), Plans::Kernels(&set.plans[..shown]))
             }
-            Forward::Sm100(set) => {
+            Tried::Sm100(set) => {
                 let shown = set.plans.len().min(limit);
                 (set.plans.len(), set.rejected.len(), Plans::Sm100(&set.plans[..shown]))
             }
         };
-        ForwardReport { tried: fit + missed, fit, plans, rejected: self.limits() }
+        TriedReport { tried: fit + missed, fit, plans, rejected: self.limits() }
     }
 
-    /// For people: a table of at most `limit` plans and the account of the best.
-    pub fn text(&self, problem: &Problem, arch: Arch, limit: usize) -> String {
+    /// For people: a table of at most `limit` plans and the account of the best. `pass` is what the plans compute, with its
+    /// operations and bytes.
+    pub fn text(&self, pass: &Pass, arch: Arch, limit: usize) -> String {
         let fits = self.fits();
         let tried = fits.len() + self.misses().len();
-        let mut text = format!("forward   {} of {tried} candidates fit\n", fits.len());
+        let mut text = format!("{:<10}{} of {tried} candidates fit\n", pass.name, fits.len());
         if let Some(best) = fits.first() {
             text.push('\n');
             text += &table(&fits[..fits.len().min(limit)], arch);
             text.push('\n');
-            text += &account(best, problem, arch);
+            text += &account(best, pass, arch);
         }
         for LimitReport { limit, count, nearest, reason } in self.limits() {
             line(&mut text, "rejected", &format!("{count} by {limit}, nearest {nearest}: {reason}"));
         }
         text
+    }
+}
+
+/// What a pass has to do.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass {
+    /// `forward` or `backward`.
+    pub name: &'static str,
+    /// Operations.
+    pub flops: f64,
+    /// Bytes that device memory moves at least.
+    pub bytes: f64,
+}
+
+impl Pass {
+    /// The forward of `problem`.
+    pub fn forward(problem: &Problem) -> Pass {
+        Pass { name: "forward", flops: problem.flops_forward(), bytes: problem.bytes_forward() }
+    }
+
+    /// The backward of `problem`.
+    pub fn backward(problem: &Problem) -> Pass {
+        Pass { name: "backward", flops: problem.flops_backward(), bytes: problem.bytes_backward() }
     }
 }
 
@@ -267,17 +297,13 @@ fn table(fits: &[Fit], arch: Arch) -> String {
     output::table_text(&table)
 }
 
-fn account(best: &Fit, problem: &Problem, arch: Arch) -> String {
+fn account(best: &Fit, pass: &Pass, arch: Arch) -> String {
     let limits = arch.limits();
     let mut text = String::new();
     line(&mut text, "best", &best.name);
     line(&mut text, "predicted", &prediction(best.cost));
-    let intensity = problem.flops_forward() / problem.bytes_forward();
-    line(
-        &mut text,
-        "work",
-        &format!("{}, {intensity:.0} FLOP per byte", si(problem.flops_forward(), "FLOP")),
-    );
+    let intensity = pass.flops / pass.bytes;
+    line(&mut text, "work", &format!("{}, {intensity:.0} FLOP per byte", si(pass.flops, "FLOP")));
     if !best.regs.is_empty() {
         let parts: Vec<String> = best.regs.iter().map(|(name, n)| format!("{name} {n}")).collect();
         let total: u32 = best.regs.iter().map(|(_, n)| n).sum();
@@ -330,13 +356,18 @@ pub fn prediction(cost: &Cost) -> String {
 
 /// Answers to `--why` in lines.
 pub fn why_text(why: &Why) -> String {
+    let mut text = why_lines(&why.query, &why.feasible, why.rejected.len());
+    for miss in &why.rejected {
+        line(&mut text, "rejected", &format!("{}: {}", miss.spec, miss.reason));
+    }
+    text
+}
+
+/// How many fit and how many do not, and the place of each that does.
+pub fn why_lines(query: &str, feasible: &[Ranked], rejected: usize) -> String {
     let mut text = String::new();
-    line(
-        &mut text,
-        "why",
-        &format!("{}: {} fit, {} do not", why.query, why.feasible.len(), why.rejected.len()),
-    );
-    for ranked in &why.feasible {
+    line(&mut text, "why", &format!("{query}: {} fit, {rejected} do not", feasible.len()));
+    for ranked in feasible {
         let cost = &ranked.plan.cost;
         let place = if ranked.rank == 1 {
             "the best".to_owned()
@@ -345,9 +376,6 @@ pub fn why_text(why: &Why) -> String {
         };
         let about = format!("{place}, {:.0} TFLOP/s, waits for {}", cost.tflops, cost.bottleneck.name());
         line(&mut text, "fits", &format!("{}: {about}", ranked.plan.spec));
-    }
-    for miss in &why.rejected {
-        line(&mut text, "rejected", &format!("{}: {}", miss.spec, miss.reason));
     }
     text
 }
@@ -365,7 +393,12 @@ pub fn bytes(bytes: u32) -> String {
 fn fit_of_plan(plan: &Plan) -> Fit<'_> {
     let (tile_m, tile_n) = plan.spec.tile();
     let r = &plan.regs;
-    let parts = [("S", r.s), ("P", r.p), ("O", r.o), ("Q", r.q), ("other", r.other)];
+    let parts = if plan.spec.kernel.is_backward() {
+        // dQ's accumulators come and go where S and dP were.
+        vec![("S and dP, then dQ", r.s.max(r.q)), ("dK and dV", r.o), ("other", r.other)]
+    } else {
+        vec![("S", r.s), ("P", r.p), ("O", r.o), ("Q", r.q), ("other", r.other)]
+    };
     Fit {
         name: plan.spec.to_string(),
         knobs: knobs_of_spec(&plan.spec),
@@ -429,11 +462,20 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             on("ping-pong", k.ping_pong),
             on("pack GQA", k.pack_gqa),
         ],
-        Kernel::Sm90Bwd(k) => vec![
-            Some(format!("{} wg", k.num_wg)),
-            Some(if k.mma_dkv_is_rs { "P, dS in regs" } else { "P, dS in smem" }.to_owned()),
-            Some(format!("{}/{}/{} stages", k.q_stages, k.do_stages, k.pds_stages)),
-        ],
+        Kernel::Sm90Bwd(k) => {
+            let swaps = [("SdP", k.sdp_swap_ab), ("dKV", k.dkv_swap_ab), ("dQ", k.dq_swap_ab)];
+            let swaps: Vec<&str> = swaps.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
+            vec![
+                Some(format!("{} wg", k.num_wg)),
+                (!swaps.is_empty()).then(|| format!("swap {}", swaps.join(" "))),
+                Some(format!("atoms {} {} {}", k.atom_layout_m_sdp, k.atom_layout_n_dkv, k.atom_layout_m_dq)),
+                Some(format!("dK/dV from {}", if k.mma_dkv_is_rs { "regs" } else { "smem" })),
+                Some(format!("stages {} {} {}", k.q_stages, k.do_stages, k.pds_stages)),
+                on("dQ by atomics", !k.dq_via_smem),
+                (k.dq_slices > 1).then(|| format!("dQ in {} slices", k.dq_slices)),
+                on("deterministic", k.deterministic),
+            ]
+        }
     };
     knobs.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
@@ -451,13 +493,9 @@ fn group_of_spec(spec: &KernelSpec) -> Group {
                 if *overlap_wg { ", overlap" } else { "" }
             ),
         },
-        Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, mma_dkv_is_rs, .. }) => Group {
-            key: [*num_wg, *tile_m, u32::from(!mma_dkv_is_rs)],
-            label: format!(
-                "tile_m {tile_m} ({num_wg} wg), P in {}",
-                if *mma_dkv_is_rs { "regs" } else { "smem" }
-            ),
-        },
+        Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, .. }) => {
+            Group { key: [*tile_m, *num_wg, 0], label: format!("tile_m {tile_m}, {num_wg} wg") }
+        }
     }
 }
 
