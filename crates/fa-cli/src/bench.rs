@@ -4,8 +4,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_planner::plan::BackwardOptions;
 use fa_core::{Dtype, Problem, TensorLayout};
+use fa_planner::plan::BackwardOptions;
 use half::{bf16, f16};
 use serde::Serialize;
 

@@ -6,9 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use fa_core::{Problem, Strides};
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
-use fa_kernels::cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits,
-};
+use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
 use fa_kernels::{BackwardArgs, ForwardArgs, Input, Kernels, Output, driver};
 use fa_planner::plan::{BackwardOptions, PlanError};
 use half::{bf16, f16};

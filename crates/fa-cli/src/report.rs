@@ -10,7 +10,7 @@ use std::fmt::Write;
 use crate::attention;
 use crate::output::si;
 use crate::plan::Planned;
-use crate::plan::tried::{Fit, Tried, LimitReport, bytes, kib};
+use crate::plan::tried::{Fit, LimitReport, Tried, bytes, kib};
 use crate::svg::escape;
 
 const STYLE: &str = "

@@ -94,8 +94,10 @@ impl Backward {
         let mut answer = BackwardWhy { query: query.to_owned(), feasible: Vec::new(), rejected: Vec::new() };
         let planned = plan::why(set, query);
         if self.guide.is_some()
-            && let Ok(constraints) = query.split(',').map(|part| part.trim().parse()).collect::<Result<Vec<Constraint>, _>>()
-            && let Ok(why::Why { bwd: Some(found), .. }) = why::why(head_dims(problem)?, Mode::Bwd, &constraints)
+            && let Ok(constraints) =
+                query.split(',').map(|part| part.trim().parse()).collect::<Result<Vec<Constraint>, _>>()
+            && let Ok(why::Why { bwd: Some(found), .. }) =
+                why::why(head_dims(problem)?, Mode::Bwd, &constraints)
         {
             answer.rejected = found.rejected;
         }

@@ -129,7 +129,8 @@ impl Tried {
             KernelFamily::Sm80 => kernels(Family::Sm80),
             KernelFamily::Sm90 => kernels(Family::Sm90),
             KernelFamily::Sm100 if backward.is_some() => {
-                let message = "no shapes for tcgen05 are planned for the backward: leave out --family sm100".to_owned();
+                let message =
+                    "no shapes for tcgen05 are planned for the backward: leave out --family sm100".to_owned();
                 return Err(InputError::Usage(message));
             }
             KernelFamily::Sm100 => sm100::explore(problem, arch, None).map(Tried::Sm100),

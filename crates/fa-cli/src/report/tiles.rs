@@ -6,7 +6,7 @@ use fa_planner::sm90::reject::Reason as GuideReason;
 use fa_planner::sm90::why;
 use fa_planner::{HeadDims, Mode};
 
-use crate::plan::tried::{Tried, Group, prediction};
+use crate::plan::tried::{Group, Tried, prediction};
 use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
 
 /// What the map shows.

@@ -12,13 +12,17 @@ fn json_lists_everything_and_n_limits_it() {
     assert_eq!(plans.len() as u64 + rejected, all["forward"]["tried"].as_u64().unwrap());
     let seconds: Vec<f64> = plans.iter().map(|plan| plan["cost"]["seconds"].as_f64().unwrap()).collect();
     assert!(seconds.is_sorted() && seconds[0] > 0.0);
-    // The SM90 block size guide lists 142 backward configurations for head dim 128.
-    assert_eq!(all["backward"]["configs"].as_array().unwrap().len(), 142);
+    // The SM90 block size guide lists 142 backward configurations for head dim 128; each is a plan, and so are variants.
+    let backward = all["backward"]["plans"].as_array().unwrap();
+    assert_eq!(all["backward"]["guide"]["feasible"], 142);
+    assert!(backward.len() >= 142 && backward.len() as u64 == all["backward"]["fit"].as_u64().unwrap());
+    let seconds: Vec<f64> = backward.iter().map(|plan| plan["cost"]["seconds"].as_f64().unwrap()).collect();
+    assert!(seconds.is_sorted() && seconds[0] > 0.0);
     assert_eq!(all["problem"]["mask"]["right"], 0);
 
     let few = fa("plan --headdim 128 --seqlen 8192 --causal --mode both -n 3 --json").json();
     assert_eq!(few["forward"]["plans"].as_array().unwrap()[..], plans[..3]);
-    assert_eq!(few["backward"]["configs"].as_array().unwrap().len(), 3);
+    assert_eq!(few["backward"]["plans"].as_array().unwrap()[..], backward[..3]);
     assert_eq!(few["forward"]["fit"], all["forward"]["fit"]);
 }
 
@@ -41,7 +45,8 @@ fn tables_show_the_problem_and_the_limits() {
         ("plan --arch sm86 --headdim 192-128 --softcap 30", vec!["192-128", "soft cap 30", "100 KiB"]),
         ("plan --arch sm100", vec!["B200", "TMEM columns", "sm100_fwd"]),
         ("plan --arch sm_90a --seqlen-q 7 --seqlen-k 9 --window inf,3", vec!["7x9", "window(inf,3)"]),
-        ("plan --mode bwd --headdim 192-128", vec!["18 of", "dK/dV from"]),
+        ("plan --mode bwd --headdim 192-128", vec!["18 of", "dK/dV from", "S and dP, then dQ"]),
+        ("plan --mode bwd --headdim 256 --causal --deterministic", vec!["dQ by atomics", "deterministic"]),
     ] {
         let text = fa(line).good();
         for part in parts {
@@ -65,6 +70,38 @@ fn why_names_the_limit_with_need_and_have() {
     }
     let text = fa("plan --mode bwd --headdim 128 --why tile_m=80,tile_n=112").good();
     assert!(text.contains("0 fit") && text.contains("must be a multiple of"), "{text}");
+    let answer = fa("plan --mode bwd --headdim 128 --why tile_n=128,pds_stages=2 --json").json();
+    let feasible = answer["backward"]["feasible"].as_array().unwrap();
+    assert!(!feasible.is_empty());
+    for ranked in feasible {
+        let kernel = &ranked["plan"]["spec"]["kernel"]["Sm90Bwd"];
+        assert_eq!((kernel["tile_n"].as_u64(), kernel["pds_stages"].as_u64()), (Some(128), Some(2)));
+    }
+}
+
+#[test]
+fn a_backward_from_a_file_is_judged_as_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kernel.ron");
+    let spec = |tile_m: u32| {
+        format!(
+            "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm90Bwd((tile_m: {tile_m}, tile_n: 128, \
+             num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 1, sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: true, \
+             atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, \
+             dq_slices: 1, tile_order: Natural, deterministic: false)))"
+        )
+    };
+    std::fs::write(&path, spec(64)).unwrap();
+    let good = fa(&format!("plan --spec {} --mode bwd --json", text(&path))).json();
+    assert_eq!((good["backward"]["tried"].as_u64(), good["backward"]["fit"].as_u64()), (Some(1), Some(1)));
+    assert_eq!(good["forward"], serde_json::Value::Null);
+    // More registers than there are, and a problem with another mask: verdicts, not bad input.
+    std::fs::write(&path, spec(112)).unwrap();
+    for (flags, part) in [("", "registers: needs"), ("--causal", "mask")] {
+        let outcome = fa(&format!("plan --spec {} {flags}", text(&path)));
+        assert_eq!(outcome.code, 1, "{flags}: {outcome:?}");
+        assert!(outcome.stdout.contains(part), "{flags}: {}", outcome.stdout);
+    }
 }
 
 #[test]
@@ -107,7 +144,7 @@ fn reports_are_one_self_contained_page() {
         ("--arch sm80 --headdim 64", vec!["tile_m 256, 8 warps", "A100"]),
         ("--arch sm86 --headdim 256 --seqlen 1x4096", vec!["keys per sequence", "R: registers over"]),
         ("--arch sm100", vec!["Tensor memory of the best shape", "512"]),
-        ("--mode bwd --headdim 64", vec!["Backward tiles"]),
+        ("--mode bwd --headdim 64", vec!["Backward tiles", "The best backward kernels"]),
         ("--headdim 72 --heads 32:4 --softcap 20 --window 128,0", vec!["causal+window(128)", "soft cap 20"]),
     ]
     .into_iter()
