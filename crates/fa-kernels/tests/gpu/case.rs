@@ -42,8 +42,28 @@ impl Case {
         tensors.verify(self, &stream);
     }
 
+    /// Reproducible values, roughly normal, for the tensor of shape `i`, with NaN between rows: nobody may read it.
+    pub fn values<T: Both>(&self, i: usize) -> Vec<T> {
+        let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1);
+        let mut normal = || {
+            let mut sum = 0.0;
+            for _ in 0..4 {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
+            }
+            sum * 3f64.sqrt()
+        };
+        let shape = self.shapes()[i];
+        let (strides, len) = self.strides(shape);
+        let mut values = vec![T::from_f64(f64::NAN); len];
+        for [b, s, h, d] in positions(shape) {
+            values[strides.offset(b, s, h, d) as usize] = T::from_f64(normal());
+        }
+        values
+    }
+
     /// Shapes `[batch, seqlen, heads, dim]` of q, k, v and out.
-    fn shapes(&self) -> [[usize; 4]; 4] {
+    pub fn shapes(&self) -> [[usize; 4]; 4] {
         let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         [
             [batch, seqlen_q, heads_q, head_dim],
@@ -54,33 +74,17 @@ impl Case {
     }
 
     /// Strides of a tensor whose rows have `pad` elements more than are used, and the elements it takes.
-    fn strides(&self, [batch, seqlen, heads, dim]: [usize; 4]) -> (Strides, usize) {
+    pub fn strides(&self, [batch, seqlen, heads, dim]: [usize; 4]) -> (Strides, usize) {
         let row = dim + self.pad;
         (self.layout.strides(seqlen, heads, row), (batch * seqlen * heads * row).max(1))
     }
 }
 
 impl<T: Both> Tensors<T> {
-    /// Reproducible inputs, roughly normal, with padding that is NaN: nobody may read it.
+    /// The inputs of [`Case::values`] and poisoned outputs.
     pub fn new(case: &Case, forward: &Forward, stream: &Arc<CudaStream>) -> Tensors<T> {
         let shapes = case.shapes();
-        let mut state = 0x9e37_79b9_7f4a_7c15u64;
-        let mut normal = || {
-            let mut sum = 0.0;
-            for _ in 0..4 {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
-            }
-            sum * 3f64.sqrt()
-        };
-        let host = [0, 1, 2].map(|i| {
-            let (strides, len) = case.strides(shapes[i]);
-            let mut values = vec![T::from_f64(f64::NAN); len];
-            for [b, s, h, d] in positions(shapes[i]) {
-                values[strides.offset(b, s, h, d) as usize] = T::from_f64(normal());
-            }
-            values
-        });
+        let host = [0, 1, 2].map(|i| case.values(i));
         let rows = case.problem.batch * case.problem.heads_q * case.problem.seqlen_q;
         let inputs = host.each_ref().map(|values| stream.clone_htod(values).unwrap());
         let out = stream.alloc_zeros(case.strides(shapes[3]).1).unwrap();
@@ -154,6 +158,11 @@ impl<T: Both> Tensors<T> {
         (positions(self.shapes[3]).map(at).collect(), lse)
     }
 
+    /// O and LSE where they lie.
+    pub fn into_outputs(self) -> (CudaSlice<T>, CudaSlice<f32>) {
+        (self.out, self.lse)
+    }
+
     /// Compares the outputs with the oracle.
     pub fn verify(&self, case: &Case, stream: &Arc<CudaStream>) {
         let problem = &case.problem;
@@ -172,7 +181,8 @@ impl<T: Both> Tensors<T> {
     }
 }
 
-fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
+/// Every index into a shape, in packed order.
+pub fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
     (0..batch * seqlen * heads * dim)
         .map(move |i| [i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim])
 }

@@ -3,6 +3,7 @@
 //! Numerics over the whole grid are `fa validate`'s; here are the promises of the library's face.
 #![allow(unsafe_code)]
 
+mod backward;
 mod case;
 
 use std::sync::Arc;
