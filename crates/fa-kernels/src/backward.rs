@@ -7,7 +7,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, sys::CUtensorMap};
+use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
 use fa_core::spec::TileOrder;
 use fa_core::{Kernel, Problem, Sm90Bwd};
 use fa_planner::cost::head_splits;
@@ -242,10 +242,14 @@ impl Backward {
         let mut maps = if n_tiles > 0 { Some(self.tensor_maps(args)?) } else { None };
         let params = (&raw mut params).cast::<c_void>();
         // SAFETY: these entries take the parameters alone, the main one four tensor maps as well; addresses are the caller's
-        // promise.
+        // promise, and the counter lies in the workspace.
         unsafe {
             if m_tiles > 0 {
                 kernel.launch_further(stream, PREPARE, m_tiles, &mut [params])?;
+            } else if let Some((_, counter)) = parts.turns {
+                // Without queries nothing is prepared, but tiles of keys are drawn all the same.
+                result::memset_d8_async(part(counter), 0, 4, stream.cu_stream())
+                    .map_err(|source| Error::Driver { doing: "clearing the counter of tiles", source })?;
             }
             if let Some(maps) = &mut maps {
                 let [q, k, v, dout] = maps.each_mut().map(|map| (&raw mut *map).cast::<c_void>());

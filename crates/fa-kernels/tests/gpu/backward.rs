@@ -154,6 +154,7 @@ fn gradients_are_right_and_wholly_written() {
         Problem { softmax_scale: Some(0.3), ..BASE },
         Problem { seqlen_k: 0, ..BASE },
         Problem { seqlen_q: 0, ..BASE },
+        Problem { seqlen_q: 0, ..gqa },
     ];
     for problem in problems {
         for (layout, deterministic) in [(TensorLayout::Bshd, false), (TensorLayout::Bhsd, true)] {

@@ -16,7 +16,7 @@ use super::{Cost, CostConstants, Terms, overlap, softmax_clocks};
 
 /// Query heads of a K/V head are divided into as few tiles as fill the GPU: how many parts.
 ///
-/// 1 where the order of sums must not depend on it.
+/// 1 where the order of sums must not depend on it, and where there is nothing to sum.
 pub fn head_splits(problem: &Problem, kernel: &Sm90Bwd, sms: u32) -> usize {
     let group = problem.group_size().max(1);
     let tiles = problem
@@ -24,7 +24,7 @@ pub fn head_splits(problem: &Problem, kernel: &Sm90Bwd, sms: u32) -> usize {
         .div_ceil(kernel.tile_n as usize)
         .saturating_mul(problem.heads_kv)
         .saturating_mul(problem.batch);
-    if kernel.deterministic || tiles == 0 {
+    if kernel.deterministic || tiles == 0 || problem.seqlen_q == 0 {
         return 1;
     }
     (sms as usize).div_ceil(tiles).clamp(1, group)
