@@ -5,6 +5,7 @@ mod errors;
 mod generated;
 mod shipped;
 mod toolchain;
+mod train;
 
 use std::process::Command;
 
