@@ -8,13 +8,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, Dtype, KernelSpec, Problem};
-use fa_kernels::{Forward, Headers, Source, smem_bytes};
-use fa_planner::plan::Family;
+use fa_kernels::{Headers, Source, smem_bytes, tune};
+use fa_planner::plan::{BackwardOptions, Family, PlanOptions, plan};
 use rayon::prelude::*;
 
 use crate::args::{BenchArgs, KernelFamily, Mode};
 use crate::contest::{Arena, Outcome, Turns};
-use crate::cuda::{Device, with_half};
+use crate::cuda::{Device, Pass, with_half};
 use crate::failure::{InputError, Verdict};
 use crate::output;
 use crate::peers::Peers;
@@ -46,6 +46,9 @@ pub struct GpuArgs {
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
     ])]
     pub marks: Option<Marks>,
+    /// Measure gradients that have the same bits in every run
+    #[arg(long, conflicts_with = "specs")]
+    pub deterministic: bool,
     /// Launches of each kernel that count, in turns of about six [default: 24]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: Option<u16>,
@@ -59,6 +62,7 @@ impl GpuArgs {
             (self.family.is_some(), "--family"),
             (self.peers, "--peers"),
             (self.marks.is_some(), "--marks"),
+            (self.deterministic, "--deterministic"),
             (self.reps.is_some(), "--reps"),
         ]
         .into_iter()
@@ -76,6 +80,8 @@ struct Job {
     shapes: Vec<Wanted>,
     specs: Vec<KernelSpec>,
     family: Option<Family>,
+    /// The options of the backward, where gradients are measured.
+    backward: Option<BackwardOptions>,
     /// Names of the peers that are asked; all, if empty.
     wanted_peers: Vec<String>,
 }
@@ -106,9 +112,14 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
 
 fn job(args: &BenchArgs) -> anyhow::Result<Job> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
-    if args.mode != Mode::Fwd {
-        return Err(usage("the GPU computes the forward only: use --backend cpu for gradients"));
+    if args.mode == Mode::Both {
+        return Err(usage("on the GPU one pass is measured at a time: use --mode fwd or --mode bwd"));
     }
+    if args.gpu.deterministic && args.mode != Mode::Bwd {
+        return Err(usage("--deterministic is the backward's: every forward is; add --mode bwd"));
+    }
+    let options = BackwardOptions { deterministic: args.gpu.deterministic };
+    let backward = (args.mode == Mode::Bwd).then_some(options);
     if args.cpu.isa.is_some() || args.cpu.threads.is_some() {
         return Err(usage("--isa and --threads are the cpu backend's; leave them out with --backend cuda"));
     }
@@ -116,14 +127,19 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
         return Err(usage("--seconds is the CPU's; on the GPU give --reps"));
     }
     if let Some(marks) = args.gpu.marks {
-        let family = Some(marks.family());
-        return Ok(Job { shapes: marks.shapes(), specs: Vec::new(), family, wanted_peers: marks.peers() });
+        if marks.backward() != backward.is_some() {
+            return Err(usage(
+                "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd",
+            ));
+        }
+        let (shapes, family, wanted_peers) = (marks.shapes(), Some(marks.family()), marks.peers());
+        return Ok(Job { shapes, specs: Vec::new(), family, backward, wanted_peers });
     }
     let family = args.gpu.family.map(runnable).transpose()?;
     let specs = args.gpu.specs.iter().map(|path| crate::plan::read_spec(path)).collect::<Result<_, _>>()?;
     let shapes = args.shapes.problems(Dtype::Bf16)?;
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
-    Ok(Job { shapes, specs, family, wanted_peers: Vec::new() })
+    Ok(Job { shapes, specs, family, backward, wanted_peers: Vec::new() })
 }
 
 /// The family of kernels that a flag names.
@@ -156,20 +172,20 @@ fn measure(
         summary: Vec::new(),
     };
     // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
-    job.shapes.par_iter().for_each(|wanted| drop(forwards(device, &wanted.problem, job)));
+    job.shapes.par_iter().for_each(|wanted| drop(passes(device, &wanted.problem, job)));
     let mut steps = Steps::new(job.shapes.len());
     for wanted in &job.shapes {
         let problem = &wanted.problem;
         steps.begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask));
         let peers = peers.as_deref_mut().map(|peers| (peers, job.wanted_peers.as_slice()));
-        let rows = match forwards(device, problem, job) {
-            Ok(forwards) => with_half!(
+        let rows = match passes(device, problem, job) {
+            Ok(passes) => with_half!(
                 problem.dtype,
-                T => measure_shape::<T>(device, wanted, &forwards, peers, turns, &mut report.kernels),
+                T => measure_shape::<T>(device, wanted, passes, peers, turns, &mut report.kernels),
                 else unreachable!("no kernel is found for other types")
             )?,
             Err(error) if error_is_fatal(&error) => return Err(error.into()),
-            Err(error) => vec![Row::failed(wanted, "none", error.to_string())],
+            Err(error) => vec![Row::failed(wanted, "none", job.backward.is_some(), error.to_string())],
         };
         report.rows.extend(rows);
         steps.advance();
@@ -184,18 +200,69 @@ fn error_is_fatal(error: &fa_kernels::Error) -> bool {
     !matches!(error, Plan(_) | Mismatch { .. } | Refused { .. })
 }
 
+/// Kernels of the planner's order that are tried when the first do not compile cleanly.
+const TRIES: usize = 8;
+
+/// The kernel of `spec` for its own pass.
+///
+/// # Errors
+/// [`fa_kernels::Error::Mismatch`] when it does not compute the problem, and those of compiling and loading.
+pub fn bind(
+    device: &Device,
+    problem: &Problem,
+    spec: &KernelSpec,
+    backward: bool,
+) -> Result<Pass, fa_kernels::Error> {
+    if tune::backward(spec).is_some() != backward {
+        let text = |backward: bool| if backward { "the backward" } else { "the forward" }.to_owned();
+        let (kernel, problem) = (text(!backward), text(backward));
+        return Err(fa_kernels::Error::Mismatch { what: "pass", kernel, problem });
+    }
+    if backward {
+        device.kernels.backward_with(problem, spec).map(Pass::Backward)
+    } else {
+        device.kernels.forward_with(problem, spec).map(Pass::Forward)
+    }
+}
+
+/// The backward by the library's choice, or, of a family that is not the GPU's own, by the planner's.
+fn backward(
+    device: &Device,
+    problem: &Problem,
+    family: Option<Family>,
+    options: BackwardOptions,
+) -> Result<Pass, fa_kernels::Error> {
+    let arch = device.kernels.arch();
+    let family = family.filter(|&family| family != Family::native(arch));
+    if family.is_none() {
+        return device.kernels.backward(problem, options).map(Pass::Backward);
+    }
+    let options = PlanOptions { family, backward: Some(options), ..PlanOptions::default() };
+    let mut refused = None;
+    for plan in plan(problem, arch, &options)?.into_iter().take(TRIES) {
+        match bind(device, problem, &plan.spec, true) {
+            Err(error @ fa_kernels::Error::Refused { .. }) => drop(refused.get_or_insert(error)),
+            other => return other,
+        }
+    }
+    Err(refused.expect("a plan is never empty"))
+}
+
 /// The kernels that run a shape: those given that compute it, or the library's choice.
-fn forwards(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Forward>, fa_kernels::Error> {
-    match job.family {
-        Some(family) => return Ok(vec![device.kernels.forward_of(problem, family)?]),
-        None if job.specs.is_empty() => return Ok(vec![device.kernels.forward(problem)?]),
-        None => {}
+fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa_kernels::Error> {
+    if job.specs.is_empty() {
+        let pass = match (job.backward, job.family) {
+            (Some(options), family) => backward(device, problem, family, options)?,
+            (None, Some(family)) => Pass::Forward(device.kernels.forward_of(problem, family)?),
+            (None, None) => Pass::Forward(device.kernels.forward(problem)?),
+        };
+        return Ok(vec![pass]);
     }
     let mut found = Vec::new();
     let mut mismatch = None;
     for spec in &job.specs {
-        match device.kernels.forward_with(problem, spec) {
-            Ok(forward) => found.push(forward),
+        match bind(device, problem, spec, job.backward.is_some()) {
+            Ok(pass) => found.push(pass),
             Err(error @ fa_kernels::Error::Mismatch { .. }) => mismatch = Some(error),
             Err(error) => return Err(error),
         }
@@ -209,27 +276,24 @@ fn forwards(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Forward
 fn measure_shape<T: crate::cuda::Half>(
     device: &Device,
     wanted: &Wanted,
-    forwards: &[Forward],
+    passes: Vec<Pass>,
     peers: Option<(&mut Peers, &[String])>,
     turns: Turns,
     kernels: &mut Vec<KernelRecord>,
 ) -> anyhow::Result<Vec<Row>> {
     let problem = &wanted.problem;
-    let mut arena = Arena::<T>::new(device, problem, &forwards[0])?;
-    let judged = forwards.iter().map(|forward| arena.check(forward)).collect::<anyhow::Result<Vec<_>>>()?;
-    let right: Vec<Forward> = forwards
-        .iter()
-        .zip(&judged)
-        .filter(|(_, judged)| judged.passed)
-        .map(|(forward, _)| device.kernels.forward_with(problem, &forward.kernel().spec))
-        .collect::<Result<_, _>>()?;
+    let backward = matches!(passes.first(), Some(Pass::Backward(_)));
+    let mut arena = Arena::<T>::new(device, problem, &passes[0])?;
+    let judged = passes.iter().map(|pass| arena.check(pass)).collect::<anyhow::Result<Vec<_>>>()?;
+    let specs: Vec<KernelSpec> = passes.iter().map(|pass| pass.spec().clone()).collect();
+    let right = passes.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
+    let right: Vec<Pass> = right.map(|(pass, _)| pass).collect();
     let Outcome { ours, peers, peer_errors } = arena.contest(&right, problem, peers, turns)?;
     let peers: BTreeMap<String, f64> =
-        peers.into_iter().map(|(name, times)| (name, times.tflops(problem))).collect();
+        peers.into_iter().map(|(name, times)| (name, times.tflops(problem, backward))).collect();
     let mut times = ours.into_iter();
     let mut rows = Vec::new();
-    for (forward, judged) in forwards.iter().zip(judged) {
-        let spec = &forward.kernel().spec;
+    for (spec, judged) in specs.iter().zip(judged) {
         KernelRecord::add(kernels, spec, device.kernels.arch())?;
         if judged.passed {
             let times = times.next().unwrap_or_default();
@@ -239,7 +303,7 @@ fn measure_shape<T: crate::cuda::Half>(
                 "wrong on sampled rows: off by {:.3e} (tolerance {:.3e}), or not all written",
                 judged.max_abs, judged.tolerance
             );
-            rows.push(Row::failed(wanted, &spec.to_string(), error));
+            rows.push(Row::failed(wanted, &spec.to_string(), backward, error));
         }
     }
     Ok(rows)

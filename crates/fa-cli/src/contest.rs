@@ -7,11 +7,12 @@
 use std::collections::BTreeMap;
 
 use fa_core::{Problem, TensorLayout};
+use fa_kernels::Error;
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
-use fa_kernels::{Error, Forward};
 
-use crate::cuda::{Call, Device, Half, Inputs, Random, median};
+use crate::cuda::{Device, Half, Inputs, Pass, PassCall, Random, flops, median, random_dout};
 use crate::peers::Peers;
+use crate::sample_head::SampleHead;
 use crate::sample_rows::{Judged, SampleRows};
 
 /// Launches at the head of a turn that do not count.
@@ -40,9 +41,11 @@ impl Turns {
 /// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
 pub struct Arena<'d, T> {
     device: &'d Device,
-    calls: Vec<Call<T>>,
+    calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
+    /// Of the gradients, where they are contested.
+    head: Option<SampleHead>,
 }
 
 /// Times of one entrant.
@@ -58,9 +61,9 @@ impl Times {
         if self.ms.is_empty() { f64::INFINITY } else { median(&self.ms) }
     }
 
-    /// TFLOP/s of the forward of `problem` at the median.
-    pub fn tflops(&self, problem: &Problem) -> f64 {
-        problem.flops_forward() / (self.median() * 1e9)
+    /// TFLOP/s of the forward of `problem`, or of its backward, at the median.
+    pub fn tflops(&self, problem: &Problem, backward: bool) -> f64 {
+        flops(problem, backward) / (self.median() * 1e9)
     }
 }
 
@@ -81,42 +84,56 @@ impl<'d, T: Half> Arena<'d, T> {
     ///
     /// # Errors
     /// Above all for want of device memory.
-    pub fn new(device: &'d Device, problem: &Problem, any: &Forward) -> anyhow::Result<Arena<'d, T>> {
+    pub fn new(device: &'d Device, problem: &Problem, any: &Pass) -> anyhow::Result<Arena<'d, T>> {
         let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
-        let rows = SampleRows::new(&inputs, 2)?;
-        let calls = device.calls(any, &inputs)?;
-        Ok(Arena { device, calls, turn: 0, rows })
+        let (rows, head, calls) = match any {
+            Pass::Forward(forward) => {
+                (SampleRows::new(&inputs, 2)?, None, device.calls(forward, None, &inputs)?)
+            }
+            Pass::Backward(backward) => {
+                let dout = random_dout(problem, 1);
+                let forward = device.kernels.forward(problem)?;
+                let calls = device.calls(&forward, Some((backward, &dout)), &inputs)?;
+                (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)
+            }
+        };
+        Ok(Arena { device, calls, turn: 0, rows, head })
     }
 
-    /// Runs `forward` once on poisoned outputs and judges what it wrote.
+    /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed: all calls get room
+    /// for its workspace here.
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn check(&mut self, forward: &Forward) -> anyhow::Result<Judged> {
+    pub fn check(&mut self, pass: &Pass) -> anyhow::Result<Judged> {
+        let stream = &self.device.stream;
+        self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
         let call = &mut self.calls[0];
-        call.poison(&self.device.stream)?;
-        call.run(forward, &self.device.stream)?;
-        Ok(self.rows.judge(&call.outputs(&self.device.stream)?)?)
+        call.run(pass, stream)?;
+        match (&self.head, call.gradients(stream)?) {
+            (Some(head), Some(gradients)) => Ok(head.judge(&gradients)?),
+            _ => Ok(self.rows.judge(&call.outputs(stream)?)?),
+        }
     }
 
-    /// Runs `forward` until clocks have settled.
+    /// Runs `pass` until clocks have settled.
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn warm_up(&mut self, forward: &Forward) -> Result<(), Error> {
+    pub fn warm_up(&mut self, pass: &Pass) -> Result<(), Error> {
         let mut spent = 0.0;
         while spent < WARM_UP_MS {
             // Something even where events are too coarse to tell.
-            spent += self.sample(forward, LEAD)?.iter().sum::<f64>().max(0.1);
+            spent += self.sample(pass, LEAD)?.iter().sum::<f64>().max(0.1);
         }
         Ok(())
     }
 
-    /// Milliseconds of `reps` launches of `forward`, each between two events.
+    /// Milliseconds of `reps` launches of `pass`, each between two events.
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn sample(&mut self, forward: &Forward, reps: usize) -> Result<Vec<f64>, Error> {
+    pub fn sample(&mut self, pass: &Pass, reps: usize) -> Result<Vec<f64>, Error> {
         let doing = |doing| move |source| Error::Driver { doing, source };
         let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
         let event = || self.device.context().new_event(flags).map_err(doing("making an event"));
@@ -125,7 +142,7 @@ impl<'d, T: Half> Arena<'d, T> {
         let mut launch = || -> Result<(), Error> {
             let call = &mut self.calls[self.turn % copies];
             self.turn = (self.turn + 1) % copies;
-            call.run(forward, stream)
+            call.run(pass, stream)
         };
         (0..LEAD).try_for_each(|_| launch())?;
         for [start, end] in &events {
@@ -145,7 +162,7 @@ impl<'d, T: Half> Arena<'d, T> {
     /// What the GPU reports of our kernels; peers that fail are named in the outcome.
     pub fn contest(
         &mut self,
-        ours: &[Forward],
+        ours: &[Pass],
         problem: &Problem,
         mut peers: Option<(&mut Peers, &[String])>,
         turns: Turns,
@@ -153,16 +170,16 @@ impl<'d, T: Half> Arena<'d, T> {
         let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
         let mut names = Vec::new();
         if let Some((peers, wanted)) = &mut peers {
-            let opened = peers.open(problem, wanted)?;
+            let opened = peers.open(problem, wanted, self.head.is_some())?;
             outcome.peer_errors = opened.errors;
             names = opened.peers;
         }
-        ours.iter().try_for_each(|forward| self.warm_up(forward))?;
+        ours.iter().try_for_each(|pass| self.warm_up(pass))?;
         let mut random = Random::new(problem.seqlen_k as u64);
         for _ in 0..turns.rounds {
             for entrant in random.order(ours.len() + names.len()) {
                 match ours.get(entrant) {
-                    Some(forward) => outcome.ours[entrant].ms.extend(self.sample(forward, turns.reps)?),
+                    Some(pass) => outcome.ours[entrant].ms.extend(self.sample(pass, turns.reps)?),
                     None => {
                         let name = &names[entrant - ours.len()];
                         if let Some((peers, _)) = &mut peers {
@@ -224,7 +241,8 @@ mod tests {
     fn rates_are_of_the_median() {
         let problem = Problem::square(1, 1000, 1, 50, fa_core::Mask::FULL, fa_core::Dtype::Bf16);
         let times = Times { ms: vec![1.0, 2.0, 30.0] };
-        assert!((times.tflops(&problem) - 0.1).abs() < 1e-12);
-        assert_eq!(Times::default().tflops(&problem), 0.0);
+        assert!((times.tflops(&problem, false) - 0.1).abs() < 1e-12);
+        assert!((times.tflops(&problem, true) - 0.25).abs() < 1e-12);
+        assert_eq!(Times::default().tflops(&problem, false), 0.0);
     }
 }

@@ -1,6 +1,8 @@
 //! The GPU at hand: tensors on it, a forward run on them, and its time.
 #![allow(unsafe_code)]
 
+mod backward;
+
 use std::sync::Arc;
 
 use fa_core::{Arch, KernelSpec, Problem, Strides, TensorLayout};
@@ -10,11 +12,13 @@ use fa_kernels::cudarc::driver::{
     ValidAsZeroBits, result,
 };
 use fa_kernels::{
-    Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, driver,
+    Backward, Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, driver,
 };
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 use serde::Serialize;
+
+pub use backward::{GradientCall, Gradients, Pass, PassCall, flops, random_dout};
 
 /// An element type that the GPU kernels compute in: f16 or bf16.
 pub trait Half:
@@ -138,15 +142,21 @@ impl Device {
         Call::new(&self.stream, forward, inputs)
     }
 
-    /// Copies of one call, so many that together they exceed the L2 twice: timed in turn, none finds its inputs there.
+    /// Copies of one call, and of that of its backward with a dO, so many that together they exceed the L2 twice: timed in turn, none finds its inputs there.
     ///
     /// # Errors
     /// As [`Device::call`].
-    pub fn calls<T: Half>(&self, forward: &Forward, inputs: &Inputs<T>) -> Result<Vec<Call<T>>, Error> {
+    pub fn calls<T: Half>(
+        &self,
+        forward: &Forward,
+        backward: Option<(&Backward, &[T])>,
+        inputs: &Inputs<T>,
+    ) -> Result<Vec<PassCall<T>>, Error> {
         const MOST: usize = 32;
         let l2 = self.kernels.arch().limits().l2_bytes as f64;
         let copies = (2.0 * l2 / inputs.problem.bytes_forward().max(1.0)).ceil();
-        (0..(copies as usize).clamp(1, MOST)).map(|_| self.call(forward, inputs)).collect()
+        let call = |_| PassCall::new(&self.stream, forward, backward, inputs);
+        (0..(copies as usize).clamp(1, MOST)).map(call).collect()
     }
 
     /// Milliseconds of a launch by CUDA events, one figure per sample, in ascending order.
@@ -155,8 +165,8 @@ impl Device {
     /// What a launch reports.
     pub fn time<T: Half>(
         &self,
-        forward: &Forward,
-        calls: &mut [Call<T>],
+        pass: &Pass,
+        calls: &mut [PassCall<T>],
         timing: Timing,
     ) -> Result<Vec<f64>, Error> {
         let event = || {
@@ -167,7 +177,7 @@ impl Device {
         let mut turn = 0;
         let mut run = |launches: usize| -> Result<(), Error> {
             for _ in 0..launches {
-                calls[turn].run(forward, &self.stream)?;
+                calls[turn].run(pass, &self.stream)?;
                 turn = (turn + 1) % calls.len();
             }
             Ok(())
@@ -485,21 +495,8 @@ impl<T: Half> Call<T> {
             lse: Some(self.lse.device_ptr_mut(stream).0),
             workspace: Some(self.workspace.device_ptr_mut(stream).0),
         };
-        stream.synchronize().map_err(doing("waiting for the GPU"))?;
-        stream
-            .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            .map_err(doing("beginning a capture"))?;
         // SAFETY: the addresses are those of tensors with these places, which the caller keeps for the graph.
-        let launched = unsafe { forward.run_raw(stream, &args) };
-        // A capture has to end whatever happened in it.
-        let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing("ending a capture"))?;
-        launched?;
-        graph.ok_or(Error::Driver {
-            doing: "capturing a launch",
-            source: DriverError(
-                fa_kernels::cudarc::driver::sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
-            ),
-        })
+        capture(stream, || unsafe { forward.run_raw(stream, &args) })
     }
 
     /// Waits for the stream and reads what was written.
@@ -513,6 +510,22 @@ impl<T: Half> Call<T> {
         let (out, strays) = download(stream, &self.out, &self.places[3])?;
         Ok(Outputs { out, lse, strays })
     }
+}
+
+/// What `launch` puts on `stream` as a CUDA graph.
+fn capture(stream: &Arc<CudaStream>, launch: impl FnOnce() -> Result<(), Error>) -> Result<CudaGraph, Error> {
+    stream.synchronize().map_err(doing("waiting for the GPU"))?;
+    stream
+        .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .map_err(doing("beginning a capture"))?;
+    let launched = launch();
+    // A capture has to end whatever happened in it.
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing("ending a capture"))?;
+    launched?;
+    graph.ok_or(Error::Driver {
+        doing: "capturing a launch",
+        source: DriverError(fa_kernels::cudarc::driver::sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED),
+    })
 }
 
 fn fill_with_nan<U: DeviceRepr>(stream: &CudaStream, slice: &mut CudaSlice<U>) -> Result<(), Error> {

@@ -8,12 +8,11 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use fa_core::{KernelSpec, Problem};
-use fa_kernels::Forward;
 use rayon::prelude::*;
 
 use crate::args::HeadDim;
 use crate::contest::{Arena, Turns};
-use crate::cuda::{Device, Half, with_half};
+use crate::cuda::{Device, Half, Pass, with_half};
 use crate::failure::{InputError, Verdict};
 use crate::output;
 use crate::progress::Steps;
@@ -147,7 +146,7 @@ fn climb<T: Half>(
 ) -> anyhow::Result<Vec<Row>> {
     let problem = &ladder.problem;
     let mut arena: Option<Arena<'_, T>> = None;
-    let mut runners: Vec<(usize, Forward)> = Vec::new();
+    let mut runners: Vec<(usize, Pass)> = Vec::new();
     let mut errors: Vec<Option<String>> = vec![None; ladder.steps.len()];
     let mut wrong = vec![false; ladder.steps.len()];
     for (index, step) in ladder.steps.iter().enumerate() {
@@ -160,7 +159,7 @@ fn climb<T: Half>(
         };
         for spec in specs {
             let forward = match device.kernels.forward_with(problem, spec) {
-                Ok(forward) => forward,
+                Ok(forward) => Pass::Forward(forward),
                 Err(error) => {
                     errors[index] = Some(error.to_string());
                     continue;
@@ -184,13 +183,13 @@ fn climb<T: Half>(
     let Some(mut arena) = arena else {
         return Ok(report::rows(ladder, &[], &errors, &wrong));
     };
-    let (indices, forwards): (Vec<usize>, Vec<Forward>) = runners.into_iter().unzip();
+    let (indices, forwards): (Vec<usize>, Vec<Pass>) = runners.into_iter().unzip();
     let outcome = arena.contest(&forwards, problem, None, turns)?;
     let timed: Vec<(usize, &KernelSpec, f64)> = indices
         .iter()
         .zip(&forwards)
         .zip(&outcome.ours)
-        .map(|((&index, forward), times)| (index, &forward.kernel().spec, times.median()))
+        .map(|((&index, forward), times)| (index, forward.spec(), times.median()))
         .collect();
     Ok(report::rows(ladder, &timed, &errors, &wrong))
 }

@@ -26,6 +26,7 @@ mod record;
 mod report;
 mod run;
 mod safetensors;
+mod sample_head;
 mod sample_rows;
 mod svg;
 mod target;

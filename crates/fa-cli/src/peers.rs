@@ -118,11 +118,11 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
-    /// Readies `wanted` peers (all, if empty) for the forward of `problem`; a window or a cap they do not compute.
+    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone; a window or a cap they do not compute.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn open(&mut self, problem: &Problem, wanted: &[String]) -> anyhow::Result<Opened> {
+    pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> anyhow::Result<Opened> {
         let mask = &problem.mask;
         if !(mask.is_full() || mask.is_causal()) || problem.softcap.is_some() {
             let why = format!("not asked: mask {mask}, soft cap {:?}", problem.softcap);
@@ -130,7 +130,7 @@ impl Peers {
             return Ok(Opened { peers: Vec::new(), errors });
         }
         let mut request = json!({
-            "cmd": "open", "mode": "fwd", "reps": 1,
+            "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
             "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
             "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
             "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,

@@ -69,6 +69,11 @@ impl SampleRows {
         Ok(SampleRows { problem, blocks })
     }
 
+    /// No rows: nothing but that outputs are written is judged.
+    pub fn none(problem: &Problem) -> SampleRows {
+        SampleRows { problem: *problem, blocks: Vec::new() }
+    }
+
     /// Judges a whole output by these rows.
     ///
     /// # Errors

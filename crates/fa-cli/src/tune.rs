@@ -14,13 +14,13 @@ use anyhow::Context;
 use fa_core::{Dtype, Problem};
 use fa_kernels::tune::{self, TuneKey, Tuned, TunedEntry};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
-use fa_planner::plan::Family;
+use fa_planner::plan::{BackwardOptions, Family};
 use rayon::prelude::*;
 
-use crate::args::{KernelFamily, ShapeArgs};
+use crate::args::{KernelFamily, Mode, ShapeArgs};
 use crate::bench_gpu::{Marks, fingerprint, runnable};
 use crate::contest::Turns;
-use crate::cuda::Device;
+use crate::cuda::{Device, flops};
 use crate::failure::{InputError, Verdict};
 use crate::output;
 use crate::progress::Steps;
@@ -36,6 +36,12 @@ use measured::{Measured, Notebook, Result as Found};
 pub struct TuneArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
+    /// Which pass to tune
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
+    /// Tune gradients that have the same bits in every run
+    #[arg(long)]
+    pub deterministic: bool,
     /// Tune for a fixed list of shapes
     #[arg(long, value_enum, conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "family"
@@ -72,6 +78,7 @@ const EXAMPLES: &str = "\
 Examples:
   fa tune --headdim 128 --heads 16 --seqlen 4096 --batch 4 --causal
   fa tune --marks sm90 -n 12 --report tuning.md --json tuning.json
+  fa tune --mode bwd --marks sm90-bwd
   fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
 
 A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over all sequences \
@@ -86,6 +93,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     if args.worker {
         return worker::work(turns);
     }
+    let backward = backward(args)?;
     let (problems, family) = problems(args)?;
     let to_stdout = args.json.as_deref() == Some(std::path::Path::new("-"));
     let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
@@ -102,7 +110,8 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     let mut notebook = Notebook::open(&table.with_extension("measured.jsonl"))?;
     let mut contests: Vec<(Problem, Vec<Candidate>)> = Vec::new();
     for problem in problems {
-        contests.push((problem, candidates::of(&problem, arch, family, usize::from(args.candidates))?));
+        contests
+            .push((problem, candidates::of(&problem, arch, family, backward, usize::from(args.candidates))?));
     }
     let faults = compile(&device, &contests)?;
     // The workers need its memory.
@@ -135,7 +144,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
             let entry = TunedEntry {
                 key: TuneKey::of(problem),
                 spec: spec.clone(),
-                tflops: (problem.flops_forward() / (ms * 1e9) * 10.0).round() / 10.0,
+                tflops: (flops(problem, backward.is_some()) / (ms * 1e9) * 10.0).round() / 10.0,
             };
             tuned.set(&gpu, entry);
             tuned.write(&table)?;
@@ -144,7 +153,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    let report = report::Report::new(provenance, turns, &results);
+    let report = report::Report::new(provenance, turns, backward.is_some(), &results);
     let text = output::json_text(&report)?;
     if let Some(json) = json {
         json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
@@ -155,6 +164,20 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     output::print(&if to_stdout { text } else { report.table() })?;
     output::note(&format!("winners are in {}", table.display()));
     Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
+}
+
+/// The options of the backward, where one is tuned.
+fn backward(args: &TuneArgs) -> Result<Option<BackwardOptions>, InputError> {
+    let usage = |message: &str| Err(InputError::Usage(message.to_owned()));
+    let backward = args.mode == Mode::Bwd;
+    match args.marks {
+        _ if args.mode == Mode::Both => usage("one pass is tuned at a time: use --mode fwd or --mode bwd"),
+        _ if args.deterministic && !backward => usage("--deterministic is the backward's: add --mode bwd"),
+        Some(marks) if marks.backward() != backward => {
+            usage("the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd")
+        }
+        _ => Ok(backward.then_some(BackwardOptions { deterministic: args.deterministic })),
+    }
 }
 
 fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {

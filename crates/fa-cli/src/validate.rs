@@ -3,6 +3,7 @@
 pub mod args;
 mod cases;
 mod configs;
+mod gradients;
 mod knobs;
 mod oracle;
 mod sanitize;
@@ -18,9 +19,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_core::{Arch, KernelSpec};
+use fa_kernels::tune;
 use fa_planner::plan::Family;
 use serde::Serialize;
 
+use crate::args::Mode;
 use crate::cuda::Device;
 use crate::failure::{InputError, Verdict};
 use crate::output;
@@ -67,6 +70,10 @@ struct Group {
 /// # Errors
 /// Without a driver, a GPU or a compiler, and for bad input.
 pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
+    if args.mode == Mode::Both {
+        let message = "a backward is validated behind its forward: use --mode bwd".to_owned();
+        return Err(InputError::Usage(message).into());
+    }
     if args.check_records {
         return check_records(args);
     }
@@ -93,7 +100,7 @@ pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     }
     let report = report(args, family, results, start.elapsed())?;
     if args.record && report.passed {
-        let name = format!("{}-{}.json", report.family, report.provenance.gpu_slug());
+        let name = format!("{}{}-{}.json", report.family, args.suffix(), report.provenance.gpu_slug());
         let folder = if args.soak.is_some() { record::SOAKED } else { record::VALIDATED };
         let path = record::write(&args.results, folder, &name, &output::json_text(&report)?)?;
         eprintln!("wrote {}", path.display());
@@ -119,7 +126,7 @@ fn worker_command() -> anyhow::Result<Command> {
 fn work(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     let family = args.arch.map(|arch| arch.family());
     if let Some(seconds) = args.soak {
-        worker::soak(args.seed, Duration::from_secs(u64::from(seconds)), family)?;
+        worker::soak(args.seed, Duration::from_secs(u64::from(seconds)), family, args.backward())?;
         return Ok(Verdict::Good);
     }
     worker::run(|arch, family| chosen_cases(args, arch, family), family)?;
@@ -131,9 +138,9 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     let extent = if args.is_full() { Extent::Full } else { Extent::Quick };
     let repeat = args.repeat.unwrap_or(if args.is_full() { 1000 } else { 100 }) as usize;
     let mut chosen = if args.sanitize {
-        sanitize::cases()
+        sanitize::cases(args.backward())
     } else if args.all_configs {
-        configs::cases(&configs::configs(&args.headdim, family, arch)?)
+        configs::cases(&configs::configs(&args.headdim, args.backward(), family, arch)?)
     } else if let Some(path) = &args.spec {
         let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
         let spec = KernelSpec::from_ron(&text).with_context(|| path.display().to_string())?;
@@ -142,13 +149,17 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
         cases.extend(repeated.map(|case| Case { action: Action::Repeat(repeat), ..case }));
         cases
     } else {
-        let mut cases = cases::library(extent, repeat);
+        let library = if args.backward() { cases::gradients } else { cases::library };
+        let mut cases = library(extent, repeat);
         for (kernel, spec, archs) in record::shipped()? {
-            if archs.contains(&arch) && family_of(&spec) == family {
+            let of_the_pass = tune::backward(&spec).is_some() == args.backward();
+            if archs.contains(&arch) && tune::family(&spec) == family && of_the_pass {
                 cases.extend(cases::of_spec("shipped", &kernel.file, &spec, extent));
             }
         }
-        for knob in knobs::specs(family, arch) {
+        // A backward's switches are all configurations of the planner's: --all-configs.
+        let knobs = if args.backward() { Vec::new() } else { knobs::specs(family, arch) };
+        for knob in knobs {
             cases.extend(cases::of_spec("knobs", &knob.name, &knob.spec, Extent::Quick));
         }
         cases
@@ -157,13 +168,6 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
         chosen.retain(|case| case.name().contains(filter.as_str()));
     }
     Ok(chosen)
-}
-
-fn family_of(spec: &KernelSpec) -> Family {
-    match spec.kernel {
-        fa_core::Kernel::Sm80Fwd(_) => Family::Sm80,
-        fa_core::Kernel::Sm90Fwd(_) | fa_core::Kernel::Sm90Bwd(_) => Family::Sm90,
-    }
 }
 
 fn report(

@@ -13,6 +13,10 @@ pub enum Marks {
     Sm80,
     /// wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long; and f16 causal
     Sm90,
+    /// Gradients by mma.sync kernels beside FlashAttention 2: as sm80
+    Sm80Bwd,
+    /// Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90
+    Sm90Bwd,
 }
 
 /// A shape to measure.
@@ -48,25 +52,30 @@ impl Marks {
     /// The kernels that are measured.
     pub const fn family(self) -> Family {
         match self {
-            Marks::Sm80 => Family::Sm80,
-            Marks::Sm90 => Family::Sm90,
+            Marks::Sm80 | Marks::Sm80Bwd => Family::Sm80,
+            Marks::Sm90 | Marks::Sm90Bwd => Family::Sm90,
         }
+    }
+
+    /// Whether gradients are measured.
+    pub const fn backward(self) -> bool {
+        matches!(self, Marks::Sm80Bwd | Marks::Sm90Bwd)
     }
 
     /// The peers that are asked; all, if empty.
     pub fn peers(self) -> Vec<String> {
         match self {
             // Also made of mma.sync; the others use what only newer GPUs have.
-            Marks::Sm80 => vec!["fa2".to_owned()],
-            Marks::Sm90 => Vec::new(),
+            Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
+            Marks::Sm90 | Marks::Sm90Bwd => Vec::new(),
         }
     }
 
     /// The shapes.
     pub fn shapes(self) -> Vec<Wanted> {
         let (dims, shortest): (&[_], usize) = match self {
-            Marks::Sm80 => (&HEADS[..2], 1024),
-            Marks::Sm90 => (&HEADS, 512),
+            Marks::Sm80 | Marks::Sm80Bwd => (&HEADS[..2], 1024),
+            Marks::Sm90 | Marks::Sm90Bwd => (&HEADS, 512),
         };
         let mut shapes = Vec::new();
         for &(head_dim, head_dim_v, heads) in dims {
@@ -99,6 +108,8 @@ mod tests {
         assert_eq!(Marks::Sm80.shapes().len(), 2 * 2 * 5);
         let shapes = Marks::Sm90.shapes();
         assert_eq!(shapes.len(), 4 * 2 * 6 + 5);
+        assert_eq!(Marks::Sm80Bwd.shapes(), Marks::Sm80.shapes());
+        assert_eq!(Marks::Sm90Bwd.shapes(), shapes[..48]);
         for shape in &shapes[..48] {
             assert_eq!(shape.problem.batch * shape.problem.seqlen_q, TOKENS);
             shape.problem.check().expect("a valid problem");

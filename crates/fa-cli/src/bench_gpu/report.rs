@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fa_core::{Arch, Dtype, KernelSpec};
+use fa_kernels::tune;
 use serde::Serialize;
 
 use crate::contest::Times;
@@ -71,7 +72,7 @@ impl KernelRecord {
 /// One kernel on one shape.
 #[derive(Debug, Serialize)]
 pub struct Row {
-    /// `fwd`.
+    /// `fwd` or `bwd`.
     pub kind: &'static str,
     pub group: &'static str,
     pub batch: usize,
@@ -122,10 +123,10 @@ pub struct Summary {
 }
 
 impl Row {
-    fn empty(wanted: &Wanted, spec: &str) -> Row {
+    fn empty(wanted: &Wanted, spec: &str, backward: bool) -> Row {
         let problem = &wanted.problem;
         Row {
-            kind: "fwd",
+            kind: if backward { "bwd" } else { "fwd" },
             group: wanted.group,
             batch: problem.batch,
             heads_q: problem.heads_q,
@@ -151,8 +152,8 @@ impl Row {
     }
 
     /// A row without times.
-    pub fn failed(wanted: &Wanted, spec: &str, error: String) -> Row {
-        Row { error: Some(error), ..Row::empty(wanted, spec) }
+    pub fn failed(wanted: &Wanted, spec: &str, backward: bool, error: String) -> Row {
+        Row { error: Some(error), ..Row::empty(wanted, spec, backward) }
     }
 
     /// A row of times; rates of peers in TFLOP/s.
@@ -164,7 +165,8 @@ impl Row {
         peers: BTreeMap<String, f64>,
         peer_errors: BTreeMap<String, String>,
     ) -> Row {
-        let tflops = times.tflops(&wanted.problem);
+        let backward = tune::backward(spec).is_some();
+        let tflops = times.tflops(&wanted.problem, backward);
         let best = peers.values().copied().fold(0.0, f64::max);
         Row {
             ms_median: times.median(),
@@ -174,7 +176,7 @@ impl Row {
             peers,
             peer_errors,
             judged: Some(judged),
-            ..Row::empty(wanted, &spec.to_string())
+            ..Row::empty(wanted, &spec.to_string(), backward)
         }
     }
 

@@ -107,7 +107,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
     let fast = Sm80Fwd { fast_math: true, ..large.clone() };
     let split = Sm80Fwd { loop_split: true, ..fast.clone() };
     let order = Sm80Fwd { reverse_blocks: true, ..split.clone() };
-    let tuned = candidates::of(&problem, arch, Family::Sm80, TUNED_TILES)?;
+    let tuned = candidates::of(&problem, arch, Family::Sm80, None, TUNED_TILES)?;
     let tuned = tuned.into_iter().map(|candidate| candidate.spec).collect();
     let published = TILES_PUBLISHED.iter().find(|(known, _)| *known == seqlen);
     Ok(Ladder {

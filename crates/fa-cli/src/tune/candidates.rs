@@ -2,7 +2,7 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, Problem};
-use fa_planner::plan::{Family, PlanError, PlanOptions, account, plan, plan_spec};
+use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, account, plan, plan_spec};
 use serde::{Deserialize, Serialize};
 
 /// A kernel to measure.
@@ -19,13 +19,19 @@ pub struct Candidate {
 /// The tiles whose knobs are varied.
 const VARIED: usize = 3;
 
-/// The planner's best kernel of each of the `tiles` best tiles (the best of all first), and as many variants of the first
+/// Forwards, or backwards with these options: the planner's best kernel of each of the `tiles` best tiles (the best of all first), and as many variants of the first
 /// few with other knobs.
 ///
 /// # Errors
 /// Where no kernel of the family computes the problem.
-pub fn of(problem: &Problem, arch: Arch, family: Family, tiles: usize) -> Result<Vec<Candidate>, PlanError> {
-    let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+pub fn of(
+    problem: &Problem,
+    arch: Arch,
+    family: Family,
+    backward: Option<BackwardOptions>,
+    tiles: usize,
+) -> Result<Vec<Candidate>, PlanError> {
+    let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
     let plans = plan(problem, arch, &options)?;
     let mut found: Vec<Candidate> = Vec::new();
     for (rank, plan) in plans.iter().enumerate() {
@@ -137,7 +143,7 @@ mod tests {
         {
             for mask in [Mask::FULL, Mask::CAUSAL] {
                 let problem = Problem::square(4, 4096, 16, 128, mask, Dtype::Bf16);
-                let found = of(&problem, arch, family, 6).expect("there are plans");
+                let found = of(&problem, arch, family, None, 6).expect("there are plans");
                 assert!(found.len() > 6 && found.len() <= 12, "{arch} {family:?} {mask}: {}", found.len());
                 assert_eq!(found[0].rank, Some(0));
                 for (index, one) in found.iter().enumerate() {

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use fa_planner::plan::Family;
 
+use crate::args::Mode;
+
 /// `fa validate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -12,6 +14,9 @@ pub struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
     #[arg(long, value_enum)]
     pub arch: Option<KernelArch>,
+    /// Which pass to validate: fwd, or bwd (gradients of dO, after the forward)
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
     /// A part of the grid that takes below a minute (the default without --record)
     #[arg(long)]
     pub quick: bool,
@@ -94,6 +99,7 @@ Examples:
   fa validate --record                          all of it, with a record for docs/results
   fa validate --arch sm80 --filter windows/     the kernels for every GPU, one group of cases
   fa validate --spec kernel.ron                 one kernel
+  fa validate --mode bwd --arch sm90            gradients
   fa validate --soak 600 --seed 7               random problems for ten minutes
   fa validate --all-configs                     predicted and measured rates of every configuration
 
@@ -106,5 +112,15 @@ impl ValidateArgs {
     /// Whether the whole grid is asked for.
     pub fn is_full(&self) -> bool {
         self.full || self.record
+    }
+
+    /// Whether gradients are validated.
+    pub fn backward(&self) -> bool {
+        self.mode == Mode::Bwd
+    }
+
+    /// What the names of records say about the pass.
+    pub fn suffix(&self) -> &'static str {
+        if self.backward() { "-bwd" } else { "" }
     }
 }

@@ -1,6 +1,10 @@
 //! The cases: shapes, head dims, heads, masks and placements, and the places where known implementations failed.
 
+use std::collections::HashSet;
+
 use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_kernels::tune;
+use fa_planner::plan::BackwardOptions;
 
 use crate::cuda::{Half, Inputs, Place, shapes};
 
@@ -19,6 +23,8 @@ pub struct Case {
     pub action: Action,
     /// The kernel, where not the library chooses.
     pub kernel: Option<NamedSpec>,
+    /// The options of the backward, where gradients are computed behind the forward.
+    pub backward: Option<BackwardOptions>,
 }
 
 /// A kernel of the case's choice.
@@ -157,6 +163,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
         values: Values::Normal,
         action: Action::Once,
         kernel: None,
+        backward: None,
     }
 }
 
@@ -173,6 +180,53 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(empties());
     cases.extend(sizes(full));
     cases.extend(actions(repeat));
+    cases
+}
+
+/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where they are long,
+/// for a head's gradients take the oracle seconds there. Every fourth is deterministic, and what is repeated has to be.
+pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
+    const LONG: usize = 1 << 20;
+    const LONGEST: usize = 1 << 20;
+    let options = |deterministic| Some(BackwardOptions { deterministic });
+    let mut cases: Vec<Case> = library(extent, repeat)
+        .into_iter()
+        .filter(|case| case.action == Action::Once && case.problem.seqlen_k < LONGEST)
+        .enumerate()
+        .map(|(index, mut case)| {
+            let p = &mut case.problem;
+            if p.seqlen_q * p.seqlen_k > LONG / 2 {
+                (p.heads_q, p.heads_kv) = if p.heads_q == p.heads_kv { (2, 2) } else { (4, 2) };
+                p.batch = p.batch.min(1);
+            }
+            Case { backward: options(index % 4 == 3), ..case }
+        })
+        .collect();
+    let one = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
+    for (seqlen_q, seqlen_k) in [(4224, 4224), (2000, 4000)] {
+        for mask in MASKS {
+            let problem = Problem { seqlen_q, seqlen_k, mask, ..one };
+            let repeated = Case { action: Action::Repeat(repeat), ..case("repeat", problem) };
+            cases.push(Case { backward: options(true), ..repeated });
+        }
+    }
+    let ragged = Problem { seqlen_q: 555, seqlen_k: 777, heads_q: 6, heads_kv: 3, ..BASE };
+    for problem in [ragged, Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged }] {
+        for action in [Action::Graph, Action::OwnStream, Action::Threads] {
+            for deterministic in [false, true] {
+                cases.push(Case { action, backward: options(deterministic), ..case("launch", problem) });
+            }
+        }
+    }
+    // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
+    for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
+        for mask in MASKS {
+            let problem = Problem { heads_q, heads_kv, batch: 1, seqlen_q: 500, seqlen_k: 300, mask, ..BASE };
+            cases.push(Case { backward: options(false), ..case("head splits", problem) });
+        }
+    }
+    let mut seen = HashSet::new();
+    cases.retain(|case| seen.insert(case.name()));
     cases
 }
 
@@ -427,7 +481,11 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
             };
             let placing = [Placing::Bshd, Placing::Bhsd, Placing::Gap(8)][turn % 3];
             let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
-            cases.push(Case { placing, kernel, ..case(group, problem) });
+            let backward = tune::backward(spec);
+            // Gradients of long problems take the oracle seconds a head.
+            if backward.is_none() || seqlen_q * seqlen_k <= 1 << 20 {
+                cases.push(Case { placing, kernel, backward, ..case(group, problem) });
+            }
         }
     }
     let steep = cases.iter().max_by_key(|case| case.problem.seqlen_k.min(1024)).cloned();
@@ -445,6 +503,9 @@ impl Case {
         let mut name = format!("{}/{}", self.group, self.problem_name());
         if self.action != Action::Once {
             name += &format!(" {:?}", self.action).to_lowercase();
+        }
+        if let Some(options) = &self.backward {
+            name += if options.deterministic { " deterministic gradients" } else { " gradients" };
         }
         if let Some(kernel) = &self.kernel {
             name += &format!(" by {}", kernel.name);
@@ -543,6 +604,8 @@ impl Case {
     /// Bytes of device memory that the tensors take.
     pub fn device_bytes(&self) -> u64 {
         let elements: u64 = self.places().iter().map(|place| place.len() as u64).sum();
+        // Gradients are as large as their tensors, and an accumulator in f32 is twice as large as Q.
+        let elements = if self.backward.is_some() { 3 * elements } else { elements };
         elements * self.problem.dtype.bytes() as u64
     }
 }
@@ -556,7 +619,7 @@ mod tests {
     #[test]
     fn names_are_unique_and_problems_valid() {
         for extent in [Extent::Quick, Extent::Full] {
-            let cases = library(extent, 10);
+            let cases: Vec<Case> = [library(extent, 10), gradients(extent, 10)].concat();
             let names: HashSet<String> = cases.iter().map(Case::name).collect();
             let mut seen = HashSet::new();
             let twice: Vec<String> =

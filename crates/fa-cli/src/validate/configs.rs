@@ -7,9 +7,9 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
-use fa_kernels::{Cache, Compiler, CompilerKind, Error, Headers, Report, Source, smem_bytes};
+use fa_kernels::{Cache, Compiler, CompilerKind, Error, Headers, Report, Source, smem_bytes, tune};
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{Family, PlanOptions, Reason, explore};
+use fa_planner::plan::{BackwardOptions, Family, PlanOptions, Reason, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -17,6 +17,7 @@ use super::args::ValidateArgs;
 use super::cases::{Action, Case, Extent, NamedSpec, of_spec};
 use super::worker::{CaseResult, Status};
 use crate::args::HeadDim;
+use crate::cuda::flops;
 use crate::failure::Verdict;
 use crate::output;
 use crate::progress::Steps;
@@ -114,15 +115,21 @@ struct Record {
 }
 
 /// Every configuration for the problems of `head_dims`.
-pub fn configs(head_dims: &[HeadDim], family: Family, arch: Arch) -> anyhow::Result<Vec<Config>> {
+pub fn configs(
+    head_dims: &[HeadDim],
+    backward: bool,
+    family: Family,
+    arch: Arch,
+) -> anyhow::Result<Vec<Config>> {
+    let backward = backward.then(BackwardOptions::default);
+    let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
     let mut configs = Vec::new();
     for &HeadDim { qk, v } in head_dims {
         for mask in [Mask::FULL, Mask::CAUSAL] {
             let heads = (2048 / qk).max(1);
             let square = Problem::square(16_384 / SEQLEN, SEQLEN, heads, qk, mask, Dtype::Bf16);
             let problem = Problem { head_dim_v: v, ..square };
-            let set =
-                explore(&problem, arch, &PlanOptions { family: Some(family), ..PlanOptions::default() })?;
+            let set = explore(&problem, arch, &options)?;
             configs.extend(set.plans.into_iter().map(|plan| Config {
                 problem,
                 spec: plan.spec,
@@ -162,7 +169,10 @@ impl Config {
         let name = self.spec.to_string();
         let mut cases = of_spec("configs", &name, &self.spec, Extent::Quick);
         let kernel = Some(NamedSpec { name, spec: self.spec.clone() });
-        cases.push(Case { action: Action::Measure, kernel, ..super::cases::case("configs", self.problem) });
+        let backward = tune::backward(&self.spec);
+        let measured =
+            Case { action: Action::Measure, kernel, ..super::cases::case("configs", self.problem) };
+        cases.push(Case { backward, ..measured });
         cases
     }
 }
@@ -206,7 +216,7 @@ pub fn command(
     provenance: impl FnOnce() -> anyhow::Result<Provenance>,
     work: impl FnOnce(Vec<CaseResult>) -> anyhow::Result<Vec<CaseResult>>,
 ) -> anyhow::Result<Verdict> {
-    let configs = configs(&args.headdim, family, arch)?;
+    let configs = configs(&args.headdim, args.backward(), family, arch)?;
     let reports = compile(&configs, arch)?;
     // The worker passes over what it is told is done.
     let unclean = configs.iter().zip(&reports).filter(|(_, report)| !is_clean(report));
@@ -228,7 +238,8 @@ pub fn command(
     let record =
         Record { kind: "configs", passed, provenance: provenance()?, seqlen: SEQLEN, summaries, rows };
     if args.record {
-        write_record(&args.results, family, &record, &results)?;
+        let kernels = format!("{}{}", format!("{family:?}").to_lowercase(), args.suffix());
+        write_record(&args.results, &kernels, &record, &results)?;
     }
     if args.json {
         output::print_json(&record)?
@@ -265,7 +276,7 @@ fn row(config: &Config, report: &Result<Report, String>, results: &HashMap<&str,
         smem: smem_bytes(&config.spec),
         right,
         tflops_predicted: config.planned.tflops,
-        tflops: ms.map(|ms| config.problem.flops_forward() / ms / 1e9),
+        tflops: ms.map(|ms| flops(&config.problem, tune::backward(&config.spec).is_some()) / ms / 1e9),
     }
 }
 
@@ -377,9 +388,8 @@ fn text(record: &Record, results: &[CaseResult]) -> String {
     text
 }
 
-fn write_record(results: &Path, family: Family, record: &Record, cases: &[CaseResult]) -> anyhow::Result<()> {
-    let family = format!("{family:?}").to_lowercase();
-    let name = format!("{family}-{}", record.provenance.gpu_slug());
+fn write_record(results: &Path, kernels: &str, record: &Record, cases: &[CaseResult]) -> anyhow::Result<()> {
+    let name = format!("{kernels}-{}", record.provenance.gpu_slug());
     let json = record::write(results, "configs", &format!("{name}.json"), &output::json_text(record)?)?;
     let page = record::write(results, "configs", &format!("{name}.md"), &markdown(record, cases))?;
     eprintln!("wrote {} and {}", json.display(), page.display());
@@ -465,7 +475,7 @@ mod tests {
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {
-        let found = configs(&[HeadDim { qk: 128, v: 128 }], Family::Sm90, Arch::Sm90).unwrap();
+        let found = configs(&[HeadDim { qk: 128, v: 128 }], false, Family::Sm90, Arch::Sm90).unwrap();
         assert!(found.iter().any(|config| !config.planned.fits));
         assert!(found.iter().filter(|config| config.planned.fits).count() > 20);
         let mut names = HashSet::new();

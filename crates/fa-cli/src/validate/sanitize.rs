@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_core::{Dtype, Mask, Problem};
 use fa_kernels::toolchain;
-use fa_planner::plan::Family;
+use fa_planner::plan::{BackwardOptions, Family};
 use serde::Serialize;
 
 use super::args::ValidateArgs;
@@ -38,7 +38,7 @@ pub struct Finding {
 }
 
 /// The cases: small, and of every kind of tile, mask and placement.
-pub fn cases() -> Vec<Case> {
+pub fn cases(backward: bool) -> Vec<Case> {
     let mut cases = Vec::new();
     let small = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
     for (turn, (head_dim, head_dim_v)) in
@@ -49,7 +49,12 @@ pub fn cases() -> Vec<Case> {
             let problem =
                 Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
             let placing = if turn == 4 { Placing::Gap(8) } else { Placing::Bshd };
-            cases.push(Case { placing, ..cases::case("sanitize", problem) });
+            let options = |deterministic| backward.then_some(BackwardOptions { deterministic });
+            let case = Case { placing, backward: options(false), ..cases::case("sanitize", problem) };
+            if backward {
+                cases.push(Case { backward: options(true), ..case.clone() });
+            }
+            cases.push(case);
         }
     }
     cases
@@ -97,7 +102,7 @@ pub fn command(
         tools,
     };
     if args.record {
-        let name = format!("{}-{}.json", report.family, report.provenance.gpu_slug());
+        let name = format!("{}{}-{}.json", report.family, args.suffix(), report.provenance.gpu_slug());
         let path = record::write(&args.results, record::SANITIZED, &name, &output::json_text(&report)?)?;
         eprintln!("wrote {}", path.display());
     }

@@ -1,10 +1,19 @@
 //! Random problems, the same for the same seed.
 
 use fa_core::{Dtype, Mask, Problem};
-use fa_planner::plan::Family;
+use fa_planner::plan::{BackwardOptions, Family};
 
 use super::cases::{self, Action, Case, Placing, Values};
 use crate::cuda::Random;
+
+/// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
+pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
+    let mut case = case(seed, turn, family);
+    let group = case.problem.group_size().min(4);
+    (case.problem.heads_q, case.problem.heads_kv) = (group, 1);
+    let deterministic = turn % 2 == 1 || case.action != Action::Once;
+    Case { backward: Some(BackwardOptions { deterministic }), ..case }
+}
 
 /// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
 pub fn case(seed: u64, turn: u64, family: Family) -> Case {

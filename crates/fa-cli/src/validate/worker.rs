@@ -1,12 +1,14 @@
 //! The part that works on the GPU, in a process of its own: cases in, events out.
 
+mod backward;
+
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::io::{BufRead, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use fa_core::{Arch, Problem, TensorLayout};
+use fa_core::{Arch, TensorLayout};
 use fa_kernels::{Error, Forward};
 use fa_planner::plan::{Family, PlanOptions, plan};
 use half::bf16;
@@ -16,7 +18,9 @@ use serde::{Deserialize, Serialize};
 use super::cases::{Action, Case, NamedSpec, Placing};
 use super::oracle::Oracle;
 use super::soak;
-use crate::cuda::{Call, Device, Half, Inputs, Timing, median, with_half};
+use crate::cuda::{
+    Call, Device, Half, Inputs, Pass, PassCall, Timing, flops, median, random_dout, with_half,
+};
 
 /// What a worker tells its supervisor, a line of JSON each.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -77,7 +81,7 @@ struct Worker {
 }
 
 /// Tensors of problems that several kernels are timed on.
-type Timed = HashMap<String, Vec<Call<bf16>>>;
+type Timed = HashMap<String, Vec<PassCall<bf16>>>;
 
 /// Runs the cases whose names are not among the lines of standard input.
 ///
@@ -102,7 +106,8 @@ pub fn run(
 ///
 /// # Errors
 /// When there is no GPU.
-pub fn soak(seed: u64, time: Duration, family: Option<Family>) -> anyhow::Result<()> {
+pub fn soak(seed: u64, time: Duration, family: Option<Family>, backward: bool) -> anyhow::Result<()> {
+    let case_of = if backward { soak::gradients } else { soak::case };
     let finished = std::io::stdin().lock().lines().collect::<Result<HashSet<String>, _>>()?.len();
     let worker = Worker::open(family)?;
     let start = Instant::now();
@@ -112,7 +117,7 @@ pub fn soak(seed: u64, time: Duration, family: Option<Family>) -> anyhow::Result
         tell(&Event::Cases(count));
         (0..count).into_par_iter().with_max_len(1).for_each(|i| {
             if start.elapsed() < time {
-                worker.case(&soak::case(seed, turn + i as u64, worker.family));
+                worker.case(&case_of(seed, turn + i as u64, worker.family));
             }
         });
         turn += count as u64;
@@ -184,7 +189,10 @@ impl Worker {
         let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
         let made = several.par_iter().with_max_len(1).map(|case| {
             let made = with_half!(case.problem.dtype, T => {
-                Box::new(made::<T>(case)?) as Box<dyn Any + Send + Sync>
+                match case.backward {
+                    Some(_) => Box::new(backward::made::<T>(case)?) as Box<dyn Any + Send + Sync>,
+                    None => Box::new(made::<T>(case)?),
+                }
             }, else Box::new(()));
             Ok((case.problem_name(), made))
         });
@@ -195,24 +203,40 @@ impl Worker {
     fn first_choice(&self, case: &Case) -> Option<fa_core::KernelSpec> {
         match &case.kernel {
             Some(NamedSpec { spec, .. }) => Some(spec.clone()),
-            None => Some(self.plans(&case.problem).ok()?.swap_remove(0)),
+            None => Some(self.plans(case).ok()?.swap_remove(0)),
         }
     }
 
-    fn plans(&self, problem: &Problem) -> Result<Vec<fa_core::KernelSpec>, Error> {
-        let options = PlanOptions { family: Some(self.family), ..PlanOptions::default() };
-        let plans = plan(problem, self.device.kernels.arch(), &options)?;
+    fn plans(&self, case: &Case) -> Result<Vec<fa_core::KernelSpec>, Error> {
+        let options =
+            PlanOptions { family: Some(self.family), backward: case.backward, ..PlanOptions::default() };
+        let plans = plan(&case.problem, self.device.kernels.arch(), &options)?;
         Ok(plans.into_iter().take(TRIES).map(|plan| plan.spec).collect())
     }
 
     fn forward(&self, case: &Case) -> Result<Forward, Error> {
-        let own = case.kernel.as_ref().map(|named| &named.spec);
-        if own.is_some() || self.family == Family::native(self.device.kernels.arch()) {
+        // The forward before a backward is the library's own.
+        let own = case.kernel.as_ref().filter(|_| case.backward.is_none()).map(|named| &named.spec);
+        if own.is_some() || case.backward.is_some() || self.is_native() {
             return self.device.forward(&case.problem, own);
         }
+        self.first_clean(case, |spec| self.device.kernels.forward_with(&case.problem, spec))
+    }
+
+    /// Whether the library's own choice is of the family that is validated.
+    fn is_native(&self) -> bool {
+        self.family == Family::native(self.device.kernels.arch())
+    }
+
+    /// The first of the planner's kernels that compiles cleanly.
+    fn first_clean<P>(
+        &self,
+        case: &Case,
+        bind: impl Fn(&fa_core::KernelSpec) -> Result<P, Error>,
+    ) -> Result<P, Error> {
         let mut refused = None;
-        for spec in self.plans(&case.problem)? {
-            match self.device.kernels.forward_with(&case.problem, &spec) {
+        for spec in self.plans(case)? {
+            match bind(&spec) {
                 Err(error @ Error::Refused { .. }) => drop(refused.get_or_insert(error)),
                 other => return other,
             }
@@ -253,8 +277,11 @@ impl Worker {
     fn examine<T: Half>(&self, case: &Case) -> anyhow::Result<Found> {
         let forward = self.forward(case)?;
         self.check_memory(case)?;
+        if let Some(options) = case.backward {
+            return self.examine_gradients(case, forward, options);
+        }
         if case.action == Action::Measure {
-            return self.measure(case, &forward);
+            return self.measure(case, &Pass::Forward(forward), None);
         }
         let own;
         let (inputs, oracle) = match self.shared.get(&case.problem_name()).and_then(|any| any.downcast_ref())
@@ -293,7 +320,7 @@ impl Worker {
     }
 
     /// Times the kernel on tensors that stay on the GPU for the next one.
-    fn measure(&self, case: &Case, forward: &Forward) -> anyhow::Result<Found> {
+    fn measure(&self, case: &Case, pass: &Pass, forward: Option<&Forward>) -> anyhow::Result<Found> {
         const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 11, sample_ms: 0.5 };
         let key = case.problem_name();
         let inputs = {
@@ -306,13 +333,24 @@ impl Worker {
         if let Some(inputs) = inputs
             && !timed.contains_key(&key)
         {
-            timed.insert(key.clone(), self.device.calls(forward, &inputs)?);
+            let calls = match (pass, forward) {
+                (Pass::Backward(backward), Some(forward)) => {
+                    let dout = random_dout(&case.problem, case.seed());
+                    self.device.calls(forward, Some((backward, &dout)), &inputs)?
+                }
+                (Pass::Forward(forward), _) => self.device.calls(forward, None, &inputs)?,
+                (Pass::Backward(_), None) => anyhow::bail!("a backward needs the forward before it"),
+            };
+            timed.insert(key.clone(), calls);
         }
         let calls = timed.get_mut(&key).expect("inserted above, by this thread or another");
-        let times = self.device.time(forward, calls, TIMING)?;
+        // Kernels differ in their workspaces.
+        calls.iter_mut().try_for_each(|call| call.ready(pass, &self.device.stream))?;
+        let times = self.device.time(pass, calls, TIMING)?;
         let ms = median(&times);
-        let kernel = forward.kernel().spec.to_string();
-        let detail = format!("{ms:.4} ms, {:.0} TFLOP/s", case.problem.flops_forward() / ms / 1e9);
+        let kernel = pass.spec().to_string();
+        let rate = flops(&case.problem, case.backward.is_some()) / ms / 1e9;
+        let detail = format!("{ms:.4} ms, {rate:.0} TFLOP/s");
         Ok(Found { kernel, passed: true, ratio: 0.0, detail, ms: Some(ms) })
     }
 

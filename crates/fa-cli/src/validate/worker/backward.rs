@@ -1,0 +1,194 @@
+//! Cases of gradients: the library's forward, then the backward behind it, both judged.
+
+use std::sync::{Arc, PoisonError};
+
+use fa_kernels::cudarc::driver::CudaStream;
+use fa_kernels::{Backward, Error, Forward};
+use fa_planner::plan::BackwardOptions;
+
+use super::{Event, Found, Worker, tell};
+use crate::cuda::{Call, GradientCall, Gradients, Half, Inputs, Outputs, Pass, random_dout};
+use crate::validate::cases::{Action, Case};
+use crate::validate::gradients::GradientOracle;
+use crate::validate::oracle::Oracle;
+
+/// Inputs, dO and what must come of them.
+pub struct Made<T> {
+    inputs: Inputs<T>,
+    dout: Vec<T>,
+    forward: Oracle<T>,
+    gradients: GradientOracle<T>,
+}
+
+/// Inputs and oracles of a case.
+pub fn made<T: Half>(case: &Case) -> anyhow::Result<Made<T>> {
+    let inputs = case.inputs::<T>();
+    let dout = random_dout(&case.problem, case.seed());
+    let forward = Oracle::new(&inputs, case.seed())?;
+    let gradients = GradientOracle::new(&inputs, &dout, case.seed())?;
+    Ok(Made { inputs, dout, forward, gradients })
+}
+
+/// What a case wrote.
+struct Runs<T> {
+    outputs: Outputs<T>,
+    gradients: Vec<Gradients<T>>,
+    fault: Option<String>,
+}
+
+/// Both kernels of a case and its data.
+struct Job<'a, T> {
+    forward: &'a Forward,
+    backward: &'a Backward,
+    made: &'a Made<T>,
+    deterministic: bool,
+}
+
+impl<T: Half> Job<'_, T> {
+    /// Tensors of both passes on `stream`, the forward run.
+    fn calls(&self, stream: &Arc<CudaStream>) -> Result<(Call<T>, GradientCall<T>), Error> {
+        let mut call = Call::new(stream, self.forward, &self.made.inputs)?;
+        call.run(self.forward, stream)?;
+        let gradients = GradientCall::new(stream, self.backward, &self.made.inputs, &self.made.dout)?;
+        Ok((call, gradients))
+    }
+
+    /// `times` runs on `stream`, all but the last on poisoned tensors that hold the run before; of a deterministic kernel
+    /// each must have the bits of the first.
+    fn runs(&self, stream: &Arc<CudaStream>, times: usize) -> Result<Runs<T>, Error> {
+        let (call, mut gradients) = self.calls(stream)?;
+        gradients.run(&call, self.backward, stream)?;
+        let first = gradients.read(stream)?;
+        let mut fault = None;
+        for turn in 1..times {
+            gradients.poison(stream)?;
+            gradients.run(&call, self.backward, stream)?;
+            if self.deterministic && !gradients.read(stream)?.same_bits(&first) {
+                fault = Some(format!("run {} of {times} differs from the first", turn + 1));
+                break;
+            }
+        }
+        let mut all = vec![first];
+        if times > 1 {
+            all.push(gradients.read(stream)?);
+        }
+        Ok(Runs { outputs: call.outputs(stream)?, gradients: all, fault })
+    }
+
+    fn graph(&self, stream: &Arc<CudaStream>) -> Result<Runs<T>, Error> {
+        let (call, mut gradients) = self.calls(stream)?;
+        // The first run loads what a capture must not.
+        gradients.run(&call, self.backward, stream)?;
+        let graph = gradients.capture(&call, self.backward, stream)?;
+        let mut all: Vec<Gradients<T>> = Vec::new();
+        let mut fault = None;
+        for turn in 0..3 {
+            gradients.poison(stream)?;
+            graph.launch().map_err(|source| Error::Driver { doing: "launching a graph", source })?;
+            all.push(gradients.read(stream)?);
+            if self.deterministic && !all[turn].same_bits(&all[0]) {
+                fault = Some(format!("replay {} differs from the first", turn + 1));
+            }
+        }
+        Ok(Runs { outputs: call.outputs(stream)?, gradients: all, fault })
+    }
+}
+
+impl Worker {
+    fn backward(&self, case: &Case, options: BackwardOptions) -> Result<Backward, Error> {
+        let (kernels, problem) = (&self.device.kernels, &case.problem);
+        match &case.kernel {
+            Some(named) => kernels.backward_with(problem, &named.spec),
+            None if self.is_native() => kernels.backward(problem, options),
+            None => self.first_clean(case, |spec| kernels.backward_with(problem, spec)),
+        }
+    }
+
+    /// Runs and judges a case of gradients; `forward` goes before.
+    pub(super) fn examine_gradients(
+        &self,
+        case: &Case,
+        forward: Forward,
+        options: BackwardOptions,
+    ) -> anyhow::Result<Found> {
+        crate::cuda::with_half!(
+            case.problem.dtype,
+            T => self.examine_as::<T>(case, forward, options),
+            else anyhow::bail!("no GPU kernel computes in {}", case.problem.dtype)
+        )
+    }
+
+    fn examine_as<T: Half>(
+        &self,
+        case: &Case,
+        forward: Forward,
+        options: BackwardOptions,
+    ) -> anyhow::Result<Found> {
+        let backward = self.backward(case, options)?;
+        if case.action == Action::Measure {
+            return self.measure(case, &Pass::Backward(backward), Some(&forward));
+        }
+        let own;
+        let made = match self.shared.get(&case.problem_name()).and_then(|any| any.downcast_ref()) {
+            Some(shared) => shared,
+            None => {
+                own = made::<T>(case)?;
+                &own
+            }
+        };
+        let job = Job { forward: &forward, backward: &backward, made, deterministic: options.deterministic };
+        let runs = {
+            let _gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
+            tell(&Event::Begin(case.name()));
+            self.act_gradients(case.action, &job)?
+        };
+        let of_out = made.forward.judge(&case.problem, &runs.outputs)?;
+        let mut found = Found {
+            kernel: backward.kernel().spec.to_string(),
+            passed: of_out.passed,
+            ratio: 0.0,
+            detail: if of_out.passed { String::new() } else { format!("the forward: {}", of_out.detail) },
+            ms: None,
+        };
+        for gradients in &runs.gradients {
+            let judged = made.gradients.judge(&case.problem, gradients)?;
+            found.ratio = found.ratio.max(judged.ratio);
+            if found.detail.is_empty() || found.passed && !judged.passed {
+                found.detail = judged.detail;
+            }
+            found.passed &= judged.passed;
+        }
+        if let Some(fault) = runs.fault {
+            found.passed = false;
+            found.detail = fault;
+        }
+        Ok(found)
+    }
+
+    fn act_gradients<T: Half>(&self, action: Action, job: &Job<'_, T>) -> anyhow::Result<Runs<T>> {
+        const THREAD_RUNS: usize = 20;
+        let stream = || self.device.context().new_stream();
+        Ok(match action {
+            Action::Once => job.runs(&self.device.stream, 1)?,
+            Action::Repeat(times) => job.runs(&self.device.stream, times)?,
+            Action::OwnStream => job.runs(&stream()?, 1)?,
+            Action::Graph => job.graph(&stream()?)?,
+            Action::Threads => {
+                let work = || -> anyhow::Result<_> { Ok(job.runs(&stream()?, THREAD_RUNS)?) };
+                let both = std::thread::scope(|scope| {
+                    let threads = [scope.spawn(work), scope.spawn(work)];
+                    threads.map(|thread| thread.join().expect("a thread that launches does not panic"))
+                });
+                let [one, two] = both;
+                let (mut one, two) = (one?, two?);
+                if job.deterministic && !one.gradients[0].same_bits(&two.gradients[0]) {
+                    one.fault.get_or_insert("the threads' results differ".to_owned());
+                }
+                one.fault = one.fault.or(two.fault);
+                one.gradients.extend(two.gradients);
+                one
+            }
+            Action::Measure => unreachable!("examine_as() sends it to measure()"),
+        })
+    }
+}
