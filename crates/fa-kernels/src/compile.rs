@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{OnceLock, PoisonError, RwLock};
+use std::sync::OnceLock;
 
 use fa_core::Arch;
 
@@ -49,9 +49,6 @@ pub enum CompileFailure {
 
 /// Flags for both compilers. Fast arithmetic is the kernels' own choice, instruction by instruction, never a flag.
 const FLAGS: [&str; 2] = ["-std=c++20", "--ptxas-options=-v"];
-
-/// Held shared by compilations, and alone by one whose log was lost to another's.
-static TURN: RwLock<()> = RwLock::new(());
 
 impl Compiler {
     /// The compiler of this kind that [`toolchain`] finds.
@@ -137,18 +134,16 @@ impl Compiler {
     /// # Errors
     /// [`CompileFailure::Log`] for errors in the source, [`CompileFailure::Compiler`] for those of the compiler.
     pub fn compile(&self, source: &Source) -> Result<Compiled, CompileFailure> {
-        // NVRTC now and then loses the assembler's lines when threads compile at once (13.0: one unit in about a hundred), so
-        // a unit whose lines were lost is compiled again with the compiler to itself.
-        let mut output = {
-            let _shared = TURN.read().unwrap_or_else(PoisonError::into_inner);
-            self.once(source)?
+        let (mut cubin, mut log) = match self.kind {
+            CompilerKind::Nvrtc => self.by_nvrtc(source, &[])?,
+            CompilerKind::Nvcc => self.by_nvcc(source)?,
         };
-        if Report::parse(&output.1).is_none() {
+        // Where there is a driver, NVRTC 13 keeps a cache of its own, and what comes from there comes without the assembler's
+        // lines.
+        if self.kind == CompilerKind::Nvrtc && Report::parse(&log).is_none() {
             tracing::debug!("no resource lines in the log");
-            let _alone = TURN.write().unwrap_or_else(PoisonError::into_inner);
-            output = self.once(source)?;
+            (cubin, log) = self.by_nvrtc(source, &["--no-cache"])?;
         }
-        let (cubin, log) = output;
         match Report::parse(&log) {
             Some(report) => Ok(Compiled { cubin, log, report }),
             None => {
@@ -158,15 +153,10 @@ impl Compiler {
         }
     }
 
-    fn once(&self, source: &Source) -> Result<(Vec<u8>, String), CompileFailure> {
-        match self.kind {
-            CompilerKind::Nvrtc => self.by_nvrtc(source),
-            CompilerKind::Nvcc => self.by_nvcc(source),
-        }
-    }
-
-    fn by_nvrtc(&self, source: &Source) -> Result<(Vec<u8>, String), CompileFailure> {
-        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &self.flags(&source.target))?;
+    fn by_nvrtc(&self, source: &Source, more: &[&str]) -> Result<(Vec<u8>, String), CompileFailure> {
+        let mut flags = self.flags(&source.target);
+        flags.extend(more.iter().map(|flag| (*flag).to_owned()));
+        let output = self.nvrtc()?.compile(&source.unit, &source.headers, &flags)?;
         match output.cubin {
             Some(cubin) => Ok((cubin, output.log)),
             None => Err(CompileFailure::Log(output.log)),
