@@ -78,8 +78,10 @@ struct FwdParams {
     int num_tiles;
     // Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of `LongestFirst`.
     int heads_per_section;
+    // Sections of `heads_per_section` heads; the last section is the heads after them.
+    int sections;
 };
-static_assert(sizeof(FwdParams) == 208 && alignof(FwdParams) == 8);
+static_assert(sizeof(FwdParams) == 216 && alignof(FwdParams) == 8);
 static_assert(FA_OFFSETOF(FwdParams, q) == 0);
 static_assert(FA_OFFSETOF(FwdParams, k) == 8);
 static_assert(FA_OFFSETOF(FwdParams, v) == 16);
@@ -106,6 +108,7 @@ static_assert(FA_OFFSETOF(FwdParams, softcap) == 192);
 static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 196);
 static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 200);
 static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 204);
+static_assert(FA_OFFSETOF(FwdParams, sections) == 208);
 
 // What every backward kernel is told at launch.
 struct BwdParams {

@@ -12,6 +12,7 @@ use crate::Error;
 use crate::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
 use crate::module::LoadedKernel;
 use crate::params::{ConstPtr, FwdParams, MutF32Ptr, MutPtr, MutU32Ptr, RowStrides};
+use crate::sections::Sections;
 use crate::tma::{self, MapShape};
 
 /// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the end.
@@ -295,6 +296,7 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
     let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(cluster(spec) as usize);
     let all_heads = heads.saturating_mul(problem.batch);
     let (scale, scale_log2) = usable_scale(problem)?;
+    let order = sections(kernel, problem, packed, all_heads, m_blocks);
     Ok(FwdParams {
         batch: count("batch", problem.batch)?,
         heads_q: count("heads_q", problem.heads_q)?,
@@ -311,7 +313,8 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
         softcap: problem.softcap.unwrap_or(0.0) as f32,
         m_blocks: count("tiles of a head", m_blocks)?,
         num_tiles: count("tiles", m_blocks.saturating_mul(all_heads))?,
-        heads_per_section: count("heads", section(kernel, problem, packed, all_heads, m_blocks))?,
+        heads_per_section: count("heads", order.heads)?,
+        sections: count("sections", order.sections)?,
         ..FwdParams::default()
     })
 }
@@ -330,34 +333,27 @@ pub(crate) fn usable_scale(problem: &Problem) -> Result<(f32, f32), Error> {
     Ok((scale as f32, scale_log2 as f32))
 }
 
-/// Heads of a section of the longest-first order.
-///
-/// K and V of a section are to stay in the L2 while all its query tiles pass: a sixth of the L2 measured best on an H100
-/// (each of its halves keeps a copy of what its SMs read, and Q and O pass through as well). A section of fewer tiles than
-/// SMs would leave some idle between sections, so it has at least as many, as far as five eighths of the L2 allow.
-fn section(
+/// The sections of the kernel's tile order.
+fn sections(
     kernel: &LoadedKernel,
     problem: &Problem,
     packed: bool,
     all_heads: usize,
     m_blocks: usize,
-) -> usize {
-    let longest_first = match &kernel.spec.kernel {
-        Kernel::Sm80Fwd(own) => own.reverse_blocks,
-        Kernel::Sm90Fwd(own) => own.tile_order == TileOrder::LongestFirst,
-        Kernel::Sm90Bwd(own) => own.tile_order == TileOrder::LongestFirst,
+) -> Sections {
+    let (longest_first, blocks_per_sm) = match &kernel.spec.kernel {
+        Kernel::Sm80Fwd(own) => (own.reverse_blocks, own.blocks_per_sm as usize),
+        Kernel::Sm90Fwd(own) => (own.tile_order == TileOrder::LongestFirst, 1),
+        Kernel::Sm90Bwd(own) => (own.tile_order == TileOrder::LongestFirst, 1),
     };
     if !longest_first {
-        return all_heads;
+        return Sections { heads: all_heads, sections: 0 };
     }
     let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes();
-    let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64).max(1);
-    let l2 = kernel.arch.limits().l2_bytes;
-    let fits = |bytes: u64| usize::try_from(bytes / head_bytes).unwrap_or(usize::MAX);
-    let per_kv_head = if packed { 1 } else { problem.group_size() };
-    let one_wave = (kernel.sms as usize).div_ceil(m_blocks.max(1)).div_ceil(per_kv_head);
-    let heads = fits(l2 / 6).max(one_wave).min(fits(l2 * 5 / 8)).max(1);
-    heads.saturating_mul(per_kv_head).min(all_heads.max(1))
+    let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64);
+    let group = if packed { 1 } else { problem.group_size() };
+    let places = kernel.sms as usize * blocks_per_sm;
+    Sections::of(all_heads, group, m_blocks, head_bytes, places, kernel.arch.limits().l2_bytes)
 }
 
 pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {

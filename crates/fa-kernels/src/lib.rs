@@ -55,6 +55,7 @@ mod module;
 mod nvrtc;
 pub mod params;
 mod report;
+mod sections;
 pub mod ship;
 mod source;
 pub mod specs;

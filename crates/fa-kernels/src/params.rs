@@ -168,6 +168,8 @@ param_struct! {
         pub num_tiles: i32,
         /// Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of `LongestFirst`.
         pub heads_per_section: i32,
+        /// Sections of `heads_per_section` heads; the last section is the heads after them.
+        pub sections: i32,
     }
 }
 
@@ -262,7 +264,7 @@ param_struct! {
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
-const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 208);
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 216);
 const _: () = assert!(size_of::<BwdParams>() == 392);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.

@@ -170,7 +170,7 @@ pub(crate) fn predict_work(
             let resident = resident_blocks(work, kernel.blocks_per_sm, limits);
             sm80_model(spec, kernel, limits, constants, resident)
         }
-        Kernel::Sm90Fwd(kernel) => sm90_model(spec, kernel, limits, constants),
+        Kernel::Sm90Fwd(kernel) => sm90_model(problem, spec, kernel, limits, constants),
     };
     let (tile_m, tile_n) = spec.tile();
     evaluate(problem, tile_m, tile_n, work, &model, limits, constants)
@@ -200,7 +200,13 @@ pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
     limits.fp32_flops / 2.0
 }
 
-fn sm90_model(spec: &KernelSpec, k: &Sm90Fwd, limits: &ArchLimits, c: &CostConstants) -> KernelModel {
+fn sm90_model(
+    problem: &Problem,
+    spec: &KernelSpec,
+    k: &Sm90Fwd,
+    limits: &ArchLimits,
+    c: &CostConstants,
+) -> KernelModel {
     let [tile_m, tile_n, num_wg] = [k.tile_m, k.tile_n, k.num_wg].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
@@ -214,9 +220,10 @@ fn sm90_model(spec: &KernelSpec, k: &Sm90Fwd, limits: &ArchLimits, c: &CostConst
     let smem = (reads + writes) / limits.smem_bytes;
 
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
-    let rescale = hdv / tile_n * if k.rescale_threshold > 0 { c.rescale_left } else { 1.0 };
+    let lazy = k.rescale_threshold > 0;
+    let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
     let (cap_mufu, cap_ops) = if spec.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
-    let ops = c.softmax_ops + rescale + poly * c.poly_ops + cap_ops;
+    let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
 
     let group = (k.num_wg.clamp(1, 3) - 1) as usize;
@@ -227,10 +234,19 @@ fn sm90_model(spec: &KernelSpec, k: &Sm90Fwd, limits: &ArchLimits, c: &CostConst
     let accumulators = crate::plan::sm90::accumulators(spec, k);
     let masked = spec.mask != MaskKind::Full;
     let soft = c.sm90_soft_regs[group] - if masked && k.num_wg < 3 { c.sm90_mask_regs } else { 0 };
-    let strain = 1.0 + c.spill_cost * f64::from(accumulators.saturating_sub(soft));
+    let strain = 1.0 + c.sm90_strain * f64::from(accumulators.saturating_sub(soft));
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
     let hidden = overlap([products, exp], exponent);
     let outside = if k.scheduler == Scheduler::PerTile { c.sm90_block } else { c.sm90_tile };
+    // A warp group passes over the blocks that only the rows of the groups below it see (64 keys less for each) and, where
+    // it has no rows at all, over the whole tile.
+    let (passed, busy) = if masked && (64..k.tile_m).contains(&k.tile_n) && k.kv_stages > 1 {
+        let rows = problem.seqlen_q * if k.pack_gqa { problem.group_size() } else { 1 };
+        let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
+        (32.0 * (num_wg - 1.0) / tile_n, rows.div_ceil(64) as f64 / groups.max(1) as f64)
+    } else {
+        (0.0, 1.0)
+    };
     KernelModel {
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
@@ -244,11 +260,11 @@ fn sm90_model(spec: &KernelSpec, k: &Sm90Fwd, limits: &ArchLimits, c: &CostConst
         tensor,
         exp,
         smem,
-        step: hidden * strain + exposed,
-        mask: scores * c.mask_ops / f32_lanes(limits),
+        step: hidden * strain * busy + exposed,
+        mask: scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
         // The first step's scores and the last step's P V have nothing to hide behind.
-        tile: outside + products + exp - hidden,
+        tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
     }
 }
 

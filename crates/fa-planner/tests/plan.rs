@@ -104,7 +104,8 @@ proptest! {
     }
 }
 
-/// Every forward that the tuning guide's model calls feasible also fits by the exact account.
+/// Every forward that the tuning guide's model calls feasible also fits by the exact account, but for two corrections: P as a
+/// register operand counts without overlap as well, and what the compiler is known to spill is no plan.
 #[test]
 fn the_exact_account_accepts_what_the_guide_accepts() {
     for (hd, hdv) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)] {
@@ -113,12 +114,22 @@ fn the_exact_account_accepts_what_the_guide_accepts() {
         for rejected in &set.rejected {
             let Kernel::Sm90Fwd(k) = &rejected.spec.kernel else { panic!("SM90 kernels") };
             let (hd, hdv) = (hd as u32, hdv as u32);
-            let p = if k.overlap_wg { k.tile_n / 4 } else { 0 };
-            let budget = if k.num_wg == 2 { 216 } else { 128 };
+            let p = if k.overlap_wg || k.pv_is_rs { k.tile_n / 4 } else { 0 };
+            let budget = match (k.num_wg, k.pv_is_rs && !k.overlap_wg) {
+                (2, false) => 216,
+                (2, true) => 212,
+                (_, _) => 128,
+            };
             let tensors = 2 * (k.tile_m * hd.max(hdv) + 2 * k.tile_n * (hd + hdv))
                 + if k.pv_is_rs { 0 } else { 2 * k.tile_m * k.tile_n };
             let feasible = k.tile_n / 2 + p + hdv / 2 <= budget && tensors <= 224 * 1024;
-            assert!(!feasible || k.num_wg == 1, "{} is rejected: {}", rejected.spec, rejected.reason);
+            let spills = matches!(rejected.reason, Reason::Spills { .. });
+            assert!(
+                !feasible || spills || k.num_wg == 1,
+                "{} is rejected: {}",
+                rejected.spec,
+                rejected.reason
+            );
         }
     }
 }
@@ -129,7 +140,10 @@ fn bottlenecks_follow_the_problem() {
         plan(problem, Arch::Sm90, &PlanOptions::default()).expect("plans")[0].cost.bottleneck
     };
     assert_eq!(named(&Problem { mask: Mask::FULL, ..BASE }), Bottleneck::Tensor);
-    assert_eq!(named(&Problem { head_dim: 64, head_dim_v: 64, ..BASE }), Bottleneck::Exp);
+    assert_eq!(
+        named(&Problem { head_dim: 64, head_dim_v: 64, softcap: Some(30.0), ..BASE }),
+        Bottleneck::Exp
+    );
     let decode = Problem { batch: 64, seqlen_q: 1, heads_q: 32, heads_kv: 8, mask: Mask::FULL, ..BASE };
     assert_eq!(named(&decode), Bottleneck::Hbm);
     assert_eq!(named(&Problem { batch: 1, seqlen_k: 65536, ..decode }), Bottleneck::Waves);

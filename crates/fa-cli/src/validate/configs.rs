@@ -141,9 +141,12 @@ pub fn configs(
                 },
             }));
             for miss in set.rejected {
-                let Reason::Registers { need, have } = miss.reason else { continue };
+                let (Reason::Registers { need, have } | Reason::Spills { need, have }) = miss.reason else {
+                    continue;
+                };
                 let fits_otherwise = smem_bytes(&miss.spec) <= arch.limits().smem_per_block;
-                if miss.reason.excess() <= NEAR_MISS && fits_otherwise {
+                let near = f64::from(need) <= (1.0 + NEAR_MISS) * f64::from(have);
+                if near && fits_otherwise {
                     let constants = CostConstants::of(arch);
                     let tflops = predict(&problem, &miss.spec, arch, &constants).tflops;
                     let planned = Planned { fits: false, registers: need, limit: have, tflops };

@@ -36,6 +36,11 @@ struct Traits {
     // maximum gives the same relative precision.
     static constexpr bool kLazyMax = C.rescale_threshold > 0 && C.overlap_wg && C.pv_is_rs;
 
+    // Whether a warp group can pass over blocks that only the rows further down see: blocks narrower than the tile is tall. It
+    // releases all their K before it needs the first V to be released: of two blocks at most, and with two stages.
+    static constexpr bool kPasses =
+        C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
+
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
     static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
@@ -135,6 +140,19 @@ __device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const
     return block_range<C.mask, C.tile_n>(params, rows.query(first), rows.query(last));
 }
 
+// The blocks that the 64 rows from `first` on within the tile see, of those that the tile walks: none right of their own
+// diagonal. Blocks left of a window are walked by all.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ BlockRange own_blocks(const FwdParams& params, const Tile& tile, const BlockRange& all, int first) {
+    const Rows<C.pack_gqa> rows(params);
+    const int begin = tile.m_block * C.tile_m + first;
+    const int last = min(begin + 64, rows.count(params)) - 1;
+    BlockRange own = block_range<C.mask, C.tile_n>(params, rows.query(begin), rows.query(last));
+    own.begin = all.begin;
+    own.end = begin > last ? all.begin : min(own.end, all.end);
+    return own;
+}
+
 // ---- Producer: one thread keeps the copy engine busy ------------------------------------------------------------------
 
 template <Sm90FwdConfig C>
@@ -202,6 +220,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.q_stages > 1) load_q();
             load_k(range.end - 1);
             if constexpr (C.q_stages == 1) load_q();
+#pragma unroll 1
             for (int block = range.end - 1; block > range.begin; --block) {
                 load_k(block - 1);
                 load_v(block);
@@ -305,6 +324,20 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         v_state.advance();
     };
 
+    // Blocks that are passed over are released unread, and their turns given away.
+    auto pass_k = [&] {
+        smem.k_bars.wait_full(k_state);
+        release_k();
+    };
+    auto pass_v = [&] {
+        smem.v_bars.wait_full(v_state);
+        release_v();
+    };
+    auto give_turn = [&] {
+        wait_turn();
+        pass_turn();
+    };
+
     // Holds the exponentials before what follows in the program. The assembler would move the wait for a running product
     // up to the start of the softmax, which the product was meant to hide; a branch on the sums (never taken: no weight
     // is negative) is what it cannot move across.
@@ -315,7 +348,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     int index = blockIdx.x;
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const BlockRange range = tile_blocks<C>(params, tile);
+        const BlockRange all = tile_blocks<C>(params, tile);
+        BlockRange range = all;
+        if constexpr (T::kPasses) range = own_blocks<C>(params, tile, all, 64 * wg);
+        const int passed = all.end - range.end;
         const Rows<C.pack_gqa> rows(params);
         const int row = tile.m_block * C.tile_m + own_row;
         Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
@@ -338,6 +374,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
         if (!range.empty()) {
             smem.q_bars.wait_full(q_state);
+            if constexpr (T::kPasses) {
+#pragma unroll 1
+                for (int i = 0; i < passed; ++i) pass_k();
+            }
             // First block: nothing to rescale.
             int block = range.end - 1;
             smem.k_bars.wait_full(k_state);
@@ -347,6 +387,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             prepare(block);
             softmax.template step<true>(s, scale_log2, rescale);
             publish_p();
+            if constexpr (T::kPasses) {
+#pragma unroll 1
+                for (int i = 0; i < passed; ++i) {
+                    pass_v();
+                    give_turn();
+                }
+            }
 
             bool accumulate = false;
             if constexpr (C.overlap_wg) {
@@ -437,6 +484,19 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             release_v();
             store_output<C.dtype, C.pack_gqa>(params, o, factor, lse, row, tile.head, tile.batch);
         } else {
+            if constexpr (T::kPasses) {
+                if (passed > 0) {
+                    smem.q_bars.wait_full(q_state);
+#pragma unroll 1
+                    for (int i = 0; i < passed; ++i) {
+                        pass_k();
+                        pass_v();
+                        if (i > 0) give_turn();
+                    }
+                    smem.q_bars.release(q_state, elected);
+                    q_state.advance();
+                }
+            }
             store_nothing_seen<C.pack_gqa>(params, row, tile.head, tile.batch);
         }
         index = walk.follow(smem, params, index, elected);

@@ -88,6 +88,14 @@ pub enum Reason {
         /// Registers that a thread may use.
         have: u32,
     },
+    /// Registers of one thread again: they would fit, and the compiler spills all the same.
+    #[error("registers: {need} of {have} per thread, but the compiler is known to spill")]
+    Spills {
+        /// Registers counted.
+        need: u32,
+        /// Registers that a thread may use.
+        have: u32,
+    },
     /// Tensor memory of one block.
     #[error("tensor memory: needs {need} of {have} columns ({} too many)", need - have)]
     Tmem {
@@ -116,6 +124,7 @@ impl Reason {
             Reason::Problem { .. } => "problem",
             Reason::Smem { .. } => "smem",
             Reason::Registers { .. } => "registers",
+            Reason::Spills { .. } => "spills",
             Reason::Tmem { .. } => "tmem",
             Reason::Occupancy { .. } => "occupancy",
         }
@@ -128,7 +137,7 @@ impl Reason {
             | Reason::Registers { need, have }
             | Reason::Tmem { need, have }
             | Reason::Occupancy { need, have, .. } => Some((*need, *have)),
-            Reason::Rule(_) | Reason::Problem { .. } => None,
+            Reason::Rule(_) | Reason::Problem { .. } | Reason::Spills { .. } => None,
         }
     }
 
@@ -160,6 +169,11 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     };
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
+    }
+    if let Kernel::Sm90Fwd(kernel) = &spec.kernel
+        && sm90::is_refused(spec, kernel)
+    {
+        return Err(Reason::Spills { need: regs.total, have: regs.limit });
     }
     let smem = smem(spec);
     if smem.total > limits.smem_per_block {

@@ -1,11 +1,15 @@
 //! Candidates and register account of the SM90 forward, as the planner offers them for a problem.
 
+mod refused;
+
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::smem;
 
 use super::account::{Registers, SetMaxNReg};
+
+pub use refused::is_refused;
 
 /// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
 pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
@@ -28,8 +32,12 @@ pub const SETMAXNREG: [SetMaxNReg; 3] = [
 /// alone has the compiler's limit of 255 above the same 24.
 const OVERHEAD: [u32; 3] = [24, 24, 32];
 
-/// Accumulator registers per thread that are live at once: S, O and, with intra-warp-group overlap, P as a register
-/// operand. A P that goes through shared memory is stored piece by piece as it is converted and never live as a whole:
+/// The same where P is a register operand without overlap. A correction to the guide, which counts no P there: the compiler
+/// cannot have S and P share registers while their products run (C7511, C7512), and with P counted the line between what it
+/// builds and what it does not is here for two groups (212 of 240) as for three (132 of 160).
+const OVERHEAD_IN_TURN: u32 = 28;
+
+/// Accumulator registers per thread that are live at once: S, O and P as a register operand. A P that goes through shared memory is stored piece by piece as it is converted and never live as a whole:
 /// this is where the exact account allows more than the guide's (192 x 192 at head dim 64, which FlashAttention-3 ships).
 pub fn accumulators(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
     let (s, p, o) = parts(spec, kernel);
@@ -39,7 +47,7 @@ pub fn accumulators(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
 /// S, P and O registers per thread: a warp group holds 64 rows over 128 threads.
 fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
     let s = kernel.tile_n / 2;
-    let p = if kernel.pv_is_rs && kernel.overlap_wg { kernel.tile_n / 4 } else { 0 };
+    let p = if kernel.pv_is_rs { kernel.tile_n / 4 } else { 0 };
     (s, p, spec.head_dim_v / 2)
 }
 
@@ -48,7 +56,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
     let split = SETMAXNREG[group];
-    let other = OVERHEAD[group];
+    let other = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     Registers {
         s,
         p,
