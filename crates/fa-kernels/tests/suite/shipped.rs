@@ -2,10 +2,12 @@
 
 use std::collections::HashSet;
 use std::path::Path;
+use std::process::Command;
 
-use fa_core::ShippedSpec;
+use fa_core::{KernelSpec, ShippedSpec};
 use fa_kernels::bundle::Manifest;
-use fa_kernels::{Cache, Headers, ship, specs};
+use fa_kernels::{Cache, Headers, ship, specs, toolchain, tune};
+use fa_planner::plan::Family;
 
 use crate::nvrtc;
 
@@ -47,10 +49,33 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     let written = ship::write_bundle(&built, &compiler, folder.path()).unwrap();
     assert_eq!(written.kernels.len(), built.rows.len());
     assert_eq!(Manifest::read(folder.path()).unwrap(), written);
+    for kernel in &written.kernels {
+        check_machine_code(&folder.path().join(&kernel.file), &kernel.spec);
+    }
     let cubin = folder.path().join(&written.kernels[0].file);
     std::fs::write(&cubin, b"damaged").unwrap();
     let error = Manifest::read(folder.path()).unwrap_err().to_string();
     assert!(error.contains("checksum") && error.contains("cargo xtask build"), "{error}");
+}
+
+/// What the machine code of a kernel must hold, and local memory, which nothing may touch whatever the log says of spills.
+fn check_machine_code(cubin: &Path, spec: &KernelSpec) {
+    // `cargo xtask ci` installs it beside NVRTC; without it the log's word is taken.
+    let Some(tool) = toolchain::find_tool("nvdisasm") else { return };
+    let done = Command::new(tool).arg("-c").arg(cubin).output().unwrap();
+    assert!(done.status.success(), "{spec}: {}", String::from_utf8_lossy(&done.stderr));
+    let text = String::from_utf8_lossy(&done.stdout);
+    let holds =
+        |instruction: &str| text.split_whitespace().any(|word| word.split('.').next() == Some(instruction));
+    let wanted: &[&str] = match tune::family(spec) {
+        Family::Sm80 => &["HMMA", "LDSM", "LDGSTS"],
+        Family::Sm90 => &["HGMMA", "UTMALDG", "USETMAXREG"],
+    };
+    let missing: Vec<&str> = wanted.iter().copied().filter(|instruction| !holds(instruction)).collect();
+    assert!(missing.is_empty(), "{spec}: no {missing:?} in {}", cubin.display());
+    for local in ["LDL", "STL"] {
+        assert!(!holds(local), "{spec}: {local} in {}", cubin.display());
+    }
 }
 
 /// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is compiled.
