@@ -54,6 +54,25 @@ struct Sm90FwdConfig {
     bool pack_gqa;
 };
 
+struct Sm80BwdConfig {
+    Dtype dtype;
+    int head_dim;
+    int head_dim_v;
+    MaskKind mask;
+    bool softcap;
+    int tile_m;
+    int tile_n;
+    int num_warps;
+    int q_stages;
+    int do_stages;
+    int atom_layout_m_sdp;
+    int atom_layout_n_dkv;
+    int atom_layout_m_dq;
+    int blocks_per_sm;
+    TileOrder tile_order;
+    bool deterministic;
+};
+
 struct Sm90BwdConfig {
     Dtype dtype;
     int head_dim;

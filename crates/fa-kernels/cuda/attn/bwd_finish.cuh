@@ -1,6 +1,8 @@
 // Turns f32 accumulators of gradients into rows of the gradient.
 #pragma once
 #include "attn/epilogue.cuh"
+#include "config.cuh"
+#include "params.cuh"
 #include "ptx/math.cuh"
 #include "types.cuh"
 
@@ -23,6 +25,33 @@ __device__ __forceinline__ void finish_rows(const float* accum, u16* out, i64 st
         }
         *reinterpret_cast<Vec16*>(out + row * stride + column) = vec;
     }
+}
+
+// dQ of the block's tile of queries: one block per tile, query head and sequence. C is an Sm80BwdConfig or an Sm90BwdConfig.
+template <auto C, class Order>
+__device__ __forceinline__ void finish_dq(const BwdParams& params) {
+    const int m_block = blockIdx.x % params.m_blocks, batch_head = blockIdx.x / params.m_blocks;
+    const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
+    const int row = m_block * C.tile_m;
+    u16* out = static_cast<u16*>(params.dq) + batch * params.dq_strides.batch + row * params.dq_strides.seq + head * params.dq_strides.head;
+    const float* accum = params.dq_accum + i64(blockIdx.x) * (C.tile_m * C.head_dim);
+    finish_rows<C.dtype, C.head_dim, Order>(accum, out, params.dq_strides.seq, min(C.tile_m, params.seqlen_q - row), params.head_dim,
+                                            params.scale);
+}
+
+// dK and dV of the block's tile of keys: one block per tile, K/V head and sequence.
+template <auto C, class DkOrder, class DvOrder>
+__device__ __forceinline__ void finish_dkv(const BwdParams& params) {
+    const int n_block = blockIdx.x % params.n_blocks, batch_head = blockIdx.x / params.n_blocks;
+    const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
+    const int row = n_block * C.tile_n, rows = min(C.tile_n, params.seqlen_k - row);
+    u16* dk = static_cast<u16*>(params.dk) + batch * params.dk_strides.batch + row * params.dk_strides.seq + head * params.dk_strides.head;
+    u16* dv = static_cast<u16*>(params.dv) + batch * params.dv_strides.batch + row * params.dv_strides.seq + head * params.dv_strides.head;
+    const i64 tile = blockIdx.x;
+    finish_rows<C.dtype, C.head_dim, DkOrder>(params.dk_accum + tile * (C.tile_n * C.head_dim), dk, params.dk_strides.seq, rows,
+                                              params.head_dim, params.scale);
+    finish_rows<C.dtype, C.head_dim_v, DvOrder>(params.dv_accum + tile * (C.tile_n * C.head_dim_v), dv, params.dv_strides.seq, rows,
+                                                params.head_dim_v, 1.f);
 }
 
 }  // namespace fa

@@ -1,31 +1,79 @@
+// The first step of a backward: the statistics of every query, and accumulators set to zero.
 #pragma once
+#include "attn/epilogue.cuh"
 #include "config.cuh"
 #include "params.cuh"
+#include "ptx/math.cuh"
 #include "types.cuh"
-#include "attn/epilogue.cuh"
+
 namespace fa {
-__device__ __forceinline__ float lo16(u32 w, Dtype t) { if (t==Dtype::Bf16) return __int_as_float(w<<16); float f; asm("{.reg .b16 h; mov.b32 {h,_}, %1; cvt.f32.f16 %0, h;}":"=f"(f):"r"(w)); return f; }
-__device__ __forceinline__ float hi16(u32 w, Dtype t) { if (t==Dtype::Bf16) return __int_as_float(w&0xffff0000); return lo16(w>>16,t); }
+
+// Sets `count` values, a multiple of 4, to zero. The caller is thread number `thread` of the `threads` that share the work.
+__device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, i64 threads) {
+    for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
+}
+
+// The share of eight neighbouring lanes' dot product of two rows that lane `lane` of them computes.
+template <Dtype T>
+__device__ __forceinline__ float dot_share(const u16* a, const u16* b, int columns, int lane) {
+    float sum = 0.f;
+    for (int column = 8 * lane; column < columns; column += 64) {
+        const Vec16 of_a = *reinterpret_cast<const Vec16*>(a + column);
+        const Vec16 of_b = *reinterpret_cast<const Vec16*>(b + column);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum = fmaf(unpack_low<T>(of_a.words[i]), unpack_low<T>(of_b.words[i]), sum);
+            sum = fmaf(unpack_high<T>(of_a.words[i]), unpack_high<T>(of_b.words[i]), sum);
+        }
+    }
+    return sum;
+}
+
+// One block per tile of queries, query head and sequence. C is an Sm80BwdConfig or an Sm90BwdConfig.
 template <auto C>
 __device__ __forceinline__ void bwd_prepare(const BwdParams& params) {
-    const int m = blockIdx.x % params.m_blocks, bh = blockIdx.x / params.m_blocks; const int batch = bh / params.heads_q, head = bh % params.heads_q;
-    if (params.dq_turns && threadIdx.x == 0) params.dq_turns[blockIdx.x] = 0;
-    if (params.tile_counter && blockIdx.x == 0 && threadIdx.x == 0) *params.tile_counter = 0;
-    float4* acc = reinterpret_cast<float4*>(params.dq_accum + i64(blockIdx.x) * (C.tile_m * C.head_dim));
-    for (int i = threadIdx.x; i < C.tile_m * C.head_dim / 4; i += 256) acc[i] = make_float4(0,0,0,0);
-    if (params.dk_accum) { i64 total = i64(params.batch)*params.heads_kv*params.n_blocks*C.tile_n*C.head_dim; for (i64 i = i64(blockIdx.x)*256+threadIdx.x; i < total; i += i64(gridDim.x)*256) params.dk_accum[i]=0; total = i64(params.batch)*params.heads_kv*params.n_blocks*C.tile_n*C.head_dim_v; for (i64 i = i64(blockIdx.x)*256+threadIdx.x; i < total; i += i64(gridDim.x)*256) params.dv_accum[i]=0; }
+    const int m_block = blockIdx.x % params.m_blocks, batch_head = blockIdx.x / params.m_blocks;
+    const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
+
+    if (threadIdx.x == 0) {
+        if (params.dq_turns != nullptr) params.dq_turns[blockIdx.x] = 0;
+        if (params.tile_counter != nullptr && blockIdx.x == 0) *params.tile_counter = 0;
+    }
+    constexpr int kDqTile = C.tile_m * C.head_dim;
+    clear_f32(params.dq_accum + i64(blockIdx.x) * kDqTile, kDqTile, threadIdx.x, blockDim.x);
+    if (params.dk_accum != nullptr) {
+        // Their tiles are others than the grid's: all threads of the grid take part.
+        const i64 keys = i64(params.batch) * params.heads_kv * params.n_blocks * C.tile_n;
+        const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x, threads = i64(gridDim.x) * blockDim.x;
+        clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
+        clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
+    }
+
+    const u16* out = static_cast<const u16*>(params.out) + batch * params.out_strides.batch + head * params.out_strides.head;
+    const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_strides.batch + head * params.dout_strides.head;
     const int lane = threadIdx.x % 8;
-    for (int r = threadIdx.x / 8; r < C.tile_m; r += 32) {
-        const int q = m * C.tile_m + r; float sum = 0;
-        if (q < params.seqlen_q) {
-            const u16* o = static_cast<const u16*>(params.out) + batch*params.out_strides.batch + q*params.out_strides.seq + head*params.out_strides.head;
-            const u16* d = static_cast<const u16*>(params.dout) + batch*params.dout_strides.batch + q*params.dout_strides.seq + head*params.dout_strides.head;
-            for (int c = lane*8; c < params.head_dim_v; c += 64) { Vec16 a = *reinterpret_cast<const Vec16*>(o+c), b = *reinterpret_cast<const Vec16*>(d+c);
-                for (int i=0;i<4;++i) sum += lo16(a.words[i],C.dtype)*lo16(b.words[i],C.dtype)+hi16(a.words[i],C.dtype)*hi16(b.words[i],C.dtype); }
+    // The warp stays together for the sum over lanes: tile_m is a multiple of 4, the rows of a warp.
+    static_assert(C.tile_m % 4 == 0);
+    for (int row = threadIdx.x / 8; row < C.tile_m; row += blockDim.x / 8) {
+        const int query = m_block * C.tile_m + row;
+        const bool inside = query < params.seqlen_q;
+        float sum = 0.f;
+        if (inside) {
+            sum = dot_share<C.dtype>(out + query * params.out_strides.seq, dout + query * params.dout_strides.seq, params.head_dim_v, lane);
         }
-        for (int x=1;x<8;x*=2) sum += __shfl_xor_sync(0xffffffff,sum,x);
-        if (lane==0) { const i64 at = i64(bh)*params.m_blocks*C.tile_m + q; params.dpsum[at]=sum;
-            float l = __int_as_float(0x7f800000); if (q<params.seqlen_q) { l = params.lse[i64(bh)*params.seqlen_q+q]; l = l == minus_infinity() ? 0.f : l*kLog2e; } params.lse_log2[at]=l; }
+#pragma unroll
+        for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+        if (lane != 0) continue;
+        const i64 at = i64(batch_head) * params.m_blocks * C.tile_m + query;
+        params.dpsum[at] = sum;
+        // Weights of rows past the end become 2^-inf; a row that saw no key has hidden scores only, which any finite value keeps at 0.
+        float lse_log2 = -minus_infinity();
+        if (inside) {
+            const float lse = params.lse[i64(batch_head) * params.seqlen_q + query];
+            lse_log2 = lse == minus_infinity() ? 0.f : lse * kLog2e;
+        }
+        params.lse_log2[at] = lse_log2;
     }
 }
-}
+
+}  // namespace fa

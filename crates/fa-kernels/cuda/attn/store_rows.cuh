@@ -1,6 +1,8 @@
 // Writes rows of accumulator fragments to device memory.
 #pragma once
+#include "attn/bwd_tile.cuh"
 #include "attn/epilogue.cuh"
+#include "params.cuh"
 #include "ptx/math.cuh"
 #include "types.cuh"
 
@@ -25,6 +27,22 @@ __device__ __forceinline__ void store_fragment_row(u16* out, bool inside, const 
         // Finish one block before the next: all at once would need more registers than are left.
         asm volatile("" ::: "memory");
     }
+}
+
+// Zeros for dK and dV of `tile_n` keys that no query sees, by all threads of the block. (Accumulators of several parts, where there
+// are some, hold them already.)
+__device__ __forceinline__ void store_no_gradient(const BwdParams& params, const BwdTile& tile, int tile_n) {
+    if (params.head_splits > 1) return;
+    const int first = tile.n_block * tile_n, left = min(tile_n, params.seqlen_k - first);
+    auto clear = [&](void* out, const RowStrides& strides, int columns) {
+        u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
+        const int chunks = columns / 8;
+        for (int chunk = threadIdx.x; chunk < left * chunks; chunk += blockDim.x) {
+            *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
+        }
+    };
+    clear(params.dk, params.dk_strides, params.head_dim);
+    clear(params.dv, params.dv_strides, params.head_dim_v);
 }
 
 }  // namespace fa

@@ -11,21 +11,24 @@
 namespace fa {
 
 // How a block is to arrive in registers.
-enum class Operand { A, BStoredNK, BStoredKN };
+// AStoredKM is an A whose transpose is stored: its blocks are (contraction, rows of A).
+enum class Operand { A, AStoredKM, BStoredNK, BStoredKN };
 
 // A lane's view of tiles of one kind. For ldmatrix, the matrix at whose rows lanes 8 i to 8 i + 7 point becomes register i:
 // the two registers of an n8 block of B must be neighbours, so K's matrices run along its columns first, Q's and V's down
-// the rows.
+// the rows; those of a transposed A run as A's own do, which is along the columns of what is stored.
 template <class Tile, Operand O, bool Ldmatrix>
 struct FragmentReader {
     // Byte offset of the lane's row, plus what its chunk numbers are XORed with, in the place of the chunk number.
     u32 lane_offset;
 
-    __device__ __forceinline__ FragmentReader() {
-        const int lane = lane_index();
+    static_assert(Ldmatrix || O != Operand::AStoredKM, "only ldmatrix transposes an A");
+
+    __device__ __forceinline__ explicit FragmentReader(int lane = lane_index()) {
         if constexpr (Ldmatrix) {
-            const int row = O == Operand::BStoredNK ? lane % 8 + lane / 16 * 8 : lane % 16;
-            const int half = O == Operand::BStoredNK ? lane / 8 % 2 : lane / 16;
+            constexpr bool kColumnsFirst = O == Operand::BStoredNK || O == Operand::AStoredKM;
+            const int row = kColumnsFirst ? lane % 8 + lane / 16 * 8 : lane % 16;
+            const int half = kColumnsFirst ? lane / 8 % 2 : lane / 16;
             lane_offset = row * Tile::kRowBytes + ((Tile::twist(row) ^ half) << 4);
         } else {
             const int row = O == Operand::BStoredKN ? lane % 4 * 2 : lane / 4;
@@ -46,7 +49,7 @@ struct FragmentReader {
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int row, int column) const {
         if constexpr (Ldmatrix) {
             const u32 at = locate(address, row, column, 0);
-            if constexpr (O == Operand::BStoredKN) {
+            if constexpr (O == Operand::BStoredKN || O == Operand::AStoredKM) {
                 ldmatrix_x4_trans(regs, at);
             } else {
                 ldmatrix_x4(regs, at);

@@ -1,0 +1,100 @@
+// The shapes of the SM80-class backward: products, their shares of a warp, tiles, and the order of accumulators in device memory.
+#pragma once
+#include "config.cuh"
+#include "ptx/bulk.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/warp_product.cuh"
+#include "types.cuh"
+
+namespace fa::sm80 {
+
+// A product's output [Rows, Columns] cut among warps, AtomRows of them along the rows.
+template <int Rows, int Columns, int NumWarps, int AtomRows>
+struct WarpCut {
+    static_assert(NumWarps % AtomRows == 0);
+    static constexpr int kAtomN = NumWarps / AtomRows;
+    static constexpr int kM = Rows / AtomRows;  // a warp's share
+    static constexpr int kN = Columns / kAtomN;
+    static_assert(kM % 16 == 0 && kN % 16 == 0 && kM * AtomRows == Rows && kN * kAtomN == Columns, "a warp owns whole blocks of 16");
+    static constexpr int kFragments = kM / 16;
+    static constexpr int kRegisters = kN / 2;  // of an m16 fragment
+    using Accumulators = float[kFragments][kRegisters];
+
+    __device__ __forceinline__ static int first_m(int warp) { return warp % AtomRows * kM; }
+    __device__ __forceinline__ static int first_n(int warp) { return warp / AtomRows * kN; }
+
+    // In device memory accumulators lie as threads hold them, so that a warp adds to neighbouring elements: four of a thread
+    // side by side where there are vector atomics, else one of each lane.
+#if __CUDA_ARCH__ >= 900
+    static constexpr int kVector = 4;
+#else
+    static constexpr int kVector = 1;
+#endif
+    static constexpr int kShare = kM * kN;
+
+    // Where element (row, column) is.
+    __device__ __forceinline__ static int offset(int row, int column) {
+        const int warp = column / kN * AtomRows + row / kM;
+        const int lane = row % 8 * 4 + column % 8 / 2;
+        const int reg = row % kM / 16 * kRegisters + column % kN / 8 * 4 + row % 16 / 8 * 2 + column % 2;
+        return warp * kShare + reg / kVector * (32 * kVector) + lane * kVector + reg % kVector;
+    }
+
+    // Adds a warp's share to the tile at `accum`.
+    __device__ __forceinline__ static void add(float* accum, const Accumulators& d, int warp, int lane) {
+        float* to = accum + warp * kShare + lane * kVector;
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (int i = 0; i < kRegisters; i += kVector) {
+                float* at = to + (f * kRegisters + i) * 32;
+#if __CUDA_ARCH__ >= 900
+                add_global_f32x4(at, d[f][i], d[f][i + 1], d[f][i + 2], d[f][i + 3]);
+#else
+                asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(d[f][i]) : "memory");
+#endif
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void clear(Accumulators& d) {
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+            for (int i = 0; i < kRegisters; ++i) d[f][i] = 0.f;
+        }
+    }
+};
+
+template <Sm80BwdConfig C>
+struct BwdLayout {
+    static_assert(C.tile_m % 16 == 0 && C.tile_n % 16 == 0 && C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
+    static_assert(C.q_stages >= 1 && C.q_stages <= 2 && C.do_stages >= 1 && C.do_stages <= 2);
+
+    static constexpr int kThreads = 32 * C.num_warps;
+
+    using Q = SmemTile<C.tile_m, C.head_dim, true>;
+    using K = SmemTile<C.tile_n, C.head_dim, true>;
+    using V = SmemTile<C.tile_n, C.head_dim_v, true>;
+    using Do = SmemTile<C.tile_m, C.head_dim_v, true>;
+    using Pds = SmemTile<C.tile_m, C.tile_n, true>;
+
+    using CutS = WarpCut<C.tile_m, C.tile_n, C.num_warps, C.atom_layout_m_sdp>;
+    using CutDk = WarpCut<C.tile_n, C.head_dim, C.num_warps, C.atom_layout_n_dkv>;
+    using CutDv = WarpCut<C.tile_n, C.head_dim_v, C.num_warps, C.atom_layout_n_dkv>;
+    using CutDq = WarpCut<C.tile_m, C.head_dim, C.num_warps, C.atom_layout_m_dq>;
+
+    // S = Q K^T, dP = dO V^T, dV = P^T dO, dK = dS^T Q, dQ = dS K.
+    using QOfS = WarpOperand<Q, Operand::A, CutS::kM>;
+    using KOfS = WarpOperand<K, Operand::BStoredNK, CutS::kN>;
+    using DoOfDp = WarpOperand<Do, Operand::A, CutS::kM>;
+    using VOfDp = WarpOperand<V, Operand::BStoredNK, CutS::kN>;
+    using POfDv = WarpOperand<Pds, Operand::AStoredKM, CutDv::kM>;
+    using DoOfDv = WarpOperand<Do, Operand::BStoredKN, CutDv::kN>;
+    using DsOfDk = WarpOperand<Pds, Operand::AStoredKM, CutDk::kM>;
+    using QOfDk = WarpOperand<Q, Operand::BStoredKN, CutDk::kN>;
+    using DsOfDq = WarpOperand<Pds, Operand::A, CutDq::kM>;
+    using KOfDq = WarpOperand<K, Operand::BStoredKN, CutDq::kN>;
+};
+
+}  // namespace fa::sm80
