@@ -22,6 +22,6 @@ pub use dtype::Dtype;
 pub use layout::Layout;
 pub use mask::{BlockRange, Mask};
 pub use problem::{Problem, ProblemError};
-pub use spec::{Kernel, KernelSpec, MaskKind, ShippedSpec, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError};
+pub use spec::{Kernel, KernelSpec, MaskKind, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError};
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

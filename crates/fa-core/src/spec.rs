@@ -71,6 +71,8 @@ pub enum Kernel {
     Sm90Fwd(Sm90Fwd),
     /// Backward by wgmma and TMA with warp specialisation; runs on 9.0 only.
     Sm90Bwd(Sm90Bwd),
+    /// Backward by mma.sync and cp.async; runs on every architecture from 8.0 on.
+    Sm80Bwd(Sm80Bwd),
 }
 
 /// Parameters of the SM80-class forward. Each optimisation step is a switch, so that it can be measured alone.
@@ -203,6 +205,36 @@ pub struct Sm90Bwd {
     pub deterministic: bool,
 }
 
+/// Parameters of the SM80-class backward. A block owns `tile_n` keys and walks the tiles of `tile_m` queries that see them.
+///
+/// Each of the five products of a step (see [`Sm90Bwd`]) is cut among the warps into shares of whole 16 x 16 blocks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sm80Bwd {
+    /// Queries per step; a multiple of 16 up to 128.
+    pub tile_m: u32,
+    /// Keys of a block; a multiple of 16 up to 128.
+    pub tile_n: u32,
+    /// Warps, 1 to 8.
+    pub num_warps: u32,
+    /// Q buffers, 1 or 2.
+    pub q_stages: u32,
+    /// dO buffers, 1 or 2.
+    pub do_stages: u32,
+    /// Warps along `tile_m` in S and dP; divides `num_warps`.
+    pub atom_layout_m_sdp: u32,
+    /// Warps along `tile_n` in dK and dV; divides `num_warps`.
+    pub atom_layout_n_dkv: u32,
+    /// Warps along `tile_m` in dQ; divides `num_warps`.
+    pub atom_layout_m_dq: u32,
+    /// Resident blocks per SM that the register budget is set for.
+    pub blocks_per_sm: u32,
+    /// The order of tiles.
+    pub tile_order: TileOrder,
+    /// Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
+    pub deterministic: bool,
+}
+
 /// A spec as it is stored under `specs/`: with the architectures that it ships for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -262,6 +294,7 @@ impl Kernel {
             Kernel::Sm80Fwd(_) => "sm80_fwd",
             Kernel::Sm90Fwd(_) => "sm90_fwd",
             Kernel::Sm90Bwd(_) => "sm90_bwd",
+            Kernel::Sm80Bwd(_) => "sm80_bwd",
         }
     }
 }
@@ -269,7 +302,7 @@ impl Kernel {
 impl Kernel {
     /// Whether the kernel computes gradients.
     pub const fn is_backward(&self) -> bool {
-        matches!(self, Kernel::Sm90Bwd(_))
+        matches!(self, Kernel::Sm90Bwd(_) | Kernel::Sm80Bwd(_))
     }
 }
 
@@ -292,6 +325,7 @@ impl KernelSpec {
             }
             Kernel::Sm90Fwd(kernel) => kernel.check(),
             Kernel::Sm90Bwd(kernel) => kernel.check(self.head_dim, self.head_dim_v),
+            Kernel::Sm80Bwd(kernel) => kernel.check(self.head_dim, self.head_dim_v),
         }
     }
 
@@ -314,6 +348,7 @@ impl KernelSpec {
             Kernel::Sm80Fwd(kernel) => 32 * kernel.num_warps,
             Kernel::Sm90Fwd(kernel) => 128 * (kernel.num_wg + 1),
             Kernel::Sm90Bwd(kernel) => 128 * (kernel.num_wg + 1),
+            Kernel::Sm80Bwd(kernel) => 32 * kernel.num_warps,
         }
     }
 
@@ -323,6 +358,7 @@ impl KernelSpec {
             Kernel::Sm80Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
             Kernel::Sm90Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
             Kernel::Sm90Bwd(kernel) => (kernel.tile_m, kernel.tile_n),
+            Kernel::Sm80Bwd(kernel) => (kernel.tile_m, kernel.tile_n),
         }
     }
 
@@ -490,6 +526,40 @@ impl Sm90Bwd {
     }
 }
 
+impl Sm80Bwd {
+    /// Checks the fields against the kernel's rules, for the tile extents of the head dims.
+    ///
+    /// # Errors
+    /// The first [`SpecError`] found.
+    pub fn check(&self, head_dim: u32, head_dim_v: u32) -> Result<(), SpecError> {
+        multiple("tile_m", self.tile_m, 16, 128)?;
+        multiple("tile_n", self.tile_n, 16, 128)?;
+        range("num_warps", self.num_warps, 1, 8)?;
+        range("q_stages", self.q_stages, 1, 2)?;
+        range("do_stages", self.do_stages, 1, 2)?;
+        range("blocks_per_sm", self.blocks_per_sm, 1, 4)?;
+        let products = [
+            ("S and dP", self.tile_m, self.tile_n, "atom_layout_m_sdp", self.atom_layout_m_sdp),
+            ("dK", self.tile_n, head_dim, "atom_layout_n_dkv", self.atom_layout_n_dkv),
+            ("dV", self.tile_n, head_dim_v, "atom_layout_n_dkv", self.atom_layout_n_dkv),
+            ("dQ", self.tile_m, head_dim, "atom_layout_m_dq", self.atom_layout_m_dq),
+        ];
+        for (name, rows, columns, field, atoms) in products {
+            if atoms == 0 || !self.num_warps.is_multiple_of(atoms) {
+                let need = format!("a divisor of num_warps = {}", self.num_warps);
+                return Err(SpecError::BadValue { field, value: atoms, need });
+            }
+            let across = self.num_warps / atoms;
+            if !rows.is_multiple_of(16 * atoms) || !columns.is_multiple_of(16 * across) {
+                return Err(SpecError::Conflict(format!(
+                    "{name}: [{rows}, {columns}] cannot be cut into {atoms} x {across} warps: a warp takes whole blocks of 16"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
 fn range(field: &'static str, value: u32, min: u32, max: u32) -> Result<(), SpecError> {
     if (min..=max).contains(&value) {
         return Ok(());
@@ -543,6 +613,14 @@ impl fmt::Display for KernelSpec {
                 (k.exp_poly_of_16 > 0, format!("poly{}", k.exp_poly_of_16)),
                 (k.rescale_threshold > 0, format!("rt{}", k.rescale_threshold)),
                 (k.pack_gqa, "pack".into()),
+            ],
+            Kernel::Sm80Bwd(k) => vec![
+                (true, format!("w{}", k.num_warps)),
+                (true, format!("s{}{}", k.q_stages, k.do_stages)),
+                (true, format!("a{}{}{}", k.atom_layout_m_sdp, k.atom_layout_n_dkv, k.atom_layout_m_dq)),
+                (true, format!("b{}", k.blocks_per_sm)),
+                (k.tile_order == TileOrder::LongestFirst, "lpt".into()),
+                (k.deterministic, "det".into()),
             ],
             Kernel::Sm90Bwd(k) => vec![
                 (true, format!("wg{}", k.num_wg)),
@@ -662,9 +740,44 @@ mod tests {
         refused(|k| k.tile_n = 144, "tile_n = 144");
     }
 
+    fn backward_sm80() -> KernelSpec {
+        KernelSpec {
+            kernel: Kernel::Sm80Bwd(Sm80Bwd {
+                tile_m: 64,
+                tile_n: 128,
+                num_warps: 8,
+                q_stages: 2,
+                do_stages: 2,
+                atom_layout_m_sdp: 2,
+                atom_layout_n_dkv: 4,
+                atom_layout_m_dq: 2,
+                blocks_per_sm: 1,
+                tile_order: TileOrder::LongestFirst,
+                deterministic: false,
+            }),
+            ..sm80()
+        }
+    }
+
+    #[test]
+    fn warps_of_the_sm80_backward_take_whole_blocks() {
+        let refused = |change: fn(&mut Sm80Bwd), part: &str| {
+            let mut spec = backward_sm80();
+            let Kernel::Sm80Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+            change(kernel);
+            let error = spec.check().expect_err("must be refused").to_string();
+            assert!(error.contains(part), "{error} does not name {part}");
+        };
+        assert_eq!(backward_sm80().check(), Ok(()));
+        refused(|k| k.atom_layout_m_sdp = 8, "S and dP: [64, 128] cannot be cut into 8 x 1 warps");
+        refused(|k| k.atom_layout_n_dkv = 3, "atom_layout_n_dkv = 3: must be a divisor of num_warps = 8");
+        refused(|k| k.q_stages = 3, "q_stages = 3");
+        refused(|k| k.tile_n = 144, "tile_n = 144");
+    }
+
     #[test]
     fn ron_reads_back_what_it_wrote() {
-        for spec in [sm80(), sm90(), backward()] {
+        for spec in [sm80(), sm90(), backward(), backward_sm80()] {
             assert_eq!(KernelSpec::from_ron(&spec.to_ron()), Ok(spec.clone()));
             let shipped = ShippedSpec { archs: vec![Arch::Sm90], spec };
             assert_eq!(ShippedSpec::from_ron(&shipped.to_ron()), Ok(shipped));
@@ -703,5 +816,6 @@ mod tests {
         );
         assert_eq!(sm90().to_string(), "sm90_fwd-f16-hd128-causal-128x176-rs-ovl-s2-pp-static");
         assert_eq!(backward().to_string(), "sm90_bwd-f16-hd128-causal-64x128-wg2-s222-swapS-a121-rs-lpt");
+        assert_eq!(backward_sm80().to_string(), "sm80_bwd-f16-hd128-causal-64x128-w8-s22-a242-b1-lpt");
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
 use fa_core::spec::TileOrder;
-use fa_core::{Kernel, Problem, Sm90Bwd};
+use fa_core::{Kernel, KernelSpec, Problem, Sm90Bwd};
 use fa_planner::cost::head_splits;
 
 use crate::Error;
@@ -37,6 +37,28 @@ pub struct Backward {
     workspace: Workspace,
 }
 
+/// What the launches need to know of either backward kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Walk {
+    tile_m: u32,
+    tile_n: u32,
+    tile_order: TileOrder,
+    deterministic: bool,
+}
+
+impl Walk {
+    /// `None` for a forward.
+    fn of(spec: &KernelSpec) -> Option<Walk> {
+        let (tile_m, tile_n) = spec.tile();
+        let (tile_order, deterministic) = match &spec.kernel {
+            Kernel::Sm80Bwd(own) => (own.tile_order, own.deterministic),
+            Kernel::Sm90Bwd(own) => (own.tile_order, own.deterministic),
+            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => return None,
+        };
+        Some(Walk { tile_m, tile_n, tile_order, deterministic })
+    }
+}
+
 /// Bytes from the start of the workspace to each part, and the whole. Parts that a kernel does without have no place.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Workspace {
@@ -49,12 +71,7 @@ struct Workspace {
 }
 
 impl Workspace {
-    fn of(
-        problem: &Problem,
-        head_dims: (usize, usize),
-        kernel: &Sm90Bwd,
-        splits: usize,
-    ) -> Option<Workspace> {
+    fn of(problem: &Problem, head_dims: (usize, usize), kernel: &Walk, splits: usize) -> Option<Workspace> {
         let (tile_m, tile_n) = (kernel.tile_m as usize, kernel.tile_n as usize);
         let m_blocks = problem.seqlen_q.div_ceil(tile_m);
         let n_blocks = problem.seqlen_k.div_ceil(tile_n);
@@ -88,17 +105,17 @@ impl Backward {
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Backward, Error> {
         problem.check()?;
         check_match(&kernel.spec, problem)?;
-        let Kernel::Sm90Bwd(own) = &kernel.spec.kernel else {
+        let Some(own) = Walk::of(&kernel.spec) else {
             return Err(Error::Mismatch {
                 what: "pass",
                 kernel: "the forward".into(),
                 problem: "the backward".into(),
             });
         };
-        let splits = head_splits(problem, own, kernel.sms);
-        let params = params(&kernel, own, problem, splits)?;
+        let splits = head_splits(problem, own.tile_n, own.deterministic, kernel.sms);
+        let params = params(&kernel, &own, problem, splits)?;
         let head_dims = (kernel.spec.head_dim as usize, kernel.spec.head_dim_v as usize);
-        let workspace = Workspace::of(problem, head_dims, own, splits).ok_or(Error::TooLong {
+        let workspace = Workspace::of(problem, head_dims, &own, splits).ok_or(Error::TooLong {
             name: "bytes of workspace",
             value: usize::MAX,
             limit: isize::MAX as usize,
@@ -239,9 +256,12 @@ impl Backward {
         let m_tiles = heads(self.params.heads_q, self.params.m_blocks);
         let n_tiles = heads(self.params.heads_kv, self.params.n_blocks);
         let kernel = &self.kernel;
-        let mut maps = if n_tiles > 0 { Some(self.tensor_maps(args)?) } else { None };
+        let mut maps = match &kernel.spec.kernel {
+            Kernel::Sm90Bwd(own) if n_tiles > 0 => Some(self.tensor_maps(own, args)?),
+            _ => None,
+        };
         let params = (&raw mut params).cast::<c_void>();
-        // SAFETY: these entries take the parameters alone, the main one four tensor maps as well; addresses are the caller's
+        // SAFETY: these entries take the parameters alone, the main one of SM90 four tensor maps as well; addresses are the caller's
         // promise, and the counter lies in the workspace.
         unsafe {
             if m_tiles > 0 {
@@ -254,6 +274,8 @@ impl Backward {
             if let Some(maps) = &mut maps {
                 let [q, k, v, dout] = maps.each_mut().map(|map| (&raw mut *map).cast::<c_void>());
                 kernel.launch(stream, self.params.num_tiles as u32, &mut [params, q, k, v, dout])?;
+            } else if n_tiles > 0 {
+                kernel.launch(stream, self.params.num_tiles as u32, &mut [params])?;
             }
             if m_tiles > 0 {
                 kernel.launch_further(stream, FINISH, m_tiles, &mut [params])?;
@@ -283,9 +305,8 @@ impl Backward {
     }
 
     /// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
-    fn tensor_maps(&self, args: &RawBackwardArgs) -> Result<[CUtensorMap; 4], Error> {
+    fn tensor_maps(&self, own: &Sm90Bwd, args: &RawBackwardArgs) -> Result<[CUtensorMap; 4], Error> {
         let spec = &self.kernel.spec;
-        let Kernel::Sm90Bwd(own) = &spec.kernel else { unreachable!("checked when the kernel was bound") };
         let shapes = self.shapes();
         let dtype = self.problem.dtype;
         // Without queries nothing of them is loaded, but a map must name some memory and at least one row.
@@ -313,12 +334,7 @@ impl Backward {
 }
 
 /// The parameters that the problem alone decides.
-fn params(
-    kernel: &LoadedKernel,
-    own: &Sm90Bwd,
-    problem: &Problem,
-    splits: usize,
-) -> Result<BwdParams, Error> {
+fn params(kernel: &LoadedKernel, own: &Walk, problem: &Problem, splits: usize) -> Result<BwdParams, Error> {
     let (scale, scale_log2) = usable_scale(problem)?;
     let m_blocks = problem.seqlen_q.div_ceil(own.tile_m as usize);
     let n_blocks = problem.seqlen_k.div_ceil(own.tile_n as usize);
@@ -363,13 +379,11 @@ mod tests {
 
     use super::*;
 
-    fn best(problem: &Problem, deterministic: bool) -> Sm90Bwd {
+    fn best(problem: &Problem, deterministic: bool) -> Walk {
         let options =
             PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() };
-        match plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0).spec.kernel {
-            Kernel::Sm90Bwd(kernel) => kernel,
-            other => panic!("{} is no backward", other.name()),
-        }
+        let spec = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
+        Walk::of(&spec).expect("a backward")
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! `config.cuh` and the initialisers of a translation unit are written.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 
 /// A type that a config may hold.
 trait ConfigValue {
@@ -125,6 +125,21 @@ pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
                 pack_gqa,
             } = own
         ),
+        Kernel::Sm80Bwd(own) => fields!(
+            Sm80Bwd {
+                tile_m,
+                tile_n,
+                num_warps,
+                q_stages,
+                do_stages,
+                atom_layout_m_sdp,
+                atom_layout_n_dkv,
+                atom_layout_m_dq,
+                blocks_per_sm,
+                tile_order,
+                deterministic,
+            } = own
+        ),
         Kernel::Sm90Bwd(own) => fields!(
             Sm90Bwd {
                 tile_m,
@@ -155,6 +170,7 @@ pub(crate) fn struct_name(kernel: &Kernel) -> &'static str {
     match kernel {
         Kernel::Sm80Fwd(_) => "Sm80FwdConfig",
         Kernel::Sm90Fwd(_) => "Sm90FwdConfig",
+        Kernel::Sm80Bwd(_) => "Sm80BwdConfig",
         Kernel::Sm90Bwd(_) => "Sm90BwdConfig",
     }
 }
@@ -199,6 +215,19 @@ pub(crate) fn samples() -> Vec<KernelSpec> {
             exp_poly_of_16: 0,
             rescale_threshold: 0,
             pack_gqa: false,
+        })),
+        spec(Kernel::Sm80Bwd(Sm80Bwd {
+            tile_m: 64,
+            tile_n: 64,
+            num_warps: 4,
+            q_stages: 1,
+            do_stages: 1,
+            atom_layout_m_sdp: 2,
+            atom_layout_n_dkv: 2,
+            atom_layout_m_dq: 2,
+            blocks_per_sm: 1,
+            tile_order: TileOrder::Natural,
+            deterministic: false,
         })),
         spec(Kernel::Sm90Bwd(Sm90Bwd {
             tile_m: 128,

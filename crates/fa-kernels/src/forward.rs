@@ -161,7 +161,7 @@ impl Forward {
         };
         let params = (&raw mut params).cast::<c_void>();
         match &self.kernel.spec.kernel {
-            Kernel::Sm90Bwd(_) => unreachable!("checked when the kernel was bound"),
+            Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => unreachable!("checked when the kernel was bound"),
             // SAFETY: this entry takes the parameters alone; the addresses are the caller's promise.
             Kernel::Sm80Fwd(_) => unsafe { self.kernel.launch(stream, self.blocks, &mut [params]) },
             Kernel::Sm90Fwd(_) => {
@@ -248,7 +248,7 @@ fn needs_counter(spec: &KernelSpec) -> bool {
 fn cluster(spec: &KernelSpec) -> u32 {
     match &spec.kernel {
         Kernel::Sm90Fwd(own) => own.cluster_m,
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Bwd(_) => 1,
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => 1,
     }
 }
 
@@ -345,6 +345,7 @@ fn sections(
         Kernel::Sm80Fwd(own) => (own.reverse_blocks, own.blocks_per_sm as usize),
         Kernel::Sm90Fwd(own) => (own.tile_order == TileOrder::LongestFirst, 1),
         Kernel::Sm90Bwd(own) => (own.tile_order == TileOrder::LongestFirst, 1),
+        Kernel::Sm80Bwd(own) => (own.tile_order == TileOrder::LongestFirst, own.blocks_per_sm as usize),
     };
     if !longest_first {
         return Sections { heads: all_heads, sections: 0 };

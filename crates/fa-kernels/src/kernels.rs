@@ -97,7 +97,7 @@ impl Kernels {
     /// The backward pass of `problem` by the kernel that is chosen as for [`Kernels::forward`].
     ///
     /// # Errors
-    /// As [`Kernels::forward`]; [`PlanError::NoBackward`] where no kernel computes gradients.
+    /// As [`Kernels::forward`].
     pub fn backward(&self, problem: &Problem, options: BackwardOptions) -> Result<Backward, Error> {
         self.choose(problem, None, Some(options), |spec| self.backward_with(problem, spec))
     }

@@ -80,7 +80,7 @@ impl Source {
 fn target(spec: &KernelSpec, arch: Arch) -> String {
     let (major, minor) = arch.compute_capability();
     let suffix = match spec.kernel {
-        Kernel::Sm80Fwd(_) => "",
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => "",
         Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => "a",
     };
     format!("sm_{major}{minor}{suffix}")
@@ -92,6 +92,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         Kernel::Sm80Fwd(kernel) => ("sm80/fwd.cuh", kernel.blocks_per_sm, 1, &[]),
         // setmaxnreg is ignored unless the bound of one block per SM is written out.
         Kernel::Sm90Fwd(kernel) => ("sm90/fwd.cuh", 1, kernel.cluster_m, &["tma_q", "tma_k", "tma_v"]),
+        Kernel::Sm80Bwd(kernel) => ("sm80/bwd.cuh", kernel.blocks_per_sm, 1, &[]),
         Kernel::Sm90Bwd(_) => ("sm90/bwd.cuh", 1, 1, &["tma_q", "tma_k", "tma_v", "tma_do"]),
     };
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };

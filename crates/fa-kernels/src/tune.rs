@@ -221,6 +221,7 @@ pub fn user_table() -> Option<PathBuf> {
 pub const fn backward(spec: &KernelSpec) -> Option<BackwardOptions> {
     match &spec.kernel {
         Kernel::Sm90Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
+        Kernel::Sm80Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
         Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
     }
 }
@@ -228,7 +229,7 @@ pub const fn backward(spec: &KernelSpec) -> Option<BackwardOptions> {
 /// The family of a spec's kernel.
 pub const fn family(spec: &KernelSpec) -> Family {
     match spec.kernel {
-        Kernel::Sm80Fwd(_) => Family::Sm80,
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Family::Sm80,
         Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Family::Sm90,
     }
 }

@@ -9,6 +9,7 @@
 //! The model ranks candidates; its constants ([`CostConstants`]) are there to be calibrated.
 
 mod backward;
+mod backward_sm80;
 mod constants;
 mod schedule;
 
@@ -166,6 +167,7 @@ pub(crate) fn predict_work(
     let limits = arch.limits();
     let model = match &spec.kernel {
         Kernel::Sm90Bwd(kernel) => return backward::predict(problem, spec, kernel, arch, constants),
+        Kernel::Sm80Bwd(kernel) => return backward_sm80::predict(problem, spec, kernel, arch, constants),
         Kernel::Sm80Fwd(kernel) => {
             let resident = resident_blocks(work, kernel.blocks_per_sm, limits);
             sm80_model(spec, kernel, limits, constants, resident)

@@ -4,6 +4,7 @@
 
 pub mod account;
 pub mod backward;
+pub mod backward_sm80;
 pub mod sm90;
 mod why;
 
@@ -138,12 +139,6 @@ pub enum PlanError {
         /// The architecture.
         arch: Arch,
     },
-    /// No kernel computes gradients there.
-    #[error("no GPU kernel computes gradients on {arch}: the backward runs on sm90 (or use the CPU backend)")]
-    NoBackward {
-        /// The architecture.
-        arch: Arch,
-    },
     /// SM100 planning for an architecture without tensor memory.
     #[error("{arch} has no tensor memory: SM100 plans are for sm100 and sm103")]
     NoTensorMemory {
@@ -212,9 +207,6 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     if family == Family::Sm90 && !arch.has_wgmma() {
         return Err(PlanError::Family { family, arch });
     }
-    if family == Family::Sm80 && options.backward.is_some() {
-        return Err(PlanError::NoBackward { arch });
-    }
     let head_dim = family.padded("head_dim", problem.head_dim)?;
     let head_dim_v = family.padded("head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);
@@ -226,7 +218,12 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
         Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
     };
     match family {
-        Family::Sm80 => sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+        Family::Sm80 => match options.backward {
+            Some(options) => {
+                backward_sm80::candidates(problem, head_dim, head_dim_v, arch, options).for_each(&mut judge)
+            }
+            None => sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+        },
         Family::Sm90 => match options.backward {
             Some(options) => {
                 backward::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge)
@@ -334,6 +331,10 @@ pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
         Kernel::Sm90Fwd(k) => {
             by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, q_stages, kv_stages, ping_pong, pack_gqa)
         }
+        Kernel::Sm80Bwd(k) => by_name!(
+            k; tile_m, tile_n, num_warps, q_stages, do_stages, atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq,
+            blocks_per_sm
+        ),
         Kernel::Sm90Bwd(k) => by_name!(
             k; tile_m, tile_n, num_wg, q_stages, do_stages, pds_stages, sdp_swap_ab, dkv_swap_ab, dq_swap_ab,
             atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq, mma_dkv_is_rs, dq_via_smem, dq_slices

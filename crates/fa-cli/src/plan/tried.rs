@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::cost::Cost;
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{self, BackwardOptions, Family, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
@@ -463,6 +463,12 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             on("ping-pong", k.ping_pong),
             on("pack GQA", k.pack_gqa),
         ],
+        Kernel::Sm80Bwd(k) => {
+            vec![
+                Some(format!("{} warps", k.num_warps)),
+                Some(format!("{}/{} stages", k.q_stages, k.do_stages)),
+            ]
+        }
         Kernel::Sm90Bwd(k) => {
             let swaps = [("SdP", k.sdp_swap_ab), ("dKV", k.dkv_swap_ab), ("dQ", k.dq_swap_ab)];
             let swaps: Vec<&str> = swaps.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
@@ -494,6 +500,9 @@ fn group_of_spec(spec: &KernelSpec) -> Group {
                 if *overlap_wg { ", overlap" } else { "" }
             ),
         },
+        Kernel::Sm80Bwd(Sm80Bwd { tile_m, num_warps, .. }) => {
+            Group { key: [*tile_m, *num_warps, 0], label: format!("tile_m {tile_m}, {num_warps} warps") }
+        }
         Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, .. }) => {
             Group { key: [*tile_m, *num_wg, 0], label: format!("tile_m {tile_m}, {num_wg} wg") }
         }

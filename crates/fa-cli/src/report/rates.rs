@@ -137,7 +137,7 @@ pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
 fn first_family(forward: &Tried) -> Option<KernelFamily> {
     match forward {
         Tried::Kernels(set) => set.plans.first().map(|plan| match plan.spec.kernel {
-            fa_core::Kernel::Sm80Fwd(_) => KernelFamily::Sm80,
+            fa_core::Kernel::Sm80Fwd(_) | fa_core::Kernel::Sm80Bwd(_) => KernelFamily::Sm80,
             fa_core::Kernel::Sm90Fwd(_) | fa_core::Kernel::Sm90Bwd(_) => KernelFamily::Sm90,
         }),
         Tried::Sm100(_) => Some(KernelFamily::Sm100),

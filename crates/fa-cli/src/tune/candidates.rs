@@ -85,6 +85,15 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.stages = k.stages.saturating_sub(1));
             add(&|k| k.reverse_blocks = !k.reverse_blocks);
         }
+        Kernel::Sm80Bwd(own) => {
+            let mut add = |change: &dyn Fn(&mut fa_core::Sm80Bwd)| {
+                let mut own = own.clone();
+                change(&mut own);
+                list.push(KernelSpec { kernel: Kernel::Sm80Bwd(own), ..spec.clone() });
+            };
+            add(&|k| k.q_stages = 3 - k.q_stages);
+            add(&|k| k.do_stages = 3 - k.do_stages);
+        }
         Kernel::Sm90Fwd(own) => {
             let mut add = |change: &dyn Fn(&mut fa_core::Sm90Fwd)| {
                 let mut own = own.clone();

@@ -204,10 +204,10 @@ struct BwdWalk {
             multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, 1, 2>(s, q, smem_address(smem.k), block);
             read_stats(dpsum, params.dpsum, head, block);
             weigh(s, lse, block);
-            store(smem_address(smem.p), s, block);
             CutS::clear(dp);
-            multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v, 0, 0>(dp, dout, smem_address(smem.v), block);
+            multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v, 0, 1>(dp, dout, smem_address(smem.v), block);
             differentiate(s, dp, lse, dpsum);
+            store(smem_address(smem.p), s, block);
             store(smem_address(smem.ds), dp, block);
         }
         __syncthreads();

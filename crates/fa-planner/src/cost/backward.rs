@@ -4,7 +4,7 @@
 //! partly beside them. The launches before and after move the f32 accumulators of dQ through device memory.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
+use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm90Bwd};
 
 use crate::HeadDims;
 use crate::plan::backward::guide_spec;
@@ -17,14 +17,14 @@ use super::{Cost, CostConstants, Terms, overlap, softmax_clocks};
 /// Query heads of a K/V head are divided into as few tiles as fill the GPU: how many parts.
 ///
 /// 1 where the order of sums must not depend on it, and where there is nothing to sum.
-pub fn head_splits(problem: &Problem, kernel: &Sm90Bwd, sms: u32) -> usize {
+pub fn head_splits(problem: &Problem, tile_n: u32, deterministic: bool, sms: u32) -> usize {
     let group = problem.group_size().max(1);
     let tiles = problem
         .seqlen_k
-        .div_ceil(kernel.tile_n as usize)
+        .div_ceil(tile_n as usize)
         .saturating_mul(problem.heads_kv)
         .saturating_mul(problem.batch);
-    if kernel.deterministic || tiles == 0 || problem.seqlen_q == 0 {
+    if deterministic || tiles == 0 || problem.seqlen_q == 0 {
         return 1;
     }
     (sms as usize).div_ceil(tiles).clamp(1, group)
@@ -44,7 +44,6 @@ pub(super) fn predict(
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let clock = limits.clock_ghz * 1e9 * c.clock;
 
     let guide = guide_spec(kernel);
     let mmas = BwdMmas::new(dims, &guide);
@@ -66,7 +65,7 @@ pub(super) fn predict(
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
     let step = overlap([products, exp], c.bwd_overlap[usize::from(kernel.num_wg == 3)]) + exposed;
 
-    let splits = head_splits(problem, kernel, limits.sms);
+    let splits = head_splits(problem, kernel.tile_n, kernel.deterministic, limits.sms);
     let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, splits);
     let mask = scores * c.mask_ops / super::f32_lanes(limits);
     let length = |class: &TileClass| c.bwd_block + class.steps * step + class.masked * mask;
@@ -76,35 +75,70 @@ pub(super) fn predict(
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
-    let power =
-        work.steps() * 2.0 * scores * (3.0 * hd + 2.0 * hdv) / (limits.peak_tensor_flops() * c.power_cap);
-    let main = overlap([end / clock, power], 8.0);
+    let flops_per_step = 2.0 * scores * (3.0 * hd + 2.0 * hdv);
+    Launches { tensor, exp, smem, exposed, total, end, work: &work, flops_per_step }.cost(
+        problem,
+        [hd, hdv],
+        limits,
+        c,
+    )
+}
 
-    // Before: O and dO read, the accumulators zeroed; after: they are read and dQ is written.
-    let rows = problem.rows();
-    let accumulators = rows * hd * 4.0;
-    let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators;
-    let hbm = (around + problem.bytes_backward()) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
-    let outer = around / (limits.hbm_bytes_per_s * c.hbm_efficiency) + 3.0 * c.launch_s;
-    let seconds = main + outer;
-    let alone = |clocks: f64| work.steps() / sms * clocks / clock;
-    let terms = Terms {
-        tensor: alone(tensor).max(power),
-        exp: alone(exp),
-        smem: alone(smem),
-        l2: 0.0,
-        hbm,
-        waves: (end - total / sms) / clock,
-        latency: outer + (work.steps() * exposed + work.tiles * c.bwd_block) / sms / clock,
-    };
-    Cost {
-        seconds,
-        tflops: problem.flops_backward() / seconds / 1e12,
-        bottleneck: terms.largest(),
-        terms,
-        tiles: work.tiles,
-        slots: sms,
-        steps: work.steps(),
-        masked_steps: work.masked(),
+/// What a backward's launches take their time for; clocks of a step, or of the whole.
+pub(super) struct Launches<'a> {
+    pub tensor: f64,
+    pub exp: f64,
+    pub smem: f64,
+    pub exposed: f64,
+    /// Of all tiles, one after the other.
+    pub total: f64,
+    /// Of the last SM.
+    pub end: f64,
+    pub work: &'a Work,
+    pub flops_per_step: f64,
+}
+
+impl Launches<'_> {
+    /// The cost, with the launches before and after the main one.
+    pub fn cost(
+        &self,
+        problem: &Problem,
+        [hd, hdv]: [f64; 2],
+        limits: &ArchLimits,
+        c: &CostConstants,
+    ) -> Cost {
+        let Launches { tensor, exp, smem, exposed, total, end, work, flops_per_step } = *self;
+        let sms = f64::from(limits.sms);
+        let clock = limits.clock_ghz * 1e9 * c.clock;
+        let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
+        let main = overlap([end / clock, power], 8.0);
+
+        // Before: O and dO read, the accumulators zeroed; after: they are read and dQ is written.
+        let rows = problem.rows();
+        let accumulators = rows * hd * 4.0;
+        let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators;
+        let hbm = (around + problem.bytes_backward()) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        let outer = around / (limits.hbm_bytes_per_s * c.hbm_efficiency) + 3.0 * c.launch_s;
+        let seconds = main + outer;
+        let alone = |clocks: f64| work.steps() / sms * clocks / clock;
+        let terms = Terms {
+            tensor: alone(tensor).max(power),
+            exp: alone(exp),
+            smem: alone(smem),
+            l2: 0.0,
+            hbm,
+            waves: (end - total / sms) / clock,
+            latency: outer + (work.steps() * exposed + work.tiles * c.bwd_block) / sms / clock,
+        };
+        Cost {
+            seconds,
+            tflops: problem.flops_backward() / seconds / 1e12,
+            bottleneck: terms.largest(),
+            terms,
+            tiles: work.tiles,
+            slots: sms,
+            steps: work.steps(),
+            masked_steps: work.masked(),
+        }
     }
 }

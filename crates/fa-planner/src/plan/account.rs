@@ -3,7 +3,7 @@
 use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
 
-use super::{backward, sm90};
+use super::{backward, backward_sm80, sm90};
 use crate::occupancy::{Limiter, Occupancy, register_ceiling};
 use crate::sm80;
 use crate::sm90::layout;
@@ -163,6 +163,10 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         }
         // A block is launched with an even share and re-divides it: all registers of the SM, so one block.
         Kernel::Sm90Fwd(kernel) => (sm90::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
+        Kernel::Sm80Bwd(kernel) => {
+            let regs = backward_sm80::registers(spec, kernel, limits);
+            (regs, regs.total, kernel.blocks_per_sm)
+        }
         Kernel::Sm90Bwd(kernel) => {
             (backward::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
         }
@@ -192,6 +196,7 @@ pub fn smem(spec: &KernelSpec) -> SmemPlan {
     match &spec.kernel {
         Kernel::Sm80Fwd(kernel) => sm80::smem(spec, kernel),
         Kernel::Sm90Fwd(_) => sm90_fwd_smem(spec).unwrap_or_default(),
+        Kernel::Sm80Bwd(kernel) => backward_sm80::smem(spec, kernel),
         Kernel::Sm90Bwd(kernel) => layout::bwd(spec.head_dim, spec.head_dim_v, kernel),
     }
 }
