@@ -10,7 +10,9 @@ use std::sync::Arc;
 use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
 use fa_core::spec::TileOrder;
 use fa_core::{Kernel, KernelSpec, Problem, Sm90Bwd};
+use fa_planner::HeadDims;
 use fa_planner::cost::head_splits;
+use fa_planner::sm90::panels::BwdPanels;
 
 use crate::Error;
 use crate::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
@@ -311,24 +313,17 @@ impl Backward {
         let dtype = self.problem.dtype;
         // Without queries nothing of them is loaded, but a map must name some memory and at least one row.
         let named = |tensor: &RawTensor| if tensor.address == 0 { args.k.address } else { tensor.address };
-        // Panels that a product reads across must not straddle two warp groups' shares (BwdLayout in sm90/bwd_layout.cuh).
-        let across = |head_dim: u32, swapped: bool, atoms: u32| {
-            let share = if swapped { head_dim } else { head_dim * atoms / own.num_wg };
-            tma::panel(head_dim).min(tma::panel(share))
-        };
-        let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
-        let panel_q = across(hd, own.dkv_swap_ab, own.atom_layout_n_dkv);
-        let panel_do = across(hdv, own.dkv_swap_ab, own.atom_layout_n_dkv);
-        let panel_k = across(hd, own.dq_swap_ab, own.atom_layout_m_dq);
+        let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
+        let panels = BwdPanels::of(dims, own);
         let map = |name, shape: usize, tensor: &RawTensor, panel, rows| {
             let shape = map_shape(&shapes[shape].0, &tensor.strides, panel, rows);
             tma::encode(name, dtype, named(tensor), &shape)
         };
         Ok([
-            map("q", 0, &args.q, panel_q, own.tile_m)?,
-            map("k", 1, &args.k, panel_k, own.tile_n)?,
-            map("v", 2, &args.v, tma::panel(hdv), own.tile_n)?,
-            map("dout", 4, &args.dout, panel_do, own.tile_m)?,
+            map("q", 0, &args.q, panels.q, own.tile_m)?,
+            map("k", 1, &args.k, panels.k, own.tile_n)?,
+            map("v", 2, &args.v, panels.v, own.tile_n)?,
+            map("dout", 4, &args.dout, panels.dout, own.tile_m)?,
         ])
     }
 }

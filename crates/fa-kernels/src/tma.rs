@@ -9,6 +9,8 @@ use cudarc::driver::sys::{
     CUtensorMapSwizzle as Swizzle,
 };
 use fa_core::Dtype;
+/// Elements of the widest panel that divides a padded row: the inner length of a box. Its bytes are the swizzle.
+pub(crate) use fa_planner::sm90::panels::widest as panel;
 
 use crate::Error;
 
@@ -21,12 +23,6 @@ pub(crate) struct MapShape<const RANK: usize> {
     pub strides: [u64; RANK],
     /// Lengths of the box.
     pub tile: [u32; RANK],
-}
-
-/// Elements of the widest panel (64, 32 or 16) that divides a padded row: the inner length of a box. Its bytes are the
-/// swizzle, the widest that the row allows.
-pub(crate) fn panel(head_dim: u32) -> u32 {
-    [64, 32].into_iter().find(|panel| head_dim.is_multiple_of(*panel)).unwrap_or(16)
 }
 
 /// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so maps are made anew in

@@ -9,6 +9,7 @@ use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm90Bwd};
 use crate::HeadDims;
 use crate::plan::backward::guide_spec;
 use crate::sm90::bwd::BwdMmas;
+use crate::sm90::panels::BwdPanels;
 use crate::sm90::traffic;
 
 use super::schedule::{Queue, TileClass, Work};
@@ -49,9 +50,10 @@ pub(super) fn predict(
     let mmas = BwdMmas::new(dims, &guide);
     // The guide counts the f32 tile of dQ stored and read; without its buffer it is sent off from registers.
     let dq_bytes = if kernel.dq_via_smem { 0.0 } else { 2.0 * tile_m * hd * 4.0 };
+    let panels = BwdPanels::of(dims, kernel);
     let loads = tile_m * (hd + hdv) * 2.0;
     let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + loads) / limits.smem_bytes;
-    let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops / c.tensor_efficiency;
+    let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops / c.bwd_tensor;
     let (cap_mufu, cap_ops) = if spec.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.bwd_ops + cap_ops);
     let products = overlap([tensor, smem], c.bwd_smem_overlap);
@@ -63,7 +65,8 @@ pub(super) fn predict(
         + if kernel.dq_via_smem { 0.0 } else { tile_m * hd * 4.0 / c.bwd_atomic_bytes }
         + if kernel.do_stages == 1 { c.bwd_one_do_stage } else { 0.0 }
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
-    let step = overlap([products, exp], c.bwd_overlap[usize::from(kernel.num_wg == 3)]) + exposed;
+    let copies = c.bwd_copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
+    let step = overlap([products, exp, copies], c.bwd_overlap[usize::from(kernel.num_wg == 3)]) + exposed;
 
     let splits = head_splits(problem, kernel.tile_n, kernel.deterministic, limits.sms);
     let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, splits);
@@ -76,7 +79,11 @@ pub(super) fn predict(
     };
     let (total, end) = work.makespan(sms, queue, length);
     let flops_per_step = 2.0 * scores * (3.0 * hd + 2.0 * hdv);
-    Launches { tensor, exp, smem, exposed, total, end, work: &work, flops_per_step }.cost(
+    // Q and dO come from the L2 at every step, and the f32 tile of dQ is added to what is there.
+    let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0);
+    let clock = limits.clock_ghz * 1e9 * c.clock;
+    let l2 = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency * clock);
+    Launches { tensor, exp, smem, l2, exposed, total, end, work: &work, flops_per_step }.cost(
         problem,
         [hd, hdv],
         limits,
@@ -89,6 +96,8 @@ pub(super) struct Launches<'a> {
     pub tensor: f64,
     pub exp: f64,
     pub smem: f64,
+    /// Seconds that the L2 alone would take.
+    pub l2: f64,
     pub exposed: f64,
     /// Of all tiles, one after the other.
     pub total: f64,
@@ -107,11 +116,11 @@ impl Launches<'_> {
         limits: &ArchLimits,
         c: &CostConstants,
     ) -> Cost {
-        let Launches { tensor, exp, smem, exposed, total, end, work, flops_per_step } = *self;
+        let Launches { tensor, exp, smem, l2, exposed, total, end, work, flops_per_step } = *self;
         let sms = f64::from(limits.sms);
         let clock = limits.clock_ghz * 1e9 * c.clock;
         let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
-        let main = overlap([end / clock, power], 8.0);
+        let main = overlap([end / clock, power, l2], 8.0);
 
         // Before: O and dO read, the accumulators zeroed; after: they are read and dQ is written.
         let rows = problem.rows();
@@ -125,7 +134,7 @@ impl Launches<'_> {
             tensor: alone(tensor).max(power),
             exp: alone(exp),
             smem: alone(smem),
-            l2: 0.0,
+            l2,
             hbm,
             waves: (end - total / sms) / clock,
             latency: outer + (work.steps() * exposed + work.tiles * c.bwd_block) / sms / clock,

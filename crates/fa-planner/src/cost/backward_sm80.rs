@@ -55,6 +55,7 @@ pub(super) fn predict(
         tensor,
         exp,
         smem,
+        l2: 0.0,
         exposed,
         total,
         end,

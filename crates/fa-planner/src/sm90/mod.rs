@@ -10,6 +10,7 @@ pub mod candidates;
 pub mod fwd;
 pub mod layout;
 pub mod mma;
+pub mod panels;
 pub mod rank;
 pub mod regs;
 pub mod reject;
