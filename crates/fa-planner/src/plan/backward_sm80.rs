@@ -26,7 +26,7 @@ pub const STAGES: [(u32, u32); 3] = [(2, 2), (2, 1), (1, 1)];
 /// Registers of a thread for operands, the statistics of its rows, addresses and loop state.
 const OVERHEAD: u32 = 60;
 
-/// More of them where blocks take turns.
+/// More of them beside S and dP where blocks take turns.
 const TURNS: u32 = 8;
 
 /// The shared memory of a block. T is the 16-bit type; tiles are swizzled panels of at most 64 columns:
@@ -64,7 +64,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, limits: &ArchLimits) -> Re
         o,
         q,
         other,
-        total: o + s.max(q) + other,
+        total: o + (s + other).max(q + OVERHEAD),
         limit: register_ceiling(limits, threads, kernel.blocks_per_sm),
         setmaxnreg: None,
     }
