@@ -161,7 +161,7 @@ fn climb<T: Half>(
             let forward = match device.kernels.forward_with(problem, spec) {
                 Ok(forward) => Pass::Forward(forward),
                 Err(error) => {
-                    errors[index] = Some(error.to_string());
+                    errors[index] = Some(crate::record::without_logs(&error.to_string()));
                     continue;
                 }
             };

@@ -25,7 +25,7 @@ pub const UNVALIDATED: &str = "unvalidated.ron";
 /// The machine, the program and the compiler behind a result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Provenance {
-    /// The command line, without the program's folder.
+    /// The command line, without the folders of this machine.
     pub command: String,
     /// Commit that the program was built from.
     pub commit: &'static str,
@@ -48,7 +48,7 @@ impl Provenance {
     /// # Errors
     /// What the driver and the compiler report.
     pub fn new(device: &Device) -> anyhow::Result<Provenance> {
-        let arguments: Vec<String> = std::env::args().skip(1).collect();
+        let arguments: Vec<String> = std::env::args().skip(1).map(|argument| here(&argument)).collect();
         Ok(Provenance {
             command: format!("fa {}", arguments.join(" ")),
             commit: env!("FA_COMMIT"),
@@ -198,7 +198,22 @@ fn read_unvalidated(path: &Path) -> anyhow::Result<Unvalidated> {
     Ok(list)
 }
 
-/// Writes `record` as JSON to `results/folder/name`, making the folders.
+/// An argument that names a file of this machine as a file of the current folder.
+fn here(argument: &str) -> String {
+    let path = Path::new(argument);
+    let name = path.is_absolute().then(|| path.file_name()).flatten();
+    name.map_or_else(|| argument.to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// `text` without the places of compilation logs, which lead nowhere on another machine.
+pub fn without_logs(text: &str) -> String {
+    let mut parts = text.split(" (log: ");
+    let first = parts.next().unwrap_or_default();
+    let rest = parts.map(|part| part.split_once(')').map_or("", |(_, rest)| rest));
+    std::iter::once(first).chain(rest).collect()
+}
+
+/// Writes a record's `text` to `results/folder/name`, making the folders; places of logs are left out.
 ///
 /// # Errors
 /// When that cannot be written.
@@ -206,7 +221,8 @@ pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> anyhow::Re
     let folder = results.join(folder);
     std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
     let path = folder.join(name);
-    crate::target::Target::probe(&path)?.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
+    crate::target::Target::probe(&path)?
+        .write(|writer| Ok(writer.write_all(without_logs(text).as_bytes())?))?;
     Ok(path)
 }
 
@@ -239,6 +255,15 @@ mod tests {
         assert_eq!(utc(0), "1970-01-01T00:00:00Z");
         assert_eq!(utc(951_782_400), "2000-02-29T00:00:00Z");
         assert_eq!(utc(1_798_761_599), "2026-12-31T23:59:59Z");
+    }
+
+    #[test]
+    fn records_hold_no_places_of_this_machine() {
+        assert_eq!(here("/somewhere/marks.json"), "marks.json");
+        assert_eq!(here("docs/marks.json"), "docs/marks.json");
+        assert_eq!(here("--seqlen"), "--seqlen");
+        assert_eq!(without_logs("a (log: /cache/1/log.txt): b (log: /cache/2/log.txt) c"), "a: b c");
+        assert_eq!(without_logs("a (b) c"), "a (b) c");
     }
 
     fn check(fill: impl FnOnce(&Path, &Fingerprint)) -> anyhow::Result<State> {

@@ -12,7 +12,10 @@ const COLUMNS: usize = 2;
 pub fn panels(report: &Report) -> String {
     let mut titles: Vec<String> = Vec::new();
     let title = |row: &Row| {
-        format!("Forward, head dim {}, {}, {}, {}", row.head_dims(), row.mask, row.dtype, row.group)
+        let pass = if row.kind == "bwd" { "Backward" } else { "Forward" };
+        // The groups of the marks name their type.
+        let shapes = if row.group == "all" { row.dtype.to_string() } else { row.group.to_owned() };
+        format!("{pass}, head dim {}, {}, {shapes}", row.head_dims(), row.mask)
     };
     for row in report.rows.iter().filter(|row| row.error.is_none()) {
         if !titles.contains(&title(row)) {

@@ -70,7 +70,7 @@ fn contest<T: Half>(device: &Device, job: &Job, turns: Turns) -> anyhow::Result<
         let forward = match bind(device, &job.problem, spec, tune::backward(spec).is_some()) {
             Ok(forward) => forward,
             Err(error) => {
-                say(&Event::Bad(index, error.to_string()))?;
+                say(&Event::Bad(index, crate::record::without_logs(&error.to_string())))?;
                 continue;
             }
         };
