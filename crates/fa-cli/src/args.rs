@@ -73,7 +73,7 @@ pub enum Backend {
     Cpu,
     /// Naive f64: slow, exact
     Reference,
-    /// Kernels compiled for the first NVIDIA GPU: forward, f16 and bf16
+    /// Kernels compiled for the first NVIDIA GPU: f16 and bf16
     Cuda,
 }
 
@@ -233,6 +233,15 @@ pub enum Mode {
     Bwd,
     /// Forward, then backward
     Both,
+}
+
+/// Forward or backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnePass {
+    /// Forward
+    Fwd,
+    /// Backward (gradients)
+    Bwd,
 }
 
 /// A family of GPU kernels.
@@ -424,6 +433,20 @@ impl ShapeArgs {
             }
         }
         Ok(problems)
+    }
+}
+
+impl ShapeArgs {
+    /// [`ShapeArgs::problems`] for the GPU: of a 16-bit type, bf16 unless a flag says otherwise.
+    ///
+    /// # Errors
+    /// As [`ShapeArgs::problems`], and [`InputError::Usage`] for f32.
+    pub fn problems_of_halves(&self) -> anyhow::Result<Vec<Problem>> {
+        if self.dtype == Some(Dtype::F32) {
+            let message = "no GPU kernel computes in f32: use bf16 or f16".to_owned();
+            return Err(InputError::Usage(message).into());
+        }
+        self.problems(Dtype::Bf16)
     }
 }
 

@@ -7,7 +7,7 @@ mod report;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, Dtype, KernelSpec, Problem};
+use fa_core::{Arch, KernelSpec, Problem};
 use fa_kernels::{Headers, Source, smem_bytes, tune};
 use fa_planner::plan::{BackwardOptions, Family, PlanOptions, plan};
 use rayon::prelude::*;
@@ -137,7 +137,7 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
     }
     let family = args.gpu.family.map(runnable).transpose()?;
     let specs = args.gpu.specs.iter().map(|path| crate::plan::read_spec(path)).collect::<Result<_, _>>()?;
-    let shapes = args.shapes.problems(Dtype::Bf16)?;
+    let shapes = args.shapes.problems_of_halves()?;
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
     Ok(Job { shapes, specs, family, backward, wanted_peers: Vec::new() })
 }

@@ -9,7 +9,7 @@ use fa_core::ShippedSpec;
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
 
 use crate::args::BuildArgs;
-use crate::failure::{InputError, Verdict};
+use crate::failure::{InputError, Verdict, read_text};
 use crate::output;
 use crate::progress::Steps;
 
@@ -71,7 +71,7 @@ fn read_folder(folder: &Path) -> anyhow::Result<Vec<ShippedSpec>> {
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "ron") {
-                let text = std::fs::read_to_string(&path).map_err(|e| unreadable(&path, e))?;
+                let text = read_text(&path)?;
                 let spec = ShippedSpec::from_ron(&text).with_context(|| path.display().to_string())?;
                 shipped.push(spec);
             }

@@ -1,6 +1,7 @@
 //! What ends the program, and with which exit code.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use fa_core::problem::ProblemError;
@@ -83,6 +84,25 @@ pub enum InputError {
     Usage(String),
 }
 
+/// The longest text file that is read: a spec or a problem takes a thousandth of it.
+const MAX_TEXT_BYTES: u64 = 1 << 20;
+
+/// Reads a spec, a problem or a list, which a person could have written: text, and not without end.
+///
+/// # Errors
+/// [`InputError::Read`].
+pub fn read_text(path: &Path) -> Result<String, InputError> {
+    let read = || {
+        let mut text = String::new();
+        let taken = File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
+        if taken as u64 > MAX_TEXT_BYTES {
+            return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
+        }
+        Ok(text)
+    };
+    read().map_err(InputError::read(path))
+}
+
 impl InputError {
     /// A [`InputError::Read`] about `path`, for `map_err`.
     pub fn read(path: &Path) -> impl FnOnce(io::Error) -> InputError + '_ {
@@ -102,10 +122,13 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
 }
 
-/// Whether the GPU's library refuses the problem itself, rather than failing at it.
+/// Whether the GPU's library refuses what it is given, rather than failing at it.
 fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Plan, Problem, Scale, Spec, TooLong};
-    matches!(error, Plan(_) | Problem(_) | Scale { .. } | Spec(_) | TooLong { .. })
+    use fa_kernels::Error::{BadTuned, Plan, Problem, Scale, Softcap, Spec, TooLong};
+    matches!(
+        error,
+        BadTuned { .. } | Plan(_) | Problem(_) | Scale { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
+    )
 }
 
 /// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.

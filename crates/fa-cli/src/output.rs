@@ -22,7 +22,7 @@ pub fn note(text: &str) {
 /// Prints a value as indented JSON and a newline.
 ///
 /// # Errors
-/// As [`print`].
+/// As [`print()`].
 pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     print(&json_text(value)?)
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::args::{Format, Mode, PlanArgs};
 use crate::attention;
-use crate::failure::{InputError, Verdict};
+use crate::failure::{InputError, Verdict, read_text};
 use crate::output;
 use crate::report;
 use crate::target::Target;
@@ -103,7 +103,7 @@ fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> Strin
 
 fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
     let Some(path) = &args.problem_file else { return Ok(args.problem.problem()?) };
-    let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
+    let text = read_text(path)?;
     let problem: Problem = ron::from_str(&text)
         .map_err(|e| InputError::Usage(format!("{} holds no problem: {e}", path.display())))?;
     problem.check()?;
@@ -115,9 +115,13 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
     let mut planned = Planned { arch, problem, forward: None, backward: None };
     if let Some(path) = &args.spec {
         let (judged, backward) = judge_spec(path, &problem, arch)?;
-        if args.mode == Mode::Bwd && !backward {
-            let message = format!("{} is a forward kernel: leave out --mode bwd", path.display());
-            return Err(InputError::Usage(message).into());
+        let other = match (args.mode, backward) {
+            (Mode::Both, _) => Some("one kernel"),
+            (Mode::Bwd, false) => Some("a forward kernel"),
+            _ => None,
+        };
+        if let Some(what) = other {
+            return Err(InputError::Usage(format!("{} is {what}: leave out --mode", path.display())).into());
         }
         if backward {
             planned.backward = Some(Backward { tried: judged, guide: None });
@@ -145,7 +149,7 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
 /// # Errors
 /// [`InputError`] when it cannot be read or is none.
 pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
-    let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
+    let text = read_text(path)?;
     // Files under specs/ name their architectures beside the spec; `fa plan --format ron` gives the bare spec.
     let spec = ShippedSpec::from_ron(&text).map(|shipped| shipped.spec).or_else(|shipped_error| {
         KernelSpec::from_ron(&text).map_err(|e| if text.contains("archs") { shipped_error } else { e })

@@ -9,6 +9,7 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
 use serde::{Deserialize, Serialize};
 
 use crate::cuda::{Device, DeviceInfo};
+use crate::failure::{InputError, read_text};
 
 /// The folder of validation records below the results.
 pub const VALIDATED: &str = "validate";
@@ -147,6 +148,11 @@ pub enum State {
 /// # Errors
 /// Records and lists that cannot be read, and reasons that are empty.
 pub fn standings(results: &Path) -> anyhow::Result<Vec<Standing>> {
+    if !results.is_dir() {
+        let message =
+            format!("there is no folder {}: --results names the one with the records", results.display());
+        return Err(InputError::Usage(message).into());
+    }
     let records = read_records(&results.join(VALIDATED))?;
     let unvalidated = read_unvalidated(&results.join(UNVALIDATED))?;
     let standing = |(kernel, spec, _): (Fingerprint, KernelSpec, Vec<Arch>)| {
@@ -190,7 +196,7 @@ fn read_unvalidated(path: &Path) -> anyhow::Result<Unvalidated> {
     if !path.is_file() {
         return Ok(Unvalidated::default());
     }
-    let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let text = read_text(path)?;
     let list: Unvalidated = ron::from_str(&text).with_context(|| path.display().to_string())?;
     if let Some((kernel, _)) = list.kernels.iter().find(|(_, reason)| reason.trim().is_empty()) {
         anyhow::bail!("{}: {kernel} has no reason: say why it is not validated", path.display());

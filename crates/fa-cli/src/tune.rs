@@ -11,13 +11,13 @@ mod worker;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use fa_core::{Dtype, Problem};
+use fa_core::Problem;
 use fa_kernels::tune::{self, TuneKey, Tuned, TunedEntry};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use fa_planner::plan::{BackwardOptions, Family};
 use rayon::prelude::*;
 
-use crate::args::{KernelFamily, Mode, ShapeArgs};
+use crate::args::{KernelFamily, OnePass, ShapeArgs};
 use crate::bench_gpu::{Marks, fingerprint, runnable};
 use crate::contest::Turns;
 use crate::cuda::{Device, flops};
@@ -38,7 +38,7 @@ pub struct TuneArgs {
     pub shapes: ShapeArgs,
     /// Which pass to tune
     #[arg(long, value_enum, default_value = "fwd")]
-    pub mode: Mode,
+    pub mode: OnePass,
     /// Tune gradients that have the same bits in every run
     #[arg(long)]
     pub deterministic: bool,
@@ -169,9 +169,8 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
 /// The options of the backward, where one is tuned.
 fn backward(args: &TuneArgs) -> Result<Option<BackwardOptions>, InputError> {
     let usage = |message: &str| Err(InputError::Usage(message.to_owned()));
-    let backward = args.mode == Mode::Bwd;
+    let backward = args.mode == OnePass::Bwd;
     match args.marks {
-        _ if args.mode == Mode::Both => usage("one pass is tuned at a time: use --mode fwd or --mode bwd"),
         _ if args.deterministic && !backward => usage("--deterministic is the backward's: add --mode bwd"),
         Some(marks) if marks.backward() != backward => {
             usage("the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd")
@@ -185,10 +184,7 @@ fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
         let problems = marks.shapes().into_iter().map(|wanted| wanted.problem).collect();
         return Ok((problems, Some(marks.family())));
     }
-    let problems = args.shapes.problems(Dtype::Bf16)?;
-    if problems.iter().any(|problem| problem.dtype == Dtype::F32) {
-        return Err(InputError::Usage("no GPU kernel computes in f32: use bf16 or f16".to_owned()).into());
-    }
+    let problems = args.shapes.problems_of_halves()?;
     Ok((problems, args.family.map(runnable).transpose()?))
 }
 

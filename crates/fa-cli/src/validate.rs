@@ -14,6 +14,7 @@ mod worker;
 pub use configs::spearman;
 
 use std::fmt::Write;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -23,10 +24,10 @@ use fa_kernels::tune;
 use fa_planner::plan::Family;
 use serde::Serialize;
 
-use crate::args::Mode;
 use crate::cuda::Device;
 use crate::failure::{InputError, Verdict};
 use crate::output;
+use crate::plan::read_spec;
 use crate::record::{self, Fingerprint, Provenance, State};
 use args::ValidateArgs;
 use cases::{Action, Case, Extent};
@@ -70,15 +71,14 @@ struct Group {
 /// # Errors
 /// Without a driver, a GPU or a compiler, and for bad input.
 pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
-    if args.mode == Mode::Both {
-        let message = "a backward is validated behind its forward: use --mode bwd".to_owned();
-        return Err(InputError::Usage(message).into());
-    }
     if args.check_records {
         return check_records(args);
     }
     if args.worker {
         return work(args);
+    }
+    if let Some(path) = &args.spec {
+        spec_of_the_pass(args, path)?;
     }
     // A machine without a GPU is told so at once; the context is given back before a worker opens its own.
     let arch = Device::open()?.kernels.arch();
@@ -133,6 +133,16 @@ fn work(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     Ok(Verdict::Good)
 }
 
+/// The kernel of `--spec`, which has to be of the pass that is validated.
+fn spec_of_the_pass(args: &ValidateArgs, path: &Path) -> Result<KernelSpec, InputError> {
+    let spec = read_spec(path)?;
+    if spec.kernel.is_backward() != args.backward() {
+        let (is, mode) = if args.backward() { ("the forward", "fwd") } else { ("the backward", "bwd") };
+        return Err(InputError::Usage(format!("{} is a kernel of {is}: use --mode {mode}", path.display())));
+    }
+    Ok(spec)
+}
+
 /// The cases that the flags ask for.
 fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Result<Vec<Case>> {
     let extent = if args.is_full() { Extent::Full } else { Extent::Quick };
@@ -142,8 +152,7 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     } else if args.all_configs {
         configs::cases(&configs::configs(&args.headdim, args.backward(), family, arch)?)
     } else if let Some(path) = &args.spec {
-        let text = std::fs::read_to_string(path).map_err(InputError::read(path))?;
-        let spec = KernelSpec::from_ron(&text).with_context(|| path.display().to_string())?;
+        let spec = spec_of_the_pass(args, path)?;
         let mut cases = cases::of_spec("spec", &spec.to_string(), &spec, Extent::Full);
         let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
         cases.extend(repeated.map(|case| Case { action: Action::Repeat(repeat), ..case }));
@@ -184,7 +193,7 @@ fn report(
         kind: if args.soak.is_some() { "soak" } else { "validate" },
         passed,
         provenance: Provenance::new(&Device::open()?)?,
-        family: format!("{family:?}").to_lowercase(),
+        family: family.to_string(),
         seconds: time.as_secs_f64(),
         groups: groups(&results),
         failed: Vec::new(),

@@ -56,6 +56,18 @@ pub enum CpuError {
         /// The length needed.
         need: usize,
     },
+    /// Scale and soft cap leave the numbers that sums are held in.
+    #[error(
+        "softmax_scale = {scale}{}: the tiled implementation computes in f32, which ends at 3.4e38 and 1.2e-38 (the \
+         reference takes any)",
+        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap}"))
+    )]
+    Range {
+        /// The softmax scale.
+        scale: f64,
+        /// The soft cap, if there is one.
+        softcap: Option<f64>,
+    },
     /// An instruction set was asked for that this CPU does not have.
     #[error("this CPU has no {wanted}: the best it has is {best}")]
     Isa {

@@ -160,6 +160,19 @@ pub enum Error {
         /// The scale.
         scale: f64,
     },
+    /// The soft cap is not one that GPU kernels use.
+    #[error(
+        "softcap = {softcap} with a softmax_scale of {scale}: GPU kernels take soft caps up to {limit}, and scale / softcap \
+         a normal f32 (the CPU backend takes more; a cap far above the scores can be left out)"
+    )]
+    Softcap {
+        /// The soft cap.
+        softcap: f64,
+        /// The softmax scale.
+        scale: f64,
+        /// The largest soft cap.
+        limit: f64,
+    },
     /// A stride is not one that kernels can walk.
     #[error("the {axis} stride of {tensor} is {stride}: it must be {need}")]
     Stride {

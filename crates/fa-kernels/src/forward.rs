@@ -319,16 +319,26 @@ fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> 
     })
 }
 
+/// The largest soft cap. Kernels compute `cap * (1 - 2 / (1 + e^x))`, which is off by some 2^-23 of the cap: beyond this one,
+/// by more than f16 rounds weights.
+const MAX_SOFTCAP: f64 = 1024.0;
+
 /// The scale, and the scale times log2(e), as f32.
 ///
 /// # Errors
-/// [`Error::Scale`] when it is not positive or one of the two is no normal f32.
+/// [`Error::Scale`] when it is not positive or one of the two is no normal f32, [`Error::Softcap`] for a soft cap that
+/// would spoil the scores.
 pub(crate) fn usable_scale(problem: &Problem) -> Result<(f32, f32), Error> {
     let scale = problem.scale();
     let scale_log2 = scale * std::f64::consts::LOG2_E;
     let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
     if !usable(scale) || !usable(scale_log2) {
         return Err(Error::Scale { scale });
+    }
+    if let Some(softcap) = problem.softcap
+        && (softcap > MAX_SOFTCAP || !usable(softcap) || !usable(2.0 * scale_log2 / softcap))
+    {
+        return Err(Error::Softcap { softcap, scale, limit: MAX_SOFTCAP });
     }
     Ok((scale as f32, scale_log2 as f32))
 }
@@ -368,4 +378,30 @@ pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
 /// side leaves 32 bits.
 pub(crate) fn side(side: Option<u32>, len: usize) -> i32 {
     side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    #[test]
+    fn scales_and_soft_caps_that_spoil_scores_are_refused() {
+        let check = |softmax_scale, softcap| {
+            let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
+            usable_scale(&Problem { softmax_scale, softcap, ..problem })
+        };
+        assert_eq!(check(None, None).unwrap().0, 0.125);
+        for softcap in [1e-3, 30.0, MAX_SOFTCAP] {
+            assert!(check(None, Some(softcap)).is_ok(), "{softcap}");
+        }
+        for softcap in [1e-39, MAX_SOFTCAP * 1.001, 1e300] {
+            assert!(matches!(check(None, Some(softcap)), Err(Error::Softcap { .. })), "{softcap}");
+        }
+        assert!(matches!(check(Some(1e30), Some(1e-30)), Err(Error::Softcap { .. })));
+        for scale in [0.0, -1.0, 1e-39, 1e39] {
+            assert!(matches!(check(Some(scale), None), Err(Error::Scale { .. })), "{scale}");
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! From a problem to ranked kernels: candidates, account, predicted time.
 //!
-//! The three steps are separate: `candidates` have no opinion, [`account`] knows no problem, [`cost::predict`] no limits.
+//! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
 
 pub mod account;
 pub mod backward;
@@ -69,7 +69,21 @@ pub enum Family {
     Sm90,
 }
 
+impl std::fmt::Display for Family {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
 impl Family {
+    /// `sm80` or `sm90`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Family::Sm80 => "sm80",
+            Family::Sm90 => "sm90",
+        }
+    }
+
     /// The family of fastest kernels on `arch` (SM100's tcgen05 is planned for in [`crate::sm100`], but has no kernel).
     pub const fn native(arch: Arch) -> Family {
         if arch.has_wgmma() { Family::Sm90 } else { Family::Sm80 }
@@ -132,7 +146,7 @@ pub enum PlanError {
         value: usize,
     },
     /// The family's kernels do not run there.
-    #[error("{family:?} kernels do not run on {arch}: use Sm80 kernels there")]
+    #[error("{family} kernels do not run on {arch}: use those of the sm80 family there")]
     Family {
         /// The family asked for.
         family: Family,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use fa_planner::plan::Family;
 
-use crate::args::Mode;
+use crate::args::OnePass;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -14,11 +14,11 @@ pub struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
     #[arg(long, value_enum)]
     pub arch: Option<KernelArch>,
-    /// Which pass to validate: fwd, or bwd (gradients of dO, after the forward)
+    /// Which pass to validate; gradients are taken behind the forward
     #[arg(long, value_enum, default_value = "fwd")]
-    pub mode: Mode,
+    pub mode: OnePass,
     /// A part of the grid that takes below a minute (the default without --record)
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["spec", "soak", "sanitize", "all_configs"])]
     pub quick: bool,
     /// The whole grid
     #[arg(long, conflicts_with = "quick")]
@@ -30,17 +30,17 @@ pub struct ValidateArgs {
     #[arg(long, value_name = "FILE")]
     pub spec: Option<PathBuf>,
     /// Runs of each repeated case, which must give the same bits [default: 100, with --full 1000]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
+    #[arg(long, value_name = "N", conflicts_with_all = ["soak", "sanitize", "all_configs"], value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
     pub repeat: Option<u32>,
     /// Random problems for so long, instead of the grid
-    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "quick", "spec"],
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "spec", "filter"],
           value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub soak: Option<u32>,
     /// Start of the random problems' sequence
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, requires = "soak")]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
-    #[arg(long, conflicts_with_all = ["soak", "full", "all_configs"])]
+    #[arg(long, conflicts_with_all = ["soak", "full", "all_configs", "watchdog"])]
     pub sanitize: bool,
     /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
@@ -55,13 +55,15 @@ pub struct ValidateArgs {
     )]
     pub headdim: Vec<crate::args::HeadDim>,
     /// Write a record below the results folder; of the grid, the whole is validated for it
-    #[arg(long, conflicts_with_all = ["quick", "filter", "spec"])]
+    #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
-    #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter", "record", "sanitize", "all_configs"])]
+    #[arg(long, group = "records", conflicts_with_all = [
+        "arch", "mode", "quick", "full", "filter", "spec", "repeat", "soak", "sanitize", "all_configs", "record", "watchdog"
+    ])]
     pub check_records: bool,
     /// Where records lie
-    #[arg(long, value_name = "DIR", default_value = "docs/results")]
+    #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "records")]
     pub results: PathBuf,
     /// A case that is on the GPU for longer hangs: it is reported, and the others go on without it
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
@@ -116,7 +118,7 @@ impl ValidateArgs {
 
     /// Whether gradients are validated.
     pub fn backward(&self) -> bool {
-        self.mode == Mode::Bwd
+        self.mode == OnePass::Bwd
     }
 
     /// What the names of records say about the pass.

@@ -241,7 +241,7 @@ pub fn command(
     let record =
         Record { kind: "configs", passed, provenance: provenance()?, seqlen: SEQLEN, summaries, rows };
     if args.record {
-        let kernels = format!("{}{}", format!("{family:?}").to_lowercase(), args.suffix());
+        let kernels = format!("{family}{}", args.suffix());
         write_record(&args.results, &kernels, &record, &results)?;
     }
     if args.json {

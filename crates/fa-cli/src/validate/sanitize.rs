@@ -71,7 +71,7 @@ struct Report {
     tools: Vec<Finding>,
 }
 
-/// Runs a worker on [`cases`] under each tool.
+/// Runs a worker on [`cases()`] under each tool.
 ///
 /// # Errors
 /// Without compute-sanitizer, or when it does not start.
@@ -98,7 +98,7 @@ pub fn command(
         kind: "sanitize",
         passed: tools.iter().all(|finding| finding.clean),
         provenance: Provenance::new(&Device::open()?)?,
-        family: format!("{family:?}").to_lowercase(),
+        family: family.to_string(),
         tools,
     };
     if args.record {

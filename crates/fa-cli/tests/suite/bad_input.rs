@@ -287,6 +287,14 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
     fa(&format!("plan --arch sm80 --spec {}", text(&path))).good();
     std::fs::write(&path, format!("(archs: [sm80], spec: {spec})")).unwrap();
     fa(&format!("plan --arch sm80 --spec {}", text(&path))).good();
+    for mode in ["bwd", "both"] {
+        let line = format!("plan --arch sm80 --mode {mode} --spec {}", text(&path));
+        refused(&fa(&line), &["leave out --mode"], mode);
+    }
+    let validate = format!("validate --mode bwd --spec {}", text(&path));
+    refused(&fa(&validate), &["a kernel of the forward", "--mode fwd"], "validate --spec");
+    #[cfg(unix)]
+    refused(&fa("plan --spec /dev/zero"), &["/dev/zero", "longer than"], "a file without end");
     for (from, to, part) in [
         ("stages", "stagez", "stagez"),
         ("mask: full", "mask: full, sinks: true", "sinks"),
@@ -313,7 +321,10 @@ fn planning_and_measuring_refuse_what_they_cannot_do() {
         ("plan --softcap NaN", "softcap is NaN"),
         ("plan --mode bwd --arch sm100 --family sm100", "leave out --family sm100"),
         ("plan --deterministic", "--mode bwd"),
-        ("plan --arch sm80 --family sm90", "do not run on sm80"),
+        ("plan --arch sm80 --family sm90", "sm90 kernels do not run on sm80"),
+        ("bench --backend cuda --dtype f32", "use bf16 or f16"),
+        ("validate --check-records --results no/such/folder", "no folder no/such/folder"),
+        ("validate --spec no/such/spec.ron", "no/such/spec.ron"),
         ("plan --arch sm90 --family sm100", "no tensor memory"),
         ("plan --arch sm100 --why tile_n=64", "--family sm80"),
         ("plan --why tile_n", "tile_n=192"),
@@ -357,6 +368,11 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("check a b --atol=-1", "must be a number, 0 or more"),
         ("check a b --atol nan", "must be a number, 0 or more"),
         ("check a b --atol 1 --inputs c", "cannot be used with"),
+        ("validate --check-records --mode bwd", "cannot be used with"),
+        ("validate --seed 3", "--soak"),
+        ("validate --repeat 5 --soak 5", "cannot be used with"),
+        ("validate --mode both", "invalid value 'both'"),
+        ("tune --mode both", "invalid value 'both'"),
         ("bench --seconds 0", "above 0"),
         ("completions cmd", "invalid value"),
     ] {

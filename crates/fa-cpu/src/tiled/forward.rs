@@ -8,6 +8,7 @@ use super::buffer::Buffer;
 use super::pack::{HeadRows, all_finite, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
+use crate::error::CpuError;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::{TensorMut, TensorRef};
@@ -31,6 +32,18 @@ impl Scores {
             None => Scores { scale: (problem.scale() * log2e) as f32, cap: None },
             Some(cap) => Scores { scale: (problem.scale() / cap) as f32, cap: Some((cap * log2e) as f32) },
         }
+    }
+
+    /// Scale and soft cap are numbers of f32.
+    ///
+    /// # Errors
+    /// [`CpuError::Range`].
+    pub(super) fn check(problem: &Problem) -> Result<(), CpuError> {
+        let Scores { scale, cap } = Scores::new(problem);
+        if scale.is_finite() && cap.is_none_or(f32::is_normal) {
+            return Ok(());
+        }
+        Err(CpuError::Range { scale: problem.scale(), softcap: problem.softcap })
     }
 }
 

@@ -91,6 +91,7 @@ pub fn forward_with<T: Element>(
     if let Some(lse) = &lse {
         check::check_lse(problem, lse.len())?;
     }
+    forward::Scores::check(problem)?;
     let kernels = kernels(options)?;
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
     if forward16::applies(kernels, problem)
@@ -161,6 +162,7 @@ pub fn backward_with<T: Element>(
     check::check_out(problem, "dout", inputs.dout.shape())?;
     check::check_lse(problem, inputs.lse.len())?;
     check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
+    forward::Scores::check(problem)?;
     let kernels = kernels(options)?;
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled backward");
     backward::run(kernels, options.threads, problem, inputs, dq, dk, dv);

@@ -248,6 +248,12 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     assert_eq!(short, Err(CpuError::Length { buffer: "lse", got: need - 1, need }));
     let bad = Problem { softmax_scale: Some(f64::INFINITY), ..SMALL };
     assert!(matches!(tiled::forward(&bad, &q, &k, &v, &mut view, None), Err(CpuError::Problem(_))));
+    for (scale, softcap) in [(1e39, None), (0.1, Some(1e39)), (0.1, Some(1e-40)), (1e20, Some(1e-20))] {
+        let beyond = Problem { softmax_scale: Some(scale), softcap, ..SMALL };
+        let refused = tiled::forward(&beyond, &q, &k, &v, &mut view, Some(&mut lse));
+        assert_eq!(refused, Err(CpuError::Range { scale, softcap }));
+        assert!(reference::forward(&beyond, &q, &k, &v).is_ok());
+    }
     let wrong_dout = reference::backward(&SMALL, &q, &k, &v, &q);
     assert!(matches!(wrong_dout, Err(CpuError::Shape { tensor: "dout", .. })), "{wrong_dout:?}");
     assert!(reference::backward(&SMALL, &q, &k, &v, &dout).is_ok());
