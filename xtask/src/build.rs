@@ -12,18 +12,22 @@ pub struct Args {
     /// Only for these architectures.
     #[arg(long, value_delimiter = ',')]
     arch: Vec<fa_core::Arch>,
-    /// Where the bundle is written.
-    #[arg(long, default_value = "dist")]
-    out: PathBuf,
+    /// Where the bundle is written [default: dist].
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Further flags of `fa build`, such as --all-configs --headdim 128 --mode bwd.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    flags: Vec<String>,
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    let out = args.out.to_string_lossy();
-    let mut command = vec!["run", "--quiet", "--release", "-p", "fa-cli", "--", "build", "--out", &out];
-    let archs: Vec<&str> = args.arch.iter().map(|arch| arch.name()).collect();
-    let archs = archs.join(",");
-    if !archs.is_empty() {
-        command.extend(["--arch", &archs]);
+    let mut flags = args.flags.clone();
+    if let Some(out) = &args.out {
+        flags.extend(["--out".to_owned(), out.to_string_lossy().into_owned()]);
     }
-    workspace::cargo(&command)
+    if !args.arch.is_empty() {
+        let archs: Vec<&str> = args.arch.iter().map(|arch| arch.name()).collect();
+        flags.extend(["--arch".to_owned(), archs.join(",")]);
+    }
+    workspace::fa("build", &flags)
 }

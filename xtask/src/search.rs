@@ -21,7 +21,7 @@ use crate::{BadInput, plans};
 #[command(after_help = "Examples:
   cargo xtask search --headdim 128
   cargo xtask search --headdim 192-128 --mode bwd --explain
-  cargo xtask search --headdim 128 --mode fwd --arch sm80
+  cargo xtask search --headdim 128 --arch sm80
   cargo xtask search --headdim 192 --mode bwd --tile-m 64,80 --tile-n 64,96 --format json")]
 pub struct Args {
     /// Head dim, or those of Q/K and of V as in 192-128; 1 to 512, planned as the next multiple of 32.
@@ -81,27 +81,22 @@ fn run_guide(args: &Args) -> Result<()> {
     print(&serialised(args.format, &listed(args, &result))?)
 }
 
-/// Other architectures: the planner's own tiles, forward only.
+/// Other architectures: the planner's own tiles.
 fn run_plans(args: &Args) -> Result<()> {
-    match args.mode {
-        Mode::Bwd => {
-            let text = format!("the backward is planned for sm90 only: for {} use --mode fwd", args.arch);
-            return Err(BadInput(text).into());
-        }
-        Mode::Both => eprintln!("note: the backward is planned for sm90 only; this is the forward"),
-        Mode::Fwd => {}
-    }
     let (tile_m, tile_n) = (args.tile_m.as_deref(), args.tile_n.as_deref());
-    let mut found = plans::search(args.headdim, args.arch, tile_m, tile_n)
+    let mut found = plans::search(args.headdim, args.mode, args.arch, tile_m, tile_n)
         .map_err(|error| BadInput(error.to_string()))?;
     if args.format == Format::Table {
-        return print(&found.table(args.n.unwrap_or(TABLE_ROWS) as usize, args.explain));
+        return print(&found.table(args.mode, args.n.unwrap_or(TABLE_ROWS) as usize, args.explain));
     }
-    if found.fwd.is_empty() {
-        eprint!("{}", found.table(0, true));
+    for (mode, nothing) in [(Mode::Fwd, found.fwd.is_empty()), (Mode::Bwd, found.bwd.is_empty())] {
+        if nothing && (args.mode == mode || args.mode == Mode::Both) {
+            eprint!("{}", found.table(mode, 0, true));
+        }
     }
     if let Some(n) = args.n {
         found.fwd.truncate(n as usize);
+        found.bwd.truncate(n as usize);
     }
     found.explain = found.explain.filter(|_| args.explain);
     print(&serialised(args.format, &found)?)

@@ -16,10 +16,9 @@ pub struct Args {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    let mut command = vec!["run", "--quiet", "--release", "-p", "fa-cli", "--", "validate"];
+    let mut flags = args.flags.clone();
     if let Some(arch) = &args.arch {
-        command.extend(["--arch", arch]);
+        flags.extend(["--arch".to_owned(), arch.clone()]);
     }
-    command.extend(args.flags.iter().map(String::as_str));
-    workspace::cargo(&command)
+    workspace::fa("validate", &flags)
 }

@@ -28,3 +28,10 @@ pub fn cargo(args: &[&str]) -> Result<()> {
     ensure!(status.success(), "cargo {} failed ({status})", args.join(" "));
     Ok(())
 }
+
+/// Builds the program `fa` and runs one of its commands.
+pub fn fa(command: &str, flags: &[String]) -> Result<()> {
+    let mut args = vec!["run", "--quiet", "--release", "-p", "fa-cli", "--", command];
+    args.extend(flags.iter().map(String::as_str));
+    cargo(&args)
+}

@@ -9,6 +9,7 @@ use fa_cpu::simd::Isa;
 use fa_planner::plan::Family;
 
 use crate::bench_gpu::GpuArgs;
+use crate::build::BuildArgs;
 use crate::failure::InputError;
 use crate::ladder::LadderArgs;
 use crate::tune::TuneArgs;
@@ -434,9 +435,7 @@ impl ShapeArgs {
         }
         Ok(problems)
     }
-}
 
-impl ShapeArgs {
     /// [`ShapeArgs::problems`] for the GPU: of a 16-bit type, bf16 unless a flag says otherwise.
     ///
     /// # Errors
@@ -486,24 +485,6 @@ Examples:
   fa bench --backend cuda --marks sm90 --peers --json marks.json
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
-
-/// `fa build`.
-#[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa build --out dist\n  fa build --arch sm90 --specs my-specs/")]
-pub struct BuildArgs {
-    /// Only for these architectures (default: all that each spec names)
-    #[arg(long, value_name = "ARCH", value_delimiter = ',')]
-    pub arch: Vec<Arch>,
-    /// Folder of the cubins and their manifest
-    #[arg(short, long, value_name = "DIR", default_value = "dist")]
-    pub out: PathBuf,
-    /// Folder of specs in RON (default: those that ship with this program)
-    #[arg(long, value_name = "DIR")]
-    pub specs: Option<PathBuf>,
-    /// Compile by nvcc instead of NVRTC
-    #[arg(long)]
-    pub nvcc: bool,
-}
 
 /// `fa doctor`.
 #[derive(Debug, Args)]

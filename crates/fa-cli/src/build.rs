@@ -1,23 +1,71 @@
-//! `fa build`: the shipped kernels compiled for their architectures, planned against actual.
+//! `fa build`: the shipped kernels compiled for their architectures, or all that the planner lists; planned against actual.
+
+mod every;
 
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::Context;
-use fa_core::ShippedSpec;
+use fa_core::{Arch, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
 
-use crate::args::BuildArgs;
+use crate::args::{HeadDim, KernelFamily, Mode};
+use crate::configs::HEAD_DIMS;
 use crate::failure::{InputError, Verdict, read_text};
 use crate::output;
 use crate::progress::Steps;
+
+/// `fa build`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = BUILD_EXAMPLES)]
+pub struct BuildArgs {
+    /// Only for these architectures [default: all that each spec names; sm90 with --all-configs]
+    #[arg(long, value_name = "ARCH", value_delimiter = ',')]
+    pub arch: Vec<Arch>,
+    /// Folder of the cubins and their manifest
+    #[arg(short, long, value_name = "DIR", default_value = "dist", conflicts_with = "all_configs")]
+    pub out: PathBuf,
+    /// Folder of specs in RON (default: those that ship with this program)
+    #[arg(long, value_name = "DIR", conflicts_with = "all_configs")]
+    pub specs: Option<PathBuf>,
+    /// Compile instead every configuration that the planner lists, beside those that miss its register limit by little, and
+    /// say what it predicts and what comes out; nothing is written
+    #[arg(long)]
+    pub all_configs: bool,
+    /// Head dims of --all-configs, each D or D-DV
+    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', requires = "all_configs", default_value = HEAD_DIMS)]
+    pub headdim: Vec<HeadDim>,
+    /// The pass of --all-configs
+    #[arg(long, value_enum, requires = "all_configs", default_value = "both")]
+    pub mode: Mode,
+    /// Kernels of --all-configs [default: the fastest that each architecture runs]
+    #[arg(long, value_enum, requires = "all_configs")]
+    pub family: Option<KernelFamily>,
+    /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
+    pub json: Option<PathBuf>,
+    /// Compile by nvcc instead of NVRTC
+    #[arg(long)]
+    pub nvcc: bool,
+}
+
+const BUILD_EXAMPLES: &str = "\
+Examples:
+  fa build --out dist
+  fa build --arch sm90 --specs my-specs/
+  fa build --all-configs --headdim 128 --mode bwd
+
+Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored setmaxnreg.";
 
 /// Runs the command: a bad verdict when a kernel does not compile cleanly within its plan.
 ///
 /// # Errors
 /// When there is no compiler, a spec cannot be read, or the bundle cannot be written.
 pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
+    if args.all_configs {
+        return every::command(args);
+    }
     let shipped = match &args.specs {
         Some(folder) => read_folder(folder)?,
         None => specs::shipped()
@@ -26,8 +74,8 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
             .map(|file| file.shipped)
             .collect(),
     };
-    let kind = if args.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc };
-    let compiler = Compiler::find(kind)?;
+    probe(&args.out)?;
+    let compiler = compiler(args)?;
     let jobs =
         shipped.iter().flat_map(|s| &s.archs).filter(|a| args.arch.is_empty() || args.arch.contains(a));
     let steps = Mutex::new(Steps::new(jobs.count()));
@@ -54,6 +102,16 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
         args.out.display()
     ))?;
     Ok(if built.failures.is_empty() { Verdict::Good } else { Verdict::Bad })
+}
+
+fn compiler(args: &BuildArgs) -> Result<Compiler, fa_kernels::Error> {
+    Compiler::find(if args.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc })
+}
+
+/// Makes the bundle's folder and sees that files can be made in it, before minutes of compiling.
+fn probe(folder: &Path) -> Result<(), InputError> {
+    let made = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+    made.map(drop).map_err(|e| InputError::Target { path: folder.to_owned(), reason: e.to_string() })
 }
 
 /// Every `.ron` file in a folder and its subfolders.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use fa_core::problem::ProblemError;
 use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
+use fa_planner::plan::PlanError;
 
 /// How a command that ran to its end judges what it saw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +116,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
         cause.downcast_ref().is_some_and(asks_too_much)
             || cause.is::<InputError>()
+            || cause.is::<PlanError>()
             || cause.is::<ProblemError>()
             || cause.is::<SpecError>()
             || cause.is::<CpuError>()

@@ -9,6 +9,7 @@ mod build;
 mod chart;
 mod check;
 mod compute;
+mod configs;
 mod contest;
 mod cuda;
 mod doctor;

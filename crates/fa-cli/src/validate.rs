@@ -150,7 +150,7 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     let mut chosen = if args.sanitize {
         sanitize::cases(args.backward())
     } else if args.all_configs {
-        configs::cases(&configs::configs(&args.headdim, args.backward(), family, arch)?)
+        configs::cases(&crate::configs::list(&args.headdim, args.backward(), family, arch)?)
     } else if let Some(path) = &args.spec {
         let spec = spec_of_the_pass(args, path)?;
         let mut cases = cases::of_spec("spec", &spec.to_string(), &spec, Extent::Full);

@@ -20,6 +20,7 @@ use crate::Error;
 use crate::compile::{CompileFailure, Compiled, Compiler};
 use crate::report::Report;
 use crate::source::Source;
+use crate::whole;
 
 /// Names the cache's folder.
 pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
@@ -277,14 +278,7 @@ impl Cache {
             return Ok(named(version));
         }
         let version = compiler.version()?;
-        let remember = || -> io::Result<()> {
-            let folder = root.join(COMPILERS);
-            fs::create_dir_all(&folder)?;
-            let temporary = tempfile::NamedTempFile::new_in(&folder)?;
-            fs::write(temporary.path(), &version)?;
-            temporary.persist(&file).map_err(|e| e.error).map(drop)
-        };
-        if let Err(error) = remember() {
+        if let Err(error) = whole::write(&file, version.as_bytes()) {
             tracing::debug!(%error, "the compiler's version is asked again next time");
         }
         Ok(named(version))

@@ -62,6 +62,7 @@ pub mod specs;
 mod tma;
 pub mod toolchain;
 pub mod tune;
+mod whole;
 
 pub use args::{
     BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,

@@ -1,6 +1,5 @@
 //! Compiles a list of specs for their architectures and sets the plan beside what came out: `fa build`.
 
-use std::fs;
 use std::path::Path;
 
 use fa_core::{Arch, KernelSpec, ShippedSpec};
@@ -14,7 +13,7 @@ use crate::cache::{Cache, hash};
 use crate::compile::{Compiled, Compiler};
 use crate::report::Report;
 use crate::source::Source;
-use crate::{Error, Headers, smem_bytes};
+use crate::{Error, Headers, smem_bytes, whole};
 
 /// One spec for one architecture, as planned and as compiled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -151,23 +150,20 @@ fn build_one(
     Ok(One { row, kernel, cubin: cubin.clone() })
 }
 
-/// Writes the cubins of a build, `ARCH/NAME.cubin`, and the manifest into `folder`.
+/// Writes the cubins of a build, `ARCH/NAME.cubin`, and then the manifest into `folder`, each in one step.
 ///
 /// # Errors
 /// [`Error::Io`].
 pub fn write_bundle(built: &Built, compiler: &Compiler, folder: &Path) -> Result<Manifest, Error> {
     for (kernel, cubin) in &built.kernels {
         let file = folder.join(&kernel.file);
-        let parent = file.parent().unwrap_or(folder);
-        fs::create_dir_all(parent).map_err(|e| Error::io(parent, e))?;
-        fs::write(&file, cubin).map_err(|e| Error::io(&file, e))?;
+        whole::write(&file, cubin).map_err(|e| Error::io(&file, e))?;
     }
     let kernels = built.kernels.iter().map(|(kernel, _)| kernel.clone()).collect();
     let manifest = Manifest { compiler: compiler.version()?, kernels };
     let text = ron::ser::to_string_pretty(&manifest, Default::default())
         .expect("plain structs of numbers and names always serialise");
     let path = folder.join(MANIFEST);
-    fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
-    fs::write(&path, text).map_err(|e| Error::io(&path, e))?;
+    whole::write(&path, text.as_bytes()).map_err(|e| Error::io(&path, e))?;
     Ok(manifest)
 }

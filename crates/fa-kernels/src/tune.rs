@@ -4,14 +4,14 @@
 //! read no table. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Problem};
 use fa_planner::plan::{BackwardOptions, Family, serves};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, cache};
+use crate::{Error, cache, whole};
 
 /// Names the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
@@ -160,15 +160,7 @@ impl Tuned {
     /// # Errors
     /// [`Error::Io`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
-        let store = || -> io::Result<()> {
-            fs::create_dir_all(folder)?;
-            let mut file = tempfile::NamedTempFile::new_in(folder)?;
-            file.write_all(self.to_ron().as_bytes())?;
-            file.persist(path).map_err(|e| e.error).map(drop)
-        };
-        store().map_err(|e| Error::io(path, e))
+        whole::write(path, self.to_ron().as_bytes()).map_err(|e| Error::io(path, e))
     }
 
     /// Puts `entry` in the place of an entry with the same key, family and pass.

@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use fa_planner::plan::Family;
 
 use crate::args::OnePass;
+use crate::configs::HEAD_DIMS;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -51,7 +52,7 @@ pub struct ValidateArgs {
         value_name = "D[-DV],..",
         value_delimiter = ',',
         requires = "all_configs",
-        default_value = "64,96,128,192,256,192-128"
+        default_value = HEAD_DIMS
     )]
     pub headdim: Vec<crate::args::HeadDim>,
     /// Write a record below the results folder; of the grid, the whole is validated for it

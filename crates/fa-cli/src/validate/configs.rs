@@ -4,73 +4,30 @@
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::path::Path;
-use std::sync::Mutex;
 
-use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
-use fa_kernels::{Cache, Compiler, CompilerKind, Error, Headers, Report, Source, smem_bytes, tune};
-use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{BackwardOptions, Family, PlanOptions, Reason, explore};
-use rayon::prelude::*;
+use fa_core::Arch;
+use fa_kernels::{Compiler, CompilerKind, Report, tune};
+use fa_planner::plan::Family;
 use serde::Serialize;
 
 use super::args::ValidateArgs;
 use super::cases::{Action, Case, Extent, NamedSpec, of_spec};
 use super::worker::{CaseResult, Status};
-use crate::args::HeadDim;
+use crate::configs::{self, Built, Config, NEAR_MISS, SEQLEN};
 use crate::cuda::flops;
 use crate::failure::Verdict;
 use crate::output;
-use crate::progress::Steps;
 use crate::record::{self, Provenance};
-
-/// Candidates that miss the register limit by more than this share are not compiled: the compiler cannot help them.
-const NEAR_MISS: f64 = 0.15;
-
-/// Keys and queries of the measured problems; with them, 16,384 tokens and a width of 2,048.
-const SEQLEN: usize = 8192;
 
 /// Lines of a kind that a text lists.
 const MOST_LINES: usize = 12;
 
-/// A configuration for a problem.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// What it is measured on.
-    pub problem: Problem,
-    /// The kernel.
-    pub spec: KernelSpec,
-    planned: Planned,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Planned {
-    fits: bool,
-    registers: u32,
-    limit: u32,
-    tflops: f64,
-}
-
 /// What became of a configuration.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// Head dims and mask of the problem.
-    pub problem: String,
-    /// The kernel.
-    pub kernel: String,
-    /// Whether the planner says that it fits.
-    pub fits: bool,
-    /// Registers that the planner predicts for a computing thread, and what one may have.
-    pub registers_planned: u32,
-    /// See above.
-    pub register_limit: u32,
-    /// Registers at launch, as compiled; setmaxnreg shares them out anew.
-    pub registers: Option<u32>,
-    /// Bytes spilled, stores and loads.
-    pub spills: Option<u32>,
-    /// What else the compiler says against it.
-    pub fault: Option<String>,
-    /// Bytes of shared memory: the unit asserts that plan and kernel agree.
-    pub smem: u32,
+    /// As planned and as compiled.
+    #[serde(flatten)]
+    pub built: Built,
     /// Whether its results are right; `None` where it was not run.
     pub right: Option<bool>,
     /// What the planner predicts.
@@ -114,99 +71,20 @@ struct Record {
     rows: Vec<Row>,
 }
 
-/// Every configuration for the problems of `head_dims`.
-pub fn configs(
-    head_dims: &[HeadDim],
-    backward: bool,
-    family: Family,
-    arch: Arch,
-) -> anyhow::Result<Vec<Config>> {
-    let backward = backward.then(BackwardOptions::default);
-    let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
-    let mut configs = Vec::new();
-    for &HeadDim { qk, v } in head_dims {
-        for mask in [Mask::FULL, Mask::CAUSAL] {
-            let heads = (2048 / qk).max(1);
-            let square = Problem::square(16_384 / SEQLEN, SEQLEN, heads, qk, mask, Dtype::Bf16);
-            let problem = Problem { head_dim_v: v, ..square };
-            let set = explore(&problem, arch, &options)?;
-            configs.extend(set.plans.into_iter().map(|plan| Config {
-                problem,
-                spec: plan.spec,
-                planned: Planned {
-                    fits: true,
-                    registers: plan.regs.total,
-                    limit: plan.regs.limit,
-                    tflops: plan.cost.tflops,
-                },
-            }));
-            for miss in set.rejected {
-                let (Reason::Registers { need, have } | Reason::Spills { need, have }) = miss.reason else {
-                    continue;
-                };
-                let fits_otherwise = smem_bytes(&miss.spec) <= arch.limits().smem_per_block;
-                let near = f64::from(need) <= (1.0 + NEAR_MISS) * f64::from(have);
-                if near && fits_otherwise {
-                    let constants = CostConstants::of(arch);
-                    let tflops = predict(&problem, &miss.spec, arch, &constants).tflops;
-                    let planned = Planned { fits: false, registers: need, limit: have, tflops };
-                    configs.push(Config { problem, spec: miss.spec, planned });
-                }
-            }
-        }
-    }
-    Ok(configs)
-}
-
-impl Config {
-    /// `hd128 causal`.
-    fn problem_name(&self) -> String {
-        let Problem { head_dim, head_dim_v, mask, .. } = self.problem;
-        let dims =
-            if head_dim == head_dim_v { head_dim.to_string() } else { format!("{head_dim}-{head_dim_v}") };
-        format!("hd{dims} {mask}")
-    }
-
-    /// The numerics and the measurement.
-    fn cases(&self) -> Vec<Case> {
-        let name = self.spec.to_string();
-        let mut cases = of_spec("configs", &name, &self.spec, Extent::Quick);
-        let kernel = Some(NamedSpec { name, spec: self.spec.clone() });
-        let backward = tune::backward(&self.spec);
-        let measured =
-            Case { action: Action::Measure, kernel, ..super::cases::case("configs", self.problem) };
-        cases.push(Case { backward, ..measured });
-        cases
-    }
+/// The numerics and the measurement of a configuration.
+fn cases_of(config: &Config) -> Vec<Case> {
+    let name = config.spec.to_string();
+    let mut cases = of_spec("configs", &name, &config.spec, Extent::Quick);
+    let kernel = Some(NamedSpec { name, spec: config.spec.clone() });
+    let backward = tune::backward(&config.spec);
+    let measured = Case { action: Action::Measure, kernel, ..super::cases::case("configs", config.problem) };
+    cases.push(Case { backward, ..measured });
+    cases
 }
 
 /// The cases of all configurations.
 pub fn cases(configs: &[Config]) -> Vec<Case> {
-    configs.iter().flat_map(Config::cases).collect()
-}
-
-/// What compiling says about each configuration; `Err` holds why there is no report.
-fn compile(configs: &[Config], arch: Arch) -> anyhow::Result<Vec<Result<Report, String>>> {
-    let compiler = Compiler::find(CompilerKind::Nvrtc)?;
-    let (cache, headers) = (Cache::open_default(), Headers::embedded());
-    let steps = Mutex::new(Steps::new(configs.len()));
-    let compile = |config: &Config| {
-        if let Ok(mut steps) = steps.lock() {
-            steps.begin(format!("compiling {}", config.spec));
-            steps.advance();
-        }
-        let compiled = Source::new(&config.spec, arch, Some(smem_bytes(&config.spec)), &headers)
-            .and_then(|source| cache.get(&compiler, &config.spec, &source));
-        match compiled {
-            Ok(compiled) => Ok(compiled.report.clone()),
-            Err(Error::Refused { fault, log_file, .. }) => {
-                let log = log_file.and_then(|path| std::fs::read_to_string(path).ok());
-                log.as_deref().and_then(Report::parse).ok_or(fault)
-            }
-            Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
-        }
-    };
-    Ok(configs.par_iter().with_max_len(1).map(compile).collect())
+    configs.iter().flat_map(cases_of).collect()
 }
 
 /// Compiles, validates and measures. `work` runs the cases but for those of the given names.
@@ -219,11 +97,11 @@ pub fn command(
     provenance: impl FnOnce() -> anyhow::Result<Provenance>,
     work: impl FnOnce(Vec<CaseResult>) -> anyhow::Result<Vec<CaseResult>>,
 ) -> anyhow::Result<Verdict> {
-    let configs = configs(&args.headdim, args.backward(), family, arch)?;
-    let reports = compile(&configs, arch)?;
+    let configs = configs::list(&args.headdim, args.backward(), family, arch)?;
+    let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?);
     // The worker passes over what it is told is done.
     let unclean = configs.iter().zip(&reports).filter(|(_, report)| !is_clean(report));
-    let skipped = unclean.flat_map(|(config, _)| config.cases()).map(|case| CaseResult {
+    let skipped = unclean.flat_map(|(config, _)| cases_of(config)).map(|case| CaseResult {
         name: case.name(),
         kernel: String::new(),
         status: Status::Skipped,
@@ -257,26 +135,14 @@ fn is_clean(report: &Result<Report, String>) -> bool {
 }
 
 fn row(config: &Config, report: &Result<Report, String>, results: &HashMap<&str, &CaseResult>) -> Row {
-    let cases = config.cases();
+    let cases = cases_of(config);
     let found: Vec<&CaseResult> =
         cases.iter().filter_map(|case| results.get(case.name().as_str()).copied()).collect();
     let run: Vec<&CaseResult> = found.into_iter().filter(|result| result.status != Status::Skipped).collect();
     let right = (!run.is_empty()).then(|| run.iter().all(|result| result.status == Status::Passed));
     let ms = run.iter().find_map(|result| result.ms).filter(|_| right == Some(true));
-    let spills = |report: &Report| report.spill_stores + report.spill_loads;
     Row {
-        problem: config.problem_name(),
-        kernel: config.spec.to_string(),
-        fits: config.planned.fits,
-        registers_planned: config.planned.registers,
-        register_limit: config.planned.limit,
-        registers: report.as_ref().ok().map(|report| report.registers),
-        spills: report.as_ref().ok().map(spills),
-        fault: match report {
-            Ok(report) => report.fault().map(|fault| fault.to_string()),
-            Err(reason) => Some(reason.clone()),
-        },
-        smem: smem_bytes(&config.spec),
+        built: config.built(report),
         right,
         tflops_predicted: config.planned.tflops,
         tflops: ms.map(|ms| flops(&config.problem, tune::backward(&config.spec).is_some()) / ms / 1e9),
@@ -286,27 +152,27 @@ fn row(config: &Config, report: &Result<Report, String>, results: &HashMap<&str,
 fn summaries(rows: &[Row]) -> Vec<Summary> {
     let mut seen = HashSet::new();
     let problems: Vec<&String> =
-        rows.iter().map(|row| &row.problem).filter(|problem| seen.insert(*problem)).collect();
+        rows.iter().map(|row| &row.built.problem).filter(|problem| seen.insert(*problem)).collect();
     problems.into_iter().map(|problem| summary(problem, rows)).collect()
 }
 
 fn summary(problem: &str, rows: &[Row]) -> Summary {
-    let own: Vec<&Row> = rows.iter().filter(|row| row.problem == problem).collect();
-    let clean = |row: &&&Row| row.fault.is_none();
-    let fit: Vec<&Row> = own.iter().filter(|row| row.fits).copied().collect();
+    let own: Vec<&Row> = rows.iter().filter(|row| row.built.problem == problem).collect();
+    let clean = |row: &&&Row| row.built.fault.is_none();
+    let fit: Vec<&Row> = own.iter().filter(|row| row.built.fits).copied().collect();
     let measured: Vec<(f64, f64)> =
         fit.iter().filter_map(|row| Some((row.tflops_predicted, row.tflops?))).collect();
-    let rate = |row: &&Row| Some((row.kernel.clone(), row.tflops?));
+    let rate = |row: &&Row| Some((row.built.kernel.clone(), row.tflops?));
     Summary {
         problem: problem.to_owned(),
         fit: fit.len(),
         clean: fit.iter().filter(clean).count(),
-        clean_though_rejected: own.iter().filter(|row| !row.fits).filter(clean).count(),
+        clean_though_rejected: own.iter().filter(|row| !row.built.fits).filter(clean).count(),
         right: own.iter().filter(|row| row.right == Some(true)).count(),
         wrong: own.iter().filter(|row| row.right == Some(false)).count(),
         rank_correlation: spearman(&measured),
         // Rows stand in the planner's order.
-        first_choice: fit.iter().find(|row| row.fault.is_none()).and_then(rate),
+        first_choice: fit.iter().find(|row| row.built.fault.is_none()).and_then(rate),
         best: own.iter().filter_map(rate).max_by(|a, b| a.1.total_cmp(&b.1)),
     }
 }
@@ -371,18 +237,16 @@ fn text(record: &Record, results: &[CaseResult]) -> String {
     for result in failed.take(MOST_LINES) {
         let _ = writeln!(text, "FAILED {}: {}", result.name, result.detail);
     }
-    let contradicted: Vec<&Row> = record.rows.iter().filter(|row| row.fits && row.fault.is_some()).collect();
+    let contradicted: Vec<&Row> =
+        record.rows.iter().filter(|row| row.built.fits && row.built.fault.is_some()).collect();
     for row in contradicted.iter().take(MOST_LINES) {
         let _ = writeln!(
             text,
             "fits by plan ({} of {} registers), but {}: {}",
-            row.registers_planned,
-            row.register_limit,
-            row.kernel,
-            row.spills.filter(|spills| *spills > 0).map_or_else(
-                || row.fault.as_deref().unwrap_or_default().chars().take(60).collect(),
-                |spills| format!("{spills} B of spills")
-            )
+            row.built.registers_planned,
+            row.built.register_limit,
+            row.built.kernel,
+            row.built.verdict()
         );
     }
     if contradicted.len() > MOST_LINES {
@@ -418,7 +282,7 @@ fn markdown(record: &Record, cases: &[CaseResult]) -> String {
     table.load_preset(comfy_table::presets::ASCII_MARKDOWN);
     text += &output::table_text(&table);
     for summary in &record.summaries {
-        let own = record.rows.iter().filter(|row| row.problem == summary.problem);
+        let own = record.rows.iter().filter(|row| row.built.problem == summary.problem);
         let mut rows: Vec<&Row> = own.collect();
         rows.sort_by(|a, b| b.tflops.unwrap_or(0.0).total_cmp(&a.tflops.unwrap_or(0.0)));
         let _ = write!(text, "\n## {}\n\n", summary.problem);
@@ -434,13 +298,13 @@ fn markdown(record: &Record, cases: &[CaseResult]) -> String {
         table.load_preset(comfy_table::presets::ASCII_MARKDOWN);
         for row in rows {
             table.add_row([
-                row.kernel.clone(),
-                if row.fits { "fits" } else { "rejected" }.to_owned(),
-                format!("{} of {}", row.registers_planned, row.register_limit),
-                row.spills.map_or("-".to_owned(), |spills| spills.to_string()),
-                row.smem.to_string(),
+                row.built.kernel.clone(),
+                if row.built.fits { "fits" } else { "rejected" }.to_owned(),
+                format!("{} of {}", row.built.registers_planned, row.built.register_limit),
+                row.built.spills.map_or("-".to_owned(), |spills| spills.to_string()),
+                row.built.smem.to_string(),
                 format!("{:.0}", row.tflops_predicted),
-                match (row.tflops, row.right, &row.fault) {
+                match (row.tflops, row.right, &row.built.fault) {
                     (Some(rate), ..) => format!("{rate:.0}"),
                     (None, Some(false), _) => "WRONG".to_owned(),
                     (None, _, Some(fault)) => fault.split(':').next().unwrap_or_default().to_owned(),
@@ -463,6 +327,7 @@ fn markdown(record: &Record, cases: &[CaseResult]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::HeadDim;
 
     #[test]
     fn rank_correlation_is_one_for_any_rising_curve() {
@@ -478,7 +343,7 @@ mod tests {
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {
-        let found = configs(&[HeadDim { qk: 128, v: 128 }], false, Family::Sm90, Arch::Sm90).unwrap();
+        let found = configs::list(&[HeadDim { qk: 128, v: 128 }], false, Family::Sm90, Arch::Sm90).unwrap();
         assert!(found.iter().any(|config| !config.planned.fits));
         assert!(found.iter().filter(|config| config.planned.fits).count() > 20);
         let mut names = HashSet::new();
