@@ -9,6 +9,7 @@ use crate::failure::InputError;
 use crate::machine;
 use crate::output::si;
 use crate::safetensors::{Stored, TensorFile};
+use crate::shape::{head_dims, pair};
 
 /// Q, K, V and perhaps dO of one problem, packed in `layout`.
 #[derive(Debug)]
@@ -251,16 +252,13 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
 
 /// A problem in a line.
 pub fn describe(p: &Problem) -> String {
-    let pair = |a: usize, b: usize, separator: &str| {
-        if a == b { a.to_string() } else { format!("{a}{separator}{b}") }
-    };
     let mut text = format!(
         "batch {}, queries x keys {}x{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
         p.batch,
         p.seqlen_q,
         p.seqlen_k,
-        pair(p.heads_q, p.heads_kv, ":"),
-        pair(p.head_dim, p.head_dim_v, "-"),
+        pair(p.heads_q, p.heads_kv, ':'),
+        head_dims(p),
         p.mask,
         p.dtype,
         p.scale()

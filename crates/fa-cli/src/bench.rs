@@ -18,7 +18,9 @@ use crate::failure::{InputError, Verdict};
 use crate::on_gpu::Computed;
 use crate::output::si;
 use crate::progress::Steps;
+use crate::random::Random;
 use crate::safetensors::Stored;
+use crate::shape::Shape;
 use crate::target::Target;
 use crate::{machine, output};
 
@@ -48,16 +50,8 @@ struct Machine {
 struct Row {
     /// `fwd` or `bwd`.
     kind: &'static str,
-    batch: usize,
-    heads_q: usize,
-    heads_kv: usize,
-    seqlen_q: usize,
-    seqlen_k: usize,
-    head_dim: usize,
-    head_dim_v: usize,
-    causal: bool,
-    mask: String,
-    dtype: Dtype,
+    #[serde(flatten)]
+    shape: Shape,
     /// What computed it.
     spec: String,
     runs: usize,
@@ -202,19 +196,9 @@ fn repeat(
 /// Inputs like those of a layer: independent, of about unit variance, the same on every run.
 fn random_inputs<T: Stored>(problem: &Problem, with_dout: bool) -> Inputs<T> {
     use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    // SplitMix64 (Steele, Lea and Flood, 2014); the sum of four uniform numbers is near enough to normal.
-    let mut uniform = move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-    };
-    let mut tensor = |[b, s, h, d]: [usize; 4]| -> Vec<T> {
-        let deviation = (4.0f64 / 12.0).sqrt();
-        let mut normal = || ((0..4).map(|_| uniform()).sum::<f64>() - 2.0) / deviation;
-        (0..b * s * h * d).map(|_| T::from_f64(normal())).collect()
+    let mut random = Random::new(1);
+    let mut tensor = |shape: [usize; 4]| -> Vec<T> {
+        (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect()
     };
     Inputs {
         problem: *problem,
@@ -235,30 +219,13 @@ fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
     let tflops = if median.is_zero() { 0.0 } else { flops / median.as_secs_f64() / 1e12 };
     Row {
         kind,
-        batch: problem.batch,
-        heads_q: problem.heads_q,
-        heads_kv: problem.heads_kv,
-        seqlen_q: problem.seqlen_q,
-        seqlen_k: problem.seqlen_k,
-        head_dim: problem.head_dim,
-        head_dim_v: problem.head_dim_v,
-        causal: problem.mask.is_causal(),
-        mask: problem.mask.to_string(),
-        dtype: problem.dtype,
+        shape: Shape::from(problem),
         spec,
         runs: times.len(),
         ms_median: median.as_secs_f64() * 1e3,
         ms_min: times[0].as_secs_f64() * 1e3,
         tflops,
         peak_share: tflops * 1e3 / machine.peak_gflops(),
-    }
-}
-
-fn head_dims(row: &Row) -> String {
-    if row.head_dim == row.head_dim_v {
-        row.head_dim.to_string()
-    } else {
-        format!("{}-{}", row.head_dim, row.head_dim_v)
     }
 }
 
@@ -269,12 +236,12 @@ fn table(report: &Report) -> String {
     for row in &report.rows {
         table.add_row([
             row.kind.to_owned(),
-            row.dtype.to_string(),
-            row.batch.to_string(),
-            format!("{}:{}", row.heads_q, row.heads_kv),
-            format!("{}x{}", row.seqlen_q, row.seqlen_k),
-            head_dims(row),
-            row.mask.clone(),
+            row.shape.dtype.to_string(),
+            row.shape.batch.to_string(),
+            row.shape.heads(),
+            row.shape.seqlens(),
+            row.shape.head_dims(),
+            row.shape.mask.clone(),
             format!("{:.3}", row.ms_median),
             si(row.tflops * 1e12, "FLOP/s"),
             format!("{:.0} %", row.peak_share * 100.0),
@@ -288,13 +255,13 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
     let mut series: Vec<Series> = Vec::new();
     let mut shapes: Vec<String> = Vec::new();
     for row in &report.rows {
-        let shape = format!("hd {} {}", head_dims(row), row.mask);
+        let shape = format!("hd {} {}", row.shape.head_dims(), row.shape.mask);
         let color = shapes.iter().position(|known| *known == shape).unwrap_or_else(|| {
             shapes.push(shape.clone());
             shapes.len() - 1
         });
         let label = format!("{} {shape}", row.kind);
-        let point = (row.seqlen_k as f64, row.tflops * 1e3);
+        let point = (row.shape.seqlen_k as f64, row.tflops * 1e3);
         match series.iter_mut().find(|line| line.label == label) {
             Some(line) => line.points.push(point),
             None => series.push(Series { label, points: vec![point], color, dashed: row.kind == "bwd" }),
@@ -304,7 +271,7 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }
     let batch = args.shapes.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
-    let dtype = report.rows.first().map_or(Dtype::F32, |row| row.dtype);
+    let dtype = report.rows.first().map_or(Dtype::F32, |row| row.shape.dtype);
     let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.shapes.heads.q, report.machine.cpu);
     let peak = report.machine.peak_gflops();
     let name = format!("f32 multiply-add peak {peak:.0} GFLOP/s");

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::args::HeadDim;
 use crate::progress::Steps;
+use crate::shape::head_dims;
 
 /// Candidates that miss the register limit by more than this share are not compiled: the compiler cannot help them.
 pub const NEAR_MISS: f64 = 0.15;
@@ -118,10 +119,7 @@ pub fn list(
 impl Config {
     /// `hd128 causal`.
     pub fn problem_name(&self) -> String {
-        let Problem { head_dim, head_dim_v, mask, .. } = self.problem;
-        let dims =
-            if head_dim == head_dim_v { head_dim.to_string() } else { format!("{head_dim}-{head_dim_v}") };
-        format!("hd{dims} {mask}")
+        format!("hd{} {}", head_dims(&self.problem), self.problem.mask)
     }
 
     /// The configuration beside what compiling said about it.

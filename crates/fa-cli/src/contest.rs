@@ -10,8 +10,9 @@ use fa_core::{Problem, TensorLayout};
 use fa_kernels::Error;
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 
-use crate::cuda::{Device, Half, Inputs, Pass, PassCall, Random, flops, median, random_dout};
+use crate::cuda::{Device, Half, Inputs, Pass, PassCall, flops, median, random_dout};
 use crate::peers::Peers;
+use crate::random::Random;
 use crate::sample_head::SampleHead;
 use crate::sample_rows::{Judged, SampleRows};
 
@@ -203,17 +204,6 @@ impl<'d, T: Half> Arena<'d, T> {
             !times.ms.is_empty()
         });
         Ok(outcome)
-    }
-}
-
-impl Random {
-    /// The numbers below `len` in random order.
-    pub fn order(&mut self, len: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..len).collect();
-        for last in (1..len).rev() {
-            order.swap(last, self.below(last + 1));
-        }
-        order
     }
 }
 

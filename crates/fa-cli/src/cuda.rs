@@ -18,6 +18,8 @@ use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::random::Random;
+
 pub use backward::{GradientCall, Gradients, Pass, PassCall, flops, random_dout};
 
 /// An element type that the GPU kernels compute in: f16 or bf16.
@@ -338,43 +340,6 @@ fn normal<T: Half>(len: usize, seed: u64) -> Vec<T> {
         values.iter_mut().for_each(|value| *value = <T as fa_cpu::Element>::from_f32(random.normal()));
     });
     values
-}
-
-/// SplitMix64 (Steele, Lea and Flood, 2014).
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// A generator; every seed gives another sequence.
-    pub fn new(seed: u64) -> Random {
-        Random(seed)
-    }
-
-    /// 64 random bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Of variance 1 and nearly normal: the sum of four uniform numbers of 16 bits.
-    pub fn normal(&mut self) -> f32 {
-        let bits = self.bits();
-        let sum: u64 = (0..4).map(|i| bits >> (16 * i) & 0xffff).sum();
-        (sum as f32 / 65536.0 - 2.0) * 3f32.sqrt()
-    }
-
-    /// Below `bound`, which is above 0.
-    pub fn below(&mut self, bound: usize) -> usize {
-        (self.bits() % bound as u64) as usize
-    }
-
-    /// One of `choices`.
-    pub fn of<C: Copy>(&mut self, choices: &[C]) -> C {
-        choices[self.below(choices.len())]
-    }
 }
 
 /// Copies index 0 along the axes of stride 0 to the other indices: what a kernel reads there.

@@ -7,7 +7,8 @@ use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::cuda::{Half, Inputs, Outputs, Random};
+use crate::cuda::{Half, Inputs, Outputs};
+use crate::random::Random;
 
 /// Query rows of a block.
 const ROWS: usize = 4;

@@ -14,8 +14,8 @@ pub fn panels(report: &Report) -> String {
     let title = |row: &Row| {
         let pass = if row.kind == "bwd" { "Backward" } else { "Forward" };
         // The groups of the marks name their type.
-        let shapes = if row.group == "all" { row.dtype.to_string() } else { row.group.to_owned() };
-        format!("{pass}, head dim {}, {}, {shapes}", row.head_dims(), row.mask)
+        let shapes = if row.group == "all" { row.shape.dtype.to_string() } else { row.group.to_owned() };
+        format!("{pass}, head dim {}, {}, {shapes}", row.shape.head_dims(), row.shape.mask)
     };
     for row in report.rows.iter().filter(|row| row.error.is_none()) {
         if !titles.contains(&title(row)) {
@@ -52,12 +52,12 @@ pub fn panels(report: &Report) -> String {
 }
 
 fn lines(report: &Report, rows: &[&Row]) -> Vec<Series> {
-    let point = |row: &Row, rate: f64| (row.seqlen_k as f64, rate);
+    let point = |row: &Row, rate: f64| (row.shape.seqlen_k as f64, rate);
     let mut series: Vec<Series> = Vec::new();
     // Several kernels of ours on one shape are a line each.
     let mut kernels: Vec<String> = Vec::new();
     let mut count = std::collections::BTreeMap::new();
-    rows.iter().for_each(|row| *count.entry(row.seqlen_k).or_insert(0usize) += 1);
+    rows.iter().for_each(|row| *count.entry(row.shape.seqlen_k).or_insert(0usize) += 1);
     let many = count.values().any(|&n| n > 1);
     for row in rows {
         let label = if many { row.spec.clone() } else { "fa (this project)".to_owned() };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fa_core::{Arch, Dtype, KernelSpec};
+use fa_core::{Arch, KernelSpec};
 use fa_kernels::tune;
 use serde::Serialize;
 
@@ -11,6 +11,7 @@ use crate::output;
 use crate::peers::Hello;
 use crate::record::Provenance;
 use crate::sample_rows::Judged;
+use crate::shape::Shape;
 
 use super::{Wanted, fingerprint};
 
@@ -75,16 +76,8 @@ pub struct Row {
     /// `fwd` or `bwd`.
     pub kind: &'static str,
     pub group: &'static str,
-    pub batch: usize,
-    pub heads_q: usize,
-    pub heads_kv: usize,
-    pub seqlen_q: usize,
-    pub seqlen_k: usize,
-    pub head_dim: usize,
-    pub head_dim_v: usize,
-    pub causal: bool,
-    pub mask: String,
-    pub dtype: Dtype,
+    #[serde(flatten)]
+    pub shape: Shape,
     /// The kernel's name.
     pub spec: String,
     pub ms_median: f64,
@@ -128,16 +121,7 @@ impl Row {
         Row {
             kind: if backward { "bwd" } else { "fwd" },
             group: wanted.group,
-            batch: problem.batch,
-            heads_q: problem.heads_q,
-            heads_kv: problem.heads_kv,
-            seqlen_q: problem.seqlen_q,
-            seqlen_k: problem.seqlen_k,
-            head_dim: problem.head_dim,
-            head_dim_v: problem.head_dim_v,
-            causal: problem.mask.is_causal(),
-            mask: problem.mask.to_string(),
-            dtype: problem.dtype,
+            shape: Shape::from(problem),
             spec: spec.to_owned(),
             ms_median: 0.0,
             ms_min: 0.0,
@@ -180,17 +164,9 @@ impl Row {
         }
     }
 
-    /// The head dims as in flags.
-    pub fn head_dims(&self) -> String {
-        if self.head_dim == self.head_dim_v {
-            self.head_dim.to_string()
-        } else {
-            format!("{}-{}", self.head_dim, self.head_dim_v)
-        }
-    }
-
-    fn shape(&self) -> String {
-        format!("hd {} N {}x{} {} {}", self.head_dims(), self.seqlen_q, self.seqlen_k, self.mask, self.dtype)
+    fn name(&self) -> String {
+        let Shape { mask, dtype, .. } = &self.shape;
+        format!("hd {} N {} {mask} {dtype}", self.shape.head_dims(), self.shape.seqlens())
     }
 }
 
@@ -234,7 +210,7 @@ impl Report {
             rows: ratios.len(),
             geometric_mean: (logs / ratios.len() as f64).exp(),
             lowest: *lowest,
-            lowest_row: lowest_row.shape(),
+            lowest_row: lowest_row.name(),
             below_one: ratios.iter().filter(|(ratio, _)| *ratio < 1.0).count(),
         })
     }
@@ -250,16 +226,13 @@ impl Report {
         header.extend(with_recorded.then_some("recorded"));
         let mut table = output::table(&header);
         for row in &self.rows {
-            let pair = |a: usize, b: usize, separator: char| {
-                if a == b { a.to_string() } else { format!("{a}{separator}{b}") }
-            };
             let mut cells = vec![
-                row.head_dims(),
-                pair(row.heads_q, row.heads_kv, ':'),
-                row.batch.to_string(),
-                pair(row.seqlen_q, row.seqlen_k, 'x'),
-                row.mask.clone(),
-                row.dtype.to_string(),
+                row.shape.head_dims(),
+                row.shape.heads(),
+                row.shape.batch.to_string(),
+                row.shape.seqlens(),
+                row.shape.mask.clone(),
+                row.shape.dtype.to_string(),
                 row.spec.clone(),
             ];
             match &row.error {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fa_core::{Arch, Dtype, KernelSpec};
+use fa_core::{Arch, KernelSpec};
 use serde::Serialize;
 
 use crate::bars::{self, Group};
@@ -11,6 +11,7 @@ use crate::chart::{self, Frame, Series};
 use crate::contest::Turns;
 use crate::output;
 use crate::record::Provenance;
+use crate::shape::Shape;
 
 use super::{Ladder, Which};
 
@@ -33,16 +34,8 @@ pub struct Row {
     ladder: String,
     step: String,
     change: &'static str,
-    batch: usize,
-    heads_q: usize,
-    heads_kv: usize,
-    seqlen_q: usize,
-    seqlen_k: usize,
-    head_dim: usize,
-    head_dim_v: usize,
-    causal: bool,
-    mask: String,
-    dtype: Dtype,
+    #[serde(flatten)]
+    shape: Shape,
     spec: Option<String>,
     ms_median: Option<f64>,
     tflops: Option<f64>,
@@ -78,16 +71,7 @@ pub fn rows(
             ladder: ladder.name.clone(),
             step: step.name.clone(),
             change: step.change,
-            batch: p.batch,
-            heads_q: p.heads_q,
-            heads_kv: p.heads_kv,
-            seqlen_q: p.seqlen_q,
-            seqlen_k: p.seqlen_k,
-            head_dim: p.head_dim,
-            head_dim_v: p.head_dim_v,
-            causal: p.mask.is_causal(),
-            mask: p.mask.to_string(),
-            dtype: p.dtype,
+            shape: Shape::from(p),
             spec: found.map(|(spec, _)| spec),
             ms_median: ms,
             tflops: ms.map(|ms| p.flops_forward() / (ms * 1e9)),
@@ -101,23 +85,10 @@ pub fn rows(
 }
 
 impl Row {
-    fn shape(&self) -> String {
-        let heads = if self.heads_q == self.heads_kv {
-            self.heads_q.to_string()
-        } else {
-            format!("{}:{}", self.heads_q, self.heads_kv)
-        };
-        let seqlen = if self.seqlen_q == self.seqlen_k {
-            self.seqlen_q.to_string()
-        } else {
-            format!("{}x{}", self.seqlen_q, self.seqlen_k)
-        };
-        let dims = if self.head_dim == self.head_dim_v {
-            self.head_dim.to_string()
-        } else {
-            format!("{}-{}", self.head_dim, self.head_dim_v)
-        };
-        format!("B {} H {heads} N {seqlen} hd {dims} {} {}", self.batch, self.mask, self.dtype)
+    fn name(&self) -> String {
+        let Shape { batch, mask, dtype, .. } = &self.shape;
+        let (heads, seqlens, dims) = (self.shape.heads(), self.shape.seqlens(), self.shape.head_dims());
+        format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {dtype}")
     }
 }
 
@@ -138,7 +109,7 @@ impl Report {
 
     /// Rows in runs of one ladder on one shape.
     fn climbs(&self) -> Vec<&[Row]> {
-        self.rows.chunk_by(|a, b| a.ladder == b.ladder && a.shape() == b.shape()).collect()
+        self.rows.chunk_by(|a, b| a.ladder == b.ladder && a.shape == b.shape).collect()
     }
 
     /// For a terminal.
@@ -147,7 +118,7 @@ impl Report {
         let driver = device.driver.as_deref().unwrap_or("unknown");
         let mut text = format!("{}, driver {driver}; medians of {} launches\n", device.gpu, self.reps);
         for climb in self.climbs() {
-            text += &format!("\n{}: {}\n", climb[0].ladder, climb[0].shape());
+            text += &format!("\n{}: {}\n", climb[0].ladder, climb[0].name());
             let published = climb.iter().any(|row| row.published_ratio.is_some());
             let mut header = vec!["step", "kernel", "ms", "TFLOP/s", "to first"];
             header.extend(published.then_some("published"));
@@ -186,7 +157,7 @@ impl Report {
                 };
                 let (memory, tiles) = (of("memory"), of("tiles"));
                 if let Some(climb) = memory.first() {
-                    let title = format!("From naive to pipelined, {}, {gpu}", climb[0].shape());
+                    let title = format!("From naive to pipelined, {}, {gpu}", climb[0].name());
                     let series = ["this project", "published (A10G)"];
                     drawings.push(bars::ratios(&title, &series, &groups(&memory)));
                 }
@@ -203,7 +174,7 @@ impl Report {
             }
             Which::Sm90 => {
                 for climb in self.climbs() {
-                    let title = format!("One knob turned, {}, {gpu}", climb[0].shape());
+                    let title = format!("One knob turned, {}, {gpu}", climb[0].name());
                     let rate = climb[0].tflops.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
                     let series = format!("rate over the base's {rate} TFLOP/s");
                     drawings.push(bars::ratios(&title, &[&series], &groups(&[climb.to_vec()])));
@@ -249,7 +220,7 @@ fn lines(climbs: &[Vec<Row>]) -> Vec<Series> {
                 color: index,
                 dashed: false,
             });
-            line.points.push((row.seqlen_k as f64, rate));
+            line.points.push((row.shape.seqlen_k as f64, rate));
         }
     }
     let mut lines: Vec<Series> = by_step.into_values().collect();

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_planner::HeadDims;
 use fa_planner::cost::Cost;
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{self, BackwardOptions, Family, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
@@ -511,7 +512,7 @@ fn group_of_spec(spec: &KernelSpec) -> Group {
 
 fn shape_name(tile: &Sm100Tile) -> String {
     let Sm100Tile { head_dim, head_dim_v, q_tiles, tile_n, kv_stages, blocks_per_sm } = tile;
-    let dims = if head_dim == head_dim_v { head_dim.to_string() } else { format!("{head_dim}-{head_dim_v}") };
+    let dims = HeadDims { head_dim: *head_dim, head_dim_v: *head_dim_v };
     format!("sm100_fwd-hd{dims}-{}x{tile_n}-s{kv_stages}-b{blocks_per_sm}", q_tiles * sm100::Q_ROWS)
 }
 

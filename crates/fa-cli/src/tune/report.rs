@@ -8,6 +8,7 @@ use crate::contest::Turns;
 use crate::cuda::flops;
 use crate::output;
 use crate::record::Provenance;
+use crate::shape::head_dims;
 use crate::validate::spearman;
 
 use super::measured::Measured;
@@ -86,14 +87,9 @@ impl Report {
             |value: Option<f64>, digits: usize| value.map_or("-".into(), |x| format!("{x:.digits$}"));
         let row = |p: &OfProblem| {
             let problem = &p.problem;
-            let dims = if problem.head_dim == problem.head_dim_v {
-                problem.head_dim.to_string()
-            } else {
-                format!("{}-{}", problem.head_dim, problem.head_dim_v)
-            };
             let bad = p.kernels.iter().filter(|kernel| kernel.error.is_some()).count();
             [
-                dims,
+                head_dims(problem),
                 problem.mask.to_string(),
                 problem.dtype.to_string(),
                 format!("{}x{}x{}", problem.batch, problem.heads_q, problem.seqlen_k),

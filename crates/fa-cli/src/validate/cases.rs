@@ -7,6 +7,7 @@ use fa_kernels::tune;
 use fa_planner::plan::BackwardOptions;
 
 use crate::cuda::{Half, Inputs, Place, shapes};
+use crate::shape::{head_dims, pair};
 
 /// One thing to be right about.
 #[derive(Clone, Debug)]
@@ -516,14 +517,13 @@ impl Case {
     /// The problem and where its tensors lie; cases of one such name share their inputs and the oracle's results.
     pub fn problem_name(&self) -> String {
         let p = &self.problem;
-        let pair = |a: usize, b: usize, by: &str| if a == b { a.to_string() } else { format!("{a}{by}{b}") };
         let mut name = format!(
             "b{} {}x{} h{} hd{} {} {}",
             p.batch,
             p.seqlen_q,
             p.seqlen_k,
-            pair(p.heads_q, p.heads_kv, ":"),
-            pair(p.head_dim, p.head_dim_v, "-"),
+            pair(p.heads_q, p.heads_kv, ':'),
+            head_dims(p),
             p.mask,
             p.dtype
         );

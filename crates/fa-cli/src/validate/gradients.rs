@@ -8,7 +8,8 @@ use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
 use super::oracle::Judgement;
-use crate::cuda::{Gradients, Half, Inputs, Random};
+use crate::cuda::{Gradients, Half, Inputs};
+use crate::random::Random;
 
 /// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most, by and large.
 const BUDGET: f64 = 2e9;

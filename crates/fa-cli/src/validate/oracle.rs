@@ -9,7 +9,8 @@ use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
-use crate::cuda::{Half, Inputs, Outputs, Random};
+use crate::cuda::{Half, Inputs, Outputs};
+use crate::random::Random;
 
 /// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most, by and large.
 const BUDGET: f64 = 3e8;

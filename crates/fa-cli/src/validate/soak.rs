@@ -4,7 +4,7 @@ use fa_core::{Dtype, Mask, Problem};
 use fa_planner::plan::{BackwardOptions, Family};
 
 use super::cases::{self, Action, Case, Placing, Values};
-use crate::cuda::Random;
+use crate::random::Random;
 
 /// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
 pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {

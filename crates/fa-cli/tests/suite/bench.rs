@@ -57,7 +57,7 @@ fn files_are_written_and_the_table_shown() {
         text(&plot)
     ))
     .good();
-    assert!(shown.contains("of peak") && shown.contains("32x32"), "{shown}");
+    assert!(shown.contains("of peak") && shown.contains(" 64 "), "{shown}");
     let report: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
     assert_eq!(report["machine"]["backend"], "reference");
     assert_eq!(report["rows"].as_array().unwrap().len(), 4);
