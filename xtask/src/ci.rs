@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::{toolkit, workspace};
 
-/// Check formatting, lints and all tests; stops at the first failure.
+/// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
 pub struct Args {}
 
@@ -18,12 +18,13 @@ struct Step {
     run: fn(&mut Tally) -> Result<()>,
 }
 
-const STEPS: [Step; 4] = [
+const STEPS: [Step; 5] = [
     Step { name: "format", run: |_| workspace::cargo(&["fmt", "--all", "--check"]) },
     Step {
         name: "lint",
         run: |_| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
     },
+    Step { name: "docs", run: |_| docs() },
     // The tests compile every shipped kernel.
     Step { name: "toolkit", run: |_| toolkit::install(false) },
     Step { name: "test", run: |tally| cargo_test(&["test", "--workspace"], tally) },
@@ -68,6 +69,14 @@ pub fn run(Args {}: &Args) -> Result<()> {
         STEPS.len(),
         start.elapsed()
     );
+    Ok(())
+}
+
+/// Builds the documentation; a link that leads nowhere is an error.
+fn docs() -> Result<()> {
+    let mut cargo = workspace::cargo_command(&["doc", "--quiet", "--workspace", "--no-deps"]);
+    let status = cargo.env("RUSTDOCFLAGS", "-D warnings").status().context("cargo does not start")?;
+    ensure!(status.success(), "cargo doc failed ({status})");
     Ok(())
 }
 

@@ -74,11 +74,17 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
             .map(|file| file.shipped)
             .collect(),
     };
+    let wanted = |arch: &&Arch| args.arch.is_empty() || args.arch.contains(arch);
+    let jobs = shipped.iter().flat_map(|s| &s.archs).filter(wanted).count();
+    if jobs == 0 {
+        let place = args.specs.as_ref().map_or("specs/".to_owned(), |folder| folder.display().to_string());
+        let message =
+            format!("none of the {} specs in {place} is for the architectures asked for", shipped.len());
+        return Err(InputError::Usage(message).into());
+    }
     probe(&args.out)?;
     let compiler = compiler(args)?;
-    let jobs =
-        shipped.iter().flat_map(|s| &s.archs).filter(|a| args.arch.is_empty() || args.arch.contains(a));
-    let steps = Mutex::new(Steps::new(jobs.count()));
+    let steps = Mutex::new(Steps::new(jobs));
     let built = ship::build(
         &shipped,
         &args.arch,

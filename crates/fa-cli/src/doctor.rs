@@ -4,7 +4,8 @@ mod time;
 
 use std::fmt::Write;
 
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
 use serde::Serialize;
@@ -164,6 +165,7 @@ fn gpu_checks() -> Vec<Check> {
     }
     checks.push(driver_check());
     checks.push(compiler_check());
+    checks.extend(bundle_check(Bundle::embedded()));
     checks.push(cache_check());
     checks
 }
@@ -214,6 +216,14 @@ fn compiler_check() -> Check {
             Check::broken("nvrtc", error, "install another version: `cargo xtask toolkit` in this workspace")
         }
     }
+}
+
+/// The kernels that the program was built with, if any.
+fn bundle_check(bundle: &Bundle) -> Option<Check> {
+    let archs = Arch::ALL.into_iter().filter(|&arch| bundle.specs(arch).next().is_some());
+    let archs: Vec<&str> = archs.map(Arch::name).collect();
+    let found = format!("{} built-in kernels for {}", bundle.len(), archs.join(", "));
+    (!bundle.is_empty()).then(|| Check::ok("bundle", found))
 }
 
 fn cache_check() -> Check {

@@ -36,7 +36,7 @@ mod target;
 mod tune;
 mod validate;
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -82,5 +82,7 @@ fn show_traces(verbose: u8) {
         2 => tracing::Level::DEBUG,
         _ => tracing::Level::TRACE,
     };
-    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).init();
+    let colours =
+        std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|no| no.is_empty());
+    tracing_subscriber::fmt().with_max_level(level).with_ansi(colours).with_writer(std::io::stderr).init();
 }

@@ -219,6 +219,11 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
         refused(&fa_args(&["run", text(&input), "-o", target]), &["cannot write", part], target);
         assert_eq!(listing(folder.path()), ["in"], "{target}");
     }
+    let specs = text(folder.path());
+    refused(&fa_args(&["build", "--specs", specs]), &["none of the 0 specs", specs], "an empty folder");
+    if cfg!(target_os = "linux") {
+        refused(&fa("build --out /proc/x --arch sm90"), &["cannot write /proc/x"], "build --out");
+    }
     for line in ["plan --report", "bench --seqlen 16 --plot", "bench --seqlen 16 --json"] {
         let outcome = fa(&format!("{line} {}", text(&missing)));
         refused(&outcome, &["cannot write", "there is no folder"], line);

@@ -206,6 +206,7 @@ fn verbose_traces_go_to_standard_error() {
     let quiet = fa_args(&["run", text(&input), "--json"]);
     assert_eq!(quiet.stderr, "");
     let loud = fa_args(&["-vv", "run", text(&input), "--json"]);
+    assert!(!loud.stderr.contains('\u{1b}'), "colours where no terminal is: {}", loud.stderr);
     assert!(loud.stderr.contains("opened") && loud.stderr.contains("tiled forward"), "{}", loud.stderr);
     loud.json();
 }
