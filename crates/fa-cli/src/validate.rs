@@ -11,8 +11,6 @@ mod soak;
 mod supervise;
 mod worker;
 
-pub use configs::spearman;
-
 use std::fmt::Write;
 use std::path::Path;
 use std::process::Command;

@@ -11,14 +11,18 @@
 mod backward;
 mod backward_sm80;
 mod constants;
+mod correlation;
 mod schedule;
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd, Sm90Fwd};
 use serde::Serialize;
 
+use crate::occupancy::{Occupancy, WARP};
+
 pub use backward::head_splits;
 pub use constants::CostConstants;
+pub use correlation::rank_correlation;
 pub use schedule::{Queue, TileClass, Work};
 
 /// Predicted time of one forward.
@@ -144,8 +148,8 @@ pub(crate) struct KernelModel {
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
-/// An SM80-class kernel is taken to have its `blocks_per_sm` resident, an SM90 kernel one. The spec is taken to be
-/// one that computes the problem and fits the GPU: [`crate::plan`] checks that.
+/// An SM80-class kernel is taken to have as many blocks resident as its memory and registers let, an SM90 kernel one. The
+/// spec is taken to be one that computes the problem and fits the GPU: [`crate::plan`] checks that.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
     let (tile_m, tile_n) = spec.tile();
     predict_work(problem, &Work::of(problem, tile_m, tile_n, packed(spec)), spec, arch, constants)
@@ -169,7 +173,7 @@ pub(crate) fn predict_work(
         Kernel::Sm90Bwd(kernel) => return backward::predict(problem, spec, kernel, arch, constants),
         Kernel::Sm80Bwd(kernel) => return backward_sm80::predict(problem, spec, kernel, arch, constants),
         Kernel::Sm80Fwd(kernel) => {
-            let resident = resident_blocks(work, kernel.blocks_per_sm, limits);
+            let resident = resident_blocks(work, sm80_blocks(spec, kernel, limits), limits);
             sm80_model(spec, kernel, limits, constants, resident)
         }
         Kernel::Sm90Fwd(kernel) => sm90_model(problem, spec, kernel, limits, constants),
@@ -270,6 +274,13 @@ fn sm90_model(
     }
 }
 
+/// Blocks that an SM holds: at least those that the launch bounds promise, and more where there is room.
+fn sm80_blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
+    let regs = crate::sm80::registers(spec, k, limits);
+    let smem = crate::sm80::smem(spec, k).total;
+    Occupancy::of(limits, smem, regs.total.min(regs.limit), WARP * k.num_warps).blocks().max(k.blocks_per_sm)
+}
+
 fn sm80_model(
     spec: &KernelSpec,
     k: &Sm80Fwd,
@@ -296,21 +307,21 @@ fn sm80_model(
     let smem = resident * (reads * conflict * loads + writes) / limits.smem_bytes;
 
     let (cap_mufu, cap_ops) = if spec.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
-    let mut ops = c.softmax_ops + hdv / tile_n + cap_ops;
+    let mut ops = c.sm80_softmax_ops + c.sm80_rescale * hdv / tile_n + cap_ops;
     ops += if k.exp2 { 0.0 } else { c.exp_ops };
     ops += if k.fast_math { 0.0 } else { c.denormal_ops };
-    let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
+    // In a loop of their own, masked steps cost no more than others: warps pass over what their rows do not see.
     let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
+    let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
     let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
         + if masked_everywhere { mask } else { 0.0 };
 
-    let exponent = 1.0 + c.sm80_overlap * warps_per_scheduler / (warps_per_scheduler + 2.0);
-    // With one stage a copy is only issued when its buffer is free: half of the wait shows, unless other blocks run.
-    let wait = if stages < 2.0 { 0.5 * c.load_latency / resident } else { 0.0 };
-    let exposed = c.sm80_step / resident + wait;
-    let regs = crate::sm80::registers(spec, k, limits);
-    let strain = 1.0 + c.spill_cost * f64::from((regs.total + c.sm80_spare_regs).saturating_sub(regs.limit));
-    let hidden = overlap([tensor, exp, smem], exponent) * strain;
+    let warps = warps_per_scheduler / (warps_per_scheduler + 2.0);
+    let exponent = 1.0 + c.sm80_fwd_overlap * warps + c.sm80_apart * (resident - 1.0);
+    // With one stage a copy is only issued when its buffer is free: a part of the wait shows, unless other blocks run.
+    let wait = if stages < 2.0 { c.sm80_wait / resident } else { 0.0 };
+    let exposed = c.sm80_fwd_step / resident + wait;
+    let hidden = overlap([tensor, exp, smem], exponent);
     KernelModel {
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
@@ -321,7 +332,7 @@ fn sm80_model(
         exp,
         smem,
         step: hidden + exposed,
-        mask: if masked_everywhere { 0.0 } else { mask },
+        mask: 0.0,
         exposed,
         tile: c.sm80_block,
     }

@@ -26,8 +26,10 @@ pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 /// Alignment of every buffer: a full sweep over the 32 banks.
 pub const ALIGN: u32 = 128;
 
-/// Registers of a thread for K and V fragments, row maxima and sums, addresses and loop state.
-const OVERHEAD: u32 = 40;
+/// Registers of a thread for K and V fragments, row maxima and sums, addresses and loop state; with a tenth of S, for weights
+/// on their way to operands, this tells best which of 1,044 configurations of head dims 64 and 128 the compiler builds
+/// without a spill (`fa validate --arch sm80 --all-configs`).
+const OVERHEAD: u32 = 56;
 
 /// The shared memory of a block. T is the 16-bit type; tiles are panels of at most 64 columns with the swizzle on, plain rows
 /// without, in both cases without padding:
@@ -77,8 +79,8 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Fwd, limits: &ArchLimits) -> Re
         p: 0,
         o,
         q,
-        other: OVERHEAD,
-        total: s + o + q + OVERHEAD,
+        other: OVERHEAD + s / 10,
+        total: s + o + q + OVERHEAD + s / 10,
         limit: register_ceiling(limits, threads, kernel.blocks_per_sm),
         setmaxnreg: None,
     }
@@ -182,18 +184,19 @@ mod tests {
     fn published_tiles_fit_the_register_account() {
         // FlashAttention-2's forward tiles: (head dim, tile, warps) -> registers
         for (hd, tile, warps, total) in [
-            (64, (128, 128), 4, 128 + 64 + 40),
-            (128, (128, 64), 4, 64 + 128 + 40),
-            (192, (128, 64), 8, 32 + 96 + 40),
-            (256, (128, 64), 8, 32 + 128 + 40),
+            (64, (128, 128), 4, 128 + 64 + 56 + 12),
+            (128, (128, 64), 4, 64 + 128 + 56 + 6),
+            (192, (128, 64), 8, 32 + 96 + 56 + 3),
+            (256, (128, 64), 8, 32 + 128 + 56 + 3),
         ] {
             let spec = spec((hd, hd), tile, warps, 1, false);
             let regs = registers(&spec, kernel(&spec), Arch::Sm80.limits());
             assert_eq!(regs.total, total, "{spec}");
-            assert!(regs.total <= regs.limit, "{spec}: {regs:?}");
+            // This project's kernel spills at 128 x 128: it keeps more of K and V in registers ahead of the products.
+            assert_eq!(regs.total <= regs.limit, tile.1 < 128, "{spec}: {regs:?}");
         }
         // A public kernel for the RTX 5090: 64 x 64, four warps, Q in registers.
         let spec = spec((128, 128), (64, 64), 4, 2, true);
-        assert_eq!(registers(&spec, kernel(&spec), Arch::Sm120.limits()).total, 32 + 64 + 32 + 40);
+        assert_eq!(registers(&spec, kernel(&spec), Arch::Sm120.limits()).total, 32 + 64 + 32 + 56 + 3);
     }
 }

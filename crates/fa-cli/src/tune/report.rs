@@ -2,6 +2,7 @@
 
 use fa_core::{KernelSpec, Problem};
 use fa_kernels::tune::TuneKey;
+use fa_planner::cost::rank_correlation;
 use serde::Serialize;
 
 use crate::contest::Turns;
@@ -9,7 +10,6 @@ use crate::cuda::flops;
 use crate::output;
 use crate::record::Provenance;
 use crate::shape::head_dims;
-use crate::validate::spearman;
 
 use super::measured::Measured;
 
@@ -73,7 +73,7 @@ impl Report {
             provenance,
             reps: turns.rounds * turns.reps,
             mean_rank_correlation: (!correlations.is_empty()).then_some(mean),
-            overall_rank_correlation: spearman(&all),
+            overall_rank_correlation: rank_correlation(&all),
             first_choice_near: problems
                 .iter()
                 .filter(|p| p.first_choice_over_best.is_some_and(|ratio| ratio <= NEAR))
@@ -177,7 +177,7 @@ fn of_problem(result: &Measured, backward: bool) -> OfProblem {
         tflops: best.map(|(_, ms)| flops(&problem, backward) / (ms * 1e9)),
         first_choice: first.map(|(candidate, _)| candidate.spec.to_string()),
         first_choice_over_best: first.zip(best).map(|((_, ms), (_, best))| ms / best),
-        rank_correlation: spearman(&pairs),
+        rank_correlation: rank_correlation(&pairs),
         kernels: result
             .candidates
             .iter()

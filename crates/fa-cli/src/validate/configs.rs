@@ -7,6 +7,7 @@ use std::path::Path;
 
 use fa_core::Arch;
 use fa_kernels::{Compiler, CompilerKind, Report, tune};
+use fa_planner::cost::rank_correlation;
 use fa_planner::plan::Family;
 use serde::Serialize;
 
@@ -170,29 +171,11 @@ fn summary(problem: &str, rows: &[Row]) -> Summary {
         clean_though_rejected: own.iter().filter(|row| !row.built.fits).filter(clean).count(),
         right: own.iter().filter(|row| row.right == Some(true)).count(),
         wrong: own.iter().filter(|row| row.right == Some(false)).count(),
-        rank_correlation: spearman(&measured),
+        rank_correlation: rank_correlation(&measured),
         // Rows stand in the planner's order.
         first_choice: fit.iter().find(|row| row.built.fault.is_none()).and_then(rate),
         best: own.iter().filter_map(rate).max_by(|a, b| a.1.total_cmp(&b.1)),
     }
-}
-
-/// Spearman's rank correlation; ties share the mean of their ranks. `None` below three pairs or where all are equal.
-pub fn spearman(pairs: &[(f64, f64)]) -> Option<f64> {
-    if pairs.len() < 3 {
-        return None;
-    }
-    let ranks = |values: Vec<f64>| -> Vec<f64> {
-        let below = |x: f64| values.iter().filter(|y| **y < x).count() as f64;
-        let equal = |x: f64| values.iter().filter(|y| **y == x).count() as f64;
-        values.iter().map(|&x| below(x) + (equal(x) - 1.0) / 2.0).collect()
-    };
-    let a = ranks(pairs.iter().map(|pair| pair.0).collect());
-    let b = ranks(pairs.iter().map(|pair| pair.1).collect());
-    let mean = (pairs.len() - 1) as f64 / 2.0;
-    let product = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| (x - mean) * (y - mean)).sum::<f64>();
-    let norm = (product(&a, &a) * product(&b, &b)).sqrt();
-    (norm > 0.0).then(|| product(&a, &b) / norm)
 }
 
 fn summary_table(summaries: &[Summary]) -> comfy_table::Table {
@@ -328,18 +311,6 @@ fn markdown(record: &Record, cases: &[CaseResult]) -> String {
 mod tests {
     use super::*;
     use crate::args::HeadDim;
-
-    #[test]
-    fn rank_correlation_is_one_for_any_rising_curve() {
-        let rising: Vec<(f64, f64)> = (0..10).map(|i| (f64::from(i), f64::from(i * i))).collect();
-        assert_eq!(spearman(&rising), Some(1.0));
-        let falling: Vec<(f64, f64)> = rising.iter().map(|&(a, b)| (a, -b)).collect();
-        assert_eq!(spearman(&falling), Some(-1.0));
-        assert_eq!(spearman(&[(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)]), None);
-        // Hand-computed with ties: ranks (0, 1.5, 1.5, 3) and (0, 1, 2, 3).
-        let tied = spearman(&[(1.0, 1.0), (2.0, 2.0), (2.0, 3.0), (3.0, 4.0)]).unwrap();
-        assert!((tied - 4.5 / (4.5f64 * 5.0).sqrt()).abs() < 1e-12);
-    }
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {

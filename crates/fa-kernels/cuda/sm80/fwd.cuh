@@ -37,7 +37,9 @@ struct Traits {
     static constexpr Exponential kExponential = C.exp2 ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
                                                 : C.fast_math ? Exponential::NaturalApprox
                                                               : Exponential::Natural;
-    using RowState = Softmax<0, 0, kExponential, C.fast_math>;
+    // O and the sums keep their scale until the maximum has grown by more than this many powers.
+    static constexpr int kRescaleThreshold = 8;
+    using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math>;
 
     static constexpr TileOrder kOrder = C.reverse_blocks ? TileOrder::LongestFirst : TileOrder::Natural;
 
@@ -238,8 +240,18 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             }
         }
     };
+    // The copy into the stage that the block before this one has left, for as many blocks on as there are other stages.
+    auto load_ahead = [&](int block, int stage) {
+        if constexpr (C.stages > 1) {
+            const int ahead = block - (C.stages - 1);
+            if (ahead >= range.begin) load(ahead, stage == 0 ? C.stages - 1 : stage - 1);
+            cp_async_commit();
+        }
+    };
     auto compute = [&](int block, int stage, bool mask) {
         multiply_s(stage_k(stage));
+        // Only now: the products' first reads come before the copy's instructions.
+        load_ahead(block, stage);
         prepare(block, mask);
         float rescale[T::kFragments][2];
         bool grown = false;
@@ -248,7 +260,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             rows[f].template take_max<false>(s[f], scale, rescale[f]);
             grown = grown || rescale[f][0] != 1.f || rescale[f][1] != 1.f;
         }
-        // Past the first blocks the maxima of all of a warp's rows mostly stand.
+        // The maxima of all of a warp's rows mostly stand.
         if (__any_sync(0xffffffff, grown)) {
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
@@ -277,12 +289,13 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             // All but the newest groups are in; and, past the barrier, the stage before this one is free again.
             cp_async_wait<C.stages - 2>();
             __syncthreads();
-            const int ahead = block - (C.stages - 1);
-            if (ahead >= range.begin) load(ahead, stage == 0 ? C.stages - 1 : stage - 1);
-            cp_async_commit();
         }
         // The tile may end in blocks that only its last rows see.
-        if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(block)) compute(block, stage, mask);
+        if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(block)) {
+            compute(block, stage, mask);
+        } else {
+            load_ahead(block, stage);
+        }
         stage = stage + 1 == C.stages ? 0 : stage + 1;
     };
 

@@ -97,13 +97,21 @@ pub struct CostConstants {
     /// Clocks of a block of the SM90 backward outside its steps.
     pub bwd_block: f64,
 
-    /// The exponent of the SM80-class forward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per scheduler.
+    /// The exponent of the SM80-class backward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per scheduler.
     pub sm80_overlap: f64,
-    /// Registers below the ceiling of the launch bounds from which the compiler's schedule suffers.
-    pub sm80_spare_regs: u32,
-    /// Time lost per register above that, as a share.
-    pub spill_cost: f64,
-    /// Clocks of a step that nothing hides, on one resident block.
+    /// f32 instructions per element of the SM80-class forward's softmax.
+    pub sm80_softmax_ops: f64,
+    /// Such instructions per element of O and step: rescaling, where maxima grow, and the copies that the compiler puts in.
+    pub sm80_rescale: f64,
+    /// The exponent of the SM80-class forward is `1 + sm80_fwd_overlap * w / (w + 2)` with `w` warps per scheduler ...
+    pub sm80_fwd_overlap: f64,
+    /// ... and so much more for each further resident block, as blocks do not wait for one another.
+    pub sm80_apart: f64,
+    /// Clocks of a step of the SM80-class forward that nothing hides, on one resident block.
+    pub sm80_fwd_step: f64,
+    /// Clocks that its steps wait for K and V with a single buffer, on one resident block.
+    pub sm80_wait: f64,
+    /// Clocks of a step of the SM80-class backward that nothing hides, on one resident block.
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
     pub load_latency: f64,
@@ -126,8 +134,8 @@ pub struct CostConstants {
 
 /// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an H100 SXM5
 /// (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first choice is behind the
-/// best one measured; the SM90 backward's to 332 at N = 8192 (`tests/bwd_rates.rs`); the SM80 terms to
-/// FlashAttention-2's rates there. Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
+/// best one measured; the SM90 backward's to 332 at N = 8192 (`tests/bwd_rates.rs`); the SM80-class forward's to
+/// 923 at N = 8192 (`tests/sm80_rates.rs`). Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
 /// fit's cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %). From public
 /// profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100 terms are assumptions.
 const SM90: CostConstants = CostConstants {
@@ -176,11 +184,15 @@ const SM90: CostConstants = CostConstants {
     bwd_block: 5000.0,
 
     sm80_overlap: 1.15,
-    sm80_spare_regs: 16,
-    spill_cost: 0.0026,
+    sm80_softmax_ops: 7.74,
+    sm80_rescale: 3.89,
+    sm80_fwd_overlap: 2.81,
+    sm80_apart: 0.25,
+    sm80_fwd_step: 283.0,
+    sm80_wait: 506.0,
     sm80_step: 120.0,
     load_latency: 800.0,
-    sm80_block: 6000.0,
+    sm80_block: 7000.0,
     row_major_conflict: 5.5,
     plain_loads: 1.5,
 
