@@ -1,6 +1,5 @@
 //! `fa bench`: attention's rate on this machine.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -21,7 +20,7 @@ use crate::progress::Steps;
 use crate::random::Random;
 use crate::safetensors::Stored;
 use crate::shape::Shape;
-use crate::target::Target;
+use crate::sinks::Sinks;
 use crate::{machine, output};
 
 /// Runs of a row, however little time they take.
@@ -78,9 +77,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     }
     let problems = args.shapes.problems(Dtype::F32)?;
     problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
-    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
-    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
-    let plot = args.plot.as_deref().map(Target::probe).transpose()?;
+    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
     let first = problems.first().context("there is no shape to measure")?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
     let backward = (args.mode != Mode::Fwd).then(BackwardOptions::default);
@@ -108,14 +105,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     let report = Report { machine, commit: env!("FA_COMMIT"), rows };
-    let text = output::json_text(&report)?;
-    if let Some(json) = json {
-        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
-    }
-    if let Some(plot) = plot {
-        plot.write(|writer| Ok(writer.write_all(draw(&report, args).as_bytes())?))?;
-    }
-    output::print(&if to_stdout { text } else { table(&report) })?;
+    sinks.write(&report, || draw(&report, args), || table(&report))?;
     Ok(Verdict::Good)
 }
 

@@ -5,7 +5,7 @@ mod marks;
 mod report;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_kernels::{Headers, Source, smem_bytes, tune};
@@ -16,11 +16,10 @@ use crate::args::{BenchArgs, KernelFamily, Mode};
 use crate::contest::{Arena, Outcome, Turns};
 use crate::cuda::{Device, Pass, with_half};
 use crate::failure::{InputError, Verdict};
-use crate::output;
 use crate::peers::Peers;
 use crate::progress::Steps;
 use crate::record::Provenance;
-use crate::target::Target;
+use crate::sinks::Sinks;
 
 pub use marks::{Marks, TOKENS, Wanted};
 pub use report::KernelRecord;
@@ -92,21 +91,12 @@ struct Job {
 /// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let job = job(args)?;
-    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
-    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
-    let plot = args.plot.as_deref().map(Target::probe).transpose()?;
+    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
     let device = Device::open()?;
     let mut peers = if args.gpu.peers { Some(Peers::start()?) } else { None };
     let report = measure(&device, &job, peers.as_mut(), args.gpu.turns())?;
     drop(peers);
-    let text = output::json_text(&report)?;
-    if let Some(json) = json {
-        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
-    }
-    if let Some(plot) = plot {
-        plot.write(|writer| Ok(writer.write_all(draw::panels(&report).as_bytes())?))?;
-    }
-    output::print(&if to_stdout { text } else { report.table() })?;
+    sinks.write(&report, || draw::panels(&report), || report.table())?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }
 

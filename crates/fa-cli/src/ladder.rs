@@ -4,7 +4,7 @@ mod report;
 mod sm80;
 mod sm90;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::ValueEnum;
 use fa_core::{KernelSpec, Problem};
@@ -14,10 +14,9 @@ use crate::args::HeadDim;
 use crate::contest::{Arena, Turns};
 use crate::cuda::{Device, Half, Pass, with_half};
 use crate::failure::{InputError, Verdict};
-use crate::output;
 use crate::progress::Steps;
 use crate::record::Provenance;
-use crate::target::Target;
+use crate::sinks::Sinks;
 
 use report::{Report, Row};
 
@@ -96,9 +95,7 @@ pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
-    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
-    let plot = args.plot.as_deref().map(Target::probe).transpose()?;
+    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
     let device = Device::open()?;
     let seqlens: Vec<usize> = args.seqlen.iter().map(|&n| n as usize).collect();
     let ladders = match args.arch {
@@ -126,14 +123,7 @@ pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    let text = output::json_text(&report)?;
-    if let Some(json) = json {
-        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
-    }
-    if let Some(plot) = plot {
-        plot.write(|writer| Ok(writer.write_all(report.draw().as_bytes())?))?;
-    }
-    output::print(&if to_stdout { text } else { report.table() })?;
+    sinks.write(&report, || report.draw(), || report.table())?;
     Ok(if report.rows.iter().any(|row| row.wrong) { Verdict::Bad } else { Verdict::Good })
 }
 

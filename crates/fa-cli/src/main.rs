@@ -31,6 +31,7 @@ mod safetensors;
 mod sample_head;
 mod sample_rows;
 mod shape;
+mod sinks;
 mod svg;
 mod target;
 mod tune;

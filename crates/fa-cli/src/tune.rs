@@ -25,7 +25,7 @@ use crate::failure::{InputError, Verdict};
 use crate::output;
 use crate::progress::Steps;
 use crate::record::Provenance;
-use crate::target::Target;
+use crate::sinks::Sinks;
 
 use candidates::Candidate;
 use measured::{Measured, Notebook, Result as Found};
@@ -95,9 +95,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     let backward = backward(args)?;
     let (problems, family) = problems(args)?;
-    let to_stdout = args.json.as_deref() == Some(std::path::Path::new("-"));
-    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
-    let markdown = args.report.as_deref().map(Target::probe).transpose()?;
+    let sinks = Sinks::probe(args.json.as_deref(), args.report.as_deref())?;
     let table = args.output.clone().or_else(tune::user_table).context(
         "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
     )?;
@@ -154,14 +152,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     let report = report::Report::new(provenance, turns, backward.is_some(), &results);
-    let text = output::json_text(&report)?;
-    if let Some(json) = json {
-        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
-    }
-    if let Some(markdown) = markdown {
-        markdown.write(|writer| Ok(writer.write_all(report.markdown().as_bytes())?))?;
-    }
-    output::print(&if to_stdout { text } else { report.table() })?;
+    sinks.write(&report, || report.markdown(), || report.table())?;
     output::note(&format!("winners are in {}", table.display()));
     Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
 }

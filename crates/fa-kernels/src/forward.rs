@@ -36,7 +36,7 @@ impl Forward {
     ///
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem, [`Error::TooLong`] for counts beyond 2^30 and
-    /// [`Error::Scale`] for a scale that the kernels cannot use.
+    /// [`Error::Scale`] and [`Error::Softcap`] for numbers that the kernels cannot use.
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
         problem.check()?;
         check_match(&kernel.spec, problem)?;

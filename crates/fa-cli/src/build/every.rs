@@ -1,8 +1,5 @@
 //! `fa build --all-configs`: what the planner predicts of every configuration beside what the compiler makes of it.
 
-use std::fmt::Write;
-use std::path::Path;
-
 use fa_core::Arch;
 use serde::Serialize;
 
@@ -12,7 +9,7 @@ use crate::bench_gpu::runnable;
 use crate::configs::{self, Built, NEAR_MISS};
 use crate::failure::Verdict;
 use crate::output;
-use crate::target::Target;
+use crate::sinks::Sinks;
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -52,8 +49,7 @@ struct Summary {
 /// # Errors
 /// Without a compiler, for head dims or families that an architecture has no kernels for, and an unwritable target.
 pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
-    let to_stdout = args.json.as_deref() == Some(Path::new("-"));
-    let json = args.json.as_deref().filter(|_| !to_stdout).map(Target::probe).transpose()?;
+    let sinks = Sinks::probe(args.json.as_deref(), None)?;
     let archs = if args.arch.is_empty() { &[Arch::Sm90][..] } else { &args.arch };
     let passes: &[(&str, bool)] = match args.mode {
         Mode::Fwd => &[("fwd", false)],
@@ -75,11 +71,7 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
         report.rows.extend(configs.iter().zip(&found).map(row));
     }
     report.sum_up();
-    let text = output::json_text(&report)?;
-    if let Some(json) = json {
-        json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
-    }
-    output::print(&if to_stdout { text } else { report.text()? })?;
+    sinks.write(&report, String::new, || report.text())?;
     let clean = report.summaries.iter().all(|summary| summary.clean == summary.fit);
     Ok(if clean { Verdict::Good } else { Verdict::Bad })
 }
@@ -115,7 +107,7 @@ impl Report {
         }
     }
 
-    fn text(&self) -> anyhow::Result<String> {
+    fn text(&self) -> String {
         let mut table = output::table(&[
             "configuration",
             "arch",
@@ -155,16 +147,15 @@ impl Report {
         }
         text += &output::table_text(&table);
         let sum = |count: fn(&Summary) -> usize| self.summaries.iter().map(count).sum::<usize>();
-        writeln!(
-            text,
+        text += &format!(
             "{} of {} configurations that fit by plan compile cleanly by {}; near misses are beyond the register limit by \
-             at most {:.0} %, or known to spill",
+             at most {:.0} %, or known to spill\n",
             sum(|summary| summary.clean),
             sum(|summary| summary.fit),
             self.compiler,
             NEAR_MISS * 100.0
-        )?;
-        Ok(text)
+        );
+        text
     }
 }
 
@@ -199,7 +190,7 @@ mod tests {
         report.sum_up();
         let counts = |s: &Summary| [s.fit, s.clean, s.near_misses, s.near_misses_clean];
         assert_eq!(report.summaries.iter().map(counts).collect::<Vec<_>>(), [[2, 1, 1, 1], [0, 0, 1, 0]]);
-        let text = report.text().unwrap();
+        let text = report.text();
         for part in ["24 B of spills", "error: too many registers", "1 of 2 configurations", "200 of 240"] {
             assert!(text.contains(part), "{part}: {text}");
         }

@@ -219,6 +219,12 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
         refused(&fa_args(&["run", text(&input), "-o", target]), &["cannot write", part], target);
         assert_eq!(listing(folder.path()), ["in"], "{target}");
     }
+    refused(
+        &fa("bench --seqlen 16 --json same --plot same"),
+        &["it is the file of --json"],
+        "one file twice",
+    );
+    refused(&fa("bench --seqlen 16 --plot -"), &["name a file"], "--plot -");
     let specs = text(folder.path());
     refused(&fa_args(&["build", "--specs", specs]), &["none of the 0 specs", specs], "an empty folder");
     if cfg!(target_os = "linux") {
