@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_kernels::{Headers, Source, smem_bytes, tune};
-use fa_planner::plan::{BackwardOptions, Family, PlanOptions, plan};
+use fa_planner::plan::{BackwardOptions, Family};
 use rayon::prelude::*;
 
 use crate::args::{BenchArgs, KernelFamily, Mode};
@@ -190,9 +190,6 @@ fn error_is_fatal(error: &fa_kernels::Error) -> bool {
     !matches!(error, Plan(_) | Mismatch { .. } | Refused { .. })
 }
 
-/// Kernels of the planner's order that are tried when the first do not compile cleanly.
-const TRIES: usize = 8;
-
 /// The kernel of `spec` for its own pass.
 ///
 /// # Errors
@@ -215,36 +212,15 @@ pub fn bind(
     }
 }
 
-/// The backward by the library's choice, or, of a family that is not the GPU's own, by the planner's.
-fn backward(
-    device: &Device,
-    problem: &Problem,
-    family: Option<Family>,
-    options: BackwardOptions,
-) -> Result<Pass, fa_kernels::Error> {
-    let arch = device.kernels.arch();
-    let family = family.filter(|&family| family != Family::native(arch));
-    if family.is_none() {
-        return device.kernels.backward(problem, options).map(Pass::Backward);
-    }
-    let options = PlanOptions { family, backward: Some(options), ..PlanOptions::default() };
-    let mut refused = None;
-    for plan in plan(problem, arch, &options)?.into_iter().take(TRIES) {
-        match bind(device, problem, &plan.spec, true) {
-            Err(error @ fa_kernels::Error::Refused { .. }) => drop(refused.get_or_insert(error)),
-            other => return other,
-        }
-    }
-    Err(refused.expect("a plan is never empty"))
-}
-
 /// The kernels that run a shape: those given that compute it, or the library's choice.
 fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa_kernels::Error> {
     if job.specs.is_empty() {
+        let kernels = &device.kernels;
         let pass = match (job.backward, job.family) {
-            (Some(options), family) => backward(device, problem, family, options)?,
-            (None, Some(family)) => Pass::Forward(device.kernels.forward_of(problem, family)?),
-            (None, None) => Pass::Forward(device.kernels.forward(problem)?),
+            (None, None) => Pass::Forward(kernels.forward(problem)?),
+            (None, Some(family)) => Pass::Forward(kernels.forward_of(problem, family)?),
+            (Some(options), None) => Pass::Backward(kernels.backward(problem, options)?),
+            (Some(options), Some(family)) => Pass::Backward(kernels.backward_of(problem, options, family)?),
         };
         return Ok(vec![pass]);
     }

@@ -102,6 +102,19 @@ impl Kernels {
         self.choose(problem, None, Some(options), |spec| self.backward_with(problem, spec))
     }
 
+    /// [`Kernels::backward`] with a kernel of `family`, be it the fastest here or not.
+    ///
+    /// # Errors
+    /// As [`Kernels::backward`]; a family that does not run here has no plan.
+    pub fn backward_of(
+        &self,
+        problem: &Problem,
+        options: BackwardOptions,
+        family: Family,
+    ) -> Result<Backward, Error> {
+        self.choose(problem, Some(family), Some(options), |spec| self.backward_with(problem, spec))
+    }
+
     /// The backward pass of `problem` by a kernel of the caller's choice.
     ///
     /// # Errors

@@ -67,9 +67,6 @@ pub enum Status {
 /// Exit code of a worker whose GPU context is lost.
 pub const EXIT_LOST: i32 = 3;
 
-/// Kernels that are tried when the planner's first does not compile cleanly.
-const TRIES: usize = 8;
-
 struct Worker {
     device: Device,
     family: Family,
@@ -203,15 +200,13 @@ impl Worker {
     fn first_choice(&self, case: &Case) -> Option<fa_core::KernelSpec> {
         match &case.kernel {
             Some(NamedSpec { spec, .. }) => Some(spec.clone()),
-            None => Some(self.plans(case).ok()?.swap_remove(0)),
+            None => {
+                let family = Some(self.family);
+                let options = PlanOptions { family, backward: case.backward, ..PlanOptions::default() };
+                let plans = plan(&case.problem, self.device.kernels.arch(), &options).ok()?;
+                plans.into_iter().next().map(|plan| plan.spec)
+            }
         }
-    }
-
-    fn plans(&self, case: &Case) -> Result<Vec<fa_core::KernelSpec>, Error> {
-        let options =
-            PlanOptions { family: Some(self.family), backward: case.backward, ..PlanOptions::default() };
-        let plans = plan(&case.problem, self.device.kernels.arch(), &options)?;
-        Ok(plans.into_iter().take(TRIES).map(|plan| plan.spec).collect())
     }
 
     fn forward(&self, case: &Case) -> Result<Forward, Error> {
@@ -220,28 +215,12 @@ impl Worker {
         if own.is_some() || case.backward.is_some() || self.is_native() {
             return self.device.forward(&case.problem, own);
         }
-        self.first_clean(case, |spec| self.device.kernels.forward_with(&case.problem, spec))
+        self.device.kernels.forward_of(&case.problem, self.family)
     }
 
     /// Whether the library's own choice is of the family that is validated.
     fn is_native(&self) -> bool {
         self.family == Family::native(self.device.kernels.arch())
-    }
-
-    /// The first of the planner's kernels that compiles cleanly.
-    fn first_clean<P>(
-        &self,
-        case: &Case,
-        bind: impl Fn(&fa_core::KernelSpec) -> Result<P, Error>,
-    ) -> Result<P, Error> {
-        let mut refused = None;
-        for spec in self.plans(case)? {
-            match bind(&spec) {
-                Err(error @ Error::Refused { .. }) => drop(refused.get_or_insert(error)),
-                other => return other,
-            }
-        }
-        Err(refused.expect("a plan is never empty"))
     }
 
     fn case(&self, case: &Case) {

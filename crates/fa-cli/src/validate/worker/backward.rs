@@ -100,7 +100,7 @@ impl Worker {
         match &case.kernel {
             Some(named) => kernels.backward_with(problem, &named.spec),
             None if self.is_native() => kernels.backward(problem, options),
-            None => self.first_clean(case, |spec| kernels.backward_with(problem, spec)),
+            None => kernels.backward_of(problem, options, self.family),
         }
     }
 
