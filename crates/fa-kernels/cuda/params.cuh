@@ -196,8 +196,10 @@ struct BwdParams {
     int num_tiles;
     // K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the sections of `LongestFirst`.
     int heads_per_section;
+    // Sections of so many heads; the heads that are left make up the last one.
+    int sections;
 };
-static_assert(sizeof(BwdParams) == 392 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 400 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 8);
 static_assert(FA_OFFSETOF(BwdParams, v) == 16);
@@ -240,6 +242,7 @@ static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 376);
 static_assert(FA_OFFSETOF(BwdParams, head_splits) == 380);
 static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 384);
 static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 388);
+static_assert(FA_OFFSETOF(BwdParams, sections) == 392);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

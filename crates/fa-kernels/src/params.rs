@@ -260,12 +260,14 @@ param_struct! {
         pub num_tiles: i32,
         /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the sections of `LongestFirst`.
         pub heads_per_section: i32,
+        /// Sections of so many heads; the heads that are left make up the last one.
+        pub sections: i32,
     }
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 216);
-const _: () = assert!(size_of::<BwdParams>() == 392);
+const _: () = assert!(size_of::<BwdParams>() == 400);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
 pub(crate) fn declarations() -> Vec<ParamStruct> {

@@ -1,7 +1,8 @@
-//! The longest-first order of tiles, in sections of heads. The kernels' side is `tile_at` in cuda/attn/scheduler.cuh.
+//! The longest-first order of tiles, in sections of heads. The kernels' side is `tile_at` in cuda/attn/scheduler.cuh and
+//! `bwd_tile_at` in cuda/attn/bwd_tile.cuh.
 //!
-//! Within a section the longest tiles of all its heads come first. Small sections keep K and V in the L2 while all query
-//! tiles of a head pass. One queue feeds all SMs, so that how a section ends does not matter, but for the last: its
+//! Within a section the longest tiles of all its heads come first. Small sections keep what a head's tiles share in the L2
+//! while all of them pass: K and V in the forward; Q, dO and dQ in the backward. One queue feeds all SMs, so that how a section ends does not matter, but for the last: its
 //! longest tiles start when the run is nearly over.
 
 /// `sections` times `heads` heads, then a last section of the heads that are left.
@@ -12,23 +13,22 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// For `all_heads` heads, counted through all sequences, in groups of `group` that share a K and V of `head_bytes`, with
-    /// `m_blocks` tiles each, on a GPU that works on `places` tiles at once.
+    /// For `all_heads` heads, counted through all sequences, in groups of `group` that share `head_bytes`, with `blocks` tiles
+    /// each, on a GPU that works on `places` tiles at once.
     ///
-    /// A section's K and V take a twelfth of the L2, which measured best on an H100: each of its halves keeps a copy of what
-    /// its SMs read, and Q, O and the neighbouring sections pass through as well. The last section has two tiles for every
-    /// place, so that its short tiles fill what its long ones leave.
+    /// What a section's heads share takes `room` bytes at most. The last section has two tiles for every place, so that its
+    /// short tiles fill what its long ones leave.
     pub fn of(
         all_heads: usize,
         group: usize,
-        m_blocks: usize,
+        blocks: usize,
         head_bytes: u64,
         places: usize,
-        l2_bytes: u64,
+        room: u64,
     ) -> Sections {
-        let fit = usize::try_from(l2_bytes / 12 / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
+        let fit = usize::try_from(room / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
         let heads = fit.saturating_mul(group).min(all_heads.max(1));
-        let last = (2 * places).div_ceil(m_blocks.max(1)).next_multiple_of(group.max(1));
+        let last = (2 * places).div_ceil(blocks.max(1)).next_multiple_of(group.max(1));
         Sections { heads, sections: all_heads.saturating_sub(last) / heads }
     }
 }
@@ -37,7 +37,7 @@ impl Sections {
 mod tests {
     use super::*;
 
-    const L2: u64 = 50 << 20;
+    const ROOM: u64 = (50 << 20) / 12;
     const SMS: usize = 132;
 
     /// The m blocks of all tiles in their order, as `tile_at` numbers them.
@@ -58,7 +58,7 @@ mod tests {
             for (group, m_blocks, head_bytes) in
                 [(1, 1, 1), (1, 5, 1 << 20), (4, 3, 1 << 19), (8, 9, 1 << 30)]
             {
-                let own = Sections::of(all_heads * group, group, m_blocks, head_bytes, SMS, L2);
+                let own = Sections::of(all_heads * group, group, m_blocks, head_bytes, SMS, ROOM);
                 let mut tiles = order(own, all_heads * group, m_blocks);
                 tiles.sort_unstable();
                 tiles.dedup();
@@ -66,26 +66,31 @@ mod tests {
                 assert!(own.heads.is_multiple_of(group) && own.heads > 0);
             }
         }
-        assert_eq!(Sections::of(0, 1, 4, 0, SMS, L2), Sections { heads: 1, sections: 0 });
+        assert_eq!(Sections::of(0, 1, 4, 0, SMS, ROOM), Sections { heads: 1, sections: 0 });
     }
 
-    /// Causal tiles of 128 rows drawn by the SMs one by one: all are busy for 96 % of the run at least. (With sections of one
-    /// tile for every SM, whatever was left in the last, it was 86 % at head dim 256.)
+    /// Causal tiles of 128 rows, or of 128 keys in the backward, drawn by the SMs one by one: all are busy for 96 % of the run at
+    /// least. (With sections of one tile for every SM, whatever was left in the last, it was 86 % at head dim 256.)
     #[test]
     fn causal_runs_end_evenly() {
+        // Bytes that a head shares, for each of its rows: K and V; or Q, dO and dQ's accumulators.
+        let passes = [(2, ROOM), (4, (50 << 20) / 8)];
         for (head_dims, heads) in [(128, 32), (256, 16), (320, 16), (512, 8)] {
             for seqlen in [512, 1024, 2048, 4096, 8192, 16384] {
-                let (all_heads, m_blocks) = (heads * 16384 / seqlen, seqlen / 128);
-                let own = Sections::of(all_heads, 1, m_blocks, (seqlen * head_dims * 2) as u64, SMS, L2);
-                let mut ends = [0u64; SMS];
-                for (m_block, _) in order(own, all_heads, m_blocks) {
-                    let first = ends.iter_mut().min().expect("SMs");
-                    // A step of 128 keys, and half of one for the rest of a tile.
-                    *first += 2 * (m_block as u64 + 1) + 1;
+                for (bytes, room) in passes {
+                    let (all_heads, blocks) = (heads * 16384 / seqlen, seqlen / 128);
+                    let own =
+                        Sections::of(all_heads, 1, blocks, (seqlen * head_dims * bytes) as u64, SMS, room);
+                    let mut ends = [0u64; SMS];
+                    for (block, _) in order(own, all_heads, blocks) {
+                        let first = ends.iter_mut().min().expect("SMs");
+                        // A step of 128 keys, and half of one for the rest of a tile.
+                        *first += 2 * (block as u64 + 1) + 1;
+                    }
+                    let (sum, last) = (ends.iter().sum::<u64>(), ends.iter().max().expect("SMs"));
+                    let busy = sum as f64 / (SMS as u64 * last) as f64;
+                    assert!(busy > 0.96, "{head_dims} {seqlen}: {busy:.3} with {own:?}");
                 }
-                let (sum, last) = (ends.iter().sum::<u64>(), ends.iter().max().expect("SMs"));
-                let busy = sum as f64 / (SMS as u64 * last) as f64;
-                assert!(busy > 0.96, "{head_dims} {seqlen}: {busy:.3} with {own:?}");
             }
         }
     }

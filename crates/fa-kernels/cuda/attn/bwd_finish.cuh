@@ -27,14 +27,16 @@ __device__ __forceinline__ void finish_rows(const float* accum, u16* out, i64 st
     }
 }
 
-// dQ of the block's tile of queries: one block per tile, query head and sequence. C is an Sm80BwdConfig or an Sm90BwdConfig.
+// dQ of a tile of queries: one block per tile, query head and sequence, the last ones first: the main kernel added to them last, so
+// that the L2 still has them. C is an Sm80BwdConfig or an Sm90BwdConfig.
 template <auto C, class Order>
 __device__ __forceinline__ void finish_dq(const BwdParams& params) {
-    const int m_block = blockIdx.x % params.m_blocks, batch_head = blockIdx.x / params.m_blocks;
+    const int tile = gridDim.x - 1 - blockIdx.x;
+    const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
     const int row = m_block * C.tile_m;
     u16* out = static_cast<u16*>(params.dq) + batch * params.dq_strides.batch + row * params.dq_strides.seq + head * params.dq_strides.head;
-    const float* accum = params.dq_accum + i64(blockIdx.x) * (C.tile_m * C.head_dim);
+    const float* accum = params.dq_accum + i64(tile) * (C.tile_m * C.head_dim);
     finish_rows<C.dtype, C.head_dim, Order>(accum, out, params.dq_strides.seq, min(C.tile_m, params.seqlen_q - row), params.head_dim,
                                             params.scale);
 }

@@ -29,18 +29,20 @@ __device__ __forceinline__ float dot_share(const u16* a, const u16* b, int colum
     return sum;
 }
 
-// One block per tile of queries, query head and sequence. C is an Sm80BwdConfig or an Sm90BwdConfig.
+// One block per tile of queries, query head and sequence, the last ones first: the main kernel begins with what was read and
+// written last, so that the L2 still has it. C is an Sm80BwdConfig or an Sm90BwdConfig.
 template <auto C>
 __device__ __forceinline__ void bwd_prepare(const BwdParams& params) {
-    const int m_block = blockIdx.x % params.m_blocks, batch_head = blockIdx.x / params.m_blocks;
+    const int tile = gridDim.x - 1 - blockIdx.x;
+    const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
 
     if (threadIdx.x == 0) {
-        if (params.dq_turns != nullptr) params.dq_turns[blockIdx.x] = 0;
+        if (params.dq_turns != nullptr) params.dq_turns[tile] = 0;
         if (params.tile_counter != nullptr && blockIdx.x == 0) *params.tile_counter = 0;
     }
     constexpr int kDqTile = C.tile_m * C.head_dim;
-    clear_f32(params.dq_accum + i64(blockIdx.x) * kDqTile, kDqTile, threadIdx.x, blockDim.x);
+    clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, threadIdx.x, blockDim.x);
     if (params.dk_accum != nullptr) {
         // Their tiles are others than the grid's: all threads of the grid take part.
         const i64 keys = i64(params.batch) * params.heads_kv * params.n_blocks * C.tile_n;

@@ -29,12 +29,12 @@ __device__ __forceinline__ BwdTile bwd_tile_at(const BwdParams& params, int inde
         head = index / params.n_blocks;
     } else {
         // Sections of heads whose Q, dO and dQ fit the L2 together; within one, the first keys of all heads first: under a causal
-        // mask they are seen by the most queries.
-        const int per_section = params.heads_per_section * params.n_blocks;
-        const int section = index / per_section;
-        const int rest = index - section * per_section;
+        // mask they are seen by the most queries. The last section has the heads that are left, and enough tiles to even out.
+        const int section = min(index / (params.heads_per_section * params.n_blocks), params.sections);
         const int first = section * params.heads_per_section;
-        const int in_section = min(params.heads_per_section, params.heads_kv * params.head_splits * params.batch - first);
+        const int rest = index - first * params.n_blocks;
+        const int in_section =
+            section < params.sections ? params.heads_per_section : params.heads_kv * params.head_splits * params.batch - first;
         tile.n_block = rest / in_section;
         head = first + rest % in_section;
     }

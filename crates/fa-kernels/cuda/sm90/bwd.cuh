@@ -6,7 +6,6 @@
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
 #include "attn/softmax.cuh"
-#include "attn/store_rows.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/bulk.cuh"
@@ -31,6 +30,13 @@ struct BwdTraits : BwdLayout<C> {
     static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
+
+    // The order of a step, as measured on an H100. Where products leave shared memory room, dQ's buffer is waited for ahead of its
+    // product, and what was put there is announced under the next step's; tiles of 64 rows at head dim 128 and P in shared memory
+    // leave none. A short dV is begun after dS is stored: issuing it would delay what the other warp groups wait for.
+    static constexpr bool kShortDv = C.head_dim_v < 128;
+    static constexpr bool kDqAhead = C.mma_dkv_is_rs && C.dq_via_smem && (kShortDv || C.tile_m > 64);
+    static constexpr bool kStoreFirst = C.mma_dkv_is_rs && kShortDv;
 
     static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 && C.atom_layout_n_dkv == C.num_wg),
                   "registers are an operand only of the group that computed them");
@@ -354,13 +360,21 @@ struct BwdConsumer {
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
 
+    // The buffer of dQ has been read and may be written again.
+    __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
+    // What the group has put into the buffer of dQ may be added.
+    __device__ __forceinline__ void announce_dq() const {
+        fence_async_shared();
+        named_barrier_arrive(kDqReady + wg, 128 + 32);
+    }
+
     // Hands a slice of dQ over, to the warp that adds it or straight to device memory.
     template <int Slice>
     __device__ __forceinline__ void give_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int block) {
         const int thread = threadIdx.x % 128;
         constexpr int kGroups = Dq::kRegisters / 4;
         if constexpr (C.dq_via_smem) {
-            named_barrier_sync(kDqFree + wg, 128 + 32);
+            if (!T::kDqAhead || Slice > 0) wait_dq_free();
             float4* share = reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
 #pragma unroll
             for (int b = 0; b < T::kDqBlocks; ++b) {
@@ -369,8 +383,7 @@ struct BwdConsumer {
                     share[(b * kGroups + i) * 128] = make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
-            fence_async_shared();
-            named_barrier_arrive(kDqReady + wg, 128 + 32);
+            if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
                 wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, T::kConsumers);
@@ -393,6 +406,7 @@ struct BwdConsumer {
         issue_s();
         smem.do_bars.wait_full(do_state);
         issue_dp();
+        if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
         weigh(block);
         wgmma::wait<0>();
@@ -401,16 +415,18 @@ struct BwdConsumer {
         pack_words(ds_words, dp);
         wait_pds_free();
         if constexpr (C.mma_dkv_is_rs) {
-            issue_dv();
+            if constexpr (!T::kStoreFirst) issue_dv();
         } else {
             store_words(smem_address(smem.p.tiles[0]), p_words);
         }
         store_words(smem_address(smem.ds[0]), ds_words);
+        if constexpr (T::kStoreFirst) issue_dv();
         exchange();
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
         // dV is all but done; its operand's registers go to dQ.
         wgmma::wait<0>();
         release_do();
+        if constexpr (T::kDqAhead) wait_dq_free();
         float dq[T::kDqBlocks][Dq::kRegisters];
         issue_dq<0>(dq);
         issue_dk();
@@ -434,22 +450,11 @@ struct BwdConsumer {
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             for (int block = range.begin; block < range.end; ++block) step(head, block);
         }
+        if (T::kDqAhead && accumulate) announce_dq();
     }
 
-    // Writes dK or dV, from accumulators that hold it as it is meant.
-    template <class Cut, int Blocks, int Registers>
-    __device__ __forceinline__ void store_direct(const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns, float factor) const {
-        const int column = Cut::first_n(wg);
-#pragma unroll
-        for (int b = 0; b < Blocks; ++b) {
-            const int row = Cut::first_m(wg) + 64 * b + 16 * warp + lane / 4;
-            const int left = params.seqlen_k - tile.n_block * C.tile_n;
-            store_fragment_row<C.dtype, 0>(out + row * stride, row < left, d[b], factor, column, columns);
-            store_fragment_row<C.dtype, 1>(out + (row + 8) * stride, row + 8 < left, d[b], factor, column, columns);
-        }
-    }
-
-    // ... and from transposed ones, through a tile in shared memory that nothing else uses any more.
+    // Writes dK or dV through a tile in shared memory that nothing else uses any more, so that a row is written by neighbouring
+    // threads, 16 bytes each, and no thread waits for another's registers.
     template <class Cut, class Tile, int Blocks, int Registers>
     __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
                                                   float factor) const {
@@ -458,11 +463,12 @@ struct BwdConsumer {
             u32 words[Registers / 2];
 #pragma unroll
             for (int i = 0; i < Registers / 2; ++i) words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
-            store_fragment<Tile, true>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), lane);
+            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
         const int left = params.seqlen_k - tile.n_block * C.tile_n;
         constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
+#pragma unroll 4
         for (int chunk = threadIdx.x - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
             const int row = chunk / kChunks, column = chunk % kChunks * 8;
             const u32 at = column / Tile::kPanel * Tile::kPanelBytes + swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
@@ -494,15 +500,10 @@ struct BwdConsumer {
                      tile.kv_head * params.dk_strides.head;
         u16* out_v = static_cast<u16*>(params.dv) + tile.batch * params.dv_strides.batch + key * params.dv_strides.seq +
                      tile.kv_head * params.dv_strides.head;
-        if constexpr (C.dkv_swap_ab) {
-            // The other warp groups have to be through with K and V.
-            named_barrier_sync(kPdsReady, T::kConsumers);
-            store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv_strides.seq, params.head_dim_v, 1.f);
-            store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk_strides.seq, params.head_dim, params.scale);
-        } else {
-            store_direct<typename T::CutDv>(dv, out_v, params.dv_strides.seq, params.head_dim_v, 1.f);
-            store_direct<typename T::CutDk>(dk, out_k, params.dk_strides.seq, params.head_dim, params.scale);
-        }
+        // The other warp groups have to be through with K and V.
+        named_barrier_sync(kPdsReady, T::kConsumers);
+        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv_strides.seq, params.head_dim_v, 1.f);
+        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk_strides.seq, params.head_dim, params.scale);
     }
 };
 
