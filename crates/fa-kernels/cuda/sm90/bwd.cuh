@@ -458,12 +458,14 @@ struct BwdConsumer {
     template <class Cut, class Tile, int Blocks, int Registers>
     __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
                                                   float factor) const {
+        // Asked for again: one register less over the steps.
+        const int own_lane = thread_index_reread() % 32;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
             u32 words[Registers / 2];
 #pragma unroll
             for (int i = 0; i < Registers / 2; ++i) words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
-            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), lane);
+            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), own_lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
         const int left = params.seqlen_k - tile.n_block * C.tile_n;
