@@ -458,8 +458,8 @@ struct BwdConsumer {
     template <class Cut, class Tile, int Blocks, int Registers>
     __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
                                                   float factor) const {
-        // Asked for again: one register less over the steps.
-        const int own_lane = thread_index_reread() % 32;
+        // With a soft cap registers are scarcest: the lane is asked for again rather than kept over the steps.
+        const int own_lane = C.softcap ? thread_index_reread() % 32 : lane;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
             u32 words[Registers / 2];
