@@ -174,9 +174,12 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
-    if let Kernel::Sm90Fwd(kernel) = &spec.kernel
-        && sm90::is_refused(spec, kernel)
-    {
+    let refused = match &spec.kernel {
+        Kernel::Sm90Fwd(kernel) => sm90::is_refused(spec, kernel),
+        Kernel::Sm90Bwd(kernel) => backward::is_refused(spec, kernel),
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => false,
+    };
+    if refused {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
     }
     let smem = smem(spec);
