@@ -58,9 +58,9 @@ pub enum CpuError {
     },
     /// Scale and soft cap leave the numbers that sums are held in.
     #[error(
-        "softmax_scale = {scale}{}: the tiled implementation computes in f32, which ends at 3.4e38 and 1.2e-38 (the \
+        "softmax_scale = {scale:?}{}: the tiled implementation computes in f32, which ends at 3.4e38 and 1.2e-38 (the \
          reference takes any)",
-        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap}"))
+        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}"))
     )]
     Range {
         /// The softmax scale.

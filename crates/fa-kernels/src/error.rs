@@ -155,14 +155,14 @@ pub enum Error {
         limit: usize,
     },
     /// The softmax scale is not one that GPU kernels use.
-    #[error("softmax_scale = {scale}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
+    #[error("softmax_scale = {scale:?}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
     Scale {
         /// The scale.
         scale: f64,
     },
     /// The soft cap is not one that GPU kernels use.
     #[error(
-        "softcap = {softcap} with a softmax_scale of {scale}: GPU kernels take soft caps up to {limit}, and scale / softcap \
+        "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, and scale / softcap \
          a normal f32 (the CPU backend takes more; a cap far above the scores can be left out)"
     )]
     Softcap {
