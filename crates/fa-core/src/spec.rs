@@ -215,18 +215,20 @@ pub struct Sm80Bwd {
     pub tile_m: u32,
     /// Keys of a block; a multiple of 16 up to 128.
     pub tile_n: u32,
-    /// Warps, 1 to 8.
+    /// Warps, 2 to 8: half of them compute P and dV, half dS and dK.
     pub num_warps: u32,
-    /// Q buffers, 1 or 2.
+    /// Q buffers, 2 or 3: P runs a step ahead. With 2 the next Q arrives during the step that needs it.
     pub q_stages: u32,
     /// dO buffers, 1 or 2.
     pub do_stages: u32,
-    /// Warps along `tile_m` in S and dP; divides `num_warps`.
+    /// Warps of a half along `tile_m` in S and dP; divides `num_warps / 2`.
     pub atom_layout_m_sdp: u32,
-    /// Warps along `tile_n` in dK and dV; divides `num_warps`.
+    /// Warps of a half along `tile_n` in dK and dV; divides `num_warps / 2`.
     pub atom_layout_n_dkv: u32,
-    /// Warps along `tile_m` in dQ; divides `num_warps`.
+    /// Warps of a half along `tile_m` in dQ; divides `num_warps / 2`.
     pub atom_layout_m_dq: u32,
+    /// Columns of dQ that the first half of the warps computes, less than the head dim; the second computes the others.
+    pub dq_first: u32,
     /// Resident blocks per SM that the register budget is set for.
     pub blocks_per_sm: u32,
     /// The order of tiles.
@@ -534,22 +536,28 @@ impl Sm80Bwd {
     pub fn check(&self, head_dim: u32, head_dim_v: u32) -> Result<(), SpecError> {
         multiple("tile_m", self.tile_m, 16, 128)?;
         multiple("tile_n", self.tile_n, 16, 128)?;
-        range("num_warps", self.num_warps, 1, 8)?;
-        range("q_stages", self.q_stages, 1, 2)?;
+        multiple("num_warps", self.num_warps, 2, 8)?;
+        range("q_stages", self.q_stages, 2, 3)?;
         range("do_stages", self.do_stages, 1, 2)?;
         range("blocks_per_sm", self.blocks_per_sm, 1, 4)?;
+        if self.dq_first >= head_dim {
+            let need = format!("less than the head dim, {head_dim}");
+            return Err(SpecError::BadValue { field: "dq_first", value: self.dq_first, need });
+        }
+        let warps = self.num_warps / 2;
         let products = [
             ("S and dP", self.tile_m, self.tile_n, "atom_layout_m_sdp", self.atom_layout_m_sdp),
             ("dK", self.tile_n, head_dim, "atom_layout_n_dkv", self.atom_layout_n_dkv),
             ("dV", self.tile_n, head_dim_v, "atom_layout_n_dkv", self.atom_layout_n_dkv),
-            ("dQ", self.tile_m, head_dim, "atom_layout_m_dq", self.atom_layout_m_dq),
+            ("dQ", self.tile_m, head_dim - self.dq_first, "atom_layout_m_dq", self.atom_layout_m_dq),
+            ("dQ's first columns", self.tile_m, self.dq_first, "atom_layout_m_dq", self.atom_layout_m_dq),
         ];
         for (name, rows, columns, field, atoms) in products {
-            if atoms == 0 || !self.num_warps.is_multiple_of(atoms) {
-                let need = format!("a divisor of num_warps = {}", self.num_warps);
+            if atoms == 0 || !warps.is_multiple_of(atoms) {
+                let need = format!("a divisor of num_warps / 2 = {warps}");
                 return Err(SpecError::BadValue { field, value: atoms, need });
             }
-            let across = self.num_warps / atoms;
+            let across = warps / atoms;
             if !rows.is_multiple_of(16 * atoms) || !columns.is_multiple_of(16 * across) {
                 return Err(SpecError::Conflict(format!(
                     "{name}: [{rows}, {columns}] cannot be cut into {atoms} x {across} warps: a warp takes whole blocks of 16"
@@ -618,6 +626,7 @@ impl fmt::Display for KernelSpec {
                 (true, format!("w{}", k.num_warps)),
                 (true, format!("s{}{}", k.q_stages, k.do_stages)),
                 (true, format!("a{}{}{}", k.atom_layout_m_sdp, k.atom_layout_n_dkv, k.atom_layout_m_dq)),
+                (true, format!("q{}", k.dq_first)),
                 (true, format!("b{}", k.blocks_per_sm)),
                 (k.tile_order == TileOrder::LongestFirst, "lpt".into()),
                 (k.deterministic, "det".into()),
@@ -746,11 +755,12 @@ mod tests {
                 tile_m: 64,
                 tile_n: 128,
                 num_warps: 8,
-                q_stages: 2,
+                q_stages: 3,
                 do_stages: 2,
                 atom_layout_m_sdp: 2,
-                atom_layout_n_dkv: 4,
+                atom_layout_n_dkv: 2,
                 atom_layout_m_dq: 2,
+                dq_first: 64,
                 blocks_per_sm: 1,
                 tile_order: TileOrder::LongestFirst,
                 deterministic: false,
@@ -769,9 +779,12 @@ mod tests {
             assert!(error.contains(part), "{error} does not name {part}");
         };
         assert_eq!(backward_sm80().check(), Ok(()));
-        refused(|k| k.atom_layout_m_sdp = 8, "S and dP: [64, 128] cannot be cut into 8 x 1 warps");
-        refused(|k| k.atom_layout_n_dkv = 3, "atom_layout_n_dkv = 3: must be a divisor of num_warps = 8");
-        refused(|k| k.q_stages = 3, "q_stages = 3");
+        refused(|k| k.atom_layout_m_sdp = 8, "atom_layout_m_sdp = 8");
+        refused(|k| k.dq_first = 24, "dQ: [64, 104] cannot be cut into 2 x 2 warps");
+        refused(|k| k.atom_layout_n_dkv = 3, "atom_layout_n_dkv = 3: must be a divisor of num_warps / 2 = 4");
+        refused(|k| k.q_stages = 1, "q_stages = 1");
+        refused(|k| k.num_warps = 7, "num_warps = 7");
+        refused(|k| k.dq_first = 128, "dq_first = 128: must be less than the head dim, 128");
         refused(|k| k.tile_n = 144, "tile_n = 144");
     }
 

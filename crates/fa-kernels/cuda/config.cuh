@@ -68,6 +68,7 @@ struct Sm80BwdConfig {
     int atom_layout_m_sdp;
     int atom_layout_n_dkv;
     int atom_layout_m_dq;
+    int dq_first;
     int blocks_per_sm;
     TileOrder tile_order;
     bool deterministic;

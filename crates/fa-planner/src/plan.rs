@@ -347,7 +347,7 @@ pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
         }
         Kernel::Sm80Bwd(k) => by_name!(
             k; tile_m, tile_n, num_warps, q_stages, do_stages, atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq,
-            blocks_per_sm
+            dq_first, blocks_per_sm
         ),
         Kernel::Sm90Bwd(k) => by_name!(
             k; tile_m, tile_n, num_wg, q_stages, do_stages, pds_stages, sdp_swap_ab, dkv_swap_ab, dq_swap_ab,

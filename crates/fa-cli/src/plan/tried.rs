@@ -468,6 +468,8 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             vec![
                 Some(format!("{} warps", k.num_warps)),
                 Some(format!("{}/{} stages", k.q_stages, k.do_stages)),
+                Some(format!("{} of dQ first", k.dq_first)),
+                on("deterministic", k.deterministic),
             ]
         }
         Kernel::Sm90Bwd(k) => {

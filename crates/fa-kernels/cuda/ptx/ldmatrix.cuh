@@ -33,6 +33,12 @@ __device__ __forceinline__ u32 load_shared_u32(u32 address) {
     return value;
 }
 
+__device__ __forceinline__ void load_shared_u32x2(u32& first, u32& second, u32 address) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address));
+}
+
+__device__ __forceinline__ float load_shared_f32(u32 address) { return __int_as_float(load_shared_u32(address)); }
+
 __device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

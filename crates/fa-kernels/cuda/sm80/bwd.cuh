@@ -1,5 +1,7 @@
-// Attention backward for SM80 and later: a block owns a tile of keys and walks the tiles of queries that see it. All warps load by
-// cp.async and multiply by mma.sync; weights and their gradients change hands through shared memory.
+// Attention backward for SM80 and later: a block owns a tile of keys and walks the tiles of queries that see it, by cp.async and
+// mma.sync. Its warps are two groups. One computes the weights P, a tile of queries ahead, and dV; the other dS and dK; and each half
+// of dQ. A warp then owns a larger part of each product, which is read from shared memory less often, and the exponentials of one
+// group run beside the products of the other.
 #pragma once
 #include "attn/bwd_prepare.cuh"
 #include "attn/bwd_tile.cuh"
@@ -18,6 +20,18 @@
 
 namespace fa::sm80 {
 
+// One tile of queries of one query head.
+struct alignas(8) BwdStep {
+    int head, block;
+
+    __device__ __forceinline__ BwdStep next(const BlockRange& range) const {
+        return block + 1 < range.end ? BwdStep{head, block + 1} : BwdStep{head + 1, range.begin};
+    }
+    __device__ __forceinline__ BwdStep previous(const BlockRange& range) const {
+        return block > range.begin ? BwdStep{head, block - 1} : BwdStep{head - 1, range.end - 1};
+    }
+};
+
 // ---- Shared memory ----------------------------------------------------------------------------------------------------
 
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.
@@ -30,228 +44,232 @@ struct alignas(128) BwdStorage {
     alignas(128) u8 v[L::V::kBytes];
     alignas(128) u8 p[L::Pds::kBytes];
     alignas(128) u8 ds[L::Pds::kBytes];
+    // LSE in base 2 beside each Q, dPsum beside each dO.
+    alignas(128) float lse[C.q_stages][C.tile_m];
+    alignas(128) float dpsum[C.do_stages][C.tile_m];
     // What the block is to do: registers are scarcer than reads of shared memory.
     BwdTile tile;
     BlockRange range;
+    BwdStep step[2];  // at which each group is
 };
 
-// A thread's place, worked out anew wherever it is needed: registers are scarcer than instructions.
+// ---- Barriers ---------------------------------------------------------------------------------------------------------
+
+enum BwdBarrier : int {
+    kBarrierBlock,   // all threads: a step begins
+    kBarrierPRead,   // all threads: P has been read and may be written again
+    kBarrierDsRead,  // all threads: dS has been read and may be written again
+    kBarrierDs,      // dS is written; with one dO buffer all threads: dO has been read
+    kBarrierGroup,   // the threads of a group, for what concerns them alone: this of the first, the next of the second
+};
+
+// A thread's place in its group, worked out anew wherever it is needed: registers are scarcer than instructions.
+template <int GroupWarps>
 struct Place {
     int warp, lane;
 
     // `block` is not negative, which the compiler does not know: it cannot do this once before the loop over blocks.
     __device__ __forceinline__ explicit Place(int block = 0) {
         const int thread = thread_index_reread() + (u32(block) >> 31);
-        warp = thread / 32;
+        warp = thread / 32 % GroupWarps;
         lane = thread % 32;
     }
 };
 
-// ---- A block's walk ---------------------------------------------------------------------------------------------------
+// ---- What both groups do ----------------------------------------------------------------------------------------------
 
 template <Sm80BwdConfig C>
-struct BwdWalk {
+struct BwdGroup {
     using L = BwdLayout<C>;
     using CutS = typename L::CutS;
-    using CutDk = typename L::CutDk;
-    using CutDv = typename L::CutDv;
-    using CutDq = typename L::CutDq;
+    using Stats = float[CutS::kFragments][2];  // of the thread's rows, [fragment][upper or lower half]
+    using Here = Place<L::kGroupWarps>;
 
     BwdStorage<C>& smem;
     const BwdParams& params;
     const BwdTile& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    typename CutDk::Accumulators dk;
-    typename CutDv::Accumulators dv;
-    int stage = 0;  // of the buffers that are doubled
+    // Where a warp has many fragments of A in S and dP there are no registers for those of two steps.
+    static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
     // ---- Copies ----
 
-    __device__ __forceinline__ u32 q_buffer(int at) const { return smem_address(smem.q) + (C.q_stages > 1 ? at * L::Q::kBytes : 0); }
-    __device__ __forceinline__ u32 do_buffer(int at) const { return smem_address(smem.dout) + (C.do_stages > 1 ? at * L::Do::kBytes : 0); }
+    // The address of a buffer that all steps share, added up anew wherever it is needed.
+    __device__ __forceinline__ u32 buffer(const void* within) const {
+        const u8* first = reinterpret_cast<const u8*>(&smem);
+        return smem_address_reread(first) + u32(static_cast<const u8*>(within) - first);
+    }
 
-    template <class Tile>
+    // The buffers of a step, worked out from its number.
+    __device__ __forceinline__ int number(BwdStep step) const {
+        return (step.head - tile.first_head) * (range.end - range.begin) + step.block - range.begin;
+    }
+    __device__ __forceinline__ u32 q_stage(BwdStep step) const { return u32(number(step)) % C.q_stages; }
+    __device__ __forceinline__ u32 do_stage(BwdStep step) const { return C.do_stages > 1 ? u32(number(step)) % C.do_stages : 0; }
+    __device__ __forceinline__ u32 q_buffer(BwdStep step) const { return smem_address(smem.q) + q_stage(step) * L::Q::kBytes; }
+    __device__ __forceinline__ u32 do_buffer(BwdStep step) const { return smem_address(smem.dout) + do_stage(step) * L::Do::kBytes; }
+    __device__ __forceinline__ u32 lse_buffer(BwdStep step) const { return smem_address(smem.lse) + q_stage(step) * (4 * C.tile_m); }
+    __device__ __forceinline__ u32 dpsum_buffer(BwdStep step) const { return smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m); }
+    __device__ __forceinline__ bool exists(BwdStep step) const { return step.head < tile.end_head; }
+
+    template <class Tile, int Threads, int FirstThread>
     __device__ __forceinline__ static void load(u32 to, const void* tensor, const RowStrides& strides, int batch, int head, int row, int end,
                                                 int columns) {
         const u16* from = static_cast<const u16*>(tensor) + batch * strides.batch + head * strides.head;
-        TileCopy<Tile, L::kThreads>{from, strides.seq, columns}.template start<true>(to, row, end);
+        TileCopy<Tile, Threads, FirstThread>{from, strides.seq, columns}.template start<true>(to, row, end);
     }
-    __device__ __forceinline__ void load_q(int head, int block, int to) const {
-        load<typename L::Q>(q_buffer(to), params.q, params.q_strides, tile.batch, head, block * C.tile_m, params.seqlen_q, params.head_dim);
+    // Statistics of a tile of queries, which exist beyond the end of the sequence.
+    template <int FirstThread>
+    __device__ __forceinline__ void load_stats(u32 to, const float* stats, BwdStep step) const {
+        const int thread = thread_index_reread() - FirstThread;
+        static_assert(C.tile_m / 4 <= L::kGroupThreads);
+        if (thread >= C.tile_m / 4) return;
+        const float* from = stats + ((i64(tile.batch) * params.heads_q + step.head) * params.m_blocks + step.block) * C.tile_m;
+        cp_async_16(to + 16 * thread, from + 4 * thread, 16);
     }
-    __device__ __forceinline__ void load_do(int head, int block, int to) const {
-        load<typename L::Do>(do_buffer(to), params.dout, params.dout_strides, tile.batch, head, block * C.tile_m, params.seqlen_q,
-                             params.head_dim_v);
+    template <int Threads, int FirstThread>
+    __device__ __forceinline__ void load_q(BwdStep step) const {
+        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, params.q_strides, tile.batch, step.head, step.block * C.tile_m,
+                                                  params.seqlen_q, params.head_dim);
+        load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
+    }
+    template <int Threads, int FirstThread>
+    __device__ __forceinline__ void load_do(BwdStep step) const {
+        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, params.dout_strides, tile.batch, step.head,
+                                                   step.block * C.tile_m, params.seqlen_q, params.head_dim_v);
+        load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
-    // ---- One tile of queries ----
+    // K, V and the first tiles of queries, by all threads.
+    __device__ __forceinline__ void load_first(BwdStep first) const {
+        const int key = tile.n_block * C.tile_n;
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, params.k_strides, tile.batch, tile.kv_head, key,
+                                            params.seqlen_k, params.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, params.v_strides, tile.batch, tile.kv_head, key,
+                                            params.seqlen_k, params.head_dim_v);
+        load_q<L::kThreads, 0>(first);
+        load_do<L::kThreads, 0>(first);
+        const BwdStep second = first.next(range);
+        if (exists(second)) load_q<L::kThreads, 0>(second);
+        cp_async_commit();
+        step_barrier();
+    }
 
-    // A statistic of the thread's rows, [fragment][upper or lower half].
-    __device__ __forceinline__ void read_stats(float (&of)[CutS::kFragments][2], const float* stats, int head, int block) const {
-        const Place place(block);
-        const float* rows = stats + (i64(tile.batch) * params.heads_q + head) * params.m_blocks * C.tile_m + block * C.tile_m +
-                            CutS::first_m(place.warp) + place.lane / 4;
+    // The thread's copies are in; past the barrier everybody's are, and what was read before it may be written.
+    __device__ __forceinline__ void step_barrier() const {
+        cp_async_wait<0>();
+        named_barrier_sync(kBarrierBlock, L::kThreads);
+    }
+
+    // Where group `group` is.
+    __device__ __forceinline__ BwdStep at(int group) const {
+        u32 head, block;
+        load_shared_u32x2(head, block, buffer(smem.step + group));
+        return {int(head), int(block)};
+    }
+    // Ends a step of group `group`; whether there is another.
+    __device__ __forceinline__ bool advance(int group) const {
+        step_barrier();
+        if (threadIdx.x == group * L::kGroupThreads) smem.step[group] = at(group).next(range);
+        named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
+        return exists(at(group));
+    }
+
+    // ---- Pieces of a step ----
+
+    __device__ __forceinline__ void read_stats(Stats& of, u32 stats, BwdStep step) const {
+        const Here place(step.block);
+        const u32 rows = stats + 4 * (CutS::first_m(place.warp) + place.lane / 4);
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
-            of[f][0] = rows[16 * f];
-            of[f][1] = rows[16 * f + 8];
+            of[f][0] = load_shared_f32(rows + 4 * 16 * f);
+            of[f][1] = load_shared_f32(rows + 4 * (16 * f + 8));
         }
     }
 
-    // Scores to weights, in place.
-    __device__ __forceinline__ void weigh(typename CutS::Accumulators& s, const float (&lse)[CutS::kFragments][2], int block) const {
-        const Place place(block);
-        const bool masked = range.needs_mask(block);
-        const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
-#pragma unroll
-        for (int f = 0; f < CutS::kFragments; ++f) {
-            if constexpr (C.softcap) cap_scores(s[f], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
-            if (masked) {
-                const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int query = block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r + place.lane / 4;
-                    limits.begin[r] = keys_begin<C.mask>(params, query) - first_key;
-                    limits.end[r] = keys_end<C.mask>(params, query) - first_key;
-                }
-                mask_scores<C.mask == MaskKind::Window>(s[f], limits);
-            }
-#pragma unroll
-            for (int i = 0; i < CutS::kRegisters; ++i) s[f][i] = exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1]));
-        }
+    // D += A B, cut among the group's warps.
+    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB, class Beside = NothingBeside>
+    __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int block, int first = 0,
+                                                    const Beside& beside = {}) {
+        const Here place(block);
+        warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(d, A(Cut::first_m(place.warp), place.lane), a,
+                                                                 B(first + Cut::first_n(place.warp), place.lane), b, beside);
     }
 
-    // dS = P (dP - dPsum), in the place of dP.
-    __device__ __forceinline__ void differentiate(const typename CutS::Accumulators& p, typename CutS::Accumulators& dp,
-                                                  const float (&lse)[CutS::kFragments][2], const float (&dpsum)[CutS::kFragments][2]) const {
-#pragma unroll
-        for (int f = 0; f < CutS::kFragments; ++f) {
-#pragma unroll
-            for (int i = 0; i < CutS::kRegisters; ++i) {
-                const int row = i >> 1 & 1;
-                float ds = p[f][i] * (dp[f][i] - dpsum[f][row]);
-                if constexpr (C.softcap) {
-                    // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
-                    const float ratio = (log2_approx(p[f][i]) + lse[f][row]) * (kLn2 / params.softcap);
-                    ds = p[f][i] > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
-                }
-                dp[f][i] = ds;
-            }
-        }
+    // ---- A group's part of dQ ----
+
+    static constexpr int kDqParts = L::kDqFirst > 0 ? 2 : 1;
+
+    template <int Group>
+    __device__ __forceinline__ void multiply_dq(typename L::template CutDq<Group>::Accumulators& dq, int block) const {
+        using Cut = typename L::template CutDq<Group>;
+        Cut::clear(dq);
+        multiply<Cut, typename L::template DsOfDq<Group>, typename L::template KOfDq<Group>, C.tile_n, 1, 2>(
+            dq, this->buffer(smem.ds), this->buffer(smem.k), block, Group * L::kDqFirst);
     }
 
-    // Rounds a warp's share of P or dS and stores it: eight rows of four words at a time, which the swizzle spreads over all banks.
-    __device__ __forceinline__ void store(u32 address, const typename CutS::Accumulators& x, int block) const {
-        const Place place(block);
-        using Tile = typename L::Pds;
-        const int row = CutS::first_m(place.warp) + place.lane / 4;
-        const u32 to = address + row * Tile::kRowBytes + place.lane % 4 * 4;
+    // Adds it to its accumulator a little in each round of another product: all at once, the units that load and store would have
+    // nothing else to do for long.
+    template <int Group>
+    struct DqAdder {
+        using Cut = typename L::template CutDq<Group>;
+        float* to;
+        const typename Cut::Accumulators& dq;
+
+        template <int Rounds>
+        __device__ __forceinline__ void round(int number) const {
 #pragma unroll
-        for (int i = 0; i < CutS::kRegisters; i += 4) {
-            const int column = CutS::first_n(place.warp) + 2 * i;
-            const u32 at = to + Tile::panel_offset(column) + ((Tile::chunk(column) ^ Tile::twist(row)) << 4);
-#pragma unroll
-            for (int f = 0; f < CutS::kFragments; ++f) {
-                store_shared_u32(at + 16 * f * Tile::kRowBytes, pack<C.dtype>(x[f][i], x[f][i + 1]));
-                store_shared_u32(at + (16 * f + 8) * Tile::kRowBytes, pack<C.dtype>(x[f][i + 2], x[f][i + 3]));
-            }
+            for (int part = number * Cut::kParts / Rounds; part < (number + 1) * Cut::kParts / Rounds; ++part) Cut::add_part(to, dq, part);
         }
+    };
+    template <int Group>
+    __device__ __forceinline__ DqAdder<Group> dq_adder(const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
+        const i64 index = (i64(tile.batch) * params.heads_q + step.head) * params.m_blocks + step.block;
+        const Here place(step.block);
+        float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
+        return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
     }
 
-    __device__ __forceinline__ void add_dq(const typename CutDq::Accumulators& dq, int head, int block) const {
+    // Deterministic tiles add in turn, each group for itself.
+    __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            if (threadIdx.x == 0) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, 1);
-            __syncthreads();
+            if (threadIdx.x == group * L::kGroupThreads) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, step.head, step.block, kDqParts);
+            named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
-        const i64 index = (i64(tile.batch) * params.heads_q + head) * params.m_blocks + block;
-        const Place place(block);
-        CutDq::add(params.dq_accum + index * (C.tile_m * C.head_dim), dq, place.warp, place.lane);
+    }
+    __device__ __forceinline__ void end_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) pass_turn(params, tile, head, block);
+            named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
+            if (threadIdx.x == group * L::kGroupThreads) pass_turn(params, tile, step.head, step.block);
         }
     }
 
-    // D += A B, cut among the warps.
-    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB>
-    __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int block) {
-        const Place place(block);
-        warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(d, A(Cut::first_m(place.warp), place.lane), a, B(Cut::first_n(place.warp), place.lane), b);
+    // ---- P and dS in shared memory ----
+
+    // Where registers i to i + 3 of a fragment of S or dP lie in the tile of P or dS at `address`, rounded: a word of fragment 0's
+    // upper half; its lower half and the other fragments follow. Eight rows of four words at a time, which the swizzle spreads over
+    // all banks.
+    static constexpr u32 kFragmentBytes = 16 * L::Pds::kRowBytes, kLowerBytes = 8 * L::Pds::kRowBytes;
+    __device__ __forceinline__ static u32 words_at(u32 address, int i, const Here& place) {
+        using Tile = typename L::Pds;
+        const int row = CutS::first_m(place.warp) + place.lane / 4;
+        const int column = CutS::first_n(place.warp) + 2 * i;
+        return address + row * Tile::kRowBytes + place.lane % 4 * 4 + Tile::panel_offset(column) +
+               ((Tile::chunk(column) ^ Tile::twist(row)) << 4);
     }
 
-    __device__ __forceinline__ void step(int head, int block) {
-        // This tile is in; and, past the barrier, all that the step before this one read is free again.
-        cp_async_wait<0>();
-        __syncthreads();
-        const bool same_head = block + 1 < range.end;
-        const int next_head = same_head ? head : head + 1, next_block = same_head ? block + 1 : range.begin;
-        const bool more = next_head < tile.end_head;
-        if (more) {
-            if constexpr (C.q_stages > 1) load_q(next_head, next_block, stage ^ 1);
-            if constexpr (C.do_stages > 1) load_do(next_head, next_block, stage ^ 1);
-        }
-        cp_async_commit();
-
-        const u32 q = q_buffer(stage), dout = do_buffer(stage);
-        {
-            typename CutS::Accumulators s, dp;
-            float lse[CutS::kFragments][2], dpsum[CutS::kFragments][2];
-            read_stats(lse, params.lse_log2, head, block);
-            CutS::clear(s);
-            multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, 1, 2>(s, q, smem_address(smem.k), block);
-            read_stats(dpsum, params.dpsum, head, block);
-            weigh(s, lse, block);
-            CutS::clear(dp);
-            multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v, 0, 1>(dp, dout, smem_address(smem.v), block);
-            differentiate(s, dp, lse, dpsum);
-            store(smem_address(smem.p), s, block);
-            store(smem_address(smem.ds), dp, block);
-        }
-        __syncthreads();
-
-        multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(dv, smem_address(smem.p), dout, block + 1);
-        multiply<CutDk, typename L::DsOfDk, typename L::QOfDk, C.tile_m, 1, 2>(dk, smem_address(smem.ds), q, block + 1);
-        if constexpr (C.q_stages == 1 || C.do_stages == 1) {
-            // dQ needs neither Q nor dO.
-            __syncthreads();
-            if (more) {
-                if constexpr (C.q_stages == 1) load_q(next_head, next_block, 0);
-                if constexpr (C.do_stages == 1) load_do(next_head, next_block, 0);
-            }
-            cp_async_commit();
-        }
-        typename CutDq::Accumulators dq;
-        CutDq::clear(dq);
-        multiply<CutDq, typename L::DsOfDq, typename L::KOfDq, C.tile_n, 1, 2>(dq, smem_address(smem.ds), smem_address(smem.k), block + 1);
-        add_dq(dq, head, block);
-        stage ^= 1;
-    }
-
-    // The walk over the query heads and the tiles of queries; there is at least one of each.
-    __device__ __forceinline__ void walk() {
-        CutDk::clear(dk);
-        CutDv::clear(dv);
-        const int key = tile.n_block * C.tile_n;
-        load<typename L::K>(smem_address(smem.k), params.k, params.k_strides, tile.batch, tile.kv_head, key, params.seqlen_k, params.head_dim);
-        load<typename L::V>(smem_address(smem.v), params.v, params.v_strides, tile.batch, tile.kv_head, key, params.seqlen_k,
-                            params.head_dim_v);
-        load_q(tile.first_head, range.begin, 0);
-        load_do(tile.first_head, range.begin, 0);
-        cp_async_commit();
-        for (int head = tile.first_head; head < tile.end_head; ++head) {
-            for (int block = range.begin; block < range.end; ++block) step(head, block);
-        }
-    }
-
-    // ---- dK and dV ----
-
+    // Writes a warp's share of dK or dV, or adds it to its accumulator.
     template <class Cut>
-    __device__ __forceinline__ void store_gradient(const typename Cut::Accumulators& d, void* gradient, const RowStrides& strides, int columns,
-                                                   float factor) const {
-        const Place place;
+    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum, void* gradient, const RowStrides& strides,
+                                           int tile_columns, int columns, float factor) const {
+        const Here place;
+        if (params.head_splits > 1) {
+            const i64 index = (i64(tile.batch) * params.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
+            return;
+        }
         const int first = tile.n_block * C.tile_n;
         u16* out = static_cast<u16*>(gradient) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
 #pragma unroll
@@ -262,17 +280,229 @@ struct BwdWalk {
             store_fragment_row<C.dtype, 1>(out + (row + 8) * strides.seq, row + 8 < left, d[f], factor, Cut::first_n(place.warp), columns);
         }
     }
+};
 
-    __device__ __forceinline__ void finish() const {
-        const Place place;
-        if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
-            CutDk::add(params.dk_accum + index * (C.tile_n * C.head_dim), dk, place.warp, place.lane);
-            CutDv::add(params.dv_accum + index * (C.tile_n * C.head_dim_v), dv, place.warp, place.lane);
-            return;
+// ---- The first group: P = exp(S - LSE) and dV -------------------------------------------------------------------------
+
+template <Sm80BwdConfig C>
+struct BwdWeights : BwdGroup<C> {
+    using Base = BwdGroup<C>;
+    using L = BwdLayout<C>;
+    using CutS = typename L::CutS;
+    using CutDv = typename L::CutDv;
+    using CutDq = typename L::template CutDq<0>;
+    using typename Base::Here;
+    using typename Base::Stats;
+    using Base::params, Base::range, Base::smem, Base::tile;
+
+    // The weights of a step.
+    __device__ __forceinline__ void weights(typename CutS::Accumulators& s, BwdStep step) const {
+        CutS::clear(s);
+        Base::template multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, Base::kAheadA, 2>(
+            s, this->q_buffer(step), this->buffer(smem.k), step.block);
+        Stats lse;
+        this->read_stats(lse, this->lse_buffer(step), step);
+        const Here place(step.block);
+        const bool masked = range.needs_mask(step.block);
+        const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
+#pragma unroll
+        for (int f = 0; f < CutS::kFragments; ++f) {
+            if constexpr (C.softcap) cap_scores(s[f], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+            if (masked) {
+                const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
+                ColumnLimits limits;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int query = step.block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r + place.lane / 4;
+                    limits.begin[r] = keys_begin<C.mask>(params, query) - first_key;
+                    limits.end[r] = keys_end<C.mask>(params, query) - first_key;
+                }
+                mask_scores<C.mask == MaskKind::Window>(s[f], limits);
+            }
+#pragma unroll
+            for (int i = 0; i < CutS::kRegisters; ++i) s[f][i] = exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1]));
         }
-        store_gradient<CutDk>(dk, params.dk, params.dk_strides, params.head_dim, params.scale);
-        store_gradient<CutDv>(dv, params.dv, params.dv_strides, params.head_dim_v, 1.f);
+    }
+
+    __device__ __forceinline__ void store(const typename CutS::Accumulators& p, int block) const {
+        const Here place(block);
+#pragma unroll
+        for (int i = 0; i < CutS::kRegisters; i += 4) {
+            const u32 at = Base::words_at(this->buffer(smem.p), i, place);
+#pragma unroll
+            for (int f = 0; f < CutS::kFragments; ++f) {
+                store_shared_u32(at + f * Base::kFragmentBytes, pack<C.dtype>(p[f][i], p[f][i + 1]));
+                store_shared_u32(at + f * Base::kFragmentBytes + Base::kLowerBytes, pack<C.dtype>(p[f][i + 2], p[f][i + 3]));
+            }
+        }
+    }
+
+    // Starts the copies of what follows `step`: with three Q buffers the Q after the next one.
+    __device__ __forceinline__ void load_ahead(BwdStep step) const {
+        const BwdStep next = step.next(range);
+        if constexpr (C.q_stages > 2) {
+            const BwdStep after = next.next(range);
+            if (this->exists(after)) this->template load_q<L::kGroupThreads, 0>(after);
+        } else {
+            if (this->number(step) > 0 && this->exists(next)) this->template load_q<L::kGroupThreads, 0>(next);
+        }
+        if constexpr (C.do_stages > 1) {
+            if (this->exists(next)) this->template load_do<L::kGroupThreads, 0>(next);
+        }
+        cp_async_commit();
+    }
+
+    template <class Beside>
+    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step, const Beside& beside) const {
+        Base::template multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(dv, this->buffer(smem.p),
+                                                                                             this->do_buffer(step), step.block, 0, beside);
+    }
+
+    __device__ __forceinline__ void walk() const {
+        auto step = [this] { return this->at(0); };
+        typename CutDv::Accumulators dv;
+        CutDv::clear(dv);
+        {
+            typename CutS::Accumulators s;
+            weights(s, step());
+            store(s, step().block);
+        }
+        this->step_barrier();
+        do {
+            load_ahead(step());
+            if constexpr (L::kDqFirst > 0) {
+                // dQ of the step before this one; before the first step there is nothing to add, which is done all the same.
+                typename CutDq::Accumulators dq;
+                const bool first = this->number(step()) == 0;
+                if (first) {
+                    CutDq::clear(dq);
+                } else {
+                    this->template multiply_dq<0>(dq, step().block);
+                }
+                named_barrier_arrive(kBarrierDsRead, L::kThreads);
+                const BwdStep before = first ? step() : step().previous(range);
+                if (!first) this->await_turn(before, 0);
+                multiply_dv(dv, step(), this->template dq_adder<0>(dq, before));
+                if (!first) this->end_turn(before, 0);
+            } else {
+                multiply_dv(dv, step(), NothingBeside{});
+            }
+            if constexpr (C.do_stages == 1) named_barrier_arrive(kBarrierDs, L::kThreads);
+            if (this->exists(step().next(range))) {
+                if constexpr (C.q_stages == 2) {
+                    cp_async_wait<0>();
+                    named_barrier_sync(kBarrierGroup, L::kGroupThreads);
+                }
+                const BwdStep next = step().next(range);
+                typename CutS::Accumulators s;
+                weights(s, next);
+                named_barrier_sync(kBarrierPRead, L::kThreads);
+                store(s, next.block);
+            } else {
+                named_barrier_sync(kBarrierPRead, L::kThreads);
+            }
+        } while (this->advance(0));
+        if constexpr (L::kDqFirst > 0) {
+            const BwdStep before = step().previous(range);
+            typename CutDq::Accumulators dq;
+            this->template multiply_dq<0>(dq, before.block);
+            this->await_turn(before, 0);
+            this->template dq_adder<0>(dq, before).template round<1>(0);
+            this->end_turn(before, 0);
+        }
+        this->template finish<CutDv>(dv, params.dv_accum, params.dv, params.dv_strides, C.head_dim_v, params.head_dim_v, 1.f);
+    }
+};
+
+// ---- The second group: dS = P (dP - dPsum) and dK ---------------------------------------------------------------------
+
+template <Sm80BwdConfig C>
+struct BwdSlopes : BwdGroup<C> {
+    using Base = BwdGroup<C>;
+    using L = BwdLayout<C>;
+    using CutS = typename L::CutS;
+    using CutDk = typename L::CutDk;
+    using CutDq = typename L::template CutDq<1>;
+    using typename Base::Here;
+    using typename Base::Stats;
+    using Base::params, Base::range, Base::smem, Base::tile;
+    static constexpr int kFirstThread = L::kGroupThreads;
+
+    // `dp` is the gradient of the weight less dPsum.
+    __device__ __forceinline__ static float slope(float p, float dp, float lse, float softcap) {
+        const float ds = p * dp;
+        if constexpr (!C.softcap) return ds;
+        // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
+        const float ratio = (log2_approx(p) + lse) * (kLn2 / softcap);
+        return p > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
+    }
+
+    // dS from dP and the first group's P, which the same thread of it has written; both are rounded.
+    __device__ __forceinline__ void differentiate(const typename CutS::Accumulators& dp, BwdStep step) const {
+        Stats lse = {};
+        if constexpr (C.softcap) this->read_stats(lse, this->lse_buffer(step), step);
+        const Here place(step.block);
+        constexpr int kRounds = CutS::kRegisters / 4;
+        u32 p[CutS::kFragments][2];
+        constexpr u32 kDsFromP = L::Pds::kBytes;  // they are neighbours
+        const u32 of_p = this->buffer(smem.p);
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+            const u32 at = Base::words_at(of_p, 4 * round, place);
+#pragma unroll
+            for (int f = 0; f < CutS::kFragments; ++f) {
+                p[f][0] = load_shared_u32(at + f * Base::kFragmentBytes);
+                p[f][1] = load_shared_u32(at + f * Base::kFragmentBytes + Base::kLowerBytes);
+            }
+            if (round + 1 == kRounds) named_barrier_arrive(kBarrierPRead, L::kThreads);
+#pragma unroll
+            for (int f = 0; f < CutS::kFragments; ++f) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const u32 weights = p[f][r];
+                    const float* of = dp[f] + 4 * round + 2 * r;
+                    const float low = slope(unpack_low<C.dtype>(weights), of[0], lse[f][r], params.softcap);
+                    const float high = slope(unpack_high<C.dtype>(weights), of[1], lse[f][r], params.softcap);
+                    store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes, pack<C.dtype>(low, high));
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void walk() const {
+        auto step = [this] { return this->at(1); };
+        typename CutDk::Accumulators dk;
+        CutDk::clear(dk);
+        this->step_barrier();
+        do {
+            {
+                typename CutS::Accumulators dp;
+                Stats dpsum;
+                this->read_stats(dpsum, this->dpsum_buffer(step()), step());
+#pragma unroll
+                for (int f = 0; f < CutS::kFragments; ++f) {
+#pragma unroll
+                    for (int i = 0; i < CutS::kRegisters; ++i) dp[f][i] = -dpsum[f][i >> 1 & 1];
+                }
+                Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v, Base::kAheadA, 2>(
+                    dp, this->do_buffer(step()), this->buffer(smem.v), step().block);
+                if constexpr (L::kDqFirst > 0) named_barrier_sync(kBarrierDsRead, L::kThreads);
+                differentiate(dp, step());
+            }
+            named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);
+            if constexpr (C.do_stages == 1) {
+                const BwdStep next = step().next(range);
+                if (this->exists(next)) this->template load_do<L::kGroupThreads, kFirstThread>(next);
+                cp_async_commit();
+            }
+            typename CutDq::Accumulators dq;
+            this->template multiply_dq<1>(dq, step().block);
+            this->await_turn(step(), 1);
+            Base::template multiply<CutDk, typename L::DsOfDk, typename L::QOfDk, C.tile_m, 1, 2>(
+                dk, this->buffer(smem.ds), this->q_buffer(step()), step().block, 0, this->template dq_adder<1>(dq, step()));
+            this->end_turn(step(), 1);
+        } while (this->advance(1));
+        this->template finish<CutDk>(dk, params.dk_accum, params.dk, params.dk_strides, C.head_dim, params.head_dim, params.scale);
     }
 };
 
@@ -294,15 +524,19 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
         const int index = C.deterministic ? atomicAdd(params.tile_counter, 1u) : blockIdx.x;
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
         smem.range = query_range<C.mask, C.tile_m, C.tile_n>(params, smem.tile.n_block * C.tile_n);
+        for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
     __syncthreads();
     if (smem.range.empty() || smem.tile.first_head >= smem.tile.end_head) {
         store_no_gradient(params, smem.tile, C.tile_n);
         return;
     }
-    sm80::BwdWalk<C> walk{smem, params};
-    walk.walk();
-    walk.finish();
+    sm80::BwdGroup<C>{smem, params}.load_first({smem.tile.first_head, smem.range.begin});
+    if (threadIdx.x < sm80::BwdLayout<C>::kGroupThreads) {
+        sm80::BwdWeights<C>{{smem, params}}.walk();
+    } else {
+        sm80::BwdSlopes<C>{{smem, params}}.walk();
+    }
 }
 
 }  // namespace fa

@@ -10,7 +10,7 @@ namespace fa {
 // One block per tile of queries, query head and sequence.
 template <Sm80BwdConfig C>
 __device__ __forceinline__ void sm80_bwd_finish(const BwdParams& params) {
-    finish_dq<C, typename sm80::BwdLayout<C>::CutDq>(params);
+    finish_dq<C, typename sm80::BwdLayout<C>::DqOrder>(params);
 }
 
 // One block per tile of keys, K/V head and sequence.

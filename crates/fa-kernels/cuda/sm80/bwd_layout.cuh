@@ -40,21 +40,23 @@ struct WarpCut {
         return warp * kShare + reg / kVector * (32 * kVector) + lane * kVector + reg % kVector;
     }
 
-    // Adds a warp's share to the tile at `accum`.
-    __device__ __forceinline__ static void add(float* accum, const Accumulators& d, int warp, int lane) {
-        float* to = accum + warp * kShare + lane * kVector;
-#pragma unroll
-        for (int f = 0; f < kFragments; ++f) {
-#pragma unroll
-            for (int i = 0; i < kRegisters; i += kVector) {
-                float* at = to + (f * kRegisters + i) * 32;
+    // A lane's first element of a warp's share of the tile at `accum`, and the adding of the share in kParts parts.
+    static constexpr int kParts = kFragments * kRegisters / 4;
+    __device__ __forceinline__ static float* place(float* accum, int warp, int lane) { return accum + warp * kShare + lane * kVector; }
+    __device__ __forceinline__ static void add_part(float* to, const Accumulators& d, int part) {
+        const int f = part * 4 / kRegisters, i = part * 4 % kRegisters;
+        float* at = to + part * 128;
 #if __CUDA_ARCH__ >= 900
-                add_global_f32x4(at, d[f][i], d[f][i + 1], d[f][i + 2], d[f][i + 3]);
+        add_global_f32x4(at, d[f][i], d[f][i + 1], d[f][i + 2], d[f][i + 3]);
 #else
-                asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at), "f"(d[f][i]) : "memory");
+#pragma unroll
+        for (int n = 0; n < 4; ++n) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at + 32 * n), "f"(d[f][i + n]) : "memory");
 #endif
-            }
-        }
+    }
+    __device__ __forceinline__ static void add(float* accum, const Accumulators& d, int warp, int lane) {
+        float* to = place(accum, warp, lane);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) add_part(to, d, part);
     }
 
     __device__ __forceinline__ static void clear(Accumulators& d) {
@@ -69,9 +71,14 @@ struct WarpCut {
 template <Sm80BwdConfig C>
 struct BwdLayout {
     static_assert(C.tile_m % 16 == 0 && C.tile_n % 16 == 0 && C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
-    static_assert(C.q_stages >= 1 && C.q_stages <= 2 && C.do_stages >= 1 && C.do_stages <= 2);
+    static_assert(C.q_stages >= 2 && C.q_stages <= 3 && C.do_stages >= 1 && C.do_stages <= 2 && C.num_warps % 2 == 0);
 
     static constexpr int kThreads = 32 * C.num_warps;
+    static constexpr int kGroupWarps = C.num_warps / 2;
+    static constexpr int kGroupThreads = 32 * kGroupWarps;
+
+    // Columns of dQ that the first group computes; the second computes the others.
+    static constexpr int kDqFirst = C.dq_first;
 
     using Q = SmemTile<C.tile_m, C.head_dim, true>;
     using K = SmemTile<C.tile_n, C.head_dim, true>;
@@ -79,10 +86,21 @@ struct BwdLayout {
     using Do = SmemTile<C.tile_m, C.head_dim_v, true>;
     using Pds = SmemTile<C.tile_m, C.tile_n, true>;
 
-    using CutS = WarpCut<C.tile_m, C.tile_n, C.num_warps, C.atom_layout_m_sdp>;
-    using CutDk = WarpCut<C.tile_n, C.head_dim, C.num_warps, C.atom_layout_n_dkv>;
-    using CutDv = WarpCut<C.tile_n, C.head_dim_v, C.num_warps, C.atom_layout_n_dkv>;
-    using CutDq = WarpCut<C.tile_m, C.head_dim, C.num_warps, C.atom_layout_m_dq>;
+    using CutS = WarpCut<C.tile_m, C.tile_n, kGroupWarps, C.atom_layout_m_sdp>;
+    using CutDk = WarpCut<C.tile_n, C.head_dim, kGroupWarps, C.atom_layout_n_dkv>;
+    using CutDv = WarpCut<C.tile_n, C.head_dim_v, kGroupWarps, C.atom_layout_n_dkv>;
+    template <int Group>
+    using CutDq = WarpCut<C.tile_m, Group == 0 ? kDqFirst : C.head_dim - kDqFirst, kGroupWarps, C.atom_layout_m_dq>;
+
+    // Where an element of dQ is among a tile's accumulators in device memory: the groups' parts one after the other.
+    struct DqOrder {
+        __device__ __forceinline__ static int offset(int row, int column) {
+            if constexpr (kDqFirst > 0) {
+                if (column < kDqFirst) return CutDq<0>::offset(row, column);
+            }
+            return C.tile_m * kDqFirst + CutDq<1>::offset(row, column - kDqFirst);
+        }
+    };
 
     // S = Q K^T, dP = dO V^T, dV = P^T dO, dK = dS^T Q, dQ = dS K.
     using QOfS = WarpOperand<Q, Operand::A, CutS::kM>;
@@ -93,8 +111,10 @@ struct BwdLayout {
     using DoOfDv = WarpOperand<Do, Operand::BStoredKN, CutDv::kN>;
     using DsOfDk = WarpOperand<Pds, Operand::AStoredKM, CutDk::kM>;
     using QOfDk = WarpOperand<Q, Operand::BStoredKN, CutDk::kN>;
-    using DsOfDq = WarpOperand<Pds, Operand::A, CutDq::kM>;
-    using KOfDq = WarpOperand<K, Operand::BStoredKN, CutDq::kN>;
+    template <int Group>
+    using DsOfDq = WarpOperand<Pds, Operand::A, CutDq<Group>::kM>;
+    template <int Group>
+    using KOfDq = WarpOperand<K, Operand::BStoredKN, CutDq<Group>::kN>;
 };
 
 }  // namespace fa::sm80

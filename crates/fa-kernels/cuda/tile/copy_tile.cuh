@@ -1,4 +1,4 @@
-// Copies of tiles from global to shared memory by all threads of the block, 16 bytes at a time.
+// Copies of tiles from global to shared memory by threads of the block, 16 bytes at a time.
 #pragma once
 #include "ptx/cp_async.cuh"
 #include "ptx/sync.cuh"
@@ -7,9 +7,9 @@
 
 namespace fa {
 
-// Tiles of one tensor. Neighbouring lanes take neighbouring chunks of a row, as many as make up to 128 bytes, so that a
+// Tiles of one tensor, copied by `Threads` threads from number `FirstThread` on. Neighbouring lanes take neighbouring chunks of a row, as many as make up to 128 bytes, so that a
 // quarter warp reads whole cache lines and writes all banks once.
-template <class Tile, int Threads>
+template <class Tile, int Threads, int FirstThread = 0>
 struct TileCopy {
     static constexpr int kRowChunks = Tile::kColumns / 8;
     static constexpr int kLanes = kRowChunks % 8 == 0 ? 8 : kRowChunks % 4 == 0 ? 4 : 2;
@@ -27,7 +27,7 @@ struct TileCopy {
     template <bool Ragged>
     __device__ __forceinline__ void start(u32 address, int row, int end) const {
         // The thread's place is worked out anew every time: registers are scarcer than instructions.
-        const int thread = thread_index_reread();
+        const int thread = thread_index_reread() - FirstThread;
         const int lane = thread % kLanes, first_row = thread / kLanes;
         const u16* from = tensor + row * row_stride + (first_row * row_stride + lane * 8);
         const u32 to = address + Tile::offset(first_row, lane * 8);

@@ -36,10 +36,16 @@ struct WarpOperand {
     }
 };
 
+struct NothingBeside {
+    template <int Rounds>
+    __device__ __forceinline__ void round(int) const {}
+};
+
 // D += A B over `Steps` contraction steps; accumulators by m16 fragment. What the products use is read ahead of them: A by `AheadA`
-// steps (0 or 1), B by `AheadB` blocks.
-template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B>
-__device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlocks], const A& a, u32 address_a, const B& b, u32 address_b) {
+// steps (0 or 1), B by `AheadB` blocks. Each of the Rounds = Steps * B::kBlocks rounds also calls `beside`'s round<Rounds>(number).
+template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Beside = NothingBeside>
+__device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlocks], const A& a, u32 address_a, const B& b, u32 address_b,
+                                              const Beside& beside = {}) {
     constexpr int kBlocks = B::kBlocks, kTotal = Steps * kBlocks;
     constexpr int kAhead = min_of(AheadB, kTotal), kRingA = AheadA + 1, kRingB = kAhead + 1;
     u32 of_a[kRingA][A::kBlocks][4], of_b[kRingB][4];
@@ -62,6 +68,7 @@ __device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlo
             mma_m16n8k16<T>(d[f] + 8 * n, of_a[step % kRingA][f], of_b[i % kRingB][0], of_b[i % kRingB][1]);
             mma_m16n8k16<T>(d[f] + 8 * n + 4, of_a[step % kRingA][f], of_b[i % kRingB][2], of_b[i % kRingB][3]);
         }
+        beside.template round<kTotal>(i);
     }
 }
 

@@ -57,7 +57,7 @@ pub enum WhyError {
 }
 
 /// Fields that a query may name.
-const FIELDS: [&str; 24] = [
+const FIELDS: [&str; 25] = [
     "tile_m",
     "tile_n",
     "num_wg",
@@ -82,6 +82,7 @@ const FIELDS: [&str; 24] = [
     "mma_dkv_is_rs",
     "dq_via_smem",
     "dq_slices",
+    "dq_first",
 ];
 
 /// What became of the candidates for which every `field=value` of `query` holds.
