@@ -829,6 +829,6 @@ mod tests {
         );
         assert_eq!(sm90().to_string(), "sm90_fwd-f16-hd128-causal-128x176-rs-ovl-s2-pp-static");
         assert_eq!(backward().to_string(), "sm90_bwd-f16-hd128-causal-64x128-wg2-s222-swapS-a121-rs-lpt");
-        assert_eq!(backward_sm80().to_string(), "sm80_bwd-f16-hd128-causal-64x128-w8-s22-a242-b1-lpt");
+        assert_eq!(backward_sm80().to_string(), "sm80_bwd-f16-hd128-causal-64x128-w8-s32-a222-q64-b1-lpt");
     }
 }

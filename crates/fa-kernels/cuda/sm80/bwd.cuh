@@ -90,7 +90,7 @@ struct BwdGroup {
     const BwdTile& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Where a warp has many fragments of A in S and dP there are no registers for those of two steps.
+    // Where a warp has many fragments of A in S and dP there are no registers for those of two contraction steps.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
     // ---- Copies ----

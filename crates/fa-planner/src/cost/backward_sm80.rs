@@ -24,20 +24,17 @@ pub(super) fn predict(
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;
-    // Operands; P and dS stored; Q and dO copied in.
+    // Operands and P, read; P and dS stored; Q and dO copied in.
     let bytes = f64::from(bytes_read(spec, kernel)) + 4.0 * scores + 2.0 * tile_m * (hd + hdv);
     let smem = bytes / limits.smem_bytes;
     let (cap_mufu, cap_ops) = if spec.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.bwd_ops + cap_ops);
-    // The phases of a step stand between barriers: with few warps little runs beside a product but its own loads.
+    // With few warps little runs beside a product but its own loads.
     let per_scheduler = warps / 4.0;
     let exponent = 1.0 + c.sm80_overlap * per_scheduler / (per_scheduler + 2.0);
     let exposed = c.sm80_step
-        + if kernel.q_stages == 1 || kernel.do_stages == 1 {
-            c.bwd_second_barrier + 0.5 * c.load_latency
-        } else {
-            0.0
-        }
+        + if kernel.q_stages == 2 { c.bwd_second_barrier } else { 0.0 }
+        + if kernel.do_stages == 1 { c.bwd_second_barrier } else { 0.0 }
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
     let step = overlap([tensor, exp, smem], exponent) + exposed;
 

@@ -2,6 +2,8 @@
 //!
 //! It runs on every architecture from 8.0 on; what fits differs by the SM's shared memory.
 
+use std::cmp::Reverse;
+
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
@@ -21,19 +23,20 @@ pub const TILE_N: [u32; 3] = [32, 64, 128];
 pub const WARPS: [u32; 2] = [4, 8];
 
 /// Q and dO buffers that are tried.
-pub const STAGES: [(u32, u32); 3] = [(2, 2), (2, 1), (1, 1)];
+pub const STAGES: [(u32, u32); 3] = [(3, 2), (2, 2), (2, 1)];
 
 /// Registers of a thread for operands, the statistics of its rows, addresses and loop state.
 const OVERHEAD: u32 = 60;
 
-/// More of them beside S and dP where blocks take turns.
+/// More of them beside S or dP where blocks take turns.
 const TURNS: u32 = 8;
 
 /// The shared memory of a block. T is the 16-bit type; tiles are swizzled panels of at most 64 columns:
 ///
 /// - `q` `[q_stages][tile_m, hd]` T, `do` `[do_stages][tile_m, hdv]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T;
 /// - `p` and `ds` `[tile_m, tile_n]` T;
-/// - `tile` and `range`: six and four 32-bit words that say what the block is to do.
+/// - `lse` `[q_stages][tile_m]` and `dpsum` `[do_stages][tile_m]` f32, which come with Q and dO;
+/// - `tile`, `range` and `step`: six, four and four 32-bit words that say what the block is to do and where its warps are.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     let Sm80Bwd { tile_m, tile_n, .. } = *kernel;
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
@@ -45,18 +48,24 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("v", tile_n * hdv * 2, align);
     plan.push("p", tile_m * tile_n * 2, align);
     plan.push("ds", tile_m * tile_n * 2, align);
+    plan.push("lse", kernel.q_stages * tile_m * 4, align);
+    plan.push("dpsum", kernel.do_stages * tile_m * 4, align);
     plan.push("tile", 6 * 4, 4);
     plan.push("range", 4 * 4, 4);
+    plan.push("step", 4 * 4, 8);
     plan.round_up(align)
 }
 
-/// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler: dK and dV all the time, S and dP
-/// together or dQ beside them.
+/// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler: of each half of the warps dK or dV all
+/// the time, S or dP or its part of dQ beside it.
 pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, limits: &ArchLimits) -> Registers {
     let threads = WARP * kernel.num_warps;
-    let s = 2 * kernel.tile_m * kernel.tile_n / threads;
-    let o = kernel.tile_n * (spec.head_dim + spec.head_dim_v) / threads;
-    let q = kernel.tile_m * spec.head_dim / threads;
+    let group = threads / 2;
+    let s = kernel.tile_m * kernel.tile_n / group;
+    let o = kernel.tile_n * spec.head_dim.max(spec.head_dim_v) / group;
+    let q = kernel.tile_m * kernel.dq_first.max(spec.head_dim - kernel.dq_first) / group;
+    // Of dQ's left operand fragments of two contraction steps are held, more than the allowance covers where a warp has many.
+    let dq_fragments = kernel.tile_m / kernel.atom_layout_m_dq / 16;
     let other = OVERHEAD + if kernel.deterministic { TURNS } else { 0 };
     Registers {
         s,
@@ -64,7 +73,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, limits: &ArchLimits) -> Re
         o,
         q,
         other,
-        total: o + (s + other).max(q + OVERHEAD),
+        total: o + (s + other).max(q + OVERHEAD + 8 * dq_fragments.saturating_sub(2)),
         limit: register_ceiling(limits, threads, kernel.blocks_per_sm),
         setmaxnreg: None,
     }
@@ -78,7 +87,7 @@ fn blocks_read(rows: u32, columns: u32, warps: u32, atoms: u32) -> Option<u32> {
         .then(|| (rows * across + columns * atoms) / 16)
 }
 
-/// The warps along the rows that read least.
+/// The warps along the rows that read least; of equals the most, for which a warp has the fewest rows.
 fn atoms(rows: u32, columns: &[u32], warps: u32) -> Option<u32> {
     (0..=warps.ilog2())
         .map(|power| 1 << power)
@@ -87,23 +96,52 @@ fn atoms(rows: u32, columns: &[u32], warps: u32) -> Option<u32> {
                 .iter()
                 .map(|&columns| blocks_read(rows, columns, warps, atoms))
                 .sum::<Option<u32>>()?;
-            Some((reads, atoms))
+            Some((reads, Reverse(atoms)))
         })
         .min()
-        .map(|(_, atoms)| atoms)
+        .map(|(_, Reverse(atoms))| atoms)
 }
 
-/// Bytes of shared memory that a step's products read.
+/// Accumulators of a thread, of dK and its part of dQ, beside which there are no registers for more than two fragments of 16 keys.
+const MANY_ACCUMULATORS: u32 = 176;
+
+/// The warps along the keys in dK and dV: those that read least, but for warps with many accumulators such that own few keys.
+fn atoms_dkv(tile: (u32, u32), head_dims: (u32, u32), group: u32, dq: u32) -> Option<u32> {
+    let (tile_m, tile_n) = tile;
+    let accumulators = (tile_n * head_dims.0.max(head_dims.1) + tile_m * dq) / (WARP * group);
+    let least = atoms(tile_n, &[head_dims.0, head_dims.1], group)?;
+    let few = (tile_n / 32).clamp(1, group);
+    let fits = |columns| blocks_read(tile_n, columns, group, few).is_some();
+    Some(if accumulators > MANY_ACCUMULATORS && few > least && fits(head_dims.0) && fits(head_dims.1) {
+        few
+    } else {
+        least
+    })
+}
+
+/// How dQ is shared among the halves of the warps, as evenly as blocks of 16 columns allow: the first half's columns, and the warps
+/// along the rows.
+fn share_dq(tile_m: u32, head_dim: u32, group: u32) -> Option<(u32, u32)> {
+    [head_dim / 32 * 16, head_dim / 64 * 32, 0].into_iter().find_map(|first| {
+        let columns = [head_dim - first, first];
+        Some((first, atoms(tile_m, &columns[..if first > 0 { 2 } else { 1 }], group)?))
+    })
+}
+
+/// Bytes of shared memory that a step's products read, and dS of P.
 pub(crate) fn bytes_read(spec: &KernelSpec, kernel: &Sm80Bwd) -> u32 {
-    let Sm80Bwd { tile_m, tile_n, num_warps, .. } = *kernel;
+    let Sm80Bwd { tile_m, tile_n, num_warps, dq_first, .. } = *kernel;
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
     let reads = |rows, columns, contraction, atoms| {
-        blocks_read(rows, columns, num_warps, atoms).map_or(0, |blocks| blocks * contraction / 16 * 512)
+        blocks_read(rows, columns, num_warps / 2, atoms).map_or(0, |blocks| blocks * contraction / 16 * 512)
     };
+    let dq = |columns| if columns > 0 { reads(tile_m, columns, tile_n, kernel.atom_layout_m_dq) } else { 0 };
     reads(tile_m, tile_n, hd + hdv, kernel.atom_layout_m_sdp)
         + reads(tile_n, hd, tile_m, kernel.atom_layout_n_dkv)
         + reads(tile_n, hdv, tile_m, kernel.atom_layout_n_dkv)
-        + reads(tile_m, hd, tile_n, kernel.atom_layout_m_dq)
+        + dq(dq_first)
+        + dq(hd - dq_first)
+        + 2 * tile_m * tile_n
 }
 
 /// Every SM80-class backward that is tried for `problem` on `arch`: tiles, warps and buffers that fit, each with the warp layouts that
@@ -128,15 +166,23 @@ pub fn candidates(
         .flat_map(|tile| WARPS.into_iter().map(move |warps| (tile, warps)))
         .flat_map(|block| STAGES.into_iter().map(move |stages| (block, stages)))
         .filter_map(move |(((tile_m, tile_n), num_warps), (q_stages, do_stages))| {
+            let group = num_warps / 2;
+            let (dq_first, atom_layout_m_dq) = share_dq(tile_m, head_dim, group)?;
             let kernel = Kernel::Sm80Bwd(Sm80Bwd {
                 tile_m,
                 tile_n,
                 num_warps,
                 q_stages,
                 do_stages,
-                atom_layout_m_sdp: atoms(tile_m, &[tile_n], num_warps)?,
-                atom_layout_n_dkv: atoms(tile_n, &[head_dim, head_dim_v], num_warps)?,
-                atom_layout_m_dq: atoms(tile_m, &[head_dim], num_warps)?,
+                atom_layout_m_sdp: atoms(tile_m, &[tile_n], group)?,
+                atom_layout_n_dkv: atoms_dkv(
+                    (tile_m, tile_n),
+                    (head_dim, head_dim_v),
+                    group,
+                    head_dim - dq_first,
+                )?,
+                atom_layout_m_dq,
+                dq_first,
                 blocks_per_sm: 1,
                 tile_order,
                 deterministic: options.deterministic,
@@ -183,8 +229,19 @@ mod tests {
     }
 
     #[test]
+    fn both_halves_share_dq() {
+        assert_eq!(share_dq(64, 128, 4), Some((64, 2)));
+        assert_eq!(share_dq(64, 96, 4), Some((48, 4)));
+        assert_eq!(share_dq(64, 16, 4), Some((0, 4)), "one block of 16 columns cannot be shared");
+        assert_eq!(share_dq(32, 96, 4), Some((32, 2)), "two warps across want blocks of 32");
+    }
+
+    #[test]
     fn warps_are_cut_into_squares() {
         assert_eq!(atoms(64, &[128], 8), Some(2));
+        assert_eq!(atoms_dkv((64, 64), (256, 256), 4, 128), Some(2), "one row of warps reads less");
+        assert_eq!(atoms_dkv((64, 128), (128, 128), 4, 64), Some(2));
+        assert_eq!(atoms(64, &[128], 4), Some(2), "as little as one row of warps, and fewer rows of each");
         assert_eq!(atoms(128, &[128, 64], 8), Some(4));
         assert_eq!(atoms(64, &[96], 8), Some(4), "three blocks of 16 a warp, not one and a half");
         assert_eq!(atoms(32, &[32], 8), None, "four blocks for eight warps");
