@@ -164,7 +164,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         // A block is launched with an even share and re-divides it: all registers of the SM, so one block.
         Kernel::Sm90Fwd(kernel) => (sm90::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
         Kernel::Sm80Bwd(kernel) => {
-            let regs = backward_sm80::registers(spec, kernel, limits);
+            let regs = backward_sm80::registers(spec, kernel, arch);
             (regs, regs.total, kernel.blocks_per_sm)
         }
         Kernel::Sm90Bwd(kernel) => {

@@ -5,7 +5,7 @@
 use std::cmp::Reverse;
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
 use crate::occupancy::{WARP, register_ceiling};
 use crate::smem::SmemPlan;
@@ -30,6 +30,12 @@ const OVERHEAD: u32 = 60;
 
 /// More of them beside S or dP where blocks take turns.
 const TURNS: u32 = 8;
+
+/// Accumulators of dK or dV of a thread from which on there is a lack of registers,
+const FULL_ACCUMULATORS: u32 = 128;
+
+/// and the registers that are lacking.
+const ELSEWHERE: u32 = 8;
 
 /// The shared memory of a block. T is the 16-bit type; tiles are swizzled panels of at most 64 columns:
 ///
@@ -58,7 +64,8 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
 
 /// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler: of each half of the warps dK or dV all
 /// the time, S or dP or its part of dQ beside it.
-pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, limits: &ArchLimits) -> Registers {
+pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> Registers {
+    let limits = arch.limits();
     let threads = WARP * kernel.num_warps;
     let group = threads / 2;
     let s = kernel.tile_m * kernel.tile_n / group;
@@ -66,14 +73,17 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, limits: &ArchLimits) -> Re
     let q = kernel.tile_m * kernel.dq_first.max(spec.head_dim - kernel.dq_first) / group;
     // Of dQ's left operand fragments of two contraction steps are held, more than the allowance covers where a warp has many.
     let dq_fragments = kernel.tile_m / kernel.atom_layout_m_dq / 16;
-    let other = OVERHEAD + if kernel.deterministic { TURNS } else { 0 };
+    // Learned from the compiler: beside so many accumulators it wants more on all architectures but 9.0.
+    let elsewhere = if arch != Arch::Sm90 && o >= FULL_ACCUMULATORS { ELSEWHERE } else { 0 };
+    let overhead = OVERHEAD + elsewhere;
+    let other = overhead + if kernel.deterministic { TURNS } else { 0 };
     Registers {
         s,
         p: 0,
         o,
         q,
         other,
-        total: o + (s + other).max(q + OVERHEAD + 8 * dq_fragments.saturating_sub(2)),
+        total: o + (s + other).max(q + overhead + 8 * dq_fragments.saturating_sub(2)),
         limit: register_ceiling(limits, threads, kernel.blocks_per_sm),
         setmaxnreg: None,
     }
