@@ -30,7 +30,7 @@ pub struct Kernels {
     chosen: Mutex<HashMap<String, KernelSpec>>,
 }
 
-/// How many of the planner's best kernels are tried when one does not compile cleanly.
+/// How many of the planner's best tiles are tried when one does not compile cleanly.
 const TRIES: usize = 8;
 
 impl Kernels {
@@ -244,12 +244,21 @@ impl Kernels {
                     continue;
                 }
             };
-            for spec in plans.into_iter().take(TRIES).map(|plan| plan.spec) {
+            let mut refused: Vec<(u32, u32)> = Vec::new();
+            for spec in plans.into_iter().map(|plan| plan.spec) {
+                if refused.len() == TRIES {
+                    break;
+                }
+                // What has a refused kernel's tile mostly spills as well.
+                if refused.contains(&spec.tile()) {
+                    continue;
+                }
                 match bind(&spec) {
                     Ok(bound) => return Ok((bound, spec)),
-                    // A plan's registers are a prediction; the next plan takes the place of one that spills.
+                    // A plan's registers are a prediction; the next tile takes the place of one that spills.
                     Err(error @ Error::Refused { .. }) => {
                         tracing::warn!(%error, "the planner's choice is passed over");
+                        refused.push(spec.tile());
                         first_error.get_or_insert(error);
                     }
                     Err(error) => return Err(error),

@@ -76,16 +76,18 @@ pub(super) struct Gradients<R> {
     pub dv_terms: Vec<R>,
 }
 
+/// `held` is the factor on the weights of O when they are rounded.
 pub(super) fn backward<R: Real, S: Element, T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
     dout: &TensorRef<'_, T>,
+    held: R,
 ) -> Gradients<R> {
     let heads: Vec<Gradients<R>> = for_each_head(problem, |b, h| {
         let head = Head::gather(problem, q, k, v, b, h);
-        head.gradients::<S>(&gather(dout, b, h))
+        head.gradients::<S>(&gather(dout, b, h), held)
     });
     let of_queries = |field: fn(&Gradients<R>) -> &[R], dim| {
         let per_head: Vec<&[R]> = heads.iter().map(field).collect();
@@ -153,16 +155,16 @@ impl<'a, R: Real> Head<'a, R> {
         Row { keys, scores, weights, sum, lse: max + sum.ln() }
     }
 
-    /// O of the query whose softmax is `row`.
-    fn output<S: Element>(&self, row: &Row<R>) -> Vec<R> {
+    /// O of the query whose softmax is `row`, its weights rounded at `held` times their size.
+    fn output<S: Element>(&self, row: &Row<R>, held: R) -> Vec<R> {
         let mut out = vec![R::ZERO; self.problem.head_dim_v];
         if row.sum == R::ZERO {
             return out;
         }
         for (j, &weight) in row.keys.clone().zip(&row.weights) {
-            add_scaled(&mut out, weight.rounded_to::<S>(), self.v(j));
+            add_scaled(&mut out, (weight * held).rounded_to::<S>(), self.v(j));
         }
-        out.into_iter().map(|value| value / row.sum).collect()
+        out.into_iter().map(|value| value / (row.sum * held)).collect()
     }
 
     /// The forward of this query head alone.
@@ -173,7 +175,7 @@ impl<'a, R: Real> Head<'a, R> {
         let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
         for i in 0..seqlen_q {
             let softmax = self.row(i);
-            out.extend(self.output::<S>(&softmax));
+            out.extend(self.output::<S>(&softmax, R::ONE));
             lse.push(softmax.lse);
             let weighted = softmax.keys.clone().zip(&softmax.weights).map(|(j, &weight)| {
                 weight / softmax.sum * self.weight_roundings(q.norm[i], k.norm[j], softmax.lse) * v.largest[j]
@@ -184,7 +186,7 @@ impl<'a, R: Real> Head<'a, R> {
     }
 
     /// The gradients of this query head alone.
-    fn gradients<S: Element>(&self, dout: &[R]) -> Gradients<R> {
+    fn gradients<S: Element>(&self, dout: &[R], held: R) -> Gradients<R> {
         let Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = *self.problem;
         let mut dq = vec![R::ZERO; self.q.len()];
         let mut dk = vec![R::ZERO; self.k.len()];
@@ -199,7 +201,7 @@ impl<'a, R: Real> Head<'a, R> {
                 continue;
             }
             let dout = row(dout, i, head_dim_v);
-            let out: Vec<R> = self.output::<S>(&softmax).into_iter().map(R::rounded_to::<S>).collect();
+            let out: Vec<R> = self.output::<S>(&softmax, held).into_iter().map(R::rounded_to::<S>).collect();
             // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
             let p_dp = dot(dout, &out);
             let out_norm = norm(&out);

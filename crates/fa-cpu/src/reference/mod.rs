@@ -101,7 +101,7 @@ pub fn backward<T: Element>(
 ) -> Result<Gradients, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let found = formula::backward::<f64, f64, T>(problem, q, k, v, dout);
+    let found = formula::backward::<f64, f64, T>(problem, q, k, v, dout, 1.0);
     Ok(Gradients {
         dq: found.dq,
         dk: found.dk,
