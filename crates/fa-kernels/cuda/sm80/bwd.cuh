@@ -56,7 +56,7 @@ struct alignas(128) BwdStorage {
 // ---- Barriers ---------------------------------------------------------------------------------------------------------
 
 enum BwdBarrier : int {
-    kBarrierBlock = 1,  // all threads: a step begins (0 is __syncthreads, which both groups would have to call in one place)
+    kBarrierBlock,   // all threads: a step begins
     kBarrierPRead,   // all threads: P has been read and may be written again
     kBarrierDsRead,  // all threads: dS has been read and may be written again
     kBarrierDs,      // dS is written; with one dO buffer all threads: dO has been read
