@@ -4,7 +4,8 @@
 It is started by `fa` and talks in JSON, one object a line, requests on standard input and replies on standard output.
 Standard error is for people. The first line it prints is
 
-    {"hello": {"torch": "2.11.0", "gpu": "NVIDIA H100", "driver": "580.1", "peers": ["fa2", "cudnn"], "errors": {...}}}
+    {"hello": {"torch": "2.11.0", "gpu": "NVIDIA H100", "driver": "580.1", "peers": ["fa2", "cudnn"],
+               "versions": {"fa2": "torch 2.11.0", "cudnn": "9.19.0"}, "errors": {...}}}
 
 with null for what is not there, and in errors why a peer is not in the list. Then, one reply a request, in order:
 
@@ -38,6 +39,7 @@ used in turn. Backward is torch.autograd.grad alone on a retained graph. A peer 
 reported as an error and not timed.
 """
 
+import importlib.metadata
 import json
 import math
 import os
@@ -146,6 +148,22 @@ LOADERS = {
     "fa3": load_fa3,
     "fa4": load_fa4,
 }
+
+
+def versions(torch):
+    """What each peer is, as far as it says: torch's own backends, cuDNN, and the packages of the others."""
+    found = {"fa2": f"torch {torch.__version__}"}
+    cudnn = torch.backends.cudnn.version()
+    if cudnn:
+        found["cudnn"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    for name, packages in {"fa3": ("fa3-fwd", "flash-attn-3"), "fa4": ("flash-attn-4",)}.items():
+        for package in packages:
+            try:
+                found[name] = f"{package} {importlib.metadata.version(package)}"
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
 
 
 class Clock:
@@ -308,6 +326,8 @@ class Helper:
         gpu = self.torch.cuda.get_device_name(self.device) if self.peers else None
         version = self.torch.__version__ if self.torch else None
         hello = {"torch": version, "gpu": gpu, "driver": driver_version(), "peers": list(self.peers)}
+        known = versions(self.torch) if self.peers else {}
+        hello["versions"] = {name: known[name] for name in self.peers if name in known}
         return {"hello": hello | {"errors": self.errors}}
 
     def answer(self, request):

@@ -156,7 +156,7 @@ fn measure(
         provenance: Provenance::new(device)?,
         reps: turns.rounds * turns.reps,
         rounds: turns.rounds,
-        peers: peers.as_ref().map(|peers| PeersRecord::from(&peers.hello)),
+        peers: peers.as_deref_mut().map(PeersRecord::of).transpose()?,
         kernels: Vec::new(),
         rows: Vec::new(),
         summary: Vec::new(),

@@ -35,6 +35,9 @@ pub struct Hello {
     pub driver: Option<String>,
     /// Names of the peers that could be loaded.
     pub peers: Vec<String>,
+    /// What they are, by name.
+    #[serde(default)]
+    pub versions: BTreeMap<String, String>,
     /// Why the others could not.
     pub errors: BTreeMap<String, String>,
 }
@@ -46,6 +49,15 @@ pub struct Opened {
     pub peers: Vec<String>,
     /// Why the others do not.
     pub errors: BTreeMap<String, String>,
+}
+
+/// What the GPU does in the same run at most: the rates that attention can be compared with.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Ceilings {
+    /// torch's bf16 product of two 8192 x 8192 matrices of random normal numbers, TFLOP/s.
+    pub matmul_tflops: f64,
+    /// A copy of 2 GiB within the device's memory, bytes read and written, GB/s.
+    pub copy_gb_per_s: f64,
 }
 
 /// The helper's process. It ends with this value.
@@ -152,6 +164,24 @@ impl Peers {
             times: Vec<f64>,
         }
         Ok(self.ask::<Round>(&json!({"cmd": "round", "peer": peer, "reps": reps}))?.times)
+    }
+
+    /// Measures the ceilings.
+    ///
+    /// # Errors
+    /// When the helper is gone, does not answer or fails at it.
+    pub fn ceilings(&mut self) -> anyhow::Result<Ceilings> {
+        #[derive(Deserialize)]
+        struct Matmul {
+            tflops: f64,
+        }
+        #[derive(Deserialize)]
+        struct Copied {
+            gb_per_s: f64,
+        }
+        let Matmul { tflops: matmul_tflops } = self.ask(&json!({"cmd": "matmul"}))?;
+        let Copied { gb_per_s: copy_gb_per_s } = self.ask(&json!({"cmd": "copy"}))?;
+        Ok(Ceilings { matmul_tflops, copy_gb_per_s })
     }
 
     /// Gives back the memory of what is open.

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::contest::Times;
 use crate::output;
-use crate::peers::Hello;
+use crate::peers::{Ceilings, Hello, Peers};
 use crate::record::Provenance;
 use crate::sample_rows::Judged;
 use crate::shape::Shape;
@@ -36,14 +36,22 @@ pub struct Report {
 pub struct PeersRecord {
     pub torch: Option<String>,
     pub names: Vec<String>,
+    pub versions: BTreeMap<String, String>,
     /// Why others did not.
     pub errors: BTreeMap<String, String>,
+    /// Measured before the rows.
+    pub ceilings: Ceilings,
 }
 
-impl From<&Hello> for PeersRecord {
-    fn from(hello: &Hello) -> Self {
-        let Hello { torch, peers, errors, .. } = hello;
-        PeersRecord { torch: torch.clone(), names: peers.clone(), errors: errors.clone() }
+impl PeersRecord {
+    /// Asks the helper.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub fn of(peers: &mut Peers) -> anyhow::Result<PeersRecord> {
+        let ceilings = peers.ceilings()?;
+        let Hello { torch, peers: names, versions, errors, .. } = peers.hello.clone();
+        Ok(PeersRecord { torch, names, versions, errors, ceilings })
     }
 }
 
@@ -259,8 +267,17 @@ impl Report {
             self.reps,
             output::table_text(&table)
         );
-        for (name, why) in self.peers.iter().flat_map(|peers| &peers.errors) {
-            text += &format!("no {name}: {why}\n");
+        if let Some(PeersRecord { versions, errors, ceilings, .. }) = &self.peers {
+            let versions: Vec<String> =
+                versions.iter().map(|(name, version)| format!("{name}: {version}")).collect();
+            let Ceilings { matmul_tflops, copy_gb_per_s } = ceilings;
+            text += &format!(
+                "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy {copy_gb_per_s:.0} GB/s\n",
+                versions.join(", ")
+            );
+            for (name, why) in errors {
+                text += &format!("no {name}: {why}\n");
+            }
         }
         for s in &self.summary {
             text += &format!(
