@@ -159,7 +159,8 @@ impl Shape {
     }
 
     /// Checks what every kernel demands: a contiguous head dim, other strides in multiples of 8 elements (axes of length
-    /// 1 excepted), and for outputs no two elements in one place along an axis. Of an empty tensor nothing is demanded.
+    /// 1 excepted), and for outputs that each axis steps over all that the axes of smaller strides reach, so that no two rows share
+    /// memory. Of an empty tensor nothing is demanded.
     pub fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
         if self.is_empty() {
             return Ok(());
@@ -168,7 +169,8 @@ impl Shape {
         if strides.dim != 1 && self.dim > 1 {
             return Err(bad("dim", strides.dim, "1: copy the tensor so that its head dim is contiguous"));
         }
-        for (axis, len, stride) in self.axes(strides) {
+        let mut axes = self.axes(strides);
+        for (axis, len, stride) in axes {
             if len <= 1 {
                 continue;
             }
@@ -179,12 +181,19 @@ impl Shape {
                     "a multiple of 8 elements from 0 to 2^39: pad the rows to one",
                 ));
             }
-            if is_output && stride == 0 {
-                return Err(bad(
-                    axis,
-                    stride,
-                    "above 0 in an output: rows that share memory overwrite each other",
-                ));
+        }
+        if is_output {
+            axes.sort_by_key(|&(_, _, stride)| stride);
+            let mut reach = self.dim as i128;
+            for (axis, len, stride) in axes.into_iter().filter(|&(_, len, _)| len > 1) {
+                if i128::from(stride) < reach {
+                    return Err(bad(
+                        axis,
+                        stride,
+                        "beyond the rows of smaller strides in an output: rows that share memory overwrite each other",
+                    ));
+                }
+                reach += (len as i128 - 1) * i128::from(stride);
             }
         }
         Ok(())
@@ -192,10 +201,7 @@ impl Shape {
 
     /// Checks that the tensor starts on 16 bytes.
     pub fn check_address(&self, address: u64) -> Result<(), Error> {
-        if self.is_empty() || (address != 0 && address.is_multiple_of(ALIGN_BYTES)) {
-            return Ok(());
-        }
-        Err(Error::Address { tensor: self.name, address })
+        if self.is_empty() { Ok(()) } else { check_address(self.name, address, ALIGN_BYTES) }
     }
 
     /// Checks that the last element lies within `len` elements. The strides have been checked.
@@ -215,6 +221,14 @@ impl Shape {
             need: u64::try_from(need).unwrap_or(u64::MAX),
         })
     }
+}
+
+/// Checks that `tensor` starts on a multiple of `align` bytes.
+pub(crate) fn check_address(tensor: &'static str, address: u64, align: u64) -> Result<(), Error> {
+    if address != 0 && address.is_multiple_of(align) {
+        return Ok(());
+    }
+    Err(Error::Address { tensor, address, align })
 }
 
 #[cfg(test)]
@@ -249,7 +263,13 @@ mod tests {
         refused(Strides { seq: 196, ..packed }, false, "seq stride of k is 196");
         refused(Strides { head: -64, ..packed }, false, "head stride of k is -64");
         refused(Strides { batch: 0, ..packed }, true, "batch stride of k is 0");
-        SHAPE.check_strides(&Strides { batch: 0, ..packed }, false).unwrap();
+        refused(Strides { head: 32, ..packed }, true, "head stride of k is 32");
+        refused(Strides { seq: 2 * 64, ..packed }, true, "seq stride of k is 128");
+        refused(Strides { batch: 99 * 192, ..packed }, true, "batch stride of k is 19008");
+        // Rows of three tensors side by side, as of dQ, dK and dV in one buffer.
+        let within = Strides { batch: 100 * 576, seq: 576, ..packed };
+        SHAPE.check_strides(&within, true).unwrap();
+        SHAPE.check_strides(&Strides { batch: 0, seq: 0, head: 0, ..packed }, false).unwrap();
         let single = Shape { heads: 1, ..SHAPE };
         single.check_strides(&Strides { head: 7, ..packed }, true).unwrap();
         let empty = Shape { seqlen: 0, ..SHAPE };
@@ -259,7 +279,7 @@ mod tests {
     #[test]
     fn addresses_start_on_16_bytes_unless_the_tensor_is_empty() {
         SHAPE.check_address(0x7000).unwrap();
-        assert!(SHAPE.check_address(0x7002).is_err());
+        assert!(SHAPE.check_address(0x7002).unwrap_err().to_string().contains("a multiple of 16 bytes"));
         assert!(SHAPE.check_address(0).is_err());
         Shape { batch: 0, ..SHAPE }.check_address(0).unwrap();
     }

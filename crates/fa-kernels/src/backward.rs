@@ -15,8 +15,8 @@ use fa_planner::cost::head_splits;
 use fa_planner::sm90::panels::BwdPanels;
 
 use crate::Error;
-use crate::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
-use crate::forward::{check_match, count, map_shape, row_strides, side, usable_scale};
+use crate::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape, check_address};
+use crate::forward::{WORD_BYTES, check_match, count, map_shape, row_strides, side, usable_scale};
 use crate::module::LoadedKernel;
 use crate::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
 use crate::sections::Sections;
@@ -24,6 +24,9 @@ use crate::tma;
 
 /// Parts of the workspace start on multiples of this: the copy engine asks for 16, cache lines for 128.
 const PART_ALIGN: usize = 256;
+
+/// What the copy engine asks of the workspace's start.
+const WORKSPACE_ALIGN: u64 = 16;
 
 /// Places of the further entries in `source::BACKWARD_ENTRIES`.
 const PREPARE: usize = 0;
@@ -163,7 +166,7 @@ impl Backward {
     /// (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive a capture).
     ///
     /// # Errors
-    /// The dtype, a stride, an alignment or a length that does not fit; [`Error::Driver`].
+    /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
         let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace } = args;
         if T::DTYPE != self.problem.dtype {
@@ -173,27 +176,30 @@ impl Backward {
                 problem: T::DTYPE.to_string(),
             });
         }
-        let lengths = [
-            (&q.strides, q.data.len()),
-            (&k.strides, k.data.len()),
-            (&v.strides, v.data.len()),
-            (&out.strides, out.data.len()),
-            (&dout.strides, dout.data.len()),
-            (&dq.strides, dq.data.len()),
-            (&dk.strides, dk.data.len()),
-            (&dv.strides, dv.data.len()),
+        let tensors = [
+            (&q.strides, q.data.len(), q.data.stream()),
+            (&k.strides, k.data.len(), k.data.stream()),
+            (&v.strides, v.data.len(), v.data.stream()),
+            (&out.strides, out.data.len(), out.data.stream()),
+            (&dout.strides, dout.data.len(), dout.data.stream()),
+            (&dq.strides, dq.data.len(), dq.data.stream()),
+            (&dk.strides, dk.data.len(), dk.data.stream()),
+            (&dv.strides, dv.data.len(), dv.data.stream()),
         ];
-        for ((shape, is_output), (strides, len)) in self.shapes().iter().zip(lengths) {
+        for ((shape, is_output), (strides, len, own)) in self.shapes().iter().zip(tensors) {
             shape.check_strides(strides, *is_output)?;
             shape.check_len(strides, len)?;
+            self.kernel.check_context(shape.name, own.context())?;
         }
         let rows = self.problem.batch * self.problem.heads_q * self.problem.seqlen_q;
-        for (tensor, have, need) in
-            [("lse", lse.len(), rows), ("workspace", workspace.len(), self.workspace_bytes())]
-        {
+        for (tensor, have, need, own) in [
+            ("lse", lse.len(), rows, lse.stream()),
+            ("workspace", workspace.len(), self.workspace_bytes(), workspace.stream()),
+        ] {
             if have < need {
                 return Err(Error::TooShort { tensor, have: have as u64, need: need as u64 });
             }
+            self.kernel.check_context(tensor, own.context())?;
         }
         // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its tensor.
         let raw = |address, strides| RawTensor { address, strides };
@@ -229,7 +235,7 @@ impl Backward {
     /// # Safety
     /// Every element of the problem's shapes under the given strides, the LSE and [`Backward::workspace_bytes`] bytes of
     /// workspace lie in device memory that the stream's context can access, and stay there, untouched by others, until the
-    /// stream has run the kernels.
+    /// stream has run the kernels. Gradients and workspace share no memory with one another and the inputs.
     ///
     /// # Errors
     /// As [`Backward::run`], except that lengths are the caller's promise.
@@ -240,9 +246,13 @@ impl Backward {
             shape.check_address(tensor.address)?;
         }
         let parts = &self.workspace;
-        if parts.bytes > 0 && (args.workspace == 0 || !args.workspace.is_multiple_of(16)) {
-            return Err(Error::Address { tensor: "workspace", address: args.workspace });
+        if parts.bytes > 0 {
+            check_address("workspace", args.workspace, WORKSPACE_ALIGN)?;
         }
+        if self.params.batch > 0 && self.params.seqlen_q > 0 {
+            check_address("lse", args.lse, WORD_BYTES)?;
+        }
+        self.kernel.enter(stream)?;
         let part = |offset: usize| args.workspace + offset as u64;
         let float = |offset: Option<usize>| MutF32Ptr(offset.map_or(0, part));
         let word = |offset: Option<usize>| MutU32Ptr(offset.map_or(0, part));
@@ -328,21 +338,21 @@ impl Backward {
     /// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
     fn tensor_maps(&self, own: &Sm90Bwd, args: &RawBackwardArgs) -> Result<[CUtensorMap; 4], Error> {
         let spec = &self.kernel.spec;
-        let shapes = self.shapes();
         let dtype = self.problem.dtype;
-        // Without queries nothing of them is loaded, but a map must name some memory and at least one row.
-        let named = |tensor: &RawTensor| if tensor.address == 0 { args.k.address } else { tensor.address };
+        let [q, k, v, _, dout, ..] = self.shapes().map(|(shape, _)| shape);
+        let (k, v) = ((k, args.k), (v, args.v));
+        // Without queries nothing of them is loaded and nothing was asked of where they lie, but a map must be of some memory.
+        let (q, dout) = if self.problem.seqlen_q == 0 { (k, v) } else { ((q, args.q), (dout, args.dout)) };
         let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
         let panels = BwdPanels::of(dims, own);
-        let map = |name, shape: usize, tensor: &RawTensor, panel, rows| {
-            let shape = map_shape(&shapes[shape].0, &tensor.strides, panel, rows);
-            tma::encode(name, dtype, named(tensor), &shape)
+        let map = |name, (shape, tensor): (Shape, RawTensor), panel, rows| {
+            tma::encode(name, dtype, tensor.address, &map_shape(&shape, &tensor.strides, panel, rows))
         };
         Ok([
-            map("q", 0, &args.q, panels.q, own.tile_m)?,
-            map("k", 1, &args.k, panels.k, own.tile_n)?,
-            map("v", 2, &args.v, panels.v, own.tile_n)?,
-            map("dout", 4, &args.dout, panels.dout, own.tile_m)?,
+            map("q", q, panels.q, own.tile_m)?,
+            map("k", k, panels.k, own.tile_n)?,
+            map("v", v, panels.v, own.tile_n)?,
+            map("dout", dout, panels.dout, own.tile_m)?,
         ])
     }
 }

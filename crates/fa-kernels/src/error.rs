@@ -197,12 +197,27 @@ pub enum Error {
         need: &'static str,
     },
     /// A tensor does not start where copies can.
-    #[error("{tensor} starts at {address:#x}: it must be a multiple of 16 bytes and not null")]
+    #[error("{tensor} starts at {address:#x}: it must be a multiple of {align} bytes and not null")]
     Address {
         /// The tensor.
         tensor: &'static str,
         /// Its address.
         address: u64,
+        /// What it must be a multiple of.
+        align: u64,
+    },
+    /// A stream or a tensor is of another context than the kernel.
+    #[error(
+        "{name} is of a context on GPU {have}, the kernel of another one, on GPU {need}: call `Kernels::new` once for each context, \
+         and keep its kernels to its own streams and tensors"
+    )]
+    Context {
+        /// What is elsewhere.
+        name: &'static str,
+        /// Its GPU.
+        have: usize,
+        /// The kernel's.
+        need: usize,
     },
     /// A buffer is too short for its shape and strides.
     #[error("{tensor} has {have} elements, its shape and strides need {need}")]

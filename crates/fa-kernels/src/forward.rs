@@ -9,7 +9,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Strides};
 
 use crate::Error;
-use crate::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
+use crate::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape, check_address};
 use crate::module::LoadedKernel;
 use crate::params::{ConstPtr, FwdParams, MutF32Ptr, MutPtr, MutU32Ptr, RowStrides};
 use crate::sections::Sections;
@@ -20,6 +20,9 @@ const MAX_COUNT: usize = 1 << 30;
 
 /// Bytes of workspace of a dynamic scheduler: the next tile, and how many blocks are through.
 const COUNTER_BYTES: usize = 8;
+
+/// LSE and counters are read and written word by word.
+pub(crate) const WORD_BYTES: u64 = 4;
 
 /// A forward pass ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
 #[derive(Debug)]
@@ -74,7 +77,8 @@ impl Forward {
     /// (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive a capture).
     ///
     /// # Errors
-    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; [`Error::Driver`].
+    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a tensor of another context;
+    /// [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
         let ForwardArgs { q, k, v, out, lse, workspace } = args;
         if T::DTYPE != self.problem.dtype {
@@ -85,14 +89,15 @@ impl Forward {
             });
         }
         let [shape_q, shape_k, shape_v, shape_out] = self.shapes();
-        for (shape, strides, len, is_output) in [
-            (shape_q, &q.strides, q.data.len(), false),
-            (shape_k, &k.strides, k.data.len(), false),
-            (shape_v, &v.strides, v.data.len(), false),
-            (shape_out, &out.strides, out.data.len(), true),
+        for (shape, strides, len, context, is_output) in [
+            (shape_q, &q.strides, q.data.len(), q.data.stream().context(), false),
+            (shape_k, &k.strides, k.data.len(), k.data.stream().context(), false),
+            (shape_v, &v.strides, v.data.len(), v.data.stream().context(), false),
+            (shape_out, &out.strides, out.data.len(), out.data.stream().context(), true),
         ] {
             shape.check_strides(strides, is_output)?;
             shape.check_len(strides, len)?;
+            self.kernel.check_context(shape.name, context)?;
         }
         let enough = |tensor, have: usize, need: usize| {
             let error = Error::TooShort { tensor, have: have as u64, need: need as u64 };
@@ -100,9 +105,11 @@ impl Forward {
         };
         if let Some(lse) = &lse {
             enough("lse", lse.len(), self.problem.batch * self.problem.heads_q * self.problem.seqlen_q)?;
+            self.kernel.check_context("lse", lse.stream().context())?;
         }
         if let Some(workspace) = &workspace {
             enough("workspace", workspace.len(), self.workspace_bytes())?;
+            self.kernel.check_context("workspace", workspace.stream().context())?;
         }
         // Each guard tells cudarc, when it is dropped after the launch, that the stream has used its tensor.
         let raw = |address, strides| RawTensor { address, strides };
@@ -129,7 +136,8 @@ impl Forward {
     ///
     /// # Safety
     /// Every element of the problem's shapes under the given strides lies in device memory that the stream's context can
-    /// access, and stays there, untouched by others, until the stream has run the kernel. The workspace is zero.
+    /// access, and stays there, untouched by others, until the stream has run the kernel. Outputs share no memory with inputs. The
+    /// workspace is zero.
     ///
     /// # Errors
     /// As [`Forward::run`], except that lengths are the caller's promise.
@@ -146,6 +154,10 @@ impl Forward {
         if self.blocks == 0 {
             return Ok(());
         }
+        for (name, address) in [("lse", args.lse), ("workspace", args.workspace)] {
+            address.map_or(Ok(()), |address| check_address(name, address, WORD_BYTES))?;
+        }
+        self.kernel.enter(stream)?;
         let mut params = FwdParams {
             q: ConstPtr(args.q.address),
             k: ConstPtr(args.k.address),
@@ -191,9 +203,9 @@ impl Forward {
         let [q, k, v, _] = self.shapes();
         let dtype = self.problem.dtype;
         let group = self.problem.group_size() as u64;
-        // Without keys nothing is loaded, but a map must name some memory and at least one row.
-        let keys =
-            |tensor: &RawTensor| if self.problem.seqlen_k == 0 { args.q.address } else { tensor.address };
+        // Without keys nothing is loaded and nothing was asked of where they lie, but a map must be of some memory.
+        let ((k, at_k), (v, at_v)) =
+            if self.problem.seqlen_k == 0 { ((q, args.q), (q, args.q)) } else { ((k, args.k), (v, args.v)) };
         let q_map = if packs_gqa(spec) {
             let rows = map_shape(&q, &args.q.strides, tma::panel(spec.head_dim), 1);
             let (dim, seqlen, batch) = (rows.dims[0], rows.dims[1], rows.dims[3]);
@@ -214,12 +226,12 @@ impl Forward {
         };
         // Blocks of a cluster load an equal share of each K and V tile.
         let share = tile_n / cluster(spec);
-        let k_shape = map_shape(&k, &args.k.strides, tma::panel(spec.head_dim), share);
-        let v_shape = map_shape(&v, &args.v.strides, tma::panel(spec.head_dim_v), share);
+        let k_shape = map_shape(&k, &at_k.strides, tma::panel(spec.head_dim), share);
+        let v_shape = map_shape(&v, &at_v.strides, tma::panel(spec.head_dim_v), share);
         Ok([
             q_map,
-            tma::encode("k", dtype, keys(&args.k), &k_shape)?,
-            tma::encode("v", dtype, keys(&args.v), &v_shape)?,
+            tma::encode("k", dtype, at_k.address, &k_shape)?,
+            tma::encode("v", dtype, at_v.address, &v_shape)?,
         ])
     }
 }

@@ -171,8 +171,9 @@ impl Kernels {
     /// now on: how tuning results are put to use.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when the kernel does not compute the problem.
+    /// [`Error::Problem`] for a problem that is none, [`Error::Mismatch`] when the kernel does not compute it.
     pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
+        problem.check()?;
         check_match(&spec, problem)?;
         let pass = tune::backward(&spec);
         lock(&self.chosen).insert(problem_key(problem, None, pass), spec);

@@ -23,6 +23,7 @@ pub struct LoadedKernel {
     pub sms: u32,
     /// Bytes of dynamic shared memory.
     pub smem: u32,
+    context: Arc<CudaContext>,
     function: CudaFunction,
     /// The functions of [`BACKWARD_ENTRIES`], of a backward only.
     further: Vec<CudaFunction>,
@@ -51,7 +52,7 @@ impl LoadedKernel {
         function
             .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
             .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
-        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, function, further })
+        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, context: context.clone(), function, further })
     }
 
     /// Registers per thread, as the driver allocates them at launch.
@@ -73,7 +74,27 @@ impl LoadedKernel {
             .map_err(|e| Error::driver("asking about a kernel", e))
     }
 
-    /// Launches `blocks` blocks in one dimension. Allocates nothing and waits for nothing.
+    /// Checks that `of`, the context of `name`, is the one that the kernel was loaded into: elsewhere addresses mean nothing to it.
+    ///
+    /// # Errors
+    /// [`Error::Context`].
+    pub(crate) fn check_context(&self, name: &'static str, of: &CudaContext) -> Result<(), Error> {
+        if *of == *self.context {
+            return Ok(());
+        }
+        Err(Error::Context { name, have: of.ordinal(), need: self.context.ordinal() })
+    }
+
+    /// Readies the calling thread for launches on `stream`, whatever context it was in.
+    ///
+    /// # Errors
+    /// [`Error::Context`] for the stream of another context, and [`Error::Driver`].
+    pub(crate) fn enter(&self, stream: &CudaStream) -> Result<(), Error> {
+        self.check_context("the stream", stream.context())?;
+        self.context.bind_to_thread().map_err(|e| Error::driver("entering the context", e))
+    }
+
+    /// Launches `blocks` blocks in one dimension, after [`LoadedKernel::enter`]. Allocates nothing and waits for nothing.
     ///
     /// # Safety
     /// `args` point at the entry's parameters, in order and with their types, and every address in them is valid for the
@@ -89,7 +110,7 @@ impl LoadedKernel {
         unsafe { launch(stream, &self.function, (blocks, threads, self.smem), args) }
     }
 
-    /// Launches `blocks` blocks of one of [`BACKWARD_ENTRIES`], by its place there.
+    /// Launches `blocks` blocks of one of [`BACKWARD_ENTRIES`], by its place there, after [`LoadedKernel::enter`].
     ///
     /// # Safety
     /// As [`LoadedKernel::launch`].
@@ -115,7 +136,6 @@ unsafe fn launch(
     (blocks, threads, smem): (u32, u32, u32),
     args: &mut [*mut c_void],
 ) -> Result<(), Error> {
-    stream.context().bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
     // SAFETY: the function and the stream are alive; the rest is the caller's promise.
     unsafe {
         result::launch_kernel(

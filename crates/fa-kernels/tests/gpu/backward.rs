@@ -209,6 +209,31 @@ fn a_captured_backward_gives_the_same_result_when_replayed() {
     }
 }
 
+/// Nothing is demanded of what is not there, nor of the thread that launches.
+#[test]
+#[ignore = "needs a GPU"]
+fn without_queries_keys_get_zeros_from_any_thread() {
+    let kernels = kernels();
+    let case = Case { problem: Problem { seqlen_q: 0, ..BASE }, layout: TensorLayout::Bshd, pad: 0 };
+    for deterministic in [false, true] {
+        let backward = kernels.backward(&case.problem, BackwardOptions { deterministic }).unwrap();
+        let stream = kernels.context().new_stream().unwrap();
+        let mut tensors = Gradients::<bf16>::new(&case, &kernels, &backward, &stream);
+        let mut raw = tensors.raw(&stream);
+        for empty in [&mut raw.q, &mut raw.out, &mut raw.dout, &mut raw.dq] {
+            *empty = RawTensor { address: 2, strides: Strides { batch: 1, seq: 3, head: 5, dim: 7 } };
+        }
+        raw.lse = 0;
+        stream.synchronize().unwrap();
+        std::thread::scope(|scope| {
+            // SAFETY: what has elements lies in the tensors above, which nothing else uses meanwhile.
+            scope.spawn(|| unsafe { backward.run_raw(&stream, &raw) }.unwrap());
+        });
+        let [_, dk, dv] = tensors.results(&stream);
+        assert!(dk.iter().chain(&dv).all(|&value| value == bf16::ZERO));
+    }
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn a_backward_refuses_what_does_not_fit() {
@@ -228,9 +253,15 @@ fn a_backward_refuses_what_does_not_fit() {
         "dout starts at",
     );
     refused(RawBackwardArgs { workspace: 0, ..raw }, "workspace");
+    for lse in [0, raw.lse + 2] {
+        refused(RawBackwardArgs { lse, ..raw }, "lse starts at");
+    }
     let mut odd = raw;
     odd.dk.strides.seq += 1;
     refused(odd, "seq stride of dk");
+    let mut overlapping = raw;
+    overlapping.dv.strides.head = 64;
+    refused(overlapping, "head stride of dv is 64");
 
     tensors.workspace = stream.alloc_zeros(16).unwrap();
     let short = tensors.run(&backward, &stream).unwrap_err().to_string();

@@ -138,9 +138,13 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
         assert!(text.contains(part), "{text} does not say {part}");
     };
     refused(RawForwardArgs { k: RawTensor { address: raw.k.address + 2, ..raw.k }, ..raw }, "k starts at");
+    refused(RawForwardArgs { lse: Some(raw.k.address + 2), ..raw }, "lse starts at");
     let mut odd = raw;
     odd.v.strides.seq += 1;
     refused(odd, "seq stride of v");
+    let mut overlapping = raw;
+    overlapping.out.strides.seq = 128;
+    refused(overlapping, "stride of out is 128");
 
     let wrong_type = tensors.run_as::<f16>(&forward, &stream).unwrap_err().to_string();
     assert!(wrong_type.contains("dtype"), "{wrong_type}");
@@ -151,6 +155,8 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
     let negative = Problem { softmax_scale: Some(-1.0), ..BASE };
     assert!(matches!(kernels.forward(&negative), Err(Error::Scale { .. })));
     let spec = forward.kernel().spec.clone();
+    let headless = Problem { heads_kv: 0, ..BASE };
+    assert!(matches!(kernels.prefer(&headless, spec.clone()), Err(Error::Problem(_))));
     let full = Problem { mask: Mask::FULL, ..BASE };
     assert!(matches!(kernels.forward_with(&full, &spec), Err(Error::Mismatch { what: "mask", .. })));
     if let Kernel::Sm90Fwd(own) = &spec.kernel
