@@ -125,11 +125,18 @@ impl Tuned {
     /// Reads and checks a table.
     ///
     /// # Errors
-    /// Text that is no table, and the first spec that is none.
+    /// Text that is no table, the first spec that is none, and the first key with a length of 0.
     pub fn from_ron(text: &str) -> Result<Tuned, String> {
         let table: Tuned = ron::from_str(text).map_err(|e| e.to_string())?;
         for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {
             entry.spec.check().map_err(|e| format!("{}: {e}", entry.spec))?;
+            let TuneKey { seqlen_q, seqlen_k, heads, .. } = entry.key;
+            // Distances between keys count doublings.
+            for (name, length) in [("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("heads", heads)] {
+                if length == 0 {
+                    return Err(format!("{}: its key has {name} = 0, it must be at least 1", entry.spec));
+                }
+            }
         }
         Ok(table)
     }
@@ -312,6 +319,10 @@ mod tests {
         fs::write(&path, text).expect("written");
         let error = Tuned::read(&path).expect_err("no such tile").to_string();
         assert!(error.contains("tile_n") && error.contains("tuned.ron"), "{error}");
+        let text = table.to_ron().replace("seqlen_q: 4096", "seqlen_q: 0");
+        fs::write(&path, text).expect("written");
+        let error = Tuned::read(&path).expect_err("no such length").to_string();
+        assert!(error.contains("seqlen_q = 0"), "{error}");
     }
 
     #[test]
