@@ -5,11 +5,11 @@ mod marks;
 mod report;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_kernels::{Headers, Source, smem_bytes, tune};
-use fa_planner::plan::{BackwardOptions, Family};
+use fa_planner::plan::{BackwardOptions, Family, serves};
 use rayon::prelude::*;
 
 use crate::args::{BenchArgs, KernelFamily, Mode};
@@ -126,10 +126,23 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
         return Ok(Job { shapes, specs: Vec::new(), family, backward, wanted_peers });
     }
     let family = args.gpu.family.map(runnable).transpose()?;
-    let specs = args.gpu.specs.iter().map(|path| crate::plan::read_spec(path)).collect::<Result<_, _>>()?;
     let shapes = args.shapes.problems_of_halves()?;
+    let spec = |path: &PathBuf| spec_for(path, backward.is_some(), &shapes);
+    let specs = args.gpu.specs.iter().map(spec).collect::<Result<_, _>>()?;
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
     Ok(Job { shapes, specs, family, backward, wanted_peers: Vec::new() })
+}
+
+/// The kernel of a file, which has to compute one of the shapes at least: it would be in no row otherwise, and nothing would say so.
+fn spec_for(path: &Path, backward: bool, shapes: &[Problem]) -> Result<KernelSpec, InputError> {
+    let spec = crate::plan::read_spec_of(path, backward)?;
+    let mut reasons = shapes.iter().map(|problem| serves(problem, &spec).err());
+    match reasons.next().flatten() {
+        Some(reason) if reasons.all(|reason| reason.is_some()) => {
+            Err(InputError::Usage(format!("{} computes none of the shapes: {reason}", path.display())))
+        }
+        _ => Ok(spec),
+    }
 }
 
 /// The family of kernels that a flag names.

@@ -157,6 +157,19 @@ pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
     spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))
 }
 
+/// [`read_spec`] for a kernel that has to be of the backward, or of the forward.
+///
+/// # Errors
+/// As [`read_spec`], and for a kernel of the other pass.
+pub fn read_spec_of(path: &Path, backward: bool) -> Result<KernelSpec, InputError> {
+    let spec = read_spec(path)?;
+    if spec.kernel.is_backward() != backward {
+        let (is, mode) = if backward { ("the forward", "fwd") } else { ("the backward", "bwd") };
+        return Err(InputError::Usage(format!("{} is a kernel of {is}: use --mode {mode}", path.display())));
+    }
+    Ok(spec)
+}
+
 /// A kernel from a file instead of a search, and whether it computes gradients.
 fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tried, bool)> {
     let spec = read_spec(path)?;

@@ -12,12 +12,11 @@ mod supervise;
 mod worker;
 
 use std::fmt::Write;
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Arch, KernelSpec};
+use fa_core::Arch;
 use fa_kernels::tune;
 use fa_planner::plan::Family;
 use serde::Serialize;
@@ -25,7 +24,7 @@ use serde::Serialize;
 use crate::cuda::Device;
 use crate::failure::{InputError, Verdict};
 use crate::output;
-use crate::plan::read_spec;
+use crate::plan::read_spec_of;
 use crate::record::{self, Fingerprint, Provenance, State};
 use args::ValidateArgs;
 use cases::{Action, Case, Extent};
@@ -76,7 +75,7 @@ pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
         return work(args);
     }
     if let Some(path) = &args.spec {
-        spec_of_the_pass(args, path)?;
+        read_spec_of(path, args.backward())?;
     }
     // A machine without a GPU is told so at once; the context is given back before a worker opens its own.
     let arch = Device::open()?.kernels.arch();
@@ -131,16 +130,6 @@ fn work(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     Ok(Verdict::Good)
 }
 
-/// The kernel of `--spec`, which has to be of the pass that is validated.
-fn spec_of_the_pass(args: &ValidateArgs, path: &Path) -> Result<KernelSpec, InputError> {
-    let spec = read_spec(path)?;
-    if spec.kernel.is_backward() != args.backward() {
-        let (is, mode) = if args.backward() { ("the forward", "fwd") } else { ("the backward", "bwd") };
-        return Err(InputError::Usage(format!("{} is a kernel of {is}: use --mode {mode}", path.display())));
-    }
-    Ok(spec)
-}
-
 /// The cases that the flags ask for.
 fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Result<Vec<Case>> {
     let extent = if args.is_full() { Extent::Full } else { Extent::Quick };
@@ -150,7 +139,7 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     } else if args.all_configs {
         configs::cases(&crate::configs::list(&args.headdim, args.backward(), family, arch)?)
     } else if let Some(path) = &args.spec {
-        let spec = spec_of_the_pass(args, path)?;
+        let spec = read_spec_of(path, args.backward())?;
         let mut cases = cases::of_spec("spec", &spec.to_string(), &spec, Extent::Full);
         let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
         cases.extend(repeated.map(|case| Case { action: Action::Repeat(repeat), ..case }));

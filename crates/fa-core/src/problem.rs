@@ -58,7 +58,9 @@ pub enum ProblemError {
         heads_kv: usize,
     },
     /// A tensor would have more elements than can be addressed.
-    #[error("{tensor} has {shape} elements, more than 2^{limit_bits} - 1: split the batch")]
+    #[error(
+        "{tensor} has the shape {shape}, of more than 2^{limit_bits} - 1 elements (a length of 0 counts as 1): split the batch"
+    )]
     TooLarge {
         /// The tensor.
         tensor: &'static str,
@@ -107,7 +109,8 @@ impl Problem {
         }
     }
 
-    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero outputs.
+    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero outputs; beside them the other
+    /// lengths keep the bound that they have beside 1.
     ///
     /// # Errors
     /// The first [`ProblemError`] found.
@@ -130,7 +133,7 @@ impl Problem {
             ("v", [self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v]),
             ("out", [self.batch, self.seqlen_q, self.heads_q, self.head_dim_v]),
         ] {
-            let elements = [s, h, d].iter().try_fold(b as u64, |n, &len| n.checked_mul(len as u64));
+            let elements = [b, s, h, d].iter().try_fold(1u64, |n, &len| n.checked_mul(len.max(1) as u64));
             if elements.is_none_or(|n| n >> ELEMENT_BITS != 0) {
                 let shape = format!("{b} x {s} x {h} x {d}");
                 return Err(ProblemError::TooLarge { tensor, shape, limit_bits: ELEMENT_BITS });
@@ -225,5 +228,9 @@ mod tests {
         refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
         refused(Problem { softcap: Some(0.0), ..BASE }, "softcap is 0");
         refused(Problem { seqlen_k: usize::MAX, ..BASE }, "k has");
+        refused(
+            Problem { batch: 0, seqlen_k: usize::MAX, ..BASE },
+            "k has the shape 0 x 18446744073709551615",
+        );
     }
 }

@@ -304,7 +304,8 @@ fn account(best: &Fit, pass: &Pass, arch: Arch) -> String {
     let mut text = String::new();
     line(&mut text, "best", &best.name);
     line(&mut text, "predicted", &prediction(best.cost));
-    let intensity = pass.flops / pass.bytes;
+    // Of an empty problem nothing is moved.
+    let intensity = pass.flops / pass.bytes.max(1.0);
     line(&mut text, "work", &format!("{}, {intensity:.0} FLOP per byte", si(pass.flops, "FLOP")));
     if !best.regs.is_empty() {
         let parts: Vec<String> = best.regs.iter().map(|(name, n)| format!("{name} {n}")).collect();

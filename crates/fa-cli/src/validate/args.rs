@@ -41,7 +41,7 @@ pub struct ValidateArgs {
     #[arg(long, default_value_t = 1, requires = "soak")]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
-    #[arg(long, conflicts_with_all = ["soak", "full", "all_configs", "watchdog"])]
+    #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]
     pub sanitize: bool,
     /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]

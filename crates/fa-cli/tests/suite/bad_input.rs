@@ -302,8 +302,12 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         let line = format!("plan --arch sm80 --mode {mode} --spec {}", text(&path));
         refused(&fa(&line), &["leave out --mode"], mode);
     }
-    let validate = format!("validate --mode bwd --spec {}", text(&path));
-    refused(&fa(&validate), &["a kernel of the forward", "--mode fwd"], "validate --spec");
+    for line in ["validate --mode bwd", "bench --backend cuda --mode bwd"] {
+        let outcome = fa(&format!("{line} --spec {}", text(&path)));
+        refused(&outcome, &["a kernel of the forward", "--mode fwd"], line);
+    }
+    let bench = format!("bench --backend cuda --headdim 64,128 --causal --spec {}", text(&path));
+    refused(&fa(&bench), &["computes none of the shapes", "mask"], "bench --spec");
     #[cfg(unix)]
     refused(&fa("plan --spec /dev/zero"), &["/dev/zero", "longer than"], "a file without end");
     for (from, to, part) in [
@@ -329,6 +333,7 @@ fn planning_and_measuring_refuse_what_they_cannot_do() {
         ("plan --dtype e4m3", "no GPU kernel computes in e4m3"),
         ("plan --seqlen 18446744073709551615", "more than 2^48"),
         ("plan --batch 4294967296 --seqlen 4294967296", "more than 2^48"),
+        ("plan --batch 0 --seqlen 18446744073709551615", "more than 2^48"),
         ("plan --softcap NaN", "softcap is NaN"),
         ("plan --mode bwd --arch sm100 --family sm100", "leave out --family sm100"),
         ("plan --deterministic", "--mode bwd"),
@@ -386,6 +391,7 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("build --all-configs --out x", "cannot be used with"),
         ("build --all-configs --specs x", "cannot be used with"),
         ("validate --check-records --mode bwd", "cannot be used with"),
+        ("validate --sanitize --spec x", "cannot be used with"),
         ("validate --seed 3", "--soak"),
         ("validate --repeat 5 --soak 5", "cannot be used with"),
         ("validate --mode both", "invalid value 'both'"),
