@@ -92,7 +92,7 @@ impl<'d, T: Half> Arena<'d, T> {
                 (SampleRows::new(&inputs, 2)?, None, device.calls(forward, None, &inputs)?)
             }
             Pass::Backward(backward) => {
-                let dout = random_dout(problem, 1);
+                let dout = random_dout(&inputs, 1);
                 let forward = device.kernels.forward(problem)?;
                 let calls = device.calls(&forward, Some((backward, &dout)), &inputs)?;
                 (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)

@@ -114,7 +114,7 @@ mod tests {
     fn right_gradients_pass_and_wrong_or_missing_ones_do_not() {
         let problem = Problem { heads_kv: 2, ..Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16) };
         let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
-        let dout = random_dout::<bf16>(&problem, 3);
+        let dout = random_dout::<bf16>(&inputs, 3);
         let [q, k, v, out] = crate::cuda::shapes(&problem);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
         let low = fa_cpu::reference::low_precision::backward(

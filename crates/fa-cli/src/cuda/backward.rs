@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use fa_core::{KernelSpec, Problem, TensorLayout};
+use fa_core::{KernelSpec, Problem, Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_kernels::{
     Backward, BackwardArgs, Error, Forward, Input, LoadedKernel, Output, RawBackwardArgs, RawTensor,
 };
 
-use super::{Call, Half, Inputs, Outputs, Place, capture, doing, download, fill_with_nan, normal, upload};
+use super::{
+    Call, Half, Inputs, Outputs, Place, capture, doing, download, fill_with_nan, normal, repeat_broadcast,
+    upload,
+};
 
 /// A kernel bound to a problem: its forward, or its backward.
 #[derive(Debug)]
@@ -41,9 +44,24 @@ pub fn flops(problem: &Problem, backward: bool) -> f64 {
     if backward { problem.flops_backward() } else { problem.flops_forward() }
 }
 
-/// dO of unit variance, packed BSHD, the same for the same seed.
-pub fn random_dout<T: Half>(problem: &Problem, seed: u64) -> Vec<T> {
-    normal(fa_cpu::check::out_shape(problem).iter().product(), seed ^ 0x5851_f42d_4c95_7f2d)
+/// dO of unit variance for `inputs`, packed BSHD, the same for the same seed.
+pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
+    let place = dout_place(&inputs.places);
+    let mut values = normal(place.elements(), seed ^ 0x5851_f42d_4c95_7f2d);
+    repeat_broadcast(&mut values, &place);
+    values
+}
+
+/// Where dO lies beside Q, K, V and O: as O does, but broadcast along the axes that K is, as the gradient of a sum is.
+fn dout_place([_, k, _, out]: &[Place; 4]) -> Place {
+    let like_k = |of_k: i64, own: i64| if of_k == 0 { 0 } else { own };
+    let strides = Strides {
+        batch: like_k(k.strides.batch, out.strides.batch),
+        seq: like_k(k.strides.seq, out.strides.seq),
+        head: like_k(k.strides.head, out.strides.head),
+        dim: out.strides.dim,
+    };
+    Place { strides, ..*out }
 }
 
 /// What the backward of a call reads and writes beside the call's own tensors.
@@ -73,7 +91,7 @@ impl<T: Half> Gradients<T> {
 }
 
 impl<T: Half> GradientCall<T> {
-    /// dO on the GPU beside `inputs`, and gradients that hold NaN. Gradients lie as their tensors do; those of tensors with
+    /// dO, of [`random_dout`], on the GPU beside `inputs`, and gradients that hold NaN. Gradients lie as their tensors do; those of tensors with
     /// broadcast axes are packed.
     ///
     /// # Errors
@@ -84,12 +102,12 @@ impl<T: Half> GradientCall<T> {
         inputs: &Inputs<T>,
         dout: &[T],
     ) -> Result<GradientCall<T>, Error> {
-        let [q, k, v, out] = inputs.places;
+        let [q, k, v, _] = inputs.places;
         let own = |place: Place| {
             let broadcast = [place.strides.batch, place.strides.seq, place.strides.head].contains(&0);
             if broadcast { Place::packed(place.shape, TensorLayout::Bshd) } else { place }
         };
-        let places = [out, own(q), own(k), own(v)];
+        let places = [dout_place(&inputs.places), own(q), own(k), own(v)];
         let made = doing("allocating device memory");
         let room = |place: &Place| stream.alloc_zeros(place.len()).map_err(&made);
         let mut call = GradientCall {
@@ -278,5 +296,29 @@ impl<T: Half> PassCall<T> {
     /// [`Error::Driver`].
     pub fn gradients(&self, stream: &Arc<CudaStream>) -> Result<Option<Gradients<T>>, Error> {
         self.gradients.as_ref().map(|gradients| gradients.read(stream)).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+    use half::bf16;
+
+    use super::*;
+    use crate::cuda::shapes;
+
+    #[test]
+    fn dout_is_broadcast_as_keys_are() {
+        let problem = Problem::square(2, 3, 4, 8, Mask::FULL, Dtype::Bf16);
+        let packed = shapes(&problem).map(|shape| Place::packed(shape, TensorLayout::Bshd));
+        let plain = Inputs::<bf16>::placed(&problem, packed, 1);
+        assert_eq!(dout_place(&packed), packed[3]);
+        let rows = random_dout(&plain, 1);
+        assert_ne!(rows[..8], rows[8..16]);
+        let mut shared = packed;
+        shared[1].strides.head = 0;
+        let dout = random_dout(&Inputs::<bf16>::placed(&problem, shared, 1), 1);
+        assert!(dout.chunks(4 * 8).all(|heads| heads.chunks(8).all(|row| *row == heads[..8])));
+        assert_ne!(dout[..32], dout[32..64]);
     }
 }

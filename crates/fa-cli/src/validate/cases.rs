@@ -1,6 +1,6 @@
 //! The cases: shapes, head dims, heads, masks and placements, and the places where known implementations failed.
 
-use std::collections::HashSet;
+mod backward;
 
 use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
 use fa_kernels::tune;
@@ -8,6 +8,8 @@ use fa_planner::plan::BackwardOptions;
 
 use crate::cuda::{Half, Inputs, Place, shapes};
 use crate::shape::{head_dims, pair};
+
+pub use backward::gradients;
 
 /// One thing to be right about.
 #[derive(Clone, Debug)]
@@ -181,53 +183,6 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(empties());
     cases.extend(sizes(full));
     cases.extend(actions(repeat));
-    cases
-}
-
-/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where they are long,
-/// for a head's gradients take the oracle seconds there. Every fourth is deterministic, and what is repeated has to be.
-pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
-    const LONG: usize = 1 << 20;
-    const LONGEST: usize = 1 << 20;
-    let options = |deterministic| Some(BackwardOptions { deterministic });
-    let mut cases: Vec<Case> = library(extent, repeat)
-        .into_iter()
-        .filter(|case| case.action == Action::Once && case.problem.seqlen_k < LONGEST)
-        .enumerate()
-        .map(|(index, mut case)| {
-            let p = &mut case.problem;
-            if p.seqlen_q * p.seqlen_k > LONG / 2 {
-                (p.heads_q, p.heads_kv) = if p.heads_q == p.heads_kv { (2, 2) } else { (4, 2) };
-                p.batch = p.batch.min(1);
-            }
-            Case { backward: options(index % 4 == 3), ..case }
-        })
-        .collect();
-    let one = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
-    for (seqlen_q, seqlen_k) in [(4224, 4224), (2000, 4000)] {
-        for mask in MASKS {
-            let problem = Problem { seqlen_q, seqlen_k, mask, ..one };
-            let repeated = Case { action: Action::Repeat(repeat), ..case("repeat", problem) };
-            cases.push(Case { backward: options(true), ..repeated });
-        }
-    }
-    let ragged = Problem { seqlen_q: 555, seqlen_k: 777, heads_q: 6, heads_kv: 3, ..BASE };
-    for problem in [ragged, Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged }] {
-        for action in [Action::Graph, Action::OwnStream, Action::Threads] {
-            for deterministic in [false, true] {
-                cases.push(Case { action, backward: options(deterministic), ..case("launch", problem) });
-            }
-        }
-    }
-    // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
-    for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
-        for mask in MASKS {
-            let problem = Problem { heads_q, heads_kv, batch: 1, seqlen_q: 500, seqlen_k: 300, mask, ..BASE };
-            cases.push(Case { backward: options(false), ..case("head splits", problem) });
-        }
-    }
-    let mut seen = HashSet::new();
-    cases.retain(|case| seen.insert(case.name()));
     cases
 }
 
@@ -604,9 +559,13 @@ impl Case {
     /// Bytes of device memory that the tensors take.
     pub fn device_bytes(&self) -> u64 {
         let elements: u64 = self.places().iter().map(|place| place.len() as u64).sum();
-        // Gradients are as large as their tensors, and an accumulator in f32 is twice as large as Q.
-        let elements = if self.backward.is_some() { 3 * elements } else { elements };
-        elements * self.problem.dtype.bytes() as u64
+        let tensors = elements * self.problem.dtype.bytes() as u64;
+        if self.backward.is_none() {
+            return tensors;
+        }
+        // Gradients are as large as their tensors, and dQ's accumulators are f32 in rows as wide as a tile.
+        let columns = self.problem.head_dim.next_multiple_of(64) as f64;
+        2 * tensors + (4.0 * self.problem.rows() * columns) as u64
     }
 }
 
@@ -633,19 +592,20 @@ mod tests {
 
     #[test]
     fn every_shape_head_dim_and_ratio_of_heads_is_met_by_both_types() {
-        let cases = library(Extent::Full, 10);
-        for dtype in DTYPES {
-            let of = |f: &dyn Fn(&Problem) -> bool| {
-                cases.iter().any(|case| case.problem.dtype == dtype && f(&case.problem))
-            };
-            for (q, k) in SHAPES {
-                assert!(of(&|p| (p.seqlen_q, p.seqlen_k) == (q, k)), "{q}x{k} {dtype}");
-            }
-            for (d, dv) in HEAD_DIMS.into_iter().chain(PADDED) {
-                assert!(of(&|p| (p.head_dim, p.head_dim_v) == (d, dv)), "{d}-{dv} {dtype}");
-            }
-            for (q, kv) in HEADS {
-                assert!(of(&|p| (p.heads_q, p.heads_kv) == (q, kv)), "{q}:{kv} {dtype}");
+        for cases in [library(Extent::Full, 10), gradients(Extent::Full, 10)] {
+            for dtype in DTYPES {
+                let of = |f: &dyn Fn(&Problem) -> bool| {
+                    cases.iter().any(|case| case.problem.dtype == dtype && f(&case.problem))
+                };
+                for (q, k) in SHAPES {
+                    assert!(of(&|p| (p.seqlen_q, p.seqlen_k) == (q, k)), "{q}x{k} {dtype}");
+                }
+                for (d, dv) in HEAD_DIMS.into_iter().chain(PADDED) {
+                    assert!(of(&|p| (p.head_dim, p.head_dim_v) == (d, dv)), "{d}-{dv} {dtype}");
+                }
+                for (q, kv) in HEADS {
+                    assert!(of(&|p| (p.heads_q, p.heads_kv) == (q, kv)), "{q}:{kv} {dtype}");
+                }
             }
         }
     }

@@ -215,7 +215,7 @@ mod tests {
             Problem { seqlen_q: 50, ..base },
         ] {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
-            let dout = random_dout::<bf16>(&problem, 5);
+            let dout = random_dout::<bf16>(&inputs, 5);
             let oracle = GradientOracle::new(&inputs, &dout, 1).unwrap();
             let [q, k, v, out] = crate::cuda::shapes(&problem);
             let view =

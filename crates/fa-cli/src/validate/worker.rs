@@ -321,7 +321,7 @@ impl Worker {
         {
             let calls = match (pass, forward) {
                 (Pass::Backward(backward), Some(forward)) => {
-                    let dout = random_dout(&case.problem, case.seed());
+                    let dout = random_dout(&inputs, case.seed());
                     self.device.calls(forward, Some((backward, &dout)), &inputs)?
                 }
                 (Pass::Forward(forward), _) => self.device.calls(forward, None, &inputs)?,

@@ -23,7 +23,7 @@ pub struct Made<T> {
 /// Inputs and oracles of a case.
 pub fn made<T: Half>(case: &Case) -> anyhow::Result<Made<T>> {
     let inputs = case.inputs::<T>();
-    let dout = random_dout(&case.problem, case.seed());
+    let dout = random_dout(&inputs, case.seed());
     let forward = Oracle::new(&inputs, case.seed())?;
     let gradients = GradientOracle::new(&inputs, &dout, case.seed())?;
     Ok(Made { inputs, dout, forward, gradients })
