@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cudarc::driver::CudaContext;
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, plan};
+use fa_planner::plan::{
+    BackwardOptions, Family, PlanError, PlanOptions, Reason, RejectedSpec, account, plan,
+};
 
 use crate::backward::Backward;
 use crate::bundle::Bundle;
@@ -188,12 +190,14 @@ impl Kernels {
     /// The kernel of `spec`, from memory, the built-in bundle, the cache, or compiled now.
     ///
     /// # Errors
-    /// Those of compiling and loading.
+    /// [`Error::Spec`] for a spec that is none or not for this GPU, [`Error::Plan`] for one that takes more shared memory than a block
+    /// has here, and those of compiling and loading.
     pub fn load(&self, spec: &KernelSpec) -> Result<Arc<LoadedKernel>, Error> {
         let slot = lock(&self.loaded).entry(key_of(spec)).or_default().clone();
         if let Some(kernel) = slot.get() {
             return Ok(kernel.clone());
         }
+        check_fit(spec, self.arch)?;
         let source = Source::new(spec, self.arch, Some(smem_bytes(spec)), &self.headers)?;
         let device = (self.arch, self.sms);
         let kernel = match Bundle::embedded().find(&source) {
@@ -307,6 +311,19 @@ impl Kernels {
     }
 }
 
+/// Checks what the compiler would not notice. Registers are the compiler's to say.
+fn check_fit(spec: &KernelSpec, arch: Arch) -> Result<(), Error> {
+    spec.check()?;
+    spec.check_arch(arch)?;
+    match account(spec, arch) {
+        Err(reason @ Reason::Smem { .. }) => {
+            let nearest = vec![RejectedSpec { spec: spec.clone(), reason }];
+            Err(Error::Plan(PlanError::NoneFits { arch, tried: 1, nearest }))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn problem_key(problem: &Problem, family: Option<Family>, pass: Option<BackwardOptions>) -> String {
     key_of(&(problem, family, pass))
 }
@@ -318,4 +335,23 @@ fn key_of(value: &impl serde::Serialize) -> String {
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The maps are whole whatever a panicking thread was doing.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    #[test]
+    fn specs_that_no_launch_could_use_are_refused_with_numbers() {
+        let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
+        let options = PlanOptions { backward: Some(BackwardOptions::default()), ..PlanOptions::default() };
+        let spec = plan(&problem, Arch::Sm80, &options).expect("there are plans").swap_remove(0).spec;
+        assert!(check_fit(&spec, Arch::Sm80).is_ok());
+        let error = check_fit(&spec, Arch::Sm86).expect_err("it is for 163 KiB").to_string();
+        assert!(error.contains("shared memory: needs"), "{error}");
+        let broken = KernelSpec { head_dim: u32::MAX, ..spec };
+        assert!(matches!(check_fit(&broken, Arch::Sm80), Err(Error::Spec(_))));
+    }
 }

@@ -32,8 +32,43 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! Gradients from what that left, in the same way:
+//!
+//! ```no_run
+//! # use fa_core::{Dtype, Mask, Problem, TensorLayout};
+//! # use fa_kernels::{BackwardArgs, BackwardOptions, Input, Kernels, Output, driver};
+//! # use half::bf16;
+//! # let context = driver::context(0)?;
+//! # let stream = context.default_stream();
+//! # let kernels = Kernels::new(&context)?;
+//! # let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+//! # let len = 2 * 4096 * 16 * 128;
+//! # let strides = TensorLayout::Bshd.strides(4096, 16, 128);
+//! # let make = || stream.alloc_zeros::<bf16>(len);
+//! # let (q, k, v, out, dout) = (make()?, make()?, make()?, make()?, make()?);
+//! # let (mut dq, mut dk, mut dv) = (make()?, make()?, make()?);
+//! # let lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
+//! let backward = kernels.backward(&problem, BackwardOptions { deterministic: false })?;
+//! // What is in it does not matter; its size follows from the problem, the kernel and the GPU.
+//! let mut workspace = stream.alloc_zeros::<u8>(backward.workspace_bytes().max(1))?;
+//! backward.run(&stream, BackwardArgs {
+//!     q: Input { data: &q, strides },
+//!     k: Input { data: &k, strides },
+//!     v: Input { data: &v, strides },
+//!     out: Input { data: &out, strides },
+//!     lse: &lse,
+//!     dout: Input { data: &dout, strides },
+//!     dq: Output { data: &mut dq, strides },
+//!     dk: Output { data: &mut dk, strides },
+//!     dv: Output { data: &mut dv, strides },
+//!     workspace: &mut workspace,
+//! })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! The way through: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] makes a cubin of it, the [`Cache`] keeps
-//! it, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] binds it to a problem. [`Kernels`] does all of it.
+//! it, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] or [`Backward`] binds it to a problem. [`Kernels`] does
+//! all of it.
 //! A machine without a GPU goes as far as the cubin ([`ship`]); one without a compiler runs what a [`bundle`] holds.
 //!
 //! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and any CUDA
@@ -73,6 +108,7 @@ pub use codegen::{Generated, generated};
 pub use compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use cudarc;
 pub use error::Error;
+pub use fa_planner::plan::{BackwardOptions, Family};
 pub use forward::Forward;
 pub use headers::Headers;
 pub use kernels::Kernels;

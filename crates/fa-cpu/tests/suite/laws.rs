@@ -292,9 +292,9 @@ fn infinite_and_nan_inputs_stay_in_their_rows() {
     }
 }
 
-/// Strides say where an element lies, not what it is: broadcast, reversed and transposed views of one tensor.
+/// Strides say where an element lies, not what it is: a broadcast view is the tensor that it repeats.
 #[test]
-fn any_strides_give_the_packed_result() {
+fn broadcast_strides_give_the_packed_result() {
     let problem =
         Problem { heads_kv: 2, seqlen_k: 5, ..Problem::square(2, 4, 4, 3, Mask::CAUSAL, Dtype::F32) };
     let k_one_head: Vec<f32> = (0..2 * 5 * 3).map(|i| (i as f32 * 0.7).sin()).collect();

@@ -60,7 +60,7 @@ fn nothing_to_see_and_nothing_to_do() {
     }
 }
 
-/// Strides that are not packed: gaps that hold NaN, axes in another order or backwards. The gaps of outputs stay as they are.
+/// Strides that are not packed: gaps that hold NaN, axes in another order, every second element. The gaps of outputs stay as they are.
 #[test]
 fn strides_of_every_kind() {
     let shapes = [q_shape, k_shape, v_shape, out_shape, q_shape, k_shape, v_shape].map(|shape| shape(&SMALL));
@@ -140,13 +140,17 @@ fn reach([b, s, h, d]: [usize; 4], strides: &Strides) -> usize {
     strides.offset(b - 1, s - 1, h - 1, d - 1) as usize + 1
 }
 
+/// One key head for both, one value row for every key, one dO for all queries, as of a sum over them.
 #[test]
-fn broadcast_and_reversed_inputs() {
-    // One key head for both, one value row for every key, queries from the last to the first.
+fn broadcast_inputs() {
     let inputs = Inputs::<f32>::random(&SMALL, 4);
-    let Views { q, k, v, .. } = inputs.views(&SMALL);
-    let k = TensorRef::new("k", k.data(), k.shape(), Strides { head: 0, ..k.strides() }).unwrap();
-    let v = TensorRef::new("v", v.data(), v.shape(), Strides { seq: 0, ..v.strides() }).unwrap();
+    let Views { q, k, v, dout } = inputs.views(&SMALL);
+    fn again<'a>(name: &'static str, from: TensorRef<'a, f32>, strides: Strides) -> TensorRef<'a, f32> {
+        TensorRef::new(name, from.data(), from.shape(), strides).unwrap()
+    }
+    let k = again("k", k, Strides { head: 0, ..k.strides() });
+    let v = again("v", v, Strides { seq: 0, ..v.strides() });
+    let dout = again("dout", dout, Strides { batch: 0, seq: 0, ..dout.strides() });
     let expected = reference::forward(&SMALL, &q, &k, &v).unwrap();
     let mut out = vec![f32::NAN; expected.out.len()];
     let mut lse = vec![f32::NAN; expected.lse.len()];
@@ -154,6 +158,29 @@ fn broadcast_and_reversed_inputs() {
     tiled::forward(&SMALL, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
     assert_close("out", &exact(&out), &expected.out, 1e-6);
     assert_close("lse", &exact(&lse), &expected.lse, 1e-6);
+
+    let expected = reference::backward(&SMALL, &q, &k, &v, &dout).unwrap();
+    let [mut dq, mut dk, mut dv] =
+        [&expected.dq, &expected.dk, &expected.dv].map(|values| vec![f32::NAN; values.len()]);
+    fn writable<'a>(name: &'static str, data: &'a mut [f32], shape: [usize; 4]) -> TensorMut<'a, f32> {
+        TensorMut::packed(name, data, shape, TensorLayout::Bshd).unwrap()
+    }
+    tiled::backward(
+        &SMALL,
+        &q,
+        &k,
+        &v,
+        &bshd("out", &out, out_shape(&SMALL)),
+        &lse,
+        &dout,
+        &mut writable("dq", &mut dq, q_shape(&SMALL)),
+        &mut writable("dk", &mut dk, k_shape(&SMALL)),
+        &mut writable("dv", &mut dv, v_shape(&SMALL)),
+    )
+    .unwrap();
+    assert_close("dq", &exact(&dq), &expected.dq, 1e-5);
+    assert_close("dk", &exact(&dk), &expected.dk, 1e-5);
+    assert_close("dv", &exact(&dv), &expected.dv, 1e-5);
 }
 
 #[test]
@@ -170,24 +197,38 @@ fn offsets_past_two_to_the_31_elements() {
     let inputs = Inputs::<bf16>::random(&problem, 5);
     let strides =
         Strides { batch: STRIDE as i64, ..TensorLayout::Bshd.strides(shape[1], shape[2], shape[3]) };
-    let (mut data, mut out) = (vec![0u16; STRIDE + 3 * one], vec![0u16; STRIDE + one]);
+    let mut data = vec![0u16; STRIDE + 4 * one];
     let data: &mut [bf16] = data.reinterpret_cast_mut();
-    for (index, tensor) in [&inputs.q, &inputs.k, &inputs.v].into_iter().enumerate() {
+    for (index, tensor) in [&inputs.q, &inputs.k, &inputs.v, &inputs.dout].into_iter().enumerate() {
         for batch in 0..2 {
             data[batch * STRIDE + index * one..][..one].copy_from_slice(&tensor[batch * one..][..one]);
         }
     }
     let view = |index: usize| TensorRef::new("input", &data[index * one..], shape, strides).unwrap();
-    let out: &mut [bf16] = out.reinterpret_cast_mut();
-    let mut out_view = TensorMut::new("out", out, shape, strides).unwrap();
-    tiled::forward(&problem, &view(0), &view(1), &view(2), &mut out_view, None).unwrap();
-    let packed = Results::compute(Options::default(), &problem, &inputs, false);
-    for batch in 0..2 {
-        assert_eq!(out[batch * STRIDE..][..one], packed.out[batch * one..][..one], "batch {batch}");
+    let (q, k, v, dout) = (view(0), view(1), view(2), view(3));
+    let mut storage = [(); 4].map(|()| vec![0u16; STRIDE + one]);
+    let mut lse = vec![f32::NAN; lse_len(&problem)];
+    {
+        let mut writable = storage.iter_mut().map(|data| {
+            TensorMut::new("output", data.reinterpret_cast_mut::<bf16>(), shape, strides).unwrap()
+        });
+        let [mut out, mut dq, mut dk, mut dv] = [(); 4].map(|()| writable.next().unwrap());
+        tiled::forward(&problem, &q, &k, &v, &mut out, Some(&mut lse)).unwrap();
+        tiled::backward(&problem, &q, &k, &v, &out.as_ref(), &lse, &dout, &mut dq, &mut dk, &mut dv).unwrap();
     }
-    let oracle = reference::forward(&problem, &view(0), &view(1), &view(2)).unwrap();
-    let expected = Expected::compute(&problem, &inputs, false);
-    assert_eq!(oracle, expected.forward);
+    let packed = Results::compute(Options::default(), &problem, &inputs, true);
+    for (far, near) in storage.iter().zip([&packed.out, &packed.dq, &packed.dk, &packed.dv]) {
+        let far: &[bf16] = far.reinterpret_cast();
+        for batch in 0..2 {
+            assert_eq!(far[batch * STRIDE..][..one], near[batch * one..][..one], "batch {batch}");
+        }
+    }
+    let expected = Expected::compute(&problem, &inputs, true);
+    assert_eq!(reference::forward(&problem, &q, &k, &v).unwrap(), expected.forward);
+    assert_eq!(
+        reference::backward(&problem, &q, &k, &v, &dout).unwrap(),
+        expected.backward.as_ref().unwrap().0
+    );
     let failures = packed.failures("packed", &problem, &expected);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
