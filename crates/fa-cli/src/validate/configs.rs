@@ -314,10 +314,15 @@ mod tests {
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {
-        let found = configs::list(&[HeadDim { qk: 128, v: 128 }], false, Family::Sm90, Arch::Sm90).unwrap();
-        assert!(found.iter().any(|config| !config.planned.fits));
-        assert!(found.iter().filter(|config| config.planned.fits).count() > 20);
-        let mut names = HashSet::new();
-        assert!(cases(&found).iter().all(|case| names.insert(case.name())));
+        let dims = [HeadDim { qk: 128, v: 128 }, HeadDim { qk: 256, v: 256 }];
+        for (backward, family) in
+            [(false, Family::Sm90), (true, Family::Sm90), (false, Family::Sm80), (true, Family::Sm80)]
+        {
+            let found = configs::list(&dims, backward, family, Arch::Sm90).unwrap();
+            assert!(found.iter().any(|config| !config.planned.fits), "{family} {backward}");
+            assert!(found.iter().filter(|config| config.planned.fits).count() > 20, "{family} {backward}");
+            let mut names = HashSet::new();
+            assert!(cases(&found).iter().all(|case| names.insert(case.name())), "{family} {backward}");
+        }
     }
 }
