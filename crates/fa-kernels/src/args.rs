@@ -19,20 +19,21 @@ impl Element for half::bf16 {
     const DTYPE: Dtype = Dtype::Bf16;
 }
 
-/// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first.
+/// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first, on a multiple of 16 bytes.
 #[derive(Clone, Copy)]
 pub struct Input<'a, T> {
     /// The elements: a `CudaSlice`, a `CudaView`, or anything else that cudarc can point at.
     pub data: &'a dyn DevicePtr<T>,
-    /// Where they lie; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors.
+    /// Where they lie; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors. Rows are contiguous (`dim` is 1), the other
+    /// strides multiples of 8 elements; 0 repeats what is there for all along the axis.
     pub strides: Strides,
 }
 
-/// A tensor that is written.
+/// A tensor that is written, with element `[0, 0, 0, 0]` first, on a multiple of 16 bytes.
 pub struct Output<'a, T> {
     /// The elements.
     pub data: &'a mut dyn DevicePtrMut<T>,
-    /// Where they lie.
+    /// Where they lie, as of [`Input::strides`]; no two rows in one place. What lies between rows is left as it is.
     pub strides: Strides,
 }
 

@@ -135,7 +135,7 @@ pub enum Error {
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// A kernel does not compute the problem that it was asked to.
-    #[error("the kernel computes {what} {kernel}, not {problem}")]
+    #[error("{what}: the kernel computes {kernel}, not {problem}")]
     Mismatch {
         /// What differs.
         what: &'static str,
