@@ -19,8 +19,8 @@ pub struct Candidate {
 /// The tiles whose knobs are varied.
 const VARIED: usize = 3;
 
-/// Forwards, or backwards with these options: the planner's best kernel of each of the `tiles` best tiles (the best of all first), and as many variants of the first
-/// few with other knobs.
+/// Forwards, or backwards with these options: the planner's best kernel of each of the `tiles` best tiles (the best of all first), and
+/// as many variants of the first few with other knobs.
 ///
 /// # Errors
 /// Where no kernel of the family computes the problem.
@@ -66,6 +66,13 @@ fn block(spec: &KernelSpec) -> (u32, u32, u32) {
     (tile_m, tile_n, spec.threads())
 }
 
+fn other(order: TileOrder) -> TileOrder {
+    match order {
+        TileOrder::Natural => TileOrder::LongestFirst,
+        TileOrder::LongestFirst => TileOrder::Natural,
+    }
+}
+
 /// `spec` with one knob changed, the most telling first; also those that break a rule.
 fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
     let mut list = Vec::new();
@@ -91,8 +98,11 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
                 change(&mut own);
                 list.push(KernelSpec { kernel: Kernel::Sm80Bwd(own), ..spec.clone() });
             };
-            add(&|k| k.q_stages = 3 - k.q_stages);
+            add(&|k| k.q_stages = 5 - k.q_stages);
             add(&|k| k.do_stages = 3 - k.do_stages);
+            add(&|k| k.tile_order = other(k.tile_order));
+            add(&|k| k.blocks_per_sm += 1);
+            add(&|k| k.blocks_per_sm = k.blocks_per_sm.saturating_sub(1));
         }
         Kernel::Sm90Fwd(own) => {
             let mut add = |change: &dyn Fn(&mut fa_core::Sm90Fwd)| {
@@ -106,10 +116,7 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
                 k.scheduler =
                     if k.scheduler == Scheduler::Dynamic { Scheduler::Static } else { Scheduler::Dynamic };
             });
-            add(&|k| {
-                let natural = k.tile_order == TileOrder::Natural;
-                k.tile_order = if natural { TileOrder::LongestFirst } else { TileOrder::Natural };
-            });
+            add(&|k| k.tile_order = other(k.tile_order));
             add(&|k| k.tile_n += 16);
             add(&|k| k.tile_n = k.tile_n.saturating_sub(16));
             add(&|k| k.kv_stages += 1);
@@ -128,12 +135,7 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.mma_dkv_is_rs = !k.mma_dkv_is_rs);
             add(&|k| k.dq_via_smem = !k.dq_via_smem);
             add(&|k| k.dq_slices = 3 - k.dq_slices);
-            add(&|k| {
-                k.tile_order = match k.tile_order {
-                    TileOrder::Natural => TileOrder::LongestFirst,
-                    TileOrder::LongestFirst => TileOrder::Natural,
-                }
-            });
+            add(&|k| k.tile_order = other(k.tile_order));
         }
     }
     list
@@ -142,6 +144,7 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
 #[cfg(test)]
 mod tests {
     use fa_core::{Dtype, Mask};
+    use fa_kernels::tune;
 
     use super::*;
 
@@ -151,14 +154,34 @@ mod tests {
             [(Arch::Sm90, Family::Sm90), (Arch::Sm90, Family::Sm80), (Arch::Sm80, Family::Sm80)]
         {
             for mask in [Mask::FULL, Mask::CAUSAL] {
-                let problem = Problem::square(4, 4096, 16, 128, mask, Dtype::Bf16);
-                let found = of(&problem, arch, family, None, 6).expect("there are plans");
-                assert!(found.len() > 6 && found.len() <= 12, "{arch} {family:?} {mask}: {}", found.len());
-                assert_eq!(found[0].rank, Some(0));
-                for (index, one) in found.iter().enumerate() {
-                    account(&one.spec, arch).unwrap_or_else(|why| panic!("{}: {why}", one.spec));
-                    assert!(found[..index].iter().all(|other| other.spec != one.spec), "{} twice", one.spec);
+                let backward = |deterministic| Some(BackwardOptions { deterministic });
+                for pass in [None, backward(false), backward(true)] {
+                    let problem = Problem::square(4, 4096, 16, 128, mask, Dtype::Bf16);
+                    let found = of(&problem, arch, family, pass, 3).expect("there are plans");
+                    let count = found.len();
+                    assert!(count > 3 && count <= 6, "{arch} {family:?} {mask} {pass:?}: {count}");
+                    assert_eq!(found[0].rank, Some(0));
+                    for (index, one) in found.iter().enumerate() {
+                        account(&one.spec, arch).unwrap_or_else(|why| panic!("{}: {why}", one.spec));
+                        assert_eq!(tune::backward(&one.spec), pass, "{}", one.spec);
+                        let twice = found[..index].iter().any(|other| other.spec == one.spec);
+                        assert!(!twice, "{} twice", one.spec);
+                    }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn every_kernel_has_variants_that_keep_its_rules() {
+        for family in [Family::Sm80, Family::Sm90] {
+            for backward in [None, Some(BackwardOptions::default())] {
+                let problem = Problem::square(4, 4096, 16, 64, Mask::CAUSAL, Dtype::Bf16);
+                let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
+                let spec = plan(&problem, Arch::Sm90, &options).expect("there are plans").swap_remove(0).spec;
+                let all = variants(&spec);
+                let kept = all.iter().filter(|variant| variant.check().is_ok()).count();
+                assert!(2 * kept > all.len(), "{spec}: {kept} of {}", all.len());
             }
         }
     }
