@@ -6,9 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cudarc::driver::CudaContext;
 use fa_core::{Arch, KernelSpec, Problem};
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{
-    BackwardOptions, Family, PlanError, PlanOptions, Reason, RejectedSpec, account, plan,
-};
+use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, Reason, RejectedSpec, plan};
 
 use crate::backward::Backward;
 use crate::bundle::Bundle;
@@ -315,13 +313,12 @@ impl Kernels {
 fn check_fit(spec: &KernelSpec, arch: Arch) -> Result<(), Error> {
     spec.check()?;
     spec.check_arch(arch)?;
-    match account(spec, arch) {
-        Err(reason @ Reason::Smem { .. }) => {
-            let nearest = vec![RejectedSpec { spec: spec.clone(), reason }];
-            Err(Error::Plan(PlanError::NoneFits { arch, tried: 1, nearest }))
-        }
-        _ => Ok(()),
+    let (need, have) = (smem_bytes(spec), arch.limits().smem_per_block);
+    if need <= have {
+        return Ok(());
     }
+    let nearest = vec![RejectedSpec { spec: spec.clone(), reason: Reason::Smem { need, have } }];
+    Err(Error::Plan(PlanError::NoneFits { arch, tried: 1, nearest }))
 }
 
 fn problem_key(problem: &Problem, family: Option<Family>, pass: Option<BackwardOptions>) -> String {
