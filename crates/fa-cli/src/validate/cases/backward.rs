@@ -21,7 +21,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
         .map(|(index, mut case)| {
             let p = &mut case.problem;
             if p.seqlen_k >= LONGEST {
-                (p.seqlen_q, p.head_dim, p.head_dim_v) = (3, 8, 8);
+                (p.seqlen_q, p.head_dim, p.head_dim_v) = (2, 8, 8);
             } else if p.seqlen_q * p.seqlen_k > LONG {
                 (p.heads_q, p.heads_kv) = if p.heads_q == p.heads_kv { (2, 2) } else { (4, 2) };
                 p.batch = p.batch.min(1);
@@ -53,7 +53,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     if extent == Extent::Full {
         // More than 2^31 numbers in dQ's accumulators, whose rows are as wide as the tile.
         let (head_dim, head_dim_v) = (40, 8);
-        let wide = Problem { batch: 130, seqlen_q: 1 << 16, seqlen_k: 64, head_dim, head_dim_v, ..BASE };
+        let wide = Problem { batch: 520, seqlen_q: 1 << 14, seqlen_k: 64, head_dim, head_dim_v, ..BASE };
         let problem = Problem { mask: Mask::FULL, ..wide };
         cases.push(Case { backward: options(false), ..case("sizes", problem) });
     }
