@@ -62,7 +62,7 @@ impl<T: Half> GradientOracle<T> {
     }
 
     /// Compares what a backward wrote: the chosen heads by the rule of [`compare`], and of all others that they are written and
-    /// that rows without a key have the gradient 0.
+    /// that queries without a key and keys without a query have the gradient 0.
     ///
     /// # Errors
     /// Gradients that do not fit the problem.
@@ -100,7 +100,7 @@ impl<T: Half> GradientOracle<T> {
                 ));
             }
         }
-        faults.extend(blind(problem, &gradients.values[0]));
+        faults.extend(alone(problem, &gradients.values));
         if gradients.strays > 0 {
             faults.push(format!("{} elements between the rows were written", gradients.strays));
         }
@@ -114,13 +114,20 @@ impl<T: Half> GradientOracle<T> {
     }
 }
 
-/// The first row that sees no key and has a gradient.
-fn blind<T: Half>(problem: &Problem, dq: &[T]) -> Option<String> {
-    let Problem { seqlen_q, seqlen_k, heads_q, head_dim, mask, .. } = *problem;
-    dq.par_chunks(head_dim.max(1)).enumerate().find_map_first(|(index, values)| {
-        let (batch, row, head) = (index / heads_q / seqlen_q, index / heads_q % seqlen_q, index % heads_q);
-        let fault = mask.keys(row, seqlen_q, seqlen_k).is_empty() && values.iter().any(|x| x.to_f32() != 0.0);
-        fault.then(|| format!("batch {batch} row {row} head {head} sees no key and dQ is not 0"))
+/// The first query that sees no key, or key that no query sees, that has a gradient.
+fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> {
+    let Problem { seqlen_q, seqlen_k, mask, .. } = *problem;
+    let blind = |row: usize| mask.keys(row, seqlen_q, seqlen_k).is_empty();
+    let unseen = |key: usize| mask.m_blocks(key..key + 1, seqlen_q, seqlen_k, 1).is_empty();
+    let is_alone: [&(dyn Fn(usize) -> bool + Sync); 3] = [&blind, &unseen, &unseen];
+    shapes(problem).into_iter().enumerate().find_map(|(i, [_, seqlen, heads, dim])| {
+        gradients[i].par_chunks(dim).enumerate().find_map_first(|(index, values)| {
+            let (batch, row, head) = (index / heads / seqlen, index / heads % seqlen, index % heads);
+            let fault = values.iter().any(|x| x.to_f32() != 0.0) && is_alone[i](row);
+            fault.then(|| {
+                format!("batch {batch} row {row} head {head} is in no pair and {} is not 0", NAMES[i])
+            })
+        })
     })
 }
 
@@ -245,13 +252,22 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_sees_nothing_has_no_gradient() {
-        let problem =
-            Problem { seqlen_q: 5, seqlen_k: 3, ..Problem::square(1, 3, 1, 8, Mask::CAUSAL, Dtype::Bf16) };
-        let mut dq = vec![bf16::ZERO; 5 * 8];
-        assert_eq!(blind(&problem, &dq), None);
-        dq[9] = bf16::ONE;
-        assert!(blind(&problem, &dq).unwrap().contains("row 1"));
+    fn a_row_in_no_pair_has_no_gradient() {
+        let square = Problem::square(1, 3, 1, 8, Mask::CAUSAL, Dtype::Bf16);
+        // Queries 0 and 1 see no key; of a window of one, keys 0 and 1 are seen by no query.
+        let blind = Problem { seqlen_q: 5, ..square };
+        let unseen = Problem { seqlen_k: 5, mask: Mask::window(0, 0), ..square };
+        for (problem, tensors) in [(blind, &[0][..]), (unseen, &[1, 2])] {
+            let mut gradients = shapes(&problem).map(|shape| vec![bf16::ONE; shape.iter().product()]);
+            tensors.iter().for_each(|&i| gradients[i][..2 * 8].fill(bf16::ZERO));
+            assert_eq!(alone(&problem, &gradients), None);
+            for &i in tensors {
+                gradients[i][9] = bf16::ONE;
+                let fault = alone(&problem, &gradients).unwrap();
+                assert!(fault.contains("row 1") && fault.contains(NAMES[i]), "{fault}");
+                gradients[i][9] = bf16::ZERO;
+            }
+        }
     }
 
     #[test]
