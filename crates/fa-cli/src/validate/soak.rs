@@ -9,8 +9,8 @@ use crate::random::Random;
 /// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
 pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     let mut case = case(seed, turn, family);
-    let group = case.problem.group_size().min(4);
-    (case.problem.heads_q, case.problem.heads_kv) = (group, 1);
+    let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
+    (case.problem.heads_q, case.problem.heads_kv) = (group * heads_kv, heads_kv);
     let deterministic = turn % 2 == 1 || case.action != Action::Once;
     Case { backward: Some(BackwardOptions { deterministic }), ..case }
 }
@@ -95,5 +95,25 @@ mod tests {
         assert_ne!(case(2, 0, Family::Sm90).name(), cases[0].name());
         assert!(cases.iter().any(|case| case.problem.mask.left.is_some()));
         assert!(cases.iter().any(|case| case.problem.seqlen_k == 0));
+    }
+
+    #[test]
+    fn random_gradients_are_of_both_kinds_and_all_ratios_of_heads() {
+        let cases: Vec<Case> = (0..500).map(|turn| gradients(1, turn, Family::Sm80)).collect();
+        for deterministic in [false, true] {
+            for (group, heads_kv) in [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)] {
+                let found = cases.iter().any(|case| {
+                    let p = &case.problem;
+                    case.backward == Some(BackwardOptions { deterministic })
+                        && (p.group_size(), p.heads_kv) == (group, heads_kv)
+                        && (p.seqlen_q != p.seqlen_k)
+                });
+                assert!(found, "{group} on {heads_kv}, {deterministic}");
+            }
+        }
+        // What is not deterministic has no bits to repeat.
+        let repeats = cases.iter().filter(|case| case.action != Action::Once);
+        assert!(repeats.clone().count() > 10);
+        assert!(repeats.clone().all(|case| case.backward == Some(BackwardOptions { deterministic: true })));
     }
 }
