@@ -6,7 +6,7 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
-use fa_planner::plan::Family;
+use fa_planner::plan::{BackwardOptions, Family};
 
 use crate::bench_gpu::GpuArgs;
 use crate::build::BuildArgs;
@@ -243,6 +243,18 @@ pub enum OnePass {
     Fwd,
     /// Backward (gradients)
     Bwd,
+}
+
+/// The options of a backward; `None` for the forward.
+///
+/// # Errors
+/// [`InputError::Usage`] for a deterministic forward: every forward is.
+pub fn backward_options(backward: bool, deterministic: bool) -> Result<Option<BackwardOptions>, InputError> {
+    if deterministic && !backward {
+        let message = "--deterministic is about gradients, every forward is: add --mode bwd".to_owned();
+        return Err(InputError::Usage(message));
+    }
+    Ok(backward.then_some(BackwardOptions { deterministic }))
 }
 
 /// A family of GPU kernels.

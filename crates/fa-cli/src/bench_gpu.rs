@@ -12,7 +12,7 @@ use fa_kernels::{Headers, Source, smem_bytes, tune};
 use fa_planner::plan::{BackwardOptions, Family, serves};
 use rayon::prelude::*;
 
-use crate::args::{BenchArgs, KernelFamily, Mode};
+use crate::args::{BenchArgs, KernelFamily, Mode, backward_options};
 use crate::contest::{Arena, Outcome, Turns};
 use crate::cuda::{Device, Pass, with_half};
 use crate::failure::{InputError, Verdict};
@@ -105,11 +105,7 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
     if args.mode == Mode::Both {
         return Err(usage("on the GPU one pass is measured at a time: use --mode fwd or --mode bwd"));
     }
-    if args.gpu.deterministic && args.mode != Mode::Bwd {
-        return Err(usage("--deterministic is the backward's: every forward is; add --mode bwd"));
-    }
-    let options = BackwardOptions { deterministic: args.gpu.deterministic };
-    let backward = (args.mode == Mode::Bwd).then_some(options);
+    let backward = backward_options(args.mode == Mode::Bwd, args.gpu.deterministic)?;
     if args.cpu.isa.is_some() || args.cpu.threads.is_some() {
         return Err(usage("--isa and --threads are the cpu backend's; leave them out with --backend cuda"));
     }

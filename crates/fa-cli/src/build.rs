@@ -39,6 +39,9 @@ pub struct BuildArgs {
     /// The pass of --all-configs
     #[arg(long, value_enum, requires = "all_configs", default_value = "both")]
     pub mode: Mode,
+    /// Of the backward's configurations those whose gradients have the same bits in every run
+    #[arg(long, requires = "all_configs")]
+    pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
     #[arg(long, value_enum, requires = "all_configs")]
     pub family: Option<KernelFamily>,

@@ -69,17 +69,16 @@ pub struct Built {
     pub smem: u32,
 }
 
-/// Every configuration for the problems of `head_dims`: those that fit, and those that miss the register limit by little.
+/// Every configuration of the forward, or of a backward with these options, for the problems of `head_dims`: those that fit, and those that miss the register limit by little.
 ///
 /// # Errors
 /// Head dims or a family that `arch` has no kernels for.
 pub fn list(
     head_dims: &[HeadDim],
-    backward: bool,
+    backward: Option<BackwardOptions>,
     family: Family,
     arch: Arch,
 ) -> anyhow::Result<Vec<Config>> {
-    let backward = backward.then(BackwardOptions::default);
     let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
     let mut configs = Vec::new();
     for &HeadDim { qk, v } in head_dims {

@@ -81,7 +81,7 @@ pub struct Outcome {
 
 impl<'d, T: Half> Arena<'d, T> {
     /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact rows.
-    /// `any` is one of the kernels: what they need of memory beside tensors is the same.
+    /// `any` is one of the kernels; each gets room for its workspace when it is checked.
     ///
     /// # Errors
     /// Above all for want of device memory.

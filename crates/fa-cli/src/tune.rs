@@ -17,7 +17,7 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use fa_planner::plan::{BackwardOptions, Family};
 use rayon::prelude::*;
 
-use crate::args::{KernelFamily, OnePass, ShapeArgs};
+use crate::args::{KernelFamily, OnePass, ShapeArgs, backward_options};
 use crate::bench_gpu::{Marks, fingerprint, runnable};
 use crate::contest::Turns;
 use crate::cuda::{Device, flops};
@@ -159,15 +159,12 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
 
 /// The options of the backward, where one is tuned.
 fn backward(args: &TuneArgs) -> Result<Option<BackwardOptions>, InputError> {
-    let usage = |message: &str| Err(InputError::Usage(message.to_owned()));
-    let backward = args.mode == OnePass::Bwd;
-    match args.marks {
-        _ if args.deterministic && !backward => usage("--deterministic is the backward's: add --mode bwd"),
-        Some(marks) if marks.backward() != backward => {
-            usage("the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd")
-        }
-        _ => Ok(backward.then_some(BackwardOptions { deterministic: args.deterministic })),
+    let backward = backward_options(args.mode == OnePass::Bwd, args.deterministic)?;
+    if args.marks.is_some_and(|marks| marks.backward() != backward.is_some()) {
+        let message = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd";
+        return Err(InputError::Usage(message.to_owned()));
     }
+    Ok(backward)
 }
 
 fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {

@@ -74,6 +74,7 @@ pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     if args.worker {
         return work(args);
     }
+    args.backward_options()?;
     if let Some(path) = &args.spec {
         read_spec_of(path, args.backward())?;
     }
@@ -137,7 +138,7 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     let mut chosen = if args.sanitize {
         sanitize::cases(args.backward())
     } else if args.all_configs {
-        configs::cases(&crate::configs::list(&args.headdim, args.backward(), family, arch)?)
+        configs::cases(&crate::configs::list(&args.headdim, args.backward_options()?, family, arch)?)
     } else if let Some(path) = &args.spec {
         let spec = read_spec_of(path, args.backward())?;
         let mut cases = cases::of_spec("spec", &spec.to_string(), &spec, Extent::Full);

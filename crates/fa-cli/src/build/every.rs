@@ -4,7 +4,7 @@ use fa_core::Arch;
 use serde::Serialize;
 
 use super::BuildArgs;
-use crate::args::{KernelFamily, Mode};
+use crate::args::{KernelFamily, Mode, backward_options};
 use crate::bench_gpu::runnable;
 use crate::configs::{self, Built, NEAR_MISS};
 use crate::failure::Verdict;
@@ -51,15 +51,16 @@ struct Summary {
 pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     let sinks = Sinks::probe(args.json.as_deref(), None)?;
     let archs = if args.arch.is_empty() { &[Arch::Sm90][..] } else { &args.arch };
-    let passes: &[(&str, bool)] = match args.mode {
-        Mode::Fwd => &[("fwd", false)],
-        Mode::Bwd => &[("bwd", true)],
-        Mode::Both => &[("fwd", false), ("bwd", true)],
+    let backward = backward_options(args.mode != Mode::Fwd, args.deterministic)?;
+    let passes = match args.mode {
+        Mode::Fwd => vec![("fwd", None)],
+        Mode::Bwd => vec![("bwd", backward)],
+        Mode::Both => vec![("fwd", None), ("bwd", backward)],
     };
     let mut lists = Vec::new();
     for &arch in archs {
         let family = runnable(args.family.unwrap_or(KernelFamily::native(arch)))?;
-        for &(pass, backward) in passes {
+        for &(pass, backward) in &passes {
             lists.push((arch, pass, configs::list(&args.headdim, backward, family, arch)?));
         }
     }

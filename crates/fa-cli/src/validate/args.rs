@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use fa_planner::plan::Family;
+use fa_planner::plan::{BackwardOptions, Family};
 
-use crate::args::OnePass;
+use crate::args::{OnePass, backward_options};
 use crate::configs::HEAD_DIMS;
+use crate::failure::InputError;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -46,6 +47,9 @@ pub struct ValidateArgs {
     /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
     pub all_configs: bool,
+    /// Of the backward's configurations those whose gradients have the same bits in every run
+    #[arg(long, requires = "all_configs")]
+    pub deterministic: bool,
     /// Head dims of --all-configs, each D or D-DV
     #[arg(
         long,
@@ -122,8 +126,20 @@ impl ValidateArgs {
         self.mode == OnePass::Bwd
     }
 
+    /// The options of the backward whose configurations are validated.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for a deterministic forward.
+    pub fn backward_options(&self) -> Result<Option<BackwardOptions>, InputError> {
+        backward_options(self.backward(), self.deterministic)
+    }
+
     /// What the names of records say about the pass.
     pub fn suffix(&self) -> &'static str {
-        if self.backward() { "-bwd" } else { "" }
+        match (self.backward(), self.deterministic) {
+            (true, true) => "-bwd-deterministic",
+            (true, false) => "-bwd",
+            (false, _) => "",
+        }
     }
 }

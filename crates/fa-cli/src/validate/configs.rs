@@ -98,7 +98,7 @@ pub fn command(
     provenance: impl FnOnce() -> anyhow::Result<Provenance>,
     work: impl FnOnce(Vec<CaseResult>) -> anyhow::Result<Vec<CaseResult>>,
 ) -> anyhow::Result<Verdict> {
-    let configs = configs::list(&args.headdim, args.backward(), family, arch)?;
+    let configs = configs::list(&args.headdim, args.backward_options()?, family, arch)?;
     let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?);
     // The worker passes over what it is told is done.
     let unclean = configs.iter().zip(&reports).filter(|(_, report)| !is_clean(report));
@@ -309,20 +309,24 @@ fn markdown(record: &Record, cases: &[CaseResult]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use fa_planner::plan::BackwardOptions;
+
     use super::*;
     use crate::args::HeadDim;
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {
         let dims = [HeadDim { qk: 128, v: 128 }, HeadDim { qk: 256, v: 256 }];
+        let backward = |deterministic| Some(BackwardOptions { deterministic });
+        let passes = [None, backward(false), backward(true)];
         for (backward, family) in
-            [(false, Family::Sm90), (true, Family::Sm90), (false, Family::Sm80), (true, Family::Sm80)]
+            passes.into_iter().flat_map(|pass| [(pass, Family::Sm80), (pass, Family::Sm90)])
         {
             let found = configs::list(&dims, backward, family, Arch::Sm90).unwrap();
-            assert!(found.iter().any(|config| !config.planned.fits), "{family} {backward}");
-            assert!(found.iter().filter(|config| config.planned.fits).count() > 20, "{family} {backward}");
+            assert!(found.iter().any(|config| !config.planned.fits), "{family} {backward:?}");
+            assert!(found.iter().filter(|config| config.planned.fits).count() > 20, "{family} {backward:?}");
             let mut names = HashSet::new();
-            assert!(cases(&found).iter().all(|case| names.insert(case.name())), "{family} {backward}");
+            assert!(cases(&found).iter().all(|case| names.insert(case.name())), "{family} {backward:?}");
         }
     }
 }
