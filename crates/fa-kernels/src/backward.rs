@@ -103,32 +103,15 @@ impl Workspace {
     }
 }
 
-/// The smallest soft cap of the SM80-class backward. It computes a capped score again as LSE plus the logarithm of the 16-bit weight,
-/// 2^-9 off for bf16, so that the cap's slope is off by up to 2^-8 of the cap's reciprocal. Random problems with caps of 10 and 50 are within the
-/// tolerance, steep ones with a cap of 1 beyond it (docs/lab-notebook.md).
-const MIN_SM80_SOFTCAP: f64 = 10.0;
-
-/// # Errors
-/// [`Error::SmallSoftcap`] where `kernel` is of the SM80 class and the cap too small for it.
-fn check_softcap(kernel: &Kernel, problem: &Problem) -> Result<(), Error> {
-    match (kernel, problem.softcap) {
-        (Kernel::Sm80Bwd(_), Some(softcap)) if softcap < MIN_SM80_SOFTCAP => {
-            Err(Error::SmallSoftcap { softcap, limit: MIN_SM80_SOFTCAP })
-        }
-        _ => Ok(()),
-    }
-}
-
 impl Backward {
     /// Binds `kernel` to `problem`.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, [`Error::TooLong`] for counts beyond 2^30,
-    /// [`Error::Scale`] for a scale that the kernels cannot use, and [`Error::SmallSoftcap`] for a soft cap below 10 on an SM80-class kernel.
+    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, [`Error::TooLong`] for counts beyond 2^30
+    /// and [`Error::Scale`] for a scale that the kernels cannot use.
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Backward, Error> {
         problem.check()?;
         check_match(&kernel.spec, problem)?;
-        check_softcap(&kernel.spec.kernel, problem)?;
         let Some(own) = Walk::of(&kernel.spec) else {
             return Err(Error::Mismatch {
                 what: "pass",
@@ -432,19 +415,6 @@ mod tests {
                 assert_eq!((parts.lse_log2, parts.dpsum), (0, part(rows)));
                 assert_eq!((parts.dkv_accum.is_some(), parts.turns.is_some()), (splits > 1, deterministic));
             }
-        }
-    }
-
-    #[test]
-    fn small_soft_caps_are_not_for_sm80_class_kernels() {
-        let problem = Problem::square(1, 64, 1, 64, Mask::FULL, Dtype::F16);
-        for (arch, taken) in [(Arch::Sm80, false), (Arch::Sm90, true)] {
-            let options =
-                PlanOptions { backward: Some(BackwardOptions::default()), ..PlanOptions::default() };
-            let kernel = plan(&problem, arch, &options).expect("plans").swap_remove(0).spec.kernel;
-            let check = |softcap| check_softcap(&kernel, &Problem { softcap, ..problem });
-            assert_eq!(check(Some(9.9)).is_ok(), taken, "{arch}");
-            assert!(check(Some(10.0)).is_ok() && check(None).is_ok(), "{arch}");
         }
     }
 

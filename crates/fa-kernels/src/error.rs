@@ -160,17 +160,6 @@ pub enum Error {
         /// The scale.
         scale: f64,
     },
-    /// The soft cap is below those whose gradients an SM80-class backward computes exactly enough.
-    #[error(
-        "softcap = {softcap:?}: the SM80-class backward finds a score's distance from the cap again from its weight in 16 bits, which is \
-         exact enough from a soft cap of {limit} on (the SM90 backward and the CPU backend take smaller ones)"
-    )]
-    SmallSoftcap {
-        /// The soft cap.
-        softcap: f64,
-        /// The smallest soft cap.
-        limit: f64,
-    },
     /// The soft cap is not one that GPU kernels use.
     #[error(
         "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, and scale / softcap \

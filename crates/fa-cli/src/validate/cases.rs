@@ -432,7 +432,7 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
                 head_dim_v: spec.head_dim_v as usize - narrow,
                 mask,
                 dtype: spec.dtype,
-                softcap: spec.softcap.then_some(12.0),
+                softcap: spec.softcap.then_some(7.0),
                 ..BASE
             };
             let placing = [Placing::Bshd, Placing::Bhsd, Placing::Gap(8)][turn % 3];

@@ -145,11 +145,6 @@ struct Found {
     ms: Option<f64>,
 }
 
-/// Whether the library says that it has no kernel for the case's soft cap.
-fn is_without_kernel(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(Error::SmallSoftcap { .. }))
-}
-
 fn is_refused(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Error::Refused { .. }))
 }
@@ -245,9 +240,7 @@ impl Worker {
                 let status = if passed { Status::Passed } else { Status::Failed };
                 CaseResult { kernel, ratio, ms, ..fate(status, detail) }
             }
-            Err(error) if error.is::<Skip>() || is_without_kernel(&error) => {
-                fate(Status::Skipped, crate::failure::message(&error))
-            }
+            Err(error) if error.is::<Skip>() => fate(Status::Skipped, error.to_string()),
             // A switch that the compiler does not honour here ships nowhere and is none of the library's choices.
             Err(error) if case.group == "knobs" && is_refused(&error) => {
                 fate(Status::Skipped, crate::failure::message(&error))

@@ -12,6 +12,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/sync.cuh"
 #include "sm80/bwd_finish.cuh"
@@ -42,7 +43,8 @@ struct alignas(128) BwdStorage {
     alignas(128) u8 dout[C.do_stages][L::Do::kBytes];
     alignas(128) u8 k[L::K::kBytes];
     alignas(128) u8 v[L::V::kBytes];
-    alignas(128) u8 p[L::Pds::kBytes];
+    // P, and with a soft cap P times the cap's slope.
+    alignas(128) u8 p[C.softcap ? 2 : 1][L::Pds::kBytes];
     alignas(128) u8 ds[L::Pds::kBytes];
     // LSE in base 2 beside each Q, dPsum beside each dO.
     alignas(128) float lse[C.q_stages][C.tile_m];
@@ -56,11 +58,11 @@ struct alignas(128) BwdStorage {
 // ---- Barriers ---------------------------------------------------------------------------------------------------------
 
 enum BwdBarrier : int {
-    kBarrierBlock,   // all threads: a step begins
-    kBarrierPRead,   // all threads: P has been read and may be written again
-    kBarrierDsRead,  // all threads: dS has been read and may be written again
-    kBarrierDs,      // dS is written; with one dO buffer all threads: dO has been read
-    kBarrierGroup,   // the threads of a group, for what concerns them alone: this of the first, the next of the second
+    kBarrierBlock = 1,  // all threads: a step begins (0 is __syncthreads)
+    kBarrierPRead,      // all threads: P has been read and may be written again
+    kBarrierDsRead,     // all threads: dS has been read and may be written again
+    kBarrierDs,         // dS is written; with one dO buffer all threads: dO has been read
+    kBarrierGroup,      // the threads of a group, for what concerns them alone: this of the first, the next of the second
 };
 
 // A thread's place in its group, worked out anew wherever it is needed: registers are scarcer than instructions.
@@ -108,9 +110,13 @@ struct BwdGroup {
     __device__ __forceinline__ u32 q_stage(BwdStep step) const { return u32(number(step)) % C.q_stages; }
     __device__ __forceinline__ u32 do_stage(BwdStep step) const { return C.do_stages > 1 ? u32(number(step)) % C.do_stages : 0; }
     __device__ __forceinline__ u32 q_buffer(BwdStep step) const { return smem_address(smem.q) + q_stage(step) * L::Q::kBytes; }
-    __device__ __forceinline__ u32 do_buffer(BwdStep step) const { return smem_address(smem.dout) + do_stage(step) * L::Do::kBytes; }
+    __device__ __forceinline__ u32 do_buffer(BwdStep step) const {
+        return C.do_stages > 1 ? smem_address(smem.dout) + do_stage(step) * L::Do::kBytes : buffer(smem.dout);
+    }
     __device__ __forceinline__ u32 lse_buffer(BwdStep step) const { return smem_address(smem.lse) + q_stage(step) * (4 * C.tile_m); }
-    __device__ __forceinline__ u32 dpsum_buffer(BwdStep step) const { return smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m); }
+    __device__ __forceinline__ u32 dpsum_buffer(BwdStep step) const {
+        return C.do_stages > 1 ? smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m) : buffer(smem.dpsum);
+    }
     __device__ __forceinline__ bool exists(BwdStep step) const { return step.head < tile.end_head; }
 
     template <class Tile, int Threads, int FirstThread>
@@ -159,7 +165,7 @@ struct BwdGroup {
     // The thread's copies are in; past the barrier everybody's are, and what was read before it may be written.
     __device__ __forceinline__ void step_barrier() const {
         cp_async_wait<0>();
-        named_barrier_sync(kBarrierBlock, L::kThreads);
+        named_barrier_sync_apart(kBarrierBlock, L::kThreads);
     }
 
     // Where group `group` is.
@@ -295,6 +301,30 @@ struct BwdWeights : BwdGroup<C> {
     using typename Base::Stats;
     using Base::params, Base::range, Base::smem, Base::tile;
 
+    // Scores become shares of the soft cap: tanh(scale * s / cap), as cap_scores() has it.
+    template <int N>
+    __device__ __forceinline__ static void cap_to_shares(float (&s)[N], float two_scale_log2_over_cap) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) s[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s[i] * two_scale_log2_over_cap)), 1.f);
+    }
+
+    // A weight as it is kept until it is stored. With a soft cap: rounded, and beside it, rounded on its own, its product with the cap's
+    // slope 1 - share^2. The second group could not find the slope again from the rounded weight: where the cap saturates, what is left
+    // of it is far below that rounding. The share of a hidden score is -inf, its weight 0.
+    __device__ __forceinline__ static float kept(float p, float share) {
+        if constexpr (!C.softcap) return p;
+        return __uint_as_float(pack<C.dtype>(p, p * fmaxf(fmaf(-share, share, 1.f), 0.f)));
+    }
+    __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
+        if constexpr (C.softcap) {
+            const u32 a = __float_as_uint(first), b = __float_as_uint(second);
+            store_shared_u32(at, (a & 0xffff) | b << 16);
+            store_shared_u32(at + L::Pds::kBytes, a >> 16 | (b & 0xffff0000));
+        } else {
+            store_shared_u32(at, pack<C.dtype>(first, second));
+        }
+    }
+
     // The weights of a step.
     __device__ __forceinline__ void weights(typename CutS::Accumulators& s, BwdStep step) const {
         CutS::clear(s);
@@ -304,10 +334,12 @@ struct BwdWeights : BwdGroup<C> {
         this->read_stats(lse, this->lse_buffer(step), step);
         const Here place(step.block);
         const bool masked = range.needs_mask(step.block);
-        const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
+        // As in Place: not worked out before the loop.
+        const float cap = __int_as_float(__float_as_int(params.softcap) + (u32(step.block) >> 31));
+        const float scale_log2 = C.softcap ? cap * kLog2e : params.scale_log2;
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
-            if constexpr (C.softcap) cap_scores(s[f], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+            if constexpr (C.softcap) cap_to_shares(s[f], reciprocal_approx(cap) * 2.f * params.scale_log2);
             if (masked) {
                 const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
                 ColumnLimits limits;
@@ -320,7 +352,9 @@ struct BwdWeights : BwdGroup<C> {
                 mask_scores<C.mask == MaskKind::Window>(s[f], limits);
             }
 #pragma unroll
-            for (int i = 0; i < CutS::kRegisters; ++i) s[f][i] = exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1]));
+            for (int i = 0; i < CutS::kRegisters; ++i) {
+                s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
+            }
         }
     }
 
@@ -331,8 +365,8 @@ struct BwdWeights : BwdGroup<C> {
             const u32 at = Base::words_at(this->buffer(smem.p), i, place);
 #pragma unroll
             for (int f = 0; f < CutS::kFragments; ++f) {
-                store_shared_u32(at + f * Base::kFragmentBytes, pack<C.dtype>(p[f][i], p[f][i + 1]));
-                store_shared_u32(at + f * Base::kFragmentBytes + Base::kLowerBytes, pack<C.dtype>(p[f][i + 2], p[f][i + 3]));
+                store_kept(at + f * Base::kFragmentBytes, p[f][i], p[f][i + 1]);
+                store_kept(at + f * Base::kFragmentBytes + Base::kLowerBytes, p[f][i + 2], p[f][i + 3]);
             }
         }
     }
@@ -428,24 +462,13 @@ struct BwdSlopes : BwdGroup<C> {
     using Base::params, Base::range, Base::smem, Base::tile;
     static constexpr int kFirstThread = L::kGroupThreads;
 
-    // `dp` is the gradient of the weight less dPsum.
-    __device__ __forceinline__ static float slope(float p, float dp, float lse, float softcap) {
-        const float ds = p * dp;
-        if constexpr (!C.softcap) return ds;
-        // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
-        const float ratio = (log2_approx(p) + lse) * (kLn2 / softcap);
-        return p > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
-    }
-
-    // dS from dP and the first group's P, which the same thread of it has written; both are rounded.
+    // dS from dP less dPsum and the first group's P, which the same thread of it has written; both are rounded.
     __device__ __forceinline__ void differentiate(const typename CutS::Accumulators& dp, BwdStep step) const {
-        Stats lse = {};
-        if constexpr (C.softcap) this->read_stats(lse, this->lse_buffer(step), step);
         const Here place(step.block);
         constexpr int kRounds = CutS::kRegisters / 4;
         u32 p[CutS::kFragments][2];
         constexpr u32 kDsFromP = L::Pds::kBytes;  // they are neighbours
-        const u32 of_p = this->buffer(smem.p);
+        const u32 of_p = this->buffer(smem.p[C.softcap]);
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
             const u32 at = Base::words_at(of_p, 4 * round, place);
@@ -454,15 +477,13 @@ struct BwdSlopes : BwdGroup<C> {
                 p[f][0] = load_shared_u32(at + f * Base::kFragmentBytes);
                 p[f][1] = load_shared_u32(at + f * Base::kFragmentBytes + Base::kLowerBytes);
             }
-            if (round + 1 == kRounds) named_barrier_arrive(kBarrierPRead, L::kThreads);
 #pragma unroll
             for (int f = 0; f < CutS::kFragments; ++f) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const u32 weights = p[f][r];
                     const float* of = dp[f] + 4 * round + 2 * r;
-                    const float low = slope(unpack_low<C.dtype>(weights), of[0], lse[f][r], params.softcap);
-                    const float high = slope(unpack_high<C.dtype>(weights), of[1], lse[f][r], params.softcap);
+                    const float low = unpack_low<C.dtype>(weights) * of[0], high = unpack_high<C.dtype>(weights) * of[1];
                     store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes, pack<C.dtype>(low, high));
                 }
             }
@@ -490,6 +511,8 @@ struct BwdSlopes : BwdGroup<C> {
                 differentiate(dp, step());
             }
             named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);
+            // Here and not where P has been read: racecheck takes a thread's reads for ended when it has waited, not when it arrives.
+            named_barrier_arrive(kBarrierPRead, L::kThreads);
             if constexpr (C.do_stages == 1) {
                 const BwdStep next = step().next(range);
                 if (this->exists(next)) this->template load_do<L::kGroupThreads, kFirstThread>(next);

@@ -40,7 +40,7 @@ const ELSEWHERE: u32 = 8;
 /// The shared memory of a block. T is the 16-bit type; tiles are swizzled panels of at most 64 columns:
 ///
 /// - `q` `[q_stages][tile_m, hd]` T, `do` `[do_stages][tile_m, hdv]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T;
-/// - `p` and `ds` `[tile_m, tile_n]` T;
+/// - `p` and `ds` `[tile_m, tile_n]` T, with a soft cap `p` twice: the weights, and what they give times the cap's slope;
 /// - `lse` `[q_stages][tile_m]` and `dpsum` `[do_stages][tile_m]` f32, which come with Q and dO;
 /// - `tile`, `range` and `step`: six, four and four 32-bit words that say what the block is to do and where its warps are.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
@@ -52,7 +52,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("do", kernel.do_stages * tile_m * hdv * 2, align);
     plan.push("k", tile_n * hd * 2, align);
     plan.push("v", tile_n * hdv * 2, align);
-    plan.push("p", tile_m * tile_n * 2, align);
+    plan.push("p", if spec.softcap { 2 } else { 1 } * tile_m * tile_n * 2, align);
     plan.push("ds", tile_m * tile_n * 2, align);
     plan.push("lse", kernel.q_stages * tile_m * 4, align);
     plan.push("dpsum", kernel.do_stages * tile_m * 4, align);
