@@ -242,6 +242,29 @@ mod tests {
         });
     }
 
+    /// The turns of a deterministic backward count on it: each tile of keys that a tile of queries names comes to it, and no other.
+    #[test]
+    fn tiles_of_keys_and_of_queries_visit_one_another() {
+        for_each_case(|mask, sq, sk| {
+            for (tile_m, tile_n) in [(1, 1), (1, 4), (3, 1), (3, 4), (4, 3), (5, 5), (20, 3)] {
+                for m in 0..sq.div_ceil(tile_m) {
+                    let rows = m * tile_m..((m + 1) * tile_m).min(sq);
+                    let keys = mask.n_blocks(rows, sq, sk, tile_n);
+                    for n in 0..sk.div_ceil(tile_n) {
+                        let columns = n * tile_n..((n + 1) * tile_n).min(sk);
+                        let queries = mask.m_blocks(columns, sq, sk, tile_m);
+                        let there = (keys.begin..keys.end).contains(&n);
+                        let back = (queries.begin..queries.end).contains(&m);
+                        assert_eq!(
+                            there, back,
+                            "{mask} {sq}x{sk}: queries {m} of {tile_m}, keys {n} of {tile_n}"
+                        );
+                    }
+                }
+            }
+        });
+    }
+
     fn check_range(
         range: &BlockRange,
         rows: Range<usize>,
