@@ -69,7 +69,8 @@ pub struct Built {
     pub smem: u32,
 }
 
-/// Every configuration of the forward, or of a backward with these options, for the problems of `head_dims`: those that fit, and those that miss the register limit by little.
+/// Every configuration of the forward, or of a backward with these options, for the problems of `head_dims`: those that fit, and
+/// those that miss the register limit by little.
 ///
 /// # Errors
 /// Head dims or a family that `arch` has no kernels for.
