@@ -42,5 +42,9 @@ fn main() -> ExitCode {
     };
     let Err(error) = done else { return ExitCode::SUCCESS };
     eprintln!("error: {error:#}");
-    if error.is::<BadInput>() { ExitCode::from(2) } else { ExitCode::FAILURE }
+    match error.downcast_ref::<workspace::FaEnded>() {
+        Some(ended) => ExitCode::from(ended.code),
+        None if error.is::<BadInput>() => ExitCode::from(2),
+        None => ExitCode::FAILURE,
+    }
 }

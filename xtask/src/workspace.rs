@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 /// The workspace's root.
 pub fn root() -> &'static Path {
@@ -29,9 +29,26 @@ pub fn cargo(args: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// `fa` has said what is wrong and ended with this code: 1 for what did not pass, 2 for input that makes no sense.
+#[derive(Debug, thiserror::Error)]
+#[error("fa {command} ended with exit code {code}")]
+pub struct FaEnded {
+    command: String,
+    pub code: u8,
+}
+
 /// Builds the program `fa` and runs one of its commands.
+///
+/// # Errors
+/// [`FaEnded`] when it ends by itself with another code than 0.
 pub fn fa(command: &str, flags: &[String]) -> Result<()> {
+    cargo(&["build", "--quiet", "--release", "-p", "fa-cli"])?;
     let mut args = vec!["run", "--quiet", "--release", "-p", "fa-cli", "--", command];
     args.extend(flags.iter().map(String::as_str));
-    cargo(&args)
+    let status = cargo_command(&args).status().context("cargo does not start")?;
+    match status.code().and_then(|code| u8::try_from(code).ok()) {
+        Some(0) => Ok(()),
+        Some(code) => Err(FaEnded { command: command.to_owned(), code }.into()),
+        None => bail!("fa {command} was ended ({status})"),
+    }
 }
