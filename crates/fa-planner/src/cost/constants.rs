@@ -97,6 +97,16 @@ pub struct CostConstants {
     /// Clocks of a block of the SM90 backward outside its steps.
     pub bwd_block: f64,
 
+    /// Rate of mma.sync that the SM80-class backward's products reach, as a share of `mma_sync_rate`.
+    pub sm80_bwd_tensor: f64,
+    /// f32 instructions per element of its softmax and gradient of the scores.
+    pub sm80_bwd_ops: f64,
+    /// Its products take `2 / w` to this power as long where a scheduler has `w` < 2 warps.
+    pub sm80_bwd_alone: f64,
+    /// Clocks of a step that waiting for Q and dO together adds, with two buffers each.
+    pub sm80_bwd_wait: f64,
+    /// Clocks of a block of it outside its steps.
+    pub sm80_bwd_block: f64,
     /// The exponent of the SM80-class backward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per scheduler.
     pub sm80_overlap: f64,
     /// f32 instructions per element of the SM80-class forward's softmax.
@@ -111,7 +121,7 @@ pub struct CostConstants {
     pub sm80_fwd_step: f64,
     /// Clocks that its steps wait for K and V with a single buffer, on one resident block.
     pub sm80_wait: f64,
-    /// Clocks of a step of the SM80-class backward that nothing hides, on one resident block.
+    /// Clocks of the steps of an SM's resident blocks that nothing hides in the SM80-class backward.
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
     pub load_latency: f64,
@@ -135,7 +145,7 @@ pub struct CostConstants {
 /// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an H100 SXM5
 /// (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first choice is behind the
 /// best one measured; the SM90 backward's to 332 at N = 8192 (`tests/bwd_rates.rs`); the SM80-class forward's to
-/// 923 at N = 8192 (`tests/sm80_rates.rs`). Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
+/// 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k (`tests/sm80_rates.rs`). Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
 /// fit's cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %). From public
 /// profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100 terms are assumptions.
 const SM90: CostConstants = CostConstants {
@@ -183,14 +193,19 @@ const SM90: CostConstants = CostConstants {
     bwd_add_weight: 2.35,
     bwd_block: 5000.0,
 
-    sm80_overlap: 1.15,
+    sm80_bwd_tensor: 0.906,
+    sm80_bwd_ops: 4.73,
+    sm80_bwd_alone: 0.577,
+    sm80_bwd_wait: 160.0,
+    sm80_bwd_block: 9500.0,
+    sm80_overlap: 1.50,
     sm80_softmax_ops: 7.74,
     sm80_rescale: 3.89,
     sm80_fwd_overlap: 2.81,
     sm80_apart: 0.25,
     sm80_fwd_step: 283.0,
     sm80_wait: 506.0,
-    sm80_step: 120.0,
+    sm80_step: 1430.0,
     load_latency: 800.0,
     sm80_block: 7000.0,
     row_major_conflict: 5.5,
