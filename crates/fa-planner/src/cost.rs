@@ -20,7 +20,7 @@ use serde::Serialize;
 
 use crate::occupancy::{Occupancy, WARP};
 
-pub use backward::head_splits;
+pub use backward::{Sm90BwdConstants, head_splits};
 pub use constants::CostConstants;
 pub use correlation::rank_correlation;
 pub use schedule::{Queue, TileClass, Work};

@@ -3,6 +3,8 @@
 use fa_core::Arch;
 use serde::{Deserialize, Serialize};
 
+use super::backward::Sm90BwdConstants;
+
 /// What the cost model assumes beyond [`fa_core::ArchLimits`]. "Clocks" are SM clocks, "per element" means per score.
 ///
 /// The sm90 set is fitted to the rates that public kernels reach on an H100 (the table in this crate's
@@ -70,32 +72,13 @@ pub struct CostConstants {
     /// The same where every tile is a block of its own.
     pub sm90_block: f64,
 
-    /// f32 instructions per element of the backward's softmax and gradient of the scores.
-    pub bwd_ops: f64,
-    /// Share of the tensor cores' issue rate that the backward's products reach.
-    pub bwd_tensor: f64,
-    /// Clocks of the copy engine for a row of a panel of Q or dO.
-    pub bwd_copied_row: f64,
-    /// How well the products' shared-memory reads hide behind the tensor cores in the backward: an exponent as above.
-    pub bwd_smem_overlap: f64,
-    /// How well products and the rest hide behind each other in the SM90 backward, with 2 and with 3 MMA warp groups.
-    pub bwd_overlap: [f64; 2],
-    /// Clocks of a step of the SM90 backward that nothing hides.
-    pub bwd_step: f64,
-    /// Clocks of a step that P through shared memory adds: dV waits for the exchange.
-    pub bwd_p_store: f64,
-    /// Clocks of a step that a single buffer of P and dS adds: a second barrier.
-    pub bwd_second_barrier: f64,
-    /// Clocks of a step that a single buffer of dO adds.
-    pub bwd_one_do_stage: f64,
-    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel.
+    /// The SM90 backward.
+    pub sm90_bwd: Sm90BwdConstants,
+
+    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel of the SM80 class.
     pub bwd_turn: f64,
-    /// Bytes of dQ per clock that an SM adds to device memory by vector atomics.
-    pub bwd_atomic_bytes: f64,
-    /// Adding a byte of dQ keeps the L2 busy as long as reading so many bytes.
+    /// Adding a byte of dQ keeps the L2 busy as long as reading so many bytes, in the SM80-class backward.
     pub bwd_add_weight: f64,
-    /// Clocks of a block of the SM90 backward outside its steps.
-    pub bwd_block: f64,
 
     /// Rate of mma.sync that the SM80-class backward's products reach, as a share of `mma_sync_rate`.
     pub sm80_bwd_tensor: f64,
@@ -144,7 +127,7 @@ pub struct CostConstants {
 
 /// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an H100 SXM5
 /// (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first choice is behind the
-/// best one measured; the SM90 backward's to 332 at N = 8192 (`tests/bwd_rates.rs`); the SM80-class forward's to
+/// best one measured; the SM90 backward's to 8,626 (`tests/bwd_rates.rs`); the SM80-class forward's to
 /// 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k (`tests/sm80_rates.rs`). Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
 /// fit's cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %). From public
 /// profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100 terms are assumptions.
@@ -179,19 +162,10 @@ const SM90: CostConstants = CostConstants {
     sm90_tile: 561.2,
     sm90_block: 4000.0,
 
-    bwd_ops: 12.0,
-    bwd_tensor: 0.685,
-    bwd_copied_row: 2.2,
-    bwd_smem_overlap: 7.8,
-    bwd_overlap: [2.0, 2.2],
-    bwd_step: 60.0,
-    bwd_p_store: 300.0,
-    bwd_second_barrier: 60.0,
-    bwd_one_do_stage: 20.0,
+    sm90_bwd: Sm90BwdConstants::H100,
+
     bwd_turn: 900.0,
-    bwd_atomic_bytes: 40.0,
     bwd_add_weight: 2.35,
-    bwd_block: 5000.0,
 
     sm80_bwd_tensor: 0.906,
     sm80_bwd_ops: 4.73,

@@ -107,7 +107,7 @@ mod tests {
                     let sum = tensors(&account.smem, &names);
                     check(dims, &account, sum, config.smem_bytes, config.num_wg);
                     let lse = account.smem.buffer("lse").map(|b| b.size);
-                    assert_eq!(lse, Some(2 * config.tile_m * 4));
+                    assert_eq!(lse, Some(config.do_stage * config.tile_m * 4));
                 }
             }
         }

@@ -45,7 +45,7 @@ pub fn fwd(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
 /// - `q` `[q_stages][tile_m, hd]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T, which transposed dK and dV reuse on their way out;
 /// - `do` `[do_stages][tile_m, hdv]` T, `p` (unless P and dS are register operands) and `ds` `[pds_stages][tile_m, tile_n]` T;
 /// - `dq` `[tile_m, hd / dq_slices]` f32 with `dq_via_smem`: the tile that the bulk copy engine adds to device memory;
-/// - `lse` `[q_stages][tile_m]` and `dpsum` `[do_stages][tile_m]` f32, which arrive with Q and with dO;
+/// - `lse` and `dpsum` `[do_stages][tile_m]` f32, which arrive with dO;
 /// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage; and a `ticket`. What the
 ///   warp groups say to each other and to the warps that add dQ goes through named barriers, which take no memory.
 pub fn bwd(hd: u32, hdv: u32, kernel: &Sm90Bwd) -> SmemPlan {
@@ -67,7 +67,7 @@ pub fn bwd(hd: u32, hdv: u32, kernel: &Sm90Bwd) -> SmemPlan {
     if kernel.dq_via_smem {
         plan.push("dq", tile_m * hd * 4 / kernel.dq_slices.max(1), TILE_ALIGN);
     }
-    plan.push("lse", q_stages * tile_m * 4, ROW_STAT_ALIGN);
+    plan.push("lse", do_stages * tile_m * 4, ROW_STAT_ALIGN);
     plan.push("dpsum", do_stages * tile_m * 4, ROW_STAT_ALIGN);
     plan.push_mbarriers("k_full", 1);
     plan.push_mbarriers("v_full", 1);
