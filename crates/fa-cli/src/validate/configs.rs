@@ -8,7 +8,7 @@ use std::path::Path;
 use fa_core::Arch;
 use fa_kernels::{Compiler, CompilerKind, Report, tune};
 use fa_planner::cost::rank_correlation;
-use fa_planner::plan::Family;
+use fa_planner::plan::{BackwardOptions, Family};
 use serde::Serialize;
 
 use super::args::ValidateArgs;
@@ -121,7 +121,8 @@ pub fn command(
         Record { kind: "configs", passed, provenance: provenance()?, seqlen: SEQLEN, summaries, rows };
     if args.record {
         let kernels = format!("{family}{}", args.suffix());
-        write_record(&args.results, &kernels, &record, &results)?;
+        let page = markdown(&title(family, args.backward_options()?), &record, &results);
+        write_record(&args.results, &kernels, &record, &page)?;
     }
     if args.json {
         output::print_json(&record)?
@@ -238,22 +239,31 @@ fn text(record: &Record, results: &[CaseResult]) -> String {
     text
 }
 
-fn write_record(results: &Path, kernels: &str, record: &Record, cases: &[CaseResult]) -> anyhow::Result<()> {
+fn write_record(results: &Path, kernels: &str, record: &Record, page: &str) -> anyhow::Result<()> {
     let name = format!("{kernels}-{}", record.provenance.gpu_slug());
     let json = record::write(results, "configs", &format!("{name}.json"), &output::json_text(record)?)?;
-    let page = record::write(results, "configs", &format!("{name}.md"), &markdown(record, cases))?;
+    let page = record::write(results, "configs", &format!("{name}.md"), page)?;
     eprintln!("wrote {} and {}", json.display(), page.display());
     Ok(())
 }
 
-fn markdown(record: &Record, cases: &[CaseResult]) -> String {
+/// The title of a page: kernels, pass and determinism.
+fn title(family: Family, backward: Option<BackwardOptions>) -> String {
+    let pass = match backward {
+        None => "forward",
+        Some(BackwardOptions { deterministic: false }) => "backward",
+        Some(BackwardOptions { deterministic: true }) => "deterministic backward",
+    };
+    format!("Every {} {pass} configuration: predicted and measured", family.name().to_uppercase())
+}
+
+fn markdown(title: &str, record: &Record, cases: &[CaseResult]) -> String {
     let Provenance { command, commit, date, device, compiler, .. } = &record.provenance;
     let mut text = format!(
-        "# Every {} configuration: predicted and measured\n\n`{command}`, commit {commit}, {date}\n\n{} ({} SMs), driver {}, \
+        "# {title}\n\n`{command}`, commit {commit}, {date}\n\n{} ({} SMs), driver {}, \
          CUDA {}, {compiler}\n\nbf16, batch x seqlen 16,384, seqlen {}, heads x head dim 2,048. Rates in TFLOP/s by CUDA events. \
          A configuration is measured when it compiles without spills and forbidden warnings; \"clean though rejected\" \
          are those that the planner's register model rejects by at most {:.0} % and the compiler builds cleanly.\n\n",
-        device.arch,
         device.gpu,
         device.sms,
         device.driver.as_deref().unwrap_or("unknown"),
@@ -309,10 +319,22 @@ fn markdown(record: &Record, cases: &[CaseResult]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use fa_planner::plan::BackwardOptions;
-
     use super::*;
     use crate::args::HeadDim;
+
+    #[test]
+    fn titles_name_the_pass() {
+        let backward = |deterministic| Some(BackwardOptions { deterministic });
+        assert_eq!(title(Family::Sm80, None), "Every SM80 forward configuration: predicted and measured");
+        assert_eq!(
+            title(Family::Sm90, backward(false)),
+            "Every SM90 backward configuration: predicted and measured"
+        );
+        assert_eq!(
+            title(Family::Sm90, backward(true)),
+            "Every SM90 deterministic backward configuration: predicted and measured"
+        );
+    }
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {
