@@ -151,7 +151,7 @@ impl Worker {
             ms: None,
         };
         for gradients in &runs.gradients {
-            let judged = made.gradients.judge(&case.problem, gradients)?;
+            let judged = made.gradients.judge(&made.inputs, &made.dout, gradients)?;
             found.ratio = found.ratio.max(judged.ratio);
             if found.detail.is_empty() || found.passed && !judged.passed {
                 found.detail = judged.detail;
