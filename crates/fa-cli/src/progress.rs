@@ -1,4 +1,4 @@
-//! Progress on standard error for what takes over a second, and none where that is no terminal.
+//! Progress on standard error for what takes over a second: a bar on a terminal, elsewhere a line every half minute.
 
 use std::io::IsTerminal;
 use std::sync::mpsc;
@@ -8,6 +8,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// Work that ends sooner shows nothing.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A log gets no more than a line in this time.
+const LINE: Duration = Duration::from_secs(30);
 
 /// Runs `work`, with a spinner and a clock once it has taken over a second.
 pub fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
@@ -38,6 +41,7 @@ pub fn spinner<R>(message: &'static str, work: impl FnOnce() -> R) -> R {
 pub struct Steps {
     bar: ProgressBar,
     started: Instant,
+    said: Instant,
     done: u64,
 }
 
@@ -46,7 +50,8 @@ impl Steps {
     pub fn new(len: usize) -> Steps {
         let bar = ProgressBar::with_draw_target(Some(len as u64), indicatif::ProgressDrawTarget::hidden());
         bar.set_style(style("{bar:30} {pos}/{len} {msg} (left: {eta})"));
-        Steps { bar, started: Instant::now(), done: 0 }
+        let started = Instant::now();
+        Steps { bar, started, said: started, done: 0 }
     }
 
     /// Says what the step under way is.
@@ -54,8 +59,23 @@ impl Steps {
         if self.started.elapsed() > PATIENCE && self.bar.is_hidden() && std::io::stderr().is_terminal() {
             self.bar.set_draw_target(indicatif::ProgressDrawTarget::stderr());
         }
+        if let Some(line) = self.line(&message)
+            && !std::io::stderr().is_terminal()
+        {
+            eprintln!("{line}");
+        }
         self.bar.set_message(message);
         self.bar.set_position(self.done);
+    }
+
+    /// What a log is told when the next step is `message`, if its time has come.
+    fn line(&mut self, message: &str) -> Option<String> {
+        if self.said.elapsed() < LINE {
+            return None;
+        }
+        self.said = Instant::now();
+        let (done, len, seconds) = (self.done, self.bar.length()?, self.started.elapsed().as_secs());
+        Some(format!("{done} of {len} done in {seconds} s; next: {message}"))
     }
 
     /// One step is done.
@@ -73,4 +93,23 @@ impl Drop for Steps {
 
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("the templates here are constants")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_gets_a_line_when_its_time_has_come() {
+        let mut steps = Steps::new(9);
+        assert_eq!(steps.line("first"), None);
+        steps.advance();
+        let Some(earlier) = Instant::now().checked_sub(LINE) else { return };
+        (steps.started, steps.said) = (earlier, earlier);
+        assert_eq!(
+            steps.line("second").unwrap(),
+            format!("1 of 9 done in {} s; next: second", LINE.as_secs())
+        );
+        assert_eq!(steps.line("third"), None);
+    }
 }
