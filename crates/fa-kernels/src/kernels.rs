@@ -11,6 +11,7 @@ use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, Reason, 
 use crate::backward::Backward;
 use crate::bundle::Bundle;
 use crate::cache::Cache;
+use crate::choices::Choices;
 use crate::compile::{Compiler, CompilerKind};
 use crate::forward::{Forward, check_match};
 use crate::module::LoadedKernel;
@@ -27,7 +28,7 @@ pub struct Kernels {
     compiler: Mutex<Option<Arc<Compiler>>>,
     // By the spec's and the problem's RON text: both are plain data, and neither is looked up in a call.
     loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
-    chosen: Mutex<HashMap<String, KernelSpec>>,
+    choices: Mutex<Choices>,
 }
 
 /// How many of the planner's best tiles are tried when one does not compile cleanly.
@@ -56,7 +57,7 @@ impl Kernels {
             cache,
             compiler: Mutex::default(),
             loaded: Mutex::default(),
-            chosen: Mutex::default(),
+            choices: Mutex::default(),
         })
     }
 
@@ -134,7 +135,7 @@ impl Kernels {
         bind: impl Fn(&KernelSpec) -> Result<P, Error>,
     ) -> Result<P, Error> {
         let key = problem_key(problem, family, pass);
-        let chosen = lock(&self.chosen).get(&key).cloned();
+        let chosen = lock(&self.choices).get(&key).cloned();
         if let Some(spec) = chosen {
             return bind(&spec);
         }
@@ -153,7 +154,7 @@ impl Kernels {
             }
             planned => planned?,
         };
-        lock(&self.chosen).insert(key, spec);
+        lock(&self.choices).remember(key, spec);
         Ok(bound)
     }
 
@@ -176,7 +177,7 @@ impl Kernels {
         problem.check()?;
         check_match(&spec, problem)?;
         let pass = tune::backward(&spec);
-        lock(&self.chosen).insert(problem_key(problem, None, pass), spec);
+        lock(&self.choices).prefer(problem_key(problem, None, pass), spec);
         Ok(())
     }
 

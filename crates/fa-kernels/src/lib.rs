@@ -78,6 +78,7 @@ mod args;
 mod backward;
 pub mod bundle;
 pub mod cache;
+mod choices;
 mod codegen;
 mod compile;
 mod config;
