@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::args::{Backend, BenchArgs, Mode};
 use crate::attention::{self, Inputs};
 use crate::bench_gpu;
-use crate::chart::{self, Frame, Series};
+use crate::chart::{Chart, Series};
 use crate::compute::{Engine, Outputs};
 use crate::failure::{InputError, Verdict};
 use crate::on_gpu::Computed;
@@ -241,7 +241,7 @@ fn table(report: &Report) -> String {
     format!("{}\n{}", report.machine.text(), output::table_text(&table))
 }
 
-fn draw(report: &Report, args: &BenchArgs) -> String {
+fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
     let mut series: Vec<Series> = Vec::new();
     let mut shapes: Vec<String> = Vec::new();
     for row in &report.rows {
@@ -263,8 +263,7 @@ fn draw(report: &Report, args: &BenchArgs) -> String {
     let batch = args.shapes.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
     let dtype = report.rows.first().map_or(Dtype::F32, |row| row.shape.dtype);
     let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.shapes.heads.q, report.machine.cpu);
-    let peak = report.machine.peak_gflops();
-    let name = format!("f32 multiply-add peak {peak:.0} GFLOP/s");
-    let ceiling = Some((peak, name.as_str()));
-    chart::lines(&Frame { title: &title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling }, &series)
+    let peak = report.machine.fma_peak_gflops;
+    let ceiling = peak.map(|peak| (peak, format!("f32 multiply-add peak {peak:.0} GFLOP/s")));
+    Chart { title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling, series }.into_svg()
 }

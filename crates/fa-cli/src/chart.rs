@@ -1,13 +1,16 @@
 //! A line chart of a rate over a size: logarithmic to the right, from zero upwards.
 
-use crate::svg::{Anchor, INK, MUTED, RULE, SERIES, Svg};
+use plotters::element::DashedPathElement;
+use plotters::prelude::*;
+
+use crate::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Panel, RULE, TEXT};
 
 /// One line of a chart.
 #[derive(Clone, Debug)]
 pub struct Series {
     /// Name in the legend.
     pub label: String,
-    /// Sizes (above 0, ascending) and rates.
+    /// Sizes (above 0, ascending) and rates; what is not finite is left out.
     pub points: Vec<(f64, f64)>,
     /// Index into the palette; lines that belong together share one.
     pub color: usize,
@@ -15,179 +18,234 @@ pub struct Series {
     pub dashed: bool,
 }
 
-/// What a chart says around its lines.
-#[derive(Clone, Copy, Debug)]
-pub struct Frame<'a> {
-    /// Above the chart.
-    pub title: &'a str,
+/// A chart: its lines and what it says around them.
+#[derive(Clone, Debug)]
+pub struct Chart {
+    /// Above the chart; may be empty.
+    pub title: String,
     /// Below the horizontal axis.
-    pub x_label: &'a str,
-    /// Above the vertical axis, with the unit.
-    pub y_label: &'a str,
+    pub x_label: &'static str,
+    /// Beside the vertical axis: the unit.
+    pub y_label: &'static str,
     /// A horizontal line to hold the rates against, with its name.
-    pub ceiling: Option<(f64, &'a str)>,
+    pub ceiling: Option<(f64, String)>,
+    /// The lines, in the legend's order.
+    pub series: Vec<Series>,
 }
 
-const LEFT: f64 = 64.0;
-const PLOT: (f64, f64) = (560.0, 300.0);
-const LEGEND_WIDTH: f64 = 250.0;
-const LEGEND_ROW: f64 = 20.0;
+/// Width and height between the axes.
+const PLOT: (u32, u32) = (560, 300);
+/// Left of the plot, with the vertical axis's labels.
+const LEFT: u32 = 64;
+/// Length of a dash and of the gap behind it.
+const DASH: (i32, i32) = (10, 6);
+const DOT: (i32, i32) = (2, 5);
 
-/// Draws the chart as an SVG element.
-pub fn lines(frame: &Frame, series: &[Series]) -> String {
-    lines_svg(frame, series).finish()
+impl Series {
+    fn drawable(&self) -> Vec<(f64, f64)> {
+        let points = self.points.iter().copied();
+        points.filter(|(x, y)| x.is_finite() && *x > 0.0 && y.is_finite()).collect()
+    }
 }
 
-/// [`lines`] as a drawing that can be part of another.
-pub fn lines_svg(frame: &Frame, series: &[Series]) -> Svg {
-    // Room for the title, where there is one.
-    let top_edge = if frame.title.is_empty() { 34.0 } else { 64.0 };
-    let points = || series.iter().flat_map(|s| s.points.iter().copied());
-    let highest = points().map(|(_, y)| y).chain(frame.ceiling.map(|(y, _)| y)).fold(0.0, f64::max);
-    let (step, top) = ticks(highest);
-    let mut sizes: Vec<f64> = points().map(|(x, _)| x).collect();
-    sizes.sort_by(f64::total_cmp);
-    sizes.dedup();
-    let (first, last) =
-        (sizes.first().copied().unwrap_or(1.0).log2(), sizes.last().copied().unwrap_or(2.0).log2());
-    let x_of = |x: f64| {
+impl Chart {
+    /// The chart as a document of its own.
+    ///
+    /// # Errors
+    /// What the drawing library reports.
+    pub fn into_svg(self) -> anyhow::Result<String> {
+        plot::sheet("", 1, &[Box::new(self)])
+    }
+
+    fn ceiling(&self) -> Option<(f64, &str)> {
+        self.ceiling.as_ref().map(|(rate, name)| (*rate, name.as_str())).filter(|(rate, _)| rate.is_finite())
+    }
+
+    /// Sizes from the power of two below the least to the one above the greatest, and a little more.
+    fn sizes(&self) -> (f64, f64) {
+        const ROOM: f64 = 1.12;
+        let sizes = || self.series.iter().flat_map(Series::drawable).map(|(x, _)| x);
+        let (least, greatest) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(0.0, f64::max));
+        if greatest == 0.0 {
+            return (1.0, 2.0);
+        }
+        let (first, last) = (least.log2().floor(), greatest.log2().ceil());
         // A single size stands in the middle.
-        let share = if last > first { (x.log2() - first) / (last - first) } else { 0.5 };
-        LEFT + 16.0 + share * (PLOT.0 - 32.0)
-    };
-    let y_of = |y: f64| top_edge + PLOT.1 * (1.0 - y / top);
+        let widen = if first == last { 1.0 } else { 0.0 };
+        ((first - widen).exp2() / ROOM, (last + widen).exp2() * ROOM)
+    }
 
-    let height = (top_edge + PLOT.1 + 56.0).max(top_edge + LEGEND_ROW * series.len() as f64 + 16.0);
-    let mut svg = Svg::new(LEFT + PLOT.0 + LEGEND_WIDTH, height, frame.title);
-    svg.rect([0.0, 0.0, LEFT + PLOT.0 + LEGEND_WIDTH, height], r##"fill="#ffffff""##, "");
-    svg.text((LEFT, 24.0), Anchor::Start, r#"font-size="15" font-weight="600""#, frame.title);
-    svg.text((LEFT - 8.0, top_edge - 14.0), Anchor::Start, &format!(r#"fill="{MUTED}""#), frame.y_label);
-    let mut tick = 0.0;
-    while tick <= top * 1.0001 {
-        let y = y_of(tick);
-        svg.line([LEFT, y, LEFT + PLOT.0, y], &format!(r#"stroke="{RULE}""#));
-        svg.text((LEFT - 8.0, y + 4.0), Anchor::End, &format!(r#"fill="{MUTED}""#), &short(tick));
-        tick += step;
+    /// The end of the vertical axis.
+    fn top(&self) -> f64 {
+        let rates = self.series.iter().flat_map(Series::drawable).map(|(_, y)| y);
+        let highest = rates.chain(self.ceiling().map(|(rate, _)| rate)).fold(0.0, f64::max);
+        if highest > 0.0 { 1.08 * highest } else { 1.0 }
     }
-    for &size in readable(&sizes, x_of).iter() {
-        let x = x_of(size);
-        svg.line([x, top_edge + PLOT.1, x, top_edge + PLOT.1 + 5.0], &format!(r#"stroke="{MUTED}""#));
-        svg.text((x, top_edge + PLOT.1 + 19.0), Anchor::Middle, &format!(r#"fill="{MUTED}""#), &short(size));
+}
+
+impl Panel for Chart {
+    fn size(&self) -> anyhow::Result<(u32, u32)> {
+        let ceiling = self.ceiling().map(|(_, name)| name);
+        let names: Vec<&str> =
+            ceiling.into_iter().chain(self.series.iter().map(|line| &*line.label)).collect();
+        let (title, legend) = (plot::title_size(&self.title)?, plot::legend_size(&names)?);
+        let width = MARGIN + LEFT + PLOT.0 + MARGIN + legend.0;
+        let height = (PLOT.1 + BELOW).max(legend.1);
+        Ok((width.max(title.0), title.1 + MARGIN + height + MARGIN))
     }
-    svg.text(
-        (LEFT + PLOT.0 / 2.0, top_edge + PLOT.1 + 42.0),
-        Anchor::Middle,
-        &format!(r#"fill="{MUTED}""#),
-        frame.x_label,
-    );
-    if let Some((rate, name)) = frame.ceiling {
-        let y = y_of(rate);
-        svg.line([LEFT, y, LEFT + PLOT.0, y], &format!(r#"stroke="{INK}" stroke-dasharray="2 3""#));
-        svg.text((LEFT + PLOT.0 - 6.0, y - 5.0), Anchor::End, &format!(r#"fill="{INK}""#), name);
-    }
-    for (row, line) in series.iter().enumerate() {
-        let color = SERIES[line.color % SERIES.len()];
-        let dash = if line.dashed { r#" stroke-dasharray="6 4""# } else { "" };
-        let stroke = format!(r#"stroke="{color}" stroke-width="2" stroke-linejoin="round"{dash}"#);
-        let placed: Vec<(f64, f64)> = line.points.iter().map(|&(x, y)| (x_of(x), y_of(y))).collect();
-        svg.polyline(&placed, &stroke);
-        for (&(x, y), &at) in line.points.iter().zip(&placed) {
-            let tip =
-                format!("{}\n{} {}: {} {}", line.label, frame.x_label, short(x), digits(y), frame.y_label);
-            let fill = if line.dashed { "#ffffff" } else { color };
-            svg.dot(at, 4.0, &format!(r#"fill="{fill}" stroke="{color}" stroke-width="2""#), &tip);
+
+    fn draw(&self, area: &Area) -> anyhow::Result<()> {
+        let area = plot::titled(area, &self.title)?;
+        let (area, legend) =
+            area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(LEFT + PLOT.0 + MARGIN);
+        let (_, height) = area.dim_in_pixel();
+        let (first, last) = self.sizes();
+        let mut chart = ChartBuilder::on(&area)
+            .margin_right(MARGIN)
+            .margin_bottom(height.saturating_sub(PLOT.1 + BELOW))
+            .y_label_area_size(LEFT)
+            .x_label_area_size(BELOW)
+            .build_cartesian_2d((first..last).log_scale().base(2.0), 0.0..self.top())?;
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .bold_line_style(RULE)
+            .light_line_style(TRANSPARENT)
+            .axis_style(MUTED)
+            .set_all_tick_mark_size(4)
+            .label_style(plot::text(TEXT, MUTED))
+            // With more than nine labels for two powers of two the library would add some between them.
+            .x_labels(9)
+            .y_labels(7)
+            .x_label_formatter(&|size| binary(*size))
+            .y_label_formatter(&|rate| plot::number(*rate))
+            .x_desc(self.x_label)
+            .y_desc(self.y_label)
+            .draw()?;
+        let key = |(x, y): (i32, i32)| [(x, y), (x + KEY, y)];
+        let ceiling = self.ceiling();
+        if let Some((rate, name)) = ceiling {
+            let ((dot, gap), stroke) = (DOT, INK.stroke_width(1));
+            chart.draw_series(DashedLineSeries::new([(first, rate), (last, rate)], dot, gap, stroke))?;
+            plot::legend_row(&legend, 0, name, |at| DashedPathElement::new(key(at), dot, gap, stroke))?;
         }
-        let (x, y) = (LEFT + PLOT.0 + 24.0, top_edge + 6.0 + LEGEND_ROW * row as f64);
-        svg.line([x, y, x + 26.0, y], &stroke);
-        svg.text((x + 34.0, y + 4.0), Anchor::Start, "", &line.label);
-    }
-    svg
-}
-
-/// Distance of the grid lines and the axis's end for rates up to `highest`: 1, 2 or 5 times a power of ten, 3 to 8 lines.
-fn ticks(highest: f64) -> (f64, f64) {
-    if !(highest.is_finite() && highest > 0.0) {
-        return (0.5, 1.0);
-    }
-    let rough = highest / 5.0;
-    let power = 10f64.powf(rough.log10().floor());
-    let step =
-        [1.0, 2.0, 5.0, 10.0].into_iter().map(|m| m * power).find(|&s| s >= rough).unwrap_or(10.0 * power);
-    (step, (highest / step).ceil() * step)
-}
-
-/// Of ascending sizes those whose labels do not run into one another.
-fn readable(sizes: &[f64], x_of: impl Fn(f64) -> f64) -> Vec<f64> {
-    const LABEL_WIDTH: f64 = 40.0;
-    let mut kept: Vec<f64> = Vec::new();
-    for &size in sizes {
-        if kept.last().is_none_or(|&before| x_of(size) - x_of(before) >= LABEL_WIDTH) {
-            kept.push(size);
+        for (line, row) in self.series.iter().zip(usize::from(ceiling.is_some())..) {
+            let (points, stroke) = (line.drawable(), OkabeIto::pick(line.color).stroke_width(2));
+            if line.dashed {
+                let (dash, gap) = DASH;
+                chart.draw_series(DashedLineSeries::new(points.clone(), dash, gap, stroke))?;
+                plot::legend_row(&legend, row, &line.label, |at| {
+                    DashedPathElement::new(key(at), dash, gap, stroke)
+                })?;
+            } else {
+                chart.draw_series(LineSeries::new(points.clone(), stroke))?;
+                plot::legend_row(&legend, row, &line.label, |at| PathElement::new(key(at), stroke))?;
+            }
+            let fill = if line.dashed { WHITE.filled() } else { stroke.filled() };
+            chart.draw_series(points.into_iter().map(|point| {
+                EmptyElement::at(point) + Circle::new((0, 0), 4, fill) + Circle::new((0, 0), 4, stroke)
+            }))?;
         }
-    }
-    kept
-}
-
-/// Sizes by binary thousands where that is exact: `16k` for 16384.
-fn short(value: f64) -> String {
-    let whole = value.fract() == 0.0;
-    match value as u64 {
-        n if whole && n >= 1 << 20 && n.is_multiple_of(1 << 20) => format!("{}M", n >> 20),
-        n if whole && n >= 1024 && n.is_multiple_of(1024) => format!("{}k", n >> 10),
-        _ => digits(value),
+        Ok(())
     }
 }
 
-fn digits(value: f64) -> String {
-    if value.fract() == 0.0 || value >= 1000.0 {
-        format!("{value:.0}")
-    } else if value >= 100.0 {
-        format!("{value:.1}")
+/// A size by binary thousands where that is exact: `16k` for 16384.
+fn binary(size: f64) -> String {
+    let [kilo, mega] = [1024.0, 1_048_576.0];
+    if size >= mega && size % mega == 0.0 {
+        format!("{}M", size / mega)
+    } else if size >= kilo && size % kilo == 0.0 {
+        format!("{}k", size / kilo)
     } else {
-        format!("{value:.2}")
+        plot::number(size)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plot::texts_of;
 
-    #[test]
-    fn axes_end_at_round_numbers_above_the_data() {
-        for (highest, step, top) in [
-            (101.0, 50.0, 150.0),
-            (7.3, 2.0, 8.0),
-            (1000.0, 200.0, 1000.0),
-            (0.031, 0.01, 0.04),
-            (0.0, 0.5, 1.0),
-        ] {
-            let (got_step, got_top) = ticks(highest);
-            assert!(
-                (got_step - step).abs() < 1e-9 && (got_top - top).abs() < 1e-9,
-                "{highest}: {got_step} {got_top}"
-            );
-        }
+    fn line(label: &str, dashed: bool, points: &[(f64, f64)]) -> Series {
+        Series { label: label.to_owned(), points: points.to_vec(), color: usize::from(dashed), dashed }
     }
 
-    #[test]
-    fn sizes_are_short_and_labels_apart() {
-        assert_eq!([512.0, 1024.0, 1536.0, 2097152.0, 0.5].map(short), ["512", "1k", "1536", "2M", "0.50"]);
-        assert_eq!(readable(&[1.0, 2.0, 50.0], |x| x), [1.0, 50.0]);
+    fn chart(series: Vec<Series>) -> Chart {
+        let title = "rates of a < b & \"c\"".to_owned();
+        Chart { title, x_label: "keys", y_label: "TFLOP/s", ceiling: None, series }
     }
 
-    #[test]
-    fn every_series_is_drawn_and_named() {
-        let series = |label: &str, dashed| Series {
-            label: label.to_owned(),
-            points: vec![(512.0, 10.0), (1024.0, 20.0)],
-            color: 0,
-            dashed,
+    /// Elements of a kind whose attribute has a value.
+    fn count(svg: &str, element: &str, attribute: &str, value: &str) -> usize {
+        let document = roxmltree::Document::parse(svg).unwrap();
+        let alike = |node: &roxmltree::Node| {
+            node.tag_name().name() == element && node.attribute(attribute) == Some(value)
         };
-        let frame = Frame { title: "t", x_label: "N", y_label: "GFLOP/s", ceiling: Some((30.0, "peak")) };
-        let text = lines(&frame, &[series("hd 64", false), series("hd 64 causal", true)]);
-        assert_eq!(text.matches("<polyline").count(), 2);
-        assert_eq!(text.matches("<circle").count(), 4);
-        assert!(text.contains(">hd 64 causal</text>") && text.contains(">peak</text>"));
-        assert!(!lines(&frame, &[]).contains("NaN"));
+        document.descendants().filter(alike).count()
+    }
+
+    #[test]
+    fn every_line_is_drawn_and_named_and_the_axes_are_labelled() {
+        let points = [(512.0, 101.0), (1024.0, 240.0), (16384.0, 580.0)];
+        let mut chart = chart(vec![line("fa", false, &points), line("<peer>", true, &points[..2])]);
+        chart.ceiling = Some((660.0, "peak 660".to_owned()));
+        let svg = chart.into_svg().unwrap();
+        let texts = texts_of(&svg);
+        let named = ["rates of a < b & \"c\"", "keys", "TFLOP/s", "fa", "<peer>", "peak 660"];
+        let sizes = ["512", "1k", "2k", "4k", "8k", "16k"];
+        let rates = ["0", "200", "400", "600"];
+        for text in named.iter().chain(&sizes).chain(&rates) {
+            assert!(texts.iter().any(|drawn| drawn == text), "'{text}' is not in {texts:?}");
+        }
+        assert!(!texts.iter().any(|drawn| drawn == "256" || drawn == "32k"), "{texts:?}");
+        // A full dot for each point of ours, a hollow one for each of the peer's.
+        assert_eq!(count(&svg, "circle", "fill", "#0072B2"), 3);
+        assert_eq!(count(&svg, "circle", "stroke", "#D55E00"), 2);
+        // The line and its key; dashes are many lines.
+        assert_eq!(count(&svg, "polyline", "stroke", "#0072B2"), 2);
+        assert!(count(&svg, "polyline", "stroke", "#D55E00") > 4);
+    }
+
+    #[test]
+    fn one_point_is_drawn_in_the_middle() {
+        let svg = chart(vec![line("fa", false, &[(4096.0, 7.3)])]).into_svg().unwrap();
+        assert_eq!(count(&svg, "circle", "fill", "#0072B2"), 1);
+        let middle = MARGIN + LEFT + PLOT.0 / 2;
+        let near = [middle - 1, middle].map(|x| count(&svg, "circle", "cx", &x.to_string()));
+        assert!(near.contains(&2), "{svg}");
+        let texts = texts_of(&svg);
+        assert!(["2k", "4k", "8k", "6"].iter().all(|text| texts.iter().any(|t| t == text)), "{texts:?}");
+    }
+
+    #[test]
+    fn what_is_not_a_number_is_left_out() {
+        let points = [(0.0, 1.0), (512.0, f64::NAN), (1024.0, f64::INFINITY), (2048.0, 3.0)];
+        let mut chart = chart(vec![line("fa", true, &points), line("empty", false, &[])]);
+        chart.ceiling = Some((f64::NAN, "unknown peak".to_owned()));
+        let svg = chart.into_svg().unwrap();
+        assert_eq!(count(&svg, "circle", "stroke", "#D55E00"), 1);
+        let texts = texts_of(&svg);
+        assert!(texts.iter().any(|text| text == "empty"), "{texts:?}");
+        assert!(!texts.iter().any(|text| text == "unknown peak"), "{texts:?}");
+    }
+
+    #[test]
+    fn charts_without_lines_have_axes() {
+        let texts = texts_of(&chart(Vec::new()).into_svg().unwrap());
+        assert!(texts.iter().any(|text| text == "TFLOP/s"), "{texts:?}");
+    }
+
+    #[test]
+    fn legends_are_as_long_and_as_wide_as_their_names() {
+        let series = |index: usize| line(&format!("{index} {}", "name ".repeat(12)), false, &[(512.0, 1.0)]);
+        let texts = texts_of(&chart((0..40).map(series).collect()).into_svg().unwrap());
+        assert_eq!(texts.iter().filter(|text| text.ends_with("name")).count(), 40);
+    }
+
+    #[test]
+    fn sizes_are_short() {
+        let sizes = [512.0, 1024.0, 1536.0, 2_097_152.0, 0.5];
+        assert_eq!(sizes.map(binary), ["512", "1k", "1536", "2M", "0.5"]);
     }
 }

@@ -45,11 +45,11 @@ impl Sinks {
     /// Writes `report` where it was asked for, and prints the table unless JSON takes its place.
     ///
     /// # Errors
-    /// What the file system and standard output report.
+    /// What the page, the file system and standard output report.
     pub fn write(
         self,
         report: &impl Serialize,
-        page: impl FnOnce() -> String,
+        page: impl FnOnce() -> anyhow::Result<String>,
         table: impl FnOnce() -> String,
     ) -> anyhow::Result<()> {
         let text = output::json_text(report)?;
@@ -57,7 +57,7 @@ impl Sinks {
             json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
         }
         if let Some(target) = self.page {
-            target.write(|writer| Ok(writer.write_all(page().as_bytes())?))?;
+            target.write(|writer| Ok(writer.write_all(page()?.as_bytes())?))?;
         }
         output::print(&if self.json_to_stdout { text } else { table() })
     }

@@ -152,7 +152,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     let report = report::Report::new(provenance, turns, backward.is_some(), &results);
-    sinks.write(&report, || report.markdown(), || report.table())?;
+    sinks.write(&report, || Ok(report.markdown()), || report.table())?;
     output::note(&format!("winners are in {}", table.display()));
     Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
 }

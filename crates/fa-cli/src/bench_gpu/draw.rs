@@ -1,7 +1,7 @@
 //! The plot: one panel per head dim, mask and type, our rate and the others' over sequence length.
 
-use crate::chart::{self, Frame, Series};
-use crate::svg::{Anchor, Svg};
+use crate::chart::{Chart, Series};
+use crate::plot::{self, Panel};
 
 use super::report::{Report, Row};
 
@@ -9,7 +9,10 @@ use super::report::{Report, Row};
 const COLUMNS: usize = 2;
 
 /// Draws the report as an SVG document.
-pub fn panels(report: &Report) -> String {
+///
+/// # Errors
+/// What the drawing library reports.
+pub fn panels(report: &Report) -> anyhow::Result<String> {
     let mut titles: Vec<String> = Vec::new();
     let title = |row: &Row| {
         let pass = if row.kind == "bwd" { "Backward" } else { "Forward" };
@@ -22,48 +25,27 @@ pub fn panels(report: &Report) -> String {
             titles.push(title(row));
         }
     }
-    let drawn: Vec<Svg> = titles
-        .iter()
-        .map(|wanted| {
-            let rows: Vec<&Row> =
-                report.rows.iter().filter(|row| row.error.is_none() && title(row) == *wanted).collect();
-            let series = lines(report, &rows);
-            let frame =
-                Frame { title: wanted, x_label: "keys per sequence", y_label: "TFLOP/s", ceiling: None };
-            chart::lines_svg(&frame, &series)
-        })
-        .collect();
-    let head = 40.0;
-    let (width, height) =
-        drawn.iter().fold((0.0f64, 0.0f64), |(w, h), svg| (w.max(svg.size().0), h.max(svg.size().1)));
-    let rows = drawn.len().div_ceil(COLUMNS);
-    let columns = drawn.len().clamp(1, COLUMNS);
-    let whole = (width.max(400.0) * columns as f64, head + height * rows as f64);
-    let about = &report.provenance.device;
-    let label = format!("{}, medians of {} launches", about.gpu, report.reps);
-    let mut sheet = Svg::new(whole.0, whole.1, &label);
-    sheet.rect([0.0, 0.0, whole.0, whole.1], r##"fill="#ffffff""##, "");
-    sheet.text((16.0, 26.0), Anchor::Start, r#"font-size="16" font-weight="600""#, &label);
-    for (index, panel) in drawn.into_iter().enumerate() {
-        let place = ((index % COLUMNS) as f64 * width, head + (index / COLUMNS) as f64 * height);
-        sheet.nest(place, panel);
-    }
-    sheet.finish()
+    let panel = |title_of: String| {
+        let rows: Vec<&Row> =
+            report.rows.iter().filter(|row| row.error.is_none() && title(row) == title_of).collect();
+        let series = lines(report, &rows);
+        let (x_label, y_label) = ("keys per sequence", "TFLOP/s");
+        Box::new(Chart { title: title_of, x_label, y_label, ceiling: None, series }) as Box<dyn Panel>
+    };
+    let panels: Vec<Box<dyn Panel>> = titles.into_iter().map(panel).collect();
+    let heading = format!("{}, medians of {} launches", report.provenance.device.gpu, report.reps);
+    plot::sheet(&heading, COLUMNS, &panels)
 }
 
 fn lines(report: &Report, rows: &[&Row]) -> Vec<Series> {
     let point = |row: &Row, rate: f64| (row.shape.seqlen_k as f64, rate);
     let mut series: Vec<Series> = Vec::new();
     // Several kernels of ours on one shape are a line each.
-    let mut kernels: Vec<String> = Vec::new();
     let mut count = std::collections::BTreeMap::new();
     rows.iter().for_each(|row| *count.entry(row.shape.seqlen_k).or_insert(0usize) += 1);
     let many = count.values().any(|&n| n > 1);
     for row in rows {
         let label = if many { row.spec.clone() } else { "fa (this project)".to_owned() };
-        if !kernels.contains(&label) {
-            kernels.push(label.clone());
-        }
         match series.iter_mut().find(|line| line.label == label) {
             Some(line) => line.points.push(point(row, row.tflops)),
             None => series.push(Series {
@@ -75,23 +57,20 @@ fn lines(report: &Report, rows: &[&Row]) -> Vec<Series> {
         }
     }
     let ours = series.len();
-    let mut others = |name: &str, rate: &dyn Fn(&Row) -> Option<f64>| {
+    let mut others = |color: usize, name: &str, rate: &dyn Fn(&Row) -> Option<f64>| {
         let mut points: Vec<(f64, f64)> =
             rows.iter().filter_map(|row| Some(point(row, rate(row)?))).collect();
         points.dedup_by(|a, b| a.0 == b.0);
         if !points.is_empty() {
-            series.push(Series {
-                label: name.to_owned(),
-                points,
-                color: series.len().max(ours),
-                dashed: true,
-            });
+            series.push(Series { label: name.to_owned(), points, color, dashed: true });
         }
     };
-    for name in report.peer_names() {
-        others(&name, &|row| row.peers.get(&name).copied());
+    // A peer has one colour in all panels, whoever is missing there.
+    let names = report.peer_names();
+    for (index, name) in names.iter().enumerate() {
+        others(ours + index, name, &|row| row.peers.get(name).copied());
     }
-    others("cutile (recorded)", &|row| row.recorded.get("cutile").copied());
+    others(ours + names.len(), "cutile (recorded)", &|row| row.recorded.get("cutile").copied());
     for line in &mut series {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
     }

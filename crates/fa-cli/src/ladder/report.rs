@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use fa_core::{Arch, KernelSpec};
 use serde::Serialize;
 
-use crate::bars::{self, Group};
+use crate::bars::{Group, Ratios};
 use crate::bench_gpu::KernelRecord;
-use crate::chart::{self, Frame, Series};
+use crate::chart::{Chart, Series};
 use crate::contest::Turns;
 use crate::output;
+use crate::plot::{self, Panel};
 use crate::record::Provenance;
 use crate::shape::Shape;
 
@@ -147,41 +148,52 @@ impl Report {
     }
 
     /// Steps as ratios to the first, beside what was published; where there are several lengths also rates over them.
-    pub fn draw(&self) -> String {
-        let gpu = &self.provenance.device.gpu;
-        let mut drawings = Vec::new();
+    ///
+    /// # Errors
+    /// What the drawing library reports.
+    pub fn draw(&self) -> anyhow::Result<String> {
+        let mut panels: Vec<Box<dyn Panel>> = Vec::new();
         match self.which {
             Which::Sm80 => {
                 let of = |name: &str| -> Vec<Vec<Row>> {
                     self.climbs().into_iter().filter(|c| c[0].ladder == name).map(<[Row]>::to_vec).collect()
                 };
+                let ratios = |title: String, published_on: &str, climbs: &[Vec<Row>]| Ratios {
+                    title,
+                    x_label: "rate over the first step's".to_owned(),
+                    series: vec!["this project".to_owned(), format!("published ({published_on})")],
+                    groups: groups(climbs),
+                };
                 let (memory, tiles) = (of("memory"), of("tiles"));
                 if let Some(climb) = memory.first() {
-                    let title = format!("From naive to pipelined, {}, {gpu}", climb[0].name());
-                    let series = ["this project", "published (A10G)"];
-                    drawings.push(bars::ratios(&title, &series, &groups(&memory)));
+                    let title = format!("From naive to pipelined, {}", climb[0].name());
+                    panels.push(Box::new(ratios(title, "A10G", &memory)));
                 }
                 if !tiles.is_empty() {
-                    let title = "From small tiles to tuned ones, B 4 H 32 hd 128 causal f16";
-                    let frame =
-                        Frame { title, x_label: "keys per sequence", y_label: "TFLOP/s", ceiling: None };
-                    drawings.push(chart::lines_svg(&frame, &lines(&tiles)));
-                    let title =
-                        format!("The same as ratio to small tiles, geometric mean over lengths, {gpu}");
-                    let series = ["this project", "published (B200)"];
-                    drawings.push(bars::ratios(&title, &series, &groups(&tiles)));
+                    panels.push(Box::new(Chart {
+                        title: "From small tiles to tuned ones, B 4 H 32 hd 128 causal f16".to_owned(),
+                        x_label: "keys per sequence",
+                        y_label: "TFLOP/s",
+                        ceiling: None,
+                        series: lines(&tiles),
+                    }));
+                    let title = "The same as ratio to small tiles, geometric mean over lengths".to_owned();
+                    panels.push(Box::new(ratios(title, "B200", &tiles)));
                 }
             }
             Which::Sm90 => {
                 for climb in self.climbs() {
-                    let title = format!("One knob turned, {}, {gpu}", climb[0].name());
                     let rate = climb[0].tflops.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
-                    let series = format!("rate over the base's {rate} TFLOP/s");
-                    drawings.push(bars::ratios(&title, &[&series], &groups(&[climb.to_vec()])));
+                    panels.push(Box::new(Ratios {
+                        title: format!("One knob turned, {}", climb[0].name()),
+                        x_label: format!("rate over the base's {rate} TFLOP/s"),
+                        series: vec!["this project".to_owned()],
+                        groups: groups(&[climb.to_vec()]),
+                    }));
                 }
             }
         }
-        bars::stack(&format!("Optimisation steps on {gpu}"), drawings)
+        plot::sheet(&format!("Optimisation steps on {}", self.provenance.device.gpu), 1, &panels)
     }
 }
 
@@ -203,7 +215,7 @@ fn groups(climbs: &[Vec<Row>]) -> Vec<Group> {
         }
         // A step that does not exist on this shape has no bar.
         if values.iter().any(Option::is_some) {
-            groups.push(Group { label: first.step.clone(), values, tip: first.change.to_owned() });
+            groups.push(Group { label: first.step.clone(), values });
         }
     }
     groups

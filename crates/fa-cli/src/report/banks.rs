@@ -3,8 +3,10 @@
 use std::fmt::Write;
 
 use fa_planner::banks::{self, Access, BANK_BYTES, BANKS, Conflicts, SmemLayout};
+use svg::Node;
+use svg::node::element::Text;
 
-use crate::svg::{Anchor, MUTED, RULE, Svg, escape};
+use crate::diagram::{MUTED, RULE, centered, diagram, ending, escape, rect, text, tip};
 
 /// What the section shows.
 pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank wait for each other. \
@@ -65,13 +67,13 @@ fn picture(name: &str, layout: &SmemLayout) -> anyhow::Result<String> {
     let ways = found.phases.first().map_or(1, |phase| phase.wavefronts);
     let verdict = if ways == 1 { "no conflict".to_owned() } else { format!("{ways} rows share a bank") };
     let width = LEFT + CELL.0 * BANKS as f64 + 12.0;
-    let mut svg =
-        Svg::new(width, TOP + CELL.1 * ROWS as f64 + 30.0, &format!("Banks read by ldmatrix, {name}"));
-    svg.text((LEFT, 16.0), Anchor::Start, r#"font-weight="600""#, &format!("{name}: {verdict}"));
-    let muted = format!(r#"fill="{MUTED}" font-size="11""#);
+    let mut drawing =
+        diagram(width, TOP + CELL.1 * ROWS as f64 + 30.0, &format!("Banks read by ldmatrix, {name}"));
+    drawing.append(text((LEFT, 16.0), format!("{name}: {verdict}")).set("font-weight", 600));
+    let label = |text: Text| text.set("fill", MUTED).set("font-size", 11);
     for bank in (0..BANKS).step_by(4) {
         let x = LEFT + CELL.0 * (bank as f64 + 0.5);
-        svg.text((x, TOP - 6.0), Anchor::Middle, &muted, &bank.to_string());
+        drawing.append(label(centered((x, TOP - 6.0), bank.to_string())));
     }
     let mut readers = [0u64; BANKS as usize];
     let mut touched = Vec::new();
@@ -84,20 +86,22 @@ fn picture(name: &str, layout: &SmemLayout) -> anyhow::Result<String> {
     }
     for row in 0..ROWS {
         let y = TOP + CELL.1 * row as f64;
-        svg.text((LEFT - 8.0, y + 13.0), Anchor::End, &muted, &format!("row {row}"));
+        drawing.append(label(ending((LEFT - 8.0, y + 13.0), format!("row {row}"))));
         for bank in 0..BANKS {
             let place = [LEFT + CELL.0 * bank as f64, y, CELL.0, CELL.1];
             let hit = touched.contains(&(row, bank));
             let shared = readers[bank as usize];
-            let (fill, tip) = match (hit, shared) {
-                (false, _) => ("#ffffff", String::new()),
-                (true, 1) => ("#5b9fd3", format!("row {row} alone in bank {bank}")),
-                (true, n) => ("#e07b39", format!("row {row}, one of {n} in bank {bank}")),
-            };
-            svg.rect(place, &format!(r#"fill="{fill}" stroke="{RULE}""#), &tip);
+            let cell = rect(place).set("stroke", RULE);
+            drawing.append(match (hit, shared) {
+                (false, _) => cell.set("fill", "#ffffff"),
+                (true, 1) => cell.set("fill", "#5b9fd3").add(tip(format!("row {row} alone in bank {bank}"))),
+                (true, n) => {
+                    cell.set("fill", "#e07b39").add(tip(format!("row {row}, one of {n} in bank {bank}")))
+                }
+            });
         }
     }
     let x = LEFT + CELL.0 * BANKS as f64 / 2.0;
-    svg.text((x, TOP + CELL.1 * ROWS as f64 + 18.0), Anchor::Middle, &muted, "bank");
-    Ok(svg.finish())
+    drawing.append(label(centered((x, TOP + CELL.1 * ROWS as f64 + 18.0), "bank")));
+    Ok(drawing.to_string())
 }

@@ -4,9 +4,11 @@ use std::fmt::Write;
 
 use fa_planner::sm100::TmemPlan;
 use fa_planner::smem::SmemPlan;
+use svg::Node;
+use svg::node::element::{Rectangle, SVG};
 
+use crate::diagram::{INK, MUTED, RULE, centered, diagram, ending, escape, line, rect, text, tip};
 use crate::plan::tried::bytes;
-use crate::svg::{Anchor, INK, MUTED, RULE, Svg, escape};
 
 const WIDTH: f64 = 960.0;
 const LEFT: f64 = 8.0;
@@ -70,27 +72,24 @@ fn lanes(label: &str, items: &[Item], limit: u32, unit: &Unit) -> String {
     let x_of = |at: u32| LEFT + WIDTH * f64::from(at) / full;
     let second = if items.iter().any(|item| item.alias) { LANE * 0.7 + 6.0 } else { 0.0 };
     let bottom = TOP + LANE + second;
-    let mut svg = Svg::new(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, label);
-    svg.rect(
-        [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE],
-        &format!(r##"fill="#f6f7f9" stroke="{RULE}""##),
-        &format!("a block may use {}", (unit.text)(limit)),
-    );
+    let mut drawing = diagram(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, label);
+    drawing.append(whole(limit, full, format!("a block may use {}", (unit.text)(limit))));
     let mut color = 0;
     for item in items {
         let (x, end) = (x_of(item.begin), x_of(item.begin + item.size));
         let width = (end - x).max(1.5);
-        let (y, height, style) = if item.alias {
-            let style = format!(r##"fill="#ffffff" stroke="{MUTED}" stroke-dasharray="4 3""##);
-            (TOP + LANE + 6.0, LANE * 0.7, style)
+        let (y, height) = if item.alias { (TOP + LANE + 6.0, LANE * 0.7) } else { (TOP, LANE) };
+        let place = rect([x, y, width, height]);
+        let range = if item.alias {
+            place.set("fill", "#ffffff").set("stroke", MUTED).set("stroke-dasharray", "4 3")
         } else {
             let fill = FILLS[color % FILLS.len()];
             color += 1;
-            (TOP, LANE, format!(r##"fill="{fill}" stroke="#ffffff""##))
+            place.set("fill", fill).set("stroke", "#ffffff")
         };
-        svg.rect([x, y, width, height], &style, &item.tip);
+        drawing.append(range.add(tip(&item.tip)));
         let label = format!("{} {}", item.name, (unit.text)(item.size));
-        let text = if width > 6.8 * label.len() as f64 {
+        let name = if width > 6.8 * label.len() as f64 {
             label
         } else if width > 7.5 * item.name.len() as f64 {
             item.name.clone()
@@ -98,7 +97,7 @@ fn lanes(label: &str, items: &[Item], limit: u32, unit: &Unit) -> String {
             continue;
         };
         let place = (x + width / 2.0, y + height / 2.0 + 4.0);
-        svg.text(place, Anchor::Middle, r#"pointer-events="none""#, &text);
+        drawing.append(centered(place, name).set("pointer-events", "none"));
     }
     let free = limit.saturating_sub(used);
     if f64::from(free) / full > 0.07 {
@@ -108,11 +107,11 @@ fn lanes(label: &str, items: &[Item], limit: u32, unit: &Unit) -> String {
         } else {
             free.to_string()
         };
-        svg.text(place, Anchor::Middle, &format!(r#"fill="{MUTED}""#), &format!("free {free}"));
+        drawing.append(centered(place, format!("free {free}")).set("fill", MUTED));
     }
-    axis(&mut svg, bottom + 4.0, full / unit.divisor, unit.step, unit.name);
-    limit_line(&mut svg, x_of(limit), bottom, &format!("limit {}", (unit.text)(limit)));
-    svg.finish()
+    axis(&mut drawing, bottom + 4.0, full / unit.divisor, unit.step, unit.name);
+    limit_line(&mut drawing, x_of(limit), bottom, &format!("limit {}", (unit.text)(limit)));
+    drawing.to_string()
 }
 
 fn smem_table(plan: &SmemPlan) -> String {
@@ -143,41 +142,29 @@ pub fn registers(parts: &[(&'static str, u32)], limit: u32) -> String {
     let full = f64::from(limit.max(total));
     let x_of = |n: u32| LEFT + WIDTH * f64::from(n) / full;
     let bottom = TOP + LANE;
-    let mut svg = Svg::new(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, "Register budget");
-    svg.rect(
-        [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE],
-        &format!(r##"fill="#f6f7f9" stroke="{RULE}""##),
-        &format!("{limit} registers per thread"),
-    );
+    let mut drawing = diagram(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, "Register budget");
+    drawing.append(whole(limit, full, format!("{limit} registers per thread")));
     let mut begin = 0;
     for (i, (name, n)) in parts.iter().enumerate() {
         let (x, width) = (x_of(begin), x_of(begin + n) - x_of(begin));
         let fill = FILLS[i % FILLS.len()];
-        svg.rect(
-            [x, TOP, width, LANE],
-            &format!(r##"fill="{fill}" stroke="#ffffff""##),
-            &format!("{}: {n}", meaning(name)),
-        );
+        let part = rect([x, TOP, width, LANE]).set("fill", fill).set("stroke", "#ffffff");
+        drawing.append(part.add(tip(format!("{}: {n}", meaning(name)))));
         let label = if width > 60.0 { format!("{name} {n}") } else { n.to_string() };
-        let style = r#"pointer-events="none""#;
-        svg.text((x + width / 2.0, TOP + LANE / 2.0 + 4.0), Anchor::Middle, style, &label);
+        let place = (x + width / 2.0, TOP + LANE / 2.0 + 4.0);
+        drawing.append(centered(place, label).set("pointer-events", "none"));
         begin += n;
     }
     let free = limit.saturating_sub(total);
     if f64::from(free) / full > 0.05 {
         let x = (x_of(total) + x_of(limit)) / 2.0;
-        svg.text(
-            (x, TOP + LANE / 2.0 + 4.0),
-            Anchor::Middle,
-            &format!(r#"fill="{MUTED}""#),
-            &format!("free {free}"),
-        );
+        drawing.append(centered((x, TOP + LANE / 2.0 + 4.0), format!("free {free}")).set("fill", MUTED));
     }
-    axis(&mut svg, bottom + 4.0, full, 32.0, "registers");
-    limit_line(&mut svg, x_of(limit), bottom, &format!("limit {limit}"));
+    axis(&mut drawing, bottom + 4.0, full, 32.0, "registers");
+    limit_line(&mut drawing, x_of(limit), bottom, &format!("limit {limit}"));
     let names: Vec<String> =
         parts.iter().map(|(name, n)| format!("{name}: {} ({n})", meaning(name))).collect();
-    format!("{}<p class=\"note\" style=\"margin-top:6px\">{}</p>\n", svg.finish(), escape(&names.join("; ")))
+    format!("{drawing}\n<p class=\"note\" style=\"margin-top:6px\">{}</p>\n", escape(&names.join("; ")))
 }
 
 fn meaning(part: &str) -> &str {
@@ -190,20 +177,29 @@ fn meaning(part: &str) -> &str {
     }
 }
 
-fn axis(svg: &mut Svg, y: f64, full: f64, step: f64, unit: &str) {
-    let muted = format!(r#"fill="{MUTED}" font-size="11""#);
+/// All of a memory, behind what is in it.
+fn whole(limit: u32, full: f64, about: String) -> Rectangle {
+    let place = [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE];
+    rect(place).set("fill", "#f6f7f9").set("stroke", RULE).add(tip(about))
+}
+
+fn axis(drawing: &mut SVG, y: f64, full: f64, step: f64, unit: &str) {
     let mut tick = 0.0;
     while tick <= full {
         let x = LEFT + WIDTH * tick / full;
-        svg.line([x, y - 4.0, x, y + 2.0], &format!(r#"stroke="{MUTED}""#));
-        let label = if tick == 0.0 { format!("0 {unit}") } else { format!("{tick:.0}") };
-        let anchor = if tick == 0.0 { Anchor::Start } else { Anchor::Middle };
-        svg.text((x, y + 15.0), anchor, &muted, &label);
+        drawing.append(line([x, y - 4.0, x, y + 2.0]).set("stroke", MUTED));
+        let place = (x, y + 15.0);
+        let label = if tick == 0.0 {
+            text(place, format!("0 {unit}"))
+        } else {
+            centered(place, format!("{tick:.0}"))
+        };
+        drawing.append(label.set("fill", MUTED).set("font-size", 11));
         tick += step;
     }
 }
 
-fn limit_line(svg: &mut Svg, x: f64, bottom: f64, text: &str) {
-    svg.line([x, TOP - 8.0, x, bottom], &format!(r#"stroke="{LIMIT}" stroke-width="2""#));
-    svg.text((x + 1.0, TOP - 14.0), Anchor::End, &format!(r#"fill="{INK}" font-weight="600""#), text);
+fn limit_line(drawing: &mut SVG, x: f64, bottom: f64, name: &str) {
+    drawing.append(line([x, TOP - 8.0, x, bottom]).set("stroke", LIMIT).set("stroke-width", 2));
+    drawing.append(ending((x + 1.0, TOP - 14.0), name).set("fill", INK).set("font-weight", 600));
 }

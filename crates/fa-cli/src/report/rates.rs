@@ -2,13 +2,14 @@
 
 use fa_core::Problem;
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
+use svg::Node;
 
 use crate::args::KernelFamily;
-use crate::chart::{self, Frame, Series};
+use crate::chart::{Chart, Series};
+use crate::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
 use crate::output::si;
 use crate::plan::Planned;
 use crate::plan::tried::Tried;
-use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
 
 /// What the bars show.
 pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes longer than the longest \
@@ -47,36 +48,30 @@ pub fn terms(cost: &Cost) -> String {
         .collect();
     let longest = rows.iter().map(|(_, s, _)| *s).fold(cost.seconds, f64::max);
     let height = ROW * rows.len() as f64 + 40.0;
-    let mut svg = Svg::new(LEFT + WIDTH + 190.0, height, "Time by resource");
+    let mut drawing = diagram(LEFT + WIDTH + 190.0, height, "Time by resource");
     for (i, (name, seconds, bottleneck)) in rows.iter().enumerate() {
         let y = 26.0 + ROW * i as f64;
         let width = (WIDTH * seconds / longest).max(1.0);
         let fill = if *bottleneck { "#b34700" } else { "#93c1e5" };
         let label = format!("{}{}", si(*seconds, "s"), if *bottleneck { ", the bottleneck" } else { "" });
-        svg.text((LEFT - 10.0, y + 14.0), Anchor::End, "", name);
-        let bar = [LEFT, y, width, ROW - 7.0];
-        svg.rect(bar, &format!(r#"rx="2" fill="{fill}""#), &format!("{name}: {}", si(*seconds, "s")));
+        drawing.append(ending((LEFT - 10.0, y + 14.0), *name));
+        let bar = rect([LEFT, y, width, ROW - 7.0]).set("rx", 2).set("fill", fill);
+        drawing.append(bar.add(tip(format!("{name}: {}", si(*seconds, "s")))));
         // Inside long bars, so that no label runs into the line of the whole.
-        let (x, anchor, ink) = match (width > 180.0, *bottleneck) {
-            (false, _) => (LEFT + width + 8.0, Anchor::Start, MUTED),
-            (true, true) => (LEFT + width - 8.0, Anchor::End, "#ffffff"),
-            (true, false) => (LEFT + width - 8.0, Anchor::End, INK),
+        let (label, ink) = if width > 180.0 {
+            (ending((LEFT + width - 8.0, y + 14.0), label), if *bottleneck { "#ffffff" } else { INK })
+        } else {
+            (text((LEFT + width + 8.0, y + 14.0), label), MUTED)
         };
-        svg.text((x, y + 14.0), anchor, &format!(r#"fill="{ink}" pointer-events="none""#), &label);
+        drawing.append(label.set("fill", ink).set("pointer-events", "none"));
     }
     let x = LEFT + WIDTH * cost.seconds / longest;
-    svg.line([LEFT, 20.0, LEFT, height - 8.0], &format!(r#"stroke="{RULE}""#));
-    svg.line(
-        [x, 20.0, x, height - 8.0],
-        &format!(r#"stroke="{INK}" stroke-width="1.5" stroke-dasharray="3 3""#),
-    );
-    svg.text(
-        (x, 13.0),
-        Anchor::Middle,
-        r#"font-weight="600""#,
-        &format!("whole kernel {}", si(cost.seconds, "s")),
-    );
-    svg.finish()
+    drawing.append(line([LEFT, 20.0, LEFT, height - 8.0]).set("stroke", RULE));
+    let end = line([x, 20.0, x, height - 8.0]).set("stroke", INK);
+    drawing.append(end.set("stroke-width", 1.5).set("stroke-dasharray", "3 3"));
+    let total = format!("whole kernel {}", si(cost.seconds, "s"));
+    drawing.append(centered((x, 13.0), total).set("font-weight", 600));
+    drawing.to_string()
 }
 
 /// Lines of the best kernel's rate by length, and of this one's.
@@ -124,13 +119,14 @@ pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
         series.push(Series { label: "first choice here".to_owned(), points: this, color: 1, dashed: true });
     }
     let peak = planned.arch.limits().peak_tensor_flops() / 1e12;
-    let frame = Frame {
-        title: "",
+    let chart = Chart {
+        title: String::new(),
         x_label: if square { "queries and keys per sequence" } else { "keys per sequence" },
         y_label: "TFLOP/s",
-        ceiling: Some((peak, &format!("peak {peak:.0}"))),
+        ceiling: Some((peak, format!("peak {peak:.0}"))),
+        series,
     };
-    Ok(chart::lines(&frame, &series))
+    chart.into_svg()
 }
 
 /// The family of the kernels in a set.

@@ -5,9 +5,11 @@ use fa_planner::plan::Reason;
 use fa_planner::sm90::reject::Reason as GuideReason;
 use fa_planner::sm90::why;
 use fa_planner::{HeadDims, Mode};
+use svg::Node;
+use svg::node::element::{Group as Together, Rectangle, SVG};
 
+use crate::diagram::{INK, MUTED, RULE, centered, diagram, ending, rect, text, tip};
 use crate::plan::tried::{Group, Tried, prediction};
-use crate::svg::{Anchor, INK, MUTED, RULE, Svg};
 
 /// What the map shows.
 pub const ABOUT: &str = "Every tile that was tried, keys per step across. Blue cells fit and hold the predicted TFLOP/s of the \
@@ -202,32 +204,29 @@ fn draw(
 ) -> String {
     let width = (LEFT + CELL.0 * headers.len() as f64 + 8.0).max(1000.0);
     let bottom = TOP + CELL.1 * rows.len() as f64;
-    let mut svg = Svg::new(width, bottom + 48.0, label);
-    let muted = format!(r#"fill="{MUTED}""#);
-    svg.text((LEFT, 18.0), Anchor::Start, &muted, columns_label);
+    let mut drawing = diagram(width, bottom + 48.0, label);
+    drawing.append(text((LEFT, 18.0), columns_label).set("fill", MUTED));
     for (i, header) in headers.iter().enumerate() {
         let x = LEFT + CELL.0 * (i as f64 + 0.5);
-        svg.text((x, TOP - 12.0), Anchor::Middle, r#"font-weight="600""#, header);
+        drawing.append(centered((x, TOP - 12.0), header).set("font-weight", 600));
     }
     // The best cell is drawn last, so that no neighbour covers its outline.
     let mut outline = None;
     let mut limits: Vec<&'static LimitStyle> = Vec::new();
     for (r, (name, cells)) in rows.iter().enumerate() {
         let y = TOP + CELL.1 * r as f64;
-        svg.text((LEFT - 12.0, y + 17.0), Anchor::End, "", name);
+        drawing.append(ending((LEFT - 12.0, y + 17.0), name));
         for (c, cell) in cells.iter().enumerate() {
             let Some(cell) = cell else { continue };
             let x = LEFT + CELL.0 * c as f64;
             let place = [x + 1.0, y + 1.0, CELL.0 - 2.0, CELL.1 - 2.0];
-            svg.raw("<g>");
-            svg.rect(
-                place,
-                &format!(r##"rx="2" fill="{}" stroke="{RULE}" stroke-width="0.5""##, cell.fill),
-                &cell.tip,
+            let area = rect(place).set("rx", 2).set("fill", cell.fill).set("stroke", RULE);
+            let content = centered((x + CELL.0 / 2.0, y + 17.0), &cell.text).set("fill", cell.ink);
+            drawing.append(
+                Together::new()
+                    .add(area.set("stroke-width", 0.5).add(tip(&cell.tip)))
+                    .add(content.set("font-size", 11.5).set("pointer-events", "none")),
             );
-            let style = format!(r#"fill="{}" font-size="11.5" pointer-events="none""#, cell.ink);
-            svg.text((x + CELL.0 / 2.0, y + 17.0), Anchor::Middle, &style, &cell.text);
-            svg.raw("</g>");
             if cell.best {
                 outline = Some(place);
             }
@@ -239,36 +238,33 @@ fn draw(
         }
     }
     if let Some(place) = outline {
-        svg.rect(
-            place,
-            &format!(r#"rx="2" fill="none" stroke="{INK}" stroke-width="2.5" pointer-events="none""#),
-            "",
-        );
+        drawing.append(frame(place).set("stroke-width", 2.5).set("pointer-events", "none"));
     }
-    legend(&mut svg, bottom + 30.0, scale, &limits, outline.is_some());
-    svg.finish()
+    legend(&mut drawing, bottom + 30.0, scale, &limits, outline.is_some());
+    drawing.to_string()
 }
 
-fn legend(svg: &mut Svg, y: f64, scale: Option<&str>, limits: &[&LimitStyle], best: bool) {
+/// Around the first choice.
+fn frame(place: [f64; 4]) -> Rectangle {
+    rect(place).set("rx", 2).set("fill", "none").set("stroke", INK)
+}
+
+fn legend(drawing: &mut SVG, y: f64, scale: Option<&str>, limits: &[&LimitStyle], best: bool) {
     let mut x = 8.0;
-    let muted = format!(r#"fill="{MUTED}""#);
     // Widths of texts are estimated: 6.4 pixels a character at this size.
     let width_of = |text: &str| 6.4 * text.chars().count() as f64;
+    let name = |x: f64, name: &str| text((x, y), name).set("fill", MUTED);
     if let Some(text) = scale {
         for blue in BLUES {
-            svg.rect([x, y - 11.0, 12.0, 14.0], &format!(r#"fill="{blue}""#), "");
+            drawing.append(rect([x, y - 11.0, 12.0, 14.0]).set("fill", blue));
             x += 12.0;
         }
-        svg.text((x + 6.0, y), Anchor::Start, &muted, text);
+        drawing.append(name(x + 6.0, text));
         x += 6.0 + width_of(text) + 22.0;
     }
     if best {
-        svg.rect(
-            [x, y - 11.0, 16.0, 14.0],
-            &format!(r#"rx="2" fill="none" stroke="{INK}" stroke-width="2""#),
-            "",
-        );
-        svg.text((x + 22.0, y), Anchor::Start, &muted, "first choice");
+        drawing.append(frame([x, y - 11.0, 16.0, 14.0]).set("stroke-width", 2));
+        drawing.append(name(x + 22.0, "first choice"));
         x += 22.0 + width_of("first choice") + 22.0;
     }
     for style in limits {
@@ -279,8 +275,9 @@ fn legend(svg: &mut Svg, y: f64, scale: Option<&str>, limits: &[&LimitStyle], be
             "tmem" => "T: TMEM columns over",
             _ => "no whole instructions, or another rule",
         };
-        svg.rect([x, y - 11.0, 16.0, 14.0], &format!(r#"rx="2" fill="{}" stroke="{RULE}""#, style.fill), "");
-        svg.text((x + 22.0, y), Anchor::Start, &muted, text);
+        let key = rect([x, y - 11.0, 16.0, 14.0]).set("rx", 2).set("fill", style.fill);
+        drawing.append(key.set("stroke", RULE));
+        drawing.append(name(x + 22.0, text));
         x += 22.0 + width_of(text) + 22.0;
     }
 }

@@ -62,8 +62,17 @@ fn files_are_written_and_the_table_shown() {
     assert_eq!(report["machine"]["backend"], "reference");
     assert_eq!(report["rows"].as_array().unwrap().len(), 4);
     let drawing = std::fs::read_to_string(&plot).unwrap();
-    assert!(drawing.starts_with("<svg") && drawing.contains("GFLOP/s"));
-    // Two lines, forward and backward, of two points each.
-    assert_eq!(drawing.matches("<polyline").count(), 2);
-    assert_eq!(drawing.matches("<circle").count(), 4);
+    let drawing = roxmltree::Document::parse(&drawing).unwrap();
+    let texts: Vec<&str> = drawing
+        .descendants()
+        .filter(|node| node.tag_name().name() == "text")
+        .filter_map(|node| node.text().map(str::trim))
+        .collect();
+    for text in ["GFLOP/s", "keys per sequence", "fwd hd 16 full", "bwd hd 16 full", "32", "64"] {
+        assert!(texts.contains(&text), "'{text}' is not in {texts:?}");
+    }
+    // Two lines, forward and backward, of two points each: dots are circles with an outline of their own.
+    let circles = drawing.descendants().filter(|node| node.tag_name().name() == "circle");
+    assert_eq!(circles.filter(|circle| circle.attribute("fill") == Some("none")).count(), 4);
+    assert!(texts.iter().any(|text| text.starts_with("f32 multiply-add peak")), "{texts:?}");
 }
