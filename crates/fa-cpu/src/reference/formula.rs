@@ -1,6 +1,7 @@
-//! The formula itself, one query row after the other, in any precision: `R` is the type that is computed in, `S` the type that
-//! what enters a second product is rounded to (`R` again for no rounding), `T` the tensors' type.
+//! The formula itself, in any precision: `R` is the type that is computed in, `S` the type that what enters a second product is
+//! rounded to (`R` again for no rounding), `T` the tensors' type.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use fa_core::Problem;
@@ -8,6 +9,7 @@ use rayon::prelude::*;
 
 use crate::element::Element;
 use crate::real::Real;
+use crate::simd::{Work, widest};
 use crate::softmax::origin;
 use crate::view::TensorRef;
 
@@ -34,6 +36,38 @@ struct Row<R> {
     lse: R,
 }
 
+impl<R: Real> Row<R> {
+    /// The keys that have weights: none where all scores are -inf.
+    fn weighed_keys(&self) -> Range<usize> {
+        if self.sum == R::ZERO { 0..0 } else { self.keys.clone() }
+    }
+}
+
+/// Queries that walk along the keys together,
+const QUERIES: usize = 16;
+
+/// and the keys of a step, whose rows of K, V, dK and dV stay in a core's own cache meanwhile.
+const KEYS: usize = 32;
+
+/// `range` in pieces of `step`.
+fn blocks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(step).map(move |first| first..(first + step).min(range.end))
+}
+
+/// The blocks that the keys of some rows lie in. Where these are the outer loop, each row meets its keys in their order, and each key
+/// the rows in theirs, so that no sum depends on the blocks.
+fn key_blocks(keys: &[Range<usize>]) -> impl Iterator<Item = Range<usize>> + use<> {
+    let seen = keys.iter().filter(|keys| !keys.is_empty());
+    let first = seen.clone().map(|keys| keys.start).min().unwrap_or(0);
+    let last = seen.map(|keys| keys.end).max().unwrap_or(0);
+    blocks(first..last, KEYS)
+}
+
+/// What is in both.
+fn within(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
+    keys.start.max(block.start)..keys.end.min(block.end)
+}
+
 /// What the forward computes.
 pub(super) struct Forward<R> {
     /// Packed BSHD.
@@ -52,7 +86,7 @@ pub(super) fn forward<R: Real, S: Element, T: Element>(
 ) -> Forward<R> {
     let heads: Vec<Forward<R>> = for_each_head(problem, |b, h| {
         let head = Head::gather(problem, q, k, v, b, h);
-        head.forward::<S>()
+        widest(OneForward { head, rounded_to: PhantomData::<S> })
     });
     let out: Vec<&[R]> = heads.iter().map(|head| &head.out[..]).collect();
     Forward {
@@ -87,7 +121,7 @@ pub(super) fn backward<R: Real, S: Element, T: Element>(
 ) -> Gradients<R> {
     let heads: Vec<Gradients<R>> = for_each_head(problem, |b, h| {
         let head = Head::gather(problem, q, k, v, b, h);
-        head.gradients::<S>(&gather(dout, b, h), held)
+        widest(OneBackward { head, dout: gather(dout, b, h), held, rounded_to: PhantomData::<S> })
     });
     let of_queries = |field: fn(&Gradients<R>) -> &[R], dim| {
         let per_head: Vec<&[R]> = heads.iter().map(field).collect();
@@ -104,6 +138,38 @@ pub(super) fn backward<R: Real, S: Element, T: Element>(
         dq_terms: of_queries(|head| &head.dq_terms, 1),
         dk_terms: of_keys(|head| &head.dk_terms, 1),
         dv_terms: of_keys(|head| &head.dv_terms, 1),
+    }
+}
+
+/// The forward of one query head.
+struct OneForward<'a, R, S> {
+    head: Head<'a, R>,
+    rounded_to: PhantomData<S>,
+}
+
+impl<R: Real, S: Element> Work for OneForward<'_, R, S> {
+    type Output = Forward<R>;
+
+    #[inline(always)]
+    fn run(self) -> Forward<R> {
+        self.head.forward::<S>()
+    }
+}
+
+/// The backward of one query head.
+struct OneBackward<'a, R, S> {
+    head: Head<'a, R>,
+    dout: Vec<R>,
+    held: R,
+    rounded_to: PhantomData<S>,
+}
+
+impl<R: Real, S: Element> Work for OneBackward<'_, R, S> {
+    type Output = Gradients<R>;
+
+    #[inline(always)]
+    fn run(self) -> Gradients<R> {
+        self.head.gradients::<S>(&self.dout, self.held)
     }
 }
 
@@ -139,53 +205,72 @@ impl<'a, R: Real> Head<'a, R> {
         row(&self.v, j, self.problem.head_dim_v)
     }
 
-    /// The softmax of query `i`.
-    fn row(&self, i: usize) -> Row<R> {
-        let keys = self.problem.mask.keys(i, self.problem.seqlen_q, self.problem.seqlen_k);
-        let scores: Vec<R> = keys
-            .clone()
-            .map(|j| {
-                let score = self.scale * dot(self.q(i), self.k(j));
-                self.softcap.map_or(score, |cap| cap * (score / cap).tanh())
-            })
-            .collect();
-        let max = origin(scores.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score)));
-        let weights: Vec<R> = scores.iter().map(|&score| (score - max).exp()).collect();
-        let sum = weights.iter().fold(R::ZERO, |sum, &weight| sum + weight);
-        Row { keys, scores, weights, sum, lse: max + sum.ln() }
+    /// The softmaxes of some queries.
+    #[inline(always)]
+    fn rows(&self, queries: Range<usize>) -> Vec<Row<R>> {
+        let Problem { seqlen_q, seqlen_k, mask, .. } = *self.problem;
+        let keys: Vec<Range<usize>> = queries.clone().map(|i| mask.keys(i, seqlen_q, seqlen_k)).collect();
+        let mut scores: Vec<Vec<R>> = keys.iter().map(|keys| Vec::with_capacity(keys.len())).collect();
+        for block in key_blocks(&keys) {
+            for (r, i) in queries.clone().enumerate() {
+                for j in within(&keys[r], &block) {
+                    let score = self.scale * dot(self.q(i), self.k(j));
+                    scores[r].push(self.softcap.map_or(score, |cap| cap * (score / cap).tanh()));
+                }
+            }
+        }
+        let softmax = |(keys, scores): (Range<usize>, Vec<R>)| {
+            let max = origin(scores.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score)));
+            let weights: Vec<R> = scores.iter().map(|&score| (score - max).exp()).collect();
+            let sum = weights.iter().fold(R::ZERO, |sum, &weight| sum + weight);
+            Row { keys, scores, weights, sum, lse: max + sum.ln() }
+        };
+        keys.into_iter().zip(scores).map(softmax).collect()
     }
 
-    /// O of the query whose softmax is `row`, its weights rounded at `held` times their size.
-    fn output<S: Element>(&self, row: &Row<R>, held: R) -> Vec<R> {
-        let mut out = vec![R::ZERO; self.problem.head_dim_v];
-        if row.sum == R::ZERO {
-            return out;
+    /// O of the queries whose softmaxes are `rows`, packed, the weights rounded at `held` times their size.
+    #[inline(always)]
+    fn outputs<S: Element>(&self, rows: &[Row<R>], held: R) -> Vec<R> {
+        let dim = self.problem.head_dim_v;
+        let mut out = vec![R::ZERO; rows.len() * dim];
+        let keys: Vec<Range<usize>> = rows.iter().map(Row::weighed_keys).collect();
+        for block in key_blocks(&keys) {
+            for (r, keys) in keys.iter().enumerate() {
+                for j in within(keys, &block) {
+                    let weight = rows[r].weights[j - keys.start];
+                    add_scaled(row_mut(&mut out, r, dim), (weight * held).rounded_to::<S>(), self.v(j));
+                }
+            }
         }
-        for (j, &weight) in row.keys.clone().zip(&row.weights) {
-            add_scaled(&mut out, (weight * held).rounded_to::<S>(), self.v(j));
+        for (row, out) in rows.iter().zip(out.chunks_mut(dim)).filter(|(row, _)| row.sum != R::ZERO) {
+            out.iter_mut().for_each(|value| *value = *value / (row.sum * held));
         }
-        out.into_iter().map(|value| value / (row.sum * held)).collect()
+        out
     }
 
     /// The forward of this query head alone.
+    #[inline(always)]
     fn forward<S: Element>(&self) -> Forward<R> {
         let Problem { seqlen_q, head_dim, head_dim_v, .. } = *self.problem;
         let (q, k) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let v = Norms::of(&self.v, head_dim_v);
         let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
-        for i in 0..seqlen_q {
-            let softmax = self.row(i);
-            out.extend(self.output::<S>(&softmax, R::ONE));
-            lse.push(softmax.lse);
-            let weighted = softmax.keys.clone().zip(&softmax.weights).map(|(j, &weight)| {
-                weight / softmax.sum * self.weight_roundings(q.norm[i], k.norm[j], softmax.lse) * v.largest[j]
-            });
-            out_terms.push(weighted.fold(R::ZERO, |sum, term| sum + term));
+        for queries in blocks(0..seqlen_q, QUERIES) {
+            let rows = self.rows(queries.clone());
+            out.extend(self.outputs::<S>(&rows, R::ONE));
+            for (i, row) in queries.zip(rows) {
+                let weighted = row.keys.zip(&row.weights).map(|(j, &weight)| {
+                    weight / row.sum * self.weight_roundings(q.norm[i], k.norm[j], row.lse) * v.largest[j]
+                });
+                lse.push(row.lse);
+                out_terms.push(weighted.fold(R::ZERO, |sum, term| sum + term));
+            }
         }
         Forward { out, lse, out_terms }
     }
 
     /// The gradients of this query head alone.
+    #[inline(always)]
     fn gradients<S: Element>(&self, dout: &[R], held: R) -> Gradients<R> {
         let Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = *self.problem;
         let mut dq = vec![R::ZERO; self.q.len()];
@@ -195,31 +280,37 @@ impl<'a, R: Real> Head<'a, R> {
         let [mut dk_terms, mut dv_terms] = [(); 2].map(|()| vec![R::ZERO; seqlen_k]);
         let (q_norms, k_norms) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let (v_norms, dout_norms) = (Norms::of(&self.v, head_dim_v), Norms::of(dout, head_dim_v));
-        for (i, dq_terms) in dq_terms.iter_mut().enumerate() {
-            let softmax = self.row(i);
-            if softmax.sum == R::ZERO {
-                continue;
-            }
-            let dout = row(dout, i, head_dim_v);
-            let out: Vec<R> = self.output::<S>(&softmax, held).into_iter().map(R::rounded_to::<S>).collect();
+        for queries in blocks(0..seqlen_q, QUERIES) {
+            let rows = self.rows(queries.clone());
+            let out = self.outputs::<S>(&rows, held);
+            let out: Vec<R> = out.into_iter().map(R::rounded_to::<S>).collect();
+            let own = |r: usize| (row(dout, queries.start + r, head_dim_v), row(&out, r, head_dim_v));
             // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
-            let p_dp = dot(dout, &out);
-            let out_norm = norm(&out);
-            for ((j, &score), &weight) in softmax.keys.clone().zip(&softmax.scores).zip(&softmax.weights) {
-                let p = weight / softmax.sum;
-                let dp = dot(dout, self.v(j));
-                let tanh = self.softcap.map_or(R::ZERO, |cap| score / cap);
-                let ds = (p * (dp - p_dp) * (R::ONE - tanh * tanh)).rounded_to::<S>();
-                add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
-                add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
-                add_scaled(row_mut(&mut dv, j, head_dim_v), p.rounded_to::<S>(), dout);
+            let p_dp: Vec<R> = (0..rows.len()).map(|r| dot(own(r).0, own(r).1)).collect();
+            let out_norm: Vec<R> = (0..rows.len()).map(|r| norm(own(r).1)).collect();
+            let keys: Vec<Range<usize>> = rows.iter().map(Row::weighed_keys).collect();
+            for block in key_blocks(&keys) {
+                for ((r, keys), i) in keys.iter().enumerate().zip(queries.clone()) {
+                    let Row { scores, weights, sum, lse, .. } = &rows[r];
+                    let (dout, p_dp, out_norm) = (own(r).0, p_dp[r], out_norm[r]);
+                    for j in within(keys, &block) {
+                        let (score, weight) = (scores[j - keys.start], weights[j - keys.start]);
+                        let p = weight / *sum;
+                        let dp = dot(dout, self.v(j));
+                        let tanh = self.softcap.map_or(R::ZERO, |cap| score / cap);
+                        let ds = (p * (dp - p_dp) * (R::ONE - tanh * tanh)).rounded_to::<S>();
+                        add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
+                        add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
+                        add_scaled(row_mut(&mut dv, j, head_dim_v), p.rounded_to::<S>(), dout);
 
-                let roundings = self.weight_roundings(q_norms.norm[i], k_norms.norm[j], softmax.lse);
-                let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
-                let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
-                *dq_terms += ds_terms * k_norms.largest[j];
-                dk_terms[j] += ds_terms * q_norms.largest[i];
-                dv_terms[j] += p * roundings * dout_norms.largest[i];
+                        let roundings = self.weight_roundings(q_norms.norm[i], k_norms.norm[j], *lse);
+                        let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
+                        let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
+                        dq_terms[i] += ds_terms * k_norms.largest[j];
+                        dk_terms[j] += ds_terms * q_norms.largest[i];
+                        dv_terms[j] += p * roundings * dout_norms.largest[i];
+                    }
+                }
             }
         }
         for value in dq.iter_mut().chain(&mut dk) {
@@ -307,6 +398,7 @@ fn row_mut<R>(matrix: &mut [R], index: usize, dim: usize) -> &mut [R] {
 }
 
 /// Eight partial sums, so that the compiler may use vector registers without changing the order of any sum.
+#[inline(always)]
 fn dot<R: Real>(a: &[R], b: &[R]) -> R {
     let (a_chunks, a_rest) = a.as_chunks::<8>();
     let (b_chunks, b_rest) = b.as_chunks::<8>();
@@ -321,6 +413,7 @@ fn dot<R: Real>(a: &[R], b: &[R]) -> R {
 }
 
 /// `to += factor * from`.
+#[inline(always)]
 fn add_scaled<R: Real>(to: &mut [R], factor: R, from: &[R]) {
     for (to, &from) in to.iter_mut().zip(from) {
         *to += factor * from;

@@ -27,6 +27,7 @@ pub(crate) mod scatter;
 mod softmax;
 mod transpose;
 mod vector;
+mod widest;
 
 use bf16::{Bf16Kernels, Table16};
 use kernels::Table;
@@ -34,6 +35,7 @@ use product::RawProduct;
 pub use product::{Init, Order};
 use softmax::{RawGradient, RawSoftmax};
 use transpose::RawTranspose;
+pub(crate) use widest::{Work, widest};
 
 /// An instruction set that the kernels can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
