@@ -177,7 +177,8 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     let refused = match &spec.kernel {
         Kernel::Sm90Fwd(kernel) => sm90::is_refused(spec, kernel),
         Kernel::Sm90Bwd(kernel) => backward::is_refused(spec, kernel),
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => false,
+        Kernel::Sm80Bwd(kernel) => backward_sm80::is_refused(spec, kernel, arch),
+        Kernel::Sm80Fwd(_) => false,
     };
     if refused {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
