@@ -247,7 +247,7 @@ class Inputs:
 
 
 def make_call(torch, peer, request, inputs):
-    """A call that takes the next input set each time and returns what to compare: out, or dq."""
+    """A call that takes the next input set each time and returns what to compare: (out,), or (dq, dk, dv)."""
     turn = 0
     causal = request["causal"]
     if request["mode"] == "fwd":
@@ -257,7 +257,7 @@ def make_call(torch, peer, request, inputs):
             tensors = inputs.sets[turn % len(inputs.sets)]
             turn += 1
             with torch.no_grad():
-                return peer(tensors["q"], tensors["k"], tensors["v"], causal)
+                return (peer(tensors["q"], tensors["k"], tensors["v"], causal),)
 
         return call
 
@@ -270,9 +270,14 @@ def make_call(torch, peer, request, inputs):
         nonlocal turn
         out, leaves, dout = graphs[turn % len(graphs)]
         turn += 1
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)[0]
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     return call
+
+
+def compared(mode):
+    """The names of what a call of make_call returns."""
+    return ("dq", "dk", "dv") if mode == "bwd" else ("out",)
 
 
 def disagreement(result, reference):
@@ -375,14 +380,15 @@ class Helper:
                 peer = self.peers[name]
                 peer.refuse(request)
                 call = make_call(self.torch, peer, request, inputs)
-                result = call()
-                if not bool(self.torch.isfinite(result).all()):
-                    raise Refused("its result is not finite")
+                results = dict(zip(compared(request["mode"]), call(), strict=True))
+                for what, result in results.items():
+                    if not bool(self.torch.isfinite(result).all()):
+                        raise Refused(f"its {what} is not finite")
+                    if reference and not (off := disagreement(result, reference[1][what])) < DISAGREEMENT_LIMIT:
+                        raise Refused(f"its {what} differs from {reference[0]}'s by {off:.3g}")
                 if reference is None:
-                    reference = (name, result.clone())
-                elif not (off := disagreement(result, reference[1])) < DISAGREEMENT_LIMIT:
-                    raise Refused(f"its result differs from {reference[0]}'s by {off:.3g}")
-                del result
+                    reference = (name, {what: result.clone() for what, result in results.items()})
+                del results, result
                 host_seconds[name] = self.clock.warm_up(call)
                 calls[name] = call
             except Exception as error:
