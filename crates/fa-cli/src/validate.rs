@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_core::Arch;
 use fa_kernels::tune;
-use fa_planner::plan::Family;
+use fa_planner::plan::{Family, account};
 use serde::Serialize;
 
 use crate::cuda::Device;
@@ -150,7 +150,9 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
         let mut cases = library(extent, repeat);
         for (kernel, spec, archs) in record::shipped()? {
             let of_the_pass = tune::backward(&spec).is_some() == args.backward();
-            if archs.contains(&arch) && tune::family(&spec) == family && of_the_pass {
+            // Records know a kernel by its sources, whatever the target: one that ships for other architectures is validated where it runs.
+            let runs = archs.contains(&arch) || account(&spec, arch).is_ok();
+            if runs && tune::family(&spec) == family && of_the_pass {
                 cases.extend(cases::of_spec("shipped", &kernel.file, &spec, extent));
             }
         }
@@ -319,4 +321,25 @@ fn check_records(args: &ValidateArgs) -> anyhow::Result<Verdict> {
         output::print(&(output::table_text(&table) + &advice))?;
     }
     Ok(if unknown == 0 { Verdict::Good } else { Verdict::Bad })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Cli, Command};
+
+    #[test]
+    fn kernels_that_ship_for_other_architectures_are_validated_where_they_run() {
+        let command = ["fa", "validate", "--mode", "bwd", "--arch", "sm80", "--quick"];
+        let Command::Validate(args) = Cli::parse_from(command).command else { panic!("it validates") };
+        let validated = |arch, file: &str| {
+            let cases = chosen_cases(&args, arch, Family::Sm80).expect("cases");
+            cases.iter().any(|case| case.name().ends_with(&format!(" by {file}")))
+        };
+        let (small, large) = ("sm80/hd64-causal-bf16-99kb-bwd.ron", "sm80/hd64-causal-bf16-bwd.ron");
+        assert!(validated(Arch::Sm90, small) && validated(Arch::Sm90, large));
+        assert!(validated(Arch::Sm86, small) && !validated(Arch::Sm86, large), "163 KB do not fit");
+    }
 }
