@@ -3,6 +3,7 @@
 mod backward;
 
 use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 use fa_kernels::tune;
 use fa_planner::plan::BackwardOptions;
 
@@ -105,52 +106,6 @@ pub enum Extent {
     Full,
 }
 
-const SHAPES: [(usize, usize); 26] = [
-    (1, 1),
-    (3, 3),
-    (64, 32),
-    (64, 128),
-    (64, 1),
-    (128, 128),
-    (128, 192),
-    (256, 256),
-    (255, 256),
-    (239, 1),
-    (799, 3),
-    (113, 203),
-    (113, 128),
-    (128, 217),
-    (113, 211),
-    (108, 256),
-    (256, 512),
-    (384, 256),
-    (640, 128),
-    (512, 256),
-    (1024, 1024),
-    (1023, 1024),
-    (1024, 1023),
-    (2048, 2048),
-    (4096, 4096),
-    (4224, 4224),
-];
-const HEAD_DIMS: [(usize, usize); 8] =
-    [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (128, 64), (64, 128)];
-const PADDED: [(usize, usize); 12] = [
-    (8, 8),
-    (16, 16),
-    (32, 32),
-    (40, 40),
-    (72, 72),
-    (80, 80),
-    (112, 112),
-    (160, 160),
-    (200, 200),
-    (248, 248),
-    (72, 40),
-    (24, 104),
-];
-const HEADS: [(usize, usize); 5] = [(6, 6), (6, 3), (6, 1), (8, 1), (32, 8)];
-const BATCHES: [usize; 3] = [1, 2, 9];
 const DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F16];
 const MASKS: [Mask; 2] = [Mask::CAUSAL, Mask::FULL];
 
@@ -220,7 +175,7 @@ fn shapes_and_dims(full: bool) -> Vec<Case> {
 
 fn padded(full: bool) -> Vec<Case> {
     let mut cases = Vec::new();
-    for (index, (head_dim, head_dim_v)) in PADDED.into_iter().enumerate() {
+    for (index, (head_dim, head_dim_v)) in PADDED_HEAD_DIMS.into_iter().enumerate() {
         for (turn, mask) in MASKS.into_iter().enumerate() {
             let lengths = [(113, 203), (256, 256), (300, 77)];
             let lengths = if full { &lengths[..] } else { &lengths[index % 2..=index % 2] };
@@ -600,7 +555,7 @@ mod tests {
                 for (q, k) in SHAPES {
                     assert!(of(&|p| (p.seqlen_q, p.seqlen_k) == (q, k)), "{q}x{k} {dtype}");
                 }
-                for (d, dv) in HEAD_DIMS.into_iter().chain(PADDED) {
+                for (d, dv) in HEAD_DIMS.into_iter().chain(PADDED_HEAD_DIMS) {
                     assert!(of(&|p| (p.head_dim, p.head_dim_v) == (d, dv)), "{d}-{dv} {dtype}");
                 }
                 for (q, kv) in HEADS {

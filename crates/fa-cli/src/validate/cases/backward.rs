@@ -71,7 +71,9 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{BATCHES, HEAD_DIMS, HEADS, PADDED, Placing, SHAPES};
+    use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
+
+    use super::super::Placing;
     use super::*;
 
     #[test]
@@ -98,7 +100,7 @@ mod tests {
                     assert!(found, "{q}:{kv} {mask} {options:?}");
                 }
             }
-            for (d, dv) in PADDED {
+            for (d, dv) in PADDED_HEAD_DIMS {
                 let found = of(&|c| (c.problem.head_dim, c.problem.head_dim_v) == (d, dv));
                 assert!(found, "{d}-{dv} {options:?}");
             }
