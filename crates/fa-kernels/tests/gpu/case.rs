@@ -2,12 +2,38 @@
 
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
-use fa_core::{Problem, Strides, TensorLayout};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
+use cudarc::driver::{
+    CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits,
+};
+use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::{TensorRef, compare, reference};
 use fa_kernels::{
     Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, cudarc,
 };
+
+/// What other problems differ from in a field or two.
+pub const BASE: Problem = Problem::square(2, 300, 4, 128, Mask::CAUSAL, Dtype::Bf16);
+
+/// [`BASE`] with three query heads on each K/V head.
+pub const GQA: Problem = Problem { heads_q: 6, heads_kv: 2, ..BASE };
+
+/// What both passes are tried on: every field that decides which kernel runs and how.
+pub const PROBLEMS: [Problem; 12] = [
+    BASE,
+    Problem { mask: Mask::FULL, ..BASE },
+    GQA,
+    Problem { seqlen_q: 1, ..BASE },
+    Problem { head_dim: 64, head_dim_v: 64, ..BASE },
+    Problem { head_dim: 40, head_dim_v: 72, mask: Mask::FULL, ..BASE },
+    Problem { head_dim: 192, ..BASE },
+    Problem { head_dim: 256, head_dim_v: 256, ..BASE },
+    Problem { mask: Mask::window(70, 9), ..BASE },
+    Problem { softcap: Some(5.0), ..BASE },
+    Problem { softmax_scale: Some(0.3), ..BASE },
+    Problem { seqlen_k: 0, ..BASE },
+];
 
 /// A problem, how its tensors lie, and how many elements stand between their rows.
 #[derive(Clone, Copy, Debug)]
@@ -64,13 +90,8 @@ impl Case {
 
     /// Shapes `[batch, seqlen, heads, dim]` of q, k, v and out.
     pub fn shapes(&self) -> [[usize; 4]; 4] {
-        let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
-        [
-            [batch, seqlen_q, heads_q, head_dim],
-            [batch, seqlen_k, heads_kv, head_dim],
-            [batch, seqlen_k, heads_kv, head_dim_v],
-            [batch, seqlen_q, heads_q, head_dim_v],
-        ]
+        let problem = &self.problem;
+        [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)]
     }
 
     /// Strides of a tensor whose rows have `pad` elements more than are used, and the elements it takes.
@@ -85,7 +106,7 @@ impl<T: Both> Tensors<T> {
     pub fn new(case: &Case, forward: &Forward, stream: &Arc<CudaStream>) -> Tensors<T> {
         let shapes = case.shapes();
         let host = [0, 1, 2].map(|i| case.values(i));
-        let rows = case.problem.batch * case.problem.heads_q * case.problem.seqlen_q;
+        let rows = lse_len(&case.problem);
         let inputs = host.each_ref().map(|values| stream.clone_htod(values).unwrap());
         let out = stream.alloc_zeros(case.strides(shapes[3]).1).unwrap();
         let lse = stream.alloc_zeros(rows.max(1)).unwrap();
@@ -179,6 +200,14 @@ impl<T: Both> Tensors<T> {
         let found = compare::compare_lse(rows, problem.dtype, &lse, &expected.lse).unwrap();
         assert!(found.passed(), "{case:?}: LSE {found}");
     }
+}
+
+/// What `launch` puts on the stream, as a graph.
+pub fn captured(stream: &Arc<CudaStream>, launch: impl FnOnce() -> Result<(), Error>) -> CudaGraph {
+    stream.synchronize().unwrap();
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).unwrap();
+    launch().unwrap();
+    stream.end_capture(CUgraphInstantiate_flags(0)).unwrap().expect("a graph was captured")
 }
 
 /// Every index into a shape, in packed order.
