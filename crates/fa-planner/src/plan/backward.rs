@@ -24,6 +24,17 @@ pub struct BackwardOptions {
     pub deterministic: bool,
 }
 
+impl BackwardOptions {
+    /// The order of tiles under `mask`: longest first where their lengths differ; tiles that take turns go by their numbers.
+    pub(super) fn tile_order(self, mask: MaskKind) -> TileOrder {
+        if mask == MaskKind::Full || self.deterministic {
+            TileOrder::Natural
+        } else {
+            TileOrder::LongestFirst
+        }
+    }
+}
+
 /// A guide configuration as the kernel's parameters.
 pub fn kernel_of(config: &BwdConfig) -> Sm90Bwd {
     Sm90Bwd {
@@ -135,11 +146,7 @@ pub fn candidates(
     options: BackwardOptions,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = if mask == MaskKind::Full || options.deterministic {
-        TileOrder::Natural
-    } else {
-        TileOrder::LongestFirst
-    };
+    let tile_order = options.tile_order(mask);
     let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
     let spec_of = move |kernel: Sm90Bwd| {
         let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic: options.deterministic, ..kernel });

@@ -4,7 +4,6 @@
 
 use std::cmp::Reverse;
 
-use fa_core::spec::TileOrder;
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
 use crate::occupancy::{WARP, register_ceiling};
@@ -192,11 +191,7 @@ pub fn candidates(
     options: BackwardOptions,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = if mask == MaskKind::Full || options.deterministic {
-        TileOrder::Natural
-    } else {
-        TileOrder::LongestFirst
-    };
+    let tile_order = options.tile_order(mask);
     let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
     TILE_M
         .into_iter()
