@@ -1,5 +1,6 @@
 //! A kernel as plain data: all that the kernel sources are specialised on, and nothing of any one problem's lengths.
 
+mod base;
 mod check;
 
 use std::fmt;
@@ -491,20 +492,7 @@ mod tests {
             head_dim_v: 128,
             mask: MaskKind::Causal,
             softcap: false,
-            kernel: Kernel::Sm80Fwd(Sm80Fwd {
-                tile_m: 128,
-                tile_n: 64,
-                num_warps: 4,
-                stages: 2,
-                q_in_regs: false,
-                blocks_per_sm: 1,
-                swizzle: true,
-                ldmatrix: true,
-                exp2: true,
-                fast_math: true,
-                loop_split: true,
-                reverse_blocks: true,
-            }),
+            kernel: Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, tile_n: 64, ..Sm80Fwd::default() }),
         }
     }
 
@@ -513,18 +501,9 @@ mod tests {
             kernel: Kernel::Sm90Fwd(Sm90Fwd {
                 tile_m: 128,
                 tile_n: 176,
-                num_wg: 2,
-                pv_is_rs: true,
-                overlap_wg: true,
-                q_stages: 1,
-                kv_stages: 2,
                 ping_pong: true,
                 scheduler: Scheduler::Static,
-                tile_order: TileOrder::Natural,
-                cluster_m: 1,
-                exp_poly_of_16: 0,
-                rescale_threshold: 0,
-                pack_gqa: false,
+                ..Sm90Fwd::default()
             }),
             ..sm80()
         }

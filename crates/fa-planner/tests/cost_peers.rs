@@ -68,10 +68,7 @@ fn fa3_spec(row: &Row) -> KernelSpec {
             ping_pong,
             scheduler: if row.causal { Scheduler::Dynamic } else { Scheduler::Static },
             tile_order: if row.causal { TileOrder::LongestFirst } else { TileOrder::Natural },
-            cluster_m: 1,
-            exp_poly_of_16: 0,
-            rescale_threshold: 0,
-            pack_gqa: false,
+            ..Sm90Fwd::default()
         }),
     }
 }
@@ -155,14 +152,9 @@ fn fa2_spec(problem: &Problem, (tile_m, tile_n, num_warps, blocks_per_sm): Fa2Ti
             tile_n,
             num_warps,
             stages: 1,
-            q_in_regs: false,
             blocks_per_sm,
-            swizzle: true,
-            ldmatrix: true,
-            exp2: true,
-            fast_math: true,
-            loop_split: true,
             reverse_blocks: false,
+            ..Sm80Fwd::default()
         }),
     }
 }

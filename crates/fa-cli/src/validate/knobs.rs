@@ -20,22 +20,7 @@ fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
 }
 
 fn sm90() -> Vec<NamedSpec> {
-    let base = Sm90Fwd {
-        tile_m: 128,
-        tile_n: 128,
-        num_wg: 2,
-        pv_is_rs: true,
-        overlap_wg: true,
-        q_stages: 1,
-        kv_stages: 2,
-        ping_pong: false,
-        scheduler: Scheduler::PerTile,
-        tile_order: TileOrder::Natural,
-        cluster_m: 1,
-        exp_poly_of_16: 0,
-        rescale_threshold: 0,
-        pack_gqa: false,
-    };
+    let base = Sm90Fwd::default();
     let mut changed: Vec<(String, Sm90Fwd)> = vec![("the base".into(), base.clone())];
     let mut change = |name: &str, kernel: Sm90Fwd| changed.push((name.to_owned(), kernel));
     change("num_wg 1", Sm90Fwd { num_wg: 1, tile_m: 64, ..base.clone() });
@@ -83,20 +68,7 @@ fn sm90() -> Vec<NamedSpec> {
 }
 
 fn sm80() -> Vec<NamedSpec> {
-    let base = Sm80Fwd {
-        tile_m: 64,
-        tile_n: 64,
-        num_warps: 4,
-        stages: 2,
-        q_in_regs: false,
-        blocks_per_sm: 1,
-        swizzle: true,
-        ldmatrix: true,
-        exp2: true,
-        fast_math: true,
-        loop_split: true,
-        reverse_blocks: true,
-    };
+    let base = Sm80Fwd::default();
     let mut changed: Vec<(String, Sm80Fwd)> = vec![("the base".into(), base.clone())];
     let mut change = |name: &str, kernel: Sm80Fwd| changed.push((name.to_owned(), kernel));
     for stages in [1, 3, 4] {

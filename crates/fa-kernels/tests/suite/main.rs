@@ -9,7 +9,6 @@ mod train;
 
 use std::process::Command;
 
-use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
 use fa_kernels::{Compiler, CompilerKind, Source};
 
@@ -39,43 +38,12 @@ fn sm80_spec() -> KernelSpec {
         head_dim_v: 64,
         mask: MaskKind::Causal,
         softcap: false,
-        kernel: Kernel::Sm80Fwd(Sm80Fwd {
-            tile_m: 64,
-            tile_n: 64,
-            num_warps: 4,
-            stages: 2,
-            q_in_regs: false,
-            blocks_per_sm: 1,
-            swizzle: true,
-            ldmatrix: true,
-            exp2: true,
-            fast_math: true,
-            loop_split: true,
-            reverse_blocks: true,
-        }),
+        kernel: Kernel::Sm80Fwd(Sm80Fwd::default()),
     }
 }
 
 fn sm90_spec() -> KernelSpec {
-    KernelSpec {
-        kernel: Kernel::Sm90Fwd(Sm90Fwd {
-            tile_m: 128,
-            tile_n: 128,
-            num_wg: 2,
-            pv_is_rs: true,
-            overlap_wg: true,
-            q_stages: 1,
-            kv_stages: 2,
-            ping_pong: false,
-            scheduler: Scheduler::PerTile,
-            tile_order: TileOrder::Natural,
-            cluster_m: 1,
-            exp_poly_of_16: 0,
-            rescale_threshold: 0,
-            pack_gqa: false,
-        }),
-        ..sm80_spec()
-    }
+    KernelSpec { kernel: Kernel::Sm90Fwd(Sm90Fwd::default()), ..sm80_spec() }
 }
 
 /// This test program again, running the one (ignored) test `name`: how tests get processes of their own.

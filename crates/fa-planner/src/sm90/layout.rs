@@ -82,7 +82,6 @@ pub fn bwd(hd: u32, hdv: u32, kernel: &Sm90Bwd) -> SmemPlan {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::spec::TileOrder;
     use fa_core::{Dtype, Kernel, MaskKind};
 
     use super::*;
@@ -96,16 +95,10 @@ mod tests {
             tile_n: 176,
             num_wg: 2,
             pv_is_rs: true,
-            overlap_wg: true,
             q_stages: 1,
             kv_stages: 2,
-            ping_pong: true,
             scheduler: Scheduler::Static,
-            tile_order: TileOrder::Natural,
-            cluster_m: 1,
-            exp_poly_of_16: 0,
-            rescale_threshold: 0,
-            pack_gqa: false,
+            ..Sm90Fwd::default()
         };
         let spec = KernelSpec {
             dtype: Dtype::Bf16,
