@@ -25,7 +25,7 @@ struct Head<'a, R> {
 
 /// One query's softmax.
 struct Row<R> {
-    /// The keys that it sees.
+    /// The keys that it sees; none where all scores are -inf, for then none has a weight.
     keys: Range<usize>,
     /// S of those keys.
     scores: Vec<R>,
@@ -34,13 +34,6 @@ struct Row<R> {
     /// The sum of the weights.
     sum: R,
     lse: R,
-}
-
-impl<R: Real> Row<R> {
-    /// The keys that have weights: none where all scores are -inf.
-    fn weighed_keys(&self) -> Range<usize> {
-        if self.sum == R::ZERO { 0..0 } else { self.keys.clone() }
-    }
 }
 
 /// Queries that walk along the keys together,
@@ -56,8 +49,10 @@ fn blocks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
 
 /// The blocks that the keys of some rows lie in. Where these are the outer loop, each row meets its keys in their order, and each key
 /// the rows in theirs, so that no sum depends on the blocks.
-fn key_blocks(keys: &[Range<usize>]) -> impl Iterator<Item = Range<usize>> + use<> {
-    let seen = keys.iter().filter(|keys| !keys.is_empty());
+fn key_blocks<'a>(
+    keys: impl Iterator<Item = &'a Range<usize>> + Clone,
+) -> impl Iterator<Item = Range<usize>> {
+    let seen = keys.filter(|keys| !keys.is_empty());
     let first = seen.clone().map(|keys| keys.start).min().unwrap_or(0);
     let last = seen.map(|keys| keys.end).max().unwrap_or(0);
     blocks(first..last, KEYS)
@@ -211,11 +206,11 @@ impl<'a, R: Real> Head<'a, R> {
         let Problem { seqlen_q, seqlen_k, mask, .. } = *self.problem;
         let keys: Vec<Range<usize>> = queries.clone().map(|i| mask.keys(i, seqlen_q, seqlen_k)).collect();
         let mut scores: Vec<Vec<R>> = keys.iter().map(|keys| Vec::with_capacity(keys.len())).collect();
-        for block in key_blocks(&keys) {
-            for (r, i) in queries.clone().enumerate() {
-                for j in within(&keys[r], &block) {
+        for block in key_blocks(keys.iter()) {
+            for ((keys, scores), i) in keys.iter().zip(&mut scores).zip(queries.clone()) {
+                for j in within(keys, &block) {
                     let score = self.scale * dot(self.q(i), self.k(j));
-                    scores[r].push(self.softcap.map_or(score, |cap| cap * (score / cap).tanh()));
+                    scores.push(self.softcap.map_or(score, |cap| cap * (score / cap).tanh()));
                 }
             }
         }
@@ -223,6 +218,7 @@ impl<'a, R: Real> Head<'a, R> {
             let max = origin(scores.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score)));
             let weights: Vec<R> = scores.iter().map(|&score| (score - max).exp()).collect();
             let sum = weights.iter().fold(R::ZERO, |sum, &weight| sum + weight);
+            let keys = if sum == R::ZERO { 0..0 } else { keys };
             Row { keys, scores, weights, sum, lse: max + sum.ln() }
         };
         keys.into_iter().zip(scores).map(softmax).collect()
@@ -233,12 +229,11 @@ impl<'a, R: Real> Head<'a, R> {
     fn outputs<S: Element>(&self, rows: &[Row<R>], held: R) -> Vec<R> {
         let dim = self.problem.head_dim_v;
         let mut out = vec![R::ZERO; rows.len() * dim];
-        let keys: Vec<Range<usize>> = rows.iter().map(Row::weighed_keys).collect();
-        for block in key_blocks(&keys) {
-            for (r, keys) in keys.iter().enumerate() {
-                for j in within(keys, &block) {
-                    let weight = rows[r].weights[j - keys.start];
-                    add_scaled(row_mut(&mut out, r, dim), (weight * held).rounded_to::<S>(), self.v(j));
+        for block in key_blocks(rows.iter().map(|row| &row.keys)) {
+            for (row, out) in rows.iter().zip(out.chunks_mut(dim)) {
+                for j in within(&row.keys, &block) {
+                    let weight = row.weights[j - row.keys.start];
+                    add_scaled(out, (weight * held).rounded_to::<S>(), self.v(j));
                 }
             }
         }
@@ -284,15 +279,15 @@ impl<'a, R: Real> Head<'a, R> {
             let rows = self.rows(queries.clone());
             let out = self.outputs::<S>(&rows, held);
             let out: Vec<R> = out.into_iter().map(R::rounded_to::<S>).collect();
-            let own = |r: usize| (row(dout, queries.start + r, head_dim_v), row(&out, r, head_dim_v));
-            // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
-            let p_dp: Vec<R> = (0..rows.len()).map(|r| dot(own(r).0, own(r).1)).collect();
-            let out_norm: Vec<R> = (0..rows.len()).map(|r| norm(own(r).1)).collect();
-            let keys: Vec<Range<usize>> = rows.iter().map(Row::weighed_keys).collect();
-            for block in key_blocks(&keys) {
-                for ((r, keys), i) in keys.iter().enumerate().zip(queries.clone()) {
-                    let Row { scores, weights, sum, lse, .. } = &rows[r];
-                    let (dout, p_dp, out_norm) = (own(r).0, p_dp[r], out_norm[r]);
+            let of_out = queries.clone().zip(out.chunks(head_dim_v)).map(|(i, out)| {
+                // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
+                (dot(row(dout, i, head_dim_v), out), norm(out))
+            });
+            let of_out: Vec<(R, R)> = of_out.collect();
+            for block in key_blocks(rows.iter().map(|row| &row.keys)) {
+                for ((softmax, &(p_dp, out_norm)), i) in rows.iter().zip(&of_out).zip(queries.clone()) {
+                    let Row { keys, scores, weights, sum, lse } = softmax;
+                    let dout = row(dout, i, head_dim_v);
                     for j in within(keys, &block) {
                         let (score, weight) = (scores[j - keys.start], weights[j - keys.start]);
                         let p = weight / *sum;

@@ -1,6 +1,9 @@
 //! Plain Rust compiled for the widest vectors of the CPU at hand. Nothing is fused and no sum is taken in another order for it, so
 //! that a result has the same bits on every CPU.
 
+#[cfg(target_arch = "x86_64")]
+use super::Isa;
+
 /// What is to be compiled more than once.
 pub(crate) trait Work {
     /// What it gives.
@@ -14,11 +17,11 @@ pub(crate) trait Work {
 pub(crate) fn widest<W: Work>(work: W) -> W::Output {
     #[cfg(target_arch = "x86_64")]
     {
-        if is_x86_feature_detected!("avx512f") {
+        if Isa::Avx512.is_available() {
             // SAFETY: the CPU has AVX-512 F.
             return unsafe { avx512(work) };
         }
-        if is_x86_feature_detected!("avx2") {
+        if Isa::Avx2.is_available() {
             // SAFETY: the CPU has AVX2.
             return unsafe { avx2(work) };
         }
