@@ -4,15 +4,22 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use crate::diagram;
+
 /// Where a plot is drawn.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Text and marks.
-pub const INK: RGBColor = RGBColor(0x1f, 0x24, 0x30);
-/// Secondary text.
-pub const MUTED: RGBColor = RGBColor(0x5b, 0x63, 0x72);
-/// Grid lines.
-pub const RULE: RGBColor = RGBColor(0xd8, 0xdc, 0xe3);
+/// Text and marks, secondary text, and grid lines, as in diagrams.
+pub const INK: RGBColor = rgb(diagram::INK);
+pub const MUTED: RGBColor = rgb(diagram::MUTED);
+pub const RULE: RGBColor = rgb(diagram::RULE);
+
+/// `#rrggbb` as the drawing library has it.
+const fn rgb(hex: &str) -> RGBColor {
+    let Ok(bits) = u32::from_str_radix(hex.split_at(1).1, 16) else { panic!("not #rrggbb") };
+    let [_, red, green, blue] = bits.to_be_bytes();
+    RGBColor(red, green, blue)
+}
 
 /// Colours of series, distinguishable with any common colour vision: Okabe and Ito's set, darkest first.
 pub struct OkabeIto;
