@@ -247,7 +247,7 @@ class Inputs:
 
 
 def make_call(torch, peer, request, inputs):
-    """A call that takes the next input set each time and returns what to compare: (out,), or (dq, dk, dv)."""
+    """A call that takes the next input set each time and returns what to compare, by name: out, or dq, dk and dv."""
     turn = 0
     causal = request["causal"]
     if request["mode"] == "fwd":
@@ -257,7 +257,7 @@ def make_call(torch, peer, request, inputs):
             tensors = inputs.sets[turn % len(inputs.sets)]
             turn += 1
             with torch.no_grad():
-                return (peer(tensors["q"], tensors["k"], tensors["v"], causal),)
+                return {"out": peer(tensors["q"], tensors["k"], tensors["v"], causal)}
 
         return call
 
@@ -270,14 +270,10 @@ def make_call(torch, peer, request, inputs):
         nonlocal turn
         out, leaves, dout = graphs[turn % len(graphs)]
         turn += 1
-        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
     return call
-
-
-def compared(mode):
-    """The names of what a call of make_call returns."""
-    return ("dq", "dk", "dv") if mode == "bwd" else ("out",)
 
 
 def disagreement(result, reference):
@@ -380,7 +376,7 @@ class Helper:
                 peer = self.peers[name]
                 peer.refuse(request)
                 call = make_call(self.torch, peer, request, inputs)
-                results = dict(zip(compared(request["mode"]), call(), strict=True))
+                results = call()
                 for what, result in results.items():
                     if not bool(self.torch.isfinite(result).all()):
                         raise Refused(f"its {what} is not finite")
