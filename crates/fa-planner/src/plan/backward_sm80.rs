@@ -232,14 +232,17 @@ mod tests {
     use super::super::{Family, PlanOptions, explore, plan};
     use super::*;
 
-    fn best(head_dim: usize, arch: Arch, deterministic: bool) -> KernelSpec {
-        let problem = Problem::square(2, 8192, 16, head_dim, Mask::CAUSAL, Dtype::Bf16);
-        let options = PlanOptions {
+    fn options(deterministic: bool) -> PlanOptions {
+        PlanOptions {
             family: Some(Family::Sm80),
             backward: Some(BackwardOptions { deterministic }),
             ..PlanOptions::default()
-        };
-        plan(&problem, arch, &options).expect("plans").swap_remove(0).spec
+        }
+    }
+
+    fn best(head_dim: usize, arch: Arch, deterministic: bool) -> KernelSpec {
+        let problem = Problem::square(2, 8192, 16, head_dim, Mask::CAUSAL, Dtype::Bf16);
+        plan(&problem, arch, &options(deterministic)).expect("plans").swap_remove(0).spec
     }
 
     #[test]
@@ -264,13 +267,8 @@ mod tests {
     #[test]
     fn what_spills_on_9_0_is_no_plan_there() {
         let problem = Problem::square(8, 2048, 32, 64, Mask::CAUSAL, Dtype::Bf16);
-        let options = PlanOptions {
-            family: Some(Family::Sm80),
-            backward: Some(BackwardOptions::default()),
-            ..PlanOptions::default()
-        };
         let reason = |arch| {
-            let set = explore(&problem, arch, &options).expect("plans");
+            let set = explore(&problem, arch, &options(false)).expect("plans");
             let of_it = |spec: &KernelSpec| spec.to_string().contains("-128x128-w8-s22-");
             let planned = set.plans.iter().any(|plan| of_it(&plan.spec));
             let rejected = set.rejected.iter().find(|rejected| of_it(&rejected.spec));
