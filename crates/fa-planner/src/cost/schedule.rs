@@ -1,19 +1,21 @@
 //! Tiles and their lengths: what a problem looks like once it is cut, and how long a GPU's slots take for it.
 
+use std::collections::BTreeMap;
+
 use fa_core::Problem;
 
-/// A problem's query tiles, in runs of neighbours.
+/// A problem's query tiles, sorted into classes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Work {
     /// Tiles over all heads and sequences.
     pub tiles: f64,
-    /// Runs of a head's tiles, from first to last query, each with those of all heads and sequences.
+    /// Tiles that are much alike, each with those of all heads and sequences.
     pub classes: Vec<TileClass>,
     /// The tile with the most steps.
     pub longest: TileClass,
 }
 
-/// Neighbouring tiles, of much the same length.
+/// Tiles of the same length, or neighbours of much the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TileClass {
     /// How many, over all heads and sequences.
@@ -37,7 +39,7 @@ pub enum Queue {
     Fixed,
 }
 
-/// At most so many runs of neighbouring tiles are told apart.
+/// At most so many kinds of tiles, or runs of neighbouring ones, are told apart.
 const CLASSES: usize = 64;
 
 /// At most so many tiles of a run are counted; of more, so many at even distance.
@@ -73,15 +75,33 @@ impl Work {
         })
     }
 
-    /// Sorts a head's `m_tiles` tiles into runs of neighbours; `count` tells a tile's steps and those that test a mask.
+    /// Sorts a head's `m_tiles` tiles into classes: tiles that are alike where there are few kinds, or else runs of neighbours. `count`
+    /// tells a tile's steps and those that test a mask.
     fn cut(problem: &Problem, m_tiles: usize, heads: f64, count: impl Fn(usize) -> (usize, usize)) -> Work {
-        let runs = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles.min(CLASSES) };
+        // Without a mask all tiles are alike.
+        let counted = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles };
+        let tiles = heads * m_tiles as f64;
+        if counted <= CLASSES * SAMPLES {
+            let mut kinds: BTreeMap<(usize, usize), usize> = BTreeMap::new();
+            (0..counted).for_each(|tile| *kinds.entry(count(tile)).or_default() += 1);
+            if kinds.len() <= CLASSES {
+                let share = tiles / counted.max(1) as f64;
+                let class = |(&(steps, masked), &n): (&(usize, usize), &usize)| TileClass {
+                    count: share * n as f64,
+                    steps: steps as f64,
+                    masked: masked as f64,
+                };
+                let classes: Vec<TileClass> = kinds.iter().map(class).collect();
+                let longest =
+                    classes.last().map_or(TileClass::default(), |&most| TileClass { count: 1.0, ..most });
+                return Work { tiles, classes, longest };
+            }
+        }
         let mut most = (0, 0);
-        let classes = (0..runs)
+        let classes = (0..CLASSES)
             .map(|run| {
-                let (begin, end) = (run * m_tiles / runs, (run + 1) * m_tiles / runs);
-                // Without a mask all tiles are alike.
-                let samples = if problem.mask.is_full() { 1 } else { (end - begin).min(SAMPLES) };
+                let (begin, end) = (run * m_tiles / CLASSES, (run + 1) * m_tiles / CLASSES);
+                let samples = (end - begin).min(SAMPLES);
                 let (steps, masked) = (0..samples)
                     .map(|sample| count(begin + sample * (end - begin) / samples))
                     .inspect(|tile| most = most.max(*tile))
@@ -91,7 +111,7 @@ impl Work {
             })
             .collect();
         let longest = TileClass { count: 1.0, steps: most.0 as f64, masked: most.1 as f64 };
-        Work { tiles: heads * m_tiles as f64, classes, longest }
+        Work { tiles, classes, longest }
     }
 
     /// Steps over all tiles.
@@ -186,6 +206,18 @@ mod tests {
             let work = Work::of(&problem, 128, 128, false);
             assert!((work.steps() / exact - 1.0).abs() < tolerance, "{} for {exact}", work.steps());
             assert_eq!(work.classes.iter().map(|c| c.count).sum::<f64>(), work.tiles);
+        }
+    }
+
+    #[test]
+    fn tiles_of_few_kinds_are_told_apart_however_many_there_are() {
+        // All tiles of a window see 11 blocks of keys but for the first two, and a last one of a single row.
+        let mask = Mask::causal_window(193);
+        for (seqlen, others) in [(12_769, 2.0), (12_801, 3.0)] {
+            let work = Work::of(&Problem::square(1, seqlen, 1, 64, mask, Dtype::F16), 128, 32, false);
+            let alike: f64 = work.classes.iter().filter(|c| c.steps == 11.0).map(|c| c.count).sum();
+            assert_eq!(alike, seqlen.div_ceil(128) as f64 - others, "{work:?}");
+            assert_eq!((work.tiles, work.longest.steps), (alike + others, 11.0));
         }
     }
 
