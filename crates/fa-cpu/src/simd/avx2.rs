@@ -12,8 +12,8 @@ pub(super) struct F32x8(__m256);
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Vector for F32x8 {
     const LANES: usize = 8;
-    const ROWS: usize = 4;
-    const COLUMNS: usize = 3;
+    const ROWS: usize = 6;
+    const COLUMNS: usize = 2;
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {

@@ -81,10 +81,17 @@ unsafe fn rows<V: Vector, const N: usize, const BY_COLUMNS: bool>(p: &RawProduct
     let mut row = 0;
     // SAFETY: `RawProduct`'s contract; each block stays within m.
     unsafe {
-        if V::ROWS >= 8 {
+        if V::ROWS == 8 {
             while p.m - row >= 8 {
                 block::<V, 8, N, BY_COLUMNS>(p, row, column);
                 row += 8;
+            }
+        }
+        if V::ROWS == 6 {
+            // Eight rows are twice four: two alone leave the multipliers waiting for one another.
+            while p.m - row >= 6 && p.m - row != 8 {
+                block::<V, 6, N, BY_COLUMNS>(p, row, column);
+                row += 6;
             }
         }
         while p.m - row >= 4 {

@@ -10,7 +10,8 @@
 pub(super) trait Vector: Copy {
     /// f32 values in a register.
     const LANES: usize;
-    /// Rows of the largest register block of a product: `ROWS * COLUMNS + COLUMNS + 1` registers are live.
+    /// Rows of the largest register block of a product, 4, 6 or 8: `ROWS * COLUMNS + COLUMNS + 1` registers are live, of which the
+    /// compiler wants one to spare.
     const ROWS: usize;
     /// Registers across the largest register block.
     const COLUMNS: usize;
