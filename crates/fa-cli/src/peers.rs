@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use fa_core::Problem;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,11 @@ pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
 /// Importing torch and the peers takes this long at the most.
 const START: Duration = Duration::from_secs(180);
 
-/// Compiling, checking or timing peers on one shape takes this long at the most.
+/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then, half a minute for each of
+/// a pass's four, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them from a run before.
+const READY: Duration = Duration::from_secs(900);
+
+/// Timing a peer takes this long at the most.
 const ANSWER: Duration = Duration::from_secs(120);
 
 /// What the helper has, by its first line.
@@ -116,11 +120,18 @@ impl Peers {
         Ok(Peers { hello, child, requests, replies, _script: script })
     }
 
-    fn ask<R: DeserializeOwned>(&mut self, request: &serde_json::Value) -> anyhow::Result<R> {
+    fn ask<R: DeserializeOwned>(
+        &mut self,
+        request: &serde_json::Value,
+        patience: Duration,
+    ) -> anyhow::Result<R> {
         writeln!(self.requests, "{request}")
             .and_then(|()| self.requests.flush())
             .context("the peers are gone")?;
-        let line = self.replies.recv_timeout(ANSWER).context("the peers do not answer")?;
+        let line = self.replies.recv_timeout(patience).map_err(|e| match e {
+            RecvTimeoutError::Timeout => anyhow!("the peers do not answer within {} s", patience.as_secs()),
+            RecvTimeoutError::Disconnected => anyhow!("the peers' helper has ended; -vv shows what it says"),
+        })?;
         let reply: serde_json::Value = serde_json::from_str(&line).context("the peers answer oddly")?;
         for fatal in ["request", "gpu"] {
             if let Some(why) = reply["errors"][fatal].as_str() {
@@ -151,7 +162,7 @@ impl Peers {
         if !wanted.is_empty() {
             request["peers"] = json!(wanted);
         }
-        self.ask(&request)
+        self.ask(&request, READY)
     }
 
     /// Milliseconds of `reps` calls of one peer of what is open; none when it fails.
@@ -163,7 +174,7 @@ impl Peers {
         struct Round {
             times: Vec<f64>,
         }
-        Ok(self.ask::<Round>(&json!({"cmd": "round", "peer": peer, "reps": reps}))?.times)
+        Ok(self.ask::<Round>(&json!({"cmd": "round", "peer": peer, "reps": reps}), ANSWER)?.times)
     }
 
     /// Measures the ceilings.
@@ -179,8 +190,8 @@ impl Peers {
         struct Copied {
             gb_per_s: f64,
         }
-        let Matmul { tflops: matmul_tflops } = self.ask(&json!({"cmd": "matmul"}))?;
-        let Copied { gb_per_s: copy_gb_per_s } = self.ask(&json!({"cmd": "copy"}))?;
+        let Matmul { tflops: matmul_tflops } = self.ask(&json!({"cmd": "matmul"}), ANSWER)?;
+        let Copied { gb_per_s: copy_gb_per_s } = self.ask(&json!({"cmd": "copy"}), ANSWER)?;
         Ok(Ceilings { matmul_tflops, copy_gb_per_s })
     }
 
@@ -189,7 +200,7 @@ impl Peers {
     /// # Errors
     /// When the helper is gone or does not answer.
     pub fn close(&mut self) -> anyhow::Result<()> {
-        self.ask::<serde_json::Value>(&json!({"cmd": "close"})).map(drop)
+        self.ask::<serde_json::Value>(&json!({"cmd": "close"}), ANSWER).map(drop)
     }
 }
 
