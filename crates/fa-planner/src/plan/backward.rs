@@ -108,12 +108,8 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
 /// cap, which stands for the others): a correction taken from `fa build --all-configs --mode bwd`.
 pub fn is_refused(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
-    // Sliced beside a single Q buffer, under a mask: 27 of the 43 such kernels of these tiles spill 16 to 96 bytes, by no rule
-    // of their swaps and atom layouts, and every one of the other 279 kernels of head dim 256 compiles cleanly.
-    if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
-        return true;
-    }
     match (spec.head_dim, spec.head_dim_v) {
+        (256, 256) if kernel.q_stages == 1 => spills_beside_one_q_buffer(kernel, masked),
         // 208 accumulators with S and dQ transposed and P through shared memory: 20 to 28 bytes. Without a mask two that
         // transpose dK as well are built.
         (128, 128) => {
@@ -133,6 +129,22 @@ pub fn is_refused(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
                 (112, 128) => layout == (false, 2, 2, true),
                 _ => false,
             }
+        }
+        _ => false,
+    }
+}
+
+/// Of head dim 256, whose dQ is added from registers, with a single Q buffer: 12 to 92 bytes. With two every kernel compiles cleanly.
+fn spills_beside_one_q_buffer(kernel: &Sm90Bwd, masked: bool) -> bool {
+    let two_in_dq = kernel.atom_layout_m_dq == 2;
+    match (kernel.tile_m, masked) {
+        (80, true) if kernel.dq_slices == 1 => kernel.atom_layout_n_dkv == 1,
+        (80, true) => two_in_dq,
+        (_, true) => true,
+        (80, false) => kernel.dq_slices == 2 && kernel.dkv_swap_ab && two_in_dq,
+        (96 | 112, false) => kernel.dkv_swap_ab,
+        (128, false) => {
+            kernel.dkv_swap_ab && !kernel.sdp_swap_ab && kernel.atom_layout_m_sdp != kernel.atom_layout_n_dkv
         }
         _ => false,
     }
