@@ -72,11 +72,10 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
 
 /// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by measurement on an H100.
 ///
-/// In order: warp groups, keys per step, P from registers or not, intra-warp-group overlap or not.
+/// In order: warp groups, keys per step, P from registers or not, intra-warp-group overlap or not, heads of a group apart or packed.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, softcap, dtype) = (MaskKind::of(&problem.mask), problem.softcap.is_some(), problem.dtype);
-    let group = problem.group_size();
-    let seqlen_q = problem.seqlen_q;
+    let problem = *problem;
     // Equal tiles are shared out beforehand; unequal ones are drawn, the longest first.
     let (scheduler, tile_order) = if mask == MaskKind::Full {
         (Scheduler::Static, TileOrder::Natural)
@@ -87,7 +86,10 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
     (1..=3u32)
         .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
         .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
-        .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg))| {
+        .flat_map(move |(tile, switch)| {
+            packings(&problem, 64 * tile.0).iter().map(move |&pack_gqa| (tile, switch, pack_gqa))
+        })
+        .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg), pack_gqa)| {
             let tile_m = 64 * num_wg;
             let kernel = Sm90Fwd {
                 tile_m,
@@ -103,7 +105,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 cluster_m: 1,
                 exp_poly_of_16: 0,
                 rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
-                pack_gqa: packs(seqlen_q, group, tile_m as usize),
+                pack_gqa,
             };
             with_room_for_q(KernelSpec {
                 dtype,
@@ -116,11 +118,18 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         })
 }
 
-/// Packing pays where the rows of a group fill fewer tiles together than one by one. A tile holds whole groups, since the
-/// copy engine loads a box of (group, queries).
-fn packs(seqlen_q: usize, group: usize, tile_m: usize) -> bool {
+/// Whether to lay the heads of a group together in a tile. It pays where their rows fill fewer tiles together than one by one; in a
+/// window also where the fewer queries of a tile see fewer keys together, so that both ways are tried there. A tile holds whole
+/// groups, since the copy engine loads a box of (group, queries).
+fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
+    let (group, tile_m) = (problem.group_size(), tile_m as usize);
     let tiles = |rows: usize| rows.div_ceil(tile_m);
-    group > 1 && tile_m.is_multiple_of(group) && tiles(seqlen_q * group) < group * tiles(seqlen_q)
+    match MaskKind::of(&problem.mask) {
+        _ if group == 1 || !tile_m.is_multiple_of(group) => &[false],
+        MaskKind::Window => &[false, true],
+        _ if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) => &[true],
+        _ => &[false],
+    }
 }
 
 /// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads under this one.
