@@ -108,6 +108,10 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
 /// cap, which stands for the others): a correction taken from `fa build --all-configs --mode bwd`.
 pub fn is_refused(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
+    // Sliced beside a single Q buffer, under a mask: 16 to 96 bytes at head dim 256, which stands for the others beyond the guide.
+    if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
+        return true;
+    }
     match (spec.head_dim, spec.head_dim_v) {
         (256, 256) if kernel.q_stages == 1 => spills_beside_one_q_buffer(kernel, masked),
         // 208 accumulators with S and dQ transposed and P through shared memory: 20 to 28 bytes. Without a mask two that
