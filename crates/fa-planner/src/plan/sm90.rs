@@ -124,11 +124,14 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
 fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
     let (group, tile_m) = (problem.group_size(), tile_m as usize);
     let tiles = |rows: usize| rows.div_ceil(tile_m);
-    match MaskKind::of(&problem.mask) {
-        _ if group == 1 || !tile_m.is_multiple_of(group) => &[false],
-        MaskKind::Window => &[false, true],
-        _ if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) => &[true],
-        _ => &[false],
+    if group == 1 || !tile_m.is_multiple_of(group) {
+        &[false]
+    } else if MaskKind::of(&problem.mask) == MaskKind::Window {
+        &[false, true]
+    } else if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) {
+        &[true]
+    } else {
+        &[false]
     }
 }
 
