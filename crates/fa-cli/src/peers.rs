@@ -21,8 +21,8 @@ pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
 /// Importing torch and the peers takes this long at the most.
 const START: Duration = Duration::from_secs(180);
 
-/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then, half a minute for each of
-/// a pass's four, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them from a run before.
+/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then, which has taken more than
+/// two minutes, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them from a run before.
 const READY: Duration = Duration::from_secs(900);
 
 /// Timing a peer takes this long at the most.
@@ -110,7 +110,7 @@ impl Peers {
         struct First {
             hello: Hello,
         }
-        let line = replies.recv_timeout(START).context("the peers' helper does not start")?;
+        let line = receive(&replies, START).context("the peers' helper does not start")?;
         let First { hello } = serde_json::from_str(&line).context("the peers' helper says hello oddly")?;
         if hello.peers.is_empty() {
             let reasons: Vec<String> =
@@ -128,10 +128,7 @@ impl Peers {
         writeln!(self.requests, "{request}")
             .and_then(|()| self.requests.flush())
             .context("the peers are gone")?;
-        let line = self.replies.recv_timeout(patience).map_err(|e| match e {
-            RecvTimeoutError::Timeout => anyhow!("the peers do not answer within {} s", patience.as_secs()),
-            RecvTimeoutError::Disconnected => anyhow!("the peers' helper has ended; -vv shows what it says"),
-        })?;
+        let line = receive(&self.replies, patience)?;
         let reply: serde_json::Value = serde_json::from_str(&line).context("the peers answer oddly")?;
         for fatal in ["request", "gpu"] {
             if let Some(why) = reply["errors"][fatal].as_str() {
@@ -202,6 +199,14 @@ impl Peers {
     pub fn close(&mut self) -> anyhow::Result<()> {
         self.ask::<serde_json::Value>(&json!({"cmd": "close"}), ANSWER).map(drop)
     }
+}
+
+/// The helper's next line.
+fn receive(replies: &Receiver<String>, patience: Duration) -> anyhow::Result<String> {
+    replies.recv_timeout(patience).map_err(|e| match e {
+        RecvTimeoutError::Timeout => anyhow!("the peers do not answer within {} s", patience.as_secs()),
+        RecvTimeoutError::Disconnected => anyhow!("the peers' helper has ended; -vv shows what it says"),
+    })
 }
 
 impl Drop for Peers {
