@@ -10,8 +10,8 @@
 pub(super) trait Vector: Copy {
     /// f32 values in a register.
     const LANES: usize;
-    /// Rows of the largest register block of a product, 4, 6 or 8: `ROWS * COLUMNS + COLUMNS + 1` registers are live, of which the
-    /// compiler wants one to spare.
+    /// Rows of the largest register block of a product, 4, 6 or 8: `ROWS * COLUMNS + COLUMNS + 1` registers are live. Where that is all
+    /// there are, the compiler moves sums about and keeps some in memory.
     const ROWS: usize;
     /// Registers across the largest register block.
     const COLUMNS: usize;
