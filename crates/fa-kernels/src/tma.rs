@@ -68,7 +68,7 @@ pub(crate) fn encode<const RANK: usize>(
             [1u32; RANK].as_ptr(),
             Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
-            // 256 bytes cost short sequences 2 to 3 %, and win nothing elsewhere (docs/lab-notebook.md, "short rows").
+            // 256 bytes cost short sequences 2 to 3 %, and win nothing elsewhere (NB-014).
             L2Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             OobFill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
