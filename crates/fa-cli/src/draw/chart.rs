@@ -3,7 +3,7 @@
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 
-use crate::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Panel, RULE, TEXT};
+use crate::draw::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Panel, RULE, TEXT};
 
 /// One line of a chart.
 #[derive(Clone, Debug)]
@@ -165,7 +165,7 @@ fn binary(size: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plot::texts_of;
+    use crate::draw::plot::texts_of;
 
     fn line(label: &str, dashed: bool, points: &[(f64, f64)]) -> Series {
         Series { label: label.to_owned(), points: points.to_vec(), color: usize::from(dashed), dashed }

@@ -3,7 +3,7 @@
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use crate::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Panel, RULE, TEXT};
+use crate::draw::plot::{self, Area, BELOW, INK, KEY, MARGIN, MUTED, OkabeIto, Panel, RULE, TEXT};
 
 /// Bars that belong together.
 #[derive(Clone, Debug)]
@@ -127,7 +127,7 @@ impl Panel for Ratios {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plot::texts_of;
+    use crate::draw::plot::texts_of;
 
     fn drawn(groups: &[(&str, [Option<f64>; 2])]) -> String {
         let group = |(label, values): &(&str, [Option<f64>; 2])| Group {

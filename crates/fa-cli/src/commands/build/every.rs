@@ -7,9 +7,9 @@ use super::BuildArgs;
 use crate::args::{KernelFamily, Mode, backward_options};
 use crate::bench_gpu::runnable;
 use crate::configs::{self, Built, NEAR_MISS};
-use crate::failure::Verdict;
-use crate::output;
-use crate::sinks::Sinks;
+use crate::term::destinations::Destinations;
+use crate::term::failure::Verdict;
+use crate::term::output;
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -49,7 +49,7 @@ struct Summary {
 /// # Errors
 /// Without a compiler, for head dims or families that an architecture has no kernels for, and an unwritable target.
 pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
-    let sinks = Sinks::probe(args.json.as_deref(), None)?;
+    let destinations = Destinations::probe(args.json.as_deref(), None)?;
     let archs = if args.arch.is_empty() { &[Arch::Sm90][..] } else { &args.arch };
     let backward = backward_options(args.mode != Mode::Fwd, args.deterministic)?;
     let passes = match args.mode {
@@ -72,7 +72,7 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
         report.rows.extend(configs.iter().zip(&found).map(row));
     }
     report.sum_up();
-    sinks.write(&report, || Ok(String::new()), || report.text())?;
+    destinations.write(&report, || Ok(String::new()), || report.text())?;
     let clean = report.summaries.iter().all(|summary| summary.clean == summary.fit);
     Ok(if clean { Verdict::Good } else { Verdict::Bad })
 }

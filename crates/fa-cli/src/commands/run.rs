@@ -14,13 +14,13 @@ use serde::Serialize;
 use crate::args::RunArgs;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{Engine, EngineReport, Outputs};
-use crate::failure::{InputError, Verdict};
 use crate::on_gpu::Computed;
-use crate::output::{self, si};
 use crate::plan::tried::Tried;
-use crate::progress;
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::target::Target;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output::{self, si};
+use crate::term::progress;
 
 /// What is printed.
 #[derive(Debug, Serialize)]

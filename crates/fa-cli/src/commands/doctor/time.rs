@@ -16,8 +16,8 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::cuda::{Device, Inputs, median};
-use crate::failure::Verdict;
-use crate::output;
+use crate::term::failure::Verdict;
+use crate::term::output;
 
 /// Processes with a warm cache.
 const WARM: usize = 7;

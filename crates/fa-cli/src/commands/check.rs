@@ -11,10 +11,10 @@ use serde::Serialize;
 
 use crate::args::{AttentionArgs, CheckArgs};
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
-use crate::failure::{InputError, Verdict};
-use crate::output;
-use crate::progress;
 use crate::safetensors::{Stored, TensorFile};
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::progress;
 
 /// The tensors that `fa run` writes.
 const OUTPUTS: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];

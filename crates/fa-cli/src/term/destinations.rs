@@ -4,25 +4,25 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use crate::failure::InputError;
-use crate::output;
 use crate::target::Target;
+use crate::term::failure::InputError;
+use crate::term::output;
 
 /// The files that `--json` and its companion name, probed before any work is done.
 #[derive(Debug)]
-pub struct Sinks {
+pub struct Destinations {
     json: Option<Target>,
     page: Option<Target>,
     /// JSON takes the place of the table.
     json_to_stdout: bool,
 }
 
-impl Sinks {
+impl Destinations {
     /// `json` may be `-`, standard output; `page` is another file.
     ///
     /// # Errors
     /// [`InputError::Target`] for what cannot be written.
-    pub fn probe(json: Option<&Path>, page: Option<&Path>) -> Result<Sinks, InputError> {
+    pub fn probe(json: Option<&Path>, page: Option<&Path>) -> Result<Destinations, InputError> {
         let stdout = Path::new("-");
         let refuse = |path: &Path, reason: &str| {
             Err(InputError::Target { path: path.to_owned(), reason: reason.to_owned() })
@@ -35,7 +35,7 @@ impl Sinks {
             _ => {}
         }
         let json_to_stdout = json == Some(stdout);
-        Ok(Sinks {
+        Ok(Destinations {
             json: json.filter(|_| !json_to_stdout).map(Target::probe).transpose()?,
             page: page.map(Target::probe).transpose()?,
             json_to_stdout,

@@ -12,9 +12,9 @@ use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
 
 use crate::args::{HeadDim, KernelFamily, Mode};
 use crate::configs::HEAD_DIMS;
-use crate::failure::{InputError, Verdict, read_text};
-use crate::output;
-use crate::progress::Steps;
+use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::output;
+use crate::term::progress::Steps;
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]

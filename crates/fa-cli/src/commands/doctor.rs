@@ -13,8 +13,9 @@ use serde::Serialize;
 use crate::args::{Backend, CpuArgs, DoctorArgs};
 use crate::attention::Inputs;
 use crate::compute::{Engine, Outputs};
-use crate::failure::Verdict;
-use crate::{gpu, machine, output};
+use crate::term::failure::Verdict;
+use crate::term::output;
+use crate::{gpu, machine};
 
 /// What is printed.
 #[derive(Debug, Serialize)]

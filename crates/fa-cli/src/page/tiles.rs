@@ -8,7 +8,7 @@ use fa_planner::{HeadDims, Mode};
 use svg::Node;
 use svg::node::element::{Group as Together, Rectangle, SVG};
 
-use crate::diagram::{INK, MUTED, RULE, centered, diagram, ending, rect, text, tip};
+use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, rect, text, tip};
 use crate::plan::tried::{Group, Tried, prediction};
 
 /// What the map shows.

@@ -1,24 +1,22 @@
 //! `fa plan`: which kernels fit a problem on a GPU, which is best, and why the others are not.
 
-pub mod backward;
-pub mod tried;
-
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, KernelSpec, Problem, ShippedSpec};
+use fa_core::{Arch, Problem};
 use fa_planner::plan::{self, BackwardOptions, PlanOptions, PlanSet, RejectedSpec, Why};
 use serde::Serialize;
 
 use crate::args::{Format, Mode, PlanArgs};
 use crate::attention;
-use crate::failure::{InputError, Verdict, read_text};
-use crate::output;
-use crate::report;
+use crate::page;
+use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
+use crate::plan::planned::Planned;
+use crate::plan::tried::{self, Pass, Tried, TriedReport};
+use crate::spec_file::read_spec;
 use crate::target::Target;
-
-use backward::{Backward, BackwardReport};
-use tried::{Pass, Tried, TriedReport};
+use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::output;
 
 /// Plans that a table shows unless told otherwise.
 const TABLE_ROWS: usize = 10;
@@ -43,20 +41,7 @@ struct WhyReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     forward: Option<Why>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    backward: Option<backward::BackwardWhy>,
-}
-
-/// Everything that was planned for a command line.
-#[derive(Debug)]
-pub struct Planned {
-    /// The architecture.
-    pub arch: Arch,
-    /// The problem.
-    pub problem: Problem,
-    /// The forward, when asked for.
-    pub forward: Option<Tried>,
-    /// The backward, when asked for.
-    pub backward: Option<Backward>,
+    backward: Option<BackwardWhy>,
 }
 
 /// Runs the command: a bad verdict when nothing fits.
@@ -74,7 +59,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
         return Ok(Verdict::Good);
     }
     if let Some(target) = &target {
-        let page = report::page(&planned)?;
+        let page = page::page(&planned)?;
         target.write(|writer| Ok(writer.write_all(page.as_bytes())?))?;
     }
     let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
@@ -142,32 +127,6 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
         planned.backward = Some(Backward::explore(&problem, arch, args.family, options)?);
     }
     Ok(planned)
-}
-
-/// Reads a kernel's spec from a file.
-///
-/// # Errors
-/// [`InputError`] when it cannot be read or is none.
-pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
-    let text = read_text(path)?;
-    // Files under specs/ name their architectures beside the spec; `fa plan --format ron` gives the bare spec.
-    let spec = ShippedSpec::from_ron(&text).map(|shipped| shipped.spec).or_else(|shipped_error| {
-        KernelSpec::from_ron(&text).map_err(|e| if text.contains("archs") { shipped_error } else { e })
-    });
-    spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))
-}
-
-/// [`read_spec`] for a kernel that has to be of the backward, or of the forward.
-///
-/// # Errors
-/// As [`read_spec`], and for a kernel of the other pass.
-pub fn read_spec_of(path: &Path, backward: bool) -> Result<KernelSpec, InputError> {
-    let spec = read_spec(path)?;
-    if spec.kernel.is_backward() != backward {
-        let (is, mode) = if backward { ("the forward", "fwd") } else { ("the backward", "bwd") };
-        return Err(InputError::Usage(format!("{} is a kernel of {is}: use --mode {mode}", path.display())));
-    }
-    Ok(spec)
 }
 
 /// A kernel from a file instead of a search, and whether it computes gradients.

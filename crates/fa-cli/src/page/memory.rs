@@ -7,7 +7,7 @@ use fa_planner::smem::SmemPlan;
 use svg::Node;
 use svg::node::element::{Rectangle, SVG};
 
-use crate::diagram::{INK, MUTED, RULE, centered, diagram, ending, escape, line, rect, text, tip};
+use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, escape, line, rect, text, tip};
 use crate::plan::tried::bytes;
 
 const WIDTH: f64 = 960.0;

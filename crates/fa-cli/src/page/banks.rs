@@ -6,7 +6,7 @@ use fa_planner::banks::{self, Access, BANK_BYTES, BANKS, Conflicts, SmemLayout};
 use svg::Node;
 use svg::node::element::Text;
 
-use crate::diagram::{MUTED, RULE, centered, diagram, ending, escape, rect, text, tip};
+use crate::draw::diagram::{MUTED, RULE, centered, diagram, ending, escape, rect, text, tip};
 
 /// What the section shows.
 pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank wait for each other. \

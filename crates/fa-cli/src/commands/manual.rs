@@ -3,8 +3,8 @@
 use clap::CommandFactory;
 
 use crate::args::{Cli, CompletionsArgs, ManArgs};
-use crate::failure::{InputError, Verdict};
-use crate::output;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
 
 /// Prints a completion script.
 ///

@@ -5,11 +5,11 @@ use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
 use svg::Node;
 
 use crate::args::KernelFamily;
-use crate::chart::{Chart, Series};
-use crate::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
-use crate::output::si;
-use crate::plan::Planned;
+use crate::draw::chart::{Chart, Series};
+use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
+use crate::plan::planned::Planned;
 use crate::plan::tried::Tried;
+use crate::term::output::si;
 
 /// What the bars show.
 pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes longer than the longest \

@@ -11,17 +11,18 @@ use serde::Serialize;
 use crate::args::{Backend, BenchArgs, Mode};
 use crate::attention::{self, Inputs};
 use crate::bench_gpu;
-use crate::chart::{Chart, Series};
 use crate::compute::{Engine, Outputs};
-use crate::failure::{InputError, Verdict};
+use crate::draw::chart::{Chart, Series};
+use crate::machine;
 use crate::on_gpu::Computed;
-use crate::output::si;
-use crate::progress::Steps;
 use crate::random::Random;
 use crate::safetensors::Stored;
 use crate::shape::Shape;
-use crate::sinks::Sinks;
-use crate::{machine, output};
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::output::si;
+use crate::term::progress::Steps;
 
 /// Runs of a row, however little time they take.
 const LEAST_RUNS: usize = 3;
@@ -77,7 +78,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     }
     let problems = args.shapes.problems(Dtype::F32)?;
     problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
-    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let first = problems.first().context("there is no shape to measure")?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
     let backward = (args.mode != Mode::Fwd).then(BackwardOptions::default);
@@ -105,7 +106,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     let report = Report { machine, commit: env!("FA_COMMIT"), rows };
-    sinks.write(&report, || draw(&report, args), || table(&report))?;
+    destinations.write(&report, || draw(&report, args), || table(&report))?;
     Ok(Verdict::Good)
 }
 

@@ -8,10 +8,10 @@ mod tiles;
 use std::fmt::Write;
 
 use crate::attention;
-use crate::diagram::escape;
-use crate::output::si;
-use crate::plan::Planned;
+use crate::draw::diagram::escape;
+use crate::plan::planned::Planned;
 use crate::plan::tried::{Fit, LimitReport, Tried, bytes, kib};
+use crate::term::output::si;
 
 const STYLE: &str = "
 :root { color-scheme: light; }
