@@ -10,9 +10,9 @@ use fa_core::{Arch, KernelSpec};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::cache::hash;
-use crate::report::Report;
-use crate::source::Source;
+use crate::jit::cache::hash;
+use crate::jit::report::Report;
+use crate::jit::source::Source;
 
 /// The manifest's name in a bundle's folder.
 pub const MANIFEST: &str = "manifest.ron";

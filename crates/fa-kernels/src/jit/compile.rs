@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 
 use fa_core::Arch;
 
-use crate::nvrtc::Nvrtc;
-use crate::report::Report;
-use crate::source::Source;
+use crate::jit::nvrtc::Nvrtc;
+use crate::jit::report::Report;
+use crate::jit::source::Source;
 use crate::{Error, toolchain};
 
 /// Which program compiles.

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::config::{self, ConfigField};
-use crate::params::{self, ParamStruct};
+use crate::jit::config::{self, ConfigField};
+use crate::jit::params::{self, ParamStruct};
 
 /// A generated header.
 #[derive(Clone, Debug, PartialEq)]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use fa_core::{Arch, Kernel, KernelSpec};
 
-use crate::config;
+use crate::jit::config;
 use crate::{Error, Headers};
 
 /// The name of every unit's entry function.
@@ -57,7 +57,7 @@ impl Source {
         let headers = self.headers.iter().flat_map(|(name, text)| [name.as_str(), text.as_str()]);
         let parts: Vec<&[u8]> =
             std::iter::once(self.unit.as_str()).chain(headers).map(str::as_bytes).collect();
-        crate::cache::hash(&parts)
+        crate::jit::cache::hash(&parts)
     }
 
     /// Writes the unit as `kernel.cu` and the headers beside it, as nvcc needs them.

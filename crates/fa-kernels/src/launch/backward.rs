@@ -15,12 +15,12 @@ use fa_planner::cost::head_splits;
 use fa_planner::sm90::panels::BwdPanels;
 
 use crate::Error;
-use crate::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape, check_address};
-use crate::forward::{WORD_BYTES, check_match, count, map_shape, row_strides, side, usable_scale};
-use crate::module::LoadedKernel;
-use crate::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
-use crate::sections::Sections;
-use crate::tma;
+use crate::jit::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
+use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape, check_address};
+use crate::launch::forward::{WORD_BYTES, check_match, count, map_shape, row_strides, side, usable_scale};
+use crate::launch::module::LoadedKernel;
+use crate::launch::sections::Sections;
+use crate::launch::tma;
 
 /// Parts of the workspace start on multiples of this: the copy engine asks for 16, cache lines for 128.
 const PART_ALIGN: usize = 256;

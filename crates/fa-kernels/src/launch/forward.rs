@@ -9,11 +9,11 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Strides};
 
 use crate::Error;
-use crate::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape, check_address};
-use crate::module::LoadedKernel;
-use crate::params::{ConstPtr, FwdParams, MutF32Ptr, MutPtr, MutU32Ptr, RowStrides};
-use crate::sections::Sections;
-use crate::tma::{self, MapShape};
+use crate::jit::params::{ConstPtr, FwdParams, MutF32Ptr, MutPtr, MutU32Ptr, RowStrides};
+use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape, check_address};
+use crate::launch::module::LoadedKernel;
+use crate::launch::sections::Sections;
+use crate::launch::tma::{self, MapShape};
 
 /// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the end.
 const MAX_COUNT: usize = 1 << 30;

@@ -8,11 +8,11 @@ use fa_planner::plan::account;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::bundle::{BundledKernel, MANIFEST, Manifest, source_hash};
-use crate::cache::{Cache, hash};
-use crate::compile::{Compiled, Compiler};
-use crate::report::Report;
-use crate::source::Source;
+use crate::jit::bundle::{BundledKernel, MANIFEST, Manifest, source_hash};
+use crate::jit::cache::{Cache, hash};
+use crate::jit::compile::{Compiled, Compiler};
+use crate::jit::report::Report;
+use crate::jit::source::Source;
 use crate::{Error, Headers, smem_bytes, whole};
 
 /// One spec for one architecture, as planned and as compiled.

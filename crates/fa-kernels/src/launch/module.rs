@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
-use crate::source::{BACKWARD_ENTRIES, ENTRY, SMALL_THREADS};
+use crate::jit::source::{BACKWARD_ENTRIES, ENTRY, SMALL_THREADS};
 use crate::{Error, smem_bytes};
 
 /// A kernel that can be launched.

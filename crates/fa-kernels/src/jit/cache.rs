@@ -17,9 +17,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::Error;
-use crate::compile::{CompileFailure, Compiled, Compiler};
-use crate::report::Report;
-use crate::source::Source;
+use crate::jit::compile::{CompileFailure, Compiled, Compiler};
+use crate::jit::report::Report;
+use crate::jit::source::Source;
 use crate::whole;
 
 /// Names the cache's folder.
