@@ -11,7 +11,7 @@ use fa_planner::sm90::why::{self, Constraint};
 use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
-use crate::args::KernelFamily;
+use crate::flags::KernelFamily;
 use crate::plan::tried::{self, Pass, Tried, TriedReport};
 use crate::term::failure::InputError;
 

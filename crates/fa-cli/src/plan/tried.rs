@@ -11,7 +11,7 @@ use fa_planner::sm100::{self, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::smem::SmemPlan;
 use serde::Serialize;
 
-use crate::args::KernelFamily;
+use crate::flags::KernelFamily;
 use crate::term::failure::InputError;
 use crate::term::output::{self, si};
 
