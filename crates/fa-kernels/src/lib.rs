@@ -119,5 +119,5 @@ pub use source::{ENTRY, Source};
 
 /// Bytes of dynamic shared memory that a spec's kernel is launched with, by the planner's account.
 pub fn smem_bytes(spec: &fa_core::KernelSpec) -> u32 {
-    fa_planner::plan::account::smem(spec).total
+    fa_planner::account::smem(spec).total
 }
