@@ -12,8 +12,8 @@ use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
 use crate::args::KernelFamily;
-use crate::failure::InputError;
 use crate::plan::tried::{self, Pass, Tried, TriedReport};
+use crate::term::failure::InputError;
 
 /// What was tried for a backward.
 #[derive(Clone, Debug)]

@@ -12,8 +12,8 @@ use fa_planner::smem::SmemPlan;
 use serde::Serialize;
 
 use crate::args::KernelFamily;
-use crate::failure::InputError;
-use crate::output::{self, si};
+use crate::term::failure::InputError;
+use crate::term::output::{self, si};
 
 /// What was tried for a pass.
 #[derive(Clone, Debug)]
