@@ -9,9 +9,9 @@ use fa_cpu::simd::Isa;
 use fa_planner::plan::{BackwardOptions, Family};
 
 use crate::bench_gpu::GpuArgs;
-use crate::build::BuildArgs;
-use crate::failure::InputError;
+use crate::commands::build::BuildArgs;
 use crate::ladder::LadderArgs;
+use crate::term::failure::InputError;
 use crate::tune::TuneArgs;
 
 /// Plan, run, check and measure attention.

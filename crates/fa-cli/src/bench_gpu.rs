@@ -15,11 +15,11 @@ use rayon::prelude::*;
 use crate::args::{BenchArgs, KernelFamily, Mode, backward_options};
 use crate::contest::{Arena, Outcome, Turns};
 use crate::cuda::{Device, Pass, with_half};
-use crate::failure::{InputError, Verdict};
 use crate::peers::Peers;
-use crate::progress::Steps;
 use crate::record::Provenance;
-use crate::sinks::Sinks;
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::progress::Steps;
 
 pub use marks::{Marks, TOKENS, Wanted};
 pub use report::KernelRecord;
@@ -91,12 +91,12 @@ struct Job {
 /// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let job = job(args)?;
-    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let device = Device::open()?;
     let mut peers = if args.gpu.peers { Some(Peers::start()?) } else { None };
     let report = measure(&device, &job, peers.as_mut(), args.gpu.turns())?;
     drop(peers);
-    sinks.write(&report, || draw::panels(&report), || report.table())?;
+    destinations.write(&report, || draw::panels(&report), || report.table())?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }
 
@@ -131,7 +131,7 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
 
 /// The kernel of a file, which has to compute one of the shapes at least: it would be in no row otherwise, and nothing would say so.
 fn spec_for(path: &Path, backward: bool, shapes: &[Problem]) -> Result<KernelSpec, InputError> {
-    let spec = crate::plan::read_spec_of(path, backward)?;
+    let spec = crate::spec_file::read_spec_of(path, backward)?;
     let mut reasons = shapes.iter().map(|problem| serves(problem, &spec).err());
     match reasons.next().flatten() {
         Some(reason) if reasons.all(|reason| reason.is_some()) => {

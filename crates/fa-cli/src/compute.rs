@@ -12,9 +12,9 @@ use serde::Serialize;
 
 use crate::args::{Backend, CpuArgs};
 use crate::attention::{Inputs, swap_middle_axes};
-use crate::failure::InputError;
 use crate::on_gpu::{Computed, Gpu};
 use crate::safetensors::{NewTensor, Stored};
+use crate::term::failure::InputError;
 
 /// An implementation, ready to run.
 #[derive(Debug)]

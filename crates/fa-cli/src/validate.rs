@@ -22,10 +22,10 @@ use fa_planner::plan::{Family, account};
 use serde::Serialize;
 
 use crate::cuda::Device;
-use crate::failure::{InputError, Verdict};
-use crate::output;
-use crate::plan::read_spec_of;
 use crate::record::{self, Fingerprint, Provenance, State};
+use crate::spec_file::read_spec_of;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
 use args::ValidateArgs;
 use cases::{Action, Case, Extent};
 use worker::{CaseResult, Status};

@@ -7,7 +7,7 @@ use fa_planner::plan::{BackwardOptions, Family};
 
 use crate::args::{OnePass, backward_options};
 use crate::configs::HEAD_DIMS;
-use crate::failure::InputError;
+use crate::term::failure::InputError;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
