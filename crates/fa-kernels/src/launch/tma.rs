@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 };
 use fa_core::Dtype;
 /// Elements of the widest panel that divides a padded row: the inner length of a box. Its bytes are the swizzle.
-pub(crate) use fa_planner::sm90::panels::widest as panel;
+pub(crate) use fa_planner::account::panels::widest as panel;
 
 use crate::Error;
 
@@ -68,7 +68,7 @@ pub(crate) fn encode<const RANK: usize>(
             [1u32; RANK].as_ptr(),
             Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
-            // 256 bytes cost short sequences 2 to 3 %, and win nothing elsewhere (docs/lab-notebook.md, "short rows").
+            // 256 bytes cost short sequences 2 to 3 %, and win nothing elsewhere (NB-014).
             L2Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             OobFill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
