@@ -4,7 +4,7 @@ use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::TensorRef;
 use half::{bf16, f16};
 
-use crate::args::AttentionArgs;
+use crate::flags::AttentionArgs;
 use crate::machine;
 use crate::safetensors::{Stored, TensorFile};
 use crate::shape::{head_dims, pair};

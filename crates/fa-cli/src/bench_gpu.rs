@@ -1,7 +1,7 @@
 //! `fa bench` on the GPU: our kernels' rates, and those of others in the same run.
 
 mod draw;
-mod marks;
+pub mod marks;
 mod report;
 
 use std::collections::BTreeMap;
@@ -12,9 +12,10 @@ use fa_kernels::{Headers, Source, smem_bytes, tune};
 use fa_planner::plan::{BackwardOptions, Family, serves};
 use rayon::prelude::*;
 
-use crate::args::{BenchArgs, KernelFamily, Mode, backward_options};
+use crate::commands::bench::args::BenchArgs;
 use crate::contest::{Arena, Outcome, Turns};
 use crate::cuda::{Device, Pass, with_half};
+use crate::flags::{KernelFamily, Mode, backward_options};
 use crate::peers::Peers;
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
@@ -24,55 +25,6 @@ use crate::term::progress::Steps;
 pub use marks::{Marks, TOKENS, Wanted};
 pub use report::KernelRecord;
 use report::{PeersRecord, Report, Row};
-
-/// Launches of each kernel that count, where the caller does not say.
-const REPS: usize = 24;
-
-/// Flags of `fa bench` that only the GPU has.
-#[derive(Clone, Debug, Default, clap::Args)]
-pub struct GpuArgs {
-    /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
-    #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
-    pub specs: Vec<PathBuf>,
-    /// Choose among these kernels, be they the fastest here or not
-    #[arg(long, value_enum)]
-    pub family: Option<KernelFamily>,
-    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
-    #[arg(long)]
-    pub peers: bool,
-    /// Measure a fixed list of shapes
-    #[arg(long, value_enum, conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
-    ])]
-    pub marks: Option<Marks>,
-    /// Measure gradients that have the same bits in every run
-    #[arg(long, conflicts_with = "specs")]
-    pub deterministic: bool,
-    /// Launches of each kernel that count, in turns of about six [default: 24]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    pub reps: Option<u16>,
-}
-
-impl GpuArgs {
-    /// The first flag that is given, for a refusal where there is no GPU to use it on.
-    pub fn given(&self) -> Option<&'static str> {
-        [
-            (!self.specs.is_empty(), "--spec"),
-            (self.family.is_some(), "--family"),
-            (self.peers, "--peers"),
-            (self.marks.is_some(), "--marks"),
-            (self.deterministic, "--deterministic"),
-            (self.reps.is_some(), "--reps"),
-        ]
-        .into_iter()
-        .find_map(|(given, name)| given.then_some(name))
-    }
-
-    /// How often each kernel runs.
-    pub fn turns(&self) -> Turns {
-        Turns::of(self.reps.map_or(REPS, usize::from))
-    }
-}
 
 /// What to measure.
 struct Job {

@@ -9,7 +9,7 @@ use fa_planner::plan::{BackwardOptions, Family, PlanOptions, Reason, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::args::HeadDim;
+use crate::flags::HeadDim;
 use crate::shape::head_dims;
 use crate::term::progress::Steps;
 

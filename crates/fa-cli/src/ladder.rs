@@ -10,9 +10,9 @@ use clap::ValueEnum;
 use fa_core::{KernelSpec, Problem};
 use rayon::prelude::*;
 
-use crate::args::HeadDim;
 use crate::contest::{Arena, Turns};
 use crate::cuda::{Device, Half, Pass, with_half};
+use crate::flags::HeadDim;
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};

@@ -1,14 +1,15 @@
 //! The program `fa`: plan, run, check and measure attention.
 
-mod args;
 mod attention;
 mod bench_gpu;
+mod cli;
 mod commands;
 mod compute;
 mod configs;
 mod contest;
 mod cuda;
 mod draw;
+mod flags;
 mod gpu;
 mod ladder;
 mod machine;
@@ -37,9 +38,9 @@ mod plan {
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
-use crate::args::{Cli, Command};
+use crate::cli::{Cli, Command};
 use crate::term::failure;
 use crate::term::failure::{EXIT_FAILURE, Verdict};
 
@@ -69,8 +70,8 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Tune(args) => tune::command(&args),
         Command::Ladder(args) => ladder::command(&args),
         Command::Doctor(args) => commands::doctor::command(&args),
-        Command::Completions(args) => commands::manual::completions(&args),
-        Command::Man(args) => commands::manual::man(&args),
+        Command::Completions(args) => commands::manual::completions(&args, Cli::command()),
+        Command::Man(args) => commands::manual::man(&args, Cli::command()),
     }
 }
 

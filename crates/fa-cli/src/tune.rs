@@ -17,10 +17,10 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use fa_planner::plan::{BackwardOptions, Family};
 use rayon::prelude::*;
 
-use crate::args::{KernelFamily, OnePass, ShapeArgs, backward_options};
 use crate::bench_gpu::{Marks, fingerprint, runnable};
 use crate::contest::Turns;
 use crate::cuda::{Device, flops};
+use crate::flags::{KernelFamily, OnePass, ShapeArgs, backward_options};
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};

@@ -103,5 +103,5 @@ pub use launch::module::LoadedKernel;
 
 /// Bytes of dynamic shared memory that a spec's kernel is launched with, by the planner's account.
 pub fn smem_bytes(spec: &fa_core::KernelSpec) -> u32 {
-    fa_planner::plan::account::smem(spec).total
+    fa_planner::account::smem(spec).total
 }

@@ -1,5 +1,7 @@
 //! `fa bench`: attention's rate on this machine.
 
+pub mod args;
+
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -8,11 +10,11 @@ use fa_planner::plan::BackwardOptions;
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::args::{Backend, BenchArgs, Mode};
 use crate::attention::{self, Inputs};
 use crate::bench_gpu;
 use crate::compute::{Engine, Outputs};
 use crate::draw::chart::{Chart, Series};
+use crate::flags::{Backend, Mode};
 use crate::machine;
 use crate::on_gpu::Computed;
 use crate::random::Random;
@@ -23,6 +25,7 @@ use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::output::si;
 use crate::term::progress::Steps;
+use args::BenchArgs;
 
 /// Runs of a row, however little time they take.
 const LEAST_RUNS: usize = 3;

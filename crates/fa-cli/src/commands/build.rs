@@ -10,8 +10,8 @@ use anyhow::Context;
 use fa_core::{Arch, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
 
-use crate::args::{HeadDim, KernelFamily, Mode};
 use crate::configs::HEAD_DIMS;
+use crate::flags::{HeadDim, KernelFamily, Mode};
 use crate::term::failure::{InputError, Verdict, read_text};
 use crate::term::output;
 use crate::term::progress::Steps;

@@ -9,12 +9,54 @@ use fa_cpu::reference;
 use fa_cpu::reference::low_precision;
 use serde::Serialize;
 
-use crate::args::{AttentionArgs, CheckArgs};
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
+use crate::flags::AttentionArgs;
 use crate::safetensors::{Stored, TensorFile};
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress;
+use clap::Args;
+
+/// `fa check`.
+#[derive(Debug, Args)]
+#[command(after_help = CHECK_EXAMPLES)]
+pub struct CheckArgs {
+    /// The output to judge
+    pub a: PathBuf,
+    /// The output to judge it by
+    pub b: PathBuf,
+    /// Compare this tensor (may be repeated) [default: those of out, lse, dq, dk, dv that both files have]
+    #[arg(long = "tensor", value_name = "NAME")]
+    pub tensors: Vec<String>,
+    /// File with q, k, v (and dout): both outputs are judged against an f64 computation on them [default: A or B, when
+    /// one of them holds q, k and v]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["atol", "rtol"])]
+    pub inputs: Option<PathBuf>,
+    #[command(flatten)]
+    pub attention: AttentionArgs,
+    /// Judge by |a - b| <= atol + rtol |b| instead; no inputs are used
+    #[arg(long, value_name = "X", value_parser = parse_tolerance)]
+    pub atol: Option<f64>,
+    /// See --atol
+    #[arg(long, value_name = "X", value_parser = parse_tolerance)]
+    pub rtol: Option<f64>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const CHECK_EXAMPLES: &str = "\
+Examples:
+  fa check out.safetensors examples/minilm-layer0.safetensors      inputs found in the second file
+  fa check a.safetensors b.safetensors --inputs qkv.safetensors --causal
+  fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
+
+The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, \
+where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 at \
+least 32 rounding steps); both outputs must keep it. Without inputs and tolerances, A may differ from B by 3 \
+rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of their magnitude for f32). \
+Infinities and NaN must be at the same places.
+Exit code 1 when the outputs differ beyond tolerance.";
 
 /// The tensors that `fa run` writes.
 const OUTPUTS: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
@@ -346,4 +388,11 @@ fn text(report: &Report) -> String {
     };
     let verdict = if report.passed { "equal within tolerance" } else { "DIFFERENT" };
     format!("{}rule     {rule}\nverdict  {verdict}\n", output::table_text(&table))
+}
+
+fn parse_tolerance(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("must be a number, 0 or more".to_owned()),
+    }
 }

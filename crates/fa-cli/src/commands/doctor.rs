@@ -10,12 +10,28 @@ use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
 use serde::Serialize;
 
-use crate::args::{Backend, CpuArgs, DoctorArgs};
 use crate::attention::Inputs;
 use crate::compute::{Engine, Outputs};
+use crate::flags::{Backend, CpuArgs};
 use crate::term::failure::Verdict;
 use crate::term::output;
 use crate::{gpu, machine};
+use clap::Args;
+
+/// `fa doctor`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json\n  fa doctor --time")]
+pub struct DoctorArgs {
+    /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and of the host
+    #[arg(long)]
+    pub time: bool,
+    /// Start up once and say how long it took: the part of --time that runs in a process of its own
+    #[arg(long, hide = true, requires = "time")]
+    pub start: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
 
 /// What is printed.
 #[derive(Debug, Serialize)]

@@ -1,19 +1,35 @@
 //! `fa completions` and `fa man`.
 
-use clap::CommandFactory;
+use clap::Command;
 
-use crate::args::{Cli, CompletionsArgs, ManArgs};
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
+use clap::Args;
+
+/// `fa completions`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa completions bash > ~/.local/share/bash-completion/completions/fa")]
+pub struct CompletionsArgs {
+    /// The shell
+    pub shell: clap_complete::Shell,
+}
+
+/// `fa man`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  fa man | man -l -\n  fa man plan > fa-plan.1")]
+pub struct ManArgs {
+    /// A command, such as plan
+    pub command: Option<String>,
+}
 
 /// Prints a completion script.
 ///
 /// # Errors
 /// When standard output is closed.
-pub fn completions(args: &CompletionsArgs) -> anyhow::Result<Verdict> {
+pub fn completions(args: &CompletionsArgs, mut program: Command) -> anyhow::Result<Verdict> {
     let mut script = Vec::new();
     // Into memory first: the generator panics when it cannot write.
-    clap_complete::generate(args.shell, &mut Cli::command(), "fa", &mut script);
+    clap_complete::generate(args.shell, &mut program, "fa", &mut script);
     output::print(&String::from_utf8(script)?)?;
     Ok(Verdict::Good)
 }
@@ -22,8 +38,7 @@ pub fn completions(args: &CompletionsArgs) -> anyhow::Result<Verdict> {
 ///
 /// # Errors
 /// [`InputError::Usage`] for a command that does not exist.
-pub fn man(args: &ManArgs) -> anyhow::Result<Verdict> {
-    let mut program = Cli::command();
+pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
     program.build();
     let command = match &args.command {
         None => program,

@@ -7,8 +7,8 @@ use fa_core::{Arch, Problem};
 use fa_planner::plan::{self, BackwardOptions, PlanOptions, PlanSet, RejectedSpec, Why};
 use serde::Serialize;
 
-use crate::args::{Format, Mode, PlanArgs};
 use crate::attention;
+use crate::flags::{KernelFamily, Mode, ProblemArgs};
 use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
 use crate::plan::planned::Planned;
@@ -17,6 +17,69 @@ use crate::spec_file::read_spec;
 use crate::target::Target;
 use crate::term::failure::{InputError, Verdict, read_text};
 use crate::term::output;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+/// How a result is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people
+    Table,
+    /// One JSON object
+    Json,
+    /// Rusty object notation
+    Ron,
+}
+
+/// `fa plan`.
+#[derive(Debug, Args)]
+#[command(after_help = PLAN_EXAMPLES)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub problem: ProblemArgs,
+    /// Read the problem from a RON file instead
+    #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap"
+    ])]
+    pub problem_file: Option<PathBuf>,
+    /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// Kernels to choose from [default: the fastest that the architecture runs]
+    #[arg(long, value_enum)]
+    pub family: Option<KernelFamily>,
+    /// Judge the one kernel in this RON file instead of searching
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
+    pub spec: Option<PathBuf>,
+    /// Which pass to plan
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
+    /// Plan a backward whose gradients have the same bits in every run
+    #[arg(long)]
+    pub deterministic: bool,
+    /// List at most this many plans (tables default to 10, JSON and RON to all)
+    #[arg(short = 'n', value_name = "N")]
+    pub limit: Option<usize>,
+    /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
+    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["report", "limit"])]
+    pub why: Option<String>,
+    /// Write one self-contained HTML page about the plan
+    #[arg(long, value_name = "FILE.html")]
+    pub report: Option<PathBuf>,
+    /// How to print
+    #[arg(long, value_enum, default_value = "table")]
+    pub format: Format,
+    /// Short for --format json
+    #[arg(long, conflicts_with = "format")]
+    pub json: bool,
+}
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  fa plan --headdim 128 --seqlen 8192 --heads 16 --causal
+  fa plan --headdim 192-128 --mode bwd -n 5 --json
+  fa plan --headdim 128 --why tile_n=192
+  fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html";
 
 /// Plans that a table shows unless told otherwise.
 const TABLE_ROWS: usize = 10;

@@ -11,9 +11,9 @@ use fa_planner::cost::Bottleneck;
 use fa_planner::plan::BackwardOptions;
 use serde::Serialize;
 
-use crate::args::RunArgs;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{Engine, EngineReport, Outputs};
+use crate::flags::{AttentionArgs, Backend, CpuArgs};
 use crate::on_gpu::Computed;
 use crate::plan::tried::Tried;
 use crate::safetensors::{self, Stored, TensorFile};
@@ -21,6 +21,48 @@ use crate::target::Target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output::{self, si};
 use crate::term::progress;
+use clap::Args;
+
+/// `fa run`.
+#[derive(Debug, Args)]
+#[command(after_help = RUN_EXAMPLES)]
+pub struct RunArgs {
+    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16
+    pub input: PathBuf,
+    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is computed
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    #[command(flatten)]
+    pub attention: AttentionArgs,
+    /// Also compute the gradients dq, dk, dv of dout
+    #[arg(long)]
+    pub backward: bool,
+    /// Gradients with the same bits in every run, which on the GPU costs some speed
+    #[arg(long, requires = "backward")]
+    pub deterministic: bool,
+    /// Which implementation computes
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: Backend,
+    #[command(flatten)]
+    pub cpu: CpuArgs,
+    /// GPU architecture whose plan is shown
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  fa run examples/minilm-layer0.safetensors -o out.safetensors
+  fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
+  fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
+  fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
+
+Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
+head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
+logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
 
 /// What is printed.
 #[derive(Debug, Serialize)]

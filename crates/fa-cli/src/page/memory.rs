@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_planner::sm100::TmemPlan;
+use fa_planner::kernels::sm100_fwd::TmemPlan;
 use fa_planner::smem::SmemPlan;
 use svg::Node;
 use svg::node::element::{Rectangle, SVG};

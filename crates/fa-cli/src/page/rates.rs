@@ -4,9 +4,9 @@ use fa_core::Problem;
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
 use svg::Node;
 
-use crate::args::KernelFamily;
 use crate::draw::chart::{Chart, Series};
 use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
+use crate::flags::KernelFamily;
 use crate::plan::planned::Planned;
 use crate::plan::tried::Tried;
 use crate::term::output::si;

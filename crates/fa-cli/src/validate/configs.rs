@@ -320,7 +320,7 @@ fn markdown(title: &str, record: &Record, cases: &[CaseResult]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::HeadDim;
+    use crate::flags::HeadDim;
 
     #[test]
     fn titles_name_the_pass() {

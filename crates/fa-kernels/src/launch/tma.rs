@@ -10,7 +10,7 @@ use cudarc::driver::sys::{
 };
 use fa_core::Dtype;
 /// Elements of the widest panel that divides a padded row: the inner length of a box. Its bytes are the swizzle.
-pub(crate) use fa_planner::sm90::panels::widest as panel;
+pub(crate) use fa_planner::account::panels::widest as panel;
 
 use crate::Error;
 

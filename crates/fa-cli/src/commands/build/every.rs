@@ -4,9 +4,9 @@ use fa_core::Arch;
 use serde::Serialize;
 
 use super::BuildArgs;
-use crate::args::{KernelFamily, Mode, backward_options};
 use crate::bench_gpu::runnable;
 use crate::configs::{self, Built, NEAR_MISS};
+use crate::flags::{KernelFamily, Mode, backward_options};
 use crate::term::destinations::Destinations;
 use crate::term::failure::Verdict;
 use crate::term::output;

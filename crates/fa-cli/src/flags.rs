@@ -1,69 +1,13 @@
-//! The command line: flags are parsed here, once, into resolved values.
+//! Flags that commands share, parsed once into resolved values. No command is imported here.
 
-use std::path::PathBuf;
 use std::str::FromStr;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, ValueEnum};
 use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
 use fa_planner::plan::{BackwardOptions, Family};
 
-use crate::bench_gpu::GpuArgs;
-use crate::commands::build::BuildArgs;
-use crate::ladder::LadderArgs;
 use crate::term::failure::InputError;
-use crate::tune::TuneArgs;
-
-/// Plan, run, check and measure attention.
-///
-/// `fa` plans an attention problem for a GPU architecture (which tiles fit, which is best, and why the others are not)
-/// and computes it on the machine at hand.
-#[derive(Debug, Parser)]
-#[command(name = "fa", version, arg_required_else_help = true, max_term_width = 110, after_help = TOP_EXAMPLES)]
-pub struct Cli {
-    /// Show what is going on, on standard error (-v info, -vv debug, -vvv trace)
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
-    pub verbose: u8,
-    /// What to do.
-    #[command(subcommand)]
-    pub command: Command,
-}
-
-const TOP_EXAMPLES: &str = "\
-Examples:
-  fa run examples/minilm-layer0.safetensors           compute attention on Q, K, V of a real layer
-  fa plan --headdim 128 --seqlen 8192 --causal        the best kernels for H100, and their limits
-  fa check out.safetensors other.safetensors          are two outputs equal within tolerance?
-  fa doctor                                           what works on this machine
-
-Exit codes: 0 done; 1 a negative verdict or a failure; 2 bad input or usage.";
-
-/// The commands.
-#[derive(Debug, Subcommand)]
-pub enum Command {
-    /// Compute attention on the tensors of a safetensors file
-    Run(RunArgs),
-    /// Plan kernels for a problem and a GPU architecture
-    Plan(PlanArgs),
-    /// Compare two outputs and judge the difference
-    Check(CheckArgs),
-    /// Measure attention on this machine
-    Bench(BenchArgs),
-    /// Compile the shipped GPU kernels, without needing a GPU
-    Build(BuildArgs),
-    /// Validate the GPU kernels against the CPU oracle
-    Validate(crate::validate::args::ValidateArgs),
-    /// Measure kernels for a problem on this GPU; the library uses the winner from then on
-    Tune(TuneArgs),
-    /// Measure the kernels' optimisation steps one after the other
-    Ladder(LadderArgs),
-    /// Say what works on this machine, and what to do about what does not
-    Doctor(DoctorArgs),
-    /// Print a shell's completion script
-    Completions(CompletionsArgs),
-    /// Print the manual page (roff), of one command if named
-    Man(ManArgs),
-}
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -77,47 +21,6 @@ pub enum Backend {
     /// Kernels compiled for the first NVIDIA GPU: f16 and bf16
     Cuda,
 }
-
-/// `fa run`.
-#[derive(Debug, Args)]
-#[command(after_help = RUN_EXAMPLES)]
-pub struct RunArgs {
-    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16
-    pub input: PathBuf,
-    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is computed
-    #[arg(short, long, value_name = "FILE")]
-    pub output: Option<PathBuf>,
-    #[command(flatten)]
-    pub attention: AttentionArgs,
-    /// Also compute the gradients dq, dk, dv of dout
-    #[arg(long)]
-    pub backward: bool,
-    /// Gradients with the same bits in every run, which on the GPU costs some speed
-    #[arg(long, requires = "backward")]
-    pub deterministic: bool,
-    /// Which implementation computes
-    #[arg(long, value_enum, default_value = "auto")]
-    pub backend: Backend,
-    #[command(flatten)]
-    pub cpu: CpuArgs,
-    /// GPU architecture whose plan is shown
-    #[arg(long, default_value = "sm90")]
-    pub arch: Arch,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-}
-
-const RUN_EXAMPLES: &str = "\
-Examples:
-  fa run examples/minilm-layer0.safetensors -o out.safetensors
-  fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
-  fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
-  fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
-
-Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
-head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
-logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
 
 /// What the tensors of a file do not say about the problem.
 #[derive(Clone, Debug, Default, Args)]
@@ -278,108 +181,6 @@ impl KernelFamily {
     }
 }
 
-/// How a result is printed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Format {
-    /// For people
-    Table,
-    /// One JSON object
-    Json,
-    /// Rusty object notation
-    Ron,
-}
-
-/// `fa plan`.
-#[derive(Debug, Args)]
-#[command(after_help = PLAN_EXAMPLES)]
-pub struct PlanArgs {
-    #[command(flatten)]
-    pub problem: ProblemArgs,
-    /// Read the problem from a RON file instead
-    #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap"
-    ])]
-    pub problem_file: Option<PathBuf>,
-    /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
-    #[arg(long, default_value = "sm90")]
-    pub arch: Arch,
-    /// Kernels to choose from [default: the fastest that the architecture runs]
-    #[arg(long, value_enum)]
-    pub family: Option<KernelFamily>,
-    /// Judge the one kernel in this RON file instead of searching
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
-    pub spec: Option<PathBuf>,
-    /// Which pass to plan
-    #[arg(long, value_enum, default_value = "fwd")]
-    pub mode: Mode,
-    /// Plan a backward whose gradients have the same bits in every run
-    #[arg(long)]
-    pub deterministic: bool,
-    /// List at most this many plans (tables default to 10, JSON and RON to all)
-    #[arg(short = 'n', value_name = "N")]
-    pub limit: Option<usize>,
-    /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
-    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["report", "limit"])]
-    pub why: Option<String>,
-    /// Write one self-contained HTML page about the plan
-    #[arg(long, value_name = "FILE.html")]
-    pub report: Option<PathBuf>,
-    /// How to print
-    #[arg(long, value_enum, default_value = "table")]
-    pub format: Format,
-    /// Short for --format json
-    #[arg(long, conflicts_with = "format")]
-    pub json: bool,
-}
-
-const PLAN_EXAMPLES: &str = "\
-Examples:
-  fa plan --headdim 128 --seqlen 8192 --heads 16 --causal
-  fa plan --headdim 192-128 --mode bwd -n 5 --json
-  fa plan --headdim 128 --why tile_n=192
-  fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html";
-
-/// `fa check`.
-#[derive(Debug, Args)]
-#[command(after_help = CHECK_EXAMPLES)]
-pub struct CheckArgs {
-    /// The output to judge
-    pub a: PathBuf,
-    /// The output to judge it by
-    pub b: PathBuf,
-    /// Compare this tensor (may be repeated) [default: those of out, lse, dq, dk, dv that both files have]
-    #[arg(long = "tensor", value_name = "NAME")]
-    pub tensors: Vec<String>,
-    /// File with q, k, v (and dout): both outputs are judged against an f64 computation on them [default: A or B, when
-    /// one of them holds q, k and v]
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["atol", "rtol"])]
-    pub inputs: Option<PathBuf>,
-    #[command(flatten)]
-    pub attention: AttentionArgs,
-    /// Judge by |a - b| <= atol + rtol |b| instead; no inputs are used
-    #[arg(long, value_name = "X", value_parser = parse_tolerance)]
-    pub atol: Option<f64>,
-    /// See --atol
-    #[arg(long, value_name = "X", value_parser = parse_tolerance)]
-    pub rtol: Option<f64>,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-}
-
-const CHECK_EXAMPLES: &str = "\
-Examples:
-  fa check out.safetensors examples/minilm-layer0.safetensors      inputs found in the second file
-  fa check a.safetensors b.safetensors --inputs qkv.safetensors --causal
-  fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
-
-The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, \
-where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 at \
-least 32 rounding steps); both outputs must keep it. Without inputs and tolerances, A may differ from B by 3 \
-rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of their magnitude for f32). \
-Infinities and NaN must be at the same places.
-Exit code 1 when the outputs differ beyond tolerance.";
-
 /// Problem flags of `fa bench` and `fa tune`: every head dim with every mask and length.
 #[derive(Clone, Debug, Args)]
 pub struct ShapeArgs {
@@ -459,74 +260,6 @@ impl ShapeArgs {
         }
         self.problems(Dtype::Bf16)
     }
-}
-
-/// `fa bench`.
-#[derive(Debug, Args)]
-#[command(after_help = BENCH_EXAMPLES)]
-pub struct BenchArgs {
-    /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
-    #[arg(long, value_enum, default_value = "auto")]
-    pub backend: Backend,
-    #[command(flatten)]
-    pub shapes: ShapeArgs,
-    /// Which pass to measure
-    #[arg(long, value_enum, default_value = "fwd")]
-    pub mode: Mode,
-    /// Least time to spend measuring a row on the CPU, in seconds [default: 0.5]
-    #[arg(long, value_name = "S", value_parser = parse_seconds)]
-    pub seconds: Option<f64>,
-    #[command(flatten)]
-    pub cpu: CpuArgs,
-    #[command(flatten)]
-    pub gpu: GpuArgs,
-    /// Write the rows as JSON to this file, '-' for standard output instead of the table
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
-    pub json: Option<PathBuf>,
-    /// Draw rate over sequence length to an SVG file
-    #[arg(long, value_name = "FILE.svg")]
-    pub plot: Option<PathBuf>,
-}
-
-const BENCH_EXAMPLES: &str = "\
-Examples:
-  fa bench --headdim 128 --seqlen 512,1024,2048 --causal
-  fa bench --headdim 64,128 --dtype bf16 --mode both --threads 2 --json bench.json --plot bench.svg
-  fa bench --json - --seqlen 1x16384 --heads 32:8
-  fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
-  fa bench --backend cuda --marks sm90 --peers --json marks.json
-
-Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
-
-/// `fa doctor`.
-#[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json\n  fa doctor --time")]
-pub struct DoctorArgs {
-    /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and of the host
-    #[arg(long)]
-    pub time: bool,
-    /// Start up once and say how long it took: the part of --time that runs in a process of its own
-    #[arg(long, hide = true, requires = "time")]
-    pub start: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// `fa completions`.
-#[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa completions bash > ~/.local/share/bash-completion/completions/fa")]
-pub struct CompletionsArgs {
-    /// The shell
-    pub shell: clap_complete::Shell,
-}
-
-/// `fa man`.
-#[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa man | man -l -\n  fa man plan > fa-plan.1")]
-pub struct ManArgs {
-    /// A command, such as plan
-    pub command: Option<String>,
 }
 
 /// Visible keys before and after a query's own; `None` is no limit.
@@ -617,20 +350,6 @@ fn parse_layout(text: &str) -> Result<TensorLayout, String> {
         "bshd" => Ok(TensorLayout::Bshd),
         "bhsd" => Ok(TensorLayout::Bhsd),
         _ => Err(format!("unknown layout '{text}': use bshd or bhsd")),
-    }
-}
-
-fn parse_tolerance(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
-        _ => Err("must be a number, 0 or more".to_owned()),
-    }
-}
-
-fn parse_seconds(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(value) if value > 0.0 && value <= 3600.0 => Ok(value),
-        _ => Err("must be above 0 and at most 3600".to_owned()),
     }
 }
 

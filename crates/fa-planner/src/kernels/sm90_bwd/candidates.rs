@@ -1,6 +1,6 @@
 //! Candidates and register account of the SM90 backward, as the planner offers them for a problem.
 //!
-//! Two sets. The tuning guide's: every tile, swap and atom layout that its model admits ([`crate::sm90::search`]), with its
+//! Two sets. The tuning guide's: every tile, swap and atom layout that its model admits ([`crate::guide::search`]), with its
 //! stages, and with a second buffer of P and dS where there is room. And ours, for head dims where the guide has nothing (256):
 //! there the f32 tile of dQ does not fit beside the operands, so that dQ goes from registers to device memory by vector
 //! atomics, in slices where its accumulators would not fit, and Q and dO may have one buffer only.
@@ -8,14 +8,14 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Bwd};
 
-use crate::sm90::bwd::{BwdConfig, BwdMmas};
-use crate::sm90::candidates::{self, BWD_TILES, BwdSpec};
-use crate::sm90::regs;
-use crate::sm90::search::{Tiles, search};
+use crate::guide::bwd::{BwdConfig, BwdMmas};
+use crate::guide::candidates::{self, BWD_TILES, BwdSpec};
+use crate::guide::regs;
+use crate::guide::search::{Tiles, search};
 use crate::{HeadDims, Mode};
 
-use super::account::{Registers, smem};
-use super::sm90::SETMAXNREG;
+use crate::account::{Registers, smem};
+use crate::kernels::sm90_fwd::candidates::SETMAXNREG;
 
 /// Choices of the caller for a backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
@@ -26,7 +26,7 @@ pub struct BackwardOptions {
 
 impl BackwardOptions {
     /// The order of tiles under `mask`: longest first where their lengths differ; tiles that take turns go by their numbers.
-    pub(super) fn tile_order(self, mask: MaskKind) -> TileOrder {
+    pub(crate) fn tile_order(self, mask: MaskKind) -> TileOrder {
         if mask == MaskKind::Full || self.deterministic {
             TileOrder::Natural
         } else {
@@ -211,8 +211,8 @@ fn fits_at_all(spec: &KernelSpec) -> bool {
 mod tests {
     use fa_core::{Dtype, Mask};
 
-    use super::super::{PlanOptions, explore, plan};
     use super::*;
+    use crate::plan::{PlanOptions, explore, plan};
 
     fn options(deterministic: bool) -> PlanOptions {
         PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() }

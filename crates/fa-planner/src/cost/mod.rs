@@ -8,8 +8,6 @@
 //!
 //! The model ranks candidates; its constants ([`CostConstants`]) are there to be calibrated.
 
-mod backward;
-mod backward_sm80;
 mod constants;
 mod correlation;
 mod schedule;
@@ -18,9 +16,10 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd, Sm90Fwd};
 use serde::Serialize;
 
+use crate::kernels::{sm80_bwd, sm90_bwd};
 use crate::occupancy::{Occupancy, WARP};
 
-pub use backward::{Sm90BwdConstants, head_splits};
+pub use crate::kernels::sm90_bwd::cost::{Sm90BwdConstants, head_splits};
 pub use constants::CostConstants;
 pub use correlation::rank_correlation;
 pub use schedule::{Queue, TileClass, Work};
@@ -114,7 +113,7 @@ impl Terms {
         ]
     }
 
-    fn largest(&self) -> Bottleneck {
+    pub(crate) fn largest(&self) -> Bottleneck {
         let named = self.named();
         named.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).map_or(Bottleneck::Latency, |(name, _)| name)
     }
@@ -170,8 +169,8 @@ pub(crate) fn predict_work(
 ) -> Cost {
     let limits = arch.limits();
     let model = match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => return backward::predict(problem, spec, kernel, arch, constants),
-        Kernel::Sm80Bwd(kernel) => return backward_sm80::predict(problem, spec, kernel, arch, constants),
+        Kernel::Sm90Bwd(kernel) => return sm90_bwd::cost::predict(problem, spec, kernel, arch, constants),
+        Kernel::Sm80Bwd(kernel) => return sm80_bwd::cost::predict(problem, spec, kernel, arch, constants),
         Kernel::Sm80Fwd(kernel) => {
             let resident = resident_blocks(work, sm80_blocks(spec, kernel, limits), limits);
             sm80_model(spec, kernel, limits, constants, resident)
@@ -237,7 +236,7 @@ fn sm90_model(
     let exponent = c.sm90_overlap[group][usize::from(k.overlap_wg)] + ping_pong;
     // Shared memory feeds the tensor cores directly: the two run side by side but for their burstiness.
     let products = overlap([tensor, smem], 4.0);
-    let accumulators = crate::plan::sm90::accumulators(spec, k);
+    let accumulators = crate::kernels::sm90_fwd::candidates::accumulators(spec, k);
     let masked = spec.mask != MaskKind::Full;
     let soft = c.sm90_soft_regs[group] - if masked && k.num_wg < 3 { c.sm90_mask_regs } else { 0 };
     let strain = 1.0 + c.sm90_strain * f64::from(accumulators.saturating_sub(soft));
@@ -276,8 +275,8 @@ fn sm90_model(
 
 /// Blocks that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn sm80_blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
-    let regs = crate::sm80::registers(spec, k, limits);
-    let smem = crate::sm80::smem(spec, k).total;
+    let regs = crate::kernels::sm80_fwd::candidates::registers(spec, k, limits);
+    let smem = crate::kernels::sm80_fwd::candidates::smem(spec, k).total;
     Occupancy::of(limits, smem, regs.total.min(regs.limit), WARP * k.num_warps).blocks().max(k.blocks_per_sm)
 }
 

@@ -2,15 +2,14 @@
 //!
 //! The model is that of the published "SM90 Block Size Tuning Guide": [`candidates`] enumerates, [`fwd::check`] and
 //! [`bwd::check`] judge, [`rank`] orders, [`search()`](search::search) runs all three. It knows tensor buffers and
-//! accumulators only; [`layout`] and [`account`] add up what a kernel really declares.
+//! accumulators only; [`account`](crate::account) and [`account`] add up what a kernel really declares.
 
 pub mod account;
 pub mod bwd;
 pub mod candidates;
 pub mod fwd;
-pub mod layout;
 pub mod mma;
-pub mod panels;
+pub mod mode;
 pub mod rank;
 pub mod regs;
 pub mod reject;

@@ -5,17 +5,18 @@ use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Sm90Fwd};
 use serde::Serialize;
 
 use crate::HeadDims;
+use crate::account::SetMaxNReg;
+use crate::kernels::sm90_bwd::candidates::kernel_of;
+use crate::kernels::sm90_fwd::candidates::SETMAXNREG;
 use crate::occupancy::{Occupancy, register_ceiling};
-use crate::plan::SetMaxNReg;
-use crate::plan::backward::kernel_of;
-use crate::plan::sm90::SETMAXNREG;
 use crate::smem::SmemPlan;
 
 use super::bwd::BwdConfig;
 use super::fwd::FwdConfig;
 use super::mma::WG_THREADS;
 use super::search::HEAD_DIM_GRANULE;
-use super::{layout, smem};
+use super::smem;
+use crate::kernels::sm90_bwd::account as layout;
 
 /// A block's share of an SM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

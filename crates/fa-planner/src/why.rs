@@ -3,7 +3,7 @@
 use fa_core::KernelSpec;
 use serde::Serialize;
 
-use super::{Plan, PlanSet, RejectedSpec, field};
+use crate::plan::{Plan, PlanSet, RejectedSpec, field};
 
 /// The candidates that a query selects.
 #[derive(Clone, Debug, PartialEq, Serialize)]

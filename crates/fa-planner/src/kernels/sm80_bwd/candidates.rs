@@ -9,8 +9,8 @@ use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
 use crate::occupancy::{WARP, register_ceiling};
 use crate::smem::SmemPlan;
 
-use super::BackwardOptions;
-use super::account::{Registers, smem as smem_of};
+use crate::account::{Registers, smem as smem_of};
+use crate::kernels::sm90_bwd::candidates::BackwardOptions;
 
 /// Queries per step that are tried.
 pub const TILE_M: [u32; 3] = [32, 64, 128];
@@ -45,7 +45,7 @@ const ELSEWHERE: u32 = 8;
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     let Sm80Bwd { tile_m, tile_n, .. } = *kernel;
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
-    let align = crate::sm80::ALIGN;
+    let align = crate::kernels::sm80_fwd::candidates::ALIGN;
     let mut plan = SmemPlan::default();
     plan.push("q", kernel.q_stages * tile_m * hd * 2, align);
     plan.push("do", kernel.do_stages * tile_m * hdv * 2, align);
@@ -229,8 +229,8 @@ pub fn candidates(
 mod tests {
     use fa_core::{Dtype, Mask};
 
-    use super::super::{Family, PlanOptions, explore, plan};
     use super::*;
+    use crate::plan::{Family, PlanOptions, explore, plan};
 
     fn options(deterministic: bool) -> PlanOptions {
         PlanOptions {

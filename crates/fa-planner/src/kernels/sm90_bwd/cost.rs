@@ -9,13 +9,13 @@ use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm90Bwd};
 use serde::{Deserialize, Serialize};
 
 use crate::HeadDims;
-use crate::plan::backward::guide_spec;
-use crate::sm90::bwd::BwdMmas;
-use crate::sm90::panels::BwdPanels;
-use crate::sm90::traffic;
+use crate::account::panels::BwdPanels;
+use crate::guide::bwd::BwdMmas;
+use crate::guide::traffic;
+use crate::kernels::sm90_bwd::candidates::guide_spec;
 
-use super::schedule::{Queue, TileClass, Work};
-use super::{Cost, CostConstants, Terms, overlap, softmax_clocks};
+use crate::cost::{Cost, CostConstants, Terms, overlap, softmax_clocks};
+use crate::cost::{Queue, TileClass, Work};
 
 /// Query heads of a K/V head are divided into as few tiles as fill the GPU: how many parts.
 ///
@@ -80,7 +80,7 @@ pub struct Sm90BwdConstants {
 impl Sm90BwdConstants {
     /// Fitted to the rates in `tests/data/sm90-bwd-h100.txt`, by error and by how far the first choice is behind the best one
     /// measured; `turn` to deterministic runs at head dim 128.
-    pub(super) const H100: Sm90BwdConstants = Sm90BwdConstants {
+    pub(crate) const H100: Sm90BwdConstants = Sm90BwdConstants {
         clock: 0.96,
         ops: 11.4,
         smem_overlap: 4.67,
@@ -103,7 +103,7 @@ impl Sm90BwdConstants {
 }
 
 /// Predicts the backward of `problem` by `kernel`, the launches before and after it included.
-pub(super) fn predict(
+pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
     kernel: &Sm90Bwd,
@@ -192,7 +192,7 @@ fn cost_of(problem: &Problem, work: &Work, seconds: f64, terms: Terms, slots: f6
 }
 
 /// What the launches of an SM80-class backward take their time for; clocks of a step, or of the whole.
-pub(super) struct Launches<'a> {
+pub(crate) struct Launches<'a> {
     pub tensor: f64,
     pub exp: f64,
     pub smem: f64,

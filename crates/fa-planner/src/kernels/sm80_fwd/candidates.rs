@@ -4,8 +4,8 @@
 
 use fa_core::{ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
+use crate::account::Registers;
 use crate::occupancy::{WARP, register_ceiling};
-use crate::plan::account::Registers;
 use crate::smem::{SmemBuffer, SmemPlan};
 
 /// Tile extents of the head dims; a problem's are padded to the next.

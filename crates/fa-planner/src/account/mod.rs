@@ -1,12 +1,12 @@
 //! What a kernel takes of an SM, by the exact account, and why it does not fit.
 
+pub mod panels;
+
 use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
 
-use super::{backward, backward_sm80, sm90};
+use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::{Limiter, Occupancy, register_ceiling};
-use crate::sm80;
-use crate::sm90::layout;
 use crate::smem::{SmemPlan, sm90_fwd_smem};
 
 /// Registers per thread of the threads that compute, as predicted.
@@ -158,26 +158,28 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     let threads = spec.threads();
     let (regs, launch_regs, blocks_per_sm) = match &spec.kernel {
         Kernel::Sm80Fwd(kernel) => {
-            let regs = sm80::registers(spec, kernel, limits);
+            let regs = sm80_fwd::candidates::registers(spec, kernel, limits);
             (regs, regs.total, kernel.blocks_per_sm)
         }
         // A block is launched with an even share and re-divides it: all registers of the SM, so one block.
-        Kernel::Sm90Fwd(kernel) => (sm90::registers(spec, kernel), register_ceiling(limits, threads, 1), 1),
+        Kernel::Sm90Fwd(kernel) => {
+            (sm90_fwd::candidates::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
+        }
         Kernel::Sm80Bwd(kernel) => {
-            let regs = backward_sm80::registers(spec, kernel, arch);
+            let regs = sm80_bwd::candidates::registers(spec, kernel, arch);
             (regs, regs.total, kernel.blocks_per_sm)
         }
         Kernel::Sm90Bwd(kernel) => {
-            (backward::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
+            (sm90_bwd::candidates::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
         }
     };
     if regs.total > regs.limit {
         return Err(Reason::Registers { need: regs.total, have: regs.limit });
     }
     let refused = match &spec.kernel {
-        Kernel::Sm90Fwd(kernel) => sm90::is_refused(spec, kernel),
-        Kernel::Sm90Bwd(kernel) => backward::is_refused(spec, kernel),
-        Kernel::Sm80Bwd(kernel) => backward_sm80::is_refused(spec, kernel, arch),
+        Kernel::Sm90Fwd(kernel) => sm90_fwd::spills::is_refused(spec, kernel),
+        Kernel::Sm90Bwd(kernel) => sm90_bwd::candidates::is_refused(spec, kernel),
+        Kernel::Sm80Bwd(kernel) => sm80_bwd::candidates::is_refused(spec, kernel, arch),
         Kernel::Sm80Fwd(_) => false,
     };
     if refused {
@@ -198,9 +200,9 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
 /// The shared memory of any kernel, buffer by buffer: `total` is its `sizeof(SharedStorage)`.
 pub fn smem(spec: &KernelSpec) -> SmemPlan {
     match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => sm80::smem(spec, kernel),
+        Kernel::Sm80Fwd(kernel) => sm80_fwd::candidates::smem(spec, kernel),
         Kernel::Sm90Fwd(_) => sm90_fwd_smem(spec).unwrap_or_default(),
-        Kernel::Sm80Bwd(kernel) => backward_sm80::smem(spec, kernel),
-        Kernel::Sm90Bwd(kernel) => layout::bwd(spec.head_dim, spec.head_dim_v, kernel),
+        Kernel::Sm80Bwd(kernel) => sm80_bwd::candidates::smem(spec, kernel),
+        Kernel::Sm90Bwd(kernel) => sm90_bwd::account::bwd(spec.head_dim, spec.head_dim_v, kernel),
     }
 }

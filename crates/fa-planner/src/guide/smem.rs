@@ -1,4 +1,4 @@
-//! The guide's sum of tensor buffers, in bytes. Barriers, LSE and dPsum are outside it: see [`super::layout`] for the
+//! The guide's sum of tensor buffers, in bytes. Barriers, LSE and dPsum are outside it: see [`crate::account`] for the
 //! account that has them.
 
 use crate::HeadDims;

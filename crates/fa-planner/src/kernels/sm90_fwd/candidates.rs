@@ -1,15 +1,11 @@
 //! Candidates and register account of the SM90 forward, as the planner offers them for a problem.
 
-mod refused;
-
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::smem;
 
-use super::account::{Registers, SetMaxNReg};
-
-pub use refused::is_refused;
+use crate::account::{Registers, SetMaxNReg};
 
 /// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
 pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];

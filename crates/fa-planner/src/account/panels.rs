@@ -55,9 +55,9 @@ impl BwdPanels {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::backward::kernel_of;
-    use crate::sm90::bwd;
-    use crate::sm90::candidates::BwdSpec;
+    use crate::guide::bwd;
+    use crate::guide::candidates::BwdSpec;
+    use crate::kernels::sm90_bwd::candidates::kernel_of;
 
     fn panels(dims: HeadDims, spec: &BwdSpec) -> BwdPanels {
         BwdPanels::of(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))

@@ -3,12 +3,12 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
+use crate::kernels::sm80_bwd::candidates::{bytes_read, registers, smem};
 use crate::occupancy::{Occupancy, WARP};
-use crate::plan::backward_sm80::{bytes_read, registers, smem};
 
-use super::backward::{Launches, head_splits};
-use super::schedule::{Queue, TileClass, Work};
-use super::{Cost, CostConstants, overlap, resident_blocks, softmax_clocks};
+use crate::cost::{Cost, CostConstants, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::{Queue, TileClass, Work};
+use crate::kernels::sm90_bwd::cost::{Launches, head_splits};
 
 /// Registers of a thread that the compiler takes for each panel of 64 columns after a tile's first one, where there are any left.
 const PANEL_REGISTERS: u32 = 20;
@@ -24,7 +24,7 @@ fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
 
 /// Predicts the backward of `problem` by `kernel`, the launches before and after it included. Clocks of a step are those in which each
 /// block on an SM makes one.
-pub(super) fn predict(
+pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
     kernel: &Sm80Bwd,
@@ -60,7 +60,7 @@ pub(super) fn predict(
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
     let step = overlap([resident * tensor * alone, resident * exp, resident * smem], exponent) + exposed;
 
-    let mask = resident * scores * c.mask_ops / super::f32_lanes(limits);
+    let mask = resident * scores * c.mask_ops / f32_lanes(limits);
     let length = |class: &TileClass| c.sm80_bwd_block + class.steps * step + class.masked * mask;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
