@@ -79,6 +79,7 @@ mod backward;
 pub mod bundle;
 pub mod cache;
 mod choices;
+mod code;
 mod codegen;
 mod compile;
 mod config;
