@@ -2,16 +2,13 @@
 //!
 //! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
 
-use std::collections::HashMap;
-
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, ProblemError};
 use serde::Serialize;
 
 pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
 pub use crate::kernels::sm90_bwd::candidates::BackwardOptions;
-pub use crate::why::{Ranked, Why, WhyError, why};
 
-use crate::cost::{self, Cost, CostConstants, Work};
+use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
 use crate::smem::SmemPlan;
@@ -86,8 +83,8 @@ impl Family {
     /// The head dim extents of the family's tiles, in ascending order.
     pub const fn head_dims(self) -> &'static [u32] {
         match self {
-            Family::Sm80 => &sm80_fwd::candidates::HEAD_DIMS,
-            Family::Sm90 => &sm90_fwd::candidates::HEAD_DIMS,
+            Family::Sm80 => &sm80_fwd::account::HEAD_DIMS,
+            Family::Sm90 => &sm90_fwd::account::HEAD_DIMS,
         }
     }
 
@@ -219,7 +216,6 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     let head_dim_v = family.padded("head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
-    // Most candidates share their tile with others.
     let mut cuts = Cuts::default();
     let mut judge = |spec: KernelSpec| match judge(problem, &spec, arch, &constants, &mut cuts) {
         Ok(plan) => set.plans.push(plan),
@@ -285,9 +281,6 @@ pub fn serves(problem: &Problem, spec: &KernelSpec) -> Result<(), Reason> {
     Ok(())
 }
 
-/// A problem cut into tiles, by (tile_m, tile_n, packed).
-type Cuts = HashMap<(u32, u32, bool), Work>;
-
 fn judge(
     problem: &Problem,
     spec: &KernelSpec,
@@ -296,10 +289,7 @@ fn judge(
     cuts: &mut Cuts,
 ) -> Result<Plan, Reason> {
     let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(spec, arch)?;
-    let ((tile_m, tile_n), packed) = (spec.tile(), cost::packed(spec));
-    let cut = || Work::of(problem, tile_m, tile_n, packed);
-    let work = cuts.entry((tile_m, tile_n, packed)).or_insert_with(cut);
-    let cost = cost::predict_work(problem, work, spec, arch, constants);
+    let cost = predict_with(cuts, problem, spec, arch, constants);
     Ok(Plan { spec: spec.clone(), smem, regs, threads, occupancy, blocks_per_sm, cost })
 }
 

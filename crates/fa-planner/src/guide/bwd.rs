@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
 use super::candidates::BwdSpec;
 use super::mma::{Mma, MmaName};

@@ -1,6 +1,6 @@
 //! Shared-memory bytes that one step moves: what the tensor cores read, and what is stored for them.
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
 use super::bwd::BwdMmas;
 use super::candidates::{BwdSpec, FwdSpec};
