@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use fa_core::{Arch, Dtype, Kernel, Mask, Problem};
-use fa_planner::plan::{self, BackwardOptions, PlanError, PlanOptions, Reason, RejectedSpec};
+use fa_core::{Arch, Dtype, Kernel, Mask, Pass, Problem};
+use fa_planner::plan::{self, PlanError, PlanOptions, Reason, RejectedSpec};
 use fa_planner::{HeadDims, Mode, sm100};
 use serde::{Deserialize, Serialize};
 
@@ -150,7 +150,7 @@ pub fn search(
         count_all(&mut explain.fwd, &set.rejected, listed);
     }
     if mode != Mode::Fwd {
-        let backward = Some(BackwardOptions::default());
+        let backward = Pass::BACKWARD;
         let set = plan::explore(&problem, arch, &PlanOptions { backward, ..PlanOptions::default() })?;
         bwd.extend(set.plans.iter().filter_map(bwd_row).filter(|row| listed(row.tile_m, row.tile_n)));
         count_all(&mut explain.bwd, &set.rejected, listed);

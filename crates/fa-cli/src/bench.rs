@@ -1,14 +1,14 @@
 //! `fa bench`: attention's rate on this machine.
 
+use fa_planner::Mode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Dtype, Problem, TensorLayout};
-use fa_planner::plan::BackwardOptions;
+use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use half::{bf16, f16};
 use serde::Serialize;
 
-use crate::args::{Backend, BenchArgs, Mode};
+use crate::args::{Backend, BenchArgs};
 use crate::attention::{self, Inputs};
 use crate::bench_gpu;
 use crate::chart::{Chart, Series};
@@ -80,8 +80,8 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
     let first = problems.first().context("there is no shape to measure")?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
-    let backward = (args.mode != Mode::Fwd).then(BackwardOptions::default);
-    let engine = Engine::new(backend, &args.cpu, first, backward)?;
+    let pass = if args.mode.has_bwd() { Pass::BACKWARD } else { Pass::Forward };
+    let engine = Engine::new(backend, &args.cpu, first, pass)?;
     let about = engine.report();
     let machine = Machine {
         cpu: machine::cpu().name,

@@ -2,15 +2,16 @@
 
 mod every;
 
+use fa_planner::Mode;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::Context;
-use fa_core::{Arch, ShippedSpec};
+use fa_core::{Arch, Family, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
 
-use crate::args::{HeadDim, KernelFamily, Mode};
+use crate::args::{self, HeadDim};
 use crate::configs::HEAD_DIMS;
 use crate::failure::{InputError, Verdict, read_text};
 use crate::output;
@@ -37,14 +38,14 @@ pub struct BuildArgs {
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', requires = "all_configs", default_value = HEAD_DIMS)]
     pub headdim: Vec<HeadDim>,
     /// The pass of --all-configs
-    #[arg(long, value_enum, requires = "all_configs", default_value = "both")]
+    #[arg(long, value_parser = args::passes(), requires = "all_configs", default_value = "both")]
     pub mode: Mode,
     /// Of the backward's configurations those whose gradients have the same bits in every run
     #[arg(long, requires = "all_configs")]
     pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
-    #[arg(long, value_enum, requires = "all_configs")]
-    pub family: Option<KernelFamily>,
+    #[arg(long, value_parser = args::family(), requires = "all_configs")]
+    pub family: Option<Family>,
     /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
     pub json: Option<PathBuf>,

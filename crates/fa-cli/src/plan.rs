@@ -3,14 +3,15 @@
 pub mod backward;
 pub mod tried;
 
+use fa_planner::Mode;
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, KernelSpec, Problem, ShippedSpec};
-use fa_planner::plan::{self, BackwardOptions, PlanOptions, PlanSet, RejectedSpec, Why};
+use fa_core::{Arch, KernelSpec, Pass, Problem, ShippedSpec};
+use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec, Why};
 use serde::Serialize;
 
-use crate::args::{Format, Mode, PlanArgs};
+use crate::args::{Format, PlanArgs};
 use crate::attention;
 use crate::failure::{InputError, Verdict, read_text};
 use crate::output;
@@ -18,7 +19,7 @@ use crate::report;
 use crate::target::Target;
 
 use backward::{Backward, BackwardReport};
-use tried::{Pass, Tried, TriedReport};
+use tried::{Tried, TriedReport};
 
 /// Plans that a table shows unless told otherwise.
 const TABLE_ROWS: usize = 10;
@@ -135,11 +136,11 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
         return Err(InputError::Usage(message).into());
     }
     if args.mode != Mode::Bwd {
-        planned.forward = Some(Tried::explore(&problem, arch, args.family, None)?);
+        planned.forward = Some(Tried::explore(&problem, arch, args.family, Pass::Forward)?);
     }
     if args.mode != Mode::Fwd {
-        let options = BackwardOptions { deterministic: args.deterministic };
-        planned.backward = Some(Backward::explore(&problem, arch, args.family, options)?);
+        let pass = Pass::Backward { deterministic: args.deterministic };
+        planned.backward = Some(Backward::explore(&problem, arch, args.family, pass)?);
     }
     Ok(planned)
 }
@@ -157,15 +158,16 @@ pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
     spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))
 }
 
-/// [`read_spec`] for a kernel that has to be of the backward, or of the forward.
+/// [`read_spec`] for a kernel that has to compute `pass`, deterministic or not.
 ///
 /// # Errors
 /// As [`read_spec`], and for a kernel of the other pass.
-pub fn read_spec_of(path: &Path, backward: bool) -> Result<KernelSpec, InputError> {
+pub fn read_spec_of(path: &Path, pass: Pass) -> Result<KernelSpec, InputError> {
     let spec = read_spec(path)?;
-    if spec.kernel.is_backward() != backward {
-        let (is, mode) = if backward { ("the forward", "fwd") } else { ("the backward", "bwd") };
-        return Err(InputError::Usage(format!("{} is a kernel of {is}: use --mode {mode}", path.display())));
+    let own = spec.kernel.pass();
+    if own.is_backward() != pass.is_backward() {
+        let (path, is, mode) = (path.display(), own.name(), own.short_name());
+        return Err(InputError::Usage(format!("{path} is a kernel of the {is}: use --mode {mode}")));
     }
     Ok(spec)
 }
@@ -199,7 +201,7 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
 fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(forward) = &planned.forward {
-        text += &forward.text(&Pass::forward(&planned.problem), planned.arch, limit);
+        text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);
     }
     if let Some(backward) = &planned.backward {
         text += &backward.text(&planned.problem, planned.arch, limit);
