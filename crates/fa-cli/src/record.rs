@@ -9,7 +9,7 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
 use serde::{Deserialize, Serialize};
 
 use crate::cuda::{Device, DeviceInfo};
-use crate::failure::{InputError, read_text};
+use crate::term::failure::{InputError, read_text};
 
 /// The folder of validation records below the results.
 pub const VALIDATED: &str = "validate";

@@ -17,15 +17,15 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 
 use rayon::prelude::*;
 
-use crate::args::{self, ShapeArgs, pass_of};
 use crate::bench_gpu::{Marks, fingerprint};
 use crate::contest::Turns;
 use crate::cuda::Device;
-use crate::failure::{InputError, Verdict};
-use crate::output;
-use crate::progress::Steps;
+use crate::flags::{self, ShapeArgs, pass_of};
 use crate::record::Provenance;
-use crate::sinks::Sinks;
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::progress::Steps;
 
 use candidates::Candidate;
 use measured::{Measured, Notebook, Result as Found};
@@ -37,7 +37,7 @@ pub struct TuneArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to tune
-    #[arg(long, value_parser = args::one_pass(), default_value = "fwd")]
+    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
     pub mode: Pass,
     /// Tune gradients that have the same bits in every run
     #[arg(long)]
@@ -48,7 +48,7 @@ pub struct TuneArgs {
     ])]
     pub marks: Option<Marks>,
     /// Kernels to choose from [default: the fastest that the GPU runs]
-    #[arg(long, value_parser = args::family())]
+    #[arg(long, value_parser = flags::family())]
     pub family: Option<Family>,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
@@ -95,7 +95,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     let pass = pass(args)?;
     let (problems, family) = problems(args)?;
-    let sinks = Sinks::probe(args.json.as_deref(), args.report.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
     let table = args.output.clone().or_else(tune::user_table).context(
         "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
     )?;
@@ -151,7 +151,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     let report = report::Report::new(provenance, turns, pass, &results);
-    sinks.write(&report, || Ok(report.markdown()), || report.table())?;
+    destinations.write(&report, || Ok(report.markdown()), || report.table())?;
     output::note(&format!("winners are in {}", table.display()));
     Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
 }
@@ -196,5 +196,5 @@ fn compile(
         };
         specs.par_iter().filter_map(compile).collect()
     };
-    Ok(crate::progress::spinner("compiling", work))
+    Ok(crate::term::progress::spinner("compiling", work))
 }

@@ -8,14 +8,14 @@ use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanError, PlanOptions, Reason, RejectedSpec, plan};
 
-use crate::backward::Backward;
-use crate::bundle::Bundle;
-use crate::cache::Cache;
 use crate::choices::Choices;
-use crate::compile::{Compiler, CompilerKind};
-use crate::forward::{Forward, check_match};
-use crate::module::LoadedKernel;
-use crate::source::Source;
+use crate::jit::bundle::Bundle;
+use crate::jit::cache::Cache;
+use crate::jit::compile::{Compiler, CompilerKind};
+use crate::jit::source::Source;
+use crate::launch::backward::Backward;
+use crate::launch::forward::{Forward, check_match};
+use crate::launch::module::LoadedKernel;
 use crate::{Error, Headers, driver, smem_bytes, tune};
 
 /// Compiled kernels for one context. Shared by threads.

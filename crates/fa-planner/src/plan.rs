@@ -2,23 +2,17 @@
 //!
 //! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
 
-pub mod account;
-pub mod backward;
-pub mod backward_sm80;
-pub mod sm90;
-mod why;
-
 use std::collections::HashMap;
 
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Pass, Problem, ProblemError};
 use serde::Serialize;
 
-pub use account::{Account, Reason, Registers, SetMaxNReg, account};
-pub use why::{Ranked, Why, WhyError, why};
+pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
+pub use crate::why::{Ranked, Why, WhyError, why};
 
 use crate::cost::{self, Cost, CostConstants, Work};
+use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
-use crate::sm80;
 use crate::smem::SmemPlan;
 
 /// A kernel that computes the problem and fits the GPU, with what it takes and the time that it is predicted to take.
@@ -61,8 +55,8 @@ pub struct PlanSet {
 /// The head dim extents of a family's tiles, in ascending order.
 pub const fn head_dims(family: Family) -> &'static [u32] {
     match family {
-        Family::Sm80 => &sm80::HEAD_DIMS,
-        Family::Sm90 => &sm90::HEAD_DIMS,
+        Family::Sm80 => &sm80_fwd::candidates::HEAD_DIMS,
+        Family::Sm90 => &sm90_fwd::candidates::HEAD_DIMS,
     }
 }
 
@@ -201,17 +195,18 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     };
     match (family, options.pass) {
         (Family::Sm80, Pass::Forward) => {
-            sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
+            sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
         }
         (Family::Sm80, Pass::Backward { deterministic }) => {
-            backward_sm80::candidates(problem, head_dim, head_dim_v, arch, deterministic)
+            sm80_bwd::candidates::candidates(problem, head_dim, head_dim_v, arch, deterministic)
                 .for_each(&mut judge);
         }
         (Family::Sm90, Pass::Forward) => {
-            sm90::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
+            sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
         }
         (Family::Sm90, Pass::Backward { deterministic }) => {
-            backward::candidates(problem, head_dim, head_dim_v, deterministic).for_each(&mut judge);
+            sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, deterministic)
+                .for_each(&mut judge);
         }
     }
     // The sort is stable: ties stay in the order of enumeration.

@@ -6,9 +6,9 @@ use fa_planner::cost::rank_correlation;
 use serde::Serialize;
 
 use crate::contest::Turns;
-use crate::output;
 use crate::record::Provenance;
 use crate::shape::head_dims;
+use crate::term::output;
 
 use super::measured::Measured;
 

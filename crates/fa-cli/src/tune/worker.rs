@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::bench_gpu::bind;
 use crate::contest::{Arena, Turns};
 use crate::cuda::{Bound, Device, Half, with_half};
-use crate::failure::Verdict;
+use crate::term::failure::Verdict;
 
 use super::{Candidate, Found};
 

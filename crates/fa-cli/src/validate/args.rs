@@ -5,19 +5,19 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::args::{self, pass_of};
 use crate::configs::HEAD_DIMS;
-use crate::failure::InputError;
+use crate::flags::{self, pass_of};
+use crate::term::failure::InputError;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
-    #[arg(long, value_parser = args::family())]
+    #[arg(long, value_parser = flags::family())]
     pub arch: Option<Family>,
     /// Which pass to validate; gradients are taken behind the forward
-    #[arg(long, value_parser = args::one_pass(), default_value = "fwd")]
+    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
     pub mode: Pass,
     /// A part of the grid that takes below a minute (the default without --record)
     #[arg(long, conflicts_with_all = ["spec", "soak", "sanitize", "all_configs"])]
@@ -58,7 +58,7 @@ pub struct ValidateArgs {
         requires = "all_configs",
         default_value = HEAD_DIMS
     )]
-    pub headdim: Vec<crate::args::HeadDim>,
+    pub headdim: Vec<crate::flags::HeadDim>,
     /// Write a record below the results folder; of the grid, the whole is validated for it
     #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
     pub record: bool,
