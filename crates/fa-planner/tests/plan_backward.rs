@@ -1,9 +1,9 @@
 //! Plans of the backward, of both families.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Problem};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Pass, Problem};
 use fa_planner::account::smem;
-use fa_planner::plan::{BackwardOptions, Family, PlanOptions, explore, plan};
+use fa_planner::plan::{PlanOptions, explore, plan};
 
 mod sm80 {
     use super::*;
@@ -11,7 +11,7 @@ mod sm80 {
     fn options(deterministic: bool) -> PlanOptions {
         PlanOptions {
             family: Some(Family::Sm80),
-            backward: Some(BackwardOptions { deterministic }),
+            pass: Pass::Backward { deterministic },
             ..PlanOptions::default()
         }
     }
@@ -59,7 +59,7 @@ mod sm90 {
     use super::*;
 
     fn options(deterministic: bool) -> PlanOptions {
-        PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() }
+        PlanOptions { pass: Pass::Backward { deterministic }, ..PlanOptions::default() }
     }
 
     #[test]

@@ -6,8 +6,9 @@ use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
 use crate::occupancy::WARP;
 
+use crate::kernels::sm90_bwd::candidates::tile_order;
+
 use super::account::{blocks_read, smem};
-use crate::kernels::sm90_bwd::candidates::BackwardOptions;
 
 /// Queries per step that are tried.
 pub const TILE_M: [u32; 3] = [32, 64, 128];
@@ -69,10 +70,10 @@ pub fn candidates(
     head_dim: u32,
     head_dim_v: u32,
     arch: Arch,
-    options: BackwardOptions,
+    deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = options.tile_order(mask);
+    let tile_order = tile_order(mask, deterministic);
     let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
     TILE_M
         .into_iter()
@@ -99,7 +100,7 @@ pub fn candidates(
                 dq_first,
                 blocks_per_sm: 1,
                 tile_order,
-                deterministic: options.deterministic,
+                deterministic,
             });
             Some(KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel })
         })

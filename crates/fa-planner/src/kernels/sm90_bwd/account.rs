@@ -2,8 +2,8 @@
 
 use fa_core::{KernelSpec, Sm90Bwd};
 
-use crate::guide::bwd::BwdMmas;
 use crate::guide::kernel::guide_spec;
+use crate::guide::mma::BwdMmas;
 use crate::guide::regs;
 use crate::head_dims::HeadDims;
 use crate::registers::{Registers, SetMaxNReg};

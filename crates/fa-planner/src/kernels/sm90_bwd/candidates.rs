@@ -16,22 +16,10 @@ use crate::head_dims::HeadDims;
 
 use super::account::{registers, smem};
 
-/// Choices of the caller for a backward.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
-pub struct BackwardOptions {
-    /// Equal inputs give equal bits, at some cost in speed.
-    pub deterministic: bool,
-}
-
-impl BackwardOptions {
-    /// The order of tiles under `mask`: longest first where their lengths differ; tiles that take turns go by their numbers.
-    pub(crate) fn tile_order(self, mask: MaskKind) -> TileOrder {
-        if mask == MaskKind::Full || self.deterministic {
-            TileOrder::Natural
-        } else {
-            TileOrder::LongestFirst
-        }
-    }
+/// The order of a backward's tiles under `mask`: longest first where their lengths differ; tiles that add to dQ in a fixed
+/// order go by their numbers.
+pub(crate) fn tile_order(mask: MaskKind, deterministic: bool) -> TileOrder {
+    if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
 }
 
 /// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant, or ours.
@@ -39,13 +27,13 @@ pub fn candidates(
     problem: &Problem,
     head_dim: u32,
     head_dim_v: u32,
-    options: BackwardOptions,
+    deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = options.tile_order(mask);
+    let tile_order = tile_order(mask, deterministic);
     let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
     let spec_of = move |kernel: Sm90Bwd| {
-        let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic: options.deterministic, ..kernel });
+        let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, ..kernel });
         KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel }
     };
     let dims = HeadDims { head_dim, head_dim_v };

@@ -12,8 +12,8 @@ use crate::account::splits::head_splits;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Terms, overlap, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
-use crate::guide::bwd::BwdMmas;
 use crate::guide::kernel::guide_spec;
+use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
