@@ -2,6 +2,7 @@
 
 pub mod bundle;
 pub mod cache;
+mod code;
 pub(crate) mod codegen;
 pub(crate) mod compile;
 pub(crate) mod config;
