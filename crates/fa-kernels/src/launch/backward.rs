@@ -11,8 +11,8 @@ use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
 use fa_core::spec::TileOrder;
 use fa_core::{Kernel, KernelSpec, Problem, Sm90Bwd};
 use fa_planner::HeadDims;
+use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::cost::head_splits;
 
 use crate::Error;
 use crate::jit::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
@@ -385,14 +385,14 @@ fn params(kernel: &LoadedKernel, own: &Walk, problem: &Problem, splits: usize) -
 
 #[cfg(test)]
 mod tests {
+    use fa_core::Pass;
     use fa_core::{Arch, Dtype, Mask};
-    use fa_planner::plan::{BackwardOptions, PlanOptions, plan};
+    use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
 
     fn best(problem: &Problem, deterministic: bool) -> Walk {
-        let options =
-            PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() };
+        let options = PlanOptions { pass: Pass::Backward { deterministic }, ..PlanOptions::default() };
         let spec = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
         Walk::of(&spec).expect("a backward")
     }
