@@ -78,7 +78,7 @@ pub struct Fingerprint {
     pub file: String,
     /// The spec's short name.
     pub name: String,
-    /// SHA-256 over the translation unit (which holds the spec) and every header that it reaches.
+    /// [`Source::fingerprint`] of the kernel.
     pub sources: String,
 }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use fa_core::{Arch, Kernel, KernelSpec};
 
+use crate::jit::code;
 use crate::jit::config;
 use crate::{Error, Headers};
 
@@ -63,12 +64,15 @@ impl Source {
         Ok(Source { unit, headers, target: target(spec, arch) })
     }
 
-    /// A hash (SHA-256 in hex) of the unit and every header that it reaches, by which records of validations and
-    /// measurements tell whether a kernel has changed since. The target does not count.
+    /// A hash (SHA-256 in hex) of the code of the unit and of every header that it reaches, by which records of
+    /// validations and measurements show whether a kernel has changed since. Comments, white space and the target do not
+    /// count; the headers' names do.
     pub fn fingerprint(&self) -> String {
-        let headers = self.headers.iter().flat_map(|(name, text)| [name.as_str(), text.as_str()]);
-        let parts: Vec<&[u8]> =
-            std::iter::once(self.unit.as_str()).chain(headers).map(str::as_bytes).collect();
+        let mut parts = vec![code::canonical(&self.unit)];
+        for (name, text) in &self.headers {
+            parts.extend([name.clone(), code::canonical(text)]);
+        }
+        let parts: Vec<&[u8]> = parts.iter().map(String::as_bytes).collect();
         crate::jit::cache::hash(&parts)
     }
 
@@ -145,4 +149,38 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         text.push_str(&body(POSTPROCESS_KV, format!("bwd_postprocess_kv<config, {layout}>")));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fingerprint_is_of_the_code_alone() {
+        let source = |unit: &str, header: &str| Source {
+            unit: unit.to_owned(),
+            headers: vec![("a.cuh".to_owned(), header.to_owned())],
+            target: "sm_90a".to_owned(),
+        };
+        let unit = "// spec\n#include \"a.cuh\"\nvoid f() { g(1); }\n";
+        let header = "#pragma once\n// Adds.\nvoid g(int a);\n";
+        let fingerprint = source(unit, header).fingerprint();
+        let same = source(
+            "#include \"a.cuh\"\n\nvoid f() {\n    g(1);  // one\n}",
+            "#pragma once\nvoid g( int a );",
+        );
+        assert_eq!(fingerprint, same.fingerprint());
+        assert_eq!(
+            fingerprint,
+            Source { target: "sm_100a".to_owned(), ..source(unit, header) }.fingerprint()
+        );
+        for other in [
+            source(&unit.replace('1', "2"), header),
+            source(unit, &header.replace("int", "long")),
+            source(unit, &header.replace("#pragma once\n// Adds.\n", "#pragma once ")),
+            Source { headers: vec![("b.cuh".to_owned(), header.to_owned())], ..source(unit, header) },
+        ] {
+            assert_ne!(fingerprint, other.fingerprint(), "{other:?}");
+        }
+    }
 }

@@ -10,8 +10,8 @@ use cudarc::driver::CudaStream;
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, Kernel, KernelSpec, Problem};
 use fa_planner::HeadDims;
+use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::cost::head_splits;
 
 use crate::Error;
 use crate::jit::params::BwdParams;

@@ -5,6 +5,7 @@ mod device_sources;
 mod errors;
 mod generated;
 mod launches;
+mod package;
 mod shipped;
 mod toolchain;
 mod train;
