@@ -1,19 +1,21 @@
 //! Measured choices: which kernel won for which kind of problem on which GPU.
 //!
-//! `fa tune` writes them, [`crate::Kernels`] looks one up when it first meets a problem, and remembers it: later calls
-//! read no table. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
+//! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what it chose. A
+//! table is plain RON. One for the H100 ships with the library; the user's own goes before it.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Problem};
-use fa_planner::plan::{BackwardOptions, Family, serves};
+use fa_planner::plan::{Family, serves};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, cache, whole};
+use fa_kernels::{atomic_file, cache};
 
-/// Names the user's table.
+use crate::{Error, Pass};
+
+/// Environment variable with the path of the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
 
 /// The tables that ship, by file name.
@@ -151,23 +153,23 @@ impl Tuned {
     /// The table at `path`; an empty one where there is no file.
     ///
     /// # Errors
-    /// [`Error::Io`], and [`Error::BadTuned`] for a file that is no table.
+    /// [`Error::Read`], and [`Error::BadTuned`] for a file that is no table.
     pub fn read(path: &Path) -> Result<Tuned, Error> {
         match fs::read_to_string(path) {
             Ok(text) => {
                 Tuned::from_ron(&text).map_err(|reason| Error::BadTuned { path: path.to_owned(), reason })
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Tuned::default()),
-            Err(error) => Err(Error::io(path, error)),
+            Err(source) => Err(Error::Read { path: path.to_owned(), source }),
         }
     }
 
     /// Replaces the file at `path` in one step; its folder is made where it is missing.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Write`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        whole::write(path, self.to_ron().as_bytes()).map_err(|e| Error::io(path, e))
+        Ok(atomic_file::write(path, self.to_ron().as_bytes())?)
     }
 
     /// Puts `entry` in the place of an entry with the same key, family and pass.
@@ -178,28 +180,27 @@ impl Tuned {
             self.gpus.len() - 1
         });
         let entries = &mut self.gpus[index].entries;
-        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec), backward(&entry.spec));
+        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec), pass(&entry.spec));
         match entries.iter_mut().find(|known| id(known) == id(&entry)) {
             Some(known) => *known = entry,
             None => entries.push(entry),
         }
     }
 
-    /// The kernel of `wanted` for `problem` on `gpu`, of the forward or of a backward with these options: that of the nearest
-    /// key, in the problem's own type.
+    /// The kernel of a family and pass for `problem` on `gpu`: that of the nearest key, in the problem's own type.
     pub fn find(
         &self,
         gpu: &str,
         problem: &Problem,
         wanted: Family,
-        pass: Option<BackwardOptions>,
+        wanted_pass: Pass,
     ) -> Option<KernelSpec> {
         let key = TuneKey::of(problem);
         self.gpus
             .iter()
             .filter(|known| known.gpu == gpu)
             .flat_map(|known| &known.entries)
-            .filter(|entry| family(&entry.spec) == wanted && backward(&entry.spec) == pass)
+            .filter(|entry| family(&entry.spec) == wanted && pass(&entry.spec) == wanted_pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
             .map(|(doublings, other_type, entry)| {
                 (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
@@ -216,12 +217,12 @@ pub fn user_table() -> Option<PathBuf> {
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
 }
 
-/// What a spec's kernel was made for: a backward with these options, or the forward.
-pub const fn backward(spec: &KernelSpec) -> Option<BackwardOptions> {
+/// What a spec's kernel computes.
+pub const fn pass(spec: &KernelSpec) -> Pass {
     match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
-        Kernel::Sm80Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
+        Kernel::Sm90Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
+        Kernel::Sm80Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => Pass::Forward,
     }
 }
 
@@ -233,23 +234,36 @@ pub const fn family(spec: &KernelSpec) -> Family {
     }
 }
 
-/// The kernel of `family` for `problem` on `gpu` by the user's table, or else by those that ship.
-pub(crate) fn choice(
-    gpu: &str,
-    problem: &Problem,
-    family: Family,
-    pass: Option<BackwardOptions>,
-) -> Option<KernelSpec> {
-    let own = user_table().map(|path| Tuned::read(&path));
-    let own = match own {
-        Some(Err(error)) => {
-            tracing::warn!(%error, "the table of tuned kernels is passed over");
-            None
-        }
-        other => other.and_then(Result::ok),
-    };
-    let shipped = || Tuned::shipped().find(gpu, problem, family, pass);
-    own.and_then(|own| own.find(gpu, problem, family, pass)).or_else(shipped)
+/// The user's table and those that ship.
+#[derive(Debug, Default)]
+pub(crate) struct Tables {
+    own: Tuned,
+    shipped: Tuned,
+}
+
+impl Tables {
+    /// Reads them. A user's table that cannot be read is left out with a traced warning.
+    pub(crate) fn read() -> Tables {
+        let own = user_table().map_or_else(Tuned::default, |path| {
+            Tuned::read(&path).unwrap_or_else(|error| {
+                tracing::warn!(%error, "the table of tuned kernels is passed over");
+                Tuned::default()
+            })
+        });
+        Tables { own, shipped: Tuned::shipped() }
+    }
+
+    /// The kernel for `problem` on `gpu` by the user's table, or else by those that ship.
+    pub(crate) fn find(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        family: Family,
+        pass: Pass,
+    ) -> Option<KernelSpec> {
+        let found = |table: &Tuned| table.find(gpu, problem, family, pass);
+        found(&self.own).or_else(|| found(&self.shipped))
+    }
 }
 
 #[cfg(test)]
@@ -268,7 +282,7 @@ mod tests {
     }
 
     fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
-        table.find("GPU", problem, Family::Sm90, None)
+        table.find("GPU", problem, Family::Sm90, Pass::Forward)
     }
 
     #[test]
@@ -294,8 +308,8 @@ mod tests {
         ] {
             assert_eq!(found(&table, &other), None, "{other:?}");
         }
-        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, None), None);
-        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, None), None);
+        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, Pass::Forward), None);
+        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, Pass::Forward), None);
     }
 
     #[test]
