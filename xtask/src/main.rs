@@ -3,6 +3,8 @@
 mod build;
 mod ci;
 mod codegen;
+#[cfg(test)]
+mod notebook;
 mod plans;
 mod search;
 mod table;

@@ -3,8 +3,9 @@
 use std::fmt::Write as _;
 
 use fa_core::{Arch, Dtype, Kernel, Mask, Problem};
+use fa_planner::kernels::sm100_fwd as sm100;
 use fa_planner::plan::{self, BackwardOptions, PlanError, PlanOptions, Reason, RejectedSpec};
-use fa_planner::{HeadDims, Mode, sm100};
+use fa_planner::{HeadDims, Mode};
 use serde::{Deserialize, Serialize};
 
 use crate::table::Table;

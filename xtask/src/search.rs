@@ -5,11 +5,11 @@ use std::io::{self, Write as _};
 
 use anyhow::Result;
 use fa_core::Arch;
-use fa_planner::sm90::account::{self, Account};
-use fa_planner::sm90::bwd::BwdConfig;
-use fa_planner::sm90::fwd::FwdConfig;
-use fa_planner::sm90::reject::Explain;
-use fa_planner::sm90::search::{HEAD_DIM_GRANULE, SearchResult, Tiles, search};
+use fa_planner::guide::account::{self, Account};
+use fa_planner::guide::bwd::BwdConfig;
+use fa_planner::guide::fwd::FwdConfig;
+use fa_planner::guide::reject::Explain;
+use fa_planner::guide::search::{HEAD_DIM_GRANULE, SearchResult, Tiles, search};
 use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 

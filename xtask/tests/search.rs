@@ -2,7 +2,7 @@
 
 use std::process::{Command, Output};
 
-use fa_planner::sm90::search::SearchResult;
+use fa_planner::guide::search::SearchResult;
 
 fn search(args: &str) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));

@@ -4,12 +4,12 @@ use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::TensorRef;
 use half::{bf16, f16};
 
-use crate::args::AttentionArgs;
-use crate::failure::InputError;
+use crate::flags::AttentionArgs;
 use crate::machine;
-use crate::output::si;
 use crate::safetensors::{Stored, TensorFile};
 use crate::shape::{head_dims, pair};
+use crate::term::failure::InputError;
+use crate::term::output::si;
 
 /// Q, K, V and perhaps dO of one problem, packed in `layout`.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! `fa bench` on the GPU: our kernels' rates, and those of others in the same run.
 
 mod draw;
-mod marks;
+pub mod marks;
 mod report;
 
 use std::collections::BTreeMap;
@@ -12,67 +12,19 @@ use fa_kernels::{Headers, Source, smem_bytes, tune};
 use fa_planner::plan::{BackwardOptions, Family, serves};
 use rayon::prelude::*;
 
-use crate::args::{BenchArgs, KernelFamily, Mode, backward_options};
+use crate::commands::bench::args::BenchArgs;
 use crate::contest::{Arena, Outcome, Turns};
 use crate::cuda::{Device, Pass, with_half};
-use crate::failure::{InputError, Verdict};
+use crate::flags::{KernelFamily, Mode, backward_options};
 use crate::peers::Peers;
-use crate::progress::Steps;
 use crate::record::Provenance;
-use crate::sinks::Sinks;
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::progress::Steps;
 
 pub use marks::{Marks, TOKENS, Wanted};
 pub use report::KernelRecord;
 use report::{PeersRecord, Report, Row};
-
-/// Launches of each kernel that count, where the caller does not say.
-const REPS: usize = 24;
-
-/// Flags of `fa bench` that only the GPU has.
-#[derive(Clone, Debug, Default, clap::Args)]
-pub struct GpuArgs {
-    /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
-    #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
-    pub specs: Vec<PathBuf>,
-    /// Choose among these kernels, be they the fastest here or not
-    #[arg(long, value_enum)]
-    pub family: Option<KernelFamily>,
-    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
-    #[arg(long)]
-    pub peers: bool,
-    /// Measure a fixed list of shapes
-    #[arg(long, value_enum, conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
-    ])]
-    pub marks: Option<Marks>,
-    /// Measure gradients that have the same bits in every run
-    #[arg(long, conflicts_with = "specs")]
-    pub deterministic: bool,
-    /// Launches of each kernel that count, in turns of about six [default: 24]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    pub reps: Option<u16>,
-}
-
-impl GpuArgs {
-    /// The first flag that is given, for a refusal where there is no GPU to use it on.
-    pub fn given(&self) -> Option<&'static str> {
-        [
-            (!self.specs.is_empty(), "--spec"),
-            (self.family.is_some(), "--family"),
-            (self.peers, "--peers"),
-            (self.marks.is_some(), "--marks"),
-            (self.deterministic, "--deterministic"),
-            (self.reps.is_some(), "--reps"),
-        ]
-        .into_iter()
-        .find_map(|(given, name)| given.then_some(name))
-    }
-
-    /// How often each kernel runs.
-    pub fn turns(&self) -> Turns {
-        Turns::of(self.reps.map_or(REPS, usize::from))
-    }
-}
 
 /// What to measure.
 struct Job {
@@ -91,12 +43,12 @@ struct Job {
 /// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let job = job(args)?;
-    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let device = Device::open()?;
     let mut peers = if args.gpu.peers { Some(Peers::start()?) } else { None };
     let report = measure(&device, &job, peers.as_mut(), args.gpu.turns())?;
     drop(peers);
-    sinks.write(&report, || draw::panels(&report), || report.table())?;
+    destinations.write(&report, || draw::panels(&report), || report.table())?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }
 
@@ -131,7 +83,7 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
 
 /// The kernel of a file, which has to compute one of the shapes at least: it would be in no row otherwise, and nothing would say so.
 fn spec_for(path: &Path, backward: bool, shapes: &[Problem]) -> Result<KernelSpec, InputError> {
-    let spec = crate::plan::read_spec_of(path, backward)?;
+    let spec = crate::spec_file::read_spec_of(path, backward)?;
     let mut reasons = shapes.iter().map(|problem| serves(problem, &spec).err());
     match reasons.next().flatten() {
         Some(reason) if reasons.all(|reason| reason.is_some()) => {

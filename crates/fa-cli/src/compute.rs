@@ -10,11 +10,11 @@ use fa_cpu::{CpuError, TensorMut, TensorRef, check, reference};
 use fa_planner::plan::BackwardOptions;
 use serde::Serialize;
 
-use crate::args::{Backend, CpuArgs};
 use crate::attention::{Inputs, swap_middle_axes};
-use crate::failure::InputError;
+use crate::flags::{Backend, CpuArgs};
 use crate::on_gpu::{Computed, Gpu};
 use crate::safetensors::{NewTensor, Stored};
+use crate::term::failure::InputError;
 
 /// An implementation, ready to run.
 #[derive(Debug)]

@@ -9,9 +9,9 @@ use fa_planner::plan::{BackwardOptions, Family, PlanOptions, Reason, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::args::HeadDim;
-use crate::progress::Steps;
+use crate::flags::HeadDim;
 use crate::shape::head_dims;
+use crate::term::progress::Steps;
 
 /// Candidates that miss the register limit by more than this share are not compiled: the compiler cannot help them.
 pub const NEAR_MISS: f64 = 0.15;

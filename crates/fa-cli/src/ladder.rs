@@ -10,13 +10,13 @@ use clap::ValueEnum;
 use fa_core::{KernelSpec, Problem};
 use rayon::prelude::*;
 
-use crate::args::HeadDim;
 use crate::contest::{Arena, Turns};
 use crate::cuda::{Device, Half, Pass, with_half};
-use crate::failure::{InputError, Verdict};
-use crate::progress::Steps;
+use crate::flags::HeadDim;
 use crate::record::Provenance;
-use crate::sinks::Sinks;
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::progress::Steps;
 
 use report::{Report, Row};
 
@@ -95,7 +95,7 @@ pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
     }
-    let sinks = Sinks::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let device = Device::open()?;
     let seqlens: Vec<usize> = args.seqlen.iter().map(|&n| n as usize).collect();
     let ladders = match args.arch {
@@ -123,7 +123,7 @@ pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    sinks.write(&report, || report.draw(), || report.table())?;
+    destinations.write(&report, || report.draw(), || report.table())?;
     Ok(if report.rows.iter().any(|row| row.wrong) { Verdict::Bad } else { Verdict::Good })
 }
 

@@ -1,50 +1,48 @@
 //! The program `fa`: plan, run, check and measure attention.
 
-mod args;
 mod attention;
-mod bars;
-mod bench;
 mod bench_gpu;
-mod build;
-mod chart;
-mod check;
+mod cli;
+mod commands;
 mod compute;
 mod configs;
 mod contest;
 mod cuda;
-mod diagram;
-mod doctor;
-mod failure;
+mod draw;
+mod flags;
 mod gpu;
 mod ladder;
 mod machine;
-mod manual;
 mod on_gpu;
-mod output;
+mod page;
 mod peers;
-mod plan;
-mod plot;
-mod progress;
 mod random;
 mod record;
-mod report;
-mod run;
 mod safetensors;
 mod sample_head;
 mod sample_rows;
 mod shape;
-mod sinks;
+mod spec_file;
 mod target;
+mod term;
 mod tune;
 mod validate;
+
+/// What `fa plan` found, and its presentation.
+mod plan {
+    pub mod backward;
+    pub mod planned;
+    pub mod tried;
+}
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 
-use crate::args::{Cli, Command};
-use crate::failure::{EXIT_FAILURE, Verdict};
+use crate::cli::{Cli, Command};
+use crate::term::failure;
+use crate::term::failure::{EXIT_FAILURE, Verdict};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -63,17 +61,17 @@ fn main() -> ExitCode {
 
 fn dispatch(command: Command) -> anyhow::Result<Verdict> {
     match command {
-        Command::Run(args) => run::command(&args),
-        Command::Plan(args) => plan::command(&args),
-        Command::Check(args) => check::command(&args),
-        Command::Bench(args) => bench::command(&args),
-        Command::Build(args) => build::command(&args),
+        Command::Run(args) => commands::run::command(&args),
+        Command::Plan(args) => commands::plan::command(&args),
+        Command::Check(args) => commands::check::command(&args),
+        Command::Bench(args) => commands::bench::command(&args),
+        Command::Build(args) => commands::build::command(&args),
         Command::Validate(args) => validate::command(&args),
         Command::Tune(args) => tune::command(&args),
         Command::Ladder(args) => ladder::command(&args),
-        Command::Doctor(args) => doctor::command(&args),
-        Command::Completions(args) => manual::completions(&args),
-        Command::Man(args) => manual::man(&args),
+        Command::Doctor(args) => commands::doctor::command(&args),
+        Command::Completions(args) => commands::manual::completions(&args, Cli::command()),
+        Command::Man(args) => commands::manual::man(&args, Cli::command()),
     }
 }
 

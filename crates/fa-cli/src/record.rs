@@ -9,7 +9,7 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
 use serde::{Deserialize, Serialize};
 
 use crate::cuda::{Device, DeviceInfo};
-use crate::failure::{InputError, read_text};
+use crate::term::failure::{InputError, read_text};
 
 /// The folder of validation records below the results.
 pub const VALIDATED: &str = "validate";
@@ -78,7 +78,7 @@ pub struct Fingerprint {
     pub file: String,
     /// The spec's short name.
     pub name: String,
-    /// SHA-256 over the translation unit (which holds the spec) and every header that it reaches.
+    /// [`Source::fingerprint`] of the kernel.
     pub sources: String,
 }
 

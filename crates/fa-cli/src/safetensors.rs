@@ -13,7 +13,7 @@ use fa_cpu::Element;
 use half::{bf16, f16};
 use serde::Deserialize;
 
-use crate::failure::InputError;
+use crate::term::failure::InputError;
 
 /// Longest header that is read, the format's own limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;

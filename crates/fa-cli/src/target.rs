@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use crate::failure::InputError;
+use crate::term::failure::InputError;
 
 /// A place to write to, probed before any work is done.
 #[derive(Debug)]

@@ -17,15 +17,15 @@ use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use fa_planner::plan::{BackwardOptions, Family};
 use rayon::prelude::*;
 
-use crate::args::{KernelFamily, OnePass, ShapeArgs, backward_options};
 use crate::bench_gpu::{Marks, fingerprint, runnable};
 use crate::contest::Turns;
 use crate::cuda::{Device, flops};
-use crate::failure::{InputError, Verdict};
-use crate::output;
-use crate::progress::Steps;
+use crate::flags::{KernelFamily, OnePass, ShapeArgs, backward_options};
 use crate::record::Provenance;
-use crate::sinks::Sinks;
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::progress::Steps;
 
 use candidates::Candidate;
 use measured::{Measured, Notebook, Result as Found};
@@ -95,7 +95,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     let backward = backward(args)?;
     let (problems, family) = problems(args)?;
-    let sinks = Sinks::probe(args.json.as_deref(), args.report.as_deref())?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
     let table = args.output.clone().or_else(tune::user_table).context(
         "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
     )?;
@@ -152,7 +152,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     let report = report::Report::new(provenance, turns, backward.is_some(), &results);
-    sinks.write(&report, || Ok(report.markdown()), || report.table())?;
+    destinations.write(&report, || Ok(report.markdown()), || report.table())?;
     output::note(&format!("winners are in {}", table.display()));
     Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
 }
@@ -197,5 +197,5 @@ fn compile(
         };
         specs.par_iter().filter_map(compile).collect()
     };
-    Ok(crate::progress::spinner("compiling", work))
+    Ok(crate::term::progress::spinner("compiling", work))
 }

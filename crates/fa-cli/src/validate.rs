@@ -22,10 +22,10 @@ use fa_planner::plan::{Family, account};
 use serde::Serialize;
 
 use crate::cuda::Device;
-use crate::failure::{InputError, Verdict};
-use crate::output;
-use crate::plan::read_spec_of;
 use crate::record::{self, Fingerprint, Provenance, State};
+use crate::spec_file::read_spec_of;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
 use args::ValidateArgs;
 use cases::{Action, Case, Extent};
 use worker::{CaseResult, Status};
@@ -328,12 +328,17 @@ mod tests {
     use clap::Parser;
 
     use super::*;
-    use crate::args::{Cli, Command};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: ValidateArgs,
+    }
 
     #[test]
     fn kernels_that_ship_for_other_architectures_are_validated_where_they_run() {
-        let command = ["fa", "validate", "--mode", "bwd", "--arch", "sm80", "--quick"];
-        let Command::Validate(args) = Cli::parse_from(command).command else { panic!("it validates") };
+        let command = ["validate", "--mode", "bwd", "--arch", "sm80", "--quick"];
+        let Line { args } = Line::parse_from(command);
         let validated = |arch, file: &str| {
             let cases = chosen_cases(&args, arch, Family::Sm80).expect("cases");
             cases.iter().any(|case| case.name().ends_with(&format!(" by {file}")))

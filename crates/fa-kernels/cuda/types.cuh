@@ -12,8 +12,6 @@ using i64 = long long;
 __device__ constexpr float kLn2 = 0.693147180559945309f;
 __device__ constexpr float kLog2e = 1.44269504088896341f;
 
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
-
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T a, T b) {
     return (a + b - 1) / b;

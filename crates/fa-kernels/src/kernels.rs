@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cudarc::driver::CudaContext;
 use fa_core::{Arch, KernelSpec, Problem};
 
-use crate::backward::Backward;
-use crate::bundle::Bundle;
-use crate::cache::Cache;
-use crate::compile::{Compiler, CompilerKind};
-use crate::forward::Forward;
-use crate::module::LoadedKernel;
-use crate::source::Source;
+use crate::jit::bundle::Bundle;
+use crate::jit::cache::Cache;
+use crate::jit::compile::{Compiler, CompilerKind};
+use crate::jit::source::Source;
+use crate::launch::backward::Backward;
+use crate::launch::forward::Forward;
+use crate::launch::module::LoadedKernel;
 use crate::{Error, Headers, driver, smem_bytes};
 
 /// Compiled kernels for one context. Shared by threads.

@@ -76,47 +76,31 @@
 //! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and any CUDA
 //! library but the driver and NVRTC, both loaded at run time.
 
-mod args;
 pub mod atomic_file;
-mod backward;
-pub mod bundle;
-pub mod cache;
-mod codegen;
-mod compile;
-mod config;
 pub mod driver;
 mod error;
-mod forward;
-mod headers;
+mod jit;
 mod kernels;
-mod module;
-mod nvrtc;
-pub mod params;
-mod report;
-mod sections;
-pub mod ship;
-mod source;
+mod launch;
 pub mod specs;
-mod tma;
-pub mod toolchain;
 
-pub use args::{
-    BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
-};
-pub use backward::Backward;
-pub use cache::Cache;
-pub use codegen::{Generated, generated};
-pub use compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use cudarc;
 pub use error::Error;
-pub use forward::Forward;
-pub use headers::Headers;
+pub use jit::codegen::{Generated, generated};
+pub use jit::compile::{CompileFailure, Compiled, Compiler, CompilerKind};
+pub use jit::headers::Headers;
+pub use jit::report::{Fault, Report};
+pub use jit::source::{ENTRY, Source};
+pub use jit::{bundle, cache, cache::Cache, params, ship, toolchain};
 pub use kernels::Kernels;
-pub use module::LoadedKernel;
-pub use report::{Fault, Report};
-pub use source::{ENTRY, Source};
+pub use launch::args::{
+    BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
+};
+pub use launch::backward::Backward;
+pub use launch::forward::Forward;
+pub use launch::module::LoadedKernel;
 
 /// Bytes of dynamic shared memory that a spec's kernel is launched with, by the planner's account.
 pub fn smem_bytes(spec: &fa_core::KernelSpec) -> u32 {
-    fa_planner::plan::account::smem(spec).total
+    fa_planner::account::smem(spec).total
 }

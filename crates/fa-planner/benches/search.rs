@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use fa_planner::sm90::search::{Tiles, search};
+use fa_planner::guide::search::{Tiles, search};
 use fa_planner::{HeadDims, Mode};
 
 const HEAD_DIMS: [HeadDims; 6] = [

@@ -1,21 +1,24 @@
 //! Enumerates, checks and ranks kernel configurations.
 //!
-//! - `plan`: from a problem to ranked kernels, with their accounts of registers and shared memory, and reasons for the others;
-//! - `cost`: predicted time, with its bottleneck; `banks`: conflicts in shared memory; `occupancy`: blocks per SM;
-//! - `sm90`: the block size tuning guide's model; `sm80`, `sm100`: candidates and account of those families.
+//! - [`plan`](plan()): from a problem to ranked kernels, with their accounts of registers and shared memory, and reasons
+//!   for the others; [`why`] asks about single candidates;
+//! - [`kernels`]: for each kernel its candidates, account, known spills and cost;
+//! - [`account`]: what launching a kernel needs to know of it, the part that `fa-kernels` uses;
+//! - [`cost`]: predicted time, with its bottleneck; [`banks`]: conflicts in shared memory; [`occupancy`]: CTAs per SM;
+//! - [`guide`]: the model of the SM90 block size tuning guide, and its search.
 //!
 //! No I/O and no CUDA: a plan is made of a [`fa_core::Problem`] and the limits of a [`fa_core::Arch`].
 
+pub mod account;
 pub mod banks;
 pub mod cost;
+pub mod guide;
 pub mod head_dims;
-pub mod mode;
+pub mod kernels;
 pub mod occupancy;
 pub mod plan;
-pub mod sm100;
-pub mod sm80;
-pub mod sm90;
 pub mod smem;
+pub mod why;
 
+pub use guide::mode::{Mode, ParseModeError};
 pub use head_dims::{HeadDims, HeadDimsError};
-pub use mode::{Mode, ParseModeError};

@@ -2,24 +2,18 @@
 //!
 //! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
 
-pub mod account;
-pub mod backward;
-pub mod backward_sm80;
-pub mod sm90;
-mod why;
-
 use std::collections::HashMap;
 
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, ProblemError};
 use serde::Serialize;
 
-pub use account::{Account, Reason, Registers, SetMaxNReg, account};
-pub use backward::BackwardOptions;
-pub use why::{Ranked, Why, WhyError, why};
+pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
+pub use crate::kernels::sm90_bwd::candidates::BackwardOptions;
+pub use crate::why::{Ranked, Why, WhyError, why};
 
 use crate::cost::{self, Cost, CostConstants, Work};
+use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
-use crate::sm80;
 use crate::smem::SmemPlan;
 
 /// A kernel that computes the problem and fits the GPU, with what it takes and the time that it is predicted to take.
@@ -84,7 +78,7 @@ impl Family {
         }
     }
 
-    /// The family of fastest kernels on `arch` (SM100's tcgen05 is planned for in [`crate::sm100`], but has no kernel).
+    /// The family of fastest kernels on `arch` (SM100's tcgen05 is planned for in [`crate::kernels::sm100_fwd`], but has no kernel).
     pub const fn native(arch: Arch) -> Family {
         if arch.has_wgmma() { Family::Sm90 } else { Family::Sm80 }
     }
@@ -92,8 +86,8 @@ impl Family {
     /// The head dim extents of the family's tiles, in ascending order.
     pub const fn head_dims(self) -> &'static [u32] {
         match self {
-            Family::Sm80 => &sm80::HEAD_DIMS,
-            Family::Sm90 => &sm90::HEAD_DIMS,
+            Family::Sm80 => &sm80_fwd::candidates::HEAD_DIMS,
+            Family::Sm90 => &sm90_fwd::candidates::HEAD_DIMS,
         }
     }
 
@@ -233,16 +227,15 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     };
     match family {
         Family::Sm80 => match options.backward {
-            Some(options) => {
-                backward_sm80::candidates(problem, head_dim, head_dim_v, arch, options).for_each(&mut judge)
-            }
-            None => sm80::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+            Some(options) => sm80_bwd::candidates::candidates(problem, head_dim, head_dim_v, arch, options)
+                .for_each(&mut judge),
+            None => sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
         },
         Family::Sm90 => match options.backward {
             Some(options) => {
-                backward::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge)
+                sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge)
             }
-            None => sm90::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
+            None => sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
         },
     }
     // The sort is stable: ties stay in the order of enumeration.

@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use fa_core::{Kernel, KernelSpec};
 use serde::{Deserialize, Serialize};
 
-use crate::sm90;
+use crate::kernels::sm90_bwd::account;
 
 /// One named buffer in shared memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -79,10 +79,10 @@ impl SmemPlan {
     }
 }
 
-/// The shared memory of an SM90 forward kernel; `None` for a spec of another kernel. See [`sm90::layout::fwd`].
+/// The shared memory of an SM90 forward kernel; `None` for a spec of another kernel. See [`account::fwd`].
 pub fn sm90_fwd_smem(spec: &KernelSpec) -> Option<SmemPlan> {
     match &spec.kernel {
-        Kernel::Sm90Fwd(kernel) => Some(sm90::layout::fwd(spec, kernel)),
+        Kernel::Sm90Fwd(kernel) => Some(account::fwd(spec, kernel)),
         _ => None,
     }
 }

@@ -327,7 +327,7 @@ fn ldmatrix_by_definition(smem: &SmemLayout) -> u64 {
     total
 }
 
-/// What Nsight Compute counted on an H100 for the SM80-class forward (docs/lab-notebook.md): B = 2, 8 heads, N = 1024, head dim
+/// What Nsight Compute counted on an H100 for the SM80-class forward (NB-032): B = 2, 8 heads, N = 1024, head dim
 /// 128, f16, no mask, tiles of 64 x 64 over four warps, Q read from shared memory at every step.
 #[test]
 fn counts_are_those_of_the_gpu() {

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use fa_planner::sm90::bwd::BwdConfig;
-use fa_planner::sm90::search::{MAX_TILE, SearchError, SearchResult, Tiles, search};
+use fa_planner::guide::bwd::BwdConfig;
+use fa_planner::guide::search::{MAX_TILE, SearchError, SearchResult, Tiles, search};
 use fa_planner::{HeadDims, Mode};
 use proptest::prelude::*;
 
@@ -74,7 +74,7 @@ fn hd192_128_backward_example() {
     let narrow = two(64).expect("tile_n 64 fits");
     assert_eq!((narrow.do_stage, narrow.smem_bytes), (2, (168 + 16) * KIB));
     assert_eq!(
-        fa_planner::sm90::smem::bwd(HeadDims { head_dim: 192, head_dim_v: 128 }, &narrow.spec(), 1),
+        fa_planner::guide::smem::bwd(HeadDims { head_dim: 192, head_dim_v: 128 }, &narrow.spec(), 1),
         168 * KIB
     );
 }
@@ -268,7 +268,7 @@ mod rules {
 }
 
 fn fwd_rows(result: &SearchResult) -> Vec<rules::Row> {
-    let row = |c: &fa_planner::sm90::fwd::FwdConfig| {
+    let row = |c: &fa_planner::guide::fwd::FwdConfig| {
         let head = [c.tile_m, c.tile_n, c.num_wg, c.total_regs, c.reg_limit, c.smem_bytes, c.smem_traffic];
         let tail = [c.pv_is_rs.into(), c.overlap_wg.into(), c.regs_s, c.regs_o, c.regs_p];
         head.into_iter().chain(tail).map(i64::from).collect()

@@ -1,9 +1,10 @@
 //! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
 
 use fa_core::{Arch, Dtype, Kernel, Mask, Problem};
+use fa_planner::account::smem;
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
 use fa_planner::plan::{
-    Family, Plan, PlanError, PlanOptions, Reason, account::smem, explore, plan, plan_spec, serves, sweep,
+    Family, Plan, PlanError, PlanOptions, Reason, explore, plan, plan_spec, serves, sweep,
 };
 use proptest::prelude::*;
 

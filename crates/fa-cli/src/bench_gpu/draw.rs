@@ -1,7 +1,7 @@
 //! The plot: one panel per head dim, mask and type, our rate and the others' over sequence length.
 
-use crate::chart::{Chart, Series};
-use crate::plot::{self, Panel};
+use crate::draw::chart::{Chart, Series};
+use crate::draw::plot::{self, Panel};
 
 use super::report::{Report, Row};
 

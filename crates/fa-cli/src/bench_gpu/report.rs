@@ -7,11 +7,11 @@ use fa_kernels::tune;
 use serde::Serialize;
 
 use crate::contest::Times;
-use crate::output;
 use crate::peers::{Ceilings, Hello, Peers};
 use crate::record::Provenance;
 use crate::sample_rows::Judged;
 use crate::shape::Shape;
+use crate::term::output;
 
 use super::{Wanted, fingerprint};
 

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use fa_core::{Arch, KernelSpec};
 use serde::Serialize;
 
-use crate::bars::{Group, Ratios};
 use crate::bench_gpu::KernelRecord;
-use crate::chart::{Chart, Series};
 use crate::contest::Turns;
-use crate::output;
-use crate::plot::{self, Panel};
+use crate::draw::bars::{Group, Ratios};
+use crate::draw::chart::{Chart, Series};
+use crate::draw::plot::{self, Panel};
 use crate::record::Provenance;
 use crate::shape::Shape;
+use crate::term::output;
 
 use super::{Ladder, Which};
 

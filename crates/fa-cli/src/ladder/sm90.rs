@@ -6,9 +6,9 @@ use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Problem, Sm90Fwd};
 use fa_planner::plan::{Family, PlanOptions, account, plan};
 
 use super::{Ladder, Step};
-use crate::args::HeadDim;
 use crate::bench_gpu::TOKENS;
-use crate::failure::InputError;
+use crate::flags::HeadDim;
+use crate::term::failure::InputError;
 
 /// A length at which tiles are many and long enough for every knob to tell.
 const SEQLEN: usize = 4096;

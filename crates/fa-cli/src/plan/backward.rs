@@ -3,17 +3,17 @@
 use std::fmt::Write;
 
 use fa_core::{Arch, Problem};
+use fa_planner::guide::candidates::BwdSpec;
+use fa_planner::guide::reject::{Explain, Rejected};
+use fa_planner::guide::search::{self, Tiles};
+use fa_planner::guide::why::{self, Constraint};
 use fa_planner::plan::{self, BackwardOptions, Ranked};
-use fa_planner::sm90::candidates::BwdSpec;
-use fa_planner::sm90::reject::{Explain, Rejected};
-use fa_planner::sm90::search::{self, Tiles};
-use fa_planner::sm90::why::{self, Constraint};
 use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
-use crate::args::KernelFamily;
-use crate::failure::InputError;
+use crate::flags::KernelFamily;
 use crate::plan::tried::{self, Pass, Tried, TriedReport};
+use crate::term::failure::InputError;
 
 /// What was tried for a backward.
 #[derive(Clone, Debug)]

@@ -5,15 +5,15 @@ use std::fmt::Write;
 use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::HeadDims;
 use fa_planner::cost::Cost;
+use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{self, BackwardOptions, Family, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
-use fa_planner::sm100::{self, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::smem::SmemPlan;
 use serde::Serialize;
 
-use crate::args::KernelFamily;
-use crate::failure::InputError;
-use crate::output::{self, si};
+use crate::flags::KernelFamily;
+use crate::term::failure::InputError;
+use crate::term::output::{self, si};
 
 /// What was tried for a pass.
 #[derive(Clone, Debug)]

@@ -7,9 +7,9 @@ use serde::Serialize;
 
 use crate::contest::Turns;
 use crate::cuda::flops;
-use crate::output;
 use crate::record::Provenance;
 use crate::shape::head_dims;
+use crate::term::output;
 
 use super::measured::Measured;
 

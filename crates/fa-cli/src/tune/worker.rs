@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::bench_gpu::bind;
 use crate::contest::{Arena, Turns};
 use crate::cuda::{Device, Half, Pass, with_half};
-use crate::failure::Verdict;
+use crate::term::failure::Verdict;
 
 use super::{Candidate, Found};
 

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use fa_planner::plan::{BackwardOptions, Family};
 
-use crate::args::{OnePass, backward_options};
 use crate::configs::HEAD_DIMS;
-use crate::failure::InputError;
+use crate::flags::{OnePass, backward_options};
+use crate::term::failure::InputError;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -58,7 +58,7 @@ pub struct ValidateArgs {
         requires = "all_configs",
         default_value = HEAD_DIMS
     )]
-    pub headdim: Vec<crate::args::HeadDim>,
+    pub headdim: Vec<crate::flags::HeadDim>,
     /// Write a record below the results folder; of the grid, the whole is validated for it
     #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
     pub record: bool,

@@ -16,9 +16,9 @@ use super::cases::{Action, Case, Extent, NamedSpec, of_spec};
 use super::worker::{CaseResult, Status};
 use crate::configs::{self, Built, Config, NEAR_MISS, SEQLEN};
 use crate::cuda::flops;
-use crate::failure::Verdict;
-use crate::output;
 use crate::record::{self, Provenance};
+use crate::term::failure::Verdict;
+use crate::term::output;
 
 /// Lines of a kind that a text lists.
 const MOST_LINES: usize = 12;
@@ -320,7 +320,7 @@ fn markdown(title: &str, record: &Record, cases: &[CaseResult]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::HeadDim;
+    use crate::flags::HeadDim;
 
     #[test]
     fn titles_name_the_pass() {

@@ -13,9 +13,9 @@ use serde::Serialize;
 use super::args::ValidateArgs;
 use super::cases::{self, BASE, Case, Placing};
 use crate::cuda::Device;
-use crate::failure::{InputError, Verdict};
-use crate::output;
 use crate::record::{self, Provenance};
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
 
 const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 
 use super::worker::{CaseResult, Event, Status};
-use crate::progress::Steps;
+use crate::term::progress::Steps;
 
 /// After so many lost workers the GPU or the driver is in a state where nothing can be learnt.
 const MOST_LOST: usize = 8;

@@ -243,9 +243,9 @@ impl Worker {
             Err(error) if error.is::<Skip>() => fate(Status::Skipped, error.to_string()),
             // A switch that the compiler does not honour here ships nowhere and is none of the library's choices.
             Err(error) if case.group == "knobs" && is_refused(&error) => {
-                fate(Status::Skipped, crate::failure::message(&error))
+                fate(Status::Skipped, crate::term::failure::message(&error))
             }
-            Err(error) => fate(Status::Failed, crate::failure::message(&error)),
+            Err(error) => fate(Status::Failed, crate::term::failure::message(&error)),
         }));
         // After an illegal access nothing works in this process any more.
         if self.device.synchronize().is_err() {

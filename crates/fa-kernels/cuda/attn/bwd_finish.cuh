@@ -4,6 +4,7 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/math.cuh"
+#include "ptx/thread.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -13,7 +14,7 @@ namespace fa {
 template <Dtype T, int Columns, class Order>
 __device__ __forceinline__ void finish_rows(const float* accum, u16* out, i64 stride, int rows, int columns, float factor) {
     constexpr int kChunks = Columns / 8;
-    for (int chunk = threadIdx.x; chunk < rows * kChunks; chunk += blockDim.x) {
+    for (int chunk = thread_index(); chunk < rows * kChunks; chunk += cta_threads()) {
         const int row = chunk / kChunks, column = chunk % kChunks * 8;
         if (column >= columns) continue;
         Vec16 vec;
@@ -31,7 +32,7 @@ __device__ __forceinline__ void finish_rows(const float* accum, u16* out, i64 st
 // that the L2 still has them. C is an Sm80BwdConfig or an Sm90BwdConfig.
 template <auto C, class Order>
 __device__ __forceinline__ void finish_dq(const BwdParams& params) {
-    const int tile = gridDim.x - 1 - blockIdx.x;
+    const int tile = cta_count() - 1 - cta_index();
     const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
     const int row = m_block * C.tile_m;
@@ -44,12 +45,12 @@ __device__ __forceinline__ void finish_dq(const BwdParams& params) {
 // dK and dV of the block's tile of keys: one block per tile, K/V head and sequence.
 template <auto C, class DkOrder, class DvOrder>
 __device__ __forceinline__ void finish_dkv(const BwdParams& params) {
-    const int n_block = blockIdx.x % params.n_blocks, batch_head = blockIdx.x / params.n_blocks;
+    const int n_block = cta_index() % params.n_blocks, batch_head = cta_index() / params.n_blocks;
     const int batch = batch_head / params.heads_kv, head = batch_head % params.heads_kv;
     const int row = n_block * C.tile_n, rows = min(C.tile_n, params.seqlen_k - row);
     u16* dk = static_cast<u16*>(params.dk) + batch * params.dk_strides.batch + row * params.dk_strides.seq + head * params.dk_strides.head;
     u16* dv = static_cast<u16*>(params.dv) + batch * params.dv_strides.batch + row * params.dv_strides.seq + head * params.dv_strides.head;
-    const i64 tile = blockIdx.x;
+    const i64 tile = cta_index();
     finish_rows<C.dtype, C.head_dim, DkOrder>(params.dk_accum + tile * (C.tile_n * C.head_dim), dk, params.dk_strides.seq, rows,
                                               params.head_dim, params.scale);
     finish_rows<C.dtype, C.head_dim_v, DvOrder>(params.dv_accum + tile * (C.tile_n * C.head_dim_v), dv, params.dv_strides.seq, rows,

@@ -4,6 +4,8 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/math.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -33,30 +35,30 @@ __device__ __forceinline__ float dot_share(const u16* a, const u16* b, int colum
 // written last, so that the L2 still has it. C is an Sm80BwdConfig or an Sm90BwdConfig.
 template <auto C>
 __device__ __forceinline__ void bwd_prepare(const BwdParams& params) {
-    const int tile = gridDim.x - 1 - blockIdx.x;
+    const int tile = cta_count() - 1 - cta_index();
     const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
 
-    if (threadIdx.x == 0) {
+    if (thread_index() == 0) {
         if (params.dq_turns != nullptr) params.dq_turns[tile] = 0;
-        if (params.tile_counter != nullptr && blockIdx.x == 0) *params.tile_counter = 0;
+        if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
     }
     constexpr int kDqTile = C.tile_m * C.head_dim;
-    clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, threadIdx.x, blockDim.x);
+    clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
     if (params.dk_accum != nullptr) {
         // Their tiles are others than the grid's: all threads of the grid take part.
         const i64 keys = i64(params.batch) * params.heads_kv * params.n_blocks * C.tile_n;
-        const i64 thread = i64(blockIdx.x) * blockDim.x + threadIdx.x, threads = i64(gridDim.x) * blockDim.x;
+        const i64 thread = i64(cta_index()) * cta_threads() + thread_index(), threads = i64(cta_count()) * cta_threads();
         clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
         clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
     }
 
     const u16* out = static_cast<const u16*>(params.out) + batch * params.out_strides.batch + head * params.out_strides.head;
     const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_strides.batch + head * params.dout_strides.head;
-    const int lane = threadIdx.x % 8;
+    const int lane = thread_index() % 8;
     // The warp stays together for the sum over lanes: tile_m is a multiple of 4, the rows of a warp.
     static_assert(C.tile_m % 4 == 0);
-    for (int row = threadIdx.x / 8; row < C.tile_m; row += blockDim.x / 8) {
+    for (int row = thread_index() / 8; row < C.tile_m; row += cta_threads() / 8) {
         const int query = m_block * C.tile_m + row;
         const bool inside = query < params.seqlen_q;
         float sum = 0.f;
@@ -64,7 +66,7 @@ __device__ __forceinline__ void bwd_prepare(const BwdParams& params) {
             sum = dot_share<C.dtype>(out + query * params.out_strides.seq, dout + query * params.dout_strides.seq, params.head_dim_v, lane);
         }
 #pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+        for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
         const i64 at = i64(batch_head) * params.m_blocks * C.tile_m + query;
         params.dpsum[at] = sum;

@@ -3,6 +3,8 @@
 #include "attn/block_range.cuh"
 #include "config.cuh"
 #include "params.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/sync.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -61,14 +63,14 @@ __device__ __forceinline__ void wait_for_turn(const BwdParams& params, const Bwd
     const unsigned* turn = dq_turn(params, tile, head, m_block);
     unsigned seen;
     do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+        seen = load_acquire(turn);
     } while (seen < before * parts);
 }
 
 // Announces that this thread's part has been added.
 __device__ __forceinline__ void pass_turn(const BwdParams& params, const BwdTile& tile, int head, int m_block) {
-    __threadfence();
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(dq_turn(params, tile, head, m_block)) : "memory");
+    fence_gpu();
+    red_release_increment(dq_turn(params, tile, head, m_block));
 }
 
 }  // namespace fa

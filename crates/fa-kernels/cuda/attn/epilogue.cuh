@@ -3,7 +3,10 @@
 #pragma once
 #include "attn/rows.cuh"
 #include "params.cuh"
+#include "ptx/compiler.cuh"
 #include "ptx/math.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -20,7 +23,7 @@ __device__ __forceinline__ void quad_transpose(u32 (&w)[4], int lane) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (i & bit) continue;
-            const u32 received = __shfl_xor_sync(0xffffffff, upper ? w[i] : w[i | bit], bit);
+            const u32 received = shuffle_xor(upper ? w[i] : w[i | bit], bit);
             w[i] = upper ? received : w[i];
             w[i | bit] = upper ? w[i | bit] : received;
         }
@@ -50,7 +53,7 @@ template <Dtype T, bool PackGqa, int N>
 __device__ __forceinline__ void store_output(const FwdParams& params, float (&o)[N], const float (&factor)[2],
                                              const float (&lse)[2], int row, int head, int batch) {
     static_assert(N % 8 == 0, "head_dim_v in steps of 16");
-    const int lane = threadIdx.x % 4;
+    const int lane = thread_index() % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, row + 8 * r, head, batch);
@@ -67,7 +70,7 @@ __device__ __forceinline__ void store_output(const FwdParams& params, float (&o)
             const int column = 32 * block + 8 * lane;
             if (target.inside && column < params.head_dim_v) *reinterpret_cast<Vec16*>(target.out + column) = vec;
             // Finish one block before the next: all at once would need more registers than O leaves.
-            asm volatile("" ::: "memory");
+            compiler_fence();
         }
         if (params.lse != nullptr && lane == 0 && target.inside) params.lse[target.lse] = lse[r];
     }
@@ -76,7 +79,7 @@ __device__ __forceinline__ void store_output(const FwdParams& params, float (&o)
 // The same rows where no query of the tile sees a key: O = 0 and LSE = -inf.
 template <bool PackGqa>
 __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, int row, int head, int batch) {
-    const int lane = threadIdx.x % 4;
+    const int lane = thread_index() % 4;
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, row + 8 * r, head, batch);
         if (!target.inside) continue;

@@ -1,6 +1,6 @@
 // Hides scores of keys that a query does not see.
 #pragma once
-#include "types.cuh"
+#include "ptx/math.cuh"
 
 namespace fa {
 

@@ -1,18 +1,19 @@
 // Online softmax over accumulator fragments: a thread holds two rows, four neighbouring lanes share them.
 #pragma once
 #include "ptx/math.cuh"
+#include "ptx/warp.cuh"
 #include "types.cuh"
 
 namespace fa {
 
 __device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x = fmaxf(x, shuffle_xor(x, 1));
+    return fmaxf(x, shuffle_xor(x, 2));
 }
 
 __device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
 }
 
 // cap * tanh(scale * s / cap), computed as cap * (1 - 2 / (1 + e^(2 scale s / cap))): tanh.approx is too coarse for f16.
@@ -94,7 +95,7 @@ struct Softmax {
             // Spread evenly, so that both units always have work.
             const bool polynomial = (i * ExpPolyOf16) % 16 + ExpPolyOf16 > 15;
             // The natural kinds scale first and subtract then; the others do both in one multiply-add.
-            const float x = kNatural ? __fsub_rn(__fmul_rn(s[i], scale), max[row]) : fmaf(s[i], scale, -max[row]);
+            const float x = kNatural ? subtract_rounded(multiply_rounded(s[i], scale), max[row]) : fmaf(s[i], scale, -max[row]);
             s[i] = polynomial ? exp2_polynomial(x) : exponential(x);
             sum[row] += s[i];
         }
@@ -121,7 +122,7 @@ struct Softmax {
     template <int Threshold>
     __device__ __forceinline__ static bool outgrown(const float (&block_sum)[2]) {
         constexpr float kLimit = 1 << Threshold;
-        return __any_sync(0xffffffff, !(block_sum[0] <= kLimit && block_sum[1] <= kLimit));
+        return warp_any(!(block_sum[0] <= kLimit && block_sum[1] <= kLimit));
     }
 
     // Completes the sums over the quad; returns in `factor` what O is to be multiplied with and in `lse` the natural

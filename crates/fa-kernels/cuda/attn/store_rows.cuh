@@ -3,7 +3,9 @@
 #include "attn/bwd_tile.cuh"
 #include "attn/epilogue.cuh"
 #include "params.cuh"
+#include "ptx/compiler.cuh"
 #include "ptx/math.cuh"
+#include "ptx/thread.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -12,7 +14,7 @@ namespace fa {
 // multiple of 16) of the row at `out` on, up to `columns`. All lanes take part; `inside` tells whose row exists.
 template <Dtype T, int Row, int N>
 __device__ __forceinline__ void store_fragment_row(u16* out, bool inside, const float (&acc)[N], float factor, int column, int columns) {
-    const int lane = threadIdx.x % 4;
+    const int lane = thread_index() % 4;
 #pragma unroll
     for (int block = 0; block < ceil_div(N, 16); ++block) {
         Vec16 vec;
@@ -25,7 +27,7 @@ __device__ __forceinline__ void store_fragment_row(u16* out, bool inside, const 
         const int within = 32 * block + 8 * lane;
         if (inside && within < 2 * N && column + within < columns) *reinterpret_cast<Vec16*>(out + column + within) = vec;
         // Finish one block before the next: all at once would need more registers than are left.
-        asm volatile("" ::: "memory");
+        compiler_fence();
     }
 }
 
@@ -37,7 +39,7 @@ __device__ __forceinline__ void store_no_gradient(const BwdParams& params, const
     auto clear = [&](void* out, const RowStrides& strides, int columns) {
         u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
         const int chunks = columns / 8;
-        for (int chunk = threadIdx.x; chunk < left * chunks; chunk += blockDim.x) {
+        for (int chunk = thread_index(); chunk < left * chunks; chunk += cta_threads()) {
             *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
         }
     };

@@ -5,6 +5,16 @@
 
 namespace fa {
 
+// The f32 of these bits, and the bits of an f32.
+__device__ __forceinline__ float float_of_bits(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ u32 bits_of_float(float x) { return __float_as_uint(x); }
+
+__device__ __forceinline__ float minus_infinity() { return float_of_bits(0xff800000); }
+
+// a b and a - b, rounded each: never contracted into a multiply-add.
+__device__ __forceinline__ float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ float subtract_rounded(float a, float b) { return __fsub_rn(a, b); }
+
 // 2^x by the special-function unit, subnormals flushed; -inf gives 0 (PTX ISA, "ex2.approx.ftz").
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

@@ -1,6 +1,7 @@
 // Bulk tensor copies by the copy engine (PTX ISA, "cp.async.bulk.tensor").
 #pragma once
 #include "params.cuh"
+#include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
 #include "types.cuh"
 

@@ -12,9 +12,11 @@
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
-#include "ptx/barrier.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
 #include "sm80/bwd_finish.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "tile/copy_tile.cuh"
@@ -58,7 +60,7 @@ struct alignas(128) BwdStorage {
 // ---- Barriers ---------------------------------------------------------------------------------------------------------
 
 enum BwdBarrier : int {
-    kBarrierBlock = 1,  // all threads: a step begins (0 is __syncthreads)
+    kBarrierBlock = 1,  // all threads: a step begins (0 is cta_sync)
     kBarrierPRead,      // all threads: P has been read and may be written again
     kBarrierDsRead,     // all threads: dS has been read and may be written again
     kBarrierDs,         // dS is written; with one dO buffer all threads: dO has been read
@@ -72,7 +74,7 @@ struct Place {
 
     // `block` is not negative, which the compiler does not know: it cannot do this once before the loop over blocks.
     __device__ __forceinline__ explicit Place(int block = 0) {
-        const int thread = thread_index_reread() + (u32(block) >> 31);
+        const int thread = thread_index_volatile() + (u32(block) >> 31);
         warp = thread / 32 % GroupWarps;
         lane = thread % 32;
     }
@@ -100,7 +102,7 @@ struct BwdGroup {
     // The address of a buffer that all steps share, added up anew wherever it is needed.
     __device__ __forceinline__ u32 buffer(const void* within) const {
         const u8* first = reinterpret_cast<const u8*>(&smem);
-        return smem_address_reread(first) + u32(static_cast<const u8*>(within) - first);
+        return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
     }
 
     // The buffers of a step, worked out from its number.
@@ -128,7 +130,7 @@ struct BwdGroup {
     // Statistics of a tile of queries, which exist beyond the end of the sequence.
     template <int FirstThread>
     __device__ __forceinline__ void load_stats(u32 to, const float* stats, BwdStep step) const {
-        const int thread = thread_index_reread() - FirstThread;
+        const int thread = thread_index_volatile() - FirstThread;
         static_assert(C.tile_m / 4 <= L::kGroupThreads);
         if (thread >= C.tile_m / 4) return;
         const float* from = stats + ((i64(tile.batch) * params.heads_q + step.head) * params.m_blocks + step.block) * C.tile_m;
@@ -165,7 +167,7 @@ struct BwdGroup {
     // The thread's copies are in; past the barrier everybody's are, and what was read before it may be written.
     __device__ __forceinline__ void step_barrier() const {
         cp_async_wait<0>();
-        named_barrier_sync_apart(kBarrierBlock, L::kThreads);
+        named_barrier_sync_unaligned(kBarrierBlock, L::kThreads);
     }
 
     // Where group `group` is.
@@ -177,7 +179,7 @@ struct BwdGroup {
     // Ends a step of group `group`; whether there is another.
     __device__ __forceinline__ bool advance(int group) const {
         step_barrier();
-        if (threadIdx.x == group * L::kGroupThreads) smem.step[group] = at(group).next(range);
+        if (thread_index() == group * L::kGroupThreads) smem.step[group] = at(group).next(range);
         named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         return exists(at(group));
     }
@@ -240,15 +242,15 @@ struct BwdGroup {
     // Deterministic tiles add in turn, each group for itself.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            if (threadIdx.x == group * L::kGroupThreads) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, step.head, step.block, kDqParts);
+            if (thread_index() == group * L::kGroupThreads) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, step.head, step.block, kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
     __device__ __forceinline__ void end_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            __threadfence();
+            fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
-            if (threadIdx.x == group * L::kGroupThreads) pass_turn(params, tile, step.head, step.block);
+            if (thread_index() == group * L::kGroupThreads) pass_turn(params, tile, step.head, step.block);
         }
     }
 
@@ -313,11 +315,11 @@ struct BwdWeights : BwdGroup<C> {
     // of it is far below that rounding. The share of a hidden score is -inf, its weight 0.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
-        return __uint_as_float(pack<C.dtype>(p, p * fmaxf(fmaf(-share, share, 1.f), 0.f)));
+        return float_of_bits(pack<C.dtype>(p, p * fmaxf(fmaf(-share, share, 1.f), 0.f)));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
         if constexpr (C.softcap) {
-            const u32 a = __float_as_uint(first), b = __float_as_uint(second);
+            const u32 a = bits_of_float(first), b = bits_of_float(second);
             store_shared_u32(at, (a & 0xffff) | b << 16);
             store_shared_u32(at + L::Pds::kBytes, a >> 16 | (b & 0xffff0000));
         } else {
@@ -335,7 +337,7 @@ struct BwdWeights : BwdGroup<C> {
         const Here place(step.block);
         const bool masked = range.needs_mask(step.block);
         // As in Place: not worked out before the loop.
-        const float cap = __int_as_float(__float_as_int(params.softcap) + (u32(step.block) >> 31));
+        const float cap = float_of_bits(bits_of_float(params.softcap) + (u32(step.block) >> 31));
         const float scale_log2 = C.softcap ? cap * kLog2e : params.scale_log2;
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
@@ -540,22 +542,21 @@ constexpr int sm80_bwd_smem_bytes = sizeof(sm80::BwdStorage<C>);
 
 template <Sm80BwdConfig C>
 __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
-    extern __shared__ __align__(128) u8 dynamic_smem[];
-    auto& smem = *reinterpret_cast<sm80::BwdStorage<C>*>(dynamic_smem);
-    if (threadIdx.x == 0) {
+    auto& smem = shared_memory<sm80::BwdStorage<C>>();
+    if (thread_index() == 0) {
         // Deterministic tiles are drawn: those that one may wait for have been drawn before it and are running.
-        const int index = C.deterministic ? atomicAdd(params.tile_counter, 1u) : blockIdx.x;
+        const int index = C.deterministic ? atomic_add(params.tile_counter, 1u) : cta_index();
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
         smem.range = query_range<C.mask, C.tile_m, C.tile_n>(params, smem.tile.n_block * C.tile_n);
         for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
-    __syncthreads();
+    cta_sync();
     if (smem.range.empty() || smem.tile.first_head >= smem.tile.end_head) {
         store_no_gradient(params, smem.tile, C.tile_n);
         return;
     }
     sm80::BwdGroup<C>{smem, params}.load_first({smem.tile.first_head, smem.range.begin});
-    if (threadIdx.x < sm80::BwdLayout<C>::kGroupThreads) {
+    if (thread_index() < sm80::BwdLayout<C>::kGroupThreads) {
         sm80::BwdWeights<C>{{smem, params}}.walk();
     } else {
         sm80::BwdSlopes<C>{{smem, params}}.walk();

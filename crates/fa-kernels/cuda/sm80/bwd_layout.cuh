@@ -1,7 +1,7 @@
 // The shapes of the SM80-class backward: products, their shares of a warp, tiles, and the order of accumulators in device memory.
 #pragma once
 #include "config.cuh"
-#include "ptx/bulk.cuh"
+#include "ptx/atomic.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/warp_product.cuh"
 #include "types.cuh"
@@ -25,11 +25,7 @@ struct WarpCut {
 
     // In device memory accumulators lie as threads hold them, so that a warp adds to neighbouring elements: four of a thread
     // side by side where there are vector atomics, else one of each lane.
-#if __CUDA_ARCH__ >= 900
-    static constexpr int kVector = 4;
-#else
-    static constexpr int kVector = 1;
-#endif
+    static constexpr int kVector = kVectorRed ? 4 : 1;
     static constexpr int kShare = kM * kN;
 
     // Where element (row, column) is.
@@ -46,12 +42,12 @@ struct WarpCut {
     __device__ __forceinline__ static void add_part(float* to, const Accumulators& d, int part) {
         const int f = part * 4 / kRegisters, i = part * 4 % kRegisters;
         float* at = to + part * 128;
-#if __CUDA_ARCH__ >= 900
-        add_global_f32x4(at, d[f][i], d[f][i + 1], d[f][i + 2], d[f][i + 3]);
-#else
+        if constexpr (kVectorRed) {
+            red_add_f32x4(at, d[f][i], d[f][i + 1], d[f][i + 2], d[f][i + 3]);
+        } else {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(at + 32 * n), "f"(d[f][i + n]) : "memory");
-#endif
+            for (int n = 0; n < 4; ++n) red_add_f32(at + 32 * n, d[f][i + n]);
+        }
     }
     __device__ __forceinline__ static void add(float* accum, const Accumulators& d, int warp, int lane) {
         float* to = place(accum, warp, lane);

@@ -9,8 +9,11 @@
 #include "params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mma_sync.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
 #include "tile/copy_tile.cuh"
 #include "tile/fragment.cuh"
 #include "tile/smem_tile.cuh"
@@ -82,21 +85,20 @@ template <Sm80FwdConfig C>
 __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     using T = sm80::Traits<C>;
     using Smem = sm80::SharedStorage<C>;
-    extern __shared__ __align__(128) u8 dynamic_smem[];
-    const u32 smem = smem_address(dynamic_smem);
+    const u32 smem = smem_address(shared_memory<Smem>().bytes);
     const u32 smem_q = smem + Smem::kQ;
 
-    const Tile tile = tile_at<T::kOrder>(params, blockIdx.x, params.heads_q);
+    const Tile tile = tile_at<T::kOrder>(params, cta_index(), params.heads_q);
     const int kv_head = tile.head / params.group_size;
     const int first_query = tile.m_block * C.tile_m;
     const int last_query = min(first_query + C.tile_m, params.seqlen_q) - 1;
     const BlockRange range = block_range<C.mask, C.tile_n>(params, first_query, last_query);
 
-    const int warp_row = threadIdx.x / 32 * T::kWarpRows;  // the warp's first row within the tile
+    const int warp_row = thread_index() / 32 * T::kWarpRows;  // the warp's first row within the tile
 
     if (range.empty()) {
         for (int f = 0; f < T::kFragments; ++f) {
-            const int row = first_query + sm80::own_row<C>(threadIdx.x) + 16 * f;
+            const int row = first_query + sm80::own_row<C>(thread_index()) + 16 * f;
             store_nothing_seen<false>(params, row, tile.head, tile.batch);
         }
         return;
@@ -227,7 +229,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (int f = 0; f < T::kFragments; ++f) {
             if constexpr (C.softcap) cap_scores(s[f], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
             if (mask) {
-                const int thread = thread_index_reread();
+                const int thread = thread_index_volatile();
                 const int first = block * C.tile_n + 2 * (thread % 4);
                 ColumnLimits limits;
 #pragma unroll
@@ -261,7 +263,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             grown = grown || rescale[f][0] != 1.f || rescale[f][1] != 1.f;
         }
         // The maxima of all of a warp's rows mostly stand.
-        if (__any_sync(0xffffffff, grown)) {
+        if (warp_any(grown)) {
 #pragma unroll
             for (int f = 0; f < T::kFragments; ++f) scale_rows(o[f], rescale[f]);
         }
@@ -279,16 +281,16 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto step = [&](int block, bool mask) {
         if constexpr (C.stages == 1) {
             if (block != range.end - 1) {
-                __syncthreads();
+                cta_sync();
                 load(block, 0);
                 cp_async_commit();
             }
             cp_async_wait<0>();
-            __syncthreads();
+            cta_sync();
         } else {
             // All but the newest groups are in; and, past the barrier, the stage before this one is free again.
             cp_async_wait<C.stages - 2>();
-            __syncthreads();
+            cta_sync();
         }
         // The tile may end in blocks that only its last rows see.
         if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(block)) {
@@ -308,10 +310,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cp_async_commit();
         }
         cp_async_wait<kClear ? 1 : 0>();
-        __syncthreads();
+        cta_sync();
 #pragma unroll
         for (int k = 0; k < C.head_dim / 16; ++k) read_q(q[k], k);
-        __syncthreads();
+        cta_sync();
         if constexpr (!kClear) load_first_k();
     } else {
         load_q();
@@ -339,8 +341,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // ---- Epilogue ----
 
     // The tile's place is worked out a second time: the walk has no registers to keep it in.
-    const Tile own = tile_at<T::kOrder>(params, block_index_reread(), params.heads_q);
-    const int own_query = own.m_block * C.tile_m + sm80::own_row<C>(thread_index_reread());
+    const Tile own = tile_at<T::kOrder>(params, cta_index_volatile(), params.heads_q);
+    const int own_query = own.m_block * C.tile_m + sm80::own_row<C>(thread_index_volatile());
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];

@@ -8,11 +8,16 @@
 #include "attn/softmax.cuh"
 #include "config.cuh"
 #include "params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
 #include "sm90/bwd_finish.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "tile/pipeline.cuh"
@@ -42,7 +47,7 @@ struct BwdTraits : BwdLayout<C> {
                   "registers are an operand only of the group that computed them");
 };
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers; 0 is cta_sync.
 enum BwdBarrier : int { kPdsReady = 1, kPdsFree = 2, kDqReady = 3, kDqFree = 6 };
 
 // ---- Shared memory ----------------------------------------------------------------------------------------------------
@@ -147,7 +152,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                     bulk_commit();
                     bulk_wait_read();
                 }
-                __syncwarp();
+                warp_sync();
                 named_barrier_arrive(kDqFree + wg, 128 + 32);
             }
             if (C.deterministic && elected) {
@@ -374,7 +379,7 @@ struct BwdConsumer {
     // Hands a slice of dQ over, to the warp that adds it or straight to device memory.
     template <int Slice>
     __device__ __forceinline__ void give_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int block) {
-        const int thread = threadIdx.x % 128;
+        const int thread = thread_index() % 128;
         constexpr int kGroups = Dq::kRegisters / 4;
         if constexpr (C.dq_via_smem) {
             if (!T::kDqAhead || Slice > 0) wait_dq_free();
@@ -396,7 +401,7 @@ struct BwdConsumer {
             for (int b = 0; b < T::kDqBlocks; ++b) {
 #pragma unroll
                 for (int i = 0; i < kGroups; ++i) {
-                    add_global_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                    red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
             if (C.deterministic && Slice == C.dq_slices - 1) pass_turn(params, tile, head, block);
@@ -462,7 +467,7 @@ struct BwdConsumer {
     __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
                                                   float factor) const {
         // With a soft cap registers are scarcest: the lane is asked for again rather than kept over the steps.
-        const int own_lane = C.softcap ? thread_index_reread() % 32 : lane;
+        const int own_lane = C.softcap ? thread_index_volatile() % 32 : lane;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
             u32 words[Registers / 2];
@@ -474,7 +479,7 @@ struct BwdConsumer {
         const int left = params.seqlen_k - tile.n_block * C.tile_n;
         constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
 #pragma unroll 4
-        for (int chunk = threadIdx.x - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
+        for (int chunk = thread_index() - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
             const int row = chunk / kChunks, column = chunk % kChunks * 8;
             const u32 at = column / Tile::kPanel * Tile::kPanelBytes + swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
             if (row < left && column < columns) *reinterpret_cast<Vec16*>(out + row * stride + column) = *reinterpret_cast<Vec16*>(buffer + at);
@@ -483,12 +488,12 @@ struct BwdConsumer {
 
     template <class Order, int Blocks, int Registers>
     __device__ __forceinline__ void add_direct(const float (&d)[Blocks][Registers], float* accum) const {
-        float* share = accum + wg * Order::kShare + threadIdx.x % 128 * 4;
+        float* share = accum + wg * Order::kShare + thread_index() % 128 * 4;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
 #pragma unroll
             for (int i = 0; i < Registers / 4; ++i) {
-                add_global_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1], d[b][4 * i + 2], d[b][4 * i + 3]);
+                red_add_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1], d[b][4 * i + 2], d[b][4 * i + 3]);
             }
         }
     }
@@ -520,7 +525,7 @@ __device__ __forceinline__ void bwd_store_nothing_seen(const BwdParams& params, 
     auto clear = [&](void* out, const RowStrides& strides, int columns) {
         u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + i64(first) * strides.seq + tile.kv_head * strides.head;
         const int chunks = columns / 8;
-        for (int chunk = threadIdx.x - 128; chunk < left * chunks; chunk += 128 * C.num_wg) {
+        for (int chunk = thread_index() - 128; chunk < left * chunks; chunk += 128 * C.num_wg) {
             *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
         }
     };
@@ -541,8 +546,7 @@ template <Sm90BwdConfig C>
 __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
                                          const TensorMap& map_do) {
     using T = sm90::BwdTraits<C>;
-    extern __shared__ __align__(1024) u8 dynamic_smem[];
-    auto& smem = *reinterpret_cast<sm90::BwdStorage<C>*>(dynamic_smem);
+    auto& smem = shared_memory<sm90::BwdStorage<C>>();
 
     const int warp = warp_index();
     if (warp == 0 && elect_one()) {
@@ -554,24 +558,24 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
         mbarrier_init(smem.v_full, 1);
         smem.q_bars.init(T::kConsumerWarps);
         smem.do_bars.init(T::kConsumers);
-        if constexpr (C.deterministic) smem.ticket = atomicAdd(params.tile_counter, 1u);
+        if constexpr (C.deterministic) smem.ticket = atomic_add(params.tile_counter, 1u);
         mbarrier_init_fence();
     }
-    __syncthreads();
-    const int index = C.deterministic ? smem.ticket : blockIdx.x;
+    cta_sync();
+    const int index = C.deterministic ? smem.ticket : cta_index();
     const BwdTile tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
     const BlockRange range = query_range<C.mask, C.tile_m, C.tile_n>(params, tile.n_block * C.tile_n);
     const bool any = !range.empty() && tile.first_head < tile.end_head;
 
     if (warp < 4) {
-        registers_give_back<T::kProducerRegs>();
+        setmaxnreg_dec<T::kProducerRegs>();
         if (any && warp == 0) {
             if (elect_one()) sm90::bwd_produce<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
         } else if (any && warp <= C.num_wg) {
             if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, tile, range, warp - 1);
         }
     } else {
-        registers_take<T::kConsumerRegs>();
+        setmaxnreg_inc<T::kConsumerRegs>();
         if (any) {
             sm90::BwdConsumer<C> consumer{smem, params, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.walk();

@@ -8,10 +8,15 @@
 #include "attn/softmax.cuh"
 #include "config.cuh"
 #include "params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warp.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/descriptor.cuh"
 #include "tile/panel.cuh"
@@ -95,8 +100,8 @@ struct TileWalk {
     // The loading thread draws the tile after this one, some loads before it needs it: the counter is far away.
     __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
         if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
-        if constexpr (C.scheduler == Scheduler::Static) return tile + gridDim.x;
-        return gridDim.x + atomicAdd(&params.tile_counter[0], 1u);
+        if constexpr (C.scheduler == Scheduler::Static) return tile + cta_count();
+        return cta_count() + atomic_add(&params.tile_counter[0], 1u);
     }
 
     // ... and tells the multiplying warps.
@@ -114,19 +119,19 @@ struct TileWalk {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
             const int next = smem.ticket.next[0];
-            __syncwarp();
+            warp_sync();
             smem.ticket.bars.release(state, elected);
             state.advance();
             return next;
         }
-        return C.scheduler == Scheduler::PerTile ? params.num_tiles : tile + gridDim.x;
+        return C.scheduler == Scheduler::PerTile ? params.num_tiles : tile + cta_count();
     }
 };
 
 // The last block to run out of tiles sets the counters back for the next launch.
 __device__ __forceinline__ void retire_counter(const FwdParams& params) {
-    __threadfence();
-    if (atomicAdd(&params.tile_counter[1], 1u) == gridDim.x - 1) {
+    fence_gpu();
+    if (atomic_add(&params.tile_counter[1], 1u) == cta_count() - 1) {
         params.tile_counter[0] = 0;
         params.tile_counter[1] = 0;
     }
@@ -164,9 +169,9 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     TileWalk<C> walk;
     const int heads = C.pack_gqa ? params.heads_kv : params.heads_q;
     // Blocks of a cluster load a share of a K or V tile each, to all of them.
-    const int share = C.cluster_m > 1 ? cluster_block_rank() : 0;
+    const int share = C.cluster_m > 1 ? cluster_cta_rank() : 0;
 
-    int index = blockIdx.x;
+    int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
         const BlockRange range = tile_blocks<C>(params, tile);
@@ -312,7 +317,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         } else {
             store_accumulator_tile<C.dtype, typename T::P>(address_p, s, warp, lane);
             fence_async_shared();
-            __syncwarp();
+            warp_sync();
         }
     };
     auto release_k = [&] {
@@ -345,7 +350,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         if (sum[0] + sum[1] < 0.f) pause();
     };
 
-    int index = blockIdx.x;
+    int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
         const BlockRange all = tile_blocks<C>(params, tile);
@@ -516,8 +521,7 @@ template <Sm90FwdConfig C>
 __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q, const TensorMap& map_k,
                                          const TensorMap& map_v) {
     using T = sm90::Traits<C>;
-    extern __shared__ __align__(1024) u8 dynamic_smem[];
-    auto& smem = *reinterpret_cast<sm90::SharedStorage<C>*>(dynamic_smem);
+    auto& smem = shared_memory<sm90::SharedStorage<C>>();
 
     const int warp = warp_index();
     if (warp == 0 && elect_one()) {
@@ -533,14 +537,14 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
     } else {
-        __syncthreads();
+        cta_sync();
     }
 
     if (warp < 4) {
-        registers_give_back<T::kProducerRegs>();
+        setmaxnreg_dec<T::kProducerRegs>();
         if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
     } else {
-        registers_take<T::kConsumerRegs>();
+        setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);
         // The neighbour's consumers may still arrive at this block's barriers. (Warps that have exited count as arrived.)
         if constexpr (C.cluster_m > 1) cluster_sync();

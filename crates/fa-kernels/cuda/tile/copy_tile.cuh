@@ -1,7 +1,7 @@
 // Copies of tiles from global to shared memory by threads of the block, 16 bytes at a time.
 #pragma once
 #include "ptx/cp_async.cuh"
-#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
 #include "tile/smem_tile.cuh"
 #include "types.cuh"
 
@@ -27,7 +27,7 @@ struct TileCopy {
     template <bool Ragged>
     __device__ __forceinline__ void start(u32 address, int row, int end) const {
         // The thread's place is worked out anew every time: registers are scarcer than instructions.
-        const int thread = thread_index_reread() - FirstThread;
+        const int thread = thread_index_volatile() - FirstThread;
         const int lane = thread % kLanes, first_row = thread / kLanes;
         const u16* from = tensor + row * row_stride + (first_row * row_stride + lane * 8);
         const u32 to = address + Tile::offset(first_row, lane * 8);

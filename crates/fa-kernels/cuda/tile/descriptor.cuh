@@ -1,5 +1,6 @@
 // wgmma's 64-bit shared-memory matrix descriptors (PTX ISA, "Matrix descriptor"): address, the two byte offsets, swizzle.
 #pragma once
+#include "ptx/compiler.cuh"
 #include "types.cuh"
 
 namespace fa {
@@ -19,7 +20,7 @@ struct Descriptor {
     // loop over key blocks and holds (or spills) two registers for each.
     __device__ __forceinline__ Descriptor recomputed() const {
         Descriptor copy = *this;
-        asm volatile("" : "+r"(copy.low));
+        opaque(copy.low);
         return copy;
     }
 };

@@ -4,7 +4,7 @@
 // [n][k], V as two n8 blocks of B stored [k][n].
 #pragma once
 #include "ptx/ldmatrix.cuh"
-#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
 #include "tile/smem_tile.cuh"
 #include "types.cuh"
 

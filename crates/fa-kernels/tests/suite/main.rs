@@ -1,11 +1,11 @@
 //! Tests that need no GPU. Those that compile need NVRTC: `cargo xtask toolkit` installs it.
 
 mod cache;
+mod device_sources;
 mod errors;
 mod generated;
 mod shipped;
 mod toolchain;
-mod train;
 
 use std::process::Command;
 

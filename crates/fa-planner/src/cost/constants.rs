@@ -3,7 +3,7 @@
 use fa_core::Arch;
 use serde::{Deserialize, Serialize};
 
-use super::backward::Sm90BwdConstants;
+use crate::kernels::sm90_bwd::cost::Sm90BwdConstants;
 
 /// What the cost model assumes beyond [`fa_core::ArchLimits`]. "Clocks" are SM clocks, "per element" means per score.
 ///

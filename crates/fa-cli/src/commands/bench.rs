@@ -1,0 +1,273 @@
+//! `fa bench`: attention's rate on this machine.
+
+pub mod args;
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use fa_core::{Dtype, Problem, TensorLayout};
+use fa_planner::plan::BackwardOptions;
+use half::{bf16, f16};
+use serde::Serialize;
+
+use crate::attention::{self, Inputs};
+use crate::bench_gpu;
+use crate::compute::{Engine, Outputs};
+use crate::draw::chart::{Chart, Series};
+use crate::flags::{Backend, Mode};
+use crate::machine;
+use crate::on_gpu::Computed;
+use crate::random::Random;
+use crate::safetensors::Stored;
+use crate::shape::Shape;
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::output::si;
+use crate::term::progress::Steps;
+use args::BenchArgs;
+
+/// Runs of a row, however little time they take.
+const LEAST_RUNS: usize = 3;
+
+/// What is printed.
+#[derive(Debug, Serialize)]
+struct Report {
+    machine: Machine,
+    commit: &'static str,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Machine {
+    cpu: String,
+    backend: &'static str,
+    isa: Option<&'static str>,
+    threads: Option<usize>,
+    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each.
+    fma_peak_gflops: Option<f64>,
+}
+
+/// One measurement.
+#[derive(Debug, Serialize)]
+struct Row {
+    /// `fwd` or `bwd`.
+    kind: &'static str,
+    #[serde(flatten)]
+    shape: Shape,
+    /// What computed it.
+    spec: String,
+    runs: usize,
+    ms_median: f64,
+    ms_min: f64,
+    tflops: f64,
+    /// Share of the machine's peak.
+    peak_share: f64,
+}
+
+/// Least time for a row where the caller does not say.
+const SECONDS: f64 = 0.5;
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input or an unwritable target; both are found before anything is measured.
+pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+    if on_gpu(args) {
+        return bench_gpu::command(args);
+    }
+    if let Some(flag) = args.gpu.given() {
+        return Err(InputError::Usage(format!("{flag} is for GPUs: use --backend cuda")).into());
+    }
+    let problems = args.shapes.problems(Dtype::F32)?;
+    problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let first = problems.first().context("there is no shape to measure")?;
+    let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
+    let backward = (args.mode != Mode::Fwd).then(BackwardOptions::default);
+    let engine = Engine::new(backend, &args.cpu, first, backward)?;
+    let about = engine.report();
+    let machine = Machine {
+        cpu: machine::cpu().name,
+        backend: about.backend,
+        isa: about.isa,
+        threads: about.threads,
+        fma_peak_gflops: engine.fma_peak().map(|rate| rate / 1e9),
+    };
+    let mut rows = Vec::new();
+    let mut steps = Steps::new(problems.len());
+    for problem in &problems {
+        steps.begin(format!("N {} hd {}", problem.seqlen_k, problem.head_dim));
+        let measured = match problem.dtype {
+            Dtype::F32 => measure::<f32>(args, &engine, problem),
+            Dtype::F16 => measure::<f16>(args, &engine, problem),
+            Dtype::Bf16 => measure::<bf16>(args, &engine, problem),
+            Dtype::E4m3 => unreachable!("the shapes' flags refuse it"),
+        }?;
+        rows.extend(measured.into_iter().map(|timing| row(problem, timing, &machine)));
+        steps.advance();
+    }
+    drop(steps);
+    let report = Report { machine, commit: env!("FA_COMMIT"), rows };
+    destinations.write(&report, || draw(&report, args), || table(&report))?;
+    Ok(Verdict::Good)
+}
+
+/// Whether the GPU is measured: asked for, or there and suited to what is asked.
+fn on_gpu(args: &BenchArgs) -> bool {
+    match args.backend {
+        Backend::Cuda => true,
+        Backend::Cpu | Backend::Reference => false,
+        Backend::Auto => {
+            let halves = matches!(args.shapes.dtype, Some(Dtype::F16 | Dtype::Bf16));
+            let of_the_cpu = args.cpu.isa.is_some() || args.cpu.threads.is_some() || args.seconds.is_some();
+            let suited = args.mode != Mode::Both && (halves || args.gpu.given().is_some()) && !of_the_cpu;
+            suited && fa_kernels::driver::probe().is_ok()
+        }
+    }
+}
+
+impl Machine {
+    /// What rates are held against.
+    fn peak_gflops(&self) -> f64 {
+        self.fma_peak_gflops.unwrap_or(f64::NAN)
+    }
+
+    fn text(&self) -> String {
+        let threads = self.threads.map(|threads| format!("{threads} threads"));
+        let backend = self.isa.unwrap_or(self.backend).to_owned();
+        let peak = format!("f32 multiply-add peak {}", si(self.peak_gflops() * 1e9, "FLOP/s"));
+        let parts = [Some(self.cpu.clone()), Some(backend), threads, Some(peak)];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+}
+
+struct Timing {
+    kind: &'static str,
+    flops: f64,
+    times: Vec<Duration>,
+    /// What computed.
+    spec: String,
+}
+
+fn measure<T: Computed>(args: &BenchArgs, engine: &Engine, problem: &Problem) -> anyhow::Result<Vec<Timing>> {
+    let inputs = random_inputs::<T>(problem, args.mode != Mode::Fwd);
+    let least = Duration::from_secs_f64(args.seconds.unwrap_or(SECONDS));
+    let about = engine.report();
+    let spec = about.isa.map_or(about.backend.to_owned(), |isa| format!("{}-{isa}", about.backend));
+    let mut outputs = Outputs::new(&inputs);
+    let mut measured = Vec::new();
+    // The forward runs once in any case: the backward needs its results.
+    let warm_up = engine.forward(&inputs, &mut outputs)?;
+    tracing::debug!(?problem, ?warm_up, "warm");
+    if args.mode != Mode::Bwd {
+        let times = repeat(least, || engine.forward(&inputs, &mut outputs))?;
+        measured.push(Timing { kind: "fwd", flops: problem.flops_forward(), times, spec: spec.clone() });
+    }
+    if args.mode != Mode::Fwd {
+        engine.backward(&inputs, &mut outputs)?;
+        let times = repeat(least, || {
+            engine.backward(&inputs, &mut outputs)?.context("a backward was asked for without a gradient")
+        })?;
+        measured.push(Timing { kind: "bwd", flops: problem.flops_backward(), times, spec });
+    }
+    Ok(measured)
+}
+
+/// Runs until `least` time has passed, but a few times at least.
+fn repeat(
+    least: Duration,
+    mut run: impl FnMut() -> anyhow::Result<Duration>,
+) -> anyhow::Result<Vec<Duration>> {
+    let start = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < LEAST_RUNS || start.elapsed() < least {
+        times.push(run()?);
+    }
+    Ok(times)
+}
+
+/// Inputs like those of a layer: independent, of about unit variance, the same on every run.
+fn random_inputs<T: Stored>(problem: &Problem, with_dout: bool) -> Inputs<T> {
+    use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+    let mut random = Random::new(1);
+    let mut tensor = |shape: [usize; 4]| -> Vec<T> {
+        (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect()
+    };
+    Inputs {
+        problem: *problem,
+        // Heads before positions, as the libraries that this is compared with have it.
+        layout: TensorLayout::Bhsd,
+        q: tensor(q_shape(problem)),
+        k: tensor(k_shape(problem)),
+        v: tensor(v_shape(problem)),
+        dout: with_dout.then(|| tensor(out_shape(problem))),
+    }
+}
+
+fn row(problem: &Problem, timing: Timing, machine: &Machine) -> Row {
+    let Timing { kind, flops, mut times, spec } = timing;
+    times.sort();
+    let middle = times.len() / 2;
+    let median = if times.len() % 2 == 1 { times[middle] } else { (times[middle - 1] + times[middle]) / 2 };
+    let tflops = if median.is_zero() { 0.0 } else { flops / median.as_secs_f64() / 1e12 };
+    Row {
+        kind,
+        shape: Shape::from(problem),
+        spec,
+        runs: times.len(),
+        ms_median: median.as_secs_f64() * 1e3,
+        ms_min: times[0].as_secs_f64() * 1e3,
+        tflops,
+        peak_share: tflops * 1e3 / machine.peak_gflops(),
+    }
+}
+
+fn table(report: &Report) -> String {
+    let mut table = output::table(&[
+        "kind", "dtype", "batch", "heads", "seqlen", "head dim", "mask", "ms", "rate", "of peak", "runs",
+    ]);
+    for row in &report.rows {
+        table.add_row([
+            row.kind.to_owned(),
+            row.shape.dtype.to_string(),
+            row.shape.batch.to_string(),
+            row.shape.heads(),
+            row.shape.seqlens(),
+            row.shape.head_dims(),
+            row.shape.mask.clone(),
+            format!("{:.3}", row.ms_median),
+            si(row.tflops * 1e12, "FLOP/s"),
+            format!("{:.0} %", row.peak_share * 100.0),
+            row.runs.to_string(),
+        ]);
+    }
+    format!("{}\n{}", report.machine.text(), output::table_text(&table))
+}
+
+fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
+    let mut series: Vec<Series> = Vec::new();
+    let mut shapes: Vec<String> = Vec::new();
+    for row in &report.rows {
+        let shape = format!("hd {} {}", row.shape.head_dims(), row.shape.mask);
+        let color = shapes.iter().position(|known| *known == shape).unwrap_or_else(|| {
+            shapes.push(shape.clone());
+            shapes.len() - 1
+        });
+        let label = format!("{} {shape}", row.kind);
+        let point = (row.shape.seqlen_k as f64, row.tflops * 1e3);
+        match series.iter_mut().find(|line| line.label == label) {
+            Some(line) => line.points.push(point),
+            None => series.push(Series { label, points: vec![point], color, dashed: row.kind == "bwd" }),
+        }
+    }
+    for line in &mut series {
+        line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    }
+    let batch = args.shapes.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
+    let dtype = report.rows.first().map_or(Dtype::F32, |row| row.shape.dtype);
+    let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.shapes.heads.q, report.machine.cpu);
+    let peak = report.machine.fma_peak_gflops;
+    let ceiling = peak.map(|peak| (peak, format!("f32 multiply-add peak {peak:.0} GFLOP/s")));
+    Chart { title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling, series }.into_svg()
+}

@@ -1,0 +1,102 @@
+//! The flags of `fa bench`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::bench_gpu::marks::Marks;
+use crate::contest::Turns;
+use crate::flags::{Backend, CpuArgs, KernelFamily, Mode, ShapeArgs};
+
+/// Launches of each kernel that count, where the caller does not say.
+const REPS: usize = 24;
+
+/// `fa bench`.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_EXAMPLES)]
+pub struct BenchArgs {
+    /// Which implementation to measure (auto: the GPU for 16-bit types where there is one)
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: Backend,
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
+    /// Which pass to measure
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
+    /// Least time to spend measuring a row on the CPU, in seconds [default: 0.5]
+    #[arg(long, value_name = "S", value_parser = parse_seconds)]
+    pub seconds: Option<f64>,
+    #[command(flatten)]
+    pub cpu: CpuArgs,
+    #[command(flatten)]
+    pub gpu: GpuArgs,
+    /// Write the rows as JSON to this file, '-' for standard output instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// Draw rate over sequence length to an SVG file
+    #[arg(long, value_name = "FILE.svg")]
+    pub plot: Option<PathBuf>,
+}
+
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  fa bench --headdim 128 --seqlen 512,1024,2048 --causal
+  fa bench --headdim 64,128 --dtype bf16 --mode both --threads 2 --json bench.json --plot bench.svg
+  fa bench --json - --seqlen 1x16384 --heads 32:8
+  fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
+  fa bench --backend cuda --marks sm90 --peers --json marks.json
+
+Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
+
+/// Flags of `fa bench` that only the GPU has.
+#[derive(Clone, Debug, Default, Args)]
+pub struct GpuArgs {
+    /// Measure the kernel of this RON file (may be repeated) [default: the library's choice for each shape]
+    #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
+    pub specs: Vec<PathBuf>,
+    /// Choose among these kernels, be they the fastest here or not
+    #[arg(long, value_enum)]
+    pub family: Option<KernelFamily>,
+    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
+    #[arg(long)]
+    pub peers: bool,
+    /// Measure a fixed list of shapes
+    #[arg(long, value_enum, conflicts_with_all = [
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
+    ])]
+    pub marks: Option<Marks>,
+    /// Measure gradients that have the same bits in every run
+    #[arg(long, conflicts_with = "specs")]
+    pub deterministic: bool,
+    /// Launches of each kernel that count, in turns of about six [default: 24]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    pub reps: Option<u16>,
+}
+
+impl GpuArgs {
+    /// The first flag that is given, for a refusal where there is no GPU to use it on.
+    pub fn given(&self) -> Option<&'static str> {
+        [
+            (!self.specs.is_empty(), "--spec"),
+            (self.family.is_some(), "--family"),
+            (self.peers, "--peers"),
+            (self.marks.is_some(), "--marks"),
+            (self.deterministic, "--deterministic"),
+            (self.reps.is_some(), "--reps"),
+        ]
+        .into_iter()
+        .find_map(|(given, name)| given.then_some(name))
+    }
+
+    /// How often each kernel runs.
+    pub fn turns(&self) -> Turns {
+        Turns::of(self.reps.map_or(REPS, usize::from))
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 3600.0 => Ok(value),
+        _ => Err("must be above 0 and at most 3600".to_owned()),
+    }
+}

@@ -1,0 +1,183 @@
+//! `fa build`: the shipped kernels compiled for their architectures, or all that the planner lists; planned against actual.
+
+mod every;
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use anyhow::Context;
+use fa_core::{Arch, ShippedSpec};
+use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
+
+use crate::configs::HEAD_DIMS;
+use crate::flags::{HeadDim, KernelFamily, Mode};
+use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::output;
+use crate::term::progress::Steps;
+
+/// `fa build`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = BUILD_EXAMPLES)]
+pub struct BuildArgs {
+    /// Only for these architectures [default: all that each spec names; sm90 with --all-configs]
+    #[arg(long, value_name = "ARCH", value_delimiter = ',')]
+    pub arch: Vec<Arch>,
+    /// Folder of the cubins and their manifest
+    #[arg(short, long, value_name = "DIR", default_value = "dist", conflicts_with = "all_configs")]
+    pub out: PathBuf,
+    /// Folder of specs in RON (default: those that ship with this program)
+    #[arg(long, value_name = "DIR", conflicts_with = "all_configs")]
+    pub specs: Option<PathBuf>,
+    /// Compile instead every configuration that the planner lists, beside those that miss its register limit by little, and
+    /// say what it predicts and what comes out; nothing is written
+    #[arg(long)]
+    pub all_configs: bool,
+    /// Head dims of --all-configs, each D or D-DV
+    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', requires = "all_configs", default_value = HEAD_DIMS)]
+    pub headdim: Vec<HeadDim>,
+    /// The pass of --all-configs
+    #[arg(long, value_enum, requires = "all_configs", default_value = "both")]
+    pub mode: Mode,
+    /// Of the backward's configurations those whose gradients have the same bits in every run
+    #[arg(long, requires = "all_configs")]
+    pub deterministic: bool,
+    /// Kernels of --all-configs [default: the fastest that each architecture runs]
+    #[arg(long, value_enum, requires = "all_configs")]
+    pub family: Option<KernelFamily>,
+    /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
+    pub json: Option<PathBuf>,
+    /// Compile by nvcc instead of NVRTC
+    #[arg(long)]
+    pub nvcc: bool,
+}
+
+const BUILD_EXAMPLES: &str = "\
+Examples:
+  fa build --out dist
+  fa build --arch sm90 --specs my-specs/
+  fa build --all-configs --headdim 128 --mode bwd
+
+Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored setmaxnreg.";
+
+/// Runs the command: a bad verdict when a kernel does not compile cleanly within its plan.
+///
+/// # Errors
+/// When there is no compiler, a spec cannot be read, or the bundle cannot be written.
+pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
+    if args.all_configs {
+        return every::command(args);
+    }
+    let shipped = match &args.specs {
+        Some(folder) => read_folder(folder)?,
+        None => specs::shipped()
+            .map_err(|(path, error)| anyhow::anyhow!("specs/{path}: {error}"))?
+            .into_iter()
+            .map(|file| file.shipped)
+            .collect(),
+    };
+    let wanted = |arch: &&Arch| args.arch.is_empty() || args.arch.contains(arch);
+    let jobs = shipped.iter().flat_map(|s| &s.archs).filter(wanted).count();
+    if jobs == 0 {
+        let place = args.specs.as_ref().map_or("specs/".to_owned(), |folder| folder.display().to_string());
+        let message =
+            format!("none of the {} specs in {place} is for the architectures asked for", shipped.len());
+        return Err(InputError::Usage(message).into());
+    }
+    probe(&args.out)?;
+    let compiler = compiler(args)?;
+    let steps = Mutex::new(Steps::new(jobs));
+    let built = ship::build(
+        &shipped,
+        &args.arch,
+        &compiler,
+        &Cache::open_default(),
+        &Headers::embedded(),
+        &|spec, arch| {
+            if let Ok(mut steps) = steps.lock() {
+                steps.begin(format!("{spec} on {arch}"));
+                steps.advance();
+            }
+        },
+    )?;
+    drop(steps);
+    let manifest = ship::write_bundle(&built, &compiler, &args.out)?;
+    output::print(&text(&built)?)?;
+    output::print(&format!(
+        "{} kernels by {} in {}\n",
+        manifest.kernels.len(),
+        manifest.compiler,
+        args.out.display()
+    ))?;
+    Ok(if built.failures.is_empty() { Verdict::Good } else { Verdict::Bad })
+}
+
+fn compiler(args: &BuildArgs) -> Result<Compiler, fa_kernels::Error> {
+    Compiler::find(if args.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc })
+}
+
+/// Makes the bundle's folder and sees that files can be made in it, before minutes of compiling.
+fn probe(folder: &Path) -> Result<(), InputError> {
+    let made = std::fs::create_dir_all(folder).and_then(|()| tempfile::tempfile_in(folder));
+    made.map(drop).map_err(|e| InputError::Target { path: folder.to_owned(), reason: e.to_string() })
+}
+
+/// Every `.ron` file in a folder and its subfolders.
+fn read_folder(folder: &Path) -> anyhow::Result<Vec<ShippedSpec>> {
+    let unreadable = |path: &Path, source| InputError::Read { path: path.to_owned(), source };
+    let mut shipped = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(&folder).map_err(|e| unreadable(&folder, e))? {
+            paths.push(entry.map_err(|e| unreadable(&folder, e))?.path());
+        }
+        paths.sort();
+        for path in paths {
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "ron") {
+                let text = read_text(&path)?;
+                let spec = ShippedSpec::from_ron(&text).with_context(|| path.display().to_string())?;
+                shipped.push(spec);
+            }
+        }
+    }
+    Ok(shipped)
+}
+
+fn text(built: &ship::Built) -> anyhow::Result<String> {
+    let mut table = output::table(&[
+        "kernel",
+        "arch",
+        "regs planned",
+        "regs",
+        "spill B",
+        "smem B",
+        "blocks/SM planned",
+        "blocks/SM",
+        "warnings",
+        "cubin B",
+    ]);
+    for row in &built.rows {
+        let spills = row.report.spill_stores + row.report.spill_loads;
+        table.add_row([
+            row.name.clone(),
+            row.arch.to_string(),
+            format!("{} of {}", row.planned_registers, row.register_limit),
+            row.report.registers.to_string(),
+            spills.to_string(),
+            row.smem.to_string(),
+            row.planned_blocks.to_string(),
+            row.actual_blocks.to_string(),
+            row.report.warnings.len().to_string(),
+            row.cubin_bytes.to_string(),
+        ]);
+    }
+    let mut text = output::table_text(&table);
+    for failure in &built.failures {
+        writeln!(text, "FAILED {} on {}: {}", failure.name, failure.arch, failure.reason)?;
+    }
+    Ok(text)
+}

@@ -1,0 +1,248 @@
+//! `fa plan`: which kernels fit a problem on a GPU, which is best, and why the others are not.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use fa_core::{Arch, Problem};
+use fa_planner::plan::{self, BackwardOptions, PlanOptions, PlanSet, RejectedSpec, Why};
+use serde::Serialize;
+
+use crate::attention;
+use crate::flags::{KernelFamily, Mode, ProblemArgs};
+use crate::page;
+use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
+use crate::plan::planned::Planned;
+use crate::plan::tried::{self, Pass, Tried, TriedReport};
+use crate::spec_file::read_spec;
+use crate::target::Target;
+use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::output;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+/// How a result is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people
+    Table,
+    /// One JSON object
+    Json,
+    /// Rusty object notation
+    Ron,
+}
+
+/// `fa plan`.
+#[derive(Debug, Args)]
+#[command(after_help = PLAN_EXAMPLES)]
+pub struct PlanArgs {
+    #[command(flatten)]
+    pub problem: ProblemArgs,
+    /// Read the problem from a RON file instead
+    #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap"
+    ])]
+    pub problem_file: Option<PathBuf>,
+    /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// Kernels to choose from [default: the fastest that the architecture runs]
+    #[arg(long, value_enum)]
+    pub family: Option<KernelFamily>,
+    /// Judge the one kernel in this RON file instead of searching
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
+    pub spec: Option<PathBuf>,
+    /// Which pass to plan
+    #[arg(long, value_enum, default_value = "fwd")]
+    pub mode: Mode,
+    /// Plan a backward whose gradients have the same bits in every run
+    #[arg(long)]
+    pub deterministic: bool,
+    /// List at most this many plans (tables default to 10, JSON and RON to all)
+    #[arg(short = 'n', value_name = "N")]
+    pub limit: Option<usize>,
+    /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
+    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["report", "limit"])]
+    pub why: Option<String>,
+    /// Write one self-contained HTML page about the plan
+    #[arg(long, value_name = "FILE.html")]
+    pub report: Option<PathBuf>,
+    /// How to print
+    #[arg(long, value_enum, default_value = "table")]
+    pub format: Format,
+    /// Short for --format json
+    #[arg(long, conflicts_with = "format")]
+    pub json: bool,
+}
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  fa plan --headdim 128 --seqlen 8192 --heads 16 --causal
+  fa plan --headdim 192-128 --mode bwd -n 5 --json
+  fa plan --headdim 128 --why tile_n=192
+  fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html";
+
+/// Plans that a table shows unless told otherwise.
+const TABLE_ROWS: usize = 10;
+
+/// What is printed as JSON or RON.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    arch: Arch,
+    board: &'static str,
+    problem: &'a Problem,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    forward: Option<TriedReport<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<BackwardReport<'a>>,
+}
+
+/// Answers to `--why`.
+#[derive(Debug, Serialize)]
+struct WhyReport {
+    arch: Arch,
+    problem: Problem,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    forward: Option<Why>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<BackwardWhy>,
+}
+
+/// Runs the command: a bad verdict when nothing fits.
+///
+/// # Errors
+/// Bad input or an unwritable report.
+pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
+    let problem = problem(args)?;
+    let target = args.report.as_deref().map(Target::probe).transpose()?;
+    let format = if args.json { Format::Json } else { args.format };
+    let planned = plan_for(args, problem)?;
+    if let Some(query) = &args.why {
+        let report = explain(&planned, query)?;
+        print(format, &report, why_text)?;
+        return Ok(Verdict::Good);
+    }
+    if let Some(target) = &target {
+        let page = page::page(&planned)?;
+        target.write(|writer| Ok(writer.write_all(page.as_bytes())?))?;
+    }
+    let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
+    let report = Report {
+        arch: planned.arch,
+        board: planned.arch.limits().board,
+        problem: &planned.problem,
+        forward: planned.forward.as_ref().map(|forward| forward.report(limit)),
+        backward: planned.backward.as_ref().map(|backward| backward.report(limit)),
+    };
+    print(format, &report, |_| text(&planned, limit, target.as_ref()))?;
+    let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
+        || planned.backward.as_ref().is_some_and(|b| b.tried.fits().is_empty());
+    Ok(if nothing { Verdict::Bad } else { Verdict::Good })
+}
+
+fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
+    match format {
+        Format::Table => output::print(&text(value)),
+        Format::Json => output::print_json(value),
+        Format::Ron => {
+            output::print(&(ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())? + "\n"))
+        }
+    }
+}
+
+fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
+    let Some(path) = &args.problem_file else { return Ok(args.problem.problem()?) };
+    let text = read_text(path)?;
+    let problem: Problem = ron::from_str(&text)
+        .map_err(|e| InputError::Usage(format!("{} holds no problem: {e}", path.display())))?;
+    problem.check()?;
+    Ok(problem)
+}
+
+fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
+    let arch = args.arch;
+    let mut planned = Planned { arch, problem, forward: None, backward: None };
+    if let Some(path) = &args.spec {
+        let (judged, backward) = judge_spec(path, &problem, arch)?;
+        let other = match (args.mode, backward) {
+            (Mode::Both, _) => Some("one kernel"),
+            (Mode::Bwd, false) => Some("a forward kernel"),
+            _ => None,
+        };
+        if let Some(what) = other {
+            return Err(InputError::Usage(format!("{} is {what}: leave out --mode", path.display())).into());
+        }
+        if backward {
+            planned.backward = Some(Backward { tried: judged, guide: None });
+        } else {
+            planned.forward = Some(judged);
+        }
+        return Ok(planned);
+    }
+    if args.deterministic && args.mode == Mode::Fwd {
+        let message = "--deterministic is about gradients: use it with --mode bwd or both".to_owned();
+        return Err(InputError::Usage(message).into());
+    }
+    if args.mode != Mode::Bwd {
+        planned.forward = Some(Tried::explore(&problem, arch, args.family, None)?);
+    }
+    if args.mode != Mode::Fwd {
+        let options = BackwardOptions { deterministic: args.deterministic };
+        planned.backward = Some(Backward::explore(&problem, arch, args.family, options)?);
+    }
+    Ok(planned)
+}
+
+/// A kernel from a file instead of a search, and whether it computes gradients.
+fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tried, bool)> {
+    let spec = read_spec(path)?;
+    let backward = spec.kernel.is_backward();
+    let set = match plan::plan_spec(problem, &spec, arch, &PlanOptions::default()) {
+        Ok(plan) => PlanSet { plans: vec![plan], rejected: Vec::new() },
+        Err(reason) => PlanSet { plans: Vec::new(), rejected: vec![RejectedSpec { spec, reason }] },
+    };
+    Ok((Tried::Kernels(set), backward))
+}
+
+fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
+    let usage = |message: String| InputError::Usage(message);
+    let forward = match &planned.forward {
+        None => None,
+        Some(Tried::Kernels(set)) => Some(plan::why(set, query).map_err(|e| usage(e.to_string()))?),
+        Some(Tried::Sm100(_)) => {
+            let message = "--why looks at kernels with a spec, which sm100 shapes do not have yet: \
+                           the JSON lists them all; --family sm80 has specs";
+            return Err(usage(message.to_owned()).into());
+        }
+    };
+    let backward = planned.backward.as_ref().map(|b| b.why(&planned.problem, query)).transpose()?;
+    Ok(WhyReport { arch: planned.arch, problem: planned.problem, forward, backward })
+}
+
+fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
+    let mut text = heading(planned.arch, &planned.problem);
+    if let Some(forward) = &planned.forward {
+        text += &forward.text(&Pass::forward(&planned.problem), planned.arch, limit);
+    }
+    if let Some(backward) = &planned.backward {
+        text += &backward.text(&planned.problem, planned.arch, limit);
+    }
+    if let Some(report) = report {
+        writeln!(text, "report    {}", report.path().display()).expect("writing to a string cannot fail");
+    }
+    text
+}
+
+fn heading(arch: Arch, problem: &Problem) -> String {
+    format!("problem   {}\ngpu       {arch} ({})\n", attention::describe(problem), arch.limits().board)
+}
+
+fn why_text(report: &WhyReport) -> String {
+    let mut text = heading(report.arch, &report.problem);
+    if let Some(why) = &report.forward {
+        text += &tried::why_text(why);
+    }
+    if let Some(why) = &report.backward {
+        text += &why.text();
+    }
+    text
+}

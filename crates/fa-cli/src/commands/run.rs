@@ -1,0 +1,339 @@
+//! `fa run`: attention on the tensors of a file.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use fa_core::{Arch, Dtype, Problem, TensorLayout};
+use fa_cpu::compare::{self, Comparison};
+use fa_planner::cost::Bottleneck;
+use fa_planner::plan::BackwardOptions;
+use serde::Serialize;
+
+use crate::attention::{self, AnyInputs, Inputs, with_inputs};
+use crate::compute::{Engine, EngineReport, Outputs};
+use crate::flags::{AttentionArgs, Backend, CpuArgs};
+use crate::on_gpu::Computed;
+use crate::plan::tried::Tried;
+use crate::safetensors::{self, Stored, TensorFile};
+use crate::target::Target;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output::{self, si};
+use crate::term::progress;
+use clap::Args;
+
+/// `fa run`.
+#[derive(Debug, Args)]
+#[command(after_help = RUN_EXAMPLES)]
+pub struct RunArgs {
+    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16
+    pub input: PathBuf,
+    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is computed
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    #[command(flatten)]
+    pub attention: AttentionArgs,
+    /// Also compute the gradients dq, dk, dv of dout
+    #[arg(long)]
+    pub backward: bool,
+    /// Gradients with the same bits in every run, which on the GPU costs some speed
+    #[arg(long, requires = "backward")]
+    pub deterministic: bool,
+    /// Which implementation computes
+    #[arg(long, value_enum, default_value = "auto")]
+    pub backend: Backend,
+    #[command(flatten)]
+    pub cpu: CpuArgs,
+    /// GPU architecture whose plan is shown
+    #[arg(long, default_value = "sm90")]
+    pub arch: Arch,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  fa run examples/minilm-layer0.safetensors -o out.safetensors
+  fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
+  fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
+  fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
+
+Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
+head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
+logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
+
+/// What is printed.
+#[derive(Debug, Serialize)]
+struct Report {
+    input: PathBuf,
+    problem: Problem,
+    softmax_scale: f64,
+    layout: TensorLayout,
+    gpu_plan: GpuPlan,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gpu_plan_backward: Option<GpuPlan>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cpu_plan: Option<CpuPlan>,
+    #[serde(flatten)]
+    engine: EngineReport,
+    forward: Timing,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    backward: Option<Timing>,
+    /// Against the input file's own `out`, if it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    difference_from_own_out: Option<Difference>,
+    output: Option<PathBuf>,
+}
+
+/// The planner's first choice for a GPU.
+#[derive(Debug, Serialize)]
+struct GpuPlan {
+    arch: Arch,
+    /// The type planned for: the tensors', or bf16 where no GPU kernel computes in theirs.
+    dtype: Dtype,
+    #[serde(flatten)]
+    choice: Choice,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Choice {
+    /// The kernel.
+    Kernel { name: String, smem_bytes: u32, predicted_ms: f64, predicted_tflops: f64, bottleneck: Bottleneck },
+    /// Why there is none.
+    None { reason: String },
+}
+
+impl GpuPlan {
+    fn of(problem: &Problem, arch: Arch, backward: Option<BackwardOptions>) -> GpuPlan {
+        let dtype = if problem.dtype == Dtype::F32 { Dtype::Bf16 } else { problem.dtype };
+        let choice = match Tried::explore(&Problem { dtype, ..*problem }, arch, None, backward) {
+            Err(error) => Choice::None { reason: error.to_string() },
+            Ok(forward) => match forward.best() {
+                None => Choice::None { reason: "no kernel fits".to_owned() },
+                Some(best) => Choice::Kernel {
+                    name: best.name,
+                    smem_bytes: best.smem.total,
+                    predicted_ms: best.cost.seconds * 1e3,
+                    predicted_tflops: best.cost.tflops,
+                    bottleneck: best.cost.bottleneck,
+                },
+            },
+        };
+        GpuPlan { arch, dtype, choice }
+    }
+
+    fn text(&self) -> String {
+        match &self.choice {
+            Choice::Kernel { name, predicted_ms, predicted_tflops, bottleneck, .. } => format!(
+                "{name}, predicted {} ({predicted_tflops:.0} TFLOP/s, waits for {})",
+                si(predicted_ms * 1e-3, "s"),
+                bottleneck.name()
+            ),
+            Choice::None { reason } => format!("none: {reason}"),
+        }
+    }
+}
+
+/// How the CPU computes.
+#[derive(Debug, Serialize)]
+struct CpuPlan {
+    tile_m: usize,
+    tile_n: usize,
+}
+
+/// Of two outputs, without a verdict: the file's own may be the less exact of the two.
+#[derive(Debug, Serialize)]
+struct Difference {
+    max_abs: f64,
+    rms: f64,
+    cosine: f64,
+    /// `[batch, seq, head, dim]` of the largest difference.
+    worst: Option<[usize; 4]>,
+    /// Positions that are infinite or NaN in one and not in the same way in the other.
+    mismatches: usize,
+}
+
+impl Difference {
+    fn of(found: &Comparison) -> Difference {
+        let Comparison { max_abs, rms, cosine, worst, mismatches, .. } = *found;
+        Difference { max_abs, rms, cosine, worst, mismatches }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Timing {
+    ms: f64,
+    gflops: f64,
+}
+
+impl Timing {
+    fn new(time: Duration, flops: f64) -> Timing {
+        let seconds = time.as_secs_f64();
+        Timing { ms: seconds * 1e3, gflops: if seconds > 0.0 { flops / seconds * 1e-9 } else { 0.0 } }
+    }
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input, an unwritable target, or what the backend reports.
+pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
+    let file = TensorFile::open(&args.input)?;
+    let target = args.output.as_deref().map(Target::probe).transpose()?;
+    if let Some(target) = &target {
+        refuse_same_file(&file, target)?;
+    }
+    let inputs = AnyInputs::read(&file, &args.attention, args.backward)?;
+    with_inputs!(&inputs, inputs => compute(args, &file, target.as_ref(), inputs))
+}
+
+/// The output would replace the only copy of the input.
+fn refuse_same_file(input: &TensorFile, target: &Target) -> Result<(), InputError> {
+    let same = match (input.path().canonicalize(), target.path().canonicalize()) {
+        (Ok(input), Ok(target)) => input == target,
+        _ => false,
+    };
+    if same {
+        let reason = "it is the input file, whose tensors would be lost".to_owned();
+        return Err(InputError::Target { path: target.path().to_owned(), reason });
+    }
+    Ok(())
+}
+
+fn compute<T: Computed>(
+    args: &RunArgs,
+    file: &TensorFile,
+    target: Option<&Target>,
+    inputs: &Inputs<T>,
+) -> anyhow::Result<Verdict> {
+    let problem = inputs.problem;
+    tracing::info!(?problem, layout = %inputs.layout, "computing");
+    let backward = args.backward.then_some(BackwardOptions { deterministic: args.deterministic });
+    let engine =
+        progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, backward))?;
+    let mut outputs = Outputs::new(inputs);
+    let (forward_time, backward_time) = progress::spinner("computing attention", || {
+        let forward_time = engine.forward(inputs, &mut outputs)?;
+        anyhow::Ok((forward_time, engine.backward(inputs, &mut outputs)?))
+    })?;
+    let report = Report {
+        input: args.input.clone(),
+        problem,
+        softmax_scale: problem.scale(),
+        layout: inputs.layout,
+        gpu_plan: GpuPlan::of(&problem, args.arch, None),
+        gpu_plan_backward: backward.map(|options| GpuPlan::of(&problem, args.arch, Some(options))),
+        cpu_plan: engine.cpu_plan(&problem)?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
+        engine: engine.report(),
+        forward: Timing::new(forward_time, problem.flops_forward()),
+        backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
+        difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
+        output: target.map(|target| target.path().to_owned()),
+    };
+    if let Some(target) = target {
+        let metadata = metadata(&problem, inputs.layout, report.engine.backend);
+        target.write(|mut writer| {
+            safetensors::write(&mut writer, &outputs.tensors(inputs), &metadata).map_err(|e| {
+                InputError::Target { path: target.path().to_owned(), reason: e.to_string() }.into()
+            })
+        })?;
+    }
+    if args.json {
+        output::print_json(&report)?
+    } else {
+        output::print(&text(&report))?
+    }
+    if let Some(hint) = attention::metadata_hint(file, &problem) {
+        output::note(&hint);
+    }
+    Ok(Verdict::Good)
+}
+
+fn difference_from_own_out<T: Stored>(
+    file: &TensorFile,
+    inputs: &Inputs<T>,
+    outputs: &Outputs<T>,
+) -> anyhow::Result<Option<Difference>> {
+    let shape = fa_cpu::check::out_shape(&inputs.problem);
+    let [b, s, h, d] = shape;
+    let stored = inputs.layout.shape(b, s, h, d).map(|n| n as u64);
+    if !file.has("out") || file.entry("out")?.shape != stored {
+        return Ok(None);
+    }
+    let ours = attention::to_bshd(&outputs.out, shape, inputs.layout);
+    let theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
+    let found = compare::compare::<T, T>(shape, inputs.problem.dtype, &ours, &theirs, None)?;
+    Ok(Some(Difference::of(&found)))
+}
+
+/// The header's text entries, by which the file says what it holds.
+fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<String, String> {
+    let side = |side: Option<u32>| side.map_or("none".to_owned(), |n| n.to_string());
+    let entries = [
+        ("made_by", concat!("fa ", env!("CARGO_PKG_VERSION")).to_owned()),
+        ("backend", backend.to_owned()),
+        ("layout", layout.to_string()),
+        ("causal", (problem.mask.right == Some(0)).to_string()),
+        ("window_left", side(problem.mask.left)),
+        ("window_right", side(problem.mask.right)),
+        ("scale", problem.scale().to_string()),
+        ("softcap", problem.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
+    ];
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+fn text(report: &Report) -> String {
+    let mut text = String::new();
+    let mut line = |name: &str, value: String| {
+        writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
+    };
+    line("input", format!("{} ({})", report.input.display(), report.layout));
+    line("problem", attention::describe(&report.problem));
+    let GpuPlan { arch, dtype, .. } = report.gpu_plan;
+    let note = if dtype == report.problem.dtype {
+        String::new()
+    } else {
+        format!(" in {dtype}, which GPUs compute in")
+    };
+    line("gpu plan", format!("{arch}{note}: {}", report.gpu_plan.text()));
+    if let Some(plan) = &report.gpu_plan_backward {
+        line("", format!("backward: {}", plan.text()));
+    }
+    let tiles = report
+        .cpu_plan
+        .as_ref()
+        .map_or(String::new(), |plan| format!(", tiles of {} queries x {} keys", plan.tile_m, plan.tile_n));
+    line("backend", report.engine.text() + &tiles);
+    if let Some(reason) = &report.engine.gpu_passed_over {
+        line("", format!("the GPU is passed over: {reason}"));
+    }
+    line(
+        "forward",
+        format!("{}, {}", si(report.forward.ms * 1e-3, "s"), si(report.forward.gflops * 1e9, "FLOP/s")),
+    );
+    if let Some(backward) = &report.backward {
+        line("backward", format!("{}, {}", si(backward.ms * 1e-3, "s"), si(backward.gflops * 1e9, "FLOP/s")));
+    }
+    if let Some(found) = &report.difference_from_own_out {
+        let place = if found.mismatches > 0 {
+            format!(", NaN or infinity in other places at {} positions", found.mismatches)
+        } else {
+            String::new()
+        };
+        line(
+            "own out",
+            format!(
+                "differs from the file's 'out' by at most {:.3e}, rms {:.3e}, cosine {:.9}{place}",
+                found.max_abs, found.rms, found.cosine
+            ),
+        );
+    }
+    match &report.output {
+        Some(path) => line("wrote", path.display().to_string()),
+        None => line("wrote", "nothing (-o FILE writes the result)".to_owned()),
+    }
+    text
+}

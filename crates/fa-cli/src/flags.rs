@@ -1,0 +1,374 @@
+//! Flags that commands share, parsed once into resolved values. No command is imported here.
+
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
+use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+use fa_cpu::simd::Isa;
+use fa_planner::plan::{BackwardOptions, Family};
+
+use crate::term::failure::InputError;
+
+/// Which implementation computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// The fastest that works here
+    Auto,
+    /// Tiled, multi-threaded, SIMD
+    Cpu,
+    /// Naive f64: slow, exact
+    Reference,
+    /// Kernels compiled for the first NVIDIA GPU: f16 and bf16
+    Cuda,
+}
+
+/// What the tensors of a file do not say about the problem.
+#[derive(Clone, Debug, Default, Args)]
+pub struct AttentionArgs {
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Factor on Q K^T [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub scale: Option<f64>,
+    /// Soft cap: scores become X tanh(score / X), before the mask
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+    /// Order of the tensors' axes [default: the file's metadata entry 'layout', else bshd]
+    #[arg(long, value_parser = parse_layout)]
+    pub layout: Option<TensorLayout>,
+}
+
+/// Mask flags.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct MaskArgs {
+    /// No query sees a key after its own
+    #[arg(long)]
+    pub causal: bool,
+    /// Each query sees L keys before and R keys after its own; 'inf' for no limit
+    #[arg(long, value_name = "L,R", allow_hyphen_values = true)]
+    pub window: Option<Window>,
+}
+
+impl MaskArgs {
+    /// The mask: causal cuts the window's right side off.
+    pub fn mask(&self) -> Mask {
+        let Window { left, right } = self.window.unwrap_or(Window { left: None, right: None });
+        Mask { left, right: if self.causal { Some(0) } else { right } }
+    }
+}
+
+/// Flags of the CPU implementation.
+#[derive(Clone, Debug, Default, Args)]
+pub struct CpuArgs {
+    /// CPU threads [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub threads: Option<u16>,
+    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the best
+    /// that this CPU has]
+    #[arg(long)]
+    pub isa: Option<Isa>,
+}
+
+/// Problem flags of `fa plan`.
+#[derive(Clone, Debug, Args)]
+pub struct ProblemArgs {
+    /// Independent sequences
+    #[arg(long, default_value_t = 4)]
+    pub batch: usize,
+    /// Sequence length, or queries x keys as in 1x4096
+    #[arg(long, value_name = "N[xM]", default_value = "4096", conflicts_with_all = ["seqlen_q", "seqlen_k"])]
+    pub seqlen: Seqlen,
+    /// Queries per sequence
+    #[arg(long, requires = "seqlen_k")]
+    pub seqlen_q: Option<usize>,
+    /// Keys per sequence
+    #[arg(long, requires = "seqlen_q")]
+    pub seqlen_k: Option<usize>,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "16")]
+    pub heads: Heads,
+    /// Head dim, and the values' if different, as in 192-128
+    #[arg(long, value_name = "D[-DV]", default_value = "128")]
+    pub headdim: HeadDim,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Element type: bf16, f16, f32
+    #[arg(long, default_value = "bf16")]
+    pub dtype: Dtype,
+    /// Scores pass through a soft cap
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+}
+
+impl ProblemArgs {
+    /// The problem, checked.
+    ///
+    /// # Errors
+    /// What [`Problem::check`] finds.
+    pub fn problem(&self) -> Result<Problem, fa_core::ProblemError> {
+        let seqlen = match (self.seqlen_q, self.seqlen_k) {
+            (Some(q), Some(k)) => Seqlen { q, k },
+            _ => self.seqlen,
+        };
+        let problem = Problem {
+            batch: self.batch,
+            seqlen_q: seqlen.q,
+            seqlen_k: seqlen.k,
+            heads_q: self.heads.q,
+            heads_kv: self.heads.kv,
+            head_dim: self.headdim.qk,
+            head_dim_v: self.headdim.v,
+            mask: self.mask.mask(),
+            dtype: self.dtype,
+            softmax_scale: None,
+            softcap: self.softcap,
+        };
+        problem.check()?;
+        Ok(problem)
+    }
+}
+
+/// Forward, backward or both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Mode {
+    /// Forward
+    Fwd,
+    /// Backward (gradients)
+    Bwd,
+    /// Forward, then backward
+    Both,
+}
+
+/// Forward or backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnePass {
+    /// Forward
+    Fwd,
+    /// Backward (gradients)
+    Bwd,
+}
+
+/// The options of a backward; `None` for the forward.
+///
+/// # Errors
+/// [`InputError::Usage`] for a deterministic forward: every forward is.
+pub fn backward_options(backward: bool, deterministic: bool) -> Result<Option<BackwardOptions>, InputError> {
+    if deterministic && !backward {
+        let message = "--deterministic is about gradients, every forward is: add --mode bwd".to_owned();
+        return Err(InputError::Usage(message));
+    }
+    Ok(backward.then_some(BackwardOptions { deterministic }))
+}
+
+/// A family of GPU kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KernelFamily {
+    /// mma.sync and cp.async: every architecture from 8.0 on
+    Sm80,
+    /// wgmma and TMA: 9.0
+    Sm90,
+    /// tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)
+    Sm100,
+}
+
+impl KernelFamily {
+    /// The fastest kernels that exist for `arch`.
+    pub fn native(arch: Arch) -> KernelFamily {
+        match Family::native(arch) {
+            Family::Sm80 => KernelFamily::Sm80,
+            Family::Sm90 => KernelFamily::Sm90,
+        }
+    }
+}
+
+/// Problem flags of `fa bench` and `fa tune`: every head dim with every mask and length.
+#[derive(Clone, Debug, Args)]
+pub struct ShapeArgs {
+    /// Independent sequences [default: 1]
+    #[arg(long, conflicts_with = "tokens")]
+    pub batch: Option<usize>,
+    /// As many sequences as make this many positions, at least one, instead of --batch
+    #[arg(long, value_name = "N")]
+    pub tokens: Option<usize>,
+    /// Sequence lengths, each N or queries x keys
+    #[arg(long, value_name = "N[xM],..", value_delimiter = ',', default_value = "512,1024,2048,4096")]
+    pub seqlen: Vec<Seqlen>,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "8")]
+    pub heads: Heads,
+    /// Head dims, each D or D-DV
+    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', default_value = "64")]
+    pub headdim: Vec<HeadDim>,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Both without a mask and with a causal one
+    #[arg(long, conflicts_with_all = ["causal", "window"])]
+    pub both_masks: bool,
+    /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
+    #[arg(long)]
+    pub dtype: Option<Dtype>,
+}
+
+impl ShapeArgs {
+    /// Every shape asked for, of type `dtype` unless a flag says otherwise, checked.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for a type that nothing computes, and what [`Problem::check`] finds.
+    pub fn problems(&self, dtype: Dtype) -> anyhow::Result<Vec<Problem>> {
+        let dtype = self.dtype.unwrap_or(dtype);
+        if dtype == Dtype::E4m3 {
+            return Err(InputError::Usage("e4m3 is not computed: use f32, f16 or bf16".to_owned()).into());
+        }
+        let masks = if self.both_masks { vec![Mask::FULL, Mask::CAUSAL] } else { vec![self.mask.mask()] };
+        let mut problems = Vec::new();
+        for &HeadDim { qk, v } in &self.headdim {
+            for &mask in &masks {
+                for &Seqlen { q: seqlen_q, k: seqlen_k } in &self.seqlen {
+                    let batch = match self.tokens {
+                        Some(tokens) => (tokens / seqlen_k.max(1)).max(1),
+                        None => self.batch.unwrap_or(1),
+                    };
+                    let problem = Problem {
+                        batch,
+                        seqlen_q,
+                        seqlen_k,
+                        heads_q: self.heads.q,
+                        heads_kv: self.heads.kv,
+                        head_dim: qk,
+                        head_dim_v: v,
+                        mask,
+                        dtype,
+                        softmax_scale: None,
+                        softcap: None,
+                    };
+                    problem.check()?;
+                    problems.push(problem);
+                }
+            }
+        }
+        Ok(problems)
+    }
+
+    /// [`ShapeArgs::problems`] for the GPU: of a 16-bit type, bf16 unless a flag says otherwise.
+    ///
+    /// # Errors
+    /// As [`ShapeArgs::problems`], and [`InputError::Usage`] for f32.
+    pub fn problems_of_halves(&self) -> anyhow::Result<Vec<Problem>> {
+        if self.dtype == Some(Dtype::F32) {
+            let message = "no GPU kernel computes in f32: use bf16 or f16".to_owned();
+            return Err(InputError::Usage(message).into());
+        }
+        self.problems(Dtype::Bf16)
+    }
+}
+
+/// Visible keys before and after a query's own; `None` is no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Before.
+    pub left: Option<u32>,
+    /// After.
+    pub right: Option<u32>,
+}
+
+impl FromStr for Window {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let side = |text: &str| match text.trim() {
+            "inf" | "-1" => Ok(None),
+            number => number.parse().map(Some).map_err(|_| {
+                format!("'{number}' is no count of keys: use a number up to {} or 'inf'", u32::MAX)
+            }),
+        };
+        let (left, right) = text.split_once(',').ok_or("needs two sides, as in 256,0")?;
+        Ok(Window { left: side(left)?, right: side(right)? })
+    }
+}
+
+/// Queries and keys per sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seqlen {
+    /// Queries.
+    pub q: usize,
+    /// Keys.
+    pub k: usize,
+}
+
+/// Query heads and key/value heads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Query heads.
+    pub q: usize,
+    /// Key/value heads.
+    pub kv: usize,
+}
+
+/// Head dims of Q and K, and of V and O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadDim {
+    /// Of Q and K.
+    pub qk: usize,
+    /// Of V and O.
+    pub v: usize,
+}
+
+/// Parses `N` or `N<separator>M`; one number stands for both.
+fn pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
+    let number = |part: &str| {
+        part.trim().parse::<usize>().map_err(|_| format!("'{part}' is no whole number: use {form}"))
+    };
+    match text.split_once(separator) {
+        Some((first, second)) => Ok((number(first)?, number(second)?)),
+        None => number(text).map(|n| (n, n)),
+    }
+}
+
+impl FromStr for Seqlen {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        pair(text, 'x', "N or QxK, as in 1x4096").map(|(q, k)| Seqlen { q, k })
+    }
+}
+
+impl FromStr for Heads {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        pair(text, ':', "Q or Q:KV, as in 32:8").map(|(q, kv)| Heads { q, kv })
+    }
+}
+
+impl FromStr for HeadDim {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        pair(text, '-', "D or D-DV, as in 192-128").map(|(qk, v)| HeadDim { qk, v })
+    }
+}
+
+fn parse_layout(text: &str) -> Result<TensorLayout, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "bshd" => Ok(TensorLayout::Bshd),
+        "bhsd" => Ok(TensorLayout::Bhsd),
+        _ => Err(format!("unknown layout '{text}': use bshd or bhsd")),
+    }
+}
+
+impl AttentionArgs {
+    /// Whether any flag but the layout is given.
+    pub fn describes_a_problem(&self) -> bool {
+        self.mask.causal || self.mask.window.is_some() || self.scale.is_some() || self.softcap.is_some()
+    }
+
+    /// The layout: the flag's, else the file's metadata entry, else BSHD.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] when the metadata names a layout that does not exist.
+    pub fn layout(&self, from_file: Option<&str>) -> Result<TensorLayout, InputError> {
+        match (self.layout, from_file) {
+            (Some(layout), _) => Ok(layout),
+            (None, Some(text)) => parse_layout(text)
+                .map_err(|e| InputError::Usage(format!("the file's metadata: {e}, or give --layout"))),
+            (None, None) => Ok(TensorLayout::default()),
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! Where a command's results go: JSON to a file or standard output, a drawing or a page to a file, else a table.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::target::Target;
+use crate::term::failure::InputError;
+use crate::term::output;
+
+/// The files that `--json` and its companion name, probed before any work is done.
+#[derive(Debug)]
+pub struct Destinations {
+    json: Option<Target>,
+    page: Option<Target>,
+    /// JSON takes the place of the table.
+    json_to_stdout: bool,
+}
+
+impl Destinations {
+    /// `json` may be `-`, standard output; `page` is another file.
+    ///
+    /// # Errors
+    /// [`InputError::Target`] for what cannot be written.
+    pub fn probe(json: Option<&Path>, page: Option<&Path>) -> Result<Destinations, InputError> {
+        let stdout = Path::new("-");
+        let refuse = |path: &Path, reason: &str| {
+            Err(InputError::Target { path: path.to_owned(), reason: reason.to_owned() })
+        };
+        match page {
+            Some(page) if page == stdout => return refuse(page, "standard output is for JSON: name a file"),
+            Some(page) if json == Some(page) => {
+                return refuse(page, "it is the file of --json: name another");
+            }
+            _ => {}
+        }
+        let json_to_stdout = json == Some(stdout);
+        Ok(Destinations {
+            json: json.filter(|_| !json_to_stdout).map(Target::probe).transpose()?,
+            page: page.map(Target::probe).transpose()?,
+            json_to_stdout,
+        })
+    }
+
+    /// Writes `report` where it was asked for, and prints the table unless JSON takes its place.
+    ///
+    /// # Errors
+    /// What the page, the file system and standard output report.
+    pub fn write(
+        self,
+        report: &impl Serialize,
+        page: impl FnOnce() -> anyhow::Result<String>,
+        table: impl FnOnce() -> String,
+    ) -> anyhow::Result<()> {
+        let text = output::json_text(report)?;
+        if let Some(json) = self.json {
+            json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
+        }
+        if let Some(target) = self.page {
+            target.write(|writer| Ok(writer.write_all(page()?.as_bytes())?))?;
+        }
+        output::print(&if self.json_to_stdout { text } else { table() })
+    }
+}

@@ -1,0 +1,35 @@
+// Atomics in global memory, and the acquire and release that semaphores need (PTX ISA, "atom", "red", "ld.acquire").
+#pragma once
+#include "types.cuh"
+
+namespace fa {
+
+// Whether the target has red.global.add.v4.f32: compute capability 9.0 and later.
+constexpr bool kVectorRed = __CUDA_ARCH__ >= 900;
+
+// Adds `value` to `*counter`; returns what was there before.
+__device__ __forceinline__ u32 atomic_add(u32* counter, u32 value) { return atomicAdd(counter, value); }
+
+// Adds `value` to `*dst`.
+__device__ __forceinline__ void red_add_f32(float* dst, float value) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(dst), "f"(value) : "memory");
+}
+
+// Adds four neighbours at once; `dst` is a multiple of 16 bytes. Only with kVectorRed.
+__device__ __forceinline__ void red_add_f32x4(float* dst, float a, float b, float c, float d) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// Reads `*semaphore`; what its last red_release_increment() released is visible afterwards.
+__device__ __forceinline__ u32 load_acquire(const u32* semaphore) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(semaphore) : "memory");
+    return value;
+}
+
+// Adds 1 to `*semaphore`, after all that this thread wrote before.
+__device__ __forceinline__ void red_release_increment(u32* semaphore) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(semaphore) : "memory");
+}
+
+}  // namespace fa

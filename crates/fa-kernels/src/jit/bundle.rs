@@ -1,0 +1,144 @@
+//! Kernels compiled ahead: written by `cargo xtask build`, compiled into the library by the feature `bundle`, so that a
+//! user then needs only the driver.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use fa_core::{Arch, KernelSpec};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::jit::cache::hash;
+use crate::jit::report::Report;
+use crate::jit::source::Source;
+
+/// The manifest's name in a bundle's folder.
+pub const MANIFEST: &str = "manifest.ron";
+
+/// `manifest.ron`: the kernels of a bundle.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Name and version of the compiler.
+    pub compiler: String,
+    /// The kernels.
+    pub kernels: Vec<BundledKernel>,
+}
+
+/// One kernel of a bundle.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BundledKernel {
+    /// The spec's name.
+    pub name: String,
+    /// The spec.
+    pub spec: KernelSpec,
+    /// The architecture.
+    pub arch: Arch,
+    /// The cubin's file in the bundle's folder.
+    pub file: String,
+    /// SHA-256 of the cubin.
+    pub cubin_sha256: String,
+    /// Hash of what it was compiled from, flags and compiler apart: see [`source_hash`].
+    pub source: String,
+    /// Bytes of dynamic shared memory.
+    pub smem: u32,
+    /// What the compiler reported.
+    pub report: Report,
+}
+
+/// The built-in bundle: kernels by the hash of their source.
+#[derive(Debug, Default)]
+pub struct Bundle {
+    kernels: HashMap<String, (BundledKernel, &'static [u8])>,
+}
+
+/// The manifest and the cubins by file name, empty without the feature.
+#[cfg(feature = "bundle")]
+static EMBEDDED: (&str, &[(&str, &[u8])]) = include!(concat!(env!("OUT_DIR"), "/bundle.rs"));
+#[cfg(not(feature = "bundle"))]
+static EMBEDDED: (&str, &[(&str, &[u8])]) = ("", &[]);
+
+impl Bundle {
+    /// The bundle that the library was built with; empty without the feature.
+    pub fn embedded() -> &'static Bundle {
+        static BUNDLE: OnceLock<Bundle> = OnceLock::new();
+        BUNDLE.get_or_init(|| {
+            let (manifest, files) = EMBEDDED;
+            if manifest.is_empty() {
+                return Bundle::default();
+            }
+            match ron::from_str::<Manifest>(manifest) {
+                Ok(manifest) => Bundle::of(manifest, files),
+                Err(error) => {
+                    tracing::error!(%error, "the built-in bundle's manifest cannot be read; kernels are compiled");
+                    Bundle::default()
+                }
+            }
+        })
+    }
+
+    /// The kernels of a manifest whose files are there and whole.
+    fn of(manifest: Manifest, files: &[(&str, &'static [u8])]) -> Bundle {
+        let files: HashMap<&str, &'static [u8]> = files.iter().copied().collect();
+        let whole = |kernel: BundledKernel| {
+            let cubin = *files.get(kernel.file.as_str())?;
+            (hash(&[cubin]) == kernel.cubin_sha256).then(|| (kernel.source.clone(), (kernel, cubin)))
+        };
+        Bundle { kernels: manifest.kernels.into_iter().filter_map(whole).collect() }
+    }
+
+    /// The cubin made from exactly this source; a bundle of older sources has none.
+    pub fn find(&self, source: &Source) -> Option<&'static [u8]> {
+        if self.kernels.is_empty() {
+            return None;
+        }
+        self.kernels.get(&source_hash(source)).map(|(_, cubin)| *cubin)
+    }
+
+    /// The specs that it holds for `arch`.
+    pub fn specs(&self, arch: Arch) -> impl Iterator<Item = &KernelSpec> {
+        self.kernels.values().map(|(kernel, _)| kernel).filter(move |k| k.arch == arch).map(|k| &k.spec)
+    }
+
+    /// Number of kernels.
+    pub fn len(&self) -> usize {
+        self.kernels.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.kernels.is_empty()
+    }
+}
+
+impl Manifest {
+    /// Reads the manifest of the bundle in `folder` and checks every cubin against it.
+    ///
+    /// # Errors
+    /// [`Error::BadBundle`].
+    pub fn read(folder: &Path) -> Result<Manifest, Error> {
+        let path = folder.join(MANIFEST);
+        let bad = |path: &Path, reason: String| Error::BadBundle { path: path.to_owned(), reason };
+        let text = fs::read_to_string(&path).map_err(|e| bad(&path, e.to_string()))?;
+        let manifest: Manifest = ron::from_str(&text).map_err(|e| bad(&path, e.to_string()))?;
+        for kernel in &manifest.kernels {
+            let file = folder.join(&kernel.file);
+            let cubin = fs::read(&file).map_err(|e| bad(&file, e.to_string()))?;
+            if hash(&[&cubin]) != kernel.cubin_sha256 {
+                return Err(bad(&file, "its checksum is not the manifest's".to_owned()));
+            }
+        }
+        Ok(manifest)
+    }
+}
+
+/// Hash of a source: its target, unit and headers. It names the code that a validation or a bundled cubin is of.
+pub fn source_hash(source: &Source) -> String {
+    let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
+    let parts: Vec<&[u8]> =
+        [source.target.as_str(), &source.unit].into_iter().chain(headers).map(str::as_bytes).collect();
+    hash(&parts)
+}

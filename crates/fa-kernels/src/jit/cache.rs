@@ -1,0 +1,352 @@
+//! Compiled kernels on disk, named by what they were made of.
+//!
+//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.ron`. It is built in
+//! a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.ron` holds a checksum of the cubin,
+//! so that a damaged entry counts as none and is replaced. No locks: processes that race build the same bytes, and one
+//! of them wins. Where nothing can be written, kernels live in memory and a warning is traced.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use fa_core::KernelSpec;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::Error;
+use crate::atomic_file;
+use crate::jit::compile::{CompileFailure, Compiled, Compiler};
+use crate::jit::report::Report;
+use crate::jit::source::Source;
+
+/// Names the cache's folder.
+pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
+
+/// The most bytes that a cache holds unless told otherwise: some two thousand kernels.
+pub const DEFAULT_LIMIT: u64 = 256 << 20;
+
+/// Part of every key: raised when the layout of an entry changes.
+const FORMAT: &str = "fa-kernels cache 1";
+
+/// Temporary folders of processes that died are swept after this long.
+const STALE: Duration = Duration::from_secs(3600);
+
+/// A cache of compiled kernels. Shared by threads and by processes.
+#[derive(Debug)]
+pub struct Cache {
+    root: Option<PathBuf>,
+    limit: u64,
+    memory: Mutex<HashMap<String, Arc<Compiled>>>,
+}
+
+/// What `entry.ron` says.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    compiler: String,
+    flags: Vec<String>,
+    cubin_sha256: String,
+    report: Report,
+}
+
+impl Cache {
+    /// The cache at `FA_CACHE_DIR`, or `fa/kernels` in the user's cache folder; in memory where there is neither.
+    pub fn open_default() -> Cache {
+        Cache::open(default_root(), DEFAULT_LIMIT)
+    }
+
+    /// The cache at `root` (`None` for memory only) that holds at most `limit` bytes. Nothing is created until a kernel
+    /// is stored.
+    pub fn open(root: Option<PathBuf>, limit: u64) -> Cache {
+        Cache { root, limit, memory: Mutex::new(HashMap::new()) }
+    }
+
+    /// The folder.
+    pub fn root(&self) -> Option<&Path> {
+        self.root.as_deref()
+    }
+
+    /// The kernel that `compiler` makes of `source`: from memory, from disk, or compiled now and stored.
+    ///
+    /// # Errors
+    /// [`Error::Compile`] for errors in the source, [`Error::Refused`] for code that spills or that ptxas says lost what
+    /// it was written for, and those of the compiler. A cache that cannot be written is no error.
+    pub fn get(
+        &self,
+        compiler: &Compiler,
+        spec: &KernelSpec,
+        source: &Source,
+    ) -> Result<Arc<Compiled>, Error> {
+        let flags = compiler.flags(&source.target);
+        let name = self.compiler_name(compiler)?;
+        let key = key(&name, &flags, source);
+        // Code that is refused is kept too: a plan that spills is passed over at once the next time.
+        let remembered = self.memory().get(&key).cloned();
+        let kernel = match remembered {
+            Some(kernel) => kernel,
+            None => {
+                let kernel = match self.read(&key) {
+                    Some(kernel) => kernel,
+                    None => self.compile(&key, compiler, (name, flags), spec, source)?,
+                };
+                let kernel = Arc::new(kernel);
+                self.memory().insert(key.clone(), kernel.clone());
+                kernel
+            }
+        };
+        match kernel.report.fault() {
+            None => Ok(kernel),
+            Some(fault) => {
+                let log_file =
+                    self.root.as_ref().map(|root| root.join(key).join(LOG)).filter(|log| log.is_file());
+                let (name, target) = (spec.to_string(), source.target.clone());
+                Err(Error::Refused { name, target, fault: fault.to_string(), log_file })
+            }
+        }
+    }
+
+    /// Bytes on disk, all entries together.
+    pub fn size(&self) -> u64 {
+        self.folders().iter().map(|folder| folder.bytes).sum()
+    }
+
+    /// Entries on disk, those of refused sources included.
+    pub fn len(&self) -> usize {
+        self.folders().len()
+    }
+
+    /// Whether nothing is on disk.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Compiles a source and stores what came of it: the kernel, or the log of the errors.
+    fn compile(
+        &self,
+        key: &str,
+        compiler: &Compiler,
+        (name, flags): (String, Vec<String>),
+        spec: &KernelSpec,
+        source: &Source,
+    ) -> Result<Compiled, Error> {
+        tracing::info!(%spec, target = source.target, compiler = name, "compiling");
+        match compiler.compile(source) {
+            Ok(compiled) => {
+                let cubin_sha256 = hash(&[&compiled.cubin]);
+                let entry = Entry { compiler: name, flags, cubin_sha256, report: compiled.report.clone() };
+                self.write(key, spec, source, &compiled.log, Some((&entry, &compiled.cubin)));
+                Ok(compiled)
+            }
+            Err(CompileFailure::Log(log)) => {
+                let log_file = self.write(&format!("failed-{key}"), spec, source, &log, None);
+                Err(Error::Compile { name: spec.to_string(), target: source.target.clone(), log, log_file })
+            }
+            Err(CompileFailure::Compiler(error)) => Err(error),
+        }
+    }
+
+    /// An entry, if it is there and whole. What is damaged is removed.
+    fn read(&self, key: &str) -> Option<Compiled> {
+        let folder = self.root.as_ref()?.join(key);
+        if !folder.is_dir() {
+            return None;
+        }
+        let read = || -> Option<Compiled> {
+            let entry: Entry = ron::from_str(&fs::read_to_string(folder.join("entry.ron")).ok()?).ok()?;
+            let cubin = fs::read(folder.join("kernel.cubin")).ok()?;
+            let log = fs::read_to_string(folder.join(LOG)).ok()?;
+            (hash(&[&cubin]) == entry.cubin_sha256).then_some(Compiled { cubin, log, report: entry.report })
+        };
+        let found = read();
+        // Gone altogether means evicted while we read, which is no damage.
+        if found.is_none() && folder.is_dir() {
+            tracing::warn!(entry = %folder.display(), "damaged cache entry is compiled anew");
+            if let Err(error) = discard(&folder) {
+                tracing::warn!(%error, "cannot remove it");
+            }
+        }
+        found
+    }
+
+    /// Writes an entry and returns where its log lies; `None`, with a traced warning, when the folder is not writable.
+    fn write(
+        &self,
+        name: &str,
+        spec: &KernelSpec,
+        source: &Source,
+        log: &str,
+        good: Option<(&Entry, &[u8])>,
+    ) -> Option<PathBuf> {
+        let root = self.root.as_ref()?;
+        let folder = root.join(name);
+        let store = || -> io::Result<()> {
+            fs::create_dir_all(root)?;
+            let temporary = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(root)?;
+            let to = |file: &str| temporary.path().join(file);
+            fs::write(to("spec.ron"), spec.to_ron())?;
+            fs::write(to("source.cu"), &source.unit)?;
+            fs::write(to(LOG), log)?;
+            if let Some((entry, cubin)) = good {
+                fs::write(to("kernel.cubin"), cubin)?;
+                let text = ron::ser::to_string_pretty(entry, Default::default()).map_err(io::Error::other)?;
+                fs::write(to("entry.ron"), text)?;
+            } else if folder.is_dir() {
+                discard(&folder)?;
+            }
+            match fs::rename(temporary.path(), &folder) {
+                // Another process stored the same kernel first.
+                Err(_) if folder.is_dir() => Ok(()),
+                result => result,
+            }
+        };
+        if let Err(error) = store() {
+            tracing::warn!(
+                cache = %root.display(), %error,
+                "the kernel cache is not writable: kernels are compiled anew in every process"
+            );
+            return None;
+        }
+        self.evict(&folder);
+        Some(folder.join(LOG))
+    }
+
+    /// Removes the oldest entries until the limit holds again, but never the one at `newest`.
+    fn evict(&self, newest: &Path) {
+        let mut folders = self.folders();
+        let mut total: u64 = folders.iter().map(|folder| folder.bytes).sum();
+        folders.sort_by_key(|folder| folder.modified);
+        for folder in folders {
+            if total <= self.limit {
+                break;
+            }
+            if folder.path != newest && discard(&folder.path).is_ok() {
+                tracing::debug!(entry = %folder.path.display(), "evicted");
+                total -= folder.bytes;
+            }
+        }
+        self.sweep();
+    }
+
+    /// Removes temporary folders that were left behind.
+    fn sweep(&self) {
+        for path in self.children() {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let age =
+                fs::metadata(&path).and_then(|m| m.modified()).ok().and_then(|time| time.elapsed().ok());
+            if name.starts_with(TEMPORARY) && age.is_some_and(|age| age > STALE) {
+                // Best effort: whoever still uses it keeps it.
+                let _ = fs::remove_dir_all(&path);
+            }
+        }
+    }
+
+    fn folders(&self) -> Vec<Folder> {
+        let measure = |path: PathBuf| -> Option<Folder> {
+            let modified = fs::metadata(&path).ok()?.modified().ok()?;
+            let files = fs::read_dir(&path).ok()?;
+            let bytes = files.filter_map(|file| Some(file.ok()?.metadata().ok()?.len())).sum();
+            Some(Folder { path, modified, bytes })
+        };
+        let is_entry = |path: &PathBuf| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            !name.starts_with(TEMPORARY) && name != COMPILERS
+        };
+        self.children().into_iter().filter(is_entry).filter_map(measure).collect()
+    }
+
+    fn children(&self) -> Vec<PathBuf> {
+        let Some(Ok(entries)) = self.root.as_ref().map(fs::read_dir) else { return Vec::new() };
+        entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()).collect()
+    }
+
+    /// The compiler's name, version and size. Loading NVRTC only to ask costs more than all else of a warm start, so the
+    /// answer is remembered under the library's path, size and time.
+    fn compiler_name(&self, compiler: &Compiler) -> Result<String, Error> {
+        let facts = fs::metadata(compiler.path()).map_err(|e| Error::io(compiler.path(), e))?;
+        let named = |version: String| format!("{version} ({} B)", facts.len());
+        let Some(root) = &self.root else { return compiler.version().map(named) };
+        let modified =
+            facts.modified().ok().and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
+        let identity = format!("{} {} {modified:?}", compiler.path().display(), facts.len());
+        let file = root.join(COMPILERS).join(&hash(&[identity.as_bytes()])[..KEY_DIGITS]);
+        if let Ok(version) = fs::read_to_string(&file)
+            && !version.is_empty()
+        {
+            return Ok(named(version));
+        }
+        let version = compiler.version()?;
+        if let Err(error) = atomic_file::write(&file, version.as_bytes()) {
+            tracing::debug!(%error, "the compiler's version is asked again next time");
+        }
+        Ok(named(version))
+    }
+
+    fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<String, Arc<Compiled>>> {
+        // A map of finished kernels is whole whatever a panicking thread was doing.
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Folder {
+    path: PathBuf,
+    modified: SystemTime,
+    bytes: u64,
+}
+
+/// First part of the names of folders that are being written.
+const TEMPORARY: &str = ".tmp-";
+
+/// The file of a compiler's messages.
+const LOG: &str = "log.txt";
+
+/// The folder of compilers' versions.
+const COMPILERS: &str = "compilers";
+
+/// Digits of a key: 128 bits, beyond any accident.
+const KEY_DIGITS: usize = 32;
+
+fn key(compiler: &str, flags: &[String], source: &Source) -> String {
+    let flags = flags.join("\n");
+    let fixed = [FORMAT, compiler, &flags, &source.unit];
+    let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
+    let parts: Vec<&[u8]> = fixed.into_iter().chain(headers).map(str::as_bytes).collect();
+    hash(&parts)[..KEY_DIGITS].to_owned()
+}
+
+/// SHA-256 in hex over the parts and their lengths, so that no two lists of parts read the same.
+pub(crate) fn hash(parts: &[&[u8]]) -> String {
+    let mut hasher = Sha256::new();
+    for part in parts {
+        hasher.update((part.len() as u64).to_le_bytes());
+        hasher.update(part);
+    }
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Removes a folder in one step for all who look: renamed first, then deleted.
+fn discard(folder: &Path) -> io::Result<()> {
+    let parent = folder.parent().unwrap_or(folder);
+    let aside = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(parent)?;
+    match fs::rename(folder, aside.path().join("entry")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
+
+/// The folder of [`Cache::open_default`]: FA_CACHE_DIR, or one of the user's caches; `None` where there is neither.
+pub fn default_root() -> Option<PathBuf> {
+    let from =
+        |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if let Some(named) = from(CACHE_VARIABLE) {
+        return Some(named);
+    }
+    let user = if cfg!(windows) {
+        from("LOCALAPPDATA")
+    } else {
+        from("XDG_CACHE_HOME").or_else(|| from("HOME").map(|home| home.join(".cache")))
+    };
+    user.map(|folder| folder.join("fa").join("kernels"))
+}

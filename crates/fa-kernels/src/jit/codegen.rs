@@ -1,0 +1,82 @@
+//! Writes `config.cuh` and `params.cuh` from the Rust types.
+
+use std::fmt::Write;
+
+use crate::jit::config::{self, ConfigField};
+use crate::jit::params::{self, ParamStruct};
+
+/// A generated header.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generated {
+    /// Where it belongs under the crate's `cuda` folder.
+    pub path: &'static str,
+    /// Its text.
+    pub text: String,
+}
+
+/// The headers that are generated; `cargo xtask codegen` writes them, and a test finds files that differ.
+pub fn generated() -> Vec<Generated> {
+    vec![
+        Generated { path: "config.cuh", text: config_cuh() },
+        Generated { path: "params.cuh", text: params_cuh() },
+    ]
+}
+
+const NOTE: &str = "// Written by `cargo xtask codegen` from the Rust types; do not edit.";
+
+/// NVRTC declares no `offsetof`, and its front end's own operator is unknown to host compilers.
+const OFFSETOF: &str = "
+#ifdef __CUDACC_RTC__
+#define FA_OFFSETOF(type, field) __INTADDR__(&((type*)0)->field)
+#else
+#define FA_OFFSETOF(type, field) __builtin_offsetof(type, field)
+#endif
+";
+
+fn config_cuh() -> String {
+    let mut text = format!(
+        "{NOTE}\n// A kernel's compile-time parameters: the template argument of its kernel.\n#pragma once\n\nnamespace fa {{\n"
+    );
+    for item in config::ENUMS {
+        let _ = write!(text, "\nenum class {} {{ {} }};\n", item.name, item.variants.join(", "));
+    }
+    for spec in config::samples() {
+        let _ = write!(text, "\nstruct {} {{\n", config::struct_name(&spec.kernel));
+        for ConfigField { name, cuda_type, .. } in config::fields_of(&spec) {
+            let _ = writeln!(text, "    {cuda_type} {name};");
+        }
+        text.push_str("};\n");
+    }
+    text + "\n}  // namespace fa\n"
+}
+
+fn params_cuh() -> String {
+    let mut text =
+        format!("{NOTE}\n// What a kernel is told at launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
+    for ParamStruct { name, size, align, doc, fields } in params::declarations() {
+        text.push('\n');
+        comment(&mut text, "", doc);
+        let _ = writeln!(text, "struct {name} {{");
+        for field in &fields {
+            comment(&mut text, "    ", field.doc);
+            let _ = writeln!(text, "    {} {};", field.cuda_type, field.name);
+        }
+        text.push_str("};\n");
+        let _ = writeln!(text, "static_assert(sizeof({name}) == {size} && alignof({name}) == {align});");
+        for field in &fields {
+            let _ = writeln!(text, "static_assert(FA_OFFSETOF({name}, {}) == {});", field.name, field.offset);
+        }
+    }
+    text.push_str(
+        "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\
+         struct alignas(64) TensorMap {\n    unsigned long long opaque[16];\n};\n\n\
+         }  // namespace fa\n\n#undef FA_OFFSETOF\n",
+    );
+    text
+}
+
+fn comment(text: &mut String, indent: &str, lines: &[&str]) {
+    for line in lines {
+        let _ = writeln!(text, "{indent}//{line}");
+    }
+}

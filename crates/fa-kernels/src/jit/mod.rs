@@ -1,0 +1,15 @@
+//! From a spec to a cubin: the translation unit and its headers, the compiler, the cache, and what is compiled ahead.
+
+pub mod bundle;
+pub mod cache;
+mod code;
+pub(crate) mod codegen;
+pub(crate) mod compile;
+pub(crate) mod config;
+pub(crate) mod headers;
+mod nvrtc;
+pub mod params;
+pub(crate) mod report;
+pub mod ship;
+pub(crate) mod source;
+pub mod toolchain;

@@ -1,0 +1,169 @@
+//! Compiles a list of specs for their architectures and sets the plan beside what came out: `fa build`.
+
+use std::path::Path;
+
+use fa_core::{Arch, KernelSpec, ShippedSpec};
+use fa_planner::occupancy::Occupancy;
+use fa_planner::plan::account;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use crate::jit::bundle::{BundledKernel, MANIFEST, Manifest, source_hash};
+use crate::jit::cache::{Cache, hash};
+use crate::jit::compile::{Compiled, Compiler};
+use crate::jit::report::Report;
+use crate::jit::source::Source;
+use crate::{Error, Headers, atomic_file, smem_bytes};
+
+/// One spec for one architecture, as planned and as compiled.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The spec's name.
+    pub name: String,
+    /// The architecture.
+    pub arch: Arch,
+    /// Registers of a computing thread as predicted; 0 where the plan does not fit.
+    pub planned_registers: u32,
+    /// Registers of a thread that the plan allows.
+    pub register_limit: u32,
+    /// Dynamic shared memory in bytes. Planned and actual are one number: the unit asserts it.
+    pub smem: u32,
+    /// Blocks per SM that the plan counts on.
+    pub planned_blocks: u32,
+    /// Blocks per SM with the registers that the compiler took.
+    pub actual_blocks: u32,
+    /// What the compiler reported.
+    pub report: Report,
+    /// Bytes of the cubin.
+    pub cubin_bytes: usize,
+}
+
+/// A spec that does not ship.
+#[derive(Debug)]
+pub struct Failure {
+    /// The spec's name.
+    pub name: String,
+    /// The architecture.
+    pub arch: Arch,
+    /// Why: it does not fit, does not compile, spills, or lost what it was written for.
+    pub reason: String,
+}
+
+/// What came of a build.
+#[derive(Debug, Default)]
+pub struct Built {
+    /// What compiled cleanly within its plan, in the order of the specs.
+    pub rows: Vec<Row>,
+    /// What did not.
+    pub failures: Vec<Failure>,
+    /// The kernels, for [`write_bundle`]; in the order of `rows`.
+    kernels: Vec<(BundledKernel, Vec<u8>)>,
+}
+
+/// Compiles every spec for those of its architectures that are in `archs` (all, when empty), on all cores.
+/// `progress` is called after each kernel, from any thread.
+///
+/// # Errors
+/// [`Error::BadCompiler`] when the compiler cannot be used at all. A spec that fails is a [`Failure`], not an error.
+pub fn build(
+    specs: &[ShippedSpec],
+    archs: &[Arch],
+    compiler: &Compiler,
+    cache: &Cache,
+    headers: &Headers,
+    progress: &(dyn Fn(&KernelSpec, Arch) + Sync),
+) -> Result<Built, Error> {
+    compiler.version()?;
+    let wanted = |arch: &Arch| archs.is_empty() || archs.contains(arch);
+    let jobs: Vec<(&KernelSpec, Arch)> = specs
+        .iter()
+        .flat_map(|shipped| shipped.archs.iter().copied().filter(wanted).map(|arch| (&shipped.spec, arch)))
+        .collect();
+    let results: Vec<Result<One, Failure>> = jobs
+        .par_iter()
+        .map(|&(spec, arch)| {
+            let result = build_one(spec, arch, compiler, cache, headers);
+            progress(spec, arch);
+            result.map_err(|reason| Failure { name: spec.to_string(), arch, reason })
+        })
+        .collect();
+    let mut built = Built::default();
+    for result in results {
+        match result {
+            Ok(One { row, kernel, cubin }) => {
+                built.rows.push(row);
+                built.kernels.push((kernel, cubin));
+            }
+            Err(failure) => built.failures.push(failure),
+        }
+    }
+    Ok(built)
+}
+
+struct One {
+    row: Row,
+    kernel: BundledKernel,
+    cubin: Vec<u8>,
+}
+
+fn build_one(
+    spec: &KernelSpec,
+    arch: Arch,
+    compiler: &Compiler,
+    cache: &Cache,
+    headers: &Headers,
+) -> Result<One, String> {
+    compiler.check_arch(arch).map_err(|e| e.to_string())?;
+    let plan = account(spec, arch).map_err(|reason| format!("does not fit {arch}: {reason}"))?;
+    let smem = smem_bytes(spec);
+    let source = Source::new(spec, arch, Some(smem), headers).map_err(|e| e.to_string())?;
+    let compiled = cache.get(compiler, spec, &source).map_err(|e| e.to_string())?;
+    let Compiled { cubin, report, .. } = &*compiled;
+    let blocks = Occupancy::of(arch.limits(), smem, report.registers, spec.threads()).blocks();
+    if blocks < plan.blocks_per_sm {
+        return Err(format!(
+            "{} registers leave {blocks} blocks per SM on {arch}, the plan counts on {}",
+            report.registers, plan.blocks_per_sm
+        ));
+    }
+    let row = Row {
+        name: spec.to_string(),
+        arch,
+        planned_registers: plan.regs.total,
+        register_limit: plan.regs.limit,
+        smem,
+        planned_blocks: plan.blocks_per_sm,
+        actual_blocks: blocks,
+        report: report.clone(),
+        cubin_bytes: cubin.len(),
+    };
+    let kernel = BundledKernel {
+        name: row.name.clone(),
+        spec: spec.clone(),
+        arch,
+        file: format!("{arch}/{}.cubin", row.name),
+        cubin_sha256: hash(&[cubin]),
+        source: source_hash(&source),
+        smem,
+        report: report.clone(),
+    };
+    Ok(One { row, kernel, cubin: cubin.clone() })
+}
+
+/// Writes the cubins of a build, `ARCH/NAME.cubin`, and then the manifest into `folder`, each in one step.
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn write_bundle(built: &Built, compiler: &Compiler, folder: &Path) -> Result<Manifest, Error> {
+    for (kernel, cubin) in &built.kernels {
+        let file = folder.join(&kernel.file);
+        atomic_file::write(&file, cubin)?;
+    }
+    let kernels = built.kernels.iter().map(|(kernel, _)| kernel.clone()).collect();
+    let manifest = Manifest { compiler: compiler.version()?, kernels };
+    let text = ron::ser::to_string_pretty(&manifest, Default::default())
+        .expect("plain structs of numbers and names always serialise");
+    let path = folder.join(MANIFEST);
+    atomic_file::write(&path, text.as_bytes())?;
+    Ok(manifest)
+}

@@ -1,0 +1,174 @@
+//! From a spec to a translation unit: an include, the config, and the entry.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use fa_core::{Arch, Kernel, KernelSpec};
+
+use crate::jit::code;
+use crate::jit::config;
+use crate::{Error, Headers};
+
+/// The name of every unit's entry function.
+pub const ENTRY: &str = "fa_kernel";
+
+/// The further entries of a backward's unit: before the kernel, after it, and after it where several blocks share a tile of dK.
+pub const BACKWARD_ENTRIES: [&str; 3] = ["fa_prepare", "fa_finish", "fa_finish_kv"];
+
+/// Threads of a block of the further entries.
+pub const SMALL_THREADS: u32 = 256;
+
+/// All that a compiler is given, except its flags.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Source {
+    /// The translation unit.
+    pub unit: String,
+    /// The headers that it reaches, `(name, text)`, ordered by name.
+    pub headers: Vec<(String, String)>,
+    /// The target, as in `--gpu-architecture=`: `sm_90a`, `sm_86`, ...
+    pub target: String,
+}
+
+impl Source {
+    /// The source of `spec` for `arch`. With `smem_bytes`, the unit asserts that the kernel's shared storage has that
+    /// size, so that a plan that accounts differently from the kernel does not compile.
+    ///
+    /// # Errors
+    /// What [`KernelSpec::check`] and [`KernelSpec::check_arch`] find, and [`Error::MissingHeader`].
+    pub fn new(
+        spec: &KernelSpec,
+        arch: Arch,
+        smem_bytes: Option<u32>,
+        headers: &Headers,
+    ) -> Result<Source, Error> {
+        spec.check()?;
+        spec.check_arch(arch)?;
+        let unit = unit(spec, smem_bytes);
+        let headers = headers
+            .reachable(&unit)?
+            .into_iter()
+            .map(|(name, text)| (name.to_owned(), text.to_owned()))
+            .collect();
+        Ok(Source { unit, headers, target: target(spec, arch) })
+    }
+
+    /// A hash (SHA-256 in hex) of the code of the unit and of every header that it reaches, by which records of
+    /// validations and measurements show whether a kernel has changed since. Comments, white space and the target do not
+    /// count; the headers' names do.
+    pub fn fingerprint(&self) -> String {
+        let mut parts = vec![code::canonical(&self.unit)];
+        for (name, text) in &self.headers {
+            parts.extend([name.clone(), code::canonical(text)]);
+        }
+        let parts: Vec<&[u8]> = parts.iter().map(String::as_bytes).collect();
+        crate::jit::cache::hash(&parts)
+    }
+
+    /// Writes the unit as `kernel.cu` and the headers beside it, as nvcc needs them.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write(&self, folder: &Path) -> Result<(), Error> {
+        let unit = [("kernel.cu".to_owned(), self.unit.clone())];
+        for (name, text) in self.headers.iter().chain(&unit) {
+            let path = folder.join(name);
+            let parent = path.parent().unwrap_or(folder);
+            std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, e))?;
+            std::fs::write(&path, text).map_err(|e| Error::io(&path, e))?;
+        }
+        Ok(())
+    }
+}
+
+/// The architecture-specific target (`a`) only where the kernel needs it: its code runs on no other architecture.
+fn target(spec: &KernelSpec, arch: Arch) -> String {
+    let (major, minor) = arch.compute_capability();
+    let suffix = match spec.kernel {
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => "",
+        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => "a",
+    };
+    format!("sm_{major}{minor}{suffix}")
+}
+
+fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
+    let name = spec.kernel.name();
+    let (header, min_blocks, cluster, maps): (_, _, _, &[&str]) = match &spec.kernel {
+        Kernel::Sm80Fwd(kernel) => ("sm80/fwd.cuh", kernel.blocks_per_sm, 1, &[]),
+        // setmaxnreg is ignored unless the bound of one block per SM is written out.
+        Kernel::Sm90Fwd(kernel) => ("sm90/fwd.cuh", 1, kernel.cluster_m, &["tma_q", "tma_k", "tma_v"]),
+        Kernel::Sm80Bwd(kernel) => ("sm80/bwd.cuh", kernel.blocks_per_sm, 1, &[]),
+        Kernel::Sm90Bwd(_) => ("sm90/bwd.cuh", 1, 1, &["tma_q", "tma_k", "tma_v", "tma_do"]),
+    };
+    let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
+    let mut text = format!("// {spec}\n#include \"{header}\"\n\nusing namespace fa;\n\n");
+    let _ = writeln!(text, "constexpr {} config{{", config::struct_name(&spec.kernel));
+    for field in config::fields_of(spec) {
+        let _ = writeln!(text, "    .{} = {},", field.name, field.literal);
+    }
+    text.push_str("};\n\n");
+    if let Some(bytes) = smem_bytes {
+        let _ = writeln!(
+            text,
+            "template <int kernel_bytes, int planned_bytes>\nconstexpr bool same_smem = kernel_bytes == planned_bytes;\n\
+             static_assert(same_smem<{name}_smem_bytes<config>, {bytes}>, \"shared memory differs from the plan\");\n"
+        );
+    }
+    let cluster = if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };
+    let bounds = format!("__launch_bounds__({}, {min_blocks})", spec.threads());
+    let _ = write!(
+        text,
+        "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {params} params"
+    );
+    for map in maps {
+        let _ = write!(text, ",\n          const __grid_constant__ TensorMap {map}");
+    }
+    let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
+    let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
+    if spec.kernel.is_backward() {
+        let [prepare, finish, finish_kv] = BACKWARD_ENTRIES;
+        let body = |entry: &str, function: String| {
+            format!(
+                "\nextern \"C\" __global__ void __launch_bounds__({SMALL_THREADS})\n\
+                 {entry}(const __grid_constant__ BwdParams params) {{\n    {function}<config>(params);\n}}\n"
+            )
+        };
+        text.push_str(&body(prepare, "bwd_prepare".into()));
+        text.push_str(&body(finish, format!("{name}_finish")));
+        text.push_str(&body(finish_kv, format!("{name}_finish_kv")));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fingerprint_is_of_the_code_alone() {
+        let source = |unit: &str, header: &str| Source {
+            unit: unit.to_owned(),
+            headers: vec![("a.cuh".to_owned(), header.to_owned())],
+            target: "sm_90a".to_owned(),
+        };
+        let unit = "// spec\n#include \"a.cuh\"\nvoid f() { g(1); }\n";
+        let header = "#pragma once\n// Adds.\nvoid g(int a);\n";
+        let fingerprint = source(unit, header).fingerprint();
+        let same = source(
+            "#include \"a.cuh\"\n\nvoid f() {\n    g(1);  // one\n}",
+            "#pragma once\nvoid g( int a );",
+        );
+        assert_eq!(fingerprint, same.fingerprint());
+        assert_eq!(
+            fingerprint,
+            Source { target: "sm_100a".to_owned(), ..source(unit, header) }.fingerprint()
+        );
+        for other in [
+            source(&unit.replace('1', "2"), header),
+            source(unit, &header.replace("int", "long")),
+            source(unit, &header.replace("#pragma once\n// Adds.\n", "#pragma once ")),
+            Source { headers: vec![("b.cuh".to_owned(), header.to_owned())], ..source(unit, header) },
+        ] {
+            assert_ne!(fingerprint, other.fingerprint(), "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! The panels of the backward's operands in shared memory.
+//!
+//! A tile of 16-bit elements is stored in panels of 64, 32 or 16 columns, whose bytes are the swizzle (128, 64 or 32). Where a
+//! product reads a tile along its columns and shares them out to warp groups, no panel may straddle two shares. The copy
+//! engine brings a panel row by row, so that narrow ones keep it busy for longer: layouts that are alike in the guide's count
+//! of bytes come to differ by a fifth.
+
+use fa_core::Sm90Bwd;
+
+use crate::HeadDims;
+
+/// Columns of a panel of each operand; the kernel's `BwdLayout` has the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BwdPanels {
+    /// Q, which dK reads across.
+    pub q: u32,
+    /// K, which dQ reads across.
+    pub k: u32,
+    /// V, which no product reads across.
+    pub v: u32,
+    /// dO, which dV reads across.
+    pub dout: u32,
+}
+
+/// The widest panel that divides `columns`, a multiple of 16.
+pub const fn widest(columns: u32) -> u32 {
+    if columns.is_multiple_of(64) {
+        64
+    } else if columns.is_multiple_of(32) {
+        32
+    } else {
+        16
+    }
+}
+
+impl BwdPanels {
+    /// The panels of a kernel that has been checked.
+    pub fn of(dims: HeadDims, kernel: &Sm90Bwd) -> BwdPanels {
+        let HeadDims { head_dim, head_dim_v } = dims;
+        // Warp groups that do not lie along the other side of a product share out these columns, unless it is transposed.
+        let across = |columns: u32, swap: bool, atoms: u32| {
+            let share = if swap { columns } else { columns * atoms / kernel.num_wg };
+            widest(columns).min(widest(share))
+        };
+        let dkv = |columns| across(columns, kernel.dkv_swap_ab, kernel.atom_layout_n_dkv);
+        BwdPanels {
+            q: dkv(head_dim),
+            k: across(head_dim, kernel.dq_swap_ab, kernel.atom_layout_m_dq),
+            v: widest(head_dim_v),
+            dout: dkv(head_dim_v),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guide::bwd;
+    use crate::guide::candidates::BwdSpec;
+    use crate::kernels::sm90_bwd::candidates::kernel_of;
+
+    fn panels(dims: HeadDims, spec: &BwdSpec) -> BwdPanels {
+        BwdPanels::of(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))
+    }
+
+    #[test]
+    fn a_panel_lies_within_one_share() {
+        let plain = BwdSpec {
+            tile_m: 64,
+            tile_n: 128,
+            num_wg: 2,
+            sdp_swap_ab: false,
+            dkv_swap_ab: false,
+            dq_swap_ab: false,
+            atom_layout_m_sdp: 1,
+            atom_layout_n_dkv: 1,
+            atom_layout_m_dq: 1,
+        };
+        // 48 columns of a head dim of 96 are left to a warp group; 64 of 128.
+        let hd96 = HeadDims { head_dim: 96, head_dim_v: 96 };
+        assert_eq!(panels(hd96, &plain), BwdPanels { q: 16, k: 16, v: 32, dout: 16 });
+        let hd128 = HeadDims { head_dim: 128, head_dim_v: 128 };
+        assert_eq!(panels(hd128, &plain), BwdPanels { q: 64, k: 64, v: 64, dout: 64 });
+        let by_rows = BwdSpec { atom_layout_n_dkv: 2, ..plain };
+        assert_eq!(panels(hd96, &by_rows), BwdPanels { q: 32, k: 16, v: 32, dout: 32 });
+    }
+}

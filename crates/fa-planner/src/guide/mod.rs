@@ -1,0 +1,19 @@
+//! SM90 (Hopper): the tuning guide's model of tiles and matrix products, and the exact account beside it.
+//!
+//! The model is that of the published "SM90 Block Size Tuning Guide": [`candidates`] enumerates, [`fwd::check`] and
+//! [`bwd::check`] judge, [`rank`] orders, [`search()`](search::search) runs all three. It knows tensor buffers and
+//! accumulators only; [`account`](crate::account) and [`account`] add up what a kernel really declares.
+
+pub mod account;
+pub mod bwd;
+pub mod candidates;
+pub mod fwd;
+pub mod mma;
+pub mod mode;
+pub mod rank;
+pub mod regs;
+pub mod reject;
+pub mod search;
+pub mod smem;
+pub mod traffic;
+pub mod why;

@@ -1,0 +1,87 @@
+//! The time of an SM80-class backward: as the SM90 one's, by mma.sync, whose operands all pass through ldmatrix, in as many blocks as an SM holds.
+
+use fa_core::spec::TileOrder;
+use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm80Bwd};
+
+use crate::kernels::sm80_bwd::candidates::{bytes_read, registers, smem};
+use crate::occupancy::{Occupancy, WARP};
+
+use crate::cost::{Cost, CostConstants, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::{Queue, TileClass, Work};
+use crate::kernels::sm90_bwd::cost::{Launches, head_splits};
+
+/// Registers of a thread that the compiler takes for each panel of 64 columns after a tile's first one, where there are any left.
+const PANEL_REGISTERS: u32 = 20;
+
+/// Blocks that an SM holds: at least those that the launch bounds promise, and more where there is room.
+fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
+    let regs = registers(spec, kernel, arch);
+    let panels = spec.head_dim.max(spec.head_dim_v).div_ceil(64);
+    let taken = (regs.total + PANEL_REGISTERS * (panels - 1)).min(regs.limit);
+    let bytes = smem(spec, kernel).total;
+    Occupancy::of(arch.limits(), bytes, taken, WARP * kernel.num_warps).blocks().max(kernel.blocks_per_sm)
+}
+
+/// Predicts the backward of `problem` by `kernel`, the launches before and after it included. Clocks of a step are those in which each
+/// block on an SM makes one.
+pub(crate) fn predict(
+    problem: &Problem,
+    spec: &KernelSpec,
+    kernel: &Sm80Bwd,
+    arch: Arch,
+    c: &CostConstants,
+) -> Cost {
+    let limits = arch.limits();
+    let [tile_m, tile_n, warps] = [kernel.tile_m, kernel.tile_n, kernel.num_warps].map(f64::from);
+    let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
+    let scores = tile_m * tile_n;
+    let sms = f64::from(limits.sms);
+    let splits = head_splits(problem, kernel.tile_n, kernel.deterministic, limits.sms);
+    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, splits);
+    let resident = resident_blocks(&work, blocks(spec, kernel, arch), limits);
+
+    let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;
+    let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;
+    // Operands and P, read; P (with a soft cap twice) and dS stored; Q and dO copied in.
+    let loads = 2.0 * tile_m * (hd + hdv);
+    let stored = if spec.softcap { 6.0 } else { 4.0 } * scores;
+    let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
+    let smem = bytes / limits.smem_bytes;
+    let (cap_mufu, cap_ops) = if spec.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.sm80_bwd_ops + cap_ops);
+    let per_scheduler = resident * warps / 4.0;
+    // A scheduler with a single warp has nothing to issue while that one waits for its products or for the other group.
+    let alone = (2.0 / per_scheduler).max(1.0).powf(c.sm80_bwd_alone);
+    // With few warps little runs beside a product but its own loads.
+    let exponent = 1.0 + c.sm80_overlap * per_scheduler / (per_scheduler + 2.0);
+    let exposed = c.sm80_step
+        // The wait for the next Q is one for the next dO as well.
+        + if kernel.q_stages == 2 && kernel.do_stages == 2 { c.sm80_bwd_wait } else { 0.0 }
+        + if kernel.deterministic { c.bwd_turn } else { 0.0 };
+    let step = overlap([resident * tensor * alone, resident * exp, resident * smem], exponent) + exposed;
+
+    let mask = resident * scores * c.mask_ops / f32_lanes(limits);
+    let length = |class: &TileClass| c.sm80_bwd_block + class.steps * step + class.masked * mask;
+    let queue = match (spec.mask, kernel.tile_order) {
+        (MaskKind::Full, _) => Queue::Fixed,
+        (_, TileOrder::LongestFirst) => Queue::LongestFirst,
+        (_, TileOrder::Natural) => Queue::ShortestFirst,
+    };
+    let (total, end) = work.makespan(sms * resident, queue, length);
+    // As in the SM90 backward: small tiles of keys read Q and dO and add to dQ the more often.
+    let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0);
+    let l2 = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency * limits.clock_ghz * 1e9 * c.clock);
+    let cost = Launches {
+        tensor,
+        exp,
+        smem,
+        l2,
+        exposed: exposed / resident,
+        total: total / resident,
+        end,
+        work: &work,
+        flops_per_step: 2.0 * scores * (3.0 * hd + 2.0 * hdv),
+    }
+    .cost(problem, [hd, hdv], limits, c);
+    Cost { slots: sms * resident, ..cost }
+}

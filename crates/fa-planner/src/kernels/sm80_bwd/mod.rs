@@ -1,0 +1,4 @@
+//! The SM80-class backward: mma.sync, cp.async and ldmatrix, on every architecture from 8.0 on.
+
+pub mod candidates;
+pub mod cost;

@@ -1,0 +1,3 @@
+//! The SM80-class forward: mma.sync, cp.async and ldmatrix, on every architecture from 8.0 on.
+
+pub mod candidates;

@@ -1,0 +1,5 @@
+//! The SM90 backward: wgmma and TMA.
+
+pub mod account;
+pub mod candidates;
+pub mod cost;

@@ -1,0 +1,145 @@
+//! Candidates and register account of the SM90 forward, as the planner offers them for a problem.
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
+
+use crate::smem;
+
+use crate::account::{Registers, SetMaxNReg};
+
+/// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
+pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// Keys per step that are tried.
+pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
+
+/// Powers of 2 by which weights may outgrow the reference maximum: far from the limits of f16 weights and of f32 sums, and
+/// rarely reached after the first block of keys.
+pub const RESCALE_THRESHOLD: u32 = 8;
+
+/// The registers that setmaxnreg gives each role, by number of MMA warp groups (1, 2, 3): FlashAttention-3's split.
+pub const SETMAXNREG: [SetMaxNReg; 3] = [
+    SetMaxNReg { mma: 256, producer: 56 },
+    SetMaxNReg { mma: 240, producer: 24 },
+    SetMaxNReg { mma: 160, producer: 32 },
+];
+
+/// Registers beside the accumulators, by number of MMA warp groups: the tuning guide's overheads (24 and 32); one group
+/// alone has the compiler's limit of 255 above the same 24.
+const OVERHEAD: [u32; 3] = [24, 24, 32];
+
+/// The same where P is a register operand without overlap. A correction to the guide, which counts no P there: the compiler
+/// cannot have S and P share registers while their products run (C7511, C7512), and with P counted the line between what it
+/// builds and what it does not is here for two groups (212 of 240) as for three (132 of 160).
+const OVERHEAD_IN_TURN: u32 = 28;
+
+/// Accumulator registers per thread that are live at once: S, O and P as a register operand. A P that goes through shared memory is stored piece by piece as it is converted and never live as a whole:
+/// this is where the exact account allows more than the guide's (192 x 192 at head dim 64, which FlashAttention-3 ships).
+pub fn accumulators(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
+    let (s, p, o) = parts(spec, kernel);
+    s + p + o
+}
+
+/// S, P and O registers per thread: a warp group holds 64 rows over 128 threads.
+fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
+    let s = kernel.tile_n / 2;
+    let p = if kernel.pv_is_rs { kernel.tile_n / 4 } else { 0 };
+    (s, p, spec.head_dim_v / 2)
+}
+
+/// Predicted registers of an MMA thread and their limit.
+pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
+    let (s, p, o) = parts(spec, kernel);
+    let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
+    let split = SETMAXNREG[group];
+    let other = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
+    Registers {
+        s,
+        p,
+        o,
+        q: 0,
+        other,
+        total: s + p + o + other,
+        // 256 is what the allocation allows; an instruction can name 255.
+        limit: split.mma.min(255),
+        setmaxnreg: Some(split),
+    }
+}
+
+/// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by measurement on an H100.
+///
+/// In order: warp groups, keys per step, P from registers or not, intra-warp-group overlap or not, heads of a group apart or packed.
+pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
+    let (mask, softcap, dtype) = (MaskKind::of(&problem.mask), problem.softcap.is_some(), problem.dtype);
+    let problem = *problem;
+    // Equal tiles are shared out beforehand; unequal ones are drawn, the longest first.
+    let (scheduler, tile_order) = if mask == MaskKind::Full {
+        (Scheduler::Static, TileOrder::Natural)
+    } else {
+        (Scheduler::Dynamic, TileOrder::LongestFirst)
+    };
+    let switches = [(true, true), (true, false), (false, true), (false, false)];
+    (1..=3u32)
+        .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
+        .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
+        .flat_map(move |(tile, switch)| {
+            packings(&problem, 64 * tile.0).iter().map(move |&pack_gqa| (tile, switch, pack_gqa))
+        })
+        .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg), pack_gqa)| {
+            let tile_m = 64 * num_wg;
+            let kernel = Sm90Fwd {
+                tile_m,
+                tile_n,
+                num_wg,
+                pv_is_rs,
+                overlap_wg,
+                q_stages: 2,
+                kv_stages: 2,
+                ping_pong: if overlap_wg { num_wg >= 2 } else { num_wg == 2 },
+                scheduler,
+                tile_order,
+                cluster_m: 1,
+                exp_poly_of_16: 0,
+                rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
+                pack_gqa,
+            };
+            with_room_for_q(KernelSpec {
+                dtype,
+                head_dim,
+                head_dim_v,
+                mask,
+                softcap,
+                kernel: Kernel::Sm90Fwd(kernel),
+            })
+        })
+}
+
+/// Whether to lay the heads of a group together in a tile. It pays where their rows fill fewer tiles together than one by one; in a
+/// window also where the fewer queries of a tile see fewer keys together, so that both ways are tried there. A tile holds whole
+/// groups, since the copy engine loads a box of (group, queries).
+fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
+    let (group, tile_m) = (problem.group_size(), tile_m as usize);
+    let tiles = |rows: usize| rows.div_ceil(tile_m);
+    if group == 1 || !tile_m.is_multiple_of(group) {
+        &[false]
+    } else if MaskKind::of(&problem.mask) == MaskKind::Window {
+        &[false, true]
+    } else if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) {
+        &[true]
+    } else {
+        &[false]
+    }
+}
+
+/// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads under this one.
+fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
+    let fits = |spec: &KernelSpec| {
+        smem::sm90_fwd_smem(spec).is_some_and(|plan| plan.total <= Arch::Sm90.limits().smem_per_block)
+    };
+    if !fits(&spec)
+        && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel
+    {
+        kernel.q_stages = 1;
+    }
+    spec
+}

@@ -1,0 +1,167 @@
+//! "Why not?": what became of the candidates with given values, as in `fa plan --why tile_n=192,num_wg=2`.
+
+use fa_core::KernelSpec;
+use serde::Serialize;
+
+use crate::plan::{Plan, PlanSet, RejectedSpec, field};
+
+/// The candidates that a query selects.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Why {
+    /// The query.
+    pub query: String,
+    /// Those that fit, with their rank (1 is the best of all) and their time as a multiple of the best's.
+    pub feasible: Vec<Ranked>,
+    /// Those that do not, with the reason.
+    pub rejected: Vec<RejectedSpec>,
+}
+
+/// A plan with its place.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Ranked {
+    /// 1 for the best of all.
+    pub rank: usize,
+    /// Predicted time as a multiple of the best's.
+    pub slowdown: f64,
+    /// The plan.
+    pub plan: Plan,
+}
+
+/// What is wrong with a query.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WhyError {
+    /// Not of the form `field=value`.
+    #[error("'{0}' is not of the form field=value[,field=value...]: for example tile_n=192,num_wg=2")]
+    Syntax(String),
+    /// No kernel that was tried has the field.
+    #[error("no kernel has a field '{name}': use {known}")]
+    Field {
+        /// The field.
+        name: String,
+        /// Those that there are.
+        known: String,
+    },
+    /// No kernel that was tried has the value.
+    #[error("no kernel with {name} = {value} is tried: there are {tried}")]
+    Value {
+        /// The field.
+        name: String,
+        /// The value.
+        value: String,
+        /// Those that are tried.
+        tried: String,
+    },
+    /// Every value is tried, but never together.
+    #[error("no kernel with {0} is tried: these values do not go together")]
+    Combination(String),
+}
+
+/// Fields that a query may name.
+const FIELDS: [&str; 25] = [
+    "tile_m",
+    "tile_n",
+    "num_wg",
+    "pv_is_rs",
+    "overlap_wg",
+    "q_stages",
+    "kv_stages",
+    "ping_pong",
+    "pack_gqa",
+    "num_warps",
+    "stages",
+    "q_in_regs",
+    "blocks_per_sm",
+    "do_stages",
+    "pds_stages",
+    "sdp_swap_ab",
+    "dkv_swap_ab",
+    "dq_swap_ab",
+    "atom_layout_m_sdp",
+    "atom_layout_n_dkv",
+    "atom_layout_m_dq",
+    "mma_dkv_is_rs",
+    "dq_via_smem",
+    "dq_slices",
+    "dq_first",
+];
+
+/// What became of the candidates for which every `field=value` of `query` holds.
+///
+/// # Errors
+/// [`WhyError`] where the query cannot be read or selects nothing.
+pub fn why(set: &PlanSet, query: &str) -> Result<Why, WhyError> {
+    let conditions = query
+        .split(',')
+        .map(|part| match part.split_once('=') {
+            Some((name, value)) if !name.trim().is_empty() && !value.trim().is_empty() => {
+                Ok((name.trim().replace('-', "_"), value.trim()))
+            }
+            _ => Err(WhyError::Syntax(part.to_owned())),
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    for (name, value) in &conditions {
+        let values = tried(set, name);
+        if values.is_empty() {
+            let known: Vec<&str> = FIELDS.into_iter().filter(|name| !tried(set, name).is_empty()).collect();
+            return Err(WhyError::Field { name: name.clone(), known: known.join(", ") });
+        }
+        if !values.iter().any(|tried| tried == value) {
+            return Err(WhyError::Value {
+                name: name.clone(),
+                value: (*value).into(),
+                tried: values.join(", "),
+            });
+        }
+    }
+    let selects =
+        |spec: &KernelSpec| conditions.iter().all(|(name, v)| field(spec, name).as_deref() == Some(v));
+    let best = set.plans.first().map_or(0.0, |plan| plan.cost.seconds);
+    let feasible: Vec<Ranked> = set
+        .plans
+        .iter()
+        .enumerate()
+        .filter(|(_, plan)| selects(&plan.spec))
+        .map(|(i, plan)| Ranked { rank: i + 1, slowdown: plan.cost.seconds / best, plan: plan.clone() })
+        .collect();
+    let rejected: Vec<RejectedSpec> = set.rejected.iter().filter(|r| selects(&r.spec)).cloned().collect();
+    if feasible.is_empty() && rejected.is_empty() {
+        return Err(WhyError::Combination(query.to_owned()));
+    }
+    Ok(Why { query: query.to_owned(), feasible, rejected })
+}
+
+/// The values of a field over all that was tried, in ascending order of numbers.
+fn tried(set: &PlanSet, name: &str) -> Vec<String> {
+    let specs = set.plans.iter().map(|p| &p.spec).chain(set.rejected.iter().map(|r| &r.spec));
+    let mut values: Vec<String> = specs.filter_map(|spec| field(spec, name)).collect();
+    values.sort_by_key(|value| (value.parse::<u32>().unwrap_or(0), value.clone()));
+    values.dedup();
+    values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{PlanOptions, explore};
+    use fa_core::{Arch, Dtype, Mask, Problem};
+
+    #[test]
+    fn queries_select_and_say_what_else_there_is() {
+        let problem = Problem::square(4, 4096, 16, 256, Mask::CAUSAL, Dtype::Bf16);
+        let set = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("candidates");
+        let found = why(&set, "tile_n=192").expect("tried");
+        assert!(found.feasible.is_empty() && found.rejected.len() == 12, "{found:?}");
+        let found = why(&set, "tile-n=64, num_wg=2").expect("tried");
+        assert!(found.feasible.iter().all(|r| r.slowdown >= 1.0 && r.plan.spec.tile() == (128, 64)));
+        for (query, part) in [
+            ("tile_n", "form"),
+            ("tile_n=", "form"),
+            ("tile_o=3", "tile_m, tile_n, num_wg"),
+            ("tile_n=72", "64, 80, 96"),
+            ("num_wg=2,tile_m=192", "together"),
+        ] {
+            let error = why(&set, query).expect_err(query).to_string();
+            assert!(error.contains(part), "{query}: {error}");
+        }
+    }
+}
