@@ -146,9 +146,10 @@ fn measure(
 }
 
 /// Where no shape can be measured, as against one that no kernel computes.
-fn error_is_fatal(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Mismatch, Plan, Refused};
-    !matches!(error, Plan(_) | Mismatch { .. } | Refused { .. })
+fn error_is_fatal(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{Kernels, Plan};
+    use fa_kernels::Error::{Mismatch, Refused, SharedMemory};
+    !matches!(error, Plan(_) | Kernels(Mismatch { .. } | Refused { .. } | SharedMemory { .. }))
 }
 
 /// The kernel of `spec` for its own pass.
@@ -174,14 +175,12 @@ pub fn bind(
 }
 
 /// The kernels that run a shape: those given that compute it, or the library's choice.
-fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa_kernels::Error> {
+fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa_attn::Error> {
     if job.specs.is_empty() {
-        let kernels = &device.kernels;
-        let pass = match (job.backward, job.family) {
-            (None, None) => Pass::Forward(kernels.forward(problem)?),
-            (None, Some(family)) => Pass::Forward(kernels.forward_of(problem, family)?),
-            (Some(options), None) => Pass::Backward(kernels.backward(problem, options)?),
-            (Some(options), Some(family)) => Pass::Backward(kernels.backward_of(problem, options, family)?),
+        let gpu = device.gpu();
+        let pass = match job.backward {
+            None => Pass::Forward(gpu.forward(problem, job.family)?),
+            Some(options) => Pass::Backward(gpu.backward(problem, options.deterministic, job.family)?),
         };
         return Ok(vec![pass]);
     }
@@ -191,11 +190,11 @@ fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa
         match bind(device, problem, spec, job.backward.is_some()) {
             Ok(pass) => found.push(pass),
             Err(error @ fa_kernels::Error::Mismatch { .. }) => mismatch = Some(error),
-            Err(error) => return Err(error),
+            Err(error) => return Err(error.into()),
         }
     }
     match mismatch {
-        Some(error) if found.is_empty() => Err(error),
+        Some(error) if found.is_empty() => Err(error.into()),
         _ => Ok(found),
     }
 }

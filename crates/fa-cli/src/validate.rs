@@ -16,8 +16,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use fa_attn::tune;
 use fa_core::Arch;
-use fa_kernels::tune;
 use fa_planner::plan::{Family, account};
 use serde::Serialize;
 

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use fa_attn::tune;
 use fa_core::{Arch, KernelSpec};
-use fa_kernels::tune;
 use serde::Serialize;
 
 use crate::contest::Times;

@@ -143,8 +143,8 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
 
 #[cfg(test)]
 mod tests {
+    use fa_attn::tune;
     use fa_core::{Dtype, Mask};
-    use fa_kernels::tune;
 
     use super::*;
 

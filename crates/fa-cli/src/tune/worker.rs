@@ -6,8 +6,8 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use anyhow::Context;
+use fa_attn::tune;
 use fa_core::{KernelSpec, Problem};
-use fa_kernels::tune;
 use serde::{Deserialize, Serialize};
 
 use crate::bench_gpu::bind;

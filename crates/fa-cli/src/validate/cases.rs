@@ -2,9 +2,9 @@
 
 mod backward;
 
+use fa_attn::tune;
 use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
-use fa_kernels::tune;
 use fa_planner::plan::BackwardOptions;
 
 use crate::cuda::{Half, Inputs, Place, shapes};

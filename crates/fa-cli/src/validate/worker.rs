@@ -147,6 +147,7 @@ struct Found {
 
 fn is_refused(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Error::Refused { .. }))
+        || matches!(error.downcast_ref(), Some(fa_attn::Error::Kernels(Error::Refused { .. })))
 }
 
 /// Inputs and oracle of a case.
@@ -209,13 +210,13 @@ impl Worker {
         }
     }
 
-    fn forward(&self, case: &Case) -> Result<Forward, Error> {
+    fn forward(&self, case: &Case) -> Result<Forward, fa_attn::Error> {
         // The forward before a backward is the library's own.
         let own = case.kernel.as_ref().filter(|_| case.backward.is_none()).map(|named| &named.spec);
         if own.is_some() || case.backward.is_some() || self.is_native() {
             return self.device.forward(&case.problem, own);
         }
-        self.device.kernels.forward_of(&case.problem, self.family)
+        self.device.gpu().forward(&case.problem, Some(self.family))
     }
 
     /// Whether the library's own choice is of the family that is validated.
