@@ -3,16 +3,14 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fa_core::{Dtype, KernelSpec, Problem};
+use fa_core::{Dtype, Family, KernelSpec, Problem};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{TensorMut, check, reference};
-use fa_planner::plan::Family;
 use serde::Serialize;
 
 use crate::device::{Bound, Gpu};
 use crate::engine::Cpu;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
-use crate::tune;
 use crate::{Element, Error, Pass};
 
 /// A pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
@@ -123,7 +121,7 @@ impl Call {
         Report {
             backend,
             kernel: spec.map(KernelSpec::to_string),
-            family: spec.map(tune::family),
+            family: spec.map(|spec| spec.kernel.family()),
             isa,
             threads,
             gpu,

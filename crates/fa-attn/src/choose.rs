@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use fa_core::{KernelSpec, Problem};
+use fa_core::{Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{Family, PlanError, PlanOptions, Reason, plan, serves};
+use fa_planner::plan::{PlanError, PlanOptions, Reason, plan, serves};
 
-use crate::tune::{self, Tables};
-use crate::{Error, Pass};
+use crate::Error;
+use crate::tune::Tables;
 
 /// Choices that are remembered at the most, some 4 MB: lengths that never come again must not fill the memory of a server.
 const REMEMBERED: usize = 4096;
@@ -67,7 +67,7 @@ impl Chooser {
         if let Err(Reason::Problem { field, have, need }) = serves(problem, &spec) {
             return Err(fa_kernels::Error::Mismatch { what: field, kernel: have, problem: need }.into());
         }
-        let pass = tune::pass(&spec);
+        let pass = spec.kernel.pass();
         self.choices().prefer(key(problem, None, pass), spec);
         Ok(())
     }
@@ -108,8 +108,7 @@ fn planned<P>(
 ) -> Result<(P, KernelSpec), Error> {
     let mut first_error = None;
     for &family in families {
-        let options =
-            PlanOptions { family: Some(family), backward: pass.options(), ..PlanOptions::default() };
+        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
         let plans = match plan(problem, kernels.arch(), &options) {
             Ok(plans) => plans,
             Err(error) => {
@@ -156,7 +155,9 @@ fn bundled<P>(
     let arch = kernels.arch();
     let constants = CostConstants::of(arch);
     let suits = |spec: &&KernelSpec| {
-        families.contains(&tune::family(spec)) && tune::pass(spec) == pass && serves(problem, spec).is_ok()
+        families.contains(&spec.kernel.family())
+            && spec.kernel.pass() == pass
+            && serves(problem, spec).is_ok()
     };
     let spec = Bundle::embedded()
         .specs(arch)

@@ -61,17 +61,14 @@ mod choose;
 pub mod device;
 mod engine;
 mod error;
-mod pass;
 mod tensors;
 pub mod tune;
 
 pub use call::{Call, Report};
 pub use engine::{Backend, CpuOptions, Engine};
 pub use error::Error;
-pub use fa_core::{Dtype, Mask, Problem, TensorLayout};
+pub use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
 pub use fa_cpu::simd::Isa;
 pub use fa_kernels::atomic_file;
-pub use fa_planner::plan::Family;
 pub use half::{bf16, f16};
-pub use pass::Pass;
 pub use tensors::{BackwardTensors, Element, ForwardTensors, Gradients, Output, Tensor, Tensors, problem_of};

@@ -7,13 +7,13 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Problem};
-use fa_planner::plan::{Family, serves};
+use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem};
+use fa_planner::plan::serves;
 use serde::{Deserialize, Serialize};
 
 use fa_kernels::{atomic_file, cache};
 
-use crate::{Error, Pass};
+use crate::Error;
 
 /// Environment variable with the path of the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
@@ -180,27 +180,23 @@ impl Tuned {
             self.gpus.len() - 1
         });
         let entries = &mut self.gpus[index].entries;
-        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec), pass(&entry.spec));
+        let id =
+            |entry: &TunedEntry| (entry.key.clone(), entry.spec.kernel.family(), entry.spec.kernel.pass());
         match entries.iter_mut().find(|known| id(known) == id(&entry)) {
             Some(known) => *known = entry,
             None => entries.push(entry),
         }
     }
 
-    /// The kernel of a family and pass for `problem` on `gpu`: that of the nearest key, in the problem's own type.
-    pub fn find(
-        &self,
-        gpu: &str,
-        problem: &Problem,
-        wanted: Family,
-        wanted_pass: Pass,
-    ) -> Option<KernelSpec> {
+    /// The kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
+    /// key, in the problem's own type.
+    pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family, pass: Pass) -> Option<KernelSpec> {
         let key = TuneKey::of(problem);
         self.gpus
             .iter()
             .filter(|known| known.gpu == gpu)
             .flat_map(|known| &known.entries)
-            .filter(|entry| family(&entry.spec) == wanted && pass(&entry.spec) == wanted_pass)
+            .filter(|entry| entry.spec.kernel.family() == wanted && entry.spec.kernel.pass() == pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
             .map(|(doublings, other_type, entry)| {
                 (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
@@ -215,23 +211,6 @@ impl Tuned {
 pub fn user_table() -> Option<PathBuf> {
     let named = std::env::var_os(TUNED_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
-}
-
-/// What a spec's kernel computes.
-pub const fn pass(spec: &KernelSpec) -> Pass {
-    match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
-        Kernel::Sm80Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => Pass::Forward,
-    }
-}
-
-/// The family of a spec's kernel.
-pub const fn family(spec: &KernelSpec) -> Family {
-    match spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Family::Sm80,
-        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Family::Sm90,
-    }
 }
 
 /// The user's table and those that ship.

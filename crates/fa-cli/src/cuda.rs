@@ -9,11 +9,11 @@ use fa_attn::device::Gpu;
 use fa_core::{Arch, KernelSpec, Problem, Strides, TensorLayout};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{
-    CudaContext, CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError,
-    ValidAsZeroBits, result,
+    CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, ValidAsZeroBits,
+    result,
 };
 use fa_kernels::{
-    Backward, Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, driver,
+    Backward, Element, Error, Forward, ForwardArgs, Input, Output, RawForwardArgs, RawTensor, driver,
 };
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
@@ -21,7 +21,7 @@ use serde::Serialize;
 
 use crate::random::Random;
 
-pub use backward::{GradientCall, Gradients, Pass, PassCall, flops, random_dout};
+pub use backward::{Bound, GradientCall, Gradients, PassCall, random_dout};
 
 /// An element type that the GPU kernels compute in: f16 or bf16.
 pub trait Half:
@@ -176,7 +176,7 @@ impl Device {
     /// What a launch reports.
     pub fn time<T: Half>(
         &self,
-        pass: &Pass,
+        pass: &Bound,
         calls: &mut [PassCall<T>],
         timing: Timing,
     ) -> Result<Vec<f64>, Error> {

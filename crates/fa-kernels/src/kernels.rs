@@ -147,15 +147,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
-    use fa_planner::plan::{BackwardOptions, PlanOptions, plan};
+    use fa_core::{Dtype, Mask, Pass};
+    use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
 
     #[test]
     fn specs_that_no_launch_could_use_are_refused_with_numbers() {
         let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-        let options = PlanOptions { backward: Some(BackwardOptions::default()), ..PlanOptions::default() };
+        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
         let spec = plan(&problem, Arch::Sm80, &options).expect("there are plans").swap_remove(0).spec;
         assert!(check_fit(&spec, Arch::Sm80).is_ok());
         let error = check_fit(&spec, Arch::Sm86).expect_err("it is for 163 KiB").to_string();

@@ -8,11 +8,10 @@ mod tensor;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, Family, KernelSpec, Problem};
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream, DeviceRepr, ValidAsZeroBits};
 use fa_kernels::{Backward, Forward, Kernels, LoadedKernel, driver};
-use fa_planner::plan::Family;
 use half::slice::HalfFloatSliceExt;
 
 pub use backward::{DeviceBackward, DeviceGradients};

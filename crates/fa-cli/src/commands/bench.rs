@@ -5,8 +5,9 @@ pub mod args;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_attn::{Element, Engine, Pass, Tensor};
-use fa_core::{Dtype, Problem, TensorLayout};
+use fa_attn::{Element, Engine, Tensor};
+use fa_core::{Dtype, Pass, Problem, TensorLayout};
+use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
 
@@ -14,7 +15,7 @@ use crate::attention::{self, Inputs};
 use crate::bench_gpu;
 use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
-use crate::flags::{Backend, Mode};
+use crate::flags::Backend;
 use crate::machine;
 use crate::random::Random;
 use crate::safetensors::Stored;

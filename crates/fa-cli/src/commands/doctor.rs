@@ -4,13 +4,13 @@ mod time;
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+use fa_attn::{Backend, CpuOptions, Engine, Tensor};
+use fa_core::{Arch, Dtype, Mask, Problem};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
 use serde::Serialize;
 
-use crate::flags::{Backend, CpuArgs};
 use crate::term::failure::Verdict;
 use crate::term::output;
 use crate::{gpu, machine};

@@ -5,8 +5,8 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_attn::{Call, Element, Pass};
-use fa_core::{Problem, TensorLayout};
+use fa_attn::{Call, Element};
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use serde::Serialize;
 

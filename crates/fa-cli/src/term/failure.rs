@@ -115,6 +115,7 @@ impl InputError {
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
         cause.downcast_ref().is_some_and(asks_too_much)
+            || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
             || cause.is::<ProblemError>()
