@@ -16,7 +16,7 @@ use rayon::prelude::*;
 use crate::commands::bench::args::BenchArgs;
 use crate::contest::{Arena, Outcome, Turns};
 use crate::cuda::{Bound, Device, with_half};
-use crate::flags::pass_of;
+use crate::flags::{PlanFamily, pass_of};
 use crate::peers::Peers;
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
@@ -77,7 +77,7 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
         let (shapes, family, wanted_peers) = (marks.shapes(), Some(marks.family()), marks.peers());
         return Ok(Job { shapes, specs: Vec::new(), family, pass, wanted_peers });
     }
-    let family = args.gpu.family;
+    let family = args.gpu.family.map(PlanFamily::kernels).transpose()?;
     let shapes = args.shapes.problems_of_halves()?;
     let spec = |path: &PathBuf| spec_for(path, pass, &shapes);
     let specs = args.gpu.specs.iter().map(spec).collect::<Result<_, _>>()?;

@@ -20,7 +20,7 @@ use rayon::prelude::*;
 use crate::bench_gpu::{Marks, fingerprint};
 use crate::contest::Turns;
 use crate::cuda::Device;
-use crate::flags::{self, ShapeArgs, pass_of};
+use crate::flags::{self, PlanFamily, ShapeArgs, pass_of};
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
@@ -48,8 +48,8 @@ pub struct TuneArgs {
     ])]
     pub marks: Option<Marks>,
     /// Kernels to choose from [default: the fastest that the GPU runs]
-    #[arg(long, value_parser = flags::family())]
-    pub family: Option<Family>,
+    #[arg(long, value_parser = PlanFamily::parser())]
+    pub family: Option<PlanFamily>,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
@@ -172,7 +172,7 @@ fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
         return Ok((problems, Some(marks.family())));
     }
     let problems = args.shapes.problems_of_halves()?;
-    Ok((problems, args.family))
+    Ok((problems, args.family.map(PlanFamily::kernels).transpose()?))
 }
 
 /// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile cleanly.
