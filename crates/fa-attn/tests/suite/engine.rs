@@ -6,7 +6,6 @@ use fa_attn::{
     Backend, CpuOptions, Dtype, Element, Engine, Error, ForwardTensors, Gradients, Isa, Mask, Output, Pass,
     Problem, Tensor, TensorLayout, bf16, f16, problem_of,
 };
-use fa_cpu::compare;
 
 const PROBLEM: Problem = Problem { heads_q: 4, ..Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32) };
 
@@ -48,11 +47,14 @@ fn both<T: Element>(backend: Backend, layout: TensorLayout) -> (Output<T>, Gradi
     (output, gradients)
 }
 
+/// Equal but for rounding; exact bounds are fa-cpu's matter, here it is what goes where.
 fn check<T: Element>(found: &Tensor<T>, expected: &Tensor<T>, what: &str) {
     assert_eq!((found.shape, found.layout), (expected.shape, expected.layout), "{what}");
-    let exact: Vec<f64> = expected.data.iter().map(|&value| value.to_f64()).collect();
-    let found = compare::compare::<T, T>(found.shape, T::dtype(), &found.data, &exact, None).unwrap();
-    assert!(found.passed(), "{what}: {found}");
+    let limit = 8.0 * T::dtype().unit_roundoff() + 1e-5;
+    for (index, (found, expected)) in found.data.iter().zip(&expected.data).enumerate() {
+        let off = (found.to_f64() - expected.to_f64()).abs();
+        assert!(off <= limit, "{what}: {found:?} for {expected:?} at {index}");
+    }
 }
 
 fn agree<T: Element>() {
@@ -65,14 +67,9 @@ fn agree<T: Element>() {
             check(&output.out, &exact.out, &what);
             let far = |(a, b): (&f32, &f32)| (a - b).abs() > 1e-3;
             assert!(!output.lse.iter().zip(&exact.lse).any(far), "{what}");
+            check(&gradients.dq, &exact_gradients.dq, &what);
+            check(&gradients.dk, &exact_gradients.dk, &what);
             check(&gradients.dv, &exact_gradients.dv, &what);
-            for (name, found, expected) in
-                [("dq", &gradients.dq, &exact_gradients.dq), ("dk", &gradients.dk, &exact_gradients.dk)]
-            {
-                assert_eq!(found.shape, expected.shape, "{what} {name}");
-                let far = |(a, b): (&T, &T)| (a.to_f64() - b.to_f64()).abs() > 0.05;
-                assert!(!found.data.iter().zip(&expected.data).any(far), "{what} {name}");
-            }
         }
     }
 }
