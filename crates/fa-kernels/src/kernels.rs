@@ -10,6 +10,7 @@ use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
 use crate::jit::source::Source;
+use crate::launch::Launches;
 use crate::launch::backward::Backward;
 use crate::launch::forward::Forward;
 use crate::launch::module::LoadedKernel;
@@ -73,7 +74,8 @@ impl Kernels {
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling and loading.
     pub fn backward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Backward, Error> {
-        Backward::new(self.load(spec)?, problem)
+        let launches = Launches::backward(spec, problem, self.arch, self.sms)?;
+        Ok(Backward::of(self.load(spec)?, problem, launches))
     }
 
     /// The forward pass of `problem` by a kernel of the caller's choice.
@@ -81,7 +83,8 @@ impl Kernels {
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
     pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
-        Forward::new(self.load(spec)?, problem)
+        let launches = Launches::forward(spec, problem, self.arch, self.sms)?;
+        Ok(Forward::of(self.load(spec)?, problem, launches))
     }
 
     /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another version.

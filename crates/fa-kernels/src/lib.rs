@@ -81,7 +81,7 @@ pub mod driver;
 mod error;
 mod jit;
 mod kernels;
-mod launch;
+pub mod launch;
 pub mod specs;
 
 pub use cudarc;
