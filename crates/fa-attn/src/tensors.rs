@@ -183,6 +183,8 @@ pub struct BackwardTensors<'a, T> {
 
 /// The host tensors of a call.
 #[derive(Debug)]
+// One exists per call, on the stack; a box would be an allocation.
+#[allow(clippy::large_enum_variant)]
 pub enum Tensors<'a, T> {
     /// Of a forward.
     Forward(ForwardTensors<'a, T>),
