@@ -19,6 +19,7 @@ pub mod occupancy;
 pub mod plan;
 pub mod registers;
 pub mod smem;
+pub mod tally;
 pub mod why;
 
 pub use guide::mode::{Mode, ParseModeError};
