@@ -19,6 +19,7 @@ pub mod occupancy;
 pub mod plan;
 pub mod registers;
 pub mod smem;
+mod table;
 pub mod tally;
 pub mod why;
 

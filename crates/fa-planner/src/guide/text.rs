@@ -1,156 +1,39 @@
-//! `cargo xtask search`: the SM90 guide's feasible tiles for a pair of head dims, best first.
+//! A search of the guide's model as text: tables, limits, and the exact account of the best.
 
-use std::fmt::{Display, Write as _};
-use std::io::{self, Write as _};
+use std::fmt::{Display, Write};
 
-use anyhow::Result;
-use fa_core::Arch;
-use fa_planner::guide::account::{self, Account};
-use fa_planner::guide::bwd::BwdConfig;
-use fa_planner::guide::fwd::FwdConfig;
-use fa_planner::guide::reject::Explain;
-use fa_planner::guide::search::{HEAD_DIM_GRANULE, SearchResult, Tiles, search};
-use fa_planner::{HeadDims, Mode};
-use serde::Serialize;
-
+use crate::head_dims::HeadDims;
 use crate::table::Table;
-use crate::{BadInput, plans};
 
-/// List the feasible configurations for a pair of head dims, best first: on sm90 those of the block size tuning guide.
-#[derive(clap::Args)]
-#[command(after_help = "Examples:
-  cargo xtask search --headdim 128
-  cargo xtask search --headdim 192-128 --mode bwd --explain
-  cargo xtask search --headdim 128 --arch sm80
-  cargo xtask search --headdim 192 --mode bwd --tile-m 64,80 --tile-n 64,96 --format json")]
-pub struct Args {
-    /// Head dim, or those of Q/K and of V as in 192-128; 1 to 512, planned as the next multiple of 32.
-    #[arg(long, value_name = "H[-HV]")]
-    headdim: HeadDims,
-    /// fwd, bwd or both.
-    #[arg(long, default_value = "both")]
-    mode: Mode,
-    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warp group); on other
-    /// architectures than sm90 only tiles with one of these.
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    tile_m: Option<Vec<u32>>,
-    /// tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on other architectures than
-    /// sm90 only tiles with one of these.
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    tile_n: Option<Vec<u32>>,
-    /// List at most N configurations of each direction [default: 10 in the table, all in JSON and RON].
-    #[arg(short, long = "num-results", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    n: Option<u32>,
-    /// sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121.
-    #[arg(long, default_value = "sm90")]
-    arch: Arch,
-    /// table, json or ron.
-    #[arg(long, value_enum, default_value = "table")]
-    format: Format,
-    /// Add how many candidates each limit rejected and the nearest miss of each kind; in the table also the exact account
-    /// of the best.
-    #[arg(long)]
-    explain: bool,
-}
+use super::account::{self, Account};
+use super::bwd::BwdConfig;
+use super::fwd::FwdConfig;
+use super::reject::Explain;
+use super::search::{HEAD_DIM_GRANULE, SearchResult};
 
-#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
-enum Format {
-    Table,
-    Json,
-    Ron,
-}
-
-/// Configurations per direction that the table shows unless told otherwise.
-const TABLE_ROWS: u32 = 10;
-
-pub fn run(args: &Args) -> Result<()> {
-    if args.arch == Arch::Sm90 { run_guide(args) } else { run_plans(args) }
-}
-
-/// sm90: the guide's model.
-fn run_guide(args: &Args) -> Result<()> {
-    if args.mode == Mode::Fwd && args.tile_m.is_some() {
-        eprintln!("note: --tile-m lists the backward's tile_m; the forward's is 64 per MMA warp group");
-    }
-    let tiles = Tiles::with_lists(args.tile_m.as_deref(), args.tile_n.as_deref());
-    let result = search(args.headdim, args.mode, &tiles).map_err(|error| BadInput(error.to_string()))?;
-    if args.format == Format::Table {
-        return print(&table(args, &result));
-    }
-    eprint!("{}", nothing_found(args.headdim, &result));
-    print(&serialised(args.format, &listed(args, &result))?)
-}
-
-/// Other architectures: the planner's own tiles.
-fn run_plans(args: &Args) -> Result<()> {
-    let (tile_m, tile_n) = (args.tile_m.as_deref(), args.tile_n.as_deref());
-    let mut found = plans::search(args.headdim, args.mode, args.arch, tile_m, tile_n)
-        .map_err(|error| BadInput(error.to_string()))?;
-    if args.format == Format::Table {
-        return print(&found.table(args.mode, args.n.unwrap_or(TABLE_ROWS) as usize, args.explain));
-    }
-    for (mode, nothing) in [(Mode::Fwd, found.fwd.is_empty()), (Mode::Bwd, found.bwd.is_empty())] {
-        if nothing && (args.mode == mode || args.mode == Mode::Both) {
-            eprint!("{}", found.table(mode, 0, true));
-        }
-    }
-    if let Some(n) = args.n {
-        found.fwd.truncate(n as usize);
-        found.bwd.truncate(n as usize);
-    }
-    found.explain = found.explain.filter(|_| args.explain);
-    print(&serialised(args.format, &found)?)
-}
-
-fn serialised(format: Format, value: &impl Serialize) -> Result<String> {
-    let text = if format == Format::Json {
-        serde_json::to_string_pretty(value)?
-    } else {
-        ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())?
-    };
-    Ok(text + "\n")
-}
-
-/// The result with as much as the arguments ask for.
-fn listed(args: &Args, result: &SearchResult) -> SearchResult {
-    let mut listed = result.clone();
-    if let Some(n) = args.n {
-        listed.fwd.truncate(n as usize);
-        listed.bwd.truncate(n as usize);
-    }
-    listed.explain = listed.explain.filter(|_| args.explain);
-    listed
-}
-
-/// Writes to standard output; a reader that has seen enough (`| head`) is no error.
-fn print(text: &str) -> Result<()> {
-    match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other?),
-    }
-}
-
-fn table(args: &Args, result: &SearchResult) -> String {
+/// A table of the best `n` of each direction, and with `explain` what the limits rejected and the best one's exact account;
+/// for a direction without any, the nearest misses.
+pub(super) fn table(result: &SearchResult, n: usize, explain: bool) -> String {
+    let dims = dims(result);
     let mut text = String::new();
-    let explain = result.explain.unwrap_or_default();
-    let n = args.n.unwrap_or(TABLE_ROWS) as usize;
-    if let Some(explain) = explain.fwd {
+    let explained = result.explain.unwrap_or_default();
+    if let Some(limits) = explained.fwd {
         let rows = result.fwd.iter().take(n).map(fwd_row).collect();
         let table = Table { header: FWD_HEADER, rows };
-        push_direction(&mut text, args, "forward", &explain, &table);
-        if let Some(best) = result.fwd.first().filter(|_| args.explain) {
-            push_account(&mut text, &account::fwd(args.headdim, best));
+        push_direction(&mut text, (dims, "forward"), &limits, &table, explain);
+        if let Some(best) = result.fwd.first().filter(|_| explain) {
+            push_account(&mut text, &account::fwd(dims, best));
         }
     }
-    if let Some(explain) = explain.bwd {
+    if let Some(limits) = explained.bwd {
         if !text.is_empty() {
             text.push('\n');
         }
         let rows = result.bwd.iter().take(n).map(bwd_row).collect();
         let table = Table { header: BWD_HEADER, rows };
-        push_direction(&mut text, args, "backward", &explain, &table);
-        if let Some(best) = result.bwd.first().filter(|_| args.explain) {
-            push_account(&mut text, &account::bwd(args.headdim, best));
+        push_direction(&mut text, (dims, "backward"), &limits, &table, explain);
+        if let Some(best) = result.bwd.first().filter(|_| explain) {
+            push_account(&mut text, &account::bwd(dims, best));
         }
     }
     text
@@ -158,27 +41,27 @@ fn table(args: &Args, result: &SearchResult) -> String {
 
 fn push_direction<S: Copy + Display, const N: usize>(
     text: &mut String,
-    args: &Args,
-    direction: &str,
-    explain: &Explain<S>,
+    (dims, direction): (HeadDims, &str),
+    limits: &Explain<S>,
     table: &Table<N>,
+    explain: bool,
 ) {
-    if explain.feasible == 0 {
-        text.push_str(&nothing(args.headdim, direction, explain));
+    if limits.feasible == 0 {
+        text.push_str(&nothing(dims, direction, limits));
         return;
     }
-    let Explain { candidates, feasible, .. } = explain;
+    let Explain { candidates, feasible, .. } = limits;
     let shown = table.rows.len();
     let which = if shown == *feasible { String::new() } else { format!(", the best {shown}") };
     let _ = writeln!(
         text,
         "sm90 {direction}, head dim {}: {feasible} of {candidates} candidates fit{which}:\n",
-        headdim(args.headdim)
+        headdim(dims)
     );
     let _ = write!(text, "{table}");
-    if args.explain {
+    if explain {
         let _ = writeln!(text, "\nRejected, by the first limit broken:");
-        push_limits(text, explain);
+        push_limits(text, limits);
     }
 }
 
@@ -234,11 +117,17 @@ fn nothing<S: Copy + Display>(dims: HeadDims, direction: &str, explain: &Explain
     text
 }
 
-fn nothing_found(dims: HeadDims, result: &SearchResult) -> String {
+/// The nearest misses of each direction in which nothing fits; empty where something does.
+pub(super) fn nothing_found(result: &SearchResult) -> String {
+    let dims = dims(result);
     let explain = result.explain.unwrap_or_default();
     let fwd = explain.fwd.filter(|e| e.feasible == 0).map(|e| nothing(dims, "forward", &e));
     let bwd = explain.bwd.filter(|e| e.feasible == 0).map(|e| nothing(dims, "backward", &e));
     fwd.unwrap_or_default() + &bwd.unwrap_or_default()
+}
+
+const fn dims(result: &SearchResult) -> HeadDims {
+    HeadDims { head_dim: result.head_dim, head_dim_v: result.head_dim_v }
 }
 
 fn headdim(dims: HeadDims) -> String {

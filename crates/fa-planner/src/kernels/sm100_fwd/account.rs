@@ -7,10 +7,7 @@ use crate::account::reason::Reason;
 use crate::occupancy::{Occupancy, WARP, register_ceiling};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
-use super::candidates::Sm100Tile;
-
-/// Rows of a query tile: the lanes of tensor memory.
-pub const Q_ROWS: u32 = 128;
+use super::candidates::{Q_ROWS, Sm100Tile};
 
 /// Tile extents of the head dims.
 pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];

@@ -2,6 +2,9 @@
 
 use serde::Serialize;
 
+/// Rows of a query tile: the lanes of tensor memory.
+pub const Q_ROWS: u32 = 128;
+
 /// Keys per step that are tried; a 16-bit product of 128 rows has N in multiples of 16 up to 256.
 pub const TILE_N: [u32; 6] = [64, 96, 128, 160, 192, 256];
 
@@ -23,6 +26,13 @@ pub struct Sm100Tile {
     pub kv_stages: u32,
     /// Resident blocks per SM.
     pub blocks_per_sm: u32,
+}
+
+impl Sm100Tile {
+    /// Query rows of a block.
+    pub const fn tile_m(&self) -> u32 {
+        self.q_tiles * Q_ROWS
+    }
 }
 
 /// Every shape that is tried: query tiles, keys per step, stages (most first), blocks per SM.

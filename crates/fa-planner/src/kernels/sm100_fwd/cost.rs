@@ -6,7 +6,8 @@ use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::schedule::{Queue, Work};
 
-use super::account::{Q_ROWS, Sm100Account};
+use super::account::Sm100Account;
+use super::candidates::Q_ROWS;
 
 /// Predicts the forward of `problem` by a shape that fits `arch`.
 pub(super) fn predict(
@@ -15,7 +16,7 @@ pub(super) fn predict(
     arch: Arch,
     constants: &CostConstants,
 ) -> Cost {
-    let (tile_m, tile_n) = (account.tile.q_tiles * Q_ROWS, account.tile.tile_n);
+    let (tile_m, tile_n) = (account.tile.tile_m(), account.tile.tile_n);
     let work = Work::of(problem, tile_m, tile_n, false);
     let model = model(account, problem, &work, arch.limits(), constants);
     evaluate(problem, tile_m, tile_n, &work, &model, arch.limits(), constants)

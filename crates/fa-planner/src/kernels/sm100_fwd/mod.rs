@@ -17,8 +17,8 @@ use crate::occupancy::Occupancy;
 use crate::plan::PlanError;
 use crate::smem::SmemPlan;
 
-pub use account::{HEAD_DIMS, Q_ROWS, Role, TmemPlan, TmemRegion};
-pub use candidates::Sm100Tile;
+pub use account::{HEAD_DIMS, Role, TmemPlan, TmemRegion};
+pub use candidates::{Q_ROWS, Sm100Tile};
 
 use account::Sm100Account;
 
@@ -104,17 +104,7 @@ fn padded(name: &'static str, value: usize) -> Result<u32, PlanError> {
 impl Sm100Plan {
     fn of(account: Sm100Account, cost: Cost) -> Sm100Plan {
         let Sm100Account { tile, tmem, smem, roles, softmax_chunk, threads, occupancy } = account;
-        Sm100Plan {
-            tile,
-            tile_m: tile.q_tiles * Q_ROWS,
-            tmem,
-            smem,
-            roles,
-            softmax_chunk,
-            threads,
-            occupancy,
-            cost,
-        }
+        Sm100Plan { tile, tile_m: tile.tile_m(), tmem, smem, roles, softmax_chunk, threads, occupancy, cost }
     }
 }
 
