@@ -4,7 +4,11 @@ mod build;
 mod ci;
 mod codegen;
 #[cfg(test)]
+mod imports;
+#[cfg(test)]
 mod notebook;
+#[cfg(test)]
+mod rust_tokens;
 mod search;
 mod toolkit;
 mod validate;
