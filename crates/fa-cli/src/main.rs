@@ -13,6 +13,7 @@ mod flags;
 mod gpu;
 mod ladder;
 mod machine;
+mod on_gpu;
 mod page;
 mod peers;
 mod random;

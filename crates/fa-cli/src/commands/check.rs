@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use fa_attn::Element;
 use fa_core::{Dtype, Problem};
 use fa_cpu::compare::{self, Comparison};
 use fa_cpu::reference;
@@ -302,9 +301,7 @@ fn judge_by_inputs(
     Ok((problem, rows))
 }
 
-fn references<T: Element + Stored>(
-    inputs: &Inputs<T>,
-) -> Result<BTreeMap<&'static str, Reference>, fa_attn::Error> {
+fn references<T: Stored>(inputs: &Inputs<T>) -> Result<BTreeMap<&'static str, Reference>, fa_cpu::CpuError> {
     fn widen<T: Stored>(values: &[T]) -> Vec<f64> {
         values.iter().map(|&value| value.to_f64()).collect()
     }

@@ -8,6 +8,7 @@ mod launches;
 mod package;
 mod shipped;
 mod toolchain;
+mod train;
 
 use std::process::Command;
 

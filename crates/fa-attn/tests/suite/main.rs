@@ -1,4 +1,0 @@
-//! Tests that need no GPU.
-
-mod engine;
-mod train;
