@@ -51,7 +51,7 @@ __device__ __forceinline__ BwdTile bwd_tile_at(const BwdParams& params, int inde
     return tile;
 }
 
-// Number of tile `m_block` of queries of `head`, counted through all heads and sequences: its place in the workspace.
+// Index of tile `m_block` of queries of `head` in the workspace, counted through all heads and sequences.
 __device__ __forceinline__ i64 dq_tile(const BwdParams& params, const BwdTile& tile, int head, int m_block) {
     return (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + m_block;
 }

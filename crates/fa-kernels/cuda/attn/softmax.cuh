@@ -42,12 +42,12 @@ struct Softmax {
                                              : exp2_approx(x * kLog2e);
     }
 
-    // Takes in a tile of scores, turns them into weights, and returns in `rescale` what earlier results must be
+    // Turns a tile of scores into unnormalised probabilities P, and returns in `rescale` what earlier results must be
     // multiplied with. `First`: nothing came before.
     template <bool First, int N>
     __device__ __forceinline__ void step(float (&s)[N], float scale, float (&rescale)[2]) {
         take_max<First>(s, scale, rescale);
-        weigh<N>(s, 0, scale);
+        exponentiate<N>(s, 0, scale);
     }
 
     // The first half of step(): the maximum alone.
@@ -74,10 +74,10 @@ struct Softmax {
         }
     }
 
-    // The second half: `Count` scores from `begin` on become weights and join the sum. The parts of a tile may come one by
+    // The second half: `Count` scores from `begin` on become P and join the sum. The parts of a tile may come one by
     // one, with matrix products between them.
     template <int Count, int N>
-    __device__ __forceinline__ void weigh(float (&s)[N], int begin, float scale) {
+    __device__ __forceinline__ void exponentiate(float (&s)[N], int begin, float scale) {
 #pragma unroll
         for (int i = begin; i < begin + Count; ++i) {
             const int row = (i >> 1) & 1;
@@ -90,10 +90,10 @@ struct Softmax {
         }
     }
 
-    // The weights of `Count` scores from `begin` on against the maximum as it stands; their sums join `block_sum`. The scores
+    // P of `Count` scores from `begin` on against the current maximum; their sums join `block_sum`. The scores
     // stay as they are, for the case that the maximum has been outgrown.
     template <int Count, int N>
-    __device__ __forceinline__ void weigh_as_it_stands(const float (&s)[N], int begin, float scale, float (&weights)[Count],
+    __device__ __forceinline__ void exponentials_by_current_max(const float (&s)[N], int begin, float scale, float (&p)[Count],
                                                        float (&block_sum)[2]) const {
         static_assert(!kNatural);
 #pragma unroll
@@ -102,12 +102,12 @@ struct Softmax {
             const bool polynomial = ((begin + i) * ExpPolyOf16) % 16 + ExpPolyOf16 > 15;
             const float x = fmaf(s[begin + i], scale, -max[row]);
             // The polynomial's exponent would wrap around; 2^100 is large enough to be noticed.
-            weights[i] = polynomial ? exp2_polynomial(fminf(x, 100.f)) : exponential(x);
-            block_sum[row] += weights[i];
+            p[i] = polynomial ? exp2_polynomial(fminf(x, 100.f)) : exponential(x);
+            block_sum[row] += p[i];
         }
     }
 
-    // Whether a weight of the warp's rows may be beyond 2^Threshold (or is infinite, or not a number).
+    // Whether a probability of the warp's rows may be beyond 2^Threshold (or is infinite, or not a number).
     template <int Threshold>
     __device__ __forceinline__ static bool outgrown(const float (&block_sum)[2]) {
         constexpr float kLimit = 1 << Threshold;

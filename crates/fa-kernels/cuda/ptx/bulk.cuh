@@ -1,4 +1,4 @@
-// Bulk copies of plain bytes by the copy engine (PTX ISA, "cp.async.bulk", "cp.reduce.async.bulk"). Addresses and sizes are
+// Bulk copies of plain bytes by TMA (PTX ISA, "cp.async.bulk", "cp.reduce.async.bulk"). Addresses and sizes are
 // multiples of 16 bytes; one thread issues.
 #pragma once
 #include "ptx/address.cuh"

@@ -1,5 +1,5 @@
-// Copies from global to shared memory that run beside the thread (PTX ISA, "cp.async"): issued, closed into groups,
-// waited for by group. A thread waits for its own copies only; a barrier makes them visible to the others.
+// Asynchronous copies from global to shared memory (PTX ISA, "cp.async"): issued, committed in groups, waited for by group. A thread
+// waits for its own copies only; a barrier makes them visible to the others.
 #pragma once
 #include "types.cuh"
 

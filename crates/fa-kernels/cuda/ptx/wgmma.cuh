@@ -1,7 +1,7 @@
 // Warpgroup matrix multiply-accumulate, m64 nN k16, f32 += 16-bit x 16-bit (PTX ISA, "wgmma.mma_async").
 //
 // D is 64 x N in registers, B comes from shared memory, A from shared memory (ss) or registers (rs). All four warps of
-// a warp group issue together; results may be read after commit() and wait<>().
+// a warpgroup issue together; results may be read after commit() and wait<>().
 #pragma once
 #include "config.cuh"
 #include "types.cuh"

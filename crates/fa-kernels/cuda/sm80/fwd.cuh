@@ -50,14 +50,13 @@ struct Traits {
 
     static constexpr TileOrder kOrder = C.reverse_blocks ? TileOrder::LongestFirst : TileOrder::Natural;
 
-    // Blocks of K or V that are read ahead of the products that use them.
+    // Blocks of 16 x 16 of K or V that are read ahead of the products that use them.
     static constexpr int kAhead = 2;
 };
 
 // ---- Shared memory ----------------------------------------------------------------------------------------------------
 
-// The planner's account (crates/fa-planner/src/sm80.rs) has the same buffers at the same offsets; the generated unit
-// asserts the size. With Q in registers, Q shares memory with K and V: it is read before the stages under it are filled,
+// The planner's account has the same buffers at the same offsets; the generated unit asserts the size. With Q in registers, Q shares memory with K and V: it is read before the stages under it are filled,
 // and lies at the end, so that the first K is usually clear of it.
 template <Sm80FwdConfig C>
 struct alignas(128) SharedStorage {
@@ -164,7 +163,7 @@ struct Exponentials {
         for (int share = 0; share < kShare; ++share) {
             const int score = n * kShare + share;
             if (k + 1 < kSteps && score < kScores) {
-                rows[score / 8].template weigh<1>(s[score / 8], 8 * (k + 1) + score % 8, scale);
+                rows[score / 8].template exponentiate<1>(s[score / 8], 8 * (k + 1) + score % 8, scale);
             }
         }
     }
@@ -227,10 +226,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
                                                       params.shape.head_dim_v};
     auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
     auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
-    // Only the first block, the sequence's last, may run past the end of the keys.
-    auto load = [&](int block, int stage) {
-        copy_k.template start<false>(stage_k(stage), block * C.tile_n, seqlen.k());
-        copy_v.template start<false>(stage_v(stage), block * C.tile_n, seqlen.k());
+    // Only the first tile of keys, the sequence's last, may run past the end.
+    auto load = [&](int n_block, int stage) {
+        copy_k.template start<false>(stage_k(stage), n_block * C.tile_n, seqlen.k());
+        copy_v.template start<false>(stage_v(stage), n_block * C.tile_n, seqlen.k());
     };
     auto load_first_k = [&] { copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, seqlen.k()); };
     auto load_first_v = [&] { copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k()); };
@@ -252,37 +251,37 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto multiply_o = [&](u32 tile_v) {
         const sm80::Exponentials<C> exponentials{s, rows, scale};
 #pragma unroll
-        for (int f = 0; f < T::kFragments; ++f) rows[f].template weigh<8>(s[f], 0, scale);
+        for (int f = 0; f < T::kFragments; ++f) rows[f].template exponentiate<8>(s[f], 0, scale);
         warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, sm80::POperand<C>{s}, 0, v_operand, tile_v, exponentials);
     };
 
-    // ---- One block of keys ----
+    // ---- One tile of keys ----
 
-    // Scores to capped and masked scores.
-    auto prepare = [&](int block, bool mask) {
+    // Products to masked scores.
+    auto modify = [&](int n_block, bool mask) {
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
             score_mod.apply(s[f]);
             if (mask) {
                 const int thread = thread_index_volatile();
                 auto query_of = [&](int r) { return first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r; };
-                mask_tile(s[f], visible, query_of, block * C.tile_n + 2 * (thread % 4));
+                mask_tile(s[f], visible, query_of, n_block * C.tile_n + 2 * (thread % 4));
             }
         }
     };
-    // The copy into the stage that the block before this one has left, for as many blocks on as there are other stages.
-    auto load_ahead = [&](int block, int stage) {
+    // The copy of a later tile into the stage that the tile before this one has left.
+    auto load_ahead = [&](int n_block, int stage) {
         if constexpr (C.stages > 1) {
-            const int ahead = block - (C.stages - 1);
+            const int ahead = n_block - (C.stages - 1);
             if (ahead >= range.begin) load(ahead, stage == 0 ? C.stages - 1 : stage - 1);
             cp_async_commit();
         }
     };
-    auto compute = [&](int block, int stage, bool mask) {
+    auto compute = [&](int n_block, int stage, bool mask) {
         multiply_s(stage_k(stage));
         // Only now: the products' first reads come before the copy's instructions.
-        load_ahead(block, stage);
-        prepare(block, mask);
+        load_ahead(n_block, stage);
+        modify(n_block, mask);
         float rescale[T::kFragments][2];
         bool grown = false;
 #pragma unroll
@@ -297,20 +296,20 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         }
         multiply_o(stage_v(stage));
     };
-    // Whether the warp's rows see nothing of a block.
-    auto hidden = [&](int block) {
+    // Whether the warp's rows see nothing of a tile of keys.
+    auto hidden = [&](int n_block) {
         const int first = first_query + warp_row, last = first + T::kWarpRows - 1;
-        return block * C.tile_n >= visible.keys_end(last) || (block + 1) * C.tile_n <= visible.keys_begin(first);
+        return n_block * C.tile_n >= visible.keys_end(last) || (n_block + 1) * C.tile_n <= visible.keys_begin(first);
     };
 
-    // ---- Walk over the blocks, from the last to the first ----
+    // ---- Main loop: tiles of keys from the last to the first ----
 
     int stage = 0;
-    auto step = [&](int block, bool mask) {
+    auto step = [&](int n_block, bool mask) {
         if constexpr (C.stages == 1) {
-            if (block != range.end - 1) {
+            if (n_block != range.end - 1) {
                 cta_sync();
-                load(block, 0);
+                load(n_block, 0);
                 cp_async_commit();
             }
             cp_async_wait<0>();
@@ -320,11 +319,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cp_async_wait<C.stages - 2>();
             cta_sync();
         }
-        // The tile may end in blocks that only its last rows see.
-        if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(block)) {
-            compute(block, stage, mask);
+        // The last tiles of keys may be seen by the work tile's last rows only.
+        if (!C.loop_split || C.mask == MaskKind::Full || !mask || !hidden(n_block)) {
+            compute(n_block, stage, mask);
         } else {
-            load_ahead(block, stage);
+            load_ahead(n_block, stage);
         }
         stage = stage + 1 == C.stages ? 0 : stage + 1;
     };
@@ -354,27 +353,27 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         cp_async_commit();
     }
 
-    int block = range.end - 1;
+    int n_block = range.end - 1;
     if constexpr (C.loop_split) {
-        for (; block >= max(range.begin, range.full_end); --block) step(block, true);
-        for (; block >= max(range.begin, range.full_begin); --block) step(block, false);
+        for (; n_block >= max(range.begin, range.full_end); --n_block) step(n_block, true);
+        for (; n_block >= max(range.begin, range.full_begin); --n_block) step(n_block, false);
         if constexpr (C.mask == MaskKind::Window) {
-            for (; block >= range.begin; --block) step(block, true);
+            for (; n_block >= range.begin; --n_block) step(n_block, true);
         }
     } else {
-        for (; block >= range.begin; --block) step(block, true);
+        for (; n_block >= range.begin; --n_block) step(n_block, true);
     }
 
     // ---- Epilogue ----
 
-    // The tile's place is worked out a second time: the walk has no registers to keep it in.
-    const Tile own = tile_at<T::kOrder>(params, cta_index_volatile(), params.shape.heads_q);
-    const int own_query = own.m_block * C.tile_m + sm80::own_row<C>(thread_index_volatile());
+    // The work tile is computed a second time: the main loop has no registers to keep it in.
+    const Tile output = tile_at<T::kOrder>(params, cta_index_volatile(), params.shape.heads_q);
+    const int query = output.m_block * C.tile_m + sm80::own_row<C>(thread_index_volatile());
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
         rows[f].finish(factor, lse);
-        store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, own_query + 16 * f, own.head, own.batch);
+        store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, query + 16 * f, output.head, output.batch);
     }
 }
 

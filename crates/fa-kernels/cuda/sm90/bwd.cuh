@@ -1,5 +1,5 @@
-// Attention backward for SM90: a block owns a tile of keys and walks the tiles of queries that see it. One warp loads by TMA,
-// the warp groups of the second role multiply by wgmma, and a warp for each of them adds its share of dQ to device memory.
+// Attention backward for SM90: a CTA owns a tile of keys and visits the tiles of queries that see it. One warp loads by TMA, the
+// consumer warpgroups multiply by wgmma, and one more warp for each of them adds its share of dQ to global memory.
 #pragma once
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
@@ -40,15 +40,15 @@ struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
-    // The order of a step, as measured on an H100. Where products leave shared memory room, dQ's buffer is waited for ahead of its
-    // product, and what was put there is announced under the next step's; tiles of 64 rows at head dim 128 and P in shared memory
-    // leave none. A short dV is begun after dS is stored: issuing it would delay what the other warp groups wait for.
+    // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is waited for before dQ's
+    // product and announced during the next step's; with tiles of 64 rows at head dim 128, or P in shared memory, they do not. A short
+    // dV is issued after dS is stored: before, it would delay what the other warpgroups wait for.
     static constexpr bool kShortDv = C.head_dim_v < 128;
     static constexpr bool kDqAhead = C.mma_dkv_is_rs && C.dq_via_smem && (kShortDv || C.tile_m > 64);
     static constexpr bool kStoreFirst = C.mma_dkv_is_rs && kShortDv;
 
     static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 && C.atom_layout_n_dkv == C.num_wg),
-                  "registers are an operand only of the group that computed them");
+                  "registers are an operand only of the warpgroup that computed them");
 };
 
 // Named barriers; 0 is cta_sync.
@@ -82,10 +82,10 @@ struct alignas(1024) BwdStorage {
     int ticket;
 };
 
-// ---- Producer: one thread keeps the copy engine busy ------------------------------------------------------------------
+// ---- Producer: one thread issues all TMA loads ------------------------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
+__device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
                                             const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
                                             const TensorMap& map_do) {
     using T = BwdTraits<C>;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams
     bool first = true;
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         const i64 stats = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks * C.tile_m;
-        for (int block = range.begin; block < range.end; ++block) {
-            const int row = block * C.tile_m;
+        for (int m_block = range.begin; m_block < range.end; ++m_block) {
+            const int row = m_block * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
                 load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
@@ -126,15 +126,15 @@ __device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams
     }
 }
 
-// ---- dQ: a warp for each warp group -----------------------------------------------------------------------------------
+// ---- dQ: one warp for each consumer warpgroup -----------------------------------------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int block, int slice, int wg) {
+__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int m_block, int slice, int wg) {
     using T = BwdTraits<C>;
-    return params.dq_accum + dq_tile(params, tile, head, block) * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
+    return params.dq_accum + dq_tile(params, tile, head, m_block) * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
-// Adds what warp group `wg` leaves in shared memory to device memory.
+// Adds what warpgroup `wg` leaves in shared memory to global memory.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params, const Visibility<C.mask>& visible,
                                            const BwdTile& tile, const BlockRange& range, int wg) {
@@ -143,15 +143,15 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        for (int block = range.begin; block < range.end; ++block) {
+        for (int m_block = range.begin; m_block < range.end; ++m_block) {
 #pragma unroll
             for (int slice = 0; slice < C.dq_slices; ++slice) {
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
                     if constexpr (C.deterministic) {
-                        if (slice == 0) wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, block, C.num_wg);
+                        if (slice == 0) wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, C.num_wg);
                     }
-                    bulk_add_f32(dq_share<C>(params, tile, head, block, slice, wg), share, T::DqOrder::kShare * 4);
+                    bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share, T::DqOrder::kShare * 4);
                     bulk_commit();
                     bulk_wait_read();
                 }
@@ -160,7 +160,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             }
             if (C.deterministic && elected) {
                 bulk_wait();
-                signal_next(params, tile, head, block);
+                signal_next(params, tile, head, m_block);
             }
         }
     }
@@ -168,7 +168,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
 
 // ---- Consumers --------------------------------------------------------------------------------------------------------
 
-// The share of a warp group in the products of a step.
+// A warpgroup's share of the products of a step.
 template <Sm90BwdConfig C>
 struct BwdConsumer {
     using T = BwdTraits<C>;
@@ -199,7 +199,7 @@ struct BwdConsumer {
     u32 p_words[S::kBlocks][kWords];
     u32 ds_words[S::kBlocks][kWords];
 
-    // Issues D = First Second^T or, swapped, its transpose, as a group of its own.
+    // Issues D = First Second^T or, swapped, its transpose, as one wgmma group.
     template <class P, bool Swap, int Begin = 0, int Count>
     __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first, const Descriptor& second, bool add) {
         wgmma::fence();
@@ -260,9 +260,8 @@ struct BwdConsumer {
         smem.q_bars.release(q_state, elected);
         q_state.advance();
     }
-    // Every thread says for itself that it has read the statistics, which the copy engine overwrites next. That a named barrier stands
-    // between their reads and this would do for one of a warp, but compute-sanitizer's racecheck does not follow from one kind of
-    // barrier to the other.
+    // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp would do, as a named
+    // barrier follows the reads, but compute-sanitizer's racecheck does not relate the two kinds of barriers.
     __device__ __forceinline__ void release_do() {
         smem.do_bars.release(do_state, true);
         do_state.advance();
@@ -281,13 +280,13 @@ struct BwdConsumer {
         }
     }
 
-    // The scores of a block of queries to weights, in place.
-    __device__ __forceinline__ void weigh(int block) {
+    // Products to probabilities P of a tile of queries, in place.
+    __device__ __forceinline__ void to_probabilities(int m_block) {
         const ScoreMod<C.softcap> score_mod{params.score};
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) score_mod.apply(s[b]);
-        if (range.needs_mask(block)) {
-            const int first_query = block * C.tile_m, first_key = tile.n_block * C.tile_n;
+        if (range.needs_mask(m_block)) {
+            const int first_query = m_block * C.tile_m, first_key = tile.n_block * C.tile_n;
 #pragma unroll
             for (int b = 0; b < S::kBlocks; ++b) {
                 const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
@@ -313,7 +312,7 @@ struct BwdConsumer {
         }
     }
 
-    // dS = P (dP - dPsum), in the place of dP.
+    // dS = P (dP - dPsum), overwriting dP.
     __device__ __forceinline__ void differentiate() {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
@@ -324,12 +323,11 @@ struct BwdConsumer {
                 if constexpr (C.softcap) load_stats(smem.lse[do_state.stage], b, i, lse);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float weight = s[b][4 * i + j];
-                    float ds = weight * (dp[b][4 * i + j] - dpsum[j]);
+                    const float p = s[b][4 * i + j];
+                    float ds = p * (dp[b][4 * i + j] - dpsum[j]);
                     if constexpr (C.softcap) {
-                        // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
-                        const float slope = ScoreMod<C.softcap>{params.score}.slope(weight, lse[j]);
-                        ds = weight > 0.f ? ds * slope : 0.f;
+                        const float slope = ScoreMod<C.softcap>{params.score}.slope(p, lse[j]);
+                        ds = p > 0.f ? ds * slope : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
                 }
@@ -351,27 +349,27 @@ struct BwdConsumer {
                                                                row_of_s() + 64 * b + 16 * warp, column_of_s(), lane);
         }
     }
-    // Everyone's P and dS of this step are in shared memory; those of the step before have been read.
+    // All consumers' P and dS of this step are in shared memory; those of the step before have been read.
     __device__ __forceinline__ void exchange() {
         fence_async_shared();
         named_barrier_sync(kPdsReady, T::kConsumers);
     }
     __device__ __forceinline__ void wait_pds_free() {
-        // With two buffers the exchange of the step between tells it.
+        // With two buffers the exchange of the step in between ensures it.
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
 
-    // The buffer of dQ has been read and may be written again.
+    // dQ's buffer has been read and may be written again.
     __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
-    // What the group has put into the buffer of dQ may be added.
+    // dQ's buffer is full: its warp may add it.
     __device__ __forceinline__ void announce_dq() const {
         fence_async_shared();
         named_barrier_arrive(kDqReady + wg, 128 + 32);
     }
 
-    // Hands a slice of dQ over, to the warp that adds it or straight to device memory.
+    // Adds a slice of dQ, by the buffer and its warp or straight to global memory.
     template <int Slice>
-    __device__ __forceinline__ void give_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int block) {
+    __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int m_block) {
         const int thread = thread_index() % 128;
         constexpr int kGroups = Dq::kRegisters / 4;
         if constexpr (C.dq_via_smem) {
@@ -387,9 +385,9 @@ struct BwdConsumer {
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, block, T::kConsumers);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, T::kConsumers);
             }
-            float* share = dq_share<C>(params, tile, head, block, Slice, wg) + thread * 4;
+            float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
 #pragma unroll
             for (int b = 0; b < T::kDqBlocks; ++b) {
 #pragma unroll
@@ -397,19 +395,19 @@ struct BwdConsumer {
                     red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
-            if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, block);
+            if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, m_block);
         }
     }
 
-    // One product after the other: P and dS are ready before dV is begun.
-    __device__ __forceinline__ void step(int head, int block) {
+    // One tile of queries. P and dS are ready before dV is issued.
+    __device__ __forceinline__ void step(int head, int m_block) {
         smem.q_bars.wait_full(q_state);
         issue_s();
         smem.do_bars.wait_full(do_state);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
-        weigh(block);
+        to_probabilities(m_block);
         wgmma::wait<0>();
         differentiate();
         pack_words(p_words, s);
@@ -424,7 +422,7 @@ struct BwdConsumer {
         if constexpr (T::kStoreFirst) issue_dv();
         exchange();
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
-        // dV is all but done; its operand's registers go to dQ.
+        // dV is all but done; its operand's registers become dQ's.
         wgmma::wait<0>();
         release_do();
         if constexpr (T::kDqAhead) wait_dq_free();
@@ -432,11 +430,11 @@ struct BwdConsumer {
         issue_dq<0>(dq);
         issue_dk();
         wgmma::wait<1>();
-        give_dq<0>(dq, head, block);
+        add_dq<0>(dq, head, m_block);
         if constexpr (C.dq_slices > 1) {
             issue_dq<1>(dq);
             wgmma::wait<0>();
-            give_dq<1>(dq, head, block);
+            add_dq<1>(dq, head, m_block);
         }
         wgmma::wait<0>();
         release_q();
@@ -444,29 +442,28 @@ struct BwdConsumer {
         pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
     }
 
-    // The walk over the query heads and the tiles of queries.
-    __device__ __forceinline__ void walk() {
+    // Over the query heads and the tiles of queries.
+    __device__ __forceinline__ void main_loop() {
         mbarrier_wait(smem.k_full, 0);
         mbarrier_wait(smem.v_full, 0);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
-            for (int block = range.begin; block < range.end; ++block) step(head, block);
+            for (int m_block = range.begin; m_block < range.end; ++m_block) step(head, m_block);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }
 
-    // Writes dK or dV through a tile in shared memory that nothing else uses any more, so that a row is written by neighbouring
-    // threads, 16 bytes each, and no thread waits for another's registers.
+    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row, 16 bytes each.
     template <class Cut, class Tile, int Blocks, int Registers>
     __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
                                                   float factor) const {
-        // With a soft cap registers are scarcest: the lane is asked for again rather than kept over the steps.
-        const int own_lane = C.softcap ? thread_index_volatile() % 32 : lane;
+        // With a soft cap registers are scarcest: the lane is computed again rather than kept over the steps.
+        const int store_lane = C.softcap ? thread_index_volatile() % 32 : lane;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
             u32 words[Registers / 2];
 #pragma unroll
             for (int i = 0; i < Registers / 2; ++i) words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
-            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), own_lane);
+            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), store_lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
         const int left = visible.seqlen.k() - tile.n_block * C.tile_n;
@@ -500,7 +497,7 @@ struct BwdConsumer {
         }
         u16* out_k = view(params.dk).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
         u16* out_v = view(params.dv).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
-        // The other warp groups have to be through with K and V.
+        // All warpgroups have read K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
         store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq, params.shape.head_dim_v, 1.f);
         store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq, params.shape.head_dim, params.score.scale);
@@ -541,20 +538,20 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     const Seqlen seqlen(params.shape, tile.batch);
     const Visibility<C.mask> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
-    const bool any = !range.empty() && tile.first_head < tile.end_head;
+    const bool has_work = !range.empty() && tile.first_head < tile.end_head;
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if (any && warp == 0) {
-            if (elect_one()) sm90::bwd_produce<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
-        } else if (any && warp <= C.num_wg) {
+        if (has_work && warp == 0) {
+            if (elect_one()) sm90::bwd_producer<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
+        } else if (has_work && warp <= C.num_wg) {
             if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, visible, tile, range, warp - 1);
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
-        if (any) {
+        if (has_work) {
             sm90::BwdConsumer<C> consumer{smem, params, visible, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
-            consumer.walk();
+            consumer.main_loop();
             consumer.finish();
         } else {
             store_zero_gradients(params, seqlen, tile, C.tile_n, thread_index() - 128, T::kConsumers);

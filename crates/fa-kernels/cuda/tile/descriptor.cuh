@@ -32,7 +32,7 @@ __host__ __device__ constexpr u32 descriptor_high() {
     return static_cast<u32>(RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3) << 30 | 8 * RowBytes >> 4;
 }
 
-// The address field has 14 bits of 16 bytes; the bits above name the block within its cluster.
+// The address field has 14 bits of 16 bytes; the bits above are the CTA's rank in its cluster.
 __device__ __forceinline__ u32 descriptor_address(u32 address) { return (address & 0x3ffff) >> 4; }
 
 // Operand whose contraction (K) axis is contiguous: groups of 8 rows follow each other; the leading offset is unused.

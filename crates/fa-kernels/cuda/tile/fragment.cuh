@@ -10,16 +10,15 @@
 
 namespace fa {
 
-// How a block is to arrive in registers.
-// AStoredKM is an A whose transpose is stored: its blocks are (contraction, rows of A).
+// The operand that a block becomes, and how it is stored. AStoredKM is a transposed A: its blocks are (contraction, rows of A).
 enum class Operand { A, AStoredKM, BStoredNK, BStoredKN };
 
 // A lane's view of tiles of one kind. For ldmatrix, the matrix at whose rows lanes 8 i to 8 i + 7 point becomes register i:
 // the two registers of an n8 block of B must be neighbours, so K's matrices run along its columns first, Q's and V's down
-// the rows; those of a transposed A run as A's own do, which is along the columns of what is stored.
+// the rows; those of a transposed A run along the columns of the stored tile.
 template <class Tile, Operand O, bool Ldmatrix>
 struct FragmentReader {
-    // Byte offset of the lane's row, plus what its chunk numbers are XORed with, in the place of the chunk number.
+    // Byte offset of the lane's row, plus what its chunk numbers are XORed with, at the chunk number's bits.
     u32 lane_offset;
 
     static_assert(Ldmatrix || O != Operand::AStoredKM, "only ldmatrix transposes an A");

@@ -1,4 +1,4 @@
-// A warp group's share of a matrix product whose operands lie in shared memory as panel tiles, in either orientation.
+// A warpgroup's share of a matrix product whose operands lie in shared memory as panel tiles, in either orientation.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tile/descriptor.cuh"
@@ -22,7 +22,7 @@ struct OperandView {
 
     // The operand from its row `row` on.
     __device__ __forceinline__ static Descriptor descriptor(u32 address, int row) {
-        // Whole panels down or along: the address of a warp group's share is computed at run time.
+        // Whole panels down or along: the address of a warpgroup's share is computed at run time.
         if constexpr (A == Along::Rows) {
             return descriptor_k_major<Tile>(address + row * Tile::kRowBytes);
         } else {

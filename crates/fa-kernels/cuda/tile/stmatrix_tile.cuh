@@ -14,7 +14,7 @@ __device__ __forceinline__ u32 swizzled(u32 offset) {
     return offset ^ ((offset >> 7) % kChunks << 4);
 }
 
-// Warp `warp` of the warp group stores its 16 rows; N = 2 * registers columns.
+// Warp `warp` of the warpgroup stores its 16 rows; N = 2 * registers columns.
 template <Dtype T, class Tile, int Registers>
 __device__ __forceinline__ void store_accumulator_tile(u32 base, const float (&s)[Registers], int warp, int lane) {
 #pragma unroll

@@ -10,7 +10,7 @@ namespace fa {
 // One operand: `Span` of its rows (A) or columns (B), from `first` on, both multiples of 16.
 template <class Tile, Operand O, int Span>
 struct WarpOperand {
-    // Whether the share runs along the tile's columns. Its place can then be folded into the lane's unless shares straddle panels.
+    // Whether the share runs along the tile's columns. Its offset can then be folded into the lane's unless shares straddle panels.
     static constexpr bool kAcross = O == Operand::AStoredKM || O == Operand::BStoredKN;
     static constexpr bool kFolded = !kAcross || Tile::kPanel % Span == 0 || Span % Tile::kPanel == 0;
     static constexpr int kBlocks = Span / 16;
