@@ -1,7 +1,8 @@
-// Attention backward for SM80 and later, by cp.async and mma.sync: a CTA owns a tile of keys and visits the tiles of queries that see
-// it. Its warps are two groups. The P warps compute P, one tile of queries ahead, and dV; the dS warps compute dS and dK; each group
-// computes half of dQ. A warp then owns a larger part of each product, whose operands are read from shared memory less often, and the
-// exponentials of one group run under the products of the other.
+// Attention backward for SM80 and later, by cp.async and mma.sync: a CTA owns a tile of keys and visits the
+// tiles of queries that see it. Its warps are two groups. The P warps compute P, one tile of queries ahead,
+// and dV; the dS warps compute dS and dK; each group computes half of dQ. A warp then owns a larger part of
+// each product, whose operands are read from shared memory less often, and the exponentials of one group run
+// under the products of the other.
 #pragma once
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
@@ -39,7 +40,7 @@ struct alignas(8) BwdStep {
     }
 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.
 template <Sm80BwdConfig C>
@@ -61,7 +62,7 @@ struct alignas(128) BwdStorage {
     BwdStep step[2];  // the current one of each group
 };
 
-// ---- Barriers ---------------------------------------------------------------------------------------------------------
+// ---- Barriers -----------------------------------------------------------------------------------
 
 enum BwdBarrier : int {
     kBarrierBlock = 1,  // all threads: a step begins (0 is cta_sync)
@@ -71,12 +72,14 @@ enum BwdBarrier : int {
     kBarrierGroup,      // the threads of one group: this one the P warps, the next one the dS warps
 };
 
-// A thread's warp and lane in its group, computed again wherever they are needed: registers are scarcer than instructions.
+// A thread's warp and lane in its group, computed again wherever they are needed: registers are scarcer than
+// instructions.
 template <int GroupWarps>
 struct Place {
     int warp, lane;
 
-    // `m_block` is not negative, which the compiler does not know: it cannot compute this once before the main loop.
+    // `m_block` is not negative, which the compiler does not know: it cannot compute this once before the
+    // main loop.
     __device__ __forceinline__ explicit Place(int m_block = 0) {
         const int thread = thread_index_volatile() + (u32(m_block) >> 31);
         warp = thread / 32 % GroupWarps;
@@ -84,7 +87,7 @@ struct Place {
     }
 };
 
-// ---- What both groups do ----------------------------------------------------------------------------------------------
+// ---- What both groups do ------------------------------------------------------------------------
 
 template <Sm80BwdConfig C>
 struct BwdGroup {
@@ -99,10 +102,11 @@ struct BwdGroup {
     const BwdTile& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Where a warp has many fragments of A in S and dP there are no registers for those of two contraction steps.
+    // Where a warp has many fragments of A in S and dP there are no registers for those of two contraction
+    // steps.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
-    // ---- Copies ----
+    // ---- Copies ---------------------------------------------------------------------------------
 
     // The address of a buffer that all steps share, computed again wherever it is needed.
     __device__ __forceinline__ u32 buffer(const void* within) const {
@@ -115,21 +119,30 @@ struct BwdGroup {
         return (step.head - tile.first_head) * (range.end - range.begin) + step.m_block - range.begin;
     }
     __device__ __forceinline__ u32 q_stage(BwdStep step) const { return u32(number(step)) % C.q_stages; }
-    __device__ __forceinline__ u32 do_stage(BwdStep step) const { return C.do_stages > 1 ? u32(number(step)) % C.do_stages : 0; }
-    __device__ __forceinline__ u32 q_buffer(BwdStep step) const { return smem_address(smem.q) + q_stage(step) * L::Q::kBytes; }
+    __device__ __forceinline__ u32 do_stage(BwdStep step) const {
+        return C.do_stages > 1 ? u32(number(step)) % C.do_stages : 0;
+    }
+    __device__ __forceinline__ u32 q_buffer(BwdStep step) const {
+        return smem_address(smem.q) + q_stage(step) * L::Q::kBytes;
+    }
     __device__ __forceinline__ u32 do_buffer(BwdStep step) const {
         return C.do_stages > 1 ? smem_address(smem.dout) + do_stage(step) * L::Do::kBytes : buffer(smem.dout);
     }
-    __device__ __forceinline__ u32 lse_buffer(BwdStep step) const { return smem_address(smem.lse) + q_stage(step) * (4 * C.tile_m); }
+    __device__ __forceinline__ u32 lse_buffer(BwdStep step) const {
+        return smem_address(smem.lse) + q_stage(step) * (4 * C.tile_m);
+    }
     __device__ __forceinline__ u32 dpsum_buffer(BwdStep step) const {
-        return C.do_stages > 1 ? smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m) : buffer(smem.dpsum);
+        return C.do_stages > 1 ? smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m)
+                               : buffer(smem.dpsum);
     }
     __device__ __forceinline__ bool exists(BwdStep step) const { return step.head < tile.end_head; }
 
     template <class Tile, int Threads, int FirstThread>
-    __device__ __forceinline__ static void load(u32 to, const ConstTensor& tensor, int batch, int head, int row, int end, int columns) {
+    __device__ __forceinline__ static void load(u32 to, const ConstTensor& tensor, int batch, int head,
+                                                int row, int end, int columns) {
         const u16* from = view(tensor).row(batch, 0, head);
-        TileCopy<Tile, Threads, FirstThread>{from, tensor.strides.seq, columns}.template start<true>(to, row, end);
+        TileCopy<Tile, Threads, FirstThread>{from, tensor.strides.seq, columns}.template start<true>(to, row,
+                                                                                                     end);
     }
     // Statistics of a tile of queries, which exist beyond the end of the sequence.
     template <int FirstThread>
@@ -142,24 +155,26 @@ struct BwdGroup {
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
-        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head, step.m_block * C.tile_m,
-                                                  visible.seqlen.q(), params.shape.head_dim);
+        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head,
+                                                  step.m_block * C.tile_m, visible.seqlen.q(),
+                                                  params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
-        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head, step.m_block * C.tile_m,
-                                                   visible.seqlen.q(), params.shape.head_dim_v);
+        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head,
+                                                   step.m_block * C.tile_m, visible.seqlen.q(),
+                                                   params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
         const int key = tile.n_block * C.tile_n;
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key, visible.seqlen.k(),
-                                            params.shape.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key, visible.seqlen.k(),
-                                            params.shape.head_dim_v);
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key,
+                                            visible.seqlen.k(), params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key,
+                                            visible.seqlen.k(), params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -168,7 +183,8 @@ struct BwdGroup {
         step_barrier();
     }
 
-    // The thread's copies are in; past the barrier all threads' are, and what was read before it may be overwritten.
+    // The thread's copies are in; past the barrier all threads' are, and what was read before it may be
+    // overwritten.
     __device__ __forceinline__ void step_barrier() const {
         cp_async_wait<0>();
         named_barrier_sync_unaligned(kBarrierBlock, L::kThreads);
@@ -188,7 +204,7 @@ struct BwdGroup {
         return exists(at(group));
     }
 
-    // ---- Pieces of a step ----
+    // ---- Pieces of a step -----------------------------------------------------------------------
 
     __device__ __forceinline__ void read_stats(Stats& of, u32 stats, BwdStep step) const {
         const Here place(step.m_block);
@@ -201,27 +217,31 @@ struct BwdGroup {
     }
 
     // D += A B, cut among the group's warps.
-    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB, class Interleave = NoInterleave>
-    __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int m_block, int first = 0,
-                                                    const Interleave& interleave = {}) {
+    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB,
+              class Interleave = NoInterleave>
+    __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int m_block,
+                                                    int first = 0, const Interleave& interleave = {}) {
         const Here place(m_block);
-        warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(d, A(Cut::first_m(place.warp), place.lane), a,
-                                                                 B(first + Cut::first_n(place.warp), place.lane), b, interleave);
+        warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(
+            d, A(Cut::first_m(place.warp), place.lane), a, B(first + Cut::first_n(place.warp), place.lane), b,
+            interleave);
     }
 
-    // ---- A group's part of dQ ----
+    // ---- A group's part of dQ -------------------------------------------------------------------
 
     static constexpr int kDqParts = L::kDqFirst > 0 ? 2 : 1;
 
     template <int Group>
-    __device__ __forceinline__ void multiply_dq(typename L::template CutDq<Group>::Accumulators& dq, int m_block) const {
+    __device__ __forceinline__ void multiply_dq(typename L::template CutDq<Group>::Accumulators& dq,
+                                                int m_block) const {
         using Cut = typename L::template CutDq<Group>;
         Cut::clear(dq);
         multiply<Cut, typename L::template DsOfDq<Group>, typename L::template KOfDq<Group>, C.tile_n, 1, 2>(
             dq, this->buffer(smem.ds), this->buffer(smem.k), m_block, Group * L::kDqFirst);
     }
 
-    // Adds it to its accumulator bit by bit between the rounds of another product: at once, it would block the load and store units.
+    // Adds it to its accumulator bit by bit between the rounds of another product: at once, it would block
+    // the load and store units.
     template <int Group>
     struct DqAdder {
         using Cut = typename L::template CutDq<Group>;
@@ -231,11 +251,13 @@ struct BwdGroup {
         template <int Rounds>
         __device__ __forceinline__ void round(int number) const {
 #pragma unroll
-            for (int part = number * Cut::kParts / Rounds; part < (number + 1) * Cut::kParts / Rounds; ++part) Cut::add_part(to, dq, part);
+            for (int part = number * Cut::kParts / Rounds; part < (number + 1) * Cut::kParts / Rounds; ++part)
+                Cut::add_part(to, dq, part);
         }
     };
     template <int Group>
-    __device__ __forceinline__ DqAdder<Group> dq_adder(const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
+    __device__ __forceinline__ DqAdder<Group> dq_adder(
+        const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
         const i64 index = dq_tile(params, tile, step.head, step.m_block);
         const Here place(step.m_block);
         float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
@@ -245,7 +267,8 @@ struct BwdGroup {
     // Deterministic tiles add in turn; each group waits for its own part.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            if (thread_index() == group * L::kGroupThreads) wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, step.head, step.m_block, kDqParts);
+            if (thread_index() == group * L::kGroupThreads)
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, step.head, step.m_block, kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
@@ -253,15 +276,16 @@ struct BwdGroup {
         if constexpr (C.deterministic) {
             fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
-            if (thread_index() == group * L::kGroupThreads) signal_next(params, tile, step.head, step.m_block);
+            if (thread_index() == group * L::kGroupThreads)
+                signal_next(params, tile, step.head, step.m_block);
         }
     }
 
-    // ---- P and dS in shared memory ----
+    // ---- P and dS in shared memory --------------------------------------------------------------
 
-    // Where registers i to i + 3 of a fragment of S or dP lie in the tile of P or dS at `address`, rounded: a word of fragment 0's
-    // upper half; its lower half and the other fragments follow. Eight rows of four words at a time, which the swizzle spreads over
-    // all banks.
+    // Where registers i to i + 3 of a fragment of S or dP lie in the tile of P or dS at `address`, rounded: a
+    // word of fragment 0's upper half; its lower half and the other fragments follow. Eight rows of four
+    // words at a time, which the swizzle spreads over all banks.
     static constexpr u32 kFragmentBytes = 16 * L::Pds::kRowBytes, kLowerBytes = 8 * L::Pds::kRowBytes;
     __device__ __forceinline__ static u32 words_at(u32 address, int i, const Here& place) {
         using Tile = typename L::Pds;
@@ -273,11 +297,13 @@ struct BwdGroup {
 
     // Stores a warp's share of dK or dV, or adds it to its accumulator.
     template <class Cut>
-    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum, const MutTensor& gradient,
-                                           int tile_columns, int columns, float factor) const {
+    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum,
+                                           const MutTensor& gradient, int tile_columns, int columns,
+                                           float factor) const {
         const Here place;
         if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index =
+                (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
             Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
             return;
         }
@@ -287,13 +313,15 @@ struct BwdGroup {
         for (int f = 0; f < Cut::kFragments; ++f) {
             const int row = Cut::first_m(place.warp) + 16 * f + place.lane / 4;
             const int left = visible.seqlen.k() - first;
-            store_fragment_row<C.dtype>(0, out + row * gradient.strides.seq, row < left, d[f], factor, Cut::first_n(place.warp), columns);
-            store_fragment_row<C.dtype>(1, out + (row + 8) * gradient.strides.seq, row + 8 < left, d[f], factor, Cut::first_n(place.warp), columns);
+            store_fragment_row<C.dtype>(0, out + row * gradient.strides.seq, row < left, d[f], factor,
+                                        Cut::first_n(place.warp), columns);
+            store_fragment_row<C.dtype>(1, out + (row + 8) * gradient.strides.seq, row + 8 < left, d[f],
+                                        factor, Cut::first_n(place.warp), columns);
         }
     }
 };
 
-// ---- P warps: P = exp(S - LSE) and dV -------------------------------------------------------------------------
+// ---- P warps: P = exp(S - LSE) and dV -----------------------------------------------------------
 
 template <Sm80BwdConfig C>
 struct PWarps : BwdGroup<C> {
@@ -302,13 +330,13 @@ struct PWarps : BwdGroup<C> {
     using CutS = typename L::CutS;
     using CutDv = typename L::CutDv;
     using CutDq = typename L::template CutDq<0>;
+    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
     using typename Base::Here;
     using typename Base::Stats;
-    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
 
-    // P in the form in which it is kept until it is stored. With a soft cap: P, and P times the cap's slope 1 - share^2, rounded each.
-    // The dS warps could not recover the slope from the rounded P: where the cap saturates, the slope is far below that rounding. The
-    // share of a hidden score is -inf, its P 0.
+    // P in the form in which it is kept until it is stored. With a soft cap: P, and P times the cap's slope 1
+    // - share^2, rounded each. The dS warps could not recover the slope from the rounded P: where the cap
+    // saturates, the slope is far below that rounding. The share of a hidden score is -inf, its P 0.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
         return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));
@@ -339,9 +367,11 @@ struct PWarps : BwdGroup<C> {
             score_mod.apply_as_shares(s[f]);
             if (masked) {
                 auto query_of = [&](int r) {
-                    return step.m_block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r + place.lane / 4;
+                    return step.m_block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
+                           place.lane / 4;
                 };
-                const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
+                const int first_key =
+                    tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
                 mask_tile(s[f], visible, query_of, first_key);
             }
 #pragma unroll
@@ -371,7 +401,8 @@ struct PWarps : BwdGroup<C> {
             const BwdStep after = next.next(range);
             if (this->exists(after)) this->template load_q<L::kGroupThreads, 0>(after);
         } else {
-            if (this->number(step) > 0 && this->exists(next)) this->template load_q<L::kGroupThreads, 0>(next);
+            if (this->number(step) > 0 && this->exists(next))
+                this->template load_q<L::kGroupThreads, 0>(next);
         }
         if constexpr (C.do_stages > 1) {
             if (this->exists(next)) this->template load_do<L::kGroupThreads, 0>(next);
@@ -380,9 +411,10 @@ struct PWarps : BwdGroup<C> {
     }
 
     template <class Interleave>
-    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step, const Interleave& interleave) const {
-        Base::template multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(dv, this->buffer(smem.p),
-                                                                                             this->do_buffer(step), step.m_block, 0, interleave);
+    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step,
+                                                const Interleave& interleave) const {
+        Base::template multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(
+            dv, this->buffer(smem.p), this->do_buffer(step), step.m_block, 0, interleave);
     }
 
     __device__ __forceinline__ void main_loop() const {
@@ -437,11 +469,12 @@ struct PWarps : BwdGroup<C> {
             this->template dq_adder<0>(dq, before).template round<1>(0);
             this->end_turn(before, 0);
         }
-        this->template finish<CutDv>(dv, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v, 1.f);
+        this->template finish<CutDv>(dv, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v,
+                                     1.f);
     }
 };
 
-// ---- dS warps: dS = P (dP - dPsum) and dK ---------------------------------------------------------------------
+// ---- dS warps: dS = P (dP - dPsum) and dK -------------------------------------------------------
 
 template <Sm80BwdConfig C>
 struct DsWarps : BwdGroup<C> {
@@ -450,9 +483,9 @@ struct DsWarps : BwdGroup<C> {
     using CutS = typename L::CutS;
     using CutDk = typename L::CutDk;
     using CutDq = typename L::template CutDq<1>;
+    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
     using typename Base::Here;
     using typename Base::Stats;
-    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
     static constexpr int kFirstThread = L::kGroupThreads;
 
     // dS from dP - dPsum and P, which the same thread of the P warps has written; both are rounded.
@@ -476,8 +509,10 @@ struct DsWarps : BwdGroup<C> {
                 for (int r = 0; r < 2; ++r) {
                     const u32 pair = p[f][r];
                     const float* of = dp[f] + 4 * round + 2 * r;
-                    const float low = unpack_low<C.dtype>(pair) * of[0], high = unpack_high<C.dtype>(pair) * of[1];
-                    store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes, pack<C.dtype>(low, high));
+                    const float low = unpack_low<C.dtype>(pair) * of[0],
+                                high = unpack_high<C.dtype>(pair) * of[1];
+                    store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes,
+                                     pack<C.dtype>(low, high));
                 }
             }
         }
@@ -498,13 +533,15 @@ struct DsWarps : BwdGroup<C> {
 #pragma unroll
                     for (int i = 0; i < CutS::kRegisters; ++i) dp[f][i] = -dpsum[f][i >> 1 & 1];
                 }
-                Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v, Base::kAheadA, 2>(
-                    dp, this->do_buffer(step()), this->buffer(smem.v), step().m_block);
+                Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v,
+                                        Base::kAheadA, 2>(dp, this->do_buffer(step()), this->buffer(smem.v),
+                                                          step().m_block);
                 if constexpr (L::kDqFirst > 0) named_barrier_sync(kBarrierDsRead, L::kThreads);
                 differentiate(dp, step());
             }
             named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);
-            // Not where P has been read: racecheck takes a thread's reads as finished when it has waited, not when it arrives.
+            // Not where P has been read: racecheck takes a thread's reads as finished when it has waited, not
+            // when it arrives.
             named_barrier_arrive(kBarrierPRead, L::kThreads);
             if constexpr (C.do_stages == 1) {
                 const BwdStep next = step().next(range);
@@ -515,16 +552,18 @@ struct DsWarps : BwdGroup<C> {
             this->template multiply_dq<1>(dq, step().m_block);
             this->await_turn(step(), 1);
             Base::template multiply<CutDk, typename L::DsOfDk, typename L::QOfDk, C.tile_m, 1, 2>(
-                dk, this->buffer(smem.ds), this->q_buffer(step()), step().m_block, 0, this->template dq_adder<1>(dq, step()));
+                dk, this->buffer(smem.ds), this->q_buffer(step()), step().m_block, 0,
+                this->template dq_adder<1>(dq, step()));
             this->end_turn(step(), 1);
         } while (this->advance(1));
-        this->template finish<CutDk>(dk, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim, params.score.scale);
+        this->template finish<CutDk>(dk, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
+                                     params.score.scale);
     }
 };
 
 }  // namespace fa::sm80
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 namespace fa {
 

@@ -1,4 +1,5 @@
-// Attention forward for SM80 and later: all warps load by cp.async and multiply by mma.sync; each owns its query rows.
+// Attention forward for SM80 and later: all warps load by cp.async and multiply by mma.sync; each owns its
+// query rows.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
@@ -24,26 +25,29 @@
 
 namespace fa::sm80 {
 
-// ---- Config -----------------------------------------------------------------------------------------------------------
+// ---- Config -------------------------------------------------------------------------------------
 
 template <Sm80FwdConfig C>
 struct Traits {
     static_assert(C.tile_m % (16 * C.num_warps) == 0, "a warp owns whole m16 fragments");
     static_assert(C.tile_n % 16 == 0, "the k16 steps of P V");
-    static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0, "the k16 steps of Q K^T and the n8 pairs of P V");
+    static_assert(C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0,
+                  "the k16 steps of Q K^T and the n8 pairs of P V");
     static_assert(C.stages >= 1 && C.stages <= 4);
 
     static constexpr int kThreads = 32 * C.num_warps;
     static constexpr int kWarpRows = C.tile_m / C.num_warps;
-    static constexpr int kFragments = kWarpRows / 16;  // m16 fragments of a warp; they share what is read of K and V
+    static constexpr int kFragments =
+        kWarpRows / 16;  // m16 fragments of a warp; they share what is read of K and V
 
     using Q = SmemTile<C.tile_m, C.head_dim, C.swizzle>;
     using K = SmemTile<C.tile_n, C.head_dim, C.swizzle>;
     using V = SmemTile<C.tile_n, C.head_dim_v, C.swizzle>;
 
-    static constexpr Exponential kExponential = C.exp2 ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
-                                                : C.fast_math ? Exponential::NaturalApprox
-                                                              : Exponential::Natural;
+    static constexpr Exponential kExponential =
+        C.exp2        ? C.fast_math ? Exponential::Base2Approx : Exponential::Base2
+        : C.fast_math ? Exponential::NaturalApprox
+                      : Exponential::Natural;
     // O and the sums keep their scale until the maximum has grown by more than this many powers.
     static constexpr int kRescaleThreshold = 8;
     using RowState = Softmax<0, kRescaleThreshold, kExponential, C.fast_math>;
@@ -54,10 +58,11 @@ struct Traits {
     static constexpr int kAhead = 2;
 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
-// The planner's account has the same buffers at the same offsets; the generated unit asserts the size. With Q in registers, Q shares memory with K and V: it is read before the stages under it are filled,
-// and lies at the end, so that the first K is usually clear of it.
+// The planner's account has the same buffers at the same offsets; the generated unit asserts the size. With Q
+// in registers, Q shares memory with K and V: it is read before the stages under it are filled, and lies at
+// the end, so that the first K is usually clear of it.
 template <Sm80FwdConfig C>
 struct alignas(128) SharedStorage {
     using T = Traits<C>;
@@ -66,7 +71,8 @@ struct alignas(128) SharedStorage {
     static constexpr int kK = C.q_in_regs ? 0 : T::Q::kBytes;
     static constexpr int kV = kK + C.stages * T::K::kBytes;
 
-    u8 bytes[max_of(kQ + T::Q::kBytes, kK + kKeyValueBytes)];  // [tile_m, head_dim]; [stages][tile_n, head_dim(_v)]
+    u8 bytes[max_of(kQ + T::Q::kBytes,
+                    kK + kKeyValueBytes)];  // [tile_m, head_dim]; [stages][tile_n, head_dim(_v)]
 };
 
 // Row of the tile that a thread's first accumulators belong to.
@@ -75,7 +81,7 @@ __device__ __forceinline__ int own_row(int thread) {
     return thread / 32 * Traits<C>::kWarpRows + thread % 32 / 4;
 }
 
-// ---- Operands of the products, as warp_multiply() reads them -------------------------------------------------------------
+// ---- Operands of the products, as warp_multiply() reads them ------------------------------------
 
 // Q, from shared memory, or from registers into which read_all() has put it.
 template <Sm80FwdConfig C>
@@ -88,7 +94,8 @@ struct QOperand {
     FragmentReader<typename T::Q, Operand::A, C.ldmatrix> reader;
     int first_row;
 
-    __device__ __forceinline__ QOperand(Registers& registers, int first_row) : registers(registers), first_row(first_row) {}
+    __device__ __forceinline__ QOperand(Registers& registers, int first_row)
+        : registers(registers), first_row(first_row) {}
 
     __device__ __forceinline__ void read_shared(u32 (&regs)[4], u32 address, int block, int step) const {
         reader.read(regs, address + first_row * T::Q::kRowBytes, 16 * block, 16 * step);
@@ -132,7 +139,8 @@ struct VOperand {
     }
 };
 
-// P, packed from the registers of S: their order is that of an A operand already (PTX ISA, mma.m16n8k16 fragments).
+// P, packed from the registers of S: their order is that of an A operand already (PTX ISA, mma.m16n8k16
+// fragments).
 template <Sm80FwdConfig C>
 struct POperand {
     using T = Traits<C>;
@@ -141,12 +149,13 @@ struct POperand {
 
     __device__ __forceinline__ void read(u32 (&regs)[4], u32, int block, int step) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
+        for (int i = 0; i < 4; ++i)
+            regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
     }
 };
 
-// The exponentials of the next 16 keys, between the products of these: the special-function units and the tensor cores work at the
-// same time.
+// The exponentials of the next 16 keys, between the products of these: the special-function units and the
+// tensor cores work at the same time.
 template <Sm80FwdConfig C>
 struct Exponentials {
     using T = Traits<C>;
@@ -176,7 +185,7 @@ namespace fa {
 template <Sm80FwdConfig C>
 constexpr int sm80_fwd_smem_bytes = sizeof(sm80::SharedStorage<C>);
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 template <Sm80FwdConfig C>
 __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
@@ -216,14 +225,14 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (int i = 0; i < C.head_dim_v / 2; ++i) o[f][i] = 0.f;
     }
 
-    // ---- Copies ----
+    // ---- Copies ---------------------------------------------------------------------------------
 
-    const TileCopy<typename T::Q, T::kThreads> copy_q{view(params.q).row(tile.batch, 0, tile.head), params.q.strides.seq,
-                                                      params.shape.head_dim};
-    const TileCopy<typename T::K, T::kThreads> copy_k{view(params.k).row(tile.batch, 0, kv_head), params.k.strides.seq,
-                                                      params.shape.head_dim};
-    const TileCopy<typename T::V, T::kThreads> copy_v{view(params.v).row(tile.batch, 0, kv_head), params.v.strides.seq,
-                                                      params.shape.head_dim_v};
+    const TileCopy<typename T::Q, T::kThreads> copy_q{view(params.q).row(tile.batch, 0, tile.head),
+                                                      params.q.strides.seq, params.shape.head_dim};
+    const TileCopy<typename T::K, T::kThreads> copy_k{view(params.k).row(tile.batch, 0, kv_head),
+                                                      params.k.strides.seq, params.shape.head_dim};
+    const TileCopy<typename T::V, T::kThreads> copy_v{view(params.v).row(tile.batch, 0, kv_head),
+                                                      params.v.strides.seq, params.shape.head_dim_v};
     auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
     auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
     // Only the first tile of keys, the sequence's last, may run past the end.
@@ -231,11 +240,15 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         copy_k.template start<false>(stage_k(stage), n_block * C.tile_n, seqlen.k());
         copy_v.template start<false>(stage_v(stage), n_block * C.tile_n, seqlen.k());
     };
-    auto load_first_k = [&] { copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, seqlen.k()); };
-    auto load_first_v = [&] { copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k()); };
+    auto load_first_k = [&] {
+        copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, seqlen.k());
+    };
+    auto load_first_v = [&] {
+        copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k());
+    };
     auto load_q = [&] { copy_q.template start<true>(smem_q, first_query, seqlen.q()); };
 
-    // ---- Products ----
+    // ---- Products -------------------------------------------------------------------------------
 
     const sm80::QOperand<C> q_operand(q, warp_row);
     const sm80::KOperand<C> k_operand;
@@ -252,10 +265,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         const sm80::Exponentials<C> exponentials{s, rows, scale};
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) rows[f].template exponentiate<8>(s[f], 0, scale);
-        warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, sm80::POperand<C>{s}, 0, v_operand, tile_v, exponentials);
+        warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, sm80::POperand<C>{s}, 0, v_operand, tile_v,
+                                                            exponentials);
     };
 
-    // ---- One tile of keys ----
+    // ---- One tile of keys -----------------------------------------------------------------------
 
     // Products to masked scores.
     auto modify = [&](int n_block, bool mask) {
@@ -264,7 +278,9 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             score_mod.apply(s[f]);
             if (mask) {
                 const int thread = thread_index_volatile();
-                auto query_of = [&](int r) { return first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r; };
+                auto query_of = [&](int r) {
+                    return first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r;
+                };
                 mask_tile(s[f], visible, query_of, n_block * C.tile_n + 2 * (thread % 4));
             }
         }
@@ -299,10 +315,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // Whether the warp's rows see nothing of a tile of keys.
     auto hidden = [&](int n_block) {
         const int first = first_query + warp_row, last = first + T::kWarpRows - 1;
-        return n_block * C.tile_n >= visible.keys_end(last) || (n_block + 1) * C.tile_n <= visible.keys_begin(first);
+        return n_block * C.tile_n >= visible.keys_end(last) ||
+               (n_block + 1) * C.tile_n <= visible.keys_begin(first);
     };
 
-    // ---- Main loop: tiles of keys from the last to the first ----
+    // ---- Main loop: tiles of keys from the last to the first ------------------------------------
 
     int stage = 0;
     auto step = [&](int n_block, bool mask) {
@@ -315,7 +332,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cp_async_wait<0>();
             cta_sync();
         } else {
-            // All but the newest groups are in; and, past the barrier, the stage before this one is free again.
+            // All but the newest groups are in; and, past the barrier, the stage before this one is free
+            // again.
             cp_async_wait<C.stages - 2>();
             cta_sync();
         }
@@ -364,7 +382,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (; n_block >= range.begin; --n_block) step(n_block, true);
     }
 
-    // ---- Epilogue ----
+    // ---- Epilogue -------------------------------------------------------------------------------
 
     // The work tile is computed a second time: the main loop has no registers to keep it in.
     const Tile output = tile_at<T::kOrder>(params, cta_index_volatile(), params.shape.heads_q);
@@ -373,7 +391,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
         rows[f].finish(factor, lse);
-        store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, query + 16 * f, output.head, output.batch);
+        store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, query + 16 * f, output.head,
+                                     output.batch);
     }
 }
 

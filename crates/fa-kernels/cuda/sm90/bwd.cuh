@@ -1,5 +1,6 @@
-// Attention backward for SM90: a CTA owns a tile of keys and visits the tiles of queries that see it. One warp loads by TMA, the
-// consumer warpgroups multiply by wgmma, and one more warp for each of them adds its share of dQ to global memory.
+// Attention backward for SM90: a CTA owns a tile of keys and visits the tiles of queries that see it. One
+// warp loads by TMA, the consumer warpgroups multiply by wgmma, and one more warp for each of them adds its
+// share of dQ to global memory.
 #pragma once
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
@@ -29,32 +30,35 @@
 
 namespace fa::sm90 {
 
-// ---- Config -----------------------------------------------------------------------------------------------------------
+// ---- Config -------------------------------------------------------------------------------------
 
 template <Sm90BwdConfig C>
 struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
+    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of
+    // 8).
     static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
-    // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is waited for before dQ's
-    // product and announced during the next step's; with tiles of 64 rows at head dim 128, or P in shared memory, they do not. A short
-    // dV is issued after dS is stored: before, it would delay what the other warpgroups wait for.
+    // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is
+    // waited for before dQ's product and announced during the next step's; with tiles of 64 rows at head dim
+    // 128, or P in shared memory, they do not. A short dV is issued after dS is stored: before, it would
+    // delay what the other warpgroups wait for.
     static constexpr bool kShortDv = C.head_dim_v < 128;
     static constexpr bool kDqAhead = C.mma_dkv_is_rs && C.dq_via_smem && (kShortDv || C.tile_m > 64);
     static constexpr bool kStoreFirst = C.mma_dkv_is_rs && kShortDv;
 
-    static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 && C.atom_layout_n_dkv == C.num_wg),
+    static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 &&
+                                       C.atom_layout_n_dkv == C.num_wg),
                   "registers are an operand only of the warpgroup that computed them");
 };
 
 // Named barriers; 0 is cta_sync.
 enum BwdBarrier : int { kPdsReady = 1, kPdsFree = 2, kDqReady = 3, kDqFree = 6 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 template <int Bytes, int Stages>
 struct TileStages {
@@ -82,14 +86,16 @@ struct alignas(1024) BwdStorage {
     int ticket;
 };
 
-// ---- Producer: one thread issues all TMA loads ------------------------------------------------------------------
+// ---- Producer: one thread issues all TMA loads --------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
-                                            const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
-                                            const TensorMap& map_do) {
+__device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
+                                             const BwdTile& tile, const BlockRange& range,
+                                             const TensorMap& map_q, const TensorMap& map_k,
+                                             const TensorMap& map_v, const TensorMap& map_do) {
     using T = BwdTraits<C>;
-    auto load = [](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int row, int head, int batch, L2Policy policy) {
+    auto load = [](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int row, int head,
+                   int batch, L2Policy policy) {
         using Tile = decltype(tile_type);
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
@@ -105,39 +111,46 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
             const int row = m_block * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
-                load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
+                load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head,
+                     tile.batch, L2Policy::EvictFirst);
             }
             smem.q_bars.acquire(q_state, T::Q::kBytes);
-            load(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage], row, head, tile.batch,
-                 L2Policy::EvictLast);
+            load(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage], row, head,
+                 tile.batch, L2Policy::EvictLast);
             q_state.advance();
             if (first) {
                 mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
-                load(typename T::V{}, smem.v, map_v, smem.v_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
+                load(typename T::V{}, smem.v, map_v, smem.v_full, tile.n_block * C.tile_n, tile.kv_head,
+                     tile.batch, L2Policy::EvictFirst);
                 first = false;
             }
             smem.do_bars.acquire(do_state, T::Do::kBytes + 2 * T::kStatBytes);
-            load(typename T::Do{}, smem.dout[do_state.stage], map_do, smem.do_bars.full[do_state.stage], row, head, tile.batch,
-                 L2Policy::EvictLast);
-            bulk_load(smem.lse[do_state.stage], params.lse_log2 + stats + row, T::kStatBytes, smem.do_bars.full[do_state.stage]);
-            bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes, smem.do_bars.full[do_state.stage]);
+            load(typename T::Do{}, smem.dout[do_state.stage], map_do, smem.do_bars.full[do_state.stage], row,
+                 head, tile.batch, L2Policy::EvictLast);
+            bulk_load(smem.lse[do_state.stage], params.lse_log2 + stats + row, T::kStatBytes,
+                      smem.do_bars.full[do_state.stage]);
+            bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes,
+                      smem.do_bars.full[do_state.stage]);
             do_state.advance();
         }
     }
 }
 
-// ---- dQ: one warp for each consumer warpgroup -----------------------------------------------------------------------------------
+// ---- dQ: one warp for each consumer warpgroup ---------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int m_block, int slice, int wg) {
+__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head,
+                                           int m_block, int slice, int wg) {
     using T = BwdTraits<C>;
-    return params.dq_accum + dq_tile(params, tile, head, m_block) * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
+    return params.dq_accum + dq_tile(params, tile, head, m_block) * (C.tile_m * C.head_dim) +
+           slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
 // Adds what warpgroup `wg` leaves in shared memory to global memory.
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params, const Visibility<C.mask>& visible,
-                                           const BwdTile& tile, const BlockRange& range, int wg) {
+__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
+                                           const Visibility<C.mask>& visible, const BwdTile& tile,
+                                           const BlockRange& range, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
@@ -149,9 +162,11 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
                     if constexpr (C.deterministic) {
-                        if (slice == 0) wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, C.num_wg);
+                        if (slice == 0)
+                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, C.num_wg);
                     }
-                    bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share, T::DqOrder::kShare * 4);
+                    bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share,
+                                 T::DqOrder::kShare * 4);
                     bulk_commit();
                     bulk_wait_read();
                 }
@@ -166,7 +181,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     }
 }
 
-// ---- Consumers --------------------------------------------------------------------------------------------------------
+// ---- Consumers ----------------------------------------------------------------------------------
 
 // A warpgroup's share of the products of a step.
 template <Sm90BwdConfig C>
@@ -201,7 +216,8 @@ struct BwdConsumer {
 
     // Issues D = First Second^T or, swapped, its transpose, as one wgmma group.
     template <class P, bool Swap, int Begin = 0, int Count>
-    __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first, const Descriptor& second, bool add) {
+    __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first,
+                                          const Descriptor& second, bool add) {
         wgmma::fence();
         P::template issue<Begin, Count>(d, Swap ? second : first, Swap ? first : second, add);
         wgmma::commit();
@@ -212,13 +228,15 @@ struct BwdConsumer {
 
     __device__ __forceinline__ void issue_s() {
         const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
-        issue<S, C.sdp_swap_ab>(s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
-                                T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+        issue<S, C.sdp_swap_ab>(
+            s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+            T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
     }
     __device__ __forceinline__ void issue_dp() {
         const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
-        issue<Dp, C.sdp_swap_ab>(dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
-                                 T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+        issue<Dp, C.sdp_swap_ab>(
+            dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+            T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
     }
     // dV += P^T dO and dK += dS^T Q.
     __device__ __forceinline__ void issue_dv() {
@@ -231,7 +249,8 @@ struct BwdConsumer {
             wgmma::commit();
         } else {
             const u32 p = smem_address(smem.p.tiles[0]) + pds_stage * T::Pds::kBytes;
-            issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second, accumulate);
+            issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second,
+                                     accumulate);
         }
     }
     __device__ __forceinline__ void issue_dk() {
@@ -244,7 +263,8 @@ struct BwdConsumer {
             wgmma::commit();
         } else {
             const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
-            issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second, accumulate);
+            issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second,
+                                     accumulate);
         }
     }
     // A slice of dQ = dS K.
@@ -252,16 +272,18 @@ struct BwdConsumer {
     __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqBlocks][Dq::kRegisters]) {
         const int m = T::CutDq::first_m(wg), n = T::CutDq::first_n(wg);
         const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
-        issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
-                                                      T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
+        issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(
+            dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
+            T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
     }
 
     __device__ __forceinline__ void release_q() {
         smem.q_bars.release(q_state, elected);
         q_state.advance();
     }
-    // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp would do, as a named
-    // barrier follows the reads, but compute-sanitizer's racecheck does not relate the two kinds of barriers.
+    // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp
+    // would do, as a named barrier follows the reads, but compute-sanitizer's racecheck does not relate the
+    // two kinds of barriers.
     __device__ __forceinline__ void release_do() {
         smem.do_bars.release(do_state, true);
         do_state.advance();
@@ -270,7 +292,8 @@ struct BwdConsumer {
     // The statistics of the queries that registers 4 i to 4 i + 3 of block `b` belong to.
     __device__ __forceinline__ void load_stats(const float* stats, int b, int i, float (&of)[4]) const {
         if constexpr (C.sdp_swap_ab) {
-            const float2 pair = *reinterpret_cast<const float2*>(stats + column_of_s() + 2 * (lane % 4) + 8 * i);
+            const float2 pair =
+                *reinterpret_cast<const float2*>(stats + column_of_s() + 2 * (lane % 4) + 8 * i);
             of[0] = of[2] = pair.x;
             of[1] = of[3] = pair.y;
         } else {
@@ -307,7 +330,8 @@ struct BwdConsumer {
                 float lse[4];
                 load_stats(smem.lse[do_state.stage], b, i, lse);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
+                for (int j = 0; j < 4; ++j)
+                    s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
             }
         }
     }
@@ -335,7 +359,8 @@ struct BwdConsumer {
         }
     }
 
-    __device__ __forceinline__ static void pack_words(u32 (&words)[S::kBlocks][kWords], const float (&x)[S::kBlocks][S::kRegisters]) {
+    __device__ __forceinline__ static void pack_words(u32 (&words)[S::kBlocks][kWords],
+                                                      const float (&x)[S::kBlocks][S::kRegisters]) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -346,7 +371,8 @@ struct BwdConsumer {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
             store_fragment<typename T::Pds, T::kPdsTransposed>(address + pds_stage * T::Pds::kBytes, words[b],
-                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(), lane);
+                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(),
+                                                               lane);
         }
     }
     // All consumers' P and dS of this step are in shared memory; those of the step before have been read.
@@ -369,17 +395,20 @@ struct BwdConsumer {
 
     // Adds a slice of dQ, by the buffer and its warp or straight to global memory.
     template <int Slice>
-    __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int m_block) {
+    __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
+                                           int m_block) {
         const int thread = thread_index() % 128;
         constexpr int kGroups = Dq::kRegisters / 4;
         if constexpr (C.dq_via_smem) {
             if (!T::kDqAhead || Slice > 0) wait_dq_free();
-            float4* share = reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
+            float4* share =
+                reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
 #pragma unroll
             for (int b = 0; b < T::kDqBlocks; ++b) {
 #pragma unroll
                 for (int i = 0; i < kGroups; ++i) {
-                    share[(b * kGroups + i) * 128] = make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                    share[(b * kGroups + i) * 128] =
+                        make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
@@ -392,7 +421,8 @@ struct BwdConsumer {
             for (int b = 0; b < T::kDqBlocks; ++b) {
 #pragma unroll
                 for (int i = 0; i < kGroups; ++i) {
-                    red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                    red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1],
+                                  dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
             if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, m_block);
@@ -452,18 +482,22 @@ struct BwdConsumer {
         if (T::kDqAhead && accumulate) announce_dq();
     }
 
-    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row, 16 bytes each.
+    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row,
+    // 16 bytes each.
     template <class Cut, class Tile, int Blocks, int Registers>
-    __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
-                                                  float factor) const {
+    __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out,
+                                                  i64 stride, int columns, float factor) const {
         // With a soft cap registers are scarcest: the lane is computed again rather than kept over the steps.
         const int store_lane = C.softcap ? thread_index_volatile() % 32 : lane;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
             u32 words[Registers / 2];
 #pragma unroll
-            for (int i = 0; i < Registers / 2; ++i) words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
-            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), store_lane);
+            for (int i = 0; i < Registers / 2; ++i)
+                words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
+            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words,
+                                                Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg),
+                                                store_lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
         const int left = visible.seqlen.k() - tile.n_block * C.tile_n;
@@ -471,8 +505,11 @@ struct BwdConsumer {
 #pragma unroll 4
         for (int chunk = thread_index() - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
             const int row = chunk / kChunks, column = chunk % kChunks * 8;
-            const u32 at = column / Tile::kPanel * Tile::kPanelBytes + swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
-            if (row < left && column < columns) *reinterpret_cast<Vec16*>(out + row * stride + column) = *reinterpret_cast<Vec16*>(buffer + at);
+            const u32 at = column / Tile::kPanel * Tile::kPanelBytes +
+                           swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
+            if (row < left && column < columns)
+                *reinterpret_cast<Vec16*>(out + row * stride + column) =
+                    *reinterpret_cast<Vec16*>(buffer + at);
         }
     }
 
@@ -483,14 +520,16 @@ struct BwdConsumer {
         for (int b = 0; b < Blocks; ++b) {
 #pragma unroll
             for (int i = 0; i < Registers / 4; ++i) {
-                red_add_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1], d[b][4 * i + 2], d[b][4 * i + 3]);
+                red_add_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1],
+                              d[b][4 * i + 2], d[b][4 * i + 3]);
             }
         }
     }
 
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index =
+                (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
             return;
@@ -499,14 +538,16 @@ struct BwdConsumer {
         u16* out_v = view(params.dv).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
         // All warpgroups have read K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
-        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq, params.shape.head_dim_v, 1.f);
-        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq, params.shape.head_dim, params.score.scale);
+        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq,
+                                                        params.shape.head_dim_v, 1.f);
+        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq,
+                                                        params.shape.head_dim, params.score.scale);
     }
 };
 
 }  // namespace fa::sm90
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 namespace fa {
 
@@ -514,7 +555,8 @@ template <Sm90BwdConfig C>
 constexpr int sm90_bwd_smem_bytes = sizeof(sm90::BwdStorage<C>);
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
+__device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q,
+                                         const TensorMap& map_k, const TensorMap& map_v,
                                          const TensorMap& map_do) {
     using T = sm90::BwdTraits<C>;
     auto& smem = shared_memory<sm90::BwdStorage<C>>();
@@ -550,7 +592,8 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (has_work) {
-            sm90::BwdConsumer<C> consumer{smem, params, visible, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            sm90::BwdConsumer<C> consumer{smem,         params,   visible,      tile,       range,
+                                          warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.main_loop();
             consumer.finish();
         } else {

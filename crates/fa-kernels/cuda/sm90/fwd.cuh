@@ -1,4 +1,5 @@
-// Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma and own 64 query rows each.
+// Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma and own 64 query rows
+// each.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
@@ -28,7 +29,7 @@
 
 namespace fa::sm90 {
 
-// ---- Config -----------------------------------------------------------------------------------------------------------
+// ---- Config -------------------------------------------------------------------------------------
 
 template <Sm90FwdConfig C>
 struct Traits {
@@ -36,21 +37,23 @@ struct Traits {
     static_assert(C.tile_n % 16 == 0 && C.tile_n <= 256, "the n of wgmma and the k16 steps of P V");
     static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
     static_assert(C.cluster_m == 1 || C.mask == MaskKind::Full, "CTAs of a cluster share their keys");
-    static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic, "CTAs of a cluster take neighbouring tiles");
+    static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic,
+                  "CTAs of a cluster take neighbouring tiles");
     static_assert(C.num_wg >= 2 || !C.ping_pong);
 
-    // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In the tiles (nearly all) where
-    // they have not, no maximum is taken and O is not rescaled. Any reference within 2^threshold of the maximum gives the same
-    // relative precision.
-    static constexpr bool kLazyMax = C.rescale_threshold > 0 && C.overlap_wg && C.pv_is_rs;
+    // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
+    // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
+    // within 2^threshold of the maximum gives the same relative precision.
+    static constexpr bool kLazyMax = C.overlap_wg && C.pv_is_rs && C.rescale_threshold > 0;
 
-    // Whether a warpgroup skips tiles of keys that only rows further down see: tiles narrower than tile_m. It releases all their K
-    // before it waits for the first V: of two tiles at most, and with two stages.
+    // Whether a warpgroup skips tiles of keys that only rows further down see: tiles narrower than tile_m. It
+    // releases all their K before it waits for the first V: of two tiles at most, and with two stages.
     static constexpr bool kSkipsBlocks =
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
+    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of
+    // 8).
     static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160;
 
@@ -63,7 +66,7 @@ struct Traits {
     using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 // What only some configs have takes no space in the others.
 template <int Bytes, int Groups>
@@ -91,10 +94,10 @@ struct alignas(1024) SharedStorage {
     [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket, NoTileTicket> ticket;
 };
 
-// ---- Roles ------------------------------------------------------------------------------------------------------------
+// ---- Roles --------------------------------------------------------------------------------------
 
-// The work tiles of a CTA. Static and per-tile orders are arithmetic; dynamic tiles are drawn by the producer and reach the consumers
-// through shared memory, one tile ahead.
+// The work tiles of a CTA. Static and per-tile orders are arithmetic; dynamic tiles are drawn by the producer
+// and reach the consumers through shared memory, one tile ahead.
 template <Sm90FwdConfig C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
@@ -118,7 +121,8 @@ struct TileSource {
     }
 
     // Consumers: the tile after this one.
-    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile, bool elected) {
+    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile,
+                                        bool elected) {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
             const int next = smem.ticket.next[0];
@@ -141,17 +145,19 @@ __device__ __forceinline__ void retire_counter(const FwdParams& params) {
 }
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange tile_blocks(const Visibility<C.mask>& visible, const Rows<C.pack_gqa>& rows, const Tile& tile) {
+__device__ __forceinline__ BlockRange tile_blocks(const Visibility<C.mask>& visible,
+                                                  const Rows<C.pack_gqa>& rows, const Tile& tile) {
     const int first = tile.m_block * C.tile_m;
     const int last = min(first + C.tile_m, rows.count(visible.seqlen)) - 1;
     return key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
 }
 
-// Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of their own diagonal. Tiles
-// left of a window are visited by all rows.
+// Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
+// their own diagonal. Tiles left of a window are visited by all rows.
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange warpgroup_blocks(const Visibility<C.mask>& visible, const Rows<C.pack_gqa>& rows, const Tile& tile,
-                                                 const BlockRange& all, int first) {
+__device__ __forceinline__ BlockRange warpgroup_blocks(const Visibility<C.mask>& visible,
+                                                       const Rows<C.pack_gqa>& rows, const Tile& tile,
+                                                       const BlockRange& all, int first) {
     const int begin = tile.m_block * C.tile_m + first;
     const int last = min(begin + 64, rows.count(visible.seqlen)) - 1;
     BlockRange range = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
@@ -160,11 +166,12 @@ __device__ __forceinline__ BlockRange warpgroup_blocks(const Visibility<C.mask>&
     return range;
 }
 
-// ---- Producer: one thread issues all TMA loads ------------------------------------------------------------------
+// ---- Producer: one thread issues all TMA loads --------------------------------------------------
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params, const TensorMap& map_q,
-                                        const TensorMap& map_k, const TensorMap& map_v) {
+__device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params,
+                                        const TensorMap& map_q, const TensorMap& map_k,
+                                        const TensorMap& map_v) {
     using T = Traits<C>;
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
@@ -177,7 +184,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
         const Seqlen seqlen(params.shape, tile.batch);
-        const BlockRange range = tile_blocks<C>(Visibility<C.mask>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
+        const BlockRange range =
+            tile_blocks<C>(Visibility<C.mask>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
         auto load_q = [&] {
@@ -187,11 +195,12 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             for (int i = 0; i < T::Q::kPanels; ++i) {
                 u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
                 if constexpr (C.pack_gqa) {
-                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.shape.group_size),
-                                tile.head, tile.batch, L2Policy::EvictFirst);
-                } else {
-                    tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head, tile.batch,
+                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0,
+                                tile.m_block * (C.tile_m / params.shape.group_size), tile.head, tile.batch,
                                 L2Policy::EvictFirst);
+                } else {
+                    tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head,
+                                tile.batch, L2Policy::EvictFirst);
                 }
             }
             q_state.advance();
@@ -204,21 +213,24 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 u8* panel = dst + i * Kv::kPanelBytes + Kv::row_offset(kRows) * share;
                 const int key = n_block * C.tile_n + kRows * share;
                 if constexpr (C.cluster_m == 1) {
-                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch, L2Policy::EvictLast);
+                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch,
+                                L2Policy::EvictLast);
                 } else {
-                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch, L2Policy::EvictLast,
-                                          (1 << C.cluster_m) - 1);
+                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch,
+                                          L2Policy::EvictLast, (1 << C.cluster_m) - 1);
                 }
             }
         };
         auto load_k = [&](int n_block) {
             smem.k_bars.acquire(k_state, T::K::kBytes);
-            load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage], n_block);
+            load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage],
+                       n_block);
             k_state.advance();
         };
         auto load_v = [&](int n_block) {
             smem.v_bars.acquire(v_state, T::V::kBytes);
-            load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage], n_block);
+            load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage],
+                       n_block);
             v_state.advance();
         };
 
@@ -244,7 +256,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     if constexpr (C.scheduler == Scheduler::Dynamic) retire_counter(params);
 }
 
-// ---- Consumers: 64 rows each ------------------------------------------------------------------------------------------
+// ---- Consumers: 64 rows each --------------------------------------------------------------------
 
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams& params, int wg) {
@@ -257,7 +269,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     const int own_row = 64 * wg + 16 * warp + lane / 4;
     const int own_column = 2 * (lane % 4);
 
-    const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q[0]) + T::Q::row_offset(64 * wg));
+    const Descriptor desc_q =
+        descriptor_k_major<typename T::Q>(smem_address(smem.q[0]) + T::Q::row_offset(64 * wg));
     const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
     const Descriptor desc_v = descriptor_mn_major<typename T::V>(smem_address(smem.v[0]));
     u32 address_p = 0;
@@ -270,7 +283,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     const ScoreMod<C.softcap> score_mod{params.score};
     const float scale_log2 = score_mod.to_log2();
 
-    // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals the next one.
+    // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
+    // the next one.
     auto wait_turn = [&] {
         if constexpr (C.ping_pong) named_barrier_sync(1 + wg, 256);
     };
@@ -293,7 +307,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         wgmma::fence();
 #pragma unroll
         for (int k = 0; k < C.head_dim; k += 16) {
-            T::MmaS::template ss<0, 0>(s, a.at(q_stage + T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)), k != 0);
+            T::MmaS::template ss<0, 0>(s, a.at(q_stage + T::Q::column_offset(k)),
+                                       b.at(stage + T::K::column_offset(k)), k != 0);
         }
         wgmma::commit();
     };
@@ -313,7 +328,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         }
         wgmma::commit();
     };
-    // P as the A operand of P V: packed in registers, where S has A's order already (PTX ISA, wgmma fragments), or in shared memory.
+    // P as the A operand of P V: packed in registers, where S has A's order already (PTX ISA, wgmma
+    // fragments), or in shared memory.
     auto pack_p = [&] {
         if constexpr (C.pv_is_rs) {
 #pragma unroll
@@ -347,9 +363,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         signal_next();
     };
 
-    // Holds the exponentials before what follows. The assembler would move the wait for a running product up to the start of the
-    // softmax, which the product is meant to hide; it cannot move it across a branch on the sums (never taken: P is not negative).
-    auto hold = [&](const float (&sum)[2]) {
+    // Holds the exponentials before what follows. The assembler would move the wait for a running product up
+    // to the start of the softmax, which the product is meant to hide; it cannot move it across a branch on
+    // the sums (never taken: P is not negative).
+    auto hold = [&](const float(&sum)[2]) {
         if (sum[0] + sum[1] < 0.f) pause();
     };
 
@@ -402,9 +419,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if constexpr (C.overlap_wg) {
                 // The next S runs under this tile's P V, the softmax under both.
                 constexpr bool kRescaleFirst = C.head_dim_v > 128;
-                // P V is done by about the time that the maximum and the first exponentials are: waiting for it there lets the other
-                // exponentials hide the conversion of P and the rescaling of O. (A quarter, in steps of 8 registers; with three
-                // warpgroups no registers are left for more than 8.)
+                // P V is done by about the time that the maximum and the first exponentials are: waiting for
+                // it there lets the other exponentials hide the conversion of P and the rescaling of O. (A
+                // quarter, in steps of 8 registers; with three warpgroups no registers are left for more
+                // than 8.)
                 constexpr int kEarly = T::kLazyMax && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
                 while (--n_block >= range.begin) {
                     smem.k_bars.wait_full(k_state);
@@ -428,11 +446,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                         wgmma::wait<0>();
                         release_v();
                         softmax.exponentials_by_current_max(s, kEarly, scale_log2, late, block_sum);
-                        // p is an operand of the running product until the wait: nothing may be packed into it before.
+                        // p is an operand of the running product until the wait: nothing may be packed into
+                        // it before.
 #pragma unroll
-                        for (int i = 0; i < kEarly / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
+                        for (int i = 0; i < kEarly / 2; ++i)
+                            p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
 #pragma unroll
-                        for (int i = 0; i < kLate / 2; ++i) p[kEarly / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
+                        for (int i = 0; i < kLate / 2; ++i)
+                            p[kEarly / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
                         if (softmax.template outgrown<C.rescale_threshold>(block_sum)) {
                             softmax.template step<false>(s, scale_log2, rescale);
                             pack_p();
@@ -460,7 +481,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 smem.v_bars.wait_full(v_state);
                 issue_pv(accumulate);
             } else {
-                // One product after the other; with ping-pong another warpgroup's products run under this one's softmax.
+                // One product after the other; with ping-pong another warpgroup's products run under this
+                // one's softmax.
                 smem.v_bars.wait_full(v_state);
                 issue_pv(false);
                 while (--n_block >= range.begin) {
@@ -506,7 +528,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     }
 }
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 }  // namespace fa::sm90
 
@@ -516,8 +538,8 @@ template <Sm90FwdConfig C>
 constexpr int sm90_fwd_smem_bytes = sizeof(sm90::SharedStorage<C>);
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q, const TensorMap& map_k,
-                                         const TensorMap& map_v) {
+__device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q,
+                                         const TensorMap& map_k, const TensorMap& map_v) {
     using T = sm90::Traits<C>;
     auto& smem = shared_memory<sm90::SharedStorage<C>>();
 
@@ -544,7 +566,8 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);
-        // The other CTAs' consumers may still arrive at this CTA's barriers. (Warps that have exited count as arrived.)
+        // The other CTAs' consumers may still arrive at this CTA's barriers. (Warps that have exited count as
+        // arrived.)
         if constexpr (C.cluster_m > 1) cluster_sync();
     }
 }

@@ -4,7 +4,8 @@
 
 namespace fa {
 
-// A role's position in the ring. The producer waits for the inverted phase, so that its first round does not wait.
+// A role's position in the ring. The producer waits for the inverted phase, so that its first round does not
+// wait.
 template <int Stages>
 struct PipelineState {
     int stage = 0;
@@ -18,8 +19,8 @@ struct PipelineState {
     }
 };
 
-// full: TMA's bytes are in; empty: every consumer warp has read them. With Ctas > 1 a stage is filled by all CTAs of a cluster, so
-// that it is free only when the consumers of all of them have read theirs.
+// full: TMA's bytes are in; empty: every consumer warp has read them. With Ctas > 1 a stage is filled by all
+// CTAs of a cluster, so that it is free only when the consumers of all of them have read theirs.
 template <int Stages, int Ctas = 1>
 struct PipelineBarriers {
     Mbarrier full[Stages];
