@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
-use fa_core::{Arch, ProblemError, SpecError};
+use fa_core::{Arch, Mismatch, ProblemError, SpecError};
 use fa_planner::plan::PlanError;
 
 /// An error of this crate. Each says what was asked, what the limit is and what would work.
@@ -243,6 +243,12 @@ impl Error {
 
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Error {
         Error::Io { path: path.to_owned(), source }
+    }
+}
+
+impl From<Mismatch> for Error {
+    fn from(Mismatch { what, kernel, problem }: Mismatch) -> Error {
+        Error::Mismatch { what, kernel, problem }
     }
 }
 

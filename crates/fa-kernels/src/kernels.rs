@@ -14,7 +14,7 @@ use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
 use crate::jit::source::Source;
 use crate::launch::backward::Backward;
-use crate::launch::forward::{Forward, check_match};
+use crate::launch::forward::Forward;
 use crate::launch::module::LoadedKernel;
 use crate::{Error, Headers, driver, smem_bytes, tune};
 
@@ -125,7 +125,7 @@ impl Kernels {
     /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling and loading.
     pub fn backward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Backward, Error> {
         problem.check()?;
-        check_match(spec, problem)?;
+        spec.serves(problem)?;
         Backward::new(self.load(spec)?, problem)
     }
 
@@ -167,7 +167,7 @@ impl Kernels {
     /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
     pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
         problem.check()?;
-        check_match(spec, problem)?;
+        spec.serves(problem)?;
         Forward::new(self.load(spec)?, problem)
     }
 
@@ -178,7 +178,7 @@ impl Kernels {
     /// [`Error::Problem`] for a problem that is none, [`Error::Mismatch`] when the kernel does not compute it.
     pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
         problem.check()?;
-        check_match(&spec, problem)?;
+        spec.serves(problem)?;
         lock(&self.choices).prefer(problem_key(problem, None, spec.kernel.pass()), spec);
         Ok(())
     }
@@ -290,7 +290,7 @@ impl Kernels {
         let suits = |spec: &&KernelSpec| {
             families.contains(&spec.kernel.family())
                 && spec.kernel.pass() == pass
-                && check_match(spec, problem).is_ok()
+                && spec.serves(problem).is_ok()
         };
         let spec = Bundle::embedded()
             .specs(self.arch)

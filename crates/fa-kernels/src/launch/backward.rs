@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
 use fa_core::spec::TileOrder;
-use fa_core::{Kernel, KernelSpec, Problem, Sm90Bwd};
+use fa_core::{Kernel, KernelSpec, Pass, Problem, Sm90Bwd, Traits};
 use fa_planner::HeadDims;
 use fa_planner::account::panels::BwdPanels;
 use fa_planner::cost::head_splits;
@@ -17,7 +17,7 @@ use fa_planner::cost::head_splits;
 use crate::Error;
 use crate::jit::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape, check_address};
-use crate::launch::forward::{WORD_BYTES, check_match, count, map_shape, row_strides, side, usable_scale};
+use crate::launch::forward::{WORD_BYTES, count, map_shape, row_strides, side, usable_scale};
 use crate::launch::module::LoadedKernel;
 use crate::launch::sections::Sections;
 use crate::launch::tma;
@@ -56,13 +56,9 @@ struct Walk {
 impl Walk {
     /// `None` for a forward.
     fn of(spec: &KernelSpec) -> Option<Walk> {
-        let (tile_m, tile_n) = spec.tile();
-        let (tile_order, deterministic, blocks_per_sm) = match &spec.kernel {
-            Kernel::Sm80Bwd(own) => (own.tile_order, own.deterministic, own.blocks_per_sm as usize),
-            Kernel::Sm90Bwd(own) => (own.tile_order, own.deterministic, 1),
-            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => return None,
-        };
-        Some(Walk { tile_m, tile_n, tile_order, deterministic, blocks_per_sm })
+        let Traits { pass, tile: (tile_m, tile_n), tile_order, blocks_per_sm, .. } = spec.traits();
+        let Pass::Backward { deterministic } = pass else { return None };
+        Some(Walk { tile_m, tile_n, tile_order, deterministic, blocks_per_sm: blocks_per_sm as usize })
     }
 }
 
@@ -111,7 +107,7 @@ impl Backward {
     /// and [`Error::Scale`] for a scale that the kernels cannot use.
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Backward, Error> {
         problem.check()?;
-        check_match(&kernel.spec, problem)?;
+        kernel.spec.serves(problem)?;
         let Some(own) = Walk::of(&kernel.spec) else {
             return Err(Error::Mismatch {
                 what: "pass",
@@ -272,7 +268,7 @@ impl Backward {
         let kernel = &self.kernel;
         let mut maps = match &kernel.spec.kernel {
             Kernel::Sm90Bwd(own) if n_tiles > 0 => Some(self.tensor_maps(own, args)?),
-            _ => None,
+            Kernel::Sm90Bwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
         };
         let params = (&raw mut params).cast::<c_void>();
         // SAFETY: these entries take the parameters alone, the main one of SM90 four tensor maps as well; addresses are the caller's

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Strides};
+use fa_core::{Kernel, Problem, Strides, Traits};
 
 use crate::Error;
 use crate::jit::params::{ConstPtr, FwdParams, MutF32Ptr, MutPtr, MutU32Ptr, RowStrides};
@@ -42,18 +42,17 @@ impl Forward {
     /// [`Error::Scale`] and [`Error::Softcap`] for numbers that the kernels cannot use.
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Forward, Error> {
         problem.check()?;
-        check_match(&kernel.spec, problem)?;
+        kernel.spec.serves(problem)?;
         if kernel.spec.kernel.is_backward() {
             let (kernel, problem) = ("the backward".into(), "the forward".into());
             return Err(Error::Mismatch { what: "pass", kernel, problem });
         }
         let params = params(&kernel, problem)?;
         let tiles = params.num_tiles as u32;
-        let blocks = match &kernel.spec.kernel {
-            Kernel::Sm90Fwd(own) if own.scheduler != Scheduler::PerTile => {
-                tiles.min(kernel.sms / own.cluster_m * own.cluster_m)
-            }
-            _ => tiles,
+        let Traits { scheduler, cluster, .. } = kernel.spec.traits();
+        let blocks = match scheduler {
+            Scheduler::PerTile => tiles,
+            Scheduler::Static | Scheduler::Dynamic => tiles.min(kernel.sms / cluster * cluster),
         };
         Ok(Forward { kernel, problem: *problem, params, blocks })
     }
@@ -70,7 +69,10 @@ impl Forward {
 
     /// Bytes of workspace that a call needs, often 0. Zero before the first call; each call leaves them zero.
     pub fn workspace_bytes(&self) -> usize {
-        if needs_counter(&self.kernel.spec) { COUNTER_BYTES } else { 0 }
+        match self.kernel.spec.traits().scheduler {
+            Scheduler::Dynamic => COUNTER_BYTES,
+            Scheduler::PerTile | Scheduler::Static => 0,
+        }
     }
 
     /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a CUDA graph
@@ -206,7 +208,7 @@ impl Forward {
         // Without keys nothing is loaded and nothing was asked of where they lie, but a map must be of some memory.
         let ((k, at_k), (v, at_v)) =
             if self.problem.seqlen_k == 0 { ((q, args.q), (q, args.q)) } else { ((k, args.k), (v, args.v)) };
-        let q_map = if packs_gqa(spec) {
+        let q_map = if spec.traits().packs_gqa {
             let rows = map_shape(&q, &args.q.strides, tma::panel(spec.head_dim), 1);
             let (dim, seqlen, batch) = (rows.dims[0], rows.dims[1], rows.dims[3]);
             let (seq, head, entry) = (rows.strides[1], rows.strides[2], rows.strides[3]);
@@ -225,7 +227,7 @@ impl Forward {
             )?
         };
         // Blocks of a cluster load an equal share of each K and V tile.
-        let share = tile_n / cluster(spec);
+        let share = tile_n / spec.traits().cluster;
         let k_shape = map_shape(&k, &at_k.strides, tma::panel(spec.head_dim), share);
         let v_shape = map_shape(&v, &at_v.strides, tma::panel(spec.head_dim_v), share);
         Ok([
@@ -252,60 +254,15 @@ pub(crate) fn row_strides(strides: &Strides) -> RowStrides {
     RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
 }
 
-fn needs_counter(spec: &KernelSpec) -> bool {
-    matches!(&spec.kernel, Kernel::Sm90Fwd(own) if own.scheduler == Scheduler::Dynamic)
-}
-
-/// Blocks of a cluster.
-fn cluster(spec: &KernelSpec) -> u32 {
-    match &spec.kernel {
-        Kernel::Sm90Fwd(own) => own.cluster_m,
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => 1,
-    }
-}
-
-fn packs_gqa(spec: &KernelSpec) -> bool {
-    matches!(&spec.kernel, Kernel::Sm90Fwd(own) if own.pack_gqa)
-}
-
-/// Checks that a kernel of `spec` computes `problem`.
-pub(crate) fn check_match(spec: &KernelSpec, problem: &Problem) -> Result<(), Error> {
-    let mismatch = |what, kernel: String, problem: String| Err(Error::Mismatch { what, kernel, problem });
-    if spec.dtype != problem.dtype {
-        return mismatch("dtype", spec.dtype.to_string(), problem.dtype.to_string());
-    }
-    for (what, have, need) in
-        [("head_dim", spec.head_dim, problem.head_dim), ("head_dim_v", spec.head_dim_v, problem.head_dim_v)]
-    {
-        if need > have as usize || !need.is_multiple_of(8) {
-            return mismatch(what, format!("multiples of 8 up to {have}"), need.to_string());
-        }
-    }
-    let computes = spec.mask == MaskKind::Window || spec.mask == MaskKind::of(&problem.mask);
-    if !computes {
-        return mismatch("mask", spec.mask.name().to_owned(), problem.mask.to_string());
-    }
-    if spec.softcap != problem.softcap.is_some() {
-        let text = |on: bool| if on { "a softcap" } else { "no softcap" };
-        return mismatch("softcap", text(spec.softcap).into(), text(problem.softcap.is_some()).into());
-    }
-    let group = problem.group_size();
-    if packs_gqa(spec) && !(spec.tile().0 as usize).is_multiple_of(group) {
-        let need = format!("groups that divide tile_m = {}", spec.tile().0);
-        return mismatch("pack_gqa", need, format!("{group} query heads per K/V head"));
-    }
-    Ok(())
-}
-
 /// The parameters that the problem alone decides.
 fn params(kernel: &LoadedKernel, problem: &Problem) -> Result<FwdParams, Error> {
     let spec = &kernel.spec;
-    let packed = packs_gqa(spec);
+    let packed = spec.traits().packs_gqa;
     let (tile_m, _) = spec.tile();
     let group = problem.group_size();
     let rows = if packed { problem.seqlen_q.saturating_mul(group) } else { problem.seqlen_q };
     let heads = if packed { problem.heads_kv } else { problem.heads_q };
-    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(cluster(spec) as usize);
+    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(spec.traits().cluster as usize);
     let all_heads = heads.saturating_mul(problem.batch);
     let (scale, scale_log2) = usable_scale(problem)?;
     let order = sections(kernel, problem, packed, all_heads, m_blocks);
@@ -363,19 +320,14 @@ fn sections(
     all_heads: usize,
     m_blocks: usize,
 ) -> Sections {
-    let (longest_first, blocks_per_sm) = match &kernel.spec.kernel {
-        Kernel::Sm80Fwd(own) => (own.reverse_blocks, own.blocks_per_sm as usize),
-        Kernel::Sm90Fwd(own) => (own.tile_order == TileOrder::LongestFirst, 1),
-        Kernel::Sm90Bwd(own) => (own.tile_order == TileOrder::LongestFirst, 1),
-        Kernel::Sm80Bwd(own) => (own.tile_order == TileOrder::LongestFirst, own.blocks_per_sm as usize),
-    };
-    if !longest_first {
+    let Traits { tile_order, blocks_per_sm, .. } = kernel.spec.traits();
+    if tile_order == TileOrder::Natural {
         return Sections { heads: all_heads, sections: 0 };
     }
     let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes();
     let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64);
     let group = if packed { 1 } else { problem.group_size() };
-    let places = kernel.sms as usize * blocks_per_sm;
+    let places = kernel.sms as usize * blocks_per_sm as usize;
     // A twelfth of the L2 measured best on an H100: each of its halves keeps a copy of what its SMs read, and Q, O and the
     // neighbouring sections pass through as well.
     let room = kernel.arch.limits().l2_bytes / 12;

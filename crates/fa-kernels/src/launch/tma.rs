@@ -25,7 +25,7 @@ pub(crate) struct MapShape<const RANK: usize> {
     pub tile: [u32; RANK],
 }
 
-/// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so maps are made anew in
+/// Encodes a map. Pure host arithmetic of a fraction of a microsecond, so maps are made anew in
 /// every call and nothing has to be remembered or invalidated.
 ///
 /// What a box reads outside the tensor is zero, which is how rows beyond the end and padded head dims come about.
@@ -39,8 +39,11 @@ pub(crate) fn encode<const RANK: usize>(
     shape: &MapShape<RANK>,
 ) -> Result<CUtensorMap, Error> {
     let data_type = match dtype {
+        Dtype::F32 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         Dtype::F16 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        _ => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        Dtype::Bf16 => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        // 8-bit floats are copied as bytes: there is no type of their own.
+        Dtype::E4m3 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     let bytes = dtype.bytes() as u64;
     // An axis of length 1 is never stepped along; its stride only has to pass the driver's checks.

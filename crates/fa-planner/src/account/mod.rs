@@ -2,7 +2,7 @@
 
 pub mod panels;
 
-use fa_core::{Arch, Kernel, KernelSpec};
+use fa_core::{Arch, Kernel, KernelSpec, Mismatch};
 use serde::Serialize;
 
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
@@ -144,6 +144,12 @@ impl Reason {
     /// By what share the limit is missed; infinite for rules.
     pub fn excess(&self) -> f64 {
         self.need_have().map_or(f64::INFINITY, |(need, have)| f64::from(need) / f64::from(have.max(1)) - 1.0)
+    }
+}
+
+impl From<Mismatch> for Reason {
+    fn from(Mismatch { what, kernel, problem }: Mismatch) -> Reason {
+        Reason::Problem { field: what, have: kernel, need: problem }
     }
 }
 

@@ -13,7 +13,7 @@ mod correlation;
 mod schedule;
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd, Sm90Fwd};
+use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd, Sm90Fwd, Traits};
 use serde::Serialize;
 
 use crate::kernels::{sm80_bwd, sm90_bwd};
@@ -150,13 +150,8 @@ pub(crate) struct KernelModel {
 /// An SM80-class kernel is taken to have as many blocks resident as its memory and registers let, an SM90 kernel one. The
 /// spec is taken to be one that computes the problem and fits the GPU: [`crate::plan`] checks that.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
-    let (tile_m, tile_n) = spec.tile();
-    predict_work(problem, &Work::of(problem, tile_m, tile_n, packed(spec)), spec, arch, constants)
-}
-
-/// Whether the kernel folds the heads of a group into the rows of a tile.
-pub(crate) fn packed(spec: &KernelSpec) -> bool {
-    matches!(&spec.kernel, Kernel::Sm90Fwd(kernel) if kernel.pack_gqa)
+    let Traits { tile: (tile_m, tile_n), packs_gqa, .. } = spec.traits();
+    predict_work(problem, &Work::of(problem, tile_m, tile_n, packs_gqa), spec, arch, constants)
 }
 
 /// The same as [`predict`] for a problem that is already cut into the spec's tiles.

@@ -4,7 +4,7 @@
 //! outputs in tensor memory, one softmax thread per row, and further warps that rescale O, issue the products, load and
 //! store. P is packed into the upper half of its scores' columns.
 
-use fa_core::{Arch, ArchLimits, Dtype, MaskKind, Problem};
+use fa_core::{Arch, ArchLimits, MaskKind, Problem};
 use serde::Serialize;
 
 use crate::cost::{self, Cost, CostConstants, KernelModel, Queue, Work};
@@ -137,7 +137,7 @@ pub fn explore(
     constants: Option<CostConstants>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
-    if !matches!(problem.dtype, Dtype::F16 | Dtype::Bf16) {
+    if !problem.dtype.is_half() {
         return Err(PlanError::Dtype(problem.dtype));
     }
     if !arch.has_tcgen05() {
@@ -339,7 +339,7 @@ fn model(
 mod tests {
     use super::*;
     use crate::occupancy::Limiter;
-    use fa_core::Mask;
+    use fa_core::{Dtype, Mask};
 
     fn tile(
         head_dims: (u32, u32),
