@@ -5,7 +5,8 @@ use std::path::Path;
 
 use fa_core::{Arch, Pass, Problem};
 use fa_planner::Mode;
-use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec, Why};
+use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
+use fa_planner::why::{self, Why};
 use serde::Serialize;
 
 use crate::attention;
@@ -208,7 +209,7 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
     let usage = |message: String| InputError::Usage(message);
     let forward = match &planned.forward {
         None => None,
-        Some(Tried::Kernels(set)) => Some(plan::why(set, query).map_err(|e| usage(e.to_string()))?),
+        Some(Tried::Kernels(set)) => Some(why::why(set, query).map_err(|e| usage(e.to_string()))?),
         Some(Tried::Sm100(_)) => {
             let message = "--why looks at kernels with a spec, which sm100 shapes do not have yet: \
                            the JSON lists them all; --family sm80 has specs";

@@ -11,8 +11,8 @@ use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
 use fa_core::spec::TileOrder;
 use fa_core::{Kernel, KernelSpec, Pass, Problem, Sm90Bwd, Traits};
 use fa_planner::HeadDims;
+use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::cost::head_splits;
 
 use crate::Error;
 use crate::jit::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
