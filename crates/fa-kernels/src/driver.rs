@@ -11,7 +11,8 @@ use crate::Error;
 /// Tensor maps and the launch attributes of SM90 came with this version (`1000 * major + 10 * minor`).
 const OLDEST_DRIVER: i32 = 12000;
 
-/// Checks that the driver can be loaded: cudarc panics where it cannot, so this comes before every first call.
+/// Checks that the driver can be loaded: cudarc panics where it cannot, so this comes before every first
+/// call.
 ///
 /// # Errors
 /// [`Error::NoDriver`].

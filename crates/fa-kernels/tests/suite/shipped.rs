@@ -1,4 +1,5 @@
-//! Every shipped kernel compiles for each of its architectures: no spill, no forbidden warning, resources within the plan.
+//! Every shipped kernel compiles for each of its architectures: no spill, no forbidden warning, resources
+//! within the plan.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -57,7 +58,8 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     assert!(error.contains("checksum") && error.contains("cargo xtask build"), "{error}");
 }
 
-/// What the machine code of a kernel must hold, and local memory, which nothing may touch whatever the log says of spills.
+/// What the machine code of a kernel must hold, and local memory, which nothing may touch whatever the log
+/// says of spills.
 fn check_machine_code(cubin: &Path, spec: &KernelSpec) {
     // `cargo xtask ci` installs it beside NVRTC; without it the log's word is taken.
     let Some(tool) = toolchain::find_tool("nvdisasm") else { return };
@@ -77,7 +79,8 @@ fn check_machine_code(cubin: &Path, spec: &KernelSpec) {
     }
 }
 
-/// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is compiled.
+/// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is
+/// compiled.
 #[cfg(feature = "bundle")]
 #[test]
 fn the_built_in_bundle_holds_every_shipped_kernel() {
