@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use fa_core::{Arch, Dtype, Kernel, Mask, Problem};
+use fa_core::{Arch, Dtype, Kernel, Mask, Pass, Problem};
 use fa_planner::kernels::sm100_fwd as sm100;
-use fa_planner::plan::{self, BackwardOptions, PlanError, PlanOptions, Reason, RejectedSpec};
+use fa_planner::plan::{self, PlanError, PlanOptions, Reason, RejectedSpec};
 use fa_planner::{HeadDims, Mode};
 use serde::{Deserialize, Serialize};
 
@@ -151,8 +151,8 @@ pub fn search(
         count_all(&mut explain.fwd, &set.rejected, listed);
     }
     if mode != Mode::Fwd {
-        let backward = Some(BackwardOptions::default());
-        let set = plan::explore(&problem, arch, &PlanOptions { backward, ..PlanOptions::default() })?;
+        let pass = Pass::BACKWARD;
+        let set = plan::explore(&problem, arch, &PlanOptions { pass, ..PlanOptions::default() })?;
         bwd.extend(set.plans.iter().filter_map(bwd_row).filter(|row| listed(row.tile_m, row.tile_n)));
         count_all(&mut explain.bwd, &set.rejected, listed);
     }

@@ -3,11 +3,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Problem, TensorLayout};
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::simd::{Isa, Kernels};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, reference};
-use fa_planner::plan::BackwardOptions;
 use serde::Serialize;
 
 use crate::attention::{Inputs, swap_middle_axes};
@@ -29,7 +28,8 @@ pub struct Engine {
 enum Implementation {
     Reference,
     Tiled(Isa),
-    Cuda(Box<Gpu>, BackwardOptions),
+    /// With whether gradients must have the same bits in every run.
+    Cuda(Box<Gpu>, bool),
 }
 
 /// What an [`Engine`] runs, for reports.
@@ -105,21 +105,16 @@ impl<T: Stored> Outputs<T> {
 }
 
 impl Engine {
-    /// Resolves what was asked for against what this machine has. `auto` takes the GPU where it computes `problem`, with
-    /// `backward` its gradients too.
+    /// Resolves what was asked for against what this machine has. `auto` takes the GPU where it computes `problem`, for a
+    /// backward its gradients too.
     ///
     /// # Errors
     /// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not know; what
     /// the GPU reports; when the system gives no threads.
-    pub fn new(
-        backend: Backend,
-        cpu: &CpuArgs,
-        problem: &Problem,
-        backward: Option<BackwardOptions>,
-    ) -> anyhow::Result<Engine> {
+    pub fn new(backend: Backend, cpu: &CpuArgs, problem: &Problem, pass: Pass) -> anyhow::Result<Engine> {
         let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
         let mut passed_over = None;
-        let cuda = |gpu: Gpu| Implementation::Cuda(Box::new(gpu), backward.unwrap_or_default());
+        let cuda = |gpu: Gpu| Implementation::Cuda(Box::new(gpu), pass.deterministic());
         let implementation = match backend {
             Backend::Cpu => Implementation::Tiled(instruction_set(cpu)?),
             Backend::Reference if cpu.isa.is_some() => {
@@ -131,8 +126,8 @@ impl Engine {
                     "--isa and --threads are the cpu backend's; leave them out with --backend cuda",
                 ));
             }
-            Backend::Cuda => cuda(ready_gpu(problem, backward)?),
-            Backend::Auto => match gpu_for(cpu, problem, backward) {
+            Backend::Cuda => cuda(ready_gpu(problem, pass)?),
+            Backend::Auto => match gpu_for(cpu, problem, pass) {
                 Some(Ok(gpu)) => cuda(gpu),
                 Some(Err(reason)) => {
                     tracing::warn!(reason, "the GPU is passed over");
@@ -291,22 +286,18 @@ fn instruction_set(cpu: &CpuArgs) -> Result<Isa, InputError> {
     Err(InputError::Usage(format!("this CPU has no {isa}: use --isa {}", have.join(" or --isa "))))
 }
 
-fn ready_gpu(problem: &Problem, backward: Option<BackwardOptions>) -> Result<Gpu, fa_kernels::Error> {
+fn ready_gpu(problem: &Problem, pass: Pass) -> Result<Gpu, fa_kernels::Error> {
     let gpu = Gpu::open()?;
-    gpu.ready(problem, backward)?;
+    gpu.ready(problem, pass)?;
     Ok(gpu)
 }
 
 /// The GPU for `auto`: `None` where there is none or the CPU was asked for by its flags, the reason where it cannot serve.
-fn gpu_for(
-    cpu: &CpuArgs,
-    problem: &Problem,
-    backward: Option<BackwardOptions>,
-) -> Option<Result<Gpu, String>> {
+fn gpu_for(cpu: &CpuArgs, problem: &Problem, pass: Pass) -> Option<Result<Gpu, String>> {
     if cpu.isa.is_some() || cpu.threads.is_some() || fa_kernels::driver::probe().is_err() {
         return None;
     }
-    Some(ready_gpu(problem, backward).map_err(|error| error.to_string()))
+    Some(ready_gpu(problem, pass).map_err(|error| error.to_string()))
 }
 
 /// Rounds a packed BSHD tensor to `T` and packs it in `layout`.

@@ -2,10 +2,11 @@
 
 use std::str::FromStr;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
-use fa_planner::plan::{BackwardOptions, Family};
+use fa_planner::Mode;
 
 use crate::term::failure::InputError;
 
@@ -128,56 +129,71 @@ impl ProblemArgs {
     }
 }
 
-/// Forward, backward or both.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Mode {
-    /// Forward
-    Fwd,
-    /// Backward (gradients)
-    Bwd,
-    /// Forward, then backward
-    Both,
+fn pass_values() -> [PossibleValue; 2] {
+    [PossibleValue::new("fwd").help("Forward"), PossibleValue::new("bwd").help("Backward (gradients)")]
 }
 
-/// Forward or backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnePass {
-    /// Forward
-    Fwd,
-    /// Backward (gradients)
-    Bwd,
+/// Parses `fwd` or `bwd`; whether a backward is deterministic is a flag of its own, which [`pass_of`] adds.
+pub fn one_pass() -> impl TypedValueParser<Value = Pass> {
+    PossibleValuesParser::new(pass_values())
+        .map(|name| if name == "bwd" { Pass::BACKWARD } else { Pass::Forward })
 }
 
-/// The options of a backward; `None` for the forward.
+/// Parses `fwd`, `bwd` or `both`.
+pub fn passes() -> impl TypedValueParser<Value = Mode> {
+    let both = PossibleValue::new("both").help("Forward, then backward");
+    PossibleValuesParser::new(pass_values().into_iter().chain([both])).try_map(|name| name.parse::<Mode>())
+}
+
+/// The pass that `--mode` and `--deterministic` ask for.
 ///
 /// # Errors
 /// [`InputError::Usage`] for a deterministic forward: every forward is.
-pub fn backward_options(backward: bool, deterministic: bool) -> Result<Option<BackwardOptions>, InputError> {
-    if deterministic && !backward {
-        let message = "--deterministic is about gradients, every forward is: add --mode bwd".to_owned();
-        return Err(InputError::Usage(message));
+pub fn pass_of(mode: Pass, deterministic: bool) -> Result<Pass, InputError> {
+    match mode {
+        Pass::Backward { .. } => Ok(Pass::Backward { deterministic }),
+        Pass::Forward if deterministic => {
+            let message = "--deterministic is about gradients, every forward is: add --mode bwd".to_owned();
+            Err(InputError::Usage(message))
+        }
+        Pass::Forward => Ok(Pass::Forward),
     }
-    Ok(backward.then_some(BackwardOptions { deterministic }))
 }
 
-/// A family of GPU kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KernelFamily {
-    /// mma.sync and cp.async: every architecture from 8.0 on
-    Sm80,
-    /// wgmma and TMA: 9.0
-    Sm90,
-    /// tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)
+fn family_values() -> [PossibleValue; 2] {
+    Family::ALL.map(|family| {
+        PossibleValue::new(family.name()).help(match family {
+            Family::Sm80 => "mma.sync and cp.async: every architecture from 8.0 on",
+            Family::Sm90 => "wgmma and TMA: 9.0",
+        })
+    })
+}
+
+/// Parses the name of a family that has kernels.
+pub fn family() -> impl TypedValueParser<Value = Family> {
+    let planned = PossibleValue::new("sm100").hide(true);
+    PossibleValuesParser::new(family_values().into_iter().chain([planned])).try_map(|name| {
+        let sm100 = "SM100 kernels are planned for, but do not exist: use --family sm80";
+        name.parse::<Family>().map_err(|_| sm100)
+    })
+}
+
+/// What `fa plan` plans with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanFamily {
+    /// Kernels that exist.
+    Kernels(Family),
+    /// Shapes for tcgen05 and tensor memory, which no kernel computes yet.
     Sm100,
 }
 
-impl KernelFamily {
-    /// The fastest kernels that exist for `arch`.
-    pub fn native(arch: Arch) -> KernelFamily {
-        match Family::native(arch) {
-            Family::Sm80 => KernelFamily::Sm80,
-            Family::Sm90 => KernelFamily::Sm90,
-        }
+impl PlanFamily {
+    /// Parses `sm80`, `sm90` or `sm100`.
+    pub fn parser() -> impl TypedValueParser<Value = PlanFamily> {
+        let sm100 = PossibleValue::new("sm100")
+            .help("tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)");
+        PossibleValuesParser::new(family_values().into_iter().chain([sm100]))
+            .map(|name| name.parse().map_or(PlanFamily::Sm100, PlanFamily::Kernels))
     }
 }
 

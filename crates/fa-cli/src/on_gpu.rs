@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use fa_core::{Problem, Strides};
+use fa_core::{Pass, Problem, Strides};
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
 use fa_kernels::{BackwardArgs, ForwardArgs, Input, Kernels, Output, driver};
-use fa_planner::plan::{BackwardOptions, PlanError};
+use fa_planner::plan::PlanError;
 use half::{bf16, f16};
 
 use crate::attention::Inputs;
@@ -52,7 +52,7 @@ pub trait Computed: Stored {
     /// As [`Computed::open`].
     fn gradients(
         gpu: &Gpu,
-        options: BackwardOptions,
+        deterministic: bool,
         inputs: &Inputs<Self>,
         outputs: &mut Outputs<Self>,
     ) -> anyhow::Result<Option<Duration>>;
@@ -65,7 +65,7 @@ impl Computed for f32 {
 
     fn gradients(
         _: &Gpu,
-        _: BackwardOptions,
+        _: bool,
         inputs: &Inputs<f32>,
         _: &mut Outputs<f32>,
     ) -> anyhow::Result<Option<Duration>> {
@@ -80,11 +80,11 @@ impl Computed for f16 {
 
     fn gradients(
         gpu: &Gpu,
-        options: BackwardOptions,
+        deterministic: bool,
         inputs: &Inputs<f16>,
         outputs: &mut Outputs<f16>,
     ) -> anyhow::Result<Option<Duration>> {
-        gradients(gpu, options, inputs, outputs)
+        gradients(gpu, deterministic, inputs, outputs)
     }
 }
 
@@ -95,11 +95,11 @@ impl Computed for bf16 {
 
     fn gradients(
         gpu: &Gpu,
-        options: BackwardOptions,
+        deterministic: bool,
         inputs: &Inputs<bf16>,
         outputs: &mut Outputs<bf16>,
     ) -> anyhow::Result<Option<Duration>> {
-        gradients(gpu, options, inputs, outputs)
+        gradients(gpu, deterministic, inputs, outputs)
     }
 }
 
@@ -124,13 +124,12 @@ impl Gpu {
     ///
     /// # Errors
     /// Where no kernel computes the problem, and what compiling and loading report.
-    pub fn ready(
-        &self,
-        problem: &Problem,
-        backward: Option<BackwardOptions>,
-    ) -> Result<(), fa_kernels::Error> {
+    pub fn ready(&self, problem: &Problem, pass: Pass) -> Result<(), fa_kernels::Error> {
         self.kernels.forward(problem)?;
-        backward.map_or(Ok(()), |options| self.kernels.backward(problem, options).map(|_| ()))
+        match pass {
+            Pass::Forward => Ok(()),
+            Pass::Backward { deterministic } => self.kernels.backward(problem, deterministic).map(|_| ()),
+        }
     }
 
     /// A copy on the GPU. An allocation of nothing is an error, so it has an element at least.
@@ -246,13 +245,13 @@ impl<T: Stored + DeviceRepr + ValidAsZeroBits + fa_kernels::Element> Session<T> 
 /// The gradients from a finished forward; `None` without a dO.
 fn gradients<T: Stored + DeviceRepr + ValidAsZeroBits + fa_kernels::Element>(
     gpu: &Gpu,
-    options: BackwardOptions,
+    deterministic: bool,
     inputs: &Inputs<T>,
     outputs: &mut Outputs<T>,
 ) -> anyhow::Result<Option<Duration>> {
     let Outputs { out, lse, gradients } = outputs;
     let (Some(dout), Some(gradients)) = (&inputs.dout, gradients) else { return Ok(None) };
-    let backward = gpu.kernels.backward(&inputs.problem, options)?;
+    let backward = gpu.kernels.backward(&inputs.problem, deterministic)?;
     let nan = T::from_f64(f64::NAN);
     let upload = |values: &[T]| gpu.upload(values, nan);
     let (q, k, v) = (upload(&inputs.q)?, upload(&inputs.k)?, upload(&inputs.v)?);

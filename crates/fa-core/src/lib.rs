@@ -10,8 +10,10 @@
 
 pub mod arch;
 pub mod dtype;
+pub mod family;
 pub mod layout;
 pub mod mask;
+pub mod pass;
 pub mod problem;
 pub mod spec;
 pub mod swizzle;
@@ -19,8 +21,10 @@ pub mod tensor;
 
 pub use arch::{Arch, ArchLimits};
 pub use dtype::Dtype;
+pub use family::Family;
 pub use layout::Layout;
 pub use mask::{BlockRange, Mask};
+pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
 pub use spec::{Kernel, KernelSpec, MaskKind, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError};
 pub use swizzle::{Swizzle, SwizzleMode};

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Dtype, Mask};
+use crate::{Dtype, Mask, Pass};
 
 /// `O = softmax(mask(cap(scale * Q K^T))) V` for `batch x heads_q` independent heads.
 ///
@@ -173,6 +173,22 @@ impl Problem {
     /// a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs * (3 hd + 2 hdv)`.)
     pub fn flops_backward(&self) -> f64 {
         2.5 * self.flops_forward()
+    }
+
+    /// [`Problem::flops_forward`] or [`Problem::flops_backward`].
+    pub fn flops(&self, pass: Pass) -> f64 {
+        match pass {
+            Pass::Forward => self.flops_forward(),
+            Pass::Backward { .. } => self.flops_backward(),
+        }
+    }
+
+    /// [`Problem::bytes_forward`] or [`Problem::bytes_backward`].
+    pub fn bytes(&self, pass: Pass) -> f64 {
+        match pass {
+            Pass::Forward => self.bytes_forward(),
+            Pass::Backward { .. } => self.bytes_backward(),
+        }
     }
 
     /// Fewest bytes the forward moves: Q, K, V read once, O and the f32 LSE written once.

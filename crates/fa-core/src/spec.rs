@@ -7,7 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Dtype, Mask};
+use crate::{Arch, Dtype, Family, Mask, Pass};
 use check::multiple;
 
 /// Which masking code a kernel holds.
@@ -306,9 +306,26 @@ impl Kernel {
 }
 
 impl Kernel {
+    /// What the kernel computes.
+    pub const fn pass(&self) -> Pass {
+        match self {
+            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => Pass::Forward,
+            Kernel::Sm90Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
+            Kernel::Sm80Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
+        }
+    }
+
+    /// The family that the kernel belongs to.
+    pub const fn family(&self) -> Family {
+        match self {
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Family::Sm80,
+            Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Family::Sm90,
+        }
+    }
+
     /// Whether the kernel computes gradients.
     pub const fn is_backward(&self) -> bool {
-        matches!(self, Kernel::Sm90Bwd(_) | Kernel::Sm80Bwd(_))
+        self.pass().is_backward()
     }
 }
 
@@ -340,12 +357,11 @@ impl KernelSpec {
     /// # Errors
     /// [`SpecError::Arch`].
     pub fn check_arch(&self, arch: Arch) -> Result<(), SpecError> {
-        match &self.kernel {
-            Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) if !arch.has_wgmma() => {
-                Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: "wgmma, which only sm90 has" })
-            }
-            _ => Ok(()),
+        let family = self.kernel.family();
+        if family.runs_on(arch) {
+            return Ok(());
         }
+        Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
     /// Threads of a block.

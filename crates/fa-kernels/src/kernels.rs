@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, Reason, RejectedSpec, plan};
+use fa_planner::plan::{PlanError, PlanOptions, Reason, RejectedSpec, plan};
 
 use crate::choices::Choices;
 use crate::jit::bundle::Bundle;
@@ -84,7 +84,7 @@ impl Kernels {
     /// # Errors
     /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and loading.
     pub fn forward(&self, problem: &Problem) -> Result<Forward, Error> {
-        self.choose(problem, None, None, |spec| self.forward_with(problem, spec))
+        self.choose(problem, None, Pass::Forward, |spec| self.forward_with(problem, spec))
     }
 
     /// [`Kernels::forward`] with a kernel of `family`, be it the fastest here or not.
@@ -92,15 +92,16 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::forward`]; a family that does not run here has no plan.
     pub fn forward_of(&self, problem: &Problem, family: Family) -> Result<Forward, Error> {
-        self.choose(problem, Some(family), None, |spec| self.forward_with(problem, spec))
+        self.choose(problem, Some(family), Pass::Forward, |spec| self.forward_with(problem, spec))
     }
 
-    /// The backward pass of `problem` by the kernel that is chosen as for [`Kernels::forward`].
+    /// The backward pass of `problem` by the kernel that is chosen as for [`Kernels::forward`]; with `deterministic`, equal inputs
+    /// give equal bits.
     ///
     /// # Errors
     /// As [`Kernels::forward`].
-    pub fn backward(&self, problem: &Problem, options: BackwardOptions) -> Result<Backward, Error> {
-        self.choose(problem, None, Some(options), |spec| self.backward_with(problem, spec))
+    pub fn backward(&self, problem: &Problem, deterministic: bool) -> Result<Backward, Error> {
+        self.choose(problem, None, Pass::Backward { deterministic }, |spec| self.backward_with(problem, spec))
     }
 
     /// [`Kernels::backward`] with a kernel of `family`, be it the fastest here or not.
@@ -110,10 +111,12 @@ impl Kernels {
     pub fn backward_of(
         &self,
         problem: &Problem,
-        options: BackwardOptions,
+        deterministic: bool,
         family: Family,
     ) -> Result<Backward, Error> {
-        self.choose(problem, Some(family), Some(options), |spec| self.backward_with(problem, spec))
+        self.choose(problem, Some(family), Pass::Backward { deterministic }, |spec| {
+            self.backward_with(problem, spec)
+        })
     }
 
     /// The backward pass of `problem` by a kernel of the caller's choice.
@@ -131,7 +134,7 @@ impl Kernels {
         &self,
         problem: &Problem,
         family: Option<Family>,
-        pass: Option<BackwardOptions>,
+        pass: Pass,
         bind: impl Fn(&KernelSpec) -> Result<P, Error>,
     ) -> Result<P, Error> {
         let key = problem_key(problem, family, pass);
@@ -176,8 +179,7 @@ impl Kernels {
     pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
         problem.check()?;
         check_match(&spec, problem)?;
-        let pass = tune::backward(&spec);
-        lock(&self.choices).prefer(problem_key(problem, None, pass), spec);
+        lock(&self.choices).prefer(problem_key(problem, None, spec.kernel.pass()), spec);
         Ok(())
     }
 
@@ -216,7 +218,7 @@ impl Kernels {
         &self,
         problem: &Problem,
         family: Family,
-        pass: Option<BackwardOptions>,
+        pass: Pass,
         bind: impl Fn(&KernelSpec) -> Result<P, Error>,
     ) -> Option<(P, KernelSpec)> {
         let gpu = self.context.name().ok()?;
@@ -235,12 +237,12 @@ impl Kernels {
         &self,
         problem: &Problem,
         families: &[Family],
-        pass: Option<BackwardOptions>,
+        pass: Pass,
         bind: impl Fn(&KernelSpec) -> Result<P, Error>,
     ) -> Result<(P, KernelSpec), Error> {
         let mut first_error = None;
         for &family in families {
-            let options = PlanOptions { family: Some(family), backward: pass, ..PlanOptions::default() };
+            let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
             let plans = match plan(problem, self.arch, &options) {
                 Ok(plans) => plans,
                 Err(error) => {
@@ -281,13 +283,13 @@ impl Kernels {
         &self,
         problem: &Problem,
         families: &[Family],
-        pass: Option<BackwardOptions>,
+        pass: Pass,
         bind: impl Fn(&KernelSpec) -> Result<P, Error>,
     ) -> Option<Result<(P, KernelSpec), Error>> {
         let constants = CostConstants::of(self.arch);
         let suits = |spec: &&KernelSpec| {
-            families.contains(&tune::family(spec))
-                && tune::backward(spec) == pass
+            families.contains(&spec.kernel.family())
+                && spec.kernel.pass() == pass
                 && check_match(spec, problem).is_ok()
         };
         let spec = Bundle::embedded()
@@ -322,7 +324,7 @@ fn check_fit(spec: &KernelSpec, arch: Arch) -> Result<(), Error> {
     Err(Error::Plan(PlanError::NoneFits { arch, tried: 1, nearest }))
 }
 
-fn problem_key(problem: &Problem, family: Option<Family>, pass: Option<BackwardOptions>) -> String {
+fn problem_key(problem: &Problem, family: Option<Family>, pass: Pass) -> String {
     key_of(&(problem, family, pass))
 }
 
@@ -344,7 +346,7 @@ mod tests {
     #[test]
     fn specs_that_no_launch_could_use_are_refused_with_numbers() {
         let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-        let options = PlanOptions { backward: Some(BackwardOptions::default()), ..PlanOptions::default() };
+        let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
         let spec = plan(&problem, Arch::Sm80, &options).expect("there are plans").swap_remove(0).spec;
         assert!(check_fit(&spec, Arch::Sm80).is_ok());
         let error = check_fit(&spec, Arch::Sm86).expect_err("it is for 163 KiB").to_string();

@@ -36,7 +36,7 @@
 //!
 //! ```no_run
 //! # use fa_core::{Dtype, Mask, Problem, TensorLayout};
-//! # use fa_kernels::{BackwardArgs, BackwardOptions, Input, Kernels, Output, driver};
+//! # use fa_kernels::{BackwardArgs, Input, Kernels, Output, driver};
 //! # use half::bf16;
 //! # let context = driver::context(0)?;
 //! # let stream = context.default_stream();
@@ -48,7 +48,7 @@
 //! # let (q, k, v, out, dout) = (make()?, make()?, make()?, make()?, make()?);
 //! # let (mut dq, mut dk, mut dv) = (make()?, make()?, make()?);
 //! # let lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
-//! let backward = kernels.backward(&problem, BackwardOptions { deterministic: false })?;
+//! let backward = kernels.backward(&problem, false)?;
 //! // What is in it does not matter; its size follows from the problem, the kernel and the GPU.
 //! let mut workspace = stream.alloc_zeros::<u8>(backward.workspace_bytes().max(1))?;
 //! backward.run(&stream, BackwardArgs {
@@ -86,7 +86,6 @@ mod whole;
 
 pub use cudarc;
 pub use error::Error;
-pub use fa_planner::plan::{BackwardOptions, Family};
 pub use jit::codegen::{Generated, generated};
 pub use jit::compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use jit::headers::Headers;

@@ -7,8 +7,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Problem};
-use fa_planner::plan::{BackwardOptions, Family, serves};
+use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem};
+use fa_planner::plan::serves;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, cache, whole};
@@ -178,28 +178,23 @@ impl Tuned {
             self.gpus.len() - 1
         });
         let entries = &mut self.gpus[index].entries;
-        let id = |entry: &TunedEntry| (entry.key.clone(), family(&entry.spec), backward(&entry.spec));
+        let id =
+            |entry: &TunedEntry| (entry.key.clone(), entry.spec.kernel.family(), entry.spec.kernel.pass());
         match entries.iter_mut().find(|known| id(known) == id(&entry)) {
             Some(known) => *known = entry,
             None => entries.push(entry),
         }
     }
 
-    /// The kernel of `wanted` for `problem` on `gpu`, of the forward or of a backward with these options: that of the nearest
+    /// The kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
     /// key, in the problem's own type.
-    pub fn find(
-        &self,
-        gpu: &str,
-        problem: &Problem,
-        wanted: Family,
-        pass: Option<BackwardOptions>,
-    ) -> Option<KernelSpec> {
+    pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family, pass: Pass) -> Option<KernelSpec> {
         let key = TuneKey::of(problem);
         self.gpus
             .iter()
             .filter(|known| known.gpu == gpu)
             .flat_map(|known| &known.entries)
-            .filter(|entry| family(&entry.spec) == wanted && backward(&entry.spec) == pass)
+            .filter(|entry| entry.spec.kernel.family() == wanted && entry.spec.kernel.pass() == pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
             .map(|(doublings, other_type, entry)| {
                 (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
@@ -216,30 +211,8 @@ pub fn user_table() -> Option<PathBuf> {
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
 }
 
-/// What a spec's kernel was made for: a backward with these options, or the forward.
-pub const fn backward(spec: &KernelSpec) -> Option<BackwardOptions> {
-    match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
-        Kernel::Sm80Bwd(kernel) => Some(BackwardOptions { deterministic: kernel.deterministic }),
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
-    }
-}
-
-/// The family of a spec's kernel.
-pub const fn family(spec: &KernelSpec) -> Family {
-    match spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Family::Sm80,
-        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Family::Sm90,
-    }
-}
-
 /// The kernel of `family` for `problem` on `gpu` by the user's table, or else by those that ship.
-pub(crate) fn choice(
-    gpu: &str,
-    problem: &Problem,
-    family: Family,
-    pass: Option<BackwardOptions>,
-) -> Option<KernelSpec> {
+pub(crate) fn choice(gpu: &str, problem: &Problem, family: Family, pass: Pass) -> Option<KernelSpec> {
     let own = user_table().map(|path| Tuned::read(&path));
     let own = match own {
         Some(Err(error)) => {
@@ -268,7 +241,7 @@ mod tests {
     }
 
     fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
-        table.find("GPU", problem, Family::Sm90, None)
+        table.find("GPU", problem, Family::Sm90, Pass::Forward)
     }
 
     #[test]
@@ -294,8 +267,8 @@ mod tests {
         ] {
             assert_eq!(found(&table, &other), None, "{other:?}");
         }
-        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, None), None);
-        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, None), None);
+        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, Pass::Forward), None);
+        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, Pass::Forward), None);
     }
 
     #[test]

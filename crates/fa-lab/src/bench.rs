@@ -4,18 +4,19 @@ mod draw;
 pub mod marks;
 mod report;
 
+use fa_planner::Mode;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Arch, KernelSpec, Problem};
-use fa_kernels::{Headers, Source, smem_bytes, tune};
-use fa_planner::plan::{BackwardOptions, Family, serves};
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
+use fa_kernels::{Headers, Source, smem_bytes};
+use fa_planner::plan::serves;
 use rayon::prelude::*;
 
 use crate::commands::bench::args::BenchArgs;
 use crate::contest::{Arena, Outcome, Turns};
-use crate::cuda::{Device, Pass, with_half};
-use crate::flags::{KernelFamily, Mode, backward_options};
+use crate::cuda::{Bound, Device, with_half};
+use crate::flags::pass_of;
 use crate::peers::Peers;
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
@@ -31,8 +32,7 @@ struct Job {
     shapes: Vec<Wanted>,
     specs: Vec<KernelSpec>,
     family: Option<Family>,
-    /// The options of the backward, where gradients are measured.
-    backward: Option<BackwardOptions>,
+    pass: Pass,
     /// Names of the peers that are asked; all, if empty.
     wanted_peers: Vec<String>,
 }
@@ -54,10 +54,14 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
 
 fn job(args: &BenchArgs) -> anyhow::Result<Job> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
-    if args.mode == Mode::Both {
-        return Err(usage("on the GPU one pass is measured at a time: use --mode fwd or --mode bwd"));
-    }
-    let backward = backward_options(args.mode == Mode::Bwd, args.gpu.deterministic)?;
+    let mode = match args.mode {
+        Mode::Fwd => Pass::Forward,
+        Mode::Bwd => Pass::BACKWARD,
+        Mode::Both => {
+            return Err(usage("on the GPU one pass is measured at a time: use --mode fwd or --mode bwd"));
+        }
+    };
+    let pass = pass_of(mode, args.gpu.deterministic)?;
     if args.cpu.isa.is_some() || args.cpu.threads.is_some() {
         return Err(usage("--isa and --threads are the cpu backend's; leave them out with --backend cuda"));
     }
@@ -65,45 +69,31 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
         return Err(usage("--seconds is the CPU's; on the GPU give --reps"));
     }
     if let Some(marks) = args.gpu.marks {
-        if marks.backward() != backward.is_some() {
+        if marks.backward() != pass.is_backward() {
             return Err(usage(
                 "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd",
             ));
         }
         let (shapes, family, wanted_peers) = (marks.shapes(), Some(marks.family()), marks.peers());
-        return Ok(Job { shapes, specs: Vec::new(), family, backward, wanted_peers });
+        return Ok(Job { shapes, specs: Vec::new(), family, pass, wanted_peers });
     }
-    let family = args.gpu.family.map(runnable).transpose()?;
+    let family = args.gpu.family;
     let shapes = args.shapes.problems_of_halves()?;
-    let spec = |path: &PathBuf| spec_for(path, backward.is_some(), &shapes);
+    let spec = |path: &PathBuf| spec_for(path, pass, &shapes);
     let specs = args.gpu.specs.iter().map(spec).collect::<Result<_, _>>()?;
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
-    Ok(Job { shapes, specs, family, backward, wanted_peers: Vec::new() })
+    Ok(Job { shapes, specs, family, pass, wanted_peers: Vec::new() })
 }
 
 /// The kernel of a file, which has to compute one of the shapes at least: it would be in no row otherwise, and nothing would say so.
-fn spec_for(path: &Path, backward: bool, shapes: &[Problem]) -> Result<KernelSpec, InputError> {
-    let spec = crate::spec_file::read_spec_of(path, backward)?;
+fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> Result<KernelSpec, InputError> {
+    let spec = crate::spec_file::read_spec_of(path, pass)?;
     let mut reasons = shapes.iter().map(|problem| serves(problem, &spec).err());
     match reasons.next().flatten() {
         Some(reason) if reasons.all(|reason| reason.is_some()) => {
             Err(InputError::Usage(format!("{} computes none of the shapes: {reason}", path.display())))
         }
         _ => Ok(spec),
-    }
-}
-
-/// The family of kernels that a flag names.
-///
-/// # Errors
-/// [`InputError::Usage`] for one that is only planned.
-pub fn runnable(family: KernelFamily) -> Result<Family, InputError> {
-    match family {
-        KernelFamily::Sm80 => Ok(Family::Sm80),
-        KernelFamily::Sm90 => Ok(Family::Sm90),
-        KernelFamily::Sm100 => Err(InputError::Usage(
-            "SM100 kernels are planned for, but do not exist: use --family sm80".to_owned(),
-        )),
     }
 }
 
@@ -136,7 +126,7 @@ fn measure(
                 else unreachable!("no kernel is found for other types")
             )?,
             Err(error) if error_is_fatal(&error) => return Err(error.into()),
-            Err(error) => vec![Row::failed(wanted, "none", job.backward.is_some(), error.to_string())],
+            Err(error) => vec![Row::failed(wanted, "none", job.pass, error.to_string())],
         };
         report.rows.extend(rows);
         steps.advance();
@@ -154,41 +144,44 @@ fn error_is_fatal(error: &fa_kernels::Error) -> bool {
 /// The kernel of `spec` for its own pass.
 ///
 /// # Errors
-/// [`fa_kernels::Error::Mismatch`] when it does not compute the problem, and those of compiling and loading.
+/// [`fa_kernels::Error::Mismatch`] when it does not compute the problem or is for the other pass, and those of compiling and loading.
 pub fn bind(
     device: &Device,
     problem: &Problem,
     spec: &KernelSpec,
-    backward: bool,
-) -> Result<Pass, fa_kernels::Error> {
-    if tune::backward(spec).is_some() != backward {
-        let text = |backward: bool| if backward { "the backward" } else { "the forward" }.to_owned();
-        let (kernel, problem) = (text(!backward), text(backward));
-        return Err(fa_kernels::Error::Mismatch { what: "pass", kernel, problem });
+    pass: Pass,
+) -> Result<Bound, fa_kernels::Error> {
+    let own = spec.kernel.pass();
+    if own.is_backward() != pass.is_backward() {
+        let text = |pass: Pass| format!("the {}", pass.name());
+        return Err(fa_kernels::Error::Mismatch { what: "pass", kernel: text(own), problem: text(pass) });
     }
-    if backward {
-        device.kernels.backward_with(problem, spec).map(Pass::Backward)
-    } else {
-        device.kernels.forward_with(problem, spec).map(Pass::Forward)
+    match pass {
+        Pass::Forward => device.kernels.forward_with(problem, spec).map(Bound::Forward),
+        Pass::Backward { .. } => device.kernels.backward_with(problem, spec).map(Bound::Backward),
     }
 }
 
 /// The kernels that run a shape: those given that compute it, or the library's choice.
-fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa_kernels::Error> {
+fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Bound>, fa_kernels::Error> {
     if job.specs.is_empty() {
         let kernels = &device.kernels;
-        let pass = match (job.backward, job.family) {
-            (None, None) => Pass::Forward(kernels.forward(problem)?),
-            (None, Some(family)) => Pass::Forward(kernels.forward_of(problem, family)?),
-            (Some(options), None) => Pass::Backward(kernels.backward(problem, options)?),
-            (Some(options), Some(family)) => Pass::Backward(kernels.backward_of(problem, options, family)?),
+        let pass = match (job.pass, job.family) {
+            (Pass::Forward, None) => Bound::Forward(kernels.forward(problem)?),
+            (Pass::Forward, Some(family)) => Bound::Forward(kernels.forward_of(problem, family)?),
+            (Pass::Backward { deterministic }, None) => {
+                Bound::Backward(kernels.backward(problem, deterministic)?)
+            }
+            (Pass::Backward { deterministic }, Some(family)) => {
+                Bound::Backward(kernels.backward_of(problem, deterministic, family)?)
+            }
         };
         return Ok(vec![pass]);
     }
     let mut found = Vec::new();
     let mut mismatch = None;
     for spec in &job.specs {
-        match bind(device, problem, spec, job.backward.is_some()) {
+        match bind(device, problem, spec, job.pass) {
             Ok(pass) => found.push(pass),
             Err(error @ fa_kernels::Error::Mismatch { .. }) => mismatch = Some(error),
             Err(error) => return Err(error),
@@ -203,21 +196,21 @@ fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Pass>, fa
 fn measure_shape<T: crate::cuda::Half>(
     device: &Device,
     wanted: &Wanted,
-    passes: Vec<Pass>,
+    passes: Vec<Bound>,
     peers: Option<(&mut Peers, &[String])>,
     turns: Turns,
     kernels: &mut Vec<KernelRecord>,
 ) -> anyhow::Result<Vec<Row>> {
     let problem = &wanted.problem;
-    let backward = matches!(passes.first(), Some(Pass::Backward(_)));
+    let pass = passes[0].spec().kernel.pass();
     let mut arena = Arena::<T>::new(device, problem, &passes[0])?;
     let judged = passes.iter().map(|pass| arena.check(pass)).collect::<anyhow::Result<Vec<_>>>()?;
     let specs: Vec<KernelSpec> = passes.iter().map(|pass| pass.spec().clone()).collect();
     let right = passes.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
-    let right: Vec<Pass> = right.map(|(pass, _)| pass).collect();
+    let right: Vec<Bound> = right.map(|(pass, _)| pass).collect();
     let Outcome { ours, peers, peer_errors } = arena.contest(&right, problem, peers, turns)?;
     let peers: BTreeMap<String, f64> =
-        peers.into_iter().map(|(name, times)| (name, times.tflops(problem, backward))).collect();
+        peers.into_iter().map(|(name, times)| (name, times.tflops(problem, pass))).collect();
     let mut times = ours.into_iter();
     let mut rows = Vec::new();
     for (spec, judged) in specs.iter().zip(judged) {
@@ -230,7 +223,7 @@ fn measure_shape<T: crate::cuda::Half>(
                 "wrong on sampled rows: off by {:.3e} (tolerance {:.3e}), or not all written",
                 judged.max_abs, judged.tolerance
             );
-            rows.push(Row::failed(wanted, &spec.to_string(), backward, error));
+            rows.push(Row::failed(wanted, &spec.to_string(), pass, error));
         }
     }
     Ok(rows)

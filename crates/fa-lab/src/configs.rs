@@ -2,10 +2,10 @@
 
 use std::sync::Mutex;
 
-use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Mask, Pass, Problem};
 use fa_kernels::{Cache, Compiler, Error, Headers, Report, Source, smem_bytes};
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{BackwardOptions, Family, PlanOptions, Reason, explore};
+use fa_planner::plan::{PlanOptions, Reason, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -69,18 +69,13 @@ pub struct Built {
     pub smem: u32,
 }
 
-/// Every configuration of the forward, or of a backward with these options, for the problems of `head_dims`: those that fit, and
+/// Every configuration of `pass` for the problems of `head_dims`: those that fit, and
 /// those that miss the register limit by little.
 ///
 /// # Errors
 /// Head dims or a family that `arch` has no kernels for.
-pub fn list(
-    head_dims: &[HeadDim],
-    backward: Option<BackwardOptions>,
-    family: Family,
-    arch: Arch,
-) -> anyhow::Result<Vec<Config>> {
-    let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
+pub fn list(head_dims: &[HeadDim], pass: Pass, family: Family, arch: Arch) -> anyhow::Result<Vec<Config>> {
+    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
     let mut configs = Vec::new();
     for &HeadDim { qk, v } in head_dims {
         for mask in [Mask::FULL, Mask::CAUSAL] {

@@ -20,7 +20,7 @@ use serde::Serialize;
 
 use crate::random::Random;
 
-pub use backward::{GradientCall, Gradients, Pass, PassCall, flops, random_dout};
+pub use backward::{Bound, GradientCall, Gradients, PassCall, random_dout};
 
 /// An element type that the GPU kernels compute in: f16 or bf16.
 pub trait Half:
@@ -167,7 +167,7 @@ impl Device {
     /// What a launch reports.
     pub fn time<T: Half>(
         &self,
-        pass: &Pass,
+        pass: &Bound,
         calls: &mut [PassCall<T>],
         timing: Timing,
     ) -> Result<Vec<f64>, Error> {

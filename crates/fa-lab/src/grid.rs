@@ -2,10 +2,8 @@
 
 mod backward;
 
-use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Mask, Pass, Problem, Strides, TensorLayout};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
-use fa_kernels::tune;
-use fa_planner::plan::BackwardOptions;
 
 use crate::cuda::{Half, Inputs, Place, shapes};
 use crate::shape::{head_dims, pair};
@@ -27,8 +25,8 @@ pub struct Case {
     pub action: Action,
     /// The kernel, where not the library chooses.
     pub kernel: Option<NamedSpec>,
-    /// The options of the backward, where gradients are computed behind the forward.
-    pub backward: Option<BackwardOptions>,
+    /// What is computed and judged: a backward after the library's forward.
+    pub pass: Pass,
 }
 
 /// A kernel of the case's choice.
@@ -121,7 +119,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
         values: Values::Normal,
         action: Action::Once,
         kernel: None,
-        backward: None,
+        pass: Pass::Forward,
     }
 }
 
@@ -392,10 +390,9 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
             };
             let placing = [Placing::Bshd, Placing::Bhsd, Placing::Gap(8)][turn % 3];
             let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
-            let backward = tune::backward(spec);
             // Gradients of long problems take the oracle seconds a head.
-            if backward.is_none() || seqlen_q * seqlen_k <= 1 << 20 {
-                cases.push(Case { placing, kernel, backward, ..case(group, problem) });
+            if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
+                cases.push(Case { placing, kernel, pass: spec.kernel.pass(), ..case(group, problem) });
             }
         }
     }
@@ -415,9 +412,11 @@ impl Case {
         if self.action != Action::Once {
             name += &format!(" {:?}", self.action).to_lowercase();
         }
-        if let Some(options) = &self.backward {
-            name += if options.deterministic { " deterministic gradients" } else { " gradients" };
-        }
+        name += match self.pass {
+            Pass::Forward => "",
+            Pass::Backward { deterministic: false } => " gradients",
+            Pass::Backward { deterministic: true } => " deterministic gradients",
+        };
         if let Some(kernel) = &self.kernel {
             name += &format!(" by {}", kernel.name);
         }
@@ -515,7 +514,7 @@ impl Case {
     pub fn device_bytes(&self) -> u64 {
         let elements: u64 = self.places().iter().map(|place| place.len() as u64).sum();
         let tensors = elements * self.problem.dtype.bytes() as u64;
-        if self.backward.is_none() {
+        if !self.pass.is_backward() {
             return tensors;
         }
         // Gradients are as large as their tensors, and dQ's accumulators are f32 in rows as wide as a tile.

@@ -3,8 +3,7 @@
 use std::collections::BTreeMap;
 
 use clap::ValueEnum;
-use fa_core::{Dtype, Mask, Problem};
-use fa_planner::plan::Family;
+use fa_core::{Dtype, Family, Mask, Problem};
 
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

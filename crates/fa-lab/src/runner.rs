@@ -6,11 +6,11 @@
 
 use std::collections::BTreeMap;
 
-use fa_core::{Problem, TensorLayout};
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_kernels::Error;
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
 
-use crate::cuda::{Device, Half, Inputs, Pass, PassCall, flops, median, random_dout};
+use crate::cuda::{Bound, Device, Half, Inputs, PassCall, median, random_dout};
 use crate::peers::Peers;
 use crate::random::Random;
 use crate::sample_head::SampleHead;
@@ -62,9 +62,9 @@ impl Times {
         if self.ms.is_empty() { f64::INFINITY } else { median(&self.ms) }
     }
 
-    /// TFLOP/s of the forward of `problem`, or of its backward, at the median.
-    pub fn tflops(&self, problem: &Problem, backward: bool) -> f64 {
-        flops(problem, backward) / (self.median() * 1e9)
+    /// TFLOP/s of `pass` over `problem`, at the median.
+    pub fn tflops(&self, problem: &Problem, pass: Pass) -> f64 {
+        problem.flops(pass) / (self.median() * 1e9)
     }
 }
 
@@ -85,13 +85,13 @@ impl<'d, T: Half> Arena<'d, T> {
     ///
     /// # Errors
     /// Above all for want of device memory.
-    pub fn new(device: &'d Device, problem: &Problem, any: &Pass) -> anyhow::Result<Arena<'d, T>> {
+    pub fn new(device: &'d Device, problem: &Problem, any: &Bound) -> anyhow::Result<Arena<'d, T>> {
         let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
         let (rows, head, calls) = match any {
-            Pass::Forward(forward) => {
+            Bound::Forward(forward) => {
                 (SampleRows::new(&inputs, 2)?, None, device.calls(forward, None, &inputs)?)
             }
-            Pass::Backward(backward) => {
+            Bound::Backward(backward) => {
                 let dout = random_dout(&inputs, 1);
                 let forward = device.kernels.forward(problem)?;
                 let calls = device.calls(&forward, Some((backward, &dout)), &inputs)?;
@@ -106,7 +106,7 @@ impl<'d, T: Half> Arena<'d, T> {
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn check(&mut self, pass: &Pass) -> anyhow::Result<Judged> {
+    pub fn check(&mut self, pass: &Bound) -> anyhow::Result<Judged> {
         let stream = &self.device.stream;
         self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
         let call = &mut self.calls[0];
@@ -121,7 +121,7 @@ impl<'d, T: Half> Arena<'d, T> {
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn warm_up(&mut self, pass: &Pass) -> Result<(), Error> {
+    pub fn warm_up(&mut self, pass: &Bound) -> Result<(), Error> {
         let mut spent = 0.0;
         while spent < WARM_UP_MS {
             // Something even where events are too coarse to tell.
@@ -134,7 +134,7 @@ impl<'d, T: Half> Arena<'d, T> {
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn sample(&mut self, pass: &Pass, reps: usize) -> Result<Vec<f64>, Error> {
+    pub fn sample(&mut self, pass: &Bound, reps: usize) -> Result<Vec<f64>, Error> {
         let doing = |doing| move |source| Error::Driver { doing, source };
         let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
         let event = || self.device.context().new_event(flags).map_err(doing("making an event"));
@@ -163,7 +163,7 @@ impl<'d, T: Half> Arena<'d, T> {
     /// What the GPU reports of our kernels; peers that fail are named in the outcome.
     pub fn contest(
         &mut self,
-        ours: &[Pass],
+        ours: &[Bound],
         problem: &Problem,
         mut peers: Option<(&mut Peers, &[String])>,
         turns: Turns,
@@ -231,8 +231,8 @@ mod tests {
     fn rates_are_of_the_median() {
         let problem = Problem::square(1, 1000, 1, 50, fa_core::Mask::FULL, fa_core::Dtype::Bf16);
         let times = Times { ms: vec![1.0, 2.0, 30.0] };
-        assert!((times.tflops(&problem, false) - 0.1).abs() < 1e-12);
-        assert!((times.tflops(&problem, true) - 0.25).abs() < 1e-12);
-        assert_eq!(Times::default().tflops(&problem, false), 0.0);
+        assert!((times.tflops(&problem, fa_core::Pass::Forward) - 0.1).abs() < 1e-12);
+        assert!((times.tflops(&problem, fa_core::Pass::BACKWARD) - 0.25).abs() < 1e-12);
+        assert_eq!(Times::default().tflops(&problem, fa_core::Pass::Forward), 0.0);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fa_core::{KernelSpec, ShippedSpec};
+use fa_core::{KernelSpec, Pass, ShippedSpec};
 
 use crate::term::failure::{InputError, read_text};
 
@@ -19,15 +19,16 @@ pub fn read_spec(path: &Path) -> Result<KernelSpec, InputError> {
     spec.map_err(|e| InputError::Usage(format!("{}: {e}", path.display())))
 }
 
-/// [`read_spec`] for a kernel that has to be of the backward, or of the forward.
+/// [`read_spec`] for a kernel that has to compute `pass`, deterministic or not.
 ///
 /// # Errors
 /// As [`read_spec`], and for a kernel of the other pass.
-pub fn read_spec_of(path: &Path, backward: bool) -> Result<KernelSpec, InputError> {
+pub fn read_spec_of(path: &Path, pass: Pass) -> Result<KernelSpec, InputError> {
     let spec = read_spec(path)?;
-    if spec.kernel.is_backward() != backward {
-        let (is, mode) = if backward { ("the forward", "fwd") } else { ("the backward", "bwd") };
-        return Err(InputError::Usage(format!("{} is a kernel of {is}: use --mode {mode}", path.display())));
+    let own = spec.kernel.pass();
+    if own.is_backward() != pass.is_backward() {
+        let (path, is, mode) = (path.display(), own.name(), own.short_name());
+        return Err(InputError::Usage(format!("{path} is a kernel of the {is}: use --mode {mode}")));
     }
     Ok(spec)
 }

@@ -4,11 +4,10 @@
 
 use std::collections::HashMap;
 
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Pass, Problem, ProblemError};
 use serde::Serialize;
 
 pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
-pub use crate::kernels::sm90_bwd::candidates::BackwardOptions;
 pub use crate::why::{Ranked, Why, WhyError, why};
 
 use crate::cost::{self, Cost, CostConstants, Work};
@@ -53,54 +52,23 @@ pub struct PlanSet {
     pub rejected: Vec<RejectedSpec>,
 }
 
-/// A family of kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Family {
-    /// mma.sync and cp.async: 8.0 and later.
-    Sm80,
-    /// wgmma and TMA: 9.0.
-    Sm90,
-}
-
-impl std::fmt::Display for Family {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(self.name())
+/// The head dim extents of a family's tiles, in ascending order.
+pub const fn head_dims(family: Family) -> &'static [u32] {
+    match family {
+        Family::Sm80 => &sm80_fwd::candidates::HEAD_DIMS,
+        Family::Sm90 => &sm90_fwd::candidates::HEAD_DIMS,
     }
 }
 
-impl Family {
-    /// `sm80` or `sm90`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Family::Sm80 => "sm80",
-            Family::Sm90 => "sm90",
-        }
-    }
-
-    /// The family of fastest kernels on `arch` (SM100's tcgen05 is planned for in [`crate::kernels::sm100_fwd`], but has no kernel).
-    pub const fn native(arch: Arch) -> Family {
-        if arch.has_wgmma() { Family::Sm90 } else { Family::Sm80 }
-    }
-
-    /// The head dim extents of the family's tiles, in ascending order.
-    pub const fn head_dims(self) -> &'static [u32] {
-        match self {
-            Family::Sm80 => &sm80_fwd::candidates::HEAD_DIMS,
-            Family::Sm90 => &sm90_fwd::candidates::HEAD_DIMS,
-        }
-    }
-
-    /// The smallest tile extent that holds `head_dim`.
-    ///
-    /// # Errors
-    /// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.
-    pub fn padded(self, name: &'static str, head_dim: usize) -> Result<u32, PlanError> {
-        let extent = self.head_dims().iter().copied().find(|&extent| extent as usize >= head_dim);
-        extent
-            .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
-            .ok_or(PlanError::HeadDim { name, value: head_dim })
-    }
+/// The smallest tile extent of a family that holds `head_dim`.
+///
+/// # Errors
+/// [`PlanError::HeadDim`] where none does, or the kernels cannot load such rows.
+pub fn padded(family: Family, name: &'static str, head_dim: usize) -> Result<u32, PlanError> {
+    let extent = head_dims(family).iter().copied().find(|&extent| extent as usize >= head_dim);
+    extent
+        .filter(|_| head_dim > 0 && head_dim.is_multiple_of(8))
+        .ok_or(PlanError::HeadDim { name, value: head_dim })
 }
 
 /// Choices of the caller.
@@ -110,8 +78,8 @@ pub struct PlanOptions {
     pub family: Option<Family>,
     /// Constants of the cost model; `None` for those of the architecture's board.
     pub constants: Option<CostConstants>,
-    /// Plan the backward, with these choices; `None` plans the forward.
-    pub backward: Option<BackwardOptions>,
+    /// What the kernels are to compute.
+    pub pass: Pass,
 }
 
 impl PlanOptions {
@@ -212,11 +180,11 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
         return Err(PlanError::Dtype(problem.dtype));
     }
     let family = options.family.unwrap_or(Family::native(arch));
-    if family == Family::Sm90 && !arch.has_wgmma() {
+    if !family.runs_on(arch) {
         return Err(PlanError::Family { family, arch });
     }
-    let head_dim = family.padded("head_dim", problem.head_dim)?;
-    let head_dim_v = family.padded("head_dim_v", problem.head_dim_v)?;
+    let head_dim = padded(family, "head_dim", problem.head_dim)?;
+    let head_dim_v = padded(family, "head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
     // Most candidates share their tile with others.
@@ -225,18 +193,21 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
         Ok(plan) => set.plans.push(plan),
         Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
     };
-    match family {
-        Family::Sm80 => match options.backward {
-            Some(options) => sm80_bwd::candidates::candidates(problem, head_dim, head_dim_v, arch, options)
-                .for_each(&mut judge),
-            None => sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
-        },
-        Family::Sm90 => match options.backward {
-            Some(options) => {
-                sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, options).for_each(&mut judge)
-            }
-            None => sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge),
-        },
+    match (family, options.pass) {
+        (Family::Sm80, Pass::Forward) => {
+            sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
+        }
+        (Family::Sm80, Pass::Backward { deterministic }) => {
+            sm80_bwd::candidates::candidates(problem, head_dim, head_dim_v, arch, deterministic)
+                .for_each(&mut judge);
+        }
+        (Family::Sm90, Pass::Forward) => {
+            sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
+        }
+        (Family::Sm90, Pass::Backward { deterministic }) => {
+            sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, deterministic)
+                .for_each(&mut judge);
+        }
     }
     // The sort is stable: ties stay in the order of enumeration.
     set.plans.sort_by(|a, b| a.cost.seconds.total_cmp(&b.cost.seconds));

@@ -3,9 +3,9 @@
 
 use std::collections::HashMap;
 
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Problem};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Pass, Problem};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
-use fa_planner::plan::{BackwardOptions, PlanOptions, explore};
+use fa_planner::plan::{PlanOptions, explore};
 
 const LENGTHS: [usize; 6] = [512, 1024, 2048, 4096, 8192, 16384];
 
@@ -53,7 +53,7 @@ fn problem(head: &str, seqlen: usize) -> Problem {
 
 /// The planner's kernels by the name that the lines give them: what follows the mask, without the order of tiles.
 fn kernels(problem: &Problem) -> HashMap<String, KernelSpec> {
-    let options = PlanOptions { backward: Some(BackwardOptions::default()), ..PlanOptions::default() };
+    let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
     let set = explore(problem, Arch::Sm90, &options).expect("candidates");
     // With one Q buffer at head dim 256 some were measured that spill since LSE comes with dO, and are no plans any more.
     let measured_before = |spec: &KernelSpec| {

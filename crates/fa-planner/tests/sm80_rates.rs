@@ -1,9 +1,9 @@
 //! The cost models of the SM80-class kernels against the measured rates of this project's own kernels
 //! (`data/sm80-fwd-h100.txt`, `data/sm80-bwd-h100.txt`).
 
-use fa_core::{Arch, Dtype, Mask, Problem};
+use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem};
 use fa_planner::cost::rank_correlation;
-use fa_planner::plan::{BackwardOptions, Family, PlanOptions, explore};
+use fa_planner::plan::{PlanOptions, explore};
 
 const FORWARD: &str = include_str!("data/sm80-fwd-h100.txt");
 const BACKWARD: &str = include_str!("data/sm80-bwd-h100.txt");
@@ -12,7 +12,7 @@ const BACKWARD: &str = include_str!("data/sm80-bwd-h100.txt");
 type Rate = (String, f64, f64);
 
 /// The measured configurations of each problem that the planner lists, in its order. A head line without a length is of N = 8192.
-fn groups(text: &'static str, backward: Option<BackwardOptions>) -> Vec<(&'static str, Vec<Rate>, f64)> {
+fn groups(text: &'static str, pass: Pass) -> Vec<(&'static str, Vec<Rate>, f64)> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let heads = lines.iter().enumerate().filter(|(_, line)| line.starts_with("head_dim"));
     heads
@@ -31,7 +31,7 @@ fn groups(text: &'static str, backward: Option<BackwardOptions>) -> Vec<(&'stati
             let seqlen = length.get(1).map_or(8192, |text| number(text));
             let problem =
                 Problem::square(16384 / seqlen, seqlen, number(heads), number(head_dim), mask, Dtype::Bf16);
-            let options = PlanOptions { family: Some(Family::Sm80), backward, ..PlanOptions::default() };
+            let options = PlanOptions { family: Some(Family::Sm80), pass, ..PlanOptions::default() };
             let plans = explore(&problem, Arch::Sm90, &options).expect("candidates").plans;
             let rates = plans.iter().filter_map(|plan| {
                 let name = plan.spec.to_string();
@@ -66,17 +66,17 @@ fn check(groups: &[(&str, Vec<Rate>, f64)], count: usize, least_rho: f64, most_e
 
 #[test]
 fn measured_rates_are_predicted() {
-    check(&groups(FORWARD, None), 81, 0.85, 0.06);
+    check(&groups(FORWARD, Pass::Forward), 81, 0.85, 0.06);
 }
 
 #[test]
 fn measured_rates_of_the_backward_are_predicted() {
-    check(&groups(BACKWARD, Some(BackwardOptions::default())), 35, 0.95, 0.06);
+    check(&groups(BACKWARD, Pass::BACKWARD), 35, 0.95, 0.06);
 }
 
 #[test]
 fn the_first_choice_is_within_3_percent_of_the_best() {
-    for groups in [groups(FORWARD, None), groups(BACKWARD, Some(BackwardOptions::default()))] {
+    for groups in [groups(FORWARD, Pass::Forward), groups(BACKWARD, Pass::BACKWARD)] {
         for (head, rates, best) in groups {
             let (name, _, measured) = &rates[0];
             println!("{head}: {name} {measured} of {best}");

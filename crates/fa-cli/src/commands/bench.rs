@@ -5,8 +5,8 @@ pub mod args;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Dtype, Problem, TensorLayout};
-use fa_planner::plan::BackwardOptions;
+use fa_core::{Dtype, Pass, Problem, TensorLayout};
+use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
 
@@ -14,7 +14,7 @@ use crate::attention::{self, Inputs};
 use crate::bench_gpu;
 use crate::compute::{Engine, Outputs};
 use crate::draw::chart::{Chart, Series};
-use crate::flags::{Backend, Mode};
+use crate::flags::Backend;
 use crate::machine;
 use crate::on_gpu::Computed;
 use crate::random::Random;
@@ -84,8 +84,8 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let first = problems.first().context("there is no shape to measure")?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
-    let backward = (args.mode != Mode::Fwd).then(BackwardOptions::default);
-    let engine = Engine::new(backend, &args.cpu, first, backward)?;
+    let pass = if args.mode.has_bwd() { Pass::BACKWARD } else { Pass::Forward };
+    let engine = Engine::new(backend, &args.cpu, first, pass)?;
     let about = engine.report();
     let machine = Machine {
         cpu: machine::cpu().name,

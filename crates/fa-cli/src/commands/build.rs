@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::Context;
-use fa_core::{Arch, ShippedSpec};
+use fa_core::{Arch, Family, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
+use fa_planner::Mode;
 
 use crate::configs::HEAD_DIMS;
-use crate::flags::{HeadDim, KernelFamily, Mode};
+use crate::flags::{self, HeadDim};
 use crate::term::failure::{InputError, Verdict, read_text};
 use crate::term::output;
 use crate::term::progress::Steps;
@@ -37,14 +38,14 @@ pub struct BuildArgs {
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', requires = "all_configs", default_value = HEAD_DIMS)]
     pub headdim: Vec<HeadDim>,
     /// The pass of --all-configs
-    #[arg(long, value_enum, requires = "all_configs", default_value = "both")]
+    #[arg(long, value_parser = flags::passes(), requires = "all_configs", default_value = "both")]
     pub mode: Mode,
     /// Of the backward's configurations those whose gradients have the same bits in every run
     #[arg(long, requires = "all_configs")]
     pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
-    #[arg(long, value_enum, requires = "all_configs")]
-    pub family: Option<KernelFamily>,
+    #[arg(long, value_parser = flags::family(), requires = "all_configs")]
+    pub family: Option<Family>,
     /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
     pub json: Option<PathBuf>,

@@ -4,7 +4,7 @@ mod time;
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Arch, Dtype, Mask, Pass, Problem, TensorLayout};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
@@ -132,7 +132,7 @@ fn attention_check() -> Check {
         dout: None,
     };
     let compute = |backend| {
-        let engine = Engine::new(backend, &CpuArgs::default(), &problem, None)?;
+        let engine = Engine::new(backend, &CpuArgs::default(), &problem, Pass::Forward)?;
         let mut outputs = Outputs::new(&inputs);
         engine.forward(&inputs, &mut outputs)?;
         anyhow::Ok(outputs.out)

@@ -4,14 +4,14 @@ mod report;
 mod sm80;
 mod sm90;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::path::PathBuf;
 
-use clap::ValueEnum;
-use fa_core::{KernelSpec, Problem};
+use fa_core::{Family, KernelSpec, Problem};
 use rayon::prelude::*;
 
 use crate::contest::{Arena, Turns};
-use crate::cuda::{Device, Half, Pass, with_half};
+use crate::cuda::{Bound, Device, Half, with_half};
 use crate::flags::HeadDim;
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
@@ -20,22 +20,13 @@ use crate::term::progress::Steps;
 
 use report::{Report, Row};
 
-/// The kernels whose steps are measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Which {
-    /// mma.sync: from a naive kernel to ldmatrix and a pipeline, and from small tiles to tuned ones
-    Sm80,
-    /// wgmma: each knob alone, beside the same kernel without the change
-    Sm90,
-}
-
 /// `fa ladder`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct LadderArgs {
     /// The kernels whose steps are measured
-    #[arg(long, value_enum, default_value = "sm80")]
-    pub arch: Which,
+    #[arg(long, value_parser = ladder(), default_value = "sm80")]
+    pub arch: Family,
     /// Sequence lengths [default: 1k to 16k for sm80, 4096 for sm90]
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub seqlen: Vec<u32>,
@@ -61,6 +52,18 @@ Examples:
 The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is compared, as a \
 ratio to the first step, not their rates. Every step's output is checked before it is timed, and all steps on a shape take \
 turns.";
+
+fn ladder() -> impl TypedValueParser<Value = Family> {
+    let values = Family::ALL.map(|family| {
+        PossibleValue::new(family.name()).help(match family {
+            Family::Sm80 => {
+                "mma.sync: from a naive kernel to ldmatrix and a pipeline, and from small tiles to tuned ones"
+            }
+            Family::Sm90 => "wgmma: each knob alone, beside the same kernel without the change",
+        })
+    });
+    PossibleValuesParser::new(values).try_map(|name| name.parse::<Family>())
+}
 
 /// A kernel on the ladder.
 #[derive(Clone, Debug)]
@@ -91,7 +94,7 @@ pub struct Ladder {
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU.
 pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
-    if args.arch == Which::Sm80 && !args.headdim.is_empty() {
+    if args.arch == Family::Sm80 && !args.headdim.is_empty() {
         let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
         return Err(InputError::Usage(message.to_owned()).into());
     }
@@ -99,8 +102,8 @@ pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
     let device = Device::open()?;
     let seqlens: Vec<usize> = args.seqlen.iter().map(|&n| n as usize).collect();
     let ladders = match args.arch {
-        Which::Sm80 => sm80::ladders(device.kernels.arch(), &seqlens)?,
-        Which::Sm90 => sm90::ladders(device.kernels.arch(), &args.headdim, &seqlens)?,
+        Family::Sm80 => sm80::ladders(device.kernels.arch(), &seqlens)?,
+        Family::Sm90 => sm90::ladders(device.kernels.arch(), &args.headdim, &seqlens)?,
     };
     let turns = Turns::of(usize::from(args.reps));
     let specs: Vec<(&Problem, &KernelSpec)> = ladders
@@ -136,7 +139,7 @@ fn climb<T: Half>(
 ) -> anyhow::Result<Vec<Row>> {
     let problem = &ladder.problem;
     let mut arena: Option<Arena<'_, T>> = None;
-    let mut runners: Vec<(usize, Pass)> = Vec::new();
+    let mut runners: Vec<(usize, Bound)> = Vec::new();
     let mut errors: Vec<Option<String>> = vec![None; ladder.steps.len()];
     let mut wrong = vec![false; ladder.steps.len()];
     for (index, step) in ladder.steps.iter().enumerate() {
@@ -149,7 +152,7 @@ fn climb<T: Half>(
         };
         for spec in specs {
             let forward = match device.kernels.forward_with(problem, spec) {
-                Ok(forward) => Pass::Forward(forward),
+                Ok(forward) => Bound::Forward(forward),
                 Err(error) => {
                     errors[index] = Some(crate::record::without_logs(&error.to_string()));
                     continue;
@@ -173,7 +176,7 @@ fn climb<T: Half>(
     let Some(mut arena) = arena else {
         return Ok(report::rows(ladder, &[], &errors, &wrong));
     };
-    let (indices, forwards): (Vec<usize>, Vec<Pass>) = runners.into_iter().unzip();
+    let (indices, forwards): (Vec<usize>, Vec<Bound>) = runners.into_iter().unzip();
     let outcome = arena.contest(&forwards, problem, None, turns)?;
     let timed: Vec<(usize, &KernelSpec, f64)> = indices
         .iter()

@@ -3,16 +3,17 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, Problem};
-use fa_planner::plan::{self, BackwardOptions, PlanOptions, PlanSet, RejectedSpec, Why};
+use fa_core::{Arch, Pass, Problem};
+use fa_planner::Mode;
+use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec, Why};
 use serde::Serialize;
 
 use crate::attention;
-use crate::flags::{KernelFamily, Mode, ProblemArgs};
+use crate::flags::{PlanFamily, ProblemArgs, passes};
 use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
 use crate::plan::planned::Planned;
-use crate::plan::tried::{self, Pass, Tried, TriedReport};
+use crate::plan::tried::{self, Tried, TriedReport};
 use crate::spec_file::read_spec;
 use crate::target::Target;
 use crate::term::failure::{InputError, Verdict, read_text};
@@ -46,13 +47,13 @@ pub struct PlanArgs {
     #[arg(long, default_value = "sm90")]
     pub arch: Arch,
     /// Kernels to choose from [default: the fastest that the architecture runs]
-    #[arg(long, value_enum)]
-    pub family: Option<KernelFamily>,
+    #[arg(long, value_parser = PlanFamily::parser())]
+    pub family: Option<PlanFamily>,
     /// Judge the one kernel in this RON file instead of searching
     #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
     pub spec: Option<PathBuf>,
     /// Which pass to plan
-    #[arg(long, value_enum, default_value = "fwd")]
+    #[arg(long, value_parser = passes(), default_value = "fwd")]
     pub mode: Mode,
     /// Plan a backward whose gradients have the same bits in every run
     #[arg(long)]
@@ -183,11 +184,11 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
         return Err(InputError::Usage(message).into());
     }
     if args.mode != Mode::Bwd {
-        planned.forward = Some(Tried::explore(&problem, arch, args.family, None)?);
+        planned.forward = Some(Tried::explore(&problem, arch, args.family, Pass::Forward)?);
     }
     if args.mode != Mode::Fwd {
-        let options = BackwardOptions { deterministic: args.deterministic };
-        planned.backward = Some(Backward::explore(&problem, arch, args.family, options)?);
+        let pass = Pass::Backward { deterministic: args.deterministic };
+        planned.backward = Some(Backward::explore(&problem, arch, args.family, pass)?);
     }
     Ok(planned)
 }
@@ -221,7 +222,7 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
 fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(forward) = &planned.forward {
-        text += &forward.text(&Pass::forward(&planned.problem), planned.arch, limit);
+        text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);
     }
     if let Some(backward) = &planned.backward {
         text += &backward.text(&planned.problem, planned.arch, limit);

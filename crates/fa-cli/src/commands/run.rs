@@ -5,10 +5,9 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_core::{Arch, Dtype, Problem, TensorLayout};
+use fa_core::{Arch, Dtype, Pass, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use fa_planner::cost::Bottleneck;
-use fa_planner::plan::BackwardOptions;
 use serde::Serialize;
 
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
@@ -107,9 +106,9 @@ enum Choice {
 }
 
 impl GpuPlan {
-    fn of(problem: &Problem, arch: Arch, backward: Option<BackwardOptions>) -> GpuPlan {
+    fn of(problem: &Problem, arch: Arch, pass: Pass) -> GpuPlan {
         let dtype = if problem.dtype == Dtype::F32 { Dtype::Bf16 } else { problem.dtype };
-        let choice = match Tried::explore(&Problem { dtype, ..*problem }, arch, None, backward) {
+        let choice = match Tried::explore(&Problem { dtype, ..*problem }, arch, None, pass) {
             Err(error) => Choice::None { reason: error.to_string() },
             Ok(forward) => match forward.best() {
                 None => Choice::None { reason: "no kernel fits".to_owned() },
@@ -211,9 +210,9 @@ fn compute<T: Computed>(
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
-    let backward = args.backward.then_some(BackwardOptions { deterministic: args.deterministic });
-    let engine =
-        progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, backward))?;
+    let deterministic = args.deterministic;
+    let pass = if args.backward { Pass::Backward { deterministic } } else { Pass::Forward };
+    let engine = progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, pass))?;
     let mut outputs = Outputs::new(inputs);
     let (forward_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = engine.forward(inputs, &mut outputs)?;
@@ -224,8 +223,8 @@ fn compute<T: Computed>(
         problem,
         softmax_scale: problem.scale(),
         layout: inputs.layout,
-        gpu_plan: GpuPlan::of(&problem, args.arch, None),
-        gpu_plan_backward: backward.map(|options| GpuPlan::of(&problem, args.arch, Some(options))),
+        gpu_plan: GpuPlan::of(&problem, args.arch, Pass::Forward),
+        gpu_plan_backward: args.backward.then(|| GpuPlan::of(&problem, args.arch, pass)),
         cpu_plan: engine.cpu_plan(&problem)?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
         engine: engine.report(),
         forward: Timing::new(forward_time, problem.flops_forward()),

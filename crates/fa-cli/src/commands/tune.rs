@@ -11,16 +11,16 @@ mod worker;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use fa_core::Problem;
+use fa_core::{Family, Pass, Problem};
 use fa_kernels::tune::{self, TuneKey, Tuned, TunedEntry};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
-use fa_planner::plan::{BackwardOptions, Family};
+
 use rayon::prelude::*;
 
-use crate::bench_gpu::{Marks, fingerprint, runnable};
+use crate::bench_gpu::{Marks, fingerprint};
 use crate::contest::Turns;
-use crate::cuda::{Device, flops};
-use crate::flags::{KernelFamily, OnePass, ShapeArgs, backward_options};
+use crate::cuda::Device;
+use crate::flags::{self, ShapeArgs, pass_of};
 use crate::record::Provenance;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
@@ -37,8 +37,8 @@ pub struct TuneArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to tune
-    #[arg(long, value_enum, default_value = "fwd")]
-    pub mode: OnePass,
+    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
+    pub mode: Pass,
     /// Tune gradients that have the same bits in every run
     #[arg(long)]
     pub deterministic: bool,
@@ -48,8 +48,8 @@ pub struct TuneArgs {
     ])]
     pub marks: Option<Marks>,
     /// Kernels to choose from [default: the fastest that the GPU runs]
-    #[arg(long, value_enum)]
-    pub family: Option<KernelFamily>,
+    #[arg(long, value_parser = flags::family())]
+    pub family: Option<Family>,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
@@ -93,7 +93,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     if args.worker {
         return worker::work(turns);
     }
-    let backward = backward(args)?;
+    let pass = pass(args)?;
     let (problems, family) = problems(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
     let table = args.output.clone().or_else(tune::user_table).context(
@@ -108,8 +108,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     let mut notebook = Notebook::open(&table.with_extension("measured.jsonl"))?;
     let mut contests: Vec<(Problem, Vec<Candidate>)> = Vec::new();
     for problem in problems {
-        contests
-            .push((problem, candidates::of(&problem, arch, family, backward, usize::from(args.candidates))?));
+        contests.push((problem, candidates::of(&problem, arch, family, pass, usize::from(args.candidates))?));
     }
     let faults = compile(&device, &contests)?;
     // The workers need its memory.
@@ -142,7 +141,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
             let entry = TunedEntry {
                 key: TuneKey::of(problem),
                 spec: spec.clone(),
-                tflops: (flops(problem, backward.is_some()) / (ms * 1e9) * 10.0).round() / 10.0,
+                tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
             };
             tuned.set(&gpu, entry);
             tuned.write(&table)?;
@@ -151,20 +150,20 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    let report = report::Report::new(provenance, turns, backward.is_some(), &results);
+    let report = report::Report::new(provenance, turns, pass, &results);
     destinations.write(&report, || Ok(report.markdown()), || report.table())?;
     output::note(&format!("winners are in {}", table.display()));
     Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
 }
 
-/// The options of the backward, where one is tuned.
-fn backward(args: &TuneArgs) -> Result<Option<BackwardOptions>, InputError> {
-    let backward = backward_options(args.mode == OnePass::Bwd, args.deterministic)?;
-    if args.marks.is_some_and(|marks| marks.backward() != backward.is_some()) {
+/// The pass that is tuned.
+fn pass(args: &TuneArgs) -> Result<Pass, InputError> {
+    let pass = pass_of(args.mode, args.deterministic)?;
+    if args.marks.is_some_and(|marks| marks.backward() != pass.is_backward()) {
         let message = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd";
         return Err(InputError::Usage(message.to_owned()));
     }
-    Ok(backward)
+    Ok(pass)
 }
 
 fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
@@ -173,7 +172,7 @@ fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
         return Ok((problems, Some(marks.family())));
     }
     let problems = args.shapes.problems_of_halves()?;
-    Ok((problems, args.family.map(runnable).transpose()?))
+    Ok((problems, args.family))
 }
 
 /// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile cleanly.

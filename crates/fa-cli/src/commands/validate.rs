@@ -16,9 +16,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::Arch;
-use fa_kernels::tune;
-use fa_planner::plan::{Family, account};
+use fa_core::{Arch, Family};
+use fa_planner::plan::account;
 use serde::Serialize;
 
 use crate::cuda::Device;
@@ -74,13 +73,13 @@ pub fn command(args: &ValidateArgs) -> anyhow::Result<Verdict> {
     if args.worker {
         return work(args);
     }
-    args.backward_options()?;
+    args.pass()?;
     if let Some(path) = &args.spec {
-        read_spec_of(path, args.backward())?;
+        read_spec_of(path, args.mode)?;
     }
     // A machine without a GPU is told so at once; the context is given back before a worker opens its own.
     let arch = Device::open()?.kernels.arch();
-    let family = args.arch.map_or(Family::native(arch), |arch| arch.family());
+    let family = args.arch.unwrap_or(Family::native(arch));
     let watchdog = Duration::from_secs(u64::from(args.watchdog));
     if args.sanitize {
         return sanitize::command(args, family, worker_command);
@@ -122,9 +121,9 @@ fn worker_command() -> anyhow::Result<Command> {
 }
 
 fn work(args: &ValidateArgs) -> anyhow::Result<Verdict> {
-    let family = args.arch.map(|arch| arch.family());
+    let family = args.arch;
     if let Some(seconds) = args.soak {
-        worker::soak(args.seed, Duration::from_secs(u64::from(seconds)), family, args.backward())?;
+        worker::soak(args.seed, Duration::from_secs(u64::from(seconds)), family, args.mode)?;
         return Ok(Verdict::Good);
     }
     worker::run(|arch, family| chosen_cases(args, arch, family), family)?;
@@ -136,28 +135,28 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     let extent = if args.is_full() { Extent::Full } else { Extent::Quick };
     let repeat = args.repeat.unwrap_or(if args.is_full() { 1000 } else { 100 }) as usize;
     let mut chosen = if args.sanitize {
-        sanitize::cases(args.backward())
+        sanitize::cases(args.mode)
     } else if args.all_configs {
-        configs::cases(&crate::configs::list(&args.headdim, args.backward_options()?, family, arch)?)
+        configs::cases(&crate::configs::list(&args.headdim, args.pass()?, family, arch)?)
     } else if let Some(path) = &args.spec {
-        let spec = read_spec_of(path, args.backward())?;
+        let spec = read_spec_of(path, args.mode)?;
         let mut cases = cases::of_spec("spec", &spec.to_string(), &spec, Extent::Full);
         let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
         cases.extend(repeated.map(|case| Case { action: Action::Repeat(repeat), ..case }));
         cases
     } else {
-        let library = if args.backward() { cases::gradients } else { cases::library };
+        let library = if args.mode.is_backward() { cases::gradients } else { cases::library };
         let mut cases = library(extent, repeat);
         for (kernel, spec, archs) in record::shipped()? {
-            let of_the_pass = tune::backward(&spec).is_some() == args.backward();
+            let of_the_pass = spec.kernel.is_backward() == args.mode.is_backward();
             // Records know a kernel by its sources, whatever the target: one that ships for other architectures is validated where it runs.
             let runs = archs.contains(&arch) || account(&spec, arch).is_ok();
-            if runs && tune::family(&spec) == family && of_the_pass {
+            if runs && spec.kernel.family() == family && of_the_pass {
                 cases.extend(cases::of_spec("shipped", &kernel.file, &spec, extent));
             }
         }
         // A backward's switches are all configurations of the planner's: --all-configs.
-        let knobs = if args.backward() { Vec::new() } else { knobs::specs(family, arch) };
+        let knobs = if args.mode.is_backward() { Vec::new() } else { knobs::specs(family, arch) };
         for knob in knobs {
             cases.extend(cases::of_spec("knobs", &knob.name, &knob.spec, Extent::Quick));
         }

@@ -1,12 +1,12 @@
 //! Predicted times: by resource, and by sequence length.
 
-use fa_core::Problem;
+use fa_core::{Pass, Problem};
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
 use svg::Node;
 
 use crate::draw::chart::{Chart, Series};
 use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
-use crate::flags::KernelFamily;
+use crate::flags::PlanFamily;
 use crate::plan::planned::Planned;
 use crate::plan::tried::Tried;
 use crate::term::output::si;
@@ -92,7 +92,7 @@ pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
     };
     let family = match forward {
         Tried::Kernels(_) => None,
-        Tried::Sm100(_) => Some(KernelFamily::Sm100),
+        Tried::Sm100(_) => Some(PlanFamily::Sm100),
     };
     let constants = CostConstants::of(planned.arch);
     let mut best = Vec::new();
@@ -103,7 +103,8 @@ pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
         if problem.check().is_err() {
             continue;
         }
-        let explored = Tried::explore(&problem, planned.arch, family.or(first_family(forward)), None)?;
+        let explored =
+            Tried::explore(&problem, planned.arch, family.or(first_family(forward)), Pass::Forward)?;
         if let Some(fit) = explored.best() {
             best.push((seqlen as f64, fit.cost.tflops));
         }
@@ -130,12 +131,9 @@ pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
 }
 
 /// The family of the kernels in a set.
-fn first_family(forward: &Tried) -> Option<KernelFamily> {
+fn first_family(forward: &Tried) -> Option<PlanFamily> {
     match forward {
-        Tried::Kernels(set) => set.plans.first().map(|plan| match plan.spec.kernel {
-            fa_core::Kernel::Sm80Fwd(_) | fa_core::Kernel::Sm80Bwd(_) => KernelFamily::Sm80,
-            fa_core::Kernel::Sm90Fwd(_) | fa_core::Kernel::Sm90Bwd(_) => KernelFamily::Sm90,
-        }),
-        Tried::Sm100(_) => Some(KernelFamily::Sm100),
+        Tried::Kernels(set) => set.plans.first().map(|plan| PlanFamily::Kernels(plan.spec.kernel.family())),
+        Tried::Sm100(_) => Some(PlanFamily::Sm100),
     }
 }

@@ -2,17 +2,17 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Problem};
+use fa_core::{Arch, Family, Pass, Problem};
 use fa_planner::guide::candidates::BwdSpec;
 use fa_planner::guide::reject::{Explain, Rejected};
 use fa_planner::guide::search::{self, Tiles};
 use fa_planner::guide::why::{self, Constraint};
-use fa_planner::plan::{self, BackwardOptions, Ranked};
+use fa_planner::plan::{self, Ranked};
 use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
-use crate::flags::KernelFamily;
-use crate::plan::tried::{self, Pass, Tried, TriedReport};
+use crate::flags::PlanFamily;
+use crate::plan::tried::{self, Tried, TriedReport};
 use crate::term::failure::InputError;
 
 /// What was tried for a backward.
@@ -49,11 +49,12 @@ impl Backward {
     pub fn explore(
         problem: &Problem,
         arch: Arch,
-        family: Option<KernelFamily>,
-        options: BackwardOptions,
+        family: Option<PlanFamily>,
+        pass: Pass,
     ) -> Result<Backward, InputError> {
-        let tried = Tried::explore(problem, arch, family, Some(options))?;
-        let guide = if family.unwrap_or(KernelFamily::native(arch)) == KernelFamily::Sm90 {
+        let tried = Tried::explore(problem, arch, family, pass)?;
+        let native = PlanFamily::Kernels(Family::native(arch));
+        let guide = if family.unwrap_or(native) == PlanFamily::Kernels(Family::Sm90) {
             let found = search::search(head_dims(problem)?, Mode::Bwd, &Tiles::default());
             found.map_err(|e| InputError::Usage(e.to_string()))?.explain.and_then(|explain| explain.bwd)
         } else {
@@ -69,7 +70,7 @@ impl Backward {
 
     /// For people.
     pub fn text(&self, problem: &Problem, arch: Arch, limit: usize) -> String {
-        let mut text = self.tried.text(&Pass::backward(problem), arch, limit);
+        let mut text = self.tried.text(problem, Pass::BACKWARD, arch, limit);
         let Some(guide) = &self.guide else { return text };
         let mut line = |name: &str, value: String| {
             writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");

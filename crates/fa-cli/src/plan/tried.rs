@@ -2,16 +2,16 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::HeadDims;
 use fa_planner::cost::Cost;
 use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::{self, BackwardOptions, Family, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
+use fa_planner::plan::{self, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
 use fa_planner::smem::SmemPlan;
 use serde::Serialize;
 
-use crate::flags::KernelFamily;
+use crate::flags::PlanFamily;
 use crate::term::failure::InputError;
 use crate::term::output::{self, si};
 
@@ -110,31 +110,29 @@ pub struct LimitReport {
 }
 
 impl Tried {
-    /// Tries everything for the forward of `problem` on `arch`, or with `backward` for its gradients.
+    /// Tries everything for `pass` over `problem` on `arch`.
     ///
     /// # Errors
     /// [`InputError::Usage`] where no candidate can be formed.
     pub fn explore(
         problem: &Problem,
         arch: Arch,
-        family: Option<KernelFamily>,
-        backward: Option<BackwardOptions>,
+        family: Option<PlanFamily>,
+        pass: Pass,
     ) -> Result<Tried, InputError> {
-        let tcgen05 = arch.has_tcgen05() && backward.is_none();
-        let native = if tcgen05 { KernelFamily::Sm100 } else { KernelFamily::native(arch) };
-        let kernels = |family| {
-            let options = PlanOptions { family: Some(family), backward, constants: None };
-            plan::explore(problem, arch, &options).map(Tried::Kernels)
-        };
+        let tcgen05 = arch.has_tcgen05() && pass == Pass::Forward;
+        let native = if tcgen05 { PlanFamily::Sm100 } else { PlanFamily::Kernels(Family::native(arch)) };
         let found = match family.unwrap_or(native) {
-            KernelFamily::Sm80 => kernels(Family::Sm80),
-            KernelFamily::Sm90 => kernels(Family::Sm90),
-            KernelFamily::Sm100 if backward.is_some() => {
+            PlanFamily::Kernels(family) => {
+                let options = PlanOptions { family: Some(family), pass, constants: None };
+                plan::explore(problem, arch, &options).map(Tried::Kernels)
+            }
+            PlanFamily::Sm100 if pass.is_backward() => {
                 let message =
                     "no shapes for tcgen05 are planned for the backward: leave out --family sm100".to_owned();
                 return Err(InputError::Usage(message));
             }
-            KernelFamily::Sm100 => sm100::explore(problem, arch, None).map(Tried::Sm100),
+            PlanFamily::Sm100 => sm100::explore(problem, arch, None).map(Tried::Sm100),
         };
         found.map_err(|e| InputError::Usage(e.to_string()))
     }
@@ -219,45 +217,22 @@ impl Tried {
         TriedReport { tried: fit + missed, fit, plans, rejected: self.limits() }
     }
 
-    /// For people: a table of at most `limit` plans and the account of the best. `pass` is what the plans compute, with its
-    /// operations and bytes.
-    pub fn text(&self, pass: &Pass, arch: Arch, limit: usize) -> String {
+    /// For people: a table of at most `limit` plans and the account of the best. The plans are
+    /// those of `pass` over `problem`.
+    pub fn text(&self, problem: &Problem, pass: Pass, arch: Arch, limit: usize) -> String {
         let fits = self.fits();
         let tried = fits.len() + self.misses().len();
-        let mut text = format!("{:<10}{} of {tried} candidates fit\n", pass.name, fits.len());
+        let mut text = format!("{:<10}{} of {tried} candidates fit\n", pass.name(), fits.len());
         if let Some(best) = fits.first() {
             text.push('\n');
             text += &table(&fits[..fits.len().min(limit)], arch);
             text.push('\n');
-            text += &account(best, pass, arch);
+            text += &account(best, problem, pass, arch);
         }
         for LimitReport { limit, count, nearest, reason } in self.limits() {
             line(&mut text, "rejected", &format!("{count} by {limit}, nearest {nearest}: {reason}"));
         }
         text
-    }
-}
-
-/// What a pass has to do.
-#[derive(Clone, Copy, Debug)]
-pub struct Pass {
-    /// `forward` or `backward`.
-    pub name: &'static str,
-    /// Operations.
-    pub flops: f64,
-    /// Bytes that device memory moves at least.
-    pub bytes: f64,
-}
-
-impl Pass {
-    /// The forward of `problem`.
-    pub fn forward(problem: &Problem) -> Pass {
-        Pass { name: "forward", flops: problem.flops_forward(), bytes: problem.bytes_forward() }
-    }
-
-    /// The backward of `problem`.
-    pub fn backward(problem: &Problem) -> Pass {
-        Pass { name: "backward", flops: problem.flops_backward(), bytes: problem.bytes_backward() }
     }
 }
 
@@ -299,14 +274,15 @@ fn table(fits: &[Fit], arch: Arch) -> String {
     output::table_text(&table)
 }
 
-fn account(best: &Fit, pass: &Pass, arch: Arch) -> String {
+fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
     let limits = arch.limits();
     let mut text = String::new();
     line(&mut text, "best", &best.name);
     line(&mut text, "predicted", &prediction(best.cost));
     // Of an empty problem nothing is moved.
-    let intensity = pass.flops / pass.bytes.max(1.0);
-    line(&mut text, "work", &format!("{}, {intensity:.0} FLOP per byte", si(pass.flops, "FLOP")));
+    let flops = problem.flops(pass);
+    let intensity = flops / problem.bytes(pass).max(1.0);
+    line(&mut text, "work", &format!("{}, {intensity:.0} FLOP per byte", si(flops, "FLOP")));
     if !best.regs.is_empty() {
         let parts: Vec<String> = best.regs.iter().map(|(name, n)| format!("{name} {n}")).collect();
         let total: u32 = best.regs.iter().map(|(_, n)| n).sum();

@@ -4,7 +4,6 @@ use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use fa_cpu::{TensorMut, TensorRef, tiled};
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{BackwardArgs, ForwardArgs, Input, Kernels, Output, driver};
-use fa_planner::plan::BackwardOptions;
 use half::bf16;
 use std::sync::Arc;
 
@@ -166,7 +165,7 @@ impl Gpu {
         dout: &[f32],
     ) -> Result<Gradients> {
         let stream = &self.stream;
-        let backward = self.kernels.backward(&shape.problem(Dtype::Bf16), BackwardOptions::default())?;
+        let backward = self.kernels.backward(&shape.problem(Dtype::Bf16), false)?;
         let strides = TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.head_dim);
         let load = |x: &[f32]| stream.clone_htod(&rounded(x));
         let [q, k, v] = [load(qkv[0])?, load(qkv[1])?, load(qkv[2])?];

@@ -385,14 +385,14 @@ fn params(kernel: &LoadedKernel, own: &Walk, problem: &Problem, splits: usize) -
 
 #[cfg(test)]
 mod tests {
+    use fa_core::Pass;
     use fa_core::{Arch, Dtype, Mask};
-    use fa_planner::plan::{BackwardOptions, PlanOptions, plan};
+    use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
 
     fn best(problem: &Problem, deterministic: bool) -> Walk {
-        let options =
-            PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() };
+        let options = PlanOptions { pass: Pass::Backward { deterministic }, ..PlanOptions::default() };
         let spec = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
         Walk::of(&spec).expect("a backward")
     }

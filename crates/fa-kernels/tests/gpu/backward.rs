@@ -6,7 +6,6 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_core::{Dtype, Problem, Strides, TensorLayout};
 use fa_cpu::{TensorRef, compare, reference};
 use fa_kernels::{Backward, BackwardArgs, Error, Input, Kernels, Output, RawBackwardArgs, RawTensor, cudarc};
-use fa_planner::plan::BackwardOptions;
 use half::{bf16, f16};
 
 use super::case::{BASE, Both, Case, GQA, PROBLEMS, Tensors, captured, positions};
@@ -123,9 +122,8 @@ impl<T: Both> Gradients<T> {
 }
 
 fn check<T: Both>(kernels: &Kernels, case: Case, deterministic: bool) {
-    let backward = kernels
-        .backward(&case.problem, BackwardOptions { deterministic })
-        .unwrap_or_else(|error| panic!("{case:?}: {error}"));
+    let backward =
+        kernels.backward(&case.problem, deterministic).unwrap_or_else(|error| panic!("{case:?}: {error}"));
     let stream = kernels.context().default_stream();
     let mut tensors = Gradients::<T>::new(&case, kernels, &backward, &stream);
     tensors.run(&backward, &stream).unwrap_or_else(|error| panic!("{case:?}: {error}"));
@@ -159,7 +157,7 @@ fn deterministic_gradients_are_bit_equal() {
     for seqlen_k in [1111, 2000] {
         let problem = Problem { seqlen_q: 1111, seqlen_k, heads_q: 8, ..BASE };
         let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
-        let backward = kernels.backward(&problem, BackwardOptions { deterministic: true }).unwrap();
+        let backward = kernels.backward(&problem, true).unwrap();
         let mut tensors = Gradients::<bf16>::new(&case, &kernels, &backward, &stream);
         tensors.run(&backward, &stream).unwrap();
         let first = tensors.results(&stream);
@@ -176,7 +174,7 @@ fn deterministic_gradients_are_bit_equal() {
 fn a_captured_backward_gives_the_same_result_when_replayed() {
     let kernels = kernels();
     let case = Case { problem: BASE, layout: TensorLayout::Bshd, pad: 0 };
-    let backward = kernels.backward(&case.problem, BackwardOptions { deterministic: true }).unwrap();
+    let backward = kernels.backward(&case.problem, true).unwrap();
     let stream = kernels.context().new_stream().unwrap();
     let mut tensors = Gradients::<bf16>::new(&case, &kernels, &backward, &stream);
     tensors.run(&backward, &stream).unwrap();
@@ -199,7 +197,7 @@ fn without_queries_keys_get_zeros_from_any_thread() {
     let kernels = kernels();
     let case = Case { problem: Problem { seqlen_q: 0, ..BASE }, layout: TensorLayout::Bshd, pad: 0 };
     for deterministic in [false, true] {
-        let backward = kernels.backward(&case.problem, BackwardOptions { deterministic }).unwrap();
+        let backward = kernels.backward(&case.problem, deterministic).unwrap();
         let stream = kernels.context().new_stream().unwrap();
         let mut tensors = Gradients::<bf16>::new(&case, &kernels, &backward, &stream);
         let mut raw = tensors.raw(&stream);
@@ -222,7 +220,7 @@ fn without_queries_keys_get_zeros_from_any_thread() {
 fn a_backward_refuses_what_does_not_fit() {
     let kernels = kernels();
     let case = Case { problem: BASE, layout: TensorLayout::Bshd, pad: 0 };
-    let backward = kernels.backward(&case.problem, BackwardOptions::default()).unwrap();
+    let backward = kernels.backward(&case.problem, false).unwrap();
     let stream = kernels.context().default_stream();
     let mut tensors = Gradients::<bf16>::new(&case, &kernels, &backward, &stream);
     let raw = tensors.raw(&stream);

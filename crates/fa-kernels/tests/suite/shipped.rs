@@ -4,10 +4,9 @@ use std::collections::HashSet;
 use std::path::Path;
 use std::process::Command;
 
-use fa_core::{KernelSpec, ShippedSpec};
+use fa_core::{Family, KernelSpec, ShippedSpec};
 use fa_kernels::bundle::Manifest;
-use fa_kernels::{Cache, Headers, ship, specs, toolchain, tune};
-use fa_planner::plan::Family;
+use fa_kernels::{Cache, Headers, ship, specs, toolchain};
 
 use crate::nvrtc;
 
@@ -67,7 +66,7 @@ fn check_machine_code(cubin: &Path, spec: &KernelSpec) {
     let text = String::from_utf8_lossy(&done.stdout);
     let holds =
         |instruction: &str| text.split_whitespace().any(|word| word.split('.').next() == Some(instruction));
-    let wanted: &[&str] = match tune::family(spec) {
+    let wanted: &[&str] = match spec.kernel.family() {
         Family::Sm80 => &["HMMA", "LDSM", "LDGSTS"],
         Family::Sm90 => &["HGMMA", "UTMALDG", "USETMAXREG"],
     };

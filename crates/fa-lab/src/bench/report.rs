@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fa_core::{Arch, KernelSpec};
-use fa_kernels::tune;
+use fa_core::{Arch, KernelSpec, Pass};
 use serde::Serialize;
 
 use crate::contest::Times;
@@ -124,10 +123,10 @@ pub struct Summary {
 }
 
 impl Row {
-    fn empty(wanted: &Wanted, spec: &str, backward: bool) -> Row {
+    fn empty(wanted: &Wanted, spec: &str, pass: Pass) -> Row {
         let problem = &wanted.problem;
         Row {
-            kind: if backward { "bwd" } else { "fwd" },
+            kind: pass.short_name(),
             group: wanted.group,
             shape: Shape::from(problem),
             spec: spec.to_owned(),
@@ -144,8 +143,8 @@ impl Row {
     }
 
     /// A row without times.
-    pub fn failed(wanted: &Wanted, spec: &str, backward: bool, error: String) -> Row {
-        Row { error: Some(error), ..Row::empty(wanted, spec, backward) }
+    pub fn failed(wanted: &Wanted, spec: &str, pass: Pass, error: String) -> Row {
+        Row { error: Some(error), ..Row::empty(wanted, spec, pass) }
     }
 
     /// A row of times; rates of peers in TFLOP/s.
@@ -157,8 +156,8 @@ impl Row {
         peers: BTreeMap<String, f64>,
         peer_errors: BTreeMap<String, String>,
     ) -> Row {
-        let backward = tune::backward(spec).is_some();
-        let tflops = times.tflops(&wanted.problem, backward);
+        let pass = spec.kernel.pass();
+        let tflops = times.tflops(&wanted.problem, pass);
         let best = peers.values().copied().fold(0.0, f64::max);
         Row {
             ms_median: times.median(),
@@ -168,7 +167,7 @@ impl Row {
             peers,
             peer_errors,
             judged: Some(judged),
-            ..Row::empty(wanted, &spec.to_string(), backward)
+            ..Row::empty(wanted, &spec.to_string(), pass)
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use fa_core::{KernelSpec, Problem, Strides, TensorLayout};
+use fa_core::{KernelSpec, Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_kernels::{
     Backward, BackwardArgs, Error, Forward, Input, LoadedKernel, Output, RawBackwardArgs, RawTensor,
@@ -17,19 +17,19 @@ use super::{
 #[derive(Debug)]
 // A handful exist at a time; a box would only be in the way.
 #[allow(clippy::large_enum_variant)]
-pub enum Pass {
+pub enum Bound {
     /// O and LSE.
     Forward(Forward),
     /// dQ, dK and dV.
     Backward(Backward),
 }
 
-impl Pass {
+impl Bound {
     /// The kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         match self {
-            Pass::Forward(forward) => forward.kernel(),
-            Pass::Backward(backward) => backward.kernel(),
+            Bound::Forward(forward) => forward.kernel(),
+            Bound::Backward(backward) => backward.kernel(),
         }
     }
 
@@ -37,11 +37,6 @@ impl Pass {
     pub fn spec(&self) -> &KernelSpec {
         &self.kernel().spec
     }
-}
-
-/// Operations that rates count: those of the forward, or of the backward.
-pub fn flops(problem: &Problem, backward: bool) -> f64 {
-    if backward { problem.flops_backward() } else { problem.flops_forward() }
 }
 
 /// dO of unit variance for `inputs`, packed BSHD, the same for the same seed.
@@ -256,9 +251,9 @@ impl<T: Half> PassCall<T> {
     ///
     /// # Errors
     /// [`Error::Driver`].
-    pub fn ready(&mut self, pass: &Pass, stream: &Arc<CudaStream>) -> Result<(), Error> {
+    pub fn ready(&mut self, pass: &Bound, stream: &Arc<CudaStream>) -> Result<(), Error> {
         match (pass, &mut self.gradients) {
-            (Pass::Backward(backward), Some(gradients)) => {
+            (Bound::Backward(backward), Some(gradients)) => {
                 gradients.fit(stream, backward)?;
                 gradients.poison(stream)
             }
@@ -270,11 +265,11 @@ impl<T: Half> PassCall<T> {
     ///
     /// # Errors
     /// What the kernel refuses; [`Error::Mismatch`] for a backward where only the forward has tensors.
-    pub fn run(&mut self, pass: &Pass, stream: &CudaStream) -> Result<(), Error> {
+    pub fn run(&mut self, pass: &Bound, stream: &CudaStream) -> Result<(), Error> {
         match (pass, &mut self.gradients) {
-            (Pass::Forward(forward), _) => self.call.run(forward, stream),
-            (Pass::Backward(backward), Some(gradients)) => gradients.run(&self.call, backward, stream),
-            (Pass::Backward(_), None) => Err(Error::Mismatch {
+            (Bound::Forward(forward), _) => self.call.run(forward, stream),
+            (Bound::Backward(backward), Some(gradients)) => gradients.run(&self.call, backward, stream),
+            (Bound::Backward(_), None) => Err(Error::Mismatch {
                 what: "pass",
                 kernel: "the backward".to_owned(),
                 problem: "the forward".to_owned(),
@@ -301,7 +296,7 @@ impl<T: Half> PassCall<T> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Mask, Problem};
     use half::bf16;
 
     use super::*;

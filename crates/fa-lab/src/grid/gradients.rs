@@ -2,8 +2,7 @@
 
 use std::collections::HashSet;
 
-use fa_core::{Dtype, Mask, Problem};
-use fa_planner::plan::BackwardOptions;
+use fa_core::{Dtype, Mask, Pass, Problem};
 
 use super::{Action, BASE, Case, Extent, MASKS, case, library};
 
@@ -13,7 +12,7 @@ use super::{Action, BASE, Case, Extent, MASKS, case, library};
 pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     const LONG: usize = 1 << 19;
     const LONGEST: usize = 1 << 22;
-    let options = |deterministic| Some(BackwardOptions { deterministic });
+    let pass = |deterministic| Pass::Backward { deterministic };
     let mut cases: Vec<Case> = library(extent, repeat)
         .into_iter()
         .filter(|case| case.action == Action::Once)
@@ -26,7 +25,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
                 (p.heads_q, p.heads_kv) = if p.heads_q == p.heads_kv { (2, 2) } else { (4, 2) };
                 p.batch = p.batch.min(1);
             }
-            Case { backward: options(2 * index % 7 < 2), ..case }
+            Case { pass: pass(2 * index % 7 < 2), ..case }
         })
         .collect();
     let one = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
@@ -40,13 +39,13 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     repeated.push(Problem { head_dim: 256, head_dim_v: 256, dtype: Dtype::F16, ..ragged });
     cases.extend(repeated.into_iter().map(|problem| {
         let action = Action::Repeat(repeat);
-        Case { action, backward: options(true), ..case("repeat", problem) }
+        Case { action, pass: pass(true), ..case("repeat", problem) }
     }));
     let ragged = Problem { seqlen_q: 555, seqlen_k: 777, heads_q: 6, heads_kv: 3, ..BASE };
     for problem in [ragged, Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged }] {
         for action in [Action::Graph, Action::OwnStream, Action::Threads] {
             for deterministic in [false, true] {
-                cases.push(Case { action, backward: options(deterministic), ..case("launch", problem) });
+                cases.push(Case { action, pass: pass(deterministic), ..case("launch", problem) });
             }
         }
     }
@@ -55,13 +54,13 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
         let (head_dim, head_dim_v) = (40, 8);
         let wide = Problem { batch: 520, seqlen_q: 1 << 14, seqlen_k: 64, head_dim, head_dim_v, ..BASE };
         let problem = Problem { mask: Mask::FULL, ..wide };
-        cases.push(Case { backward: options(false), ..case("sizes", problem) });
+        cases.push(Case { pass: pass(false), ..case("sizes", problem) });
     }
     // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
     for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
         for mask in MASKS {
             let problem = Problem { heads_q, heads_kv, batch: 1, seqlen_q: 500, seqlen_k: 300, mask, ..BASE };
-            cases.push(Case { backward: options(false), ..case("head splits", problem) });
+            cases.push(Case { pass: pass(false), ..case("head splits", problem) });
         }
     }
     let mut seen = HashSet::new();
@@ -80,35 +79,35 @@ mod tests {
     fn gradients_of_both_kinds_meet_every_shape_head_dim_ratio_batch_and_mask() {
         let cases = gradients(Extent::Full, 10);
         for deterministic in [false, true] {
-            let options = Some(BackwardOptions { deterministic });
-            let of = |f: &dyn Fn(&Case) -> bool| cases.iter().any(|case| case.backward == options && f(case));
+            let pass = Pass::Backward { deterministic };
+            let of = |f: &dyn Fn(&Case) -> bool| cases.iter().any(|case| case.pass == pass && f(case));
             for mask in MASKS {
                 for (q, k) in SHAPES {
                     let found =
                         of(&|c| c.problem.mask == mask && (c.problem.seqlen_q, c.problem.seqlen_k) == (q, k));
-                    assert!(found, "{q}x{k} {mask} {options:?}");
+                    assert!(found, "{q}x{k} {mask} {pass:?}");
                 }
                 for (d, dv) in HEAD_DIMS {
                     let found = of(&|c| {
                         c.problem.mask == mask && (c.problem.head_dim, c.problem.head_dim_v) == (d, dv)
                     });
-                    assert!(found, "{d}-{dv} {mask} {options:?}");
+                    assert!(found, "{d}-{dv} {mask} {pass:?}");
                 }
                 for (q, kv) in HEADS {
                     let found =
                         of(&|c| c.problem.mask == mask && (c.problem.heads_q, c.problem.heads_kv) == (q, kv));
-                    assert!(found, "{q}:{kv} {mask} {options:?}");
+                    assert!(found, "{q}:{kv} {mask} {pass:?}");
                 }
             }
             for (d, dv) in PADDED_HEAD_DIMS {
                 let found = of(&|c| (c.problem.head_dim, c.problem.head_dim_v) == (d, dv));
-                assert!(found, "{d}-{dv} {options:?}");
+                assert!(found, "{d}-{dv} {pass:?}");
             }
             for batch in BATCHES {
-                assert!(of(&|c| c.problem.batch == batch), "batch {batch} {options:?}");
+                assert!(of(&|c| c.problem.batch == batch), "batch {batch} {pass:?}");
             }
             for group in ["windows", "softcap", "scale", "values", "strides", "empty", "sizes", "launch"] {
-                assert!(of(&|c| c.group == group), "{group} {options:?}");
+                assert!(of(&|c| c.group == group), "{group} {pass:?}");
             }
         }
         // Offsets beyond 2^31: of rows, of keys, of accumulators; and millions of keys.

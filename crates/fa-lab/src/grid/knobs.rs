@@ -1,8 +1,8 @@
 //! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses it.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
-use fa_planner::plan::{Family, account};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
+use fa_planner::plan::account;
 
 use super::cases::NamedSpec;
 

@@ -1,7 +1,7 @@
 //! Random problems, the same for the same seed.
 
-use fa_core::{Dtype, Mask, Problem};
-use fa_planner::plan::{BackwardOptions, Family};
+use fa_core::{Dtype, Family, Mask, Pass, Problem};
+use fa_planner::plan::head_dims;
 
 use super::cases::{self, Action, Case, Placing, Values};
 use crate::random::Random;
@@ -12,7 +12,7 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
     (case.problem.heads_q, case.problem.heads_kv) = (group * heads_kv, heads_kv);
     let deterministic = turn % 2 == 1 || case.action != Action::Once;
-    Case { backward: Some(BackwardOptions { deterministic }), ..case }
+    Case { pass: Pass::Backward { deterministic }, ..case }
 }
 
 /// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
@@ -20,7 +20,7 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9) ^ turn);
     // The first few bits of neighbouring seeds are far apart already, but not independent of the turn.
     random.bits();
-    let most = *family.head_dims().last().expect("a family has head dims") as usize;
+    let most = *head_dims(family).last().expect("a family has head dims") as usize;
     let common = [64, 96, 128, 192, 256];
     let head_dim = if random.below(3) > 0 { random.of(&common) } else { 8 * (1 + random.below(most / 8)) };
     let head_dim_v = match random.below(4) {
@@ -104,7 +104,7 @@ mod tests {
             for (group, heads_kv) in [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)] {
                 let found = cases.iter().any(|case| {
                     let p = &case.problem;
-                    case.backward == Some(BackwardOptions { deterministic })
+                    case.pass == Pass::Backward { deterministic }
                         && (p.group_size(), p.heads_kv) == (group, heads_kv)
                         && (p.seqlen_q != p.seqlen_k)
                 });
@@ -114,6 +114,6 @@ mod tests {
         // What is not deterministic has no bits to repeat.
         let repeats = cases.iter().filter(|case| case.action != Action::Once);
         assert!(repeats.clone().count() > 10);
-        assert!(repeats.clone().all(|case| case.backward == Some(BackwardOptions { deterministic: true })));
+        assert!(repeats.clone().all(|case| case.pass == Pass::Backward { deterministic: true }));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use fa_core::{Arch, KernelSpec};
+use fa_core::{Arch, Family, KernelSpec};
 use serde::Serialize;
 
 use crate::bench_gpu::KernelRecord;
@@ -14,7 +14,7 @@ use crate::record::Provenance;
 use crate::shape::Shape;
 use crate::term::output;
 
-use super::{Ladder, Which};
+use super::Ladder;
 
 /// A run.
 #[derive(Debug, Serialize)]
@@ -22,7 +22,7 @@ pub struct Report {
     #[serde(flatten)]
     provenance: Provenance,
     #[serde(skip)]
-    which: Which,
+    family: Family,
     /// Launches of each kernel that counted.
     reps: usize,
     kernels: Vec<KernelRecord>,
@@ -95,9 +95,9 @@ impl Row {
 
 impl Report {
     /// An empty one.
-    pub fn new(provenance: Provenance, which: Which, turns: Turns) -> Report {
+    pub fn new(provenance: Provenance, family: Family, turns: Turns) -> Report {
         let reps = turns.rounds * turns.reps;
-        Report { provenance, which, reps, kernels: Vec::new(), rows: Vec::new() }
+        Report { provenance, family, reps, kernels: Vec::new(), rows: Vec::new() }
     }
 
     /// Notes a kernel that was run.
@@ -153,8 +153,8 @@ impl Report {
     /// What the drawing library reports.
     pub fn draw(&self) -> anyhow::Result<String> {
         let mut panels: Vec<Box<dyn Panel>> = Vec::new();
-        match self.which {
-            Which::Sm80 => {
+        match self.family {
+            Family::Sm80 => {
                 let of = |name: &str| -> Vec<Vec<Row>> {
                     self.climbs().into_iter().filter(|c| c[0].ladder == name).map(<[Row]>::to_vec).collect()
                 };
@@ -181,7 +181,7 @@ impl Report {
                     panels.push(Box::new(ratios(title, "B200", &tiles)));
                 }
             }
-            Which::Sm90 => {
+            Family::Sm90 => {
                 for climb in self.climbs() {
                     let rate = climb[0].tflops.map_or("-".to_owned(), |rate| format!("{rate:.0}"));
                     panels.push(Box::new(Ratios {

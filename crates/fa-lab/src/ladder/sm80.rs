@@ -1,7 +1,7 @@
 //! The two published ladders, climbed with the mma.sync kernel's switches.
 
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, MaskKind, Problem, Sm80Fwd};
-use fa_planner::plan::{Family, PlanError};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, Sm80Fwd};
+use fa_planner::plan::PlanError;
 
 use super::{Ladder, Step};
 use crate::tune::candidates;
@@ -107,7 +107,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
     let fast = Sm80Fwd { fast_math: true, ..large.clone() };
     let split = Sm80Fwd { loop_split: true, ..fast.clone() };
     let order = Sm80Fwd { reverse_blocks: true, ..split.clone() };
-    let tuned = candidates::of(&problem, arch, Family::Sm80, None, TUNED_TILES)?;
+    let tuned = candidates::of(&problem, arch, Family::Sm80, Pass::Forward, TUNED_TILES)?;
     let tuned = tuned.into_iter().map(|candidate| candidate.spec).collect();
     let published = TILES_PUBLISHED.iter().find(|(known, _)| *known == seqlen);
     Ok(Ladder {

@@ -2,8 +2,8 @@
 
 use anyhow::Context;
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Problem, Sm90Fwd};
-use fa_planner::plan::{Family, PlanOptions, account, plan};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Problem, Sm90Fwd};
+use fa_planner::plan::{PlanOptions, account, plan};
 
 use super::{Ladder, Step};
 use crate::bench_gpu::TOKENS;

@@ -1,8 +1,8 @@
 //! What is tried for a problem: the planner's best tiles, and the best of these with other knobs.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, Problem};
-use fa_planner::plan::{BackwardOptions, Family, PlanError, PlanOptions, account, plan, plan_spec};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem};
+use fa_planner::plan::{PlanError, PlanOptions, account, plan, plan_spec};
 use serde::{Deserialize, Serialize};
 
 /// A kernel to measure.
@@ -19,7 +19,7 @@ pub struct Candidate {
 /// The tiles whose knobs are varied.
 const VARIED: usize = 3;
 
-/// Forwards, or backwards with these options: the planner's best kernel of each of the `tiles` best tiles (the best of all first), and
+/// Kernels for `pass`: the planner's best kernel of each of the `tiles` best tiles (the best of all first), and
 /// as many variants of the first few with other knobs.
 ///
 /// # Errors
@@ -28,10 +28,10 @@ pub fn of(
     problem: &Problem,
     arch: Arch,
     family: Family,
-    backward: Option<BackwardOptions>,
+    pass: Pass,
     tiles: usize,
 ) -> Result<Vec<Candidate>, PlanError> {
-    let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
+    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
     let plans = plan(problem, arch, &options)?;
     let mut found: Vec<Candidate> = Vec::new();
     for (rank, plan) in plans.iter().enumerate() {
@@ -144,7 +144,6 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
 #[cfg(test)]
 mod tests {
     use fa_core::{Dtype, Mask};
-    use fa_kernels::tune;
 
     use super::*;
 
@@ -154,8 +153,8 @@ mod tests {
             [(Arch::Sm90, Family::Sm90), (Arch::Sm90, Family::Sm80), (Arch::Sm80, Family::Sm80)]
         {
             for mask in [Mask::FULL, Mask::CAUSAL] {
-                let backward = |deterministic| Some(BackwardOptions { deterministic });
-                for pass in [None, backward(false), backward(true)] {
+                let backward = |deterministic| Pass::Backward { deterministic };
+                for pass in [Pass::Forward, backward(false), backward(true)] {
                     let problem = Problem::square(4, 4096, 16, 128, mask, Dtype::Bf16);
                     let found = of(&problem, arch, family, pass, 3).expect("there are plans");
                     let count = found.len();
@@ -163,7 +162,7 @@ mod tests {
                     assert_eq!(found[0].rank, Some(0));
                     for (index, one) in found.iter().enumerate() {
                         account(&one.spec, arch).unwrap_or_else(|why| panic!("{}: {why}", one.spec));
-                        assert_eq!(tune::backward(&one.spec), pass, "{}", one.spec);
+                        assert_eq!(one.spec.kernel.pass(), pass, "{}", one.spec);
                         let twice = found[..index].iter().any(|other| other.spec == one.spec);
                         assert!(!twice, "{} twice", one.spec);
                     }
@@ -175,9 +174,9 @@ mod tests {
     #[test]
     fn every_kernel_has_variants_that_keep_its_rules() {
         for family in [Family::Sm80, Family::Sm90] {
-            for backward in [None, Some(BackwardOptions::default())] {
+            for pass in [Pass::Forward, Pass::BACKWARD] {
                 let problem = Problem::square(4, 4096, 16, 64, Mask::CAUSAL, Dtype::Bf16);
-                let options = PlanOptions { family: Some(family), backward, ..PlanOptions::default() };
+                let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
                 let spec = plan(&problem, Arch::Sm90, &options).expect("there are plans").swap_remove(0).spec;
                 let all = variants(&spec);
                 let kept = all.iter().filter(|variant| variant.check().is_ok()).count();

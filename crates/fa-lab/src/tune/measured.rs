@@ -116,8 +116,7 @@ impl Notebook {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Arch, Dtype, Mask};
-    use fa_planner::plan::Family;
+    use fa_core::{Arch, Dtype, Family, Mask, Pass};
 
     use super::super::candidates;
     use super::*;
@@ -127,7 +126,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join("deep/notes.jsonl");
         let problem = Problem::square(1, 1024, 8, 64, Mask::CAUSAL, Dtype::F16);
-        let all = candidates::of(&problem, Arch::Sm90, Family::Sm90, None, 2).expect("there are plans");
+        let all =
+            candidates::of(&problem, Arch::Sm90, Family::Sm90, Pass::Forward, 2).expect("there are plans");
         let found: Vec<Result> = (0..all.len())
             .map(|i| Result {
                 ms: (i != 1).then_some(1.5 + i as f64),

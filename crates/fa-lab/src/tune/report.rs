@@ -1,12 +1,11 @@
 //! Predictions beside measurements: does the cost model rank kernels as the GPU does?
 
-use fa_core::{KernelSpec, Problem};
+use fa_core::{KernelSpec, Pass, Problem};
 use fa_kernels::tune::TuneKey;
 use fa_planner::cost::rank_correlation;
 use serde::Serialize;
 
 use crate::contest::Turns;
-use crate::cuda::flops;
 use crate::record::Provenance;
 use crate::shape::head_dims;
 use crate::term::output;
@@ -60,12 +59,12 @@ struct OfKernel {
 
 impl Report {
     /// Of all problems.
-    pub fn new(provenance: Provenance, turns: Turns, backward: bool, results: &[Measured]) -> Report {
-        let problems: Vec<OfProblem> = results.iter().map(|result| of_problem(result, backward)).collect();
+    pub fn new(provenance: Provenance, turns: Turns, pass: Pass, results: &[Measured]) -> Report {
+        let problems: Vec<OfProblem> = results.iter().map(|result| of_problem(result, pass)).collect();
         let correlations: Vec<f64> = problems.iter().filter_map(|p| p.rank_correlation).collect();
         let mean = correlations.iter().sum::<f64>() / correlations.len().max(1) as f64;
         let rates = |p: &OfProblem| -> Vec<(f64, f64)> {
-            let flops = flops(&p.problem, backward);
+            let flops = p.problem.flops(pass);
             p.kernels.iter().filter_map(|k| Some((flops / k.predicted_ms, flops / k.ms?))).collect()
         };
         let all: Vec<(f64, f64)> = problems.iter().flat_map(rates).collect();
@@ -157,7 +156,7 @@ impl Report {
     }
 }
 
-fn of_problem(result: &Measured, backward: bool) -> OfProblem {
+fn of_problem(result: &Measured, pass: Pass) -> OfProblem {
     let problem = result.problem;
     let best = result.best();
     let pairs: Vec<(f64, f64)> = result
@@ -174,7 +173,7 @@ fn of_problem(result: &Measured, backward: bool) -> OfProblem {
         problem,
         key: TuneKey::of(&problem),
         winner: best.map(|(spec, _)| spec.to_string()),
-        tflops: best.map(|(_, ms)| flops(&problem, backward) / (ms * 1e9)),
+        tflops: best.map(|(_, ms)| problem.flops(pass) / (ms * 1e9)),
         first_choice: first.map(|(candidate, _)| candidate.spec.to_string()),
         first_choice_over_best: first.zip(best).map(|((_, ms), (_, best))| ms / best),
         rank_correlation: rank_correlation(&pairs),

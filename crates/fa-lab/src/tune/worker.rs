@@ -7,12 +7,11 @@ use std::time::Duration;
 
 use anyhow::Context;
 use fa_core::{KernelSpec, Problem};
-use fa_kernels::tune;
 use serde::{Deserialize, Serialize};
 
 use crate::bench_gpu::bind;
 use crate::contest::{Arena, Turns};
-use crate::cuda::{Device, Half, Pass, with_half};
+use crate::cuda::{Bound, Device, Half, with_half};
 use crate::term::failure::Verdict;
 
 use super::{Candidate, Found};
@@ -64,10 +63,10 @@ pub fn work(turns: Turns) -> anyhow::Result<Verdict> {
 
 fn contest<T: Half>(device: &Device, job: &Job, turns: Turns) -> anyhow::Result<()> {
     let mut arena: Option<Arena<'_, T>> = None;
-    let mut good: Vec<(usize, Pass)> = Vec::new();
+    let mut good: Vec<(usize, Bound)> = Vec::new();
     for (index, spec) in job.specs.iter().enumerate() {
         say(&Event::Begin(index))?;
-        let forward = match bind(device, &job.problem, spec, tune::backward(spec).is_some()) {
+        let forward = match bind(device, &job.problem, spec, spec.kernel.pass()) {
             Ok(forward) => forward,
             Err(error) => {
                 say(&Event::Bad(index, crate::record::without_logs(&error.to_string())))?;
@@ -89,7 +88,7 @@ fn contest<T: Half>(device: &Device, job: &Job, turns: Turns) -> anyhow::Result<
         }
     }
     let Some(mut arena) = arena else { return say(&Event::Times(Vec::new())) };
-    let (indices, forwards): (Vec<usize>, Vec<Pass>) = good.into_iter().unzip();
+    let (indices, forwards): (Vec<usize>, Vec<Bound>) = good.into_iter().unzip();
     let outcome = arena.contest(&forwards, &job.problem, None, turns)?;
     let times = indices.into_iter().zip(outcome.ours.iter().map(|times| times.median())).collect();
     say(&Event::Times(times))

@@ -5,17 +5,16 @@ use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::Arch;
-use fa_kernels::{Compiler, CompilerKind, Report, tune};
+use fa_core::{Arch, Family, Pass};
+use fa_kernels::{Compiler, CompilerKind, Report};
 use fa_planner::cost::rank_correlation;
-use fa_planner::plan::{BackwardOptions, Family};
+
 use serde::Serialize;
 
 use super::args::ValidateArgs;
 use super::cases::{Action, Case, Extent, NamedSpec, of_spec};
 use super::worker::{CaseResult, Status};
 use crate::configs::{self, Built, Config, NEAR_MISS, SEQLEN};
-use crate::cuda::flops;
 use crate::record::{self, Provenance};
 use crate::term::failure::Verdict;
 use crate::term::output;
@@ -77,9 +76,8 @@ fn cases_of(config: &Config) -> Vec<Case> {
     let name = config.spec.to_string();
     let mut cases = of_spec("configs", &name, &config.spec, Extent::Quick);
     let kernel = Some(NamedSpec { name, spec: config.spec.clone() });
-    let backward = tune::backward(&config.spec);
     let measured = Case { action: Action::Measure, kernel, ..super::cases::case("configs", config.problem) };
-    cases.push(Case { backward, ..measured });
+    cases.push(Case { pass: config.spec.kernel.pass(), ..measured });
     cases
 }
 
@@ -98,7 +96,7 @@ pub fn command(
     provenance: impl FnOnce() -> anyhow::Result<Provenance>,
     work: impl FnOnce(Vec<CaseResult>) -> anyhow::Result<Vec<CaseResult>>,
 ) -> anyhow::Result<Verdict> {
-    let configs = configs::list(&args.headdim, args.backward_options()?, family, arch)?;
+    let configs = configs::list(&args.headdim, args.pass()?, family, arch)?;
     let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?);
     // The worker passes over what it is told is done.
     let unclean = configs.iter().zip(&reports).filter(|(_, report)| !is_clean(report));
@@ -121,7 +119,7 @@ pub fn command(
         Record { kind: "configs", passed, provenance: provenance()?, seqlen: SEQLEN, summaries, rows };
     if args.record {
         let kernels = format!("{family}{}", args.suffix());
-        let page = markdown(&title(family, args.backward_options()?), &record, &results);
+        let page = markdown(&title(family, args.pass()?), &record, &results);
         write_record(&args.results, &kernels, &record, &page)?;
     }
     if args.json {
@@ -147,7 +145,7 @@ fn row(config: &Config, report: &Result<Report, String>, results: &HashMap<&str,
         built: config.built(report),
         right,
         tflops_predicted: config.planned.tflops,
-        tflops: ms.map(|ms| flops(&config.problem, tune::backward(&config.spec).is_some()) / ms / 1e9),
+        tflops: ms.map(|ms| config.problem.flops(config.spec.kernel.pass()) / ms / 1e9),
     }
 }
 
@@ -248,12 +246,7 @@ fn write_record(results: &Path, kernels: &str, record: &Record, page: &str) -> a
 }
 
 /// The title of a page: kernels, pass and determinism.
-fn title(family: Family, backward: Option<BackwardOptions>) -> String {
-    let pass = match backward {
-        None => "forward",
-        Some(BackwardOptions { deterministic: false }) => "backward",
-        Some(BackwardOptions { deterministic: true }) => "deterministic backward",
-    };
+fn title(family: Family, pass: Pass) -> String {
     format!("Every {} {pass} configuration: predicted and measured", family.name().to_uppercase())
 }
 
@@ -324,8 +317,11 @@ mod tests {
 
     #[test]
     fn titles_name_the_pass() {
-        let backward = |deterministic| Some(BackwardOptions { deterministic });
-        assert_eq!(title(Family::Sm80, None), "Every SM80 forward configuration: predicted and measured");
+        let backward = |deterministic| Pass::Backward { deterministic };
+        assert_eq!(
+            title(Family::Sm80, Pass::Forward),
+            "Every SM80 forward configuration: predicted and measured"
+        );
         assert_eq!(
             title(Family::Sm90, backward(false)),
             "Every SM90 backward configuration: predicted and measured"
@@ -339,8 +335,8 @@ mod tests {
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {
         let dims = [HeadDim { qk: 128, v: 128 }, HeadDim { qk: 256, v: 256 }];
-        let backward = |deterministic| Some(BackwardOptions { deterministic });
-        let passes = [None, backward(false), backward(true)];
+        let backward = |deterministic| Pass::Backward { deterministic };
+        let passes = [Pass::Forward, backward(false), backward(true)];
         for (backward, family) in
             passes.into_iter().flat_map(|pass| [(pass, Family::Sm80), (pass, Family::Sm90)])
         {

@@ -5,9 +5,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use fa_core::{Dtype, Mask, Problem};
+use fa_core::{Dtype, Family, Mask, Pass, Problem};
 use fa_kernels::toolchain;
-use fa_planner::plan::{BackwardOptions, Family};
+
 use serde::Serialize;
 
 use super::args::ValidateArgs;
@@ -38,7 +38,7 @@ pub struct Finding {
 }
 
 /// The cases: small, and of every kind of tile, mask and placement.
-pub fn cases(backward: bool) -> Vec<Case> {
+pub fn cases(pass: Pass) -> Vec<Case> {
     let mut cases = Vec::new();
     let small = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
     for (turn, (head_dim, head_dim_v)) in
@@ -49,10 +49,9 @@ pub fn cases(backward: bool) -> Vec<Case> {
             let problem =
                 Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
             let placing = if turn == 4 { Placing::Gap(8) } else { Placing::Bshd };
-            let options = |deterministic| backward.then_some(BackwardOptions { deterministic });
-            let case = Case { placing, backward: options(false), ..cases::case("sanitize", problem) };
-            if backward {
-                cases.push(Case { backward: options(true), ..case.clone() });
+            let case = Case { placing, pass, ..cases::case("sanitize", problem) };
+            if pass.is_backward() {
+                cases.push(Case { pass: Pass::DETERMINISTIC_BACKWARD, ..case.clone() });
             }
             cases.push(case);
         }

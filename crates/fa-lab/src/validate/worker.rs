@@ -8,9 +8,9 @@ use std::io::{BufRead, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use fa_core::{Arch, TensorLayout};
+use fa_core::{Arch, Family, Pass, TensorLayout};
 use fa_kernels::{Error, Forward};
-use fa_planner::plan::{Family, PlanOptions, plan};
+use fa_planner::plan::{PlanOptions, plan};
 use half::bf16;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -18,9 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::cases::{Action, Case, NamedSpec, Placing};
 use super::oracle::Oracle;
 use super::soak;
-use crate::cuda::{
-    Call, Device, Half, Inputs, Pass, PassCall, Timing, flops, median, random_dout, with_half,
-};
+use crate::cuda::{Bound, Call, Device, Half, Inputs, PassCall, Timing, median, random_dout, with_half};
 
 /// What a worker tells its supervisor, a line of JSON each.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -103,8 +101,8 @@ pub fn run(
 ///
 /// # Errors
 /// When there is no GPU.
-pub fn soak(seed: u64, time: Duration, family: Option<Family>, backward: bool) -> anyhow::Result<()> {
-    let case_of = if backward { soak::gradients } else { soak::case };
+pub fn soak(seed: u64, time: Duration, family: Option<Family>, pass: Pass) -> anyhow::Result<()> {
+    let case_of = if pass.is_backward() { soak::gradients } else { soak::case };
     let finished = std::io::stdin().lock().lines().collect::<Result<HashSet<String>, _>>()?.len();
     let worker = Worker::open(family)?;
     let start = Instant::now();
@@ -160,7 +158,7 @@ impl Worker {
     fn open(family: Option<Family>) -> anyhow::Result<Worker> {
         let device = Device::open()?;
         let family = family.unwrap_or(Family::native(device.kernels.arch()));
-        if family == Family::Sm90 && !device.kernels.arch().has_wgmma() {
+        if !family.runs_on(device.kernels.arch()) {
             anyhow::bail!("{} has no wgmma: use --arch sm80, whose kernels run there", device.kernels.arch());
         }
         Ok(Worker { device, family, gpu: Mutex::default(), shared: HashMap::new() })
@@ -186,9 +184,9 @@ impl Worker {
         let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
         let made = several.par_iter().with_max_len(1).map(|case| {
             let made = with_half!(case.problem.dtype, T => {
-                match case.backward {
-                    Some(_) => Box::new(backward::made::<T>(case)?) as Box<dyn Any + Send + Sync>,
-                    None => Box::new(made::<T>(case)?),
+                match case.pass {
+                    Pass::Forward => Box::new(made::<T>(case)?) as Box<dyn Any + Send + Sync>,
+                    Pass::Backward { .. } => Box::new(backward::made::<T>(case)?),
                 }
             }, else Box::new(()));
             Ok((case.problem_name(), made))
@@ -202,7 +200,7 @@ impl Worker {
             Some(NamedSpec { spec, .. }) => Some(spec.clone()),
             None => {
                 let family = Some(self.family);
-                let options = PlanOptions { family, backward: case.backward, ..PlanOptions::default() };
+                let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
                 let plans = plan(&case.problem, self.device.kernels.arch(), &options).ok()?;
                 plans.into_iter().next().map(|plan| plan.spec)
             }
@@ -211,8 +209,8 @@ impl Worker {
 
     fn forward(&self, case: &Case) -> Result<Forward, Error> {
         // The forward before a backward is the library's own.
-        let own = case.kernel.as_ref().filter(|_| case.backward.is_none()).map(|named| &named.spec);
-        if own.is_some() || case.backward.is_some() || self.is_native() {
+        let own = case.kernel.as_ref().filter(|_| !case.pass.is_backward()).map(|named| &named.spec);
+        if own.is_some() || case.pass.is_backward() || self.is_native() {
             return self.device.forward(&case.problem, own);
         }
         self.device.kernels.forward_of(&case.problem, self.family)
@@ -256,11 +254,11 @@ impl Worker {
     fn examine<T: Half>(&self, case: &Case) -> anyhow::Result<Found> {
         let forward = self.forward(case)?;
         self.check_memory(case)?;
-        if let Some(options) = case.backward {
-            return self.examine_gradients(case, forward, options);
+        if let Pass::Backward { deterministic } = case.pass {
+            return self.examine_gradients(case, forward, deterministic);
         }
         if case.action == Action::Measure {
-            return self.measure(case, &Pass::Forward(forward), None);
+            return self.measure(case, &Bound::Forward(forward), None);
         }
         let own;
         let (inputs, oracle) = match self.shared.get(&case.problem_name()).and_then(|any| any.downcast_ref())
@@ -299,7 +297,7 @@ impl Worker {
     }
 
     /// Times the kernel on tensors that stay on the GPU for the next one.
-    fn measure(&self, case: &Case, pass: &Pass, forward: Option<&Forward>) -> anyhow::Result<Found> {
+    fn measure(&self, case: &Case, pass: &Bound, forward: Option<&Forward>) -> anyhow::Result<Found> {
         // A thousand and more are measured one after the other: launches of milliseconds need no more samples than this.
         const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 5, sample_ms: 0.5 };
         let key = case.problem_name();
@@ -314,12 +312,12 @@ impl Worker {
             && !timed.contains_key(&key)
         {
             let calls = match (pass, forward) {
-                (Pass::Backward(backward), Some(forward)) => {
+                (Bound::Backward(backward), Some(forward)) => {
                     let dout = random_dout(&inputs, case.seed());
                     self.device.calls(forward, Some((backward, &dout)), &inputs)?
                 }
-                (Pass::Forward(forward), _) => self.device.calls(forward, None, &inputs)?,
-                (Pass::Backward(_), None) => anyhow::bail!("a backward needs the forward before it"),
+                (Bound::Forward(forward), _) => self.device.calls(forward, None, &inputs)?,
+                (Bound::Backward(_), None) => anyhow::bail!("a backward needs the forward before it"),
             };
             timed.insert(key.clone(), calls);
         }
@@ -329,7 +327,7 @@ impl Worker {
         let times = self.device.time(pass, calls, TIMING)?;
         let ms = median(&times);
         let kernel = pass.spec().to_string();
-        let rate = flops(&case.problem, case.backward.is_some()) / ms / 1e9;
+        let rate = case.problem.flops(case.pass) / ms / 1e9;
         let detail = format!("{ms:.4} ms, {rate:.0} TFLOP/s");
         Ok(Found { kernel, passed: true, ratio: 0.0, detail, ms: Some(ms) })
     }

@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use fa_core::Family;
+use fa_planner::Mode;
 
 use crate::bench_gpu::marks::Marks;
 use crate::contest::Turns;
-use crate::flags::{Backend, CpuArgs, KernelFamily, Mode, ShapeArgs};
+use crate::flags::{self, Backend, CpuArgs, ShapeArgs};
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -21,7 +23,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
     /// Which pass to measure
-    #[arg(long, value_enum, default_value = "fwd")]
+    #[arg(long, value_parser = flags::passes(), default_value = "fwd")]
     pub mode: Mode,
     /// Least time to spend measuring a row on the CPU, in seconds [default: 0.5]
     #[arg(long, value_name = "S", value_parser = parse_seconds)]
@@ -55,8 +57,8 @@ pub struct GpuArgs {
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
     /// Choose among these kernels, be they the fastest here or not
-    #[arg(long, value_enum)]
-    pub family: Option<KernelFamily>,
+    #[arg(long, value_parser = flags::family())]
+    pub family: Option<Family>,
     /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
     #[arg(long)]
     pub peers: bool,

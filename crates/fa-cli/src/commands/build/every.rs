@@ -1,12 +1,12 @@
 //! `fa build --all-configs`: what the planner predicts of every configuration beside what the compiler makes of it.
 
-use fa_core::Arch;
+use fa_core::{Arch, Family, Pass};
+use fa_planner::Mode;
 use serde::Serialize;
 
 use super::BuildArgs;
-use crate::bench_gpu::runnable;
 use crate::configs::{self, Built, NEAR_MISS};
-use crate::flags::{KernelFamily, Mode, backward_options};
+use crate::flags::pass_of;
 use crate::term::destinations::Destinations;
 use crate::term::failure::Verdict;
 use crate::term::output;
@@ -51,17 +51,16 @@ struct Summary {
 pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     let destinations = Destinations::probe(args.json.as_deref(), None)?;
     let archs = if args.arch.is_empty() { &[Arch::Sm90][..] } else { &args.arch };
-    let backward = backward_options(args.mode != Mode::Fwd, args.deterministic)?;
     let passes = match args.mode {
-        Mode::Fwd => vec![("fwd", None)],
-        Mode::Bwd => vec![("bwd", backward)],
-        Mode::Both => vec![("fwd", None), ("bwd", backward)],
+        Mode::Fwd => vec![pass_of(Pass::Forward, args.deterministic)?],
+        Mode::Bwd => vec![pass_of(Pass::BACKWARD, args.deterministic)?],
+        Mode::Both => vec![Pass::Forward, pass_of(Pass::BACKWARD, args.deterministic)?],
     };
     let mut lists = Vec::new();
     for &arch in archs {
-        let family = runnable(args.family.unwrap_or(KernelFamily::native(arch)))?;
-        for &(pass, backward) in &passes {
-            lists.push((arch, pass, configs::list(&args.headdim, backward, family, arch)?));
+        let family = args.family.unwrap_or(Family::native(arch));
+        for &pass in &passes {
+            lists.push((arch, pass.short_name(), configs::list(&args.headdim, pass, family, arch)?));
         }
     }
     let compiler = super::compiler(args)?;

@@ -1,12 +1,12 @@
 //! Flags of `fa validate`.
 
+use fa_core::{Family, Pass};
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
-use fa_planner::plan::{BackwardOptions, Family};
+use clap::Args;
 
 use crate::configs::HEAD_DIMS;
-use crate::flags::{OnePass, backward_options};
+use crate::flags::{self, pass_of};
 use crate::term::failure::InputError;
 
 /// `fa validate`.
@@ -14,11 +14,11 @@ use crate::term::failure::InputError;
 #[command(after_help = EXAMPLES)]
 pub struct ValidateArgs {
     /// Kernels to validate [default: the fastest that the GPU runs]
-    #[arg(long, value_enum)]
-    pub arch: Option<KernelArch>,
+    #[arg(long, value_parser = flags::family())]
+    pub arch: Option<Family>,
     /// Which pass to validate; gradients are taken behind the forward
-    #[arg(long, value_enum, default_value = "fwd")]
-    pub mode: OnePass,
+    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
+    pub mode: Pass,
     /// A part of the grid that takes below a minute (the default without --record)
     #[arg(long, conflicts_with_all = ["spec", "soak", "sanitize", "all_configs"])]
     pub quick: bool,
@@ -81,25 +81,6 @@ pub struct ValidateArgs {
     pub worker: bool,
 }
 
-/// A family of kernels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KernelArch {
-    /// mma.sync and cp.async: run on every GPU from 8.0 on
-    Sm80,
-    /// wgmma and TMA: run on 9.0
-    Sm90,
-}
-
-impl KernelArch {
-    /// The planner's name for it.
-    pub fn family(self) -> Family {
-        match self {
-            KernelArch::Sm80 => Family::Sm80,
-            KernelArch::Sm90 => Family::Sm90,
-        }
-    }
-}
-
 const EXAMPLES: &str = "\
 Examples:
   fa validate                                   numerics, strides, streams, graphs: below a minute
@@ -121,25 +102,20 @@ impl ValidateArgs {
         self.full || self.record
     }
 
-    /// Whether gradients are validated.
-    pub fn backward(&self) -> bool {
-        self.mode == OnePass::Bwd
-    }
-
-    /// The options of the backward whose configurations are validated.
+    /// The pass that is validated, of whose configurations those with `--deterministic` are deterministic.
     ///
     /// # Errors
     /// [`InputError::Usage`] for a deterministic forward.
-    pub fn backward_options(&self) -> Result<Option<BackwardOptions>, InputError> {
-        backward_options(self.backward(), self.deterministic)
+    pub fn pass(&self) -> Result<Pass, InputError> {
+        pass_of(self.mode, self.deterministic)
     }
 
     /// What the names of records say about the pass.
     pub fn suffix(&self) -> &'static str {
-        match (self.backward(), self.deterministic) {
-            (true, true) => "-bwd-deterministic",
-            (true, false) => "-bwd",
-            (false, _) => "",
+        match (self.mode, self.deterministic) {
+            (Pass::Forward, _) => "",
+            (Pass::Backward { .. }, false) => "-bwd",
+            (Pass::Backward { .. }, true) => "-bwd-deterministic",
         }
     }
 }

@@ -4,10 +4,9 @@ use std::sync::{Arc, PoisonError};
 
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{Backward, Error, Forward};
-use fa_planner::plan::BackwardOptions;
 
 use super::{Event, Found, Worker, tell};
-use crate::cuda::{Call, GradientCall, Gradients, Half, Inputs, Outputs, Pass, random_dout};
+use crate::cuda::{Bound, Call, GradientCall, Gradients, Half, Inputs, Outputs, random_dout};
 use crate::validate::cases::{Action, Case};
 use crate::validate::gradients::GradientOracle;
 use crate::validate::oracle::Oracle;
@@ -95,12 +94,12 @@ impl<T: Half> Job<'_, T> {
 }
 
 impl Worker {
-    fn backward(&self, case: &Case, options: BackwardOptions) -> Result<Backward, Error> {
+    fn backward(&self, case: &Case, deterministic: bool) -> Result<Backward, Error> {
         let (kernels, problem) = (&self.device.kernels, &case.problem);
         match &case.kernel {
             Some(named) => kernels.backward_with(problem, &named.spec),
-            None if self.is_native() => kernels.backward(problem, options),
-            None => kernels.backward_of(problem, options, self.family),
+            None if self.is_native() => kernels.backward(problem, deterministic),
+            None => kernels.backward_of(problem, deterministic, self.family),
         }
     }
 
@@ -109,11 +108,11 @@ impl Worker {
         &self,
         case: &Case,
         forward: Forward,
-        options: BackwardOptions,
+        deterministic: bool,
     ) -> anyhow::Result<Found> {
         crate::cuda::with_half!(
             case.problem.dtype,
-            T => self.examine_as::<T>(case, forward, options),
+            T => self.examine_as::<T>(case, forward, deterministic),
             else anyhow::bail!("no GPU kernel computes in {}", case.problem.dtype)
         )
     }
@@ -122,11 +121,11 @@ impl Worker {
         &self,
         case: &Case,
         forward: Forward,
-        options: BackwardOptions,
+        deterministic: bool,
     ) -> anyhow::Result<Found> {
-        let backward = self.backward(case, options)?;
+        let backward = self.backward(case, deterministic)?;
         if case.action == Action::Measure {
-            return self.measure(case, &Pass::Backward(backward), Some(&forward));
+            return self.measure(case, &Bound::Backward(backward), Some(&forward));
         }
         let own;
         let made = match self.shared.get(&case.problem_name()).and_then(|any| any.downcast_ref()) {
@@ -136,7 +135,7 @@ impl Worker {
                 &own
             }
         };
-        let job = Job { forward: &forward, backward: &backward, made, deterministic: options.deterministic };
+        let job = Job { forward: &forward, backward: &backward, made, deterministic };
         let runs = {
             let _gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
             tell(&Event::Begin(case.name()));

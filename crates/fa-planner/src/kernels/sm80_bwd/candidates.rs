@@ -10,7 +10,7 @@ use crate::occupancy::{WARP, register_ceiling};
 use crate::smem::SmemPlan;
 
 use crate::account::{Registers, smem as smem_of};
-use crate::kernels::sm90_bwd::candidates::BackwardOptions;
+use crate::kernels::sm90_bwd::candidates::tile_order;
 
 /// Queries per step that are tried.
 pub const TILE_M: [u32; 3] = [32, 64, 128];
@@ -188,10 +188,10 @@ pub fn candidates(
     head_dim: u32,
     head_dim_v: u32,
     arch: Arch,
-    options: BackwardOptions,
+    deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = options.tile_order(mask);
+    let tile_order = tile_order(mask, deterministic);
     let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
     TILE_M
         .into_iter()
@@ -218,7 +218,7 @@ pub fn candidates(
                 dq_first,
                 blocks_per_sm: 1,
                 tile_order,
-                deterministic: options.deterministic,
+                deterministic,
             });
             Some(KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel })
         })
@@ -227,15 +227,15 @@ pub fn candidates(
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Family, Mask, Pass};
 
     use super::*;
-    use crate::plan::{Family, PlanOptions, explore, plan};
+    use crate::plan::{PlanOptions, explore, plan};
 
     fn options(deterministic: bool) -> PlanOptions {
         PlanOptions {
             family: Some(Family::Sm80),
-            backward: Some(BackwardOptions { deterministic }),
+            pass: Pass::Backward { deterministic },
             ..PlanOptions::default()
         }
     }

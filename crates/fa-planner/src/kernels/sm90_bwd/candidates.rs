@@ -17,22 +17,10 @@ use crate::{HeadDims, Mode};
 use crate::account::{Registers, smem};
 use crate::kernels::sm90_fwd::candidates::SETMAXNREG;
 
-/// Choices of the caller for a backward.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, serde::Serialize)]
-pub struct BackwardOptions {
-    /// Equal inputs give equal bits, at some cost in speed.
-    pub deterministic: bool,
-}
-
-impl BackwardOptions {
-    /// The order of tiles under `mask`: longest first where their lengths differ; tiles that take turns go by their numbers.
-    pub(crate) fn tile_order(self, mask: MaskKind) -> TileOrder {
-        if mask == MaskKind::Full || self.deterministic {
-            TileOrder::Natural
-        } else {
-            TileOrder::LongestFirst
-        }
-    }
+/// The order of a backward's tiles under `mask`: longest first where their lengths differ; tiles that add to dQ in a fixed
+/// order go by their numbers.
+pub(crate) fn tile_order(mask: MaskKind, deterministic: bool) -> TileOrder {
+    if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
 }
 
 /// A guide configuration as the kernel's parameters.
@@ -159,13 +147,13 @@ pub fn candidates(
     problem: &Problem,
     head_dim: u32,
     head_dim_v: u32,
-    options: BackwardOptions,
+    deterministic: bool,
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
-    let tile_order = options.tile_order(mask);
+    let tile_order = tile_order(mask, deterministic);
     let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
     let spec_of = move |kernel: Sm90Bwd| {
-        let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic: options.deterministic, ..kernel });
+        let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, ..kernel });
         KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel }
     };
     let dims = HeadDims { head_dim, head_dim_v };
@@ -209,13 +197,13 @@ fn fits_at_all(spec: &KernelSpec) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Mask, Pass};
 
     use super::*;
     use crate::plan::{PlanOptions, explore, plan};
 
     fn options(deterministic: bool) -> PlanOptions {
-        PlanOptions { backward: Some(BackwardOptions { deterministic }), ..PlanOptions::default() }
+        PlanOptions { pass: Pass::Backward { deterministic }, ..PlanOptions::default() }
     }
 
     #[test]

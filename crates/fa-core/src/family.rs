@@ -1,0 +1,94 @@
+//! The families of kernels, by the instructions that they are made of.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Arch;
+
+/// Kernels that share their instructions, and so the architectures that they run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Family {
+    /// mma.sync and cp.async: every architecture from 8.0 on.
+    Sm80,
+    /// wgmma, TMA and setmaxnreg: 9.0 only.
+    Sm90,
+}
+
+impl Family {
+    /// Every family, oldest first.
+    pub const ALL: [Family; 2] = [Family::Sm80, Family::Sm90];
+
+    /// The name on the command line and in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Family::Sm80 => "sm80",
+            Family::Sm90 => "sm90",
+        }
+    }
+
+    /// The family of the fastest kernels on `arch`. (There are no tcgen05 kernels: SM100 runs those of [`Family::Sm80`].)
+    pub const fn native(arch: Arch) -> Family {
+        if Family::Sm90.runs_on(arch) { Family::Sm90 } else { Family::Sm80 }
+    }
+
+    /// Whether `arch` has the family's instructions.
+    pub const fn runs_on(self, arch: Arch) -> bool {
+        match self {
+            Family::Sm80 => true,
+            Family::Sm90 => arch.has_wgmma(),
+        }
+    }
+
+    /// What the family's kernels need of an architecture, as error messages say it.
+    pub const fn needs(self) -> &'static str {
+        match self {
+            Family::Sm80 => "mma.sync and cp.async, which sm80 and later have",
+            Family::Sm90 => "wgmma, which only sm90 has",
+        }
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The name of no [`Family`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unknown kernel family '{0}': use sm80 or sm90")]
+pub struct ParseFamilyError(pub String);
+
+impl FromStr for Family {
+    type Err = ParseFamilyError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = Family::ALL.into_iter().find(|family| family.name() == text);
+        known.ok_or_else(|| ParseFamilyError(text.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_parse_back() {
+        for family in Family::ALL {
+            assert_eq!(family.name().parse(), Ok(family));
+            assert_eq!(serde_json::to_string(&family).unwrap(), format!("\"{family}\""));
+        }
+        assert_eq!("sm100".parse::<Family>(), Err(ParseFamilyError("sm100".into())));
+    }
+
+    #[test]
+    fn the_native_family_runs_there() {
+        for arch in Arch::ALL {
+            assert!(Family::native(arch).runs_on(arch));
+            assert_eq!(Family::native(arch) == Family::Sm90, arch == Arch::Sm90);
+        }
+    }
+}
