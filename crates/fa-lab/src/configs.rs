@@ -9,9 +9,9 @@ use fa_planner::plan::{PlanOptions, Reason, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::flags::HeadDim;
-use crate::shape::head_dims;
-use crate::term::progress::Steps;
+use crate::error::Result;
+use crate::progress::{Progress, Step};
+use crate::shape::{HeadDim, head_dims};
 
 /// Candidates that miss the register limit by more than this share are not compiled: the compiler cannot help them.
 pub const NEAR_MISS: f64 = 0.15;
@@ -74,7 +74,7 @@ pub struct Built {
 ///
 /// # Errors
 /// Head dims or a family that `arch` has no kernels for.
-pub fn list(head_dims: &[HeadDim], pass: Pass, family: Family, arch: Arch) -> anyhow::Result<Vec<Config>> {
+pub fn list(head_dims: &[HeadDim], pass: Pass, family: Family, arch: Arch) -> Result<Vec<Config>> {
     let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
     let mut configs = Vec::new();
     for &HeadDim { qk, v } in head_dims {
@@ -149,13 +149,19 @@ impl Built {
 }
 
 /// What compiling says about each configuration, on all cores; `Err` holds why there is no report.
-pub fn compile(configs: &[Config], arch: Arch, compiler: &Compiler) -> Vec<Result<Report, String>> {
+pub fn compile(
+    configs: &[Config],
+    arch: Arch,
+    compiler: &Compiler,
+    progress: &mut Progress<'_>,
+) -> Vec<Result<Report, String>> {
     let (cache, headers) = (Cache::open_default(), Headers::embedded());
-    let steps = Mutex::new(Steps::new(configs.len()));
+    progress(Step::Total(configs.len()));
+    let progress = Mutex::new(progress);
     let compile = |config: &Config| {
-        if let Ok(mut steps) = steps.lock() {
-            steps.begin(format!("compiling {}", config.spec));
-            steps.advance();
+        if let Ok(mut progress) = progress.lock() {
+            progress(Step::Begin(format!("compiling {}", config.spec)));
+            progress(Step::Done);
         }
         let compiled = Source::new(&config.spec, arch, Some(smem_bytes(&config.spec)), &headers)
             .and_then(|source| cache.get(compiler, &config.spec, &source));

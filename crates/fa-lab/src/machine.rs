@@ -1,5 +1,7 @@
 //! What this machine is.
 
+pub mod gpu;
+
 use serde::Serialize;
 
 /// The CPU.

@@ -1,12 +1,12 @@
 //! The shapes that the kernels are measured by, fixed so that results can be compared over time.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
-use clap::ValueEnum;
 use fa_core::{Dtype, Family, Mask, Problem};
 
 /// A fixed list of shapes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
     /// mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long
     Sm80,
@@ -48,6 +48,34 @@ const CUTILE: [(usize, f64); 5] =
     [(1024, 322.0), (2048, 433.0), (4096, 483.0), (8192, 487.0), (16384, 495.0)];
 
 impl Marks {
+    /// All of them.
+    pub const ALL: [Marks; 4] = [Marks::Sm80, Marks::Sm90, Marks::Sm80Bwd, Marks::Sm90Bwd];
+
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Marks::Sm80 => "sm80",
+            Marks::Sm90 => "sm90",
+            Marks::Sm80Bwd => "sm80-bwd",
+            Marks::Sm90Bwd => "sm90-bwd",
+        }
+    }
+
+    /// What is measured, in a line.
+    pub const fn about(self) -> &'static str {
+        match self {
+            Marks::Sm80 => {
+                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long"
+            }
+            Marks::Sm90 => {
+                "wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long; and \
+                 f16 causal"
+            }
+            Marks::Sm80Bwd => "Gradients by mma.sync kernels beside FlashAttention 2: as sm80",
+            Marks::Sm90Bwd => "Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90",
+        }
+    }
+
     /// The kernels that are measured.
     pub const fn family(self) -> Family {
         match self {
@@ -95,6 +123,16 @@ impl Marks {
             }));
         }
         shapes
+    }
+}
+
+impl FromStr for Marks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Marks, String> {
+        let names = Marks::ALL.map(Marks::name).join(", ");
+        let found = Marks::ALL.into_iter().find(|marks| marks.name() == text);
+        found.ok_or_else(|| format!("there are no marks '{text}': use one of {names}"))
     }
 }
 

@@ -1,16 +1,17 @@
 //! Other attention kernels, timed by a Python helper that runs beside this program.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::io::Write;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, anyhow, bail};
 use fa_core::Problem;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+
+use crate::error::{Context, Error, Result};
+use crate::worker::{Received, StandardError, Worker};
 
 /// The helper, which is written to a temporary file: the program is then whole by itself.
 const SCRIPT: &str = include_str!("../../../bench/peers.py");
@@ -27,6 +28,9 @@ const READY: Duration = Duration::from_secs(900);
 
 /// Timing a peer takes this long at the most.
 const ANSWER: Duration = Duration::from_secs(120);
+
+/// Ending takes this long at the most.
+const END: Duration = Duration::from_secs(5);
 
 /// What the helper has, by its first line.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -69,9 +73,7 @@ pub struct Ceilings {
 pub struct Peers {
     /// What it has.
     pub hello: Hello,
-    child: Child,
-    requests: ChildStdin,
-    replies: Receiver<String>,
+    worker: Worker,
     /// Removes the script in the end.
     _script: tempfile::TempPath,
 }
@@ -81,58 +83,44 @@ impl Peers {
     ///
     /// # Errors
     /// Where there is no such interpreter, or no peer at all, with the reasons.
-    pub fn start() -> anyhow::Result<Peers> {
+    pub fn start() -> Result<Peers> {
         let named = std::env::var_os(PYTHON_VARIABLE).filter(|name| !name.is_empty());
         let python = named.unwrap_or_else(|| "python3".into());
         let mut script = tempfile::Builder::new().prefix("fa-peers-").suffix(".py").tempfile()?;
         script.write_all(SCRIPT.as_bytes())?;
         let script = script.into_temp_path();
+        let mut command = Command::new(&python);
+        command.arg(&script);
         let verbose = tracing::enabled!(tracing::Level::DEBUG);
-        let mut child = Command::new(&python)
-            .arg(&script)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(if verbose { Stdio::inherit() } else { Stdio::null() })
-            .spawn()
-            .with_context(|| {
-                format!("cannot start {}: set {PYTHON_VARIABLE} to a Python with torch", python.display())
-            })?;
-        let (requests, stdout) = child.stdin.take().zip(child.stdout.take()).context("no pipes")?;
-        let (sender, replies) = mpsc::channel();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                if sender.send(line).is_err() {
-                    return;
-                }
-            }
-        });
+        let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
+        let mut worker = Worker::start(command, errors).context(format!(
+            "cannot start {}: set {PYTHON_VARIABLE} to a Python with torch",
+            python.display()
+        ))?;
         #[derive(Deserialize)]
         struct First {
             hello: Hello,
         }
-        let line = receive(&replies, START).context("the peers' helper does not start")?;
+        let line = receive(&mut worker, START).context("the peers' helper does not start")?;
         let First { hello } = serde_json::from_str(&line).context("the peers' helper says hello oddly")?;
         if hello.peers.is_empty() {
             let reasons: Vec<String> =
                 hello.errors.iter().map(|(name, why)| format!("{name}: {why}")).collect();
-            bail!("there is no peer: {}; set {PYTHON_VARIABLE} to a Python with torch", reasons.join("; "));
+            let reasons = reasons.join("; ");
+            return Err(Error::Peers(format!(
+                "there is no peer: {reasons}; set {PYTHON_VARIABLE} to a Python with torch"
+            )));
         }
-        Ok(Peers { hello, child, requests, replies, _script: script })
+        Ok(Peers { hello, worker, _script: script })
     }
 
-    fn ask<R: DeserializeOwned>(
-        &mut self,
-        request: &serde_json::Value,
-        patience: Duration,
-    ) -> anyhow::Result<R> {
-        writeln!(self.requests, "{request}")
-            .and_then(|()| self.requests.flush())
-            .context("the peers are gone")?;
-        let line = receive(&self.replies, patience)?;
+    fn ask<R: DeserializeOwned>(&mut self, request: &serde_json::Value, patience: Duration) -> Result<R> {
+        self.worker.send(request).context("the peers are gone")?;
+        let line = receive(&mut self.worker, patience)?;
         let reply: serde_json::Value = serde_json::from_str(&line).context("the peers answer oddly")?;
         for fatal in ["request", "gpu"] {
             if let Some(why) = reply["errors"][fatal].as_str() {
-                bail!("the peers refuse: {why}");
+                return Err(Error::Peers(format!("the peers refuse: {why}")));
             }
         }
         serde_json::from_value(reply).context("the peers answer oddly")
@@ -142,7 +130,7 @@ impl Peers {
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> anyhow::Result<Opened> {
+    pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> Result<Opened> {
         let mask = &problem.mask;
         if !(mask.is_full() || mask.is_causal()) || problem.softcap.is_some() {
             let why = format!("not asked: mask {mask}, soft cap {:?}", problem.softcap);
@@ -166,7 +154,7 @@ impl Peers {
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn round(&mut self, peer: &str, reps: usize) -> anyhow::Result<Vec<f64>> {
+    pub fn round(&mut self, peer: &str, reps: usize) -> Result<Vec<f64>> {
         #[derive(Deserialize)]
         struct Round {
             times: Vec<f64>,
@@ -178,7 +166,7 @@ impl Peers {
     ///
     /// # Errors
     /// When the helper is gone, does not answer or fails at it.
-    pub fn ceilings(&mut self) -> anyhow::Result<Ceilings> {
+    pub fn ceilings(&mut self) -> Result<Ceilings> {
         #[derive(Deserialize)]
         struct Matmul {
             tflops: f64,
@@ -196,30 +184,33 @@ impl Peers {
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn close(&mut self) -> anyhow::Result<()> {
+    pub fn close(&mut self) -> Result<()> {
         self.ask::<serde_json::Value>(&json!({"cmd": "close"}), ANSWER).map(drop)
     }
 }
 
 /// The helper's next line.
-fn receive(replies: &Receiver<String>, patience: Duration) -> anyhow::Result<String> {
-    replies.recv_timeout(patience).map_err(|e| match e {
-        RecvTimeoutError::Timeout => anyhow!("the peers do not answer within {} s", patience.as_secs()),
-        RecvTimeoutError::Disconnected => anyhow!("the peers' helper has ended; -vv shows what it says"),
-    })
+fn receive(worker: &mut Worker, patience: Duration) -> Result<String> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match worker.receive(deadline) {
+            Received::Line(line) => return Ok(line),
+            Received::Said(_) => {}
+            Received::Nothing => {
+                let seconds = patience.as_secs();
+                return Err(Error::Peers(format!("the peers do not answer within {seconds} s")));
+            }
+            Received::End => {
+                return Err(Error::Peers("the peers' helper has ended; -vv shows what it says".to_owned()));
+            }
+        }
+    }
 }
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        // It ends by itself at the end of its input; one that hangs must not outlive us.
-        let _ = writeln!(self.requests, r#"{{"cmd": "quit"}}"#).and_then(|()| self.requests.flush());
-        for _ in 0..50 {
-            if !matches!(self.child.try_wait(), Ok(None)) {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        // It ends by itself when it is asked to; one that hangs is killed with its worker.
+        let _ = self.worker.send(&json!({"cmd": "quit"}));
+        self.worker.ends_within(END);
     }
 }

@@ -1,15 +1,16 @@
 //! Records of what was validated where: which kernels, by the hash of their sources and spec, on which GPU.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
 use serde::{Deserialize, Serialize};
 
-use crate::cuda::{Device, DeviceInfo};
-use crate::term::failure::{InputError, read_text};
+use crate::device::{Device, DeviceInfo};
+use crate::error::{Context, Error, Result, read_text};
+use crate::machine;
 
 /// The folder of validation records below the results.
 pub const VALIDATED: &str = "validate";
@@ -22,6 +23,9 @@ pub const SANITIZED: &str = "sanitize";
 
 /// The file, below the results, that names kernels whose sources have not been validated, with the reasons.
 pub const UNVALIDATED: &str = "unvalidated.ron";
+
+/// The commit that this library was built from, for records of measurements.
+pub const COMMIT: &str = env!("FA_COMMIT");
 
 /// The machine, the program and the compiler behind a result.
 #[derive(Clone, Debug, Serialize)]
@@ -48,18 +52,18 @@ impl Provenance {
     ///
     /// # Errors
     /// What the driver and the compiler report.
-    pub fn new(device: &Device) -> anyhow::Result<Provenance> {
+    pub fn new(device: &Device) -> Result<Provenance> {
         let arguments: Vec<String> = std::env::args().skip(1).map(|argument| here(&argument)).collect();
         Ok(Provenance {
             command: format!("fa {}", arguments.join(" ")),
-            commit: env!("FA_COMMIT"),
+            commit: COMMIT,
             version: env!("CARGO_PKG_VERSION"),
             date: utc_now(),
             device: device.info()?,
             compiler: Compiler::find(CompilerKind::Nvrtc)
                 .and_then(|compiler| compiler.version())
                 .unwrap_or_else(|_| "none: kernels of the built-in bundle".to_owned()),
-            cpu: crate::machine::cpu().name,
+            cpu: machine::cpu().name,
         })
     }
 
@@ -86,18 +90,55 @@ pub struct Fingerprint {
 ///
 /// # Errors
 /// A shipped spec that is not valid.
-pub fn shipped() -> anyhow::Result<Vec<(Fingerprint, KernelSpec, Vec<Arch>)>> {
+pub fn shipped() -> Result<Vec<(Fingerprint, KernelSpec, Vec<Arch>)>> {
     let headers = Headers::embedded();
-    let files = specs::shipped().map_err(|(path, error)| anyhow::anyhow!("specs/{path}: {error}"))?;
+    let files = specs::shipped().map_err(|(path, error)| Error::Record(format!("specs/{path}: {error}")))?;
     let fingerprint = |file: specs::ShippedFile| {
         let spec = file.shipped.spec;
-        let arch = *file.shipped.archs.first().with_context(|| format!("specs/{}: no archs", file.path))?;
+        let arch = *file
+            .shipped
+            .archs
+            .first()
+            .ok_or_else(|| Error::Record(format!("specs/{}: no archs", file.path)))?;
         let source = Source::new(&spec, arch, Some(smem_bytes(&spec)), &headers)?;
         let fingerprint =
             Fingerprint { file: file.path.to_owned(), name: spec.to_string(), sources: source.fingerprint() };
         Ok((fingerprint, spec, file.shipped.archs))
     };
     files.into_iter().map(fingerprint).collect()
+}
+
+/// SHA-256 over a kernel's translation unit, which holds the spec, and every header that it reaches.
+///
+/// # Errors
+/// A spec that is none, or not for `arch`.
+pub fn fingerprint(spec: &KernelSpec, arch: Arch) -> Result<String, fa_kernels::Error> {
+    Ok(Source::new(spec, arch, Some(smem_bytes(spec)), &Headers::embedded())?.fingerprint())
+}
+
+/// A kernel of ours.
+#[derive(Debug, Serialize)]
+pub struct KernelRecord {
+    /// The kernel's short name.
+    pub name: String,
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// SHA-256 over the translation unit and every header that it reaches.
+    pub sources: String,
+}
+
+impl KernelRecord {
+    /// Adds the kernel of `spec` to `kernels` unless it is there.
+    ///
+    /// # Errors
+    /// A spec that is none, or not for `arch`.
+    pub fn add(kernels: &mut Vec<KernelRecord>, spec: &KernelSpec, arch: Arch) -> Result<()> {
+        if kernels.iter().all(|known| known.spec != *spec) {
+            let sources = fingerprint(spec, arch)?;
+            kernels.push(KernelRecord { name: spec.to_string(), spec: spec.clone(), sources });
+        }
+        Ok(())
+    }
 }
 
 /// The part of a validation record that the check reads.
@@ -147,11 +188,11 @@ pub enum State {
 ///
 /// # Errors
 /// Records and lists that cannot be read, and reasons that are empty.
-pub fn standings(results: &Path) -> anyhow::Result<Vec<Standing>> {
+pub fn standings(results: &Path) -> Result<Vec<Standing>> {
     if !results.is_dir() {
         let message =
             format!("there is no folder {}: --results names the one with the records", results.display());
-        return Err(InputError::Usage(message).into());
+        return Err(Error::Request(message));
     }
     let records = read_records(&results.join(VALIDATED))?;
     let unvalidated = read_unvalidated(&results.join(UNVALIDATED))?;
@@ -173,14 +214,14 @@ pub fn standings(results: &Path) -> anyhow::Result<Vec<Standing>> {
     Ok(shipped()?.into_iter().map(standing).collect())
 }
 
-fn read_records(folder: &Path) -> anyhow::Result<Vec<(String, Record)>> {
+fn read_records(folder: &Path) -> Result<Vec<(String, Record)>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
     }
-    let entries = std::fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    let entries = std::fs::read_dir(folder).context(folder.display().to_string())?;
     let mut paths: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
     paths.sort();
-    let read = |path: PathBuf| {
+    let read = |path: PathBuf| -> Result<(String, Record)> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let text = std::fs::read_to_string(&path)?;
         Ok((name, serde_json::from_str(&text)?))
@@ -188,18 +229,20 @@ fn read_records(folder: &Path) -> anyhow::Result<Vec<(String, Record)>> {
     paths
         .into_iter()
         .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
-        .map(|path| read(path.clone()).map_err(|e: anyhow::Error| e.context(path.display().to_string())))
+        .map(|path| read(path.clone()).context(path.display().to_string()))
         .collect()
 }
 
-fn read_unvalidated(path: &Path) -> anyhow::Result<Unvalidated> {
+fn read_unvalidated(path: &Path) -> Result<Unvalidated> {
     if !path.is_file() {
         return Ok(Unvalidated::default());
     }
     let text = read_text(path)?;
-    let list: Unvalidated = ron::from_str(&text).with_context(|| path.display().to_string())?;
+    let list: Unvalidated = ron::from_str(&text).context(path.display().to_string())?;
     if let Some((kernel, _)) = list.kernels.iter().find(|(_, reason)| reason.trim().is_empty()) {
-        anyhow::bail!("{}: {kernel} has no reason: say why it is not validated", path.display());
+        let path = path.display();
+        let message = format!("{path}: {kernel} has no reason: say why it is not validated");
+        return Err(Error::Record(message));
     }
     Ok(list)
 }
@@ -223,13 +266,25 @@ pub fn without_logs(text: &str) -> String {
 ///
 /// # Errors
 /// When that cannot be written.
-pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> anyhow::Result<PathBuf> {
+pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> Result<PathBuf> {
     let folder = results.join(folder);
-    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    std::fs::create_dir_all(&folder).context(folder.display().to_string())?;
     let path = folder.join(name);
-    crate::target::Target::probe(&path)?
-        .write(|writer| Ok(writer.write_all(without_logs(text).as_bytes())?))?;
+    write_whole(&path, &without_logs(text))?;
     Ok(path)
+}
+
+/// Puts a file of this text at `path` in one step.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let refuse = |reason: std::io::Error| Error::Write { path: path.to_owned(), reason: reason.to_string() };
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(".fa-");
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    let mut file = builder.tempfile_in(folder).map_err(refuse)?;
+    file.write_all(text.as_bytes()).map_err(refuse)?;
+    file.persist(path).map_err(|e| refuse(e.error)).map(drop)
 }
 
 /// `2026-01-31T23:59:59Z`, of the system's clock.
@@ -272,12 +327,12 @@ mod tests {
         assert_eq!(without_logs("a (b) c"), "a (b) c");
     }
 
-    fn check(fill: impl FnOnce(&Path, &Fingerprint)) -> anyhow::Result<State> {
+    fn check(fill: impl FnOnce(&Path, &Fingerprint)) -> Result<State> {
         let results = tempfile::tempdir()?;
         let kernel = shipped()?.swap_remove(0).0;
         fill(results.path(), &kernel);
         let standings = standings(results.path())?;
-        Ok(standings.into_iter().find(|standing| standing.kernel == kernel).context("it ships")?.state)
+        Ok(standings.into_iter().find(|standing| standing.kernel == kernel).expect("it ships").state)
     }
 
     fn record(results: &Path, passed: bool, kernel: &Fingerprint) {

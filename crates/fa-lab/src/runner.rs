@@ -1,20 +1,22 @@
-//! Kernels timed against one another on one problem: in turns, in another order each time, on the same inputs.
+//! The benchmark runner: kernels timed against one another on one problem, in turns, in another order each time, on the same inputs.
 //!
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the next. So every
 //! turn begins with launches that do not count, every launch that counts stands between two events, and what is compared
-//! are medians over turns that lie spread over the contest.
+//! are medians over turns that are spread over the run.
 
 use std::collections::BTreeMap;
 
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_kernels::Error;
-use fa_kernels::cudarc::driver::sys::CUevent_flags;
+use serde::{Deserialize, Serialize};
 
-use crate::cuda::{Bound, Device, Half, Inputs, PassCall, median, random_dout};
+use crate::device::{Bound, Device, PassCall, median, time_each};
+use crate::error::Result;
+use crate::judge::sample_head::SampleHead;
+use crate::judge::sample_rows::{Judged, SampleRows};
 use crate::peers::Peers;
 use crate::random::Random;
-use crate::sample_head::SampleHead;
-use crate::sample_rows::{Judged, SampleRows};
+use crate::tensors::{Half, Inputs, random_dout};
 
 /// Launches at the head of a turn that do not count.
 const LEAD: usize = 3;
@@ -22,17 +24,17 @@ const LEAD: usize = 3;
 /// Milliseconds of launches before a kernel's first turn.
 const WARM_UP_MS: f64 = 10.0;
 
-/// How often each entrant runs.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// How often each candidate runs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Turns {
-    /// Turns of each entrant.
+    /// Turns of each candidate.
     pub rounds: usize,
     /// Launches that count in a turn.
     pub reps: usize,
 }
 
 impl Turns {
-    /// At least `total` launches of each entrant, in turns of six.
+    /// At least `total` launches of each candidate, in turns of six.
     pub fn of(total: usize) -> Turns {
         let rounds = total.div_ceil(6).max(1);
         Turns { rounds, reps: total.div_ceil(rounds).max(1) }
@@ -40,16 +42,16 @@ impl Turns {
 }
 
 /// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
-pub struct Arena<'d, T> {
+pub struct Runner<'d, T> {
     device: &'d Device,
     calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
-    /// Of the gradients, where they are contested.
+    /// Of the gradients, where they are timed.
     head: Option<SampleHead>,
 }
 
-/// Times of one entrant.
+/// Times of one candidate.
 #[derive(Clone, Debug, Default)]
 pub struct Times {
     /// Milliseconds of each launch that counted, ascending.
@@ -68,7 +70,7 @@ impl Times {
     }
 }
 
-/// What came of a contest.
+/// What came of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Of our kernels, in the order given.
@@ -79,13 +81,13 @@ pub struct Outcome {
     pub peer_errors: BTreeMap<String, String>,
 }
 
-impl<'d, T: Half> Arena<'d, T> {
+impl<'d, T: Half> Runner<'d, T> {
     /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact rows.
     /// `any` is one of the kernels; each gets room for its workspace when it is checked.
     ///
     /// # Errors
     /// Above all for want of device memory.
-    pub fn new(device: &'d Device, problem: &Problem, any: &Bound) -> anyhow::Result<Arena<'d, T>> {
+    pub fn new(device: &'d Device, problem: &Problem, any: &Bound) -> Result<Runner<'d, T>> {
         let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
         let (rows, head, calls) = match any {
             Bound::Forward(forward) => {
@@ -98,7 +100,7 @@ impl<'d, T: Half> Arena<'d, T> {
                 (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)
             }
         };
-        Ok(Arena { device, calls, turn: 0, rows, head })
+        Ok(Runner { device, calls, turn: 0, rows, head })
     }
 
     /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed: all calls get room
@@ -106,7 +108,7 @@ impl<'d, T: Half> Arena<'d, T> {
     ///
     /// # Errors
     /// What the GPU reports.
-    pub fn check(&mut self, pass: &Bound) -> anyhow::Result<Judged> {
+    pub fn check(&mut self, pass: &Bound) -> Result<Judged> {
         let stream = &self.device.stream;
         self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
         let call = &mut self.calls[0];
@@ -135,39 +137,25 @@ impl<'d, T: Half> Arena<'d, T> {
     /// # Errors
     /// What the GPU reports.
     pub fn sample(&mut self, pass: &Bound, reps: usize) -> Result<Vec<f64>, Error> {
-        let doing = |doing| move |source| Error::Driver { doing, source };
-        let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
-        let event = || self.device.context().new_event(flags).map_err(doing("making an event"));
-        let events = (0..reps).map(|_| Ok([event()?, event()?])).collect::<Result<Vec<_>, Error>>()?;
         let (stream, copies) = (&self.device.stream, self.calls.len());
-        let mut launch = || -> Result<(), Error> {
+        time_each(stream, LEAD, reps, || {
             let call = &mut self.calls[self.turn % copies];
             self.turn = (self.turn + 1) % copies;
             call.run(pass, stream)
-        };
-        (0..LEAD).try_for_each(|_| launch())?;
-        for [start, end] in &events {
-            start.record(stream).map_err(doing("recording an event"))?;
-            launch()?;
-            end.record(stream).map_err(doing("recording an event"))?;
-        }
-        let elapsed = |[start, end]: &[fa_kernels::cudarc::driver::CudaEvent; 2]| {
-            start.elapsed_ms(end).map(f64::from).map_err(doing("timing a kernel"))
-        };
-        events.iter().map(elapsed).collect()
+        })
     }
 
     /// Times `ours` and the peers in turns; all are warm first. Kernels are to be checked before.
     ///
     /// # Errors
     /// What the GPU reports of our kernels; peers that fail are named in the outcome.
-    pub fn contest(
+    pub fn run(
         &mut self,
         ours: &[Bound],
         problem: &Problem,
         mut peers: Option<(&mut Peers, &[String])>,
         turns: Turns,
-    ) -> anyhow::Result<Outcome> {
+    ) -> Result<Outcome> {
         let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
         let mut names = Vec::new();
         if let Some((peers, wanted)) = &mut peers {
@@ -178,11 +166,11 @@ impl<'d, T: Half> Arena<'d, T> {
         ours.iter().try_for_each(|pass| self.warm_up(pass))?;
         let mut random = Random::new(problem.seqlen_k as u64);
         for _ in 0..turns.rounds {
-            for entrant in random.order(ours.len() + names.len()) {
-                match ours.get(entrant) {
-                    Some(pass) => outcome.ours[entrant].ms.extend(self.sample(pass, turns.reps)?),
+            for candidate in random.order(ours.len() + names.len()) {
+                match ours.get(candidate) {
+                    Some(pass) => outcome.ours[candidate].ms.extend(self.sample(pass, turns.reps)?),
                     None => {
-                        let name = &names[entrant - ours.len()];
+                        let name = &names[candidate - ours.len()];
                         if let Some((peers, _)) = &mut peers {
                             let times = peers.round(name, turns.reps)?;
                             outcome.peers.entry(name.clone()).or_default().ms.extend(times);

@@ -1,7 +1,9 @@
 //! A problem's shape, in the words of flags and as the rows of results have it.
 
+use std::str::FromStr;
+
 use fa_core::{Dtype, Problem};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// `a`, or `a` and `b` where they differ, as in `192-128`.
 pub fn pair(a: usize, b: usize, separator: char) -> String {
@@ -11,6 +13,36 @@ pub fn pair(a: usize, b: usize, separator: char) -> String {
 /// Head dims as in flags: `128`, or `192-128`.
 pub fn head_dims(problem: &Problem) -> String {
     pair(problem.head_dim, problem.head_dim_v, '-')
+}
+
+/// Head dims of Q and K, and of V and O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadDim {
+    /// Of Q and K.
+    pub qk: usize,
+    /// Of V and O.
+    pub v: usize,
+}
+
+impl FromStr for HeadDim {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        parse_pair(text, '-', "D or D-DV, as in 192-128").map(|(qk, v)| HeadDim { qk, v })
+    }
+}
+
+/// Parses `N` or `N<separator>M`; one number stands for both.
+///
+/// # Errors
+/// What is no number, with the `form` that would be one.
+pub fn parse_pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
+    let number = |part: &str| {
+        part.trim().parse::<usize>().map_err(|_| format!("'{part}' is no whole number: use {form}"))
+    };
+    match text.split_once(separator) {
+        Some((first, second)) => Ok((number(first)?, number(second)?)),
+        None => number(text).map(|n| (n, n)),
+    }
 }
 
 /// What a row of results says about its problem.

@@ -18,7 +18,7 @@ pub const EXIT_LOST: i32 = 3;
 /// Lines of a worker's standard error that are kept: the last ones say why it ended, warnings before them are many.
 const KEPT_LINES: usize = 5;
 
-/// How a worker is started: a program and the arguments that make it call [`crate::serve()`].
+/// How a worker is started: a program and the arguments that make it call `serve()`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
     /// The program.
@@ -155,11 +155,7 @@ impl Worker {
 }
 
 /// Sends every line of a stream from a thread that ends with the stream.
-fn forward_lines(
-    stream: impl Read + Send + 'static,
-    kind: fn(String) -> Received,
-    sender: Sender<Received>,
-) {
+fn forward_lines(stream: impl Read + Send + 'static, kind: fn(String) -> Received, sender: Sender<Received>) {
     std::thread::spawn(move || {
         let mut stream = BufReader::new(stream);
         let mut line = Vec::new();
@@ -197,7 +193,8 @@ mod tests {
 
     #[test]
     fn lines_come_from_both_streams_and_the_last_words_are_kept() {
-        let mut worker = shell("read job; echo \"$job\"; for i in 1 2 3 4 5 6; do echo \"warning $i\" >&2; done");
+        let mut worker =
+            shell("read job; echo \"$job\"; for i in 1 2 3 4 5 6; do echo \"warning $i\" >&2; done");
         worker.send(&"work").expect("it reads");
         worker.close_input();
         let mut lines = Vec::new();

@@ -1,6 +1,9 @@
 //! `fa bench`: attention's rate on this machine.
 
 pub mod args;
+mod draw;
+mod gpu;
+mod table;
 
 use std::time::{Duration, Instant};
 
@@ -11,21 +14,20 @@ use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::attention::{self, Inputs};
-use crate::bench_gpu;
 use crate::compute::{Engine, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::flags::Backend;
-use crate::machine;
 use crate::on_gpu::Computed;
-use crate::random::Random;
 use crate::safetensors::Stored;
-use crate::shape::Shape;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::output::si;
 use crate::term::progress::Steps;
 use args::BenchArgs;
+use fa_lab::machine;
+use fa_lab::random::Random;
+use fa_lab::shape::Shape;
 
 /// Runs of a row, however little time they take.
 const LEAST_RUNS: usize = 3;
@@ -74,7 +76,7 @@ const SECONDS: f64 = 0.5;
 /// Bad input or an unwritable target; both are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if on_gpu(args) {
-        return bench_gpu::command(args);
+        return gpu::command(args);
     }
     if let Some(flag) = args.gpu.given() {
         return Err(InputError::Usage(format!("{flag} is for GPUs: use --backend cuda")).into());
@@ -108,7 +110,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    let report = Report { machine, commit: env!("FA_COMMIT"), rows };
+    let report = Report { machine, commit: fa_lab::record::COMMIT, rows };
     destinations.write(&report, || draw(&report, args), || table(&report))?;
     Ok(Verdict::Good)
 }

@@ -11,11 +11,13 @@ use fa_core::{Arch, Family, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
 use fa_planner::Mode;
 
-use crate::configs::HEAD_DIMS;
-use crate::flags::{self, HeadDim};
-use crate::term::failure::{InputError, Verdict, read_text};
+use crate::flags;
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
+use fa_lab::configs::HEAD_DIMS;
+use fa_lab::read_text;
+use fa_lab::shape::HeadDim;
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]

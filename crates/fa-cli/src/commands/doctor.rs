@@ -15,8 +15,8 @@ use crate::compute::{Engine, Outputs};
 use crate::flags::{Backend, CpuArgs};
 use crate::term::failure::Verdict;
 use crate::term::output;
-use crate::{gpu, machine};
 use clap::Args;
+use fa_lab::machine::{self, gpu};
 
 /// `fa doctor`.
 #[derive(Debug, Args)]

@@ -14,11 +14,12 @@ use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
 use crate::plan::planned::Planned;
 use crate::plan::tried::{self, Tried, TriedReport};
-use crate::spec_file::read_spec;
 use crate::target::Target;
-use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use clap::{Args, ValueEnum};
+use fa_lab::read_text;
+use fa_lab::spec_file::read_spec;
 use std::path::PathBuf;
 
 /// How a result is printed.

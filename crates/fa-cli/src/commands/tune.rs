@@ -1,34 +1,21 @@
 //! `fa tune`: kernels measured for a problem, and the winner kept where the library finds it.
-//!
-//! Workers do the measuring, so that a kernel that breaks its context breaks nothing else. What has been measured is
-//! written down as it comes, and not measured again while the kernels' sources stay as they are.
 
-pub mod candidates;
-mod measured;
-mod report;
-mod worker;
+mod page;
 
 use std::path::PathBuf;
 
 use anyhow::Context;
 use fa_core::{Family, Pass, Problem};
-use fa_kernels::tune::{self, TuneKey, Tuned, TunedEntry};
-use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
+use fa_kernels::tune::user_table;
+use fa_lab::marks::Marks;
+use fa_lab::runner::Turns;
+use fa_lab::tune::{self, Options};
 
-use rayon::prelude::*;
-
-use crate::bench_gpu::{Marks, fingerprint};
-use crate::contest::Turns;
-use crate::cuda::Device;
+use crate::commands::worker;
 use crate::flags::{self, ShapeArgs, pass_of};
-use crate::record::Provenance;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
-use crate::term::output;
-use crate::term::progress::Steps;
-
-use candidates::Candidate;
-use measured::{Measured, Notebook, Result as Found};
+use crate::term::{output, progress};
 
 /// `fa tune`.
 #[derive(Debug, clap::Args)]
@@ -43,7 +30,7 @@ pub struct TuneArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// Tune for a fixed list of shapes
-    #[arg(long, value_enum, conflicts_with_all = [
+    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "family"
     ])]
     pub marks: Option<Marks>,
@@ -69,9 +56,6 @@ pub struct TuneArgs {
     /// Write how well predictions rank the kernels as Markdown
     #[arg(long, value_name = "FILE.md")]
     pub report: Option<PathBuf>,
-    /// Measure what standard input says: the part of `fa tune` that runs in a process of its own
-    #[arg(long, hide = true)]
-    pub worker: bool,
 }
 
 const EXAMPLES: &str = "\
@@ -89,71 +73,25 @@ rounded up to powers of two. Interrupted, it goes on where it was.";
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
-    let turns = Turns::of(usize::from(args.reps));
-    if args.worker {
-        return worker::work(turns);
-    }
     let pass = pass(args)?;
     let (problems, family) = problems(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
-    let table = args.output.clone().or_else(tune::user_table).context(
+    let table = args.output.clone().or_else(user_table).context(
         "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
     )?;
-    let mut tuned = Tuned::read(&table)?;
-    let device = Device::open()?;
-    let provenance = Provenance::new(&device)?;
-    let gpu = provenance.device.gpu.clone();
-    let arch = device.kernels.arch();
-    let family = family.unwrap_or(Family::native(arch));
-    let mut notebook = Notebook::open(&table.with_extension("measured.jsonl"))?;
-    let mut contests: Vec<(Problem, Vec<Candidate>)> = Vec::new();
-    for problem in problems {
-        contests.push((problem, candidates::of(&problem, arch, family, pass, usize::from(args.candidates))?));
-    }
-    let faults = compile(&device, &contests)?;
-    // The workers need its memory.
-    drop(device);
-
-    let mut steps = Steps::new(contests.len());
-    let mut results: Vec<Measured> = Vec::new();
-    for (problem, candidates) in &contests {
-        steps.begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask));
-        let mut found: Vec<Found> = Vec::new();
-        for candidate in candidates {
-            let sources = fingerprint(&candidate.spec, arch)?;
-            let fault = faults.iter().find(|(spec, _)| *spec == candidate.spec);
-            let known = notebook.find(&gpu, problem, &candidate.spec, &sources).filter(|_| !args.fresh);
-            found.push(Found {
-                ms: known.and_then(|known| known.ms),
-                error: fault
-                    .map(|(_, why)| why.clone())
-                    .or_else(|| known.and_then(|known| known.error.clone())),
-                sources,
-            });
-        }
-        if found.iter().any(|found| found.ms.is_none() && found.error.is_none()) {
-            // Times of one run are compared with one another, so all that can run do.
-            worker::measure(problem, candidates, &mut found, turns)?;
-            notebook.add(&gpu, problem, candidates, &found)?;
-        }
-        let result = Measured { problem: *problem, candidates: candidates.clone(), found };
-        if let Some((spec, ms)) = result.best() {
-            let entry = TunedEntry {
-                key: TuneKey::of(problem),
-                spec: spec.clone(),
-                tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
-            };
-            tuned.set(&gpu, entry);
-            tuned.write(&table)?;
-        }
-        results.push(result);
-        steps.advance();
-    }
-    drop(steps);
-    let report = report::Report::new(provenance, turns, pass, &results);
-    destinations.write(&report, || Ok(report.markdown()), || report.table())?;
-    output::note(&format!("winners are in {}", table.display()));
-    Ok(if results.iter().all(|result| result.best().is_some()) { Verdict::Good } else { Verdict::Bad })
+    let options = Options {
+        problems,
+        family,
+        pass,
+        candidates: usize::from(args.candidates),
+        turns: Turns::of(usize::from(args.reps)),
+        fresh: args.fresh,
+        table,
+    };
+    let report = tune::run(&options, &worker::program()?, &mut progress::steps())?;
+    destinations.write(&report, || Ok(page::markdown(&report)), || page::table(&report))?;
+    output::note(&format!("winners are in {}", options.table.display()));
+    Ok(if report.all_have_winners() { Verdict::Good } else { Verdict::Bad })
 }
 
 /// The pass that is tuned.
@@ -173,28 +111,4 @@ fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
     }
     let problems = args.shapes.problems_of_halves()?;
     Ok((problems, args.family))
-}
-
-/// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile cleanly.
-fn compile(
-    device: &Device,
-    contests: &[(Problem, Vec<Candidate>)],
-) -> anyhow::Result<Vec<(fa_core::KernelSpec, String)>> {
-    let mut specs: Vec<&fa_core::KernelSpec> = Vec::new();
-    for candidate in contests.iter().flat_map(|(_, candidates)| candidates) {
-        if !specs.contains(&&candidate.spec) {
-            specs.push(&candidate.spec);
-        }
-    }
-    let compiler = Compiler::find(CompilerKind::Nvrtc)?;
-    let (arch, headers, cache) = (device.kernels.arch(), Headers::embedded(), device.kernels.cache());
-    let work = || {
-        let compile = |spec: &&fa_core::KernelSpec| {
-            let source = Source::new(spec, arch, Some(smem_bytes(spec)), &headers);
-            let error = source.and_then(|source| cache.get(&compiler, spec, &source)).err()?;
-            Some(((*spec).clone(), error.to_string()))
-        };
-        specs.par_iter().filter_map(compile).collect()
-    };
-    Ok(crate::term::progress::spinner("compiling", work))
 }

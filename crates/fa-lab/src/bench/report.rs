@@ -1,40 +1,47 @@
-//! What a run found, as JSON and as a table.
+//! What a benchmark run found.
 
 use std::collections::BTreeMap;
 
-use fa_core::{Arch, KernelSpec, Pass};
+use fa_core::{KernelSpec, Pass};
 use serde::Serialize;
 
-use crate::contest::Times;
+use crate::error::Result;
+use crate::judge::sample_rows::Judged;
+use crate::marks::Wanted;
 use crate::peers::{Ceilings, Hello, Peers};
-use crate::record::Provenance;
-use crate::sample_rows::Judged;
+use crate::record::{KernelRecord, Provenance};
+use crate::runner::Times;
 use crate::shape::Shape;
-use crate::term::output;
-
-use super::{Wanted, fingerprint};
 
 /// A run.
 #[derive(Debug, Serialize)]
 pub struct Report {
+    /// The machine, the program and the compiler.
     #[serde(flatten)]
     pub provenance: Provenance,
     /// Launches of each kernel that counted.
     pub reps: usize,
     /// Turns that they came in.
     pub rounds: usize,
+    /// The other libraries, where they were asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peers: Option<PeersRecord>,
+    /// The kernels that ran.
     pub kernels: Vec<KernelRecord>,
+    /// What was measured.
     pub rows: Vec<Row>,
+    /// Ratios by group.
     pub summary: Vec<Summary>,
 }
 
 /// Who ran beside ours.
 #[derive(Debug, Serialize)]
 pub struct PeersRecord {
+    /// torch's version.
     pub torch: Option<String>,
+    /// Those that could be loaded.
     pub names: Vec<String>,
+    /// What they are, by name.
     pub versions: BTreeMap<String, String>,
     /// Why others did not.
     pub errors: BTreeMap<String, String>,
@@ -47,33 +54,10 @@ impl PeersRecord {
     ///
     /// # Errors
     /// When it does not answer.
-    pub fn of(peers: &mut Peers) -> anyhow::Result<PeersRecord> {
+    pub fn of(peers: &mut Peers) -> Result<PeersRecord> {
         let ceilings = peers.ceilings()?;
         let Hello { torch, peers: names, versions, errors, .. } = peers.hello.clone();
         Ok(PeersRecord { torch, names, versions, errors, ceilings })
-    }
-}
-
-/// A kernel of ours.
-#[derive(Debug, Serialize)]
-pub struct KernelRecord {
-    pub name: String,
-    pub spec: KernelSpec,
-    /// SHA-256 over the translation unit and every header that it reaches.
-    pub sources: String,
-}
-
-impl KernelRecord {
-    /// Adds the kernel of `spec` to `kernels` unless it is there.
-    ///
-    /// # Errors
-    /// A spec that is none, or not for `arch`.
-    pub fn add(kernels: &mut Vec<KernelRecord>, spec: &KernelSpec, arch: Arch) -> anyhow::Result<()> {
-        if kernels.iter().all(|known| known.spec != *spec) {
-            let sources = fingerprint(spec, arch)?;
-            kernels.push(KernelRecord { name: spec.to_string(), spec: spec.clone(), sources });
-        }
-        Ok(())
     }
 }
 
@@ -82,16 +66,22 @@ impl KernelRecord {
 pub struct Row {
     /// `fwd` or `bwd`.
     pub kind: &'static str,
+    /// What the row is summed up by.
     pub group: &'static str,
+    /// The problem's shape.
     #[serde(flatten)]
     pub shape: Shape,
     /// The kernel's name.
     pub spec: String,
+    /// Median milliseconds of a launch.
     pub ms_median: f64,
+    /// Milliseconds of the fastest launch.
     pub ms_min: f64,
+    /// TFLOP/s at the median.
     pub tflops: f64,
     /// TFLOP/s of the others in this run.
     pub peers: BTreeMap<String, f64>,
+    /// Why the other peers did not run.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub peer_errors: BTreeMap<String, String>,
     /// TFLOP/s that others were measured at elsewhere.
@@ -100,6 +90,7 @@ pub struct Row {
     /// Our rate over that of the best peer of this run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ratio: Option<f64>,
+    /// How far the output is from the oracle's, where it was compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub judged: Option<Judged>,
     /// Why nothing was timed.
@@ -110,11 +101,15 @@ pub struct Row {
 /// Ratios over the rows of a group.
 #[derive(Debug, Serialize)]
 pub struct Summary {
+    /// The rows' group.
     pub group: String,
     /// `best peer`, or the one that the ratio is to.
     pub against: String,
+    /// Rows with a ratio.
     pub rows: usize,
+    /// Their geometric mean.
     pub geometric_mean: f64,
+    /// The lowest of them.
     pub lowest: f64,
     /// The row of the lowest ratio.
     pub lowest_row: String,
@@ -220,70 +215,5 @@ impl Report {
             lowest_row: lowest_row.name(),
             below_one: ratios.iter().filter(|(ratio, _)| *ratio < 1.0).count(),
         })
-    }
-
-    /// For people: the rows, then the summary.
-    pub fn table(&self) -> String {
-        let names = self.peer_names();
-        let mut header = vec!["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", "TFLOP/s"];
-        header.extend(names.iter().map(String::as_str));
-        let with_ratio = !names.is_empty();
-        let with_recorded = self.rows.iter().any(|row| !row.recorded.is_empty());
-        header.extend(with_ratio.then_some("ratio"));
-        header.extend(with_recorded.then_some("recorded"));
-        let mut table = output::table(&header);
-        for row in &self.rows {
-            let mut cells = vec![
-                row.shape.head_dims(),
-                row.shape.heads(),
-                row.shape.batch.to_string(),
-                row.shape.seqlens(),
-                row.shape.mask.clone(),
-                row.shape.dtype.to_string(),
-                row.spec.clone(),
-            ];
-            match &row.error {
-                Some(error) => cells.push(error.clone()),
-                None => {
-                    cells.extend([format!("{:.4}", row.ms_median), format!("{:.0}", row.tflops)]);
-                    let rate = |name| row.peers.get(name).map_or("-".to_owned(), |rate| format!("{rate:.0}"));
-                    cells.extend(names.iter().map(rate));
-                    let ratio = row.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
-                    cells.extend(with_ratio.then_some(ratio));
-                    let recorded: Vec<String> =
-                        row.recorded.iter().map(|(name, rate)| format!("{name} {rate:.0}")).collect();
-                    cells.extend(with_recorded.then(|| recorded.join(", ")));
-                }
-            }
-            table.add_row(cells);
-        }
-        let Provenance { device, compiler, commit, .. } = &self.provenance;
-        let driver = device.driver.as_deref().unwrap_or("unknown");
-        let mut text = format!(
-            "{}, driver {driver}, CUDA {}, {compiler}, commit {commit}; medians of {} launches\n{}",
-            device.gpu,
-            device.cuda,
-            self.reps,
-            output::table_text(&table)
-        );
-        if let Some(PeersRecord { versions, errors, ceilings, .. }) = &self.peers {
-            let versions: Vec<String> =
-                versions.iter().map(|(name, version)| format!("{name}: {version}")).collect();
-            let Ceilings { matmul_tflops, copy_gb_per_s } = ceilings;
-            text += &format!(
-                "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy {copy_gb_per_s:.0} GB/s\n",
-                versions.join(", ")
-            );
-            for (name, why) in errors {
-                text += &format!("no {name}: {why}\n");
-            }
-        }
-        for s in &self.summary {
-            text += &format!(
-                "{}, over {}: {} rows, geometric mean {:.3}, lowest {:.3} ({}), {} below 1\n",
-                s.group, s.against, s.rows, s.geometric_mean, s.lowest, s.lowest_row, s.below_one
-            );
-        }
-        text
     }
 }

@@ -1,17 +1,16 @@
-//! The backward on the GPU: a gradient's tensors beside those of a forward call, and a pass that is either.
+//! A backward's tensors on the GPU, on top of those of its forward's call; and calls of either pass.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 
-use fa_core::{KernelSpec, Strides, TensorLayout};
+use fa_core::{KernelSpec, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_kernels::{
     Backward, BackwardArgs, Error, Forward, Input, LoadedKernel, Output, RawBackwardArgs, RawTensor,
 };
 
-use super::{
-    Call, Half, Inputs, Outputs, Place, capture, doing, download, fill_with_nan, normal, repeat_broadcast,
-    upload,
-};
+use super::call::{Call, capture, doing, download, fill_with_nan, upload};
+use crate::tensors::{Gradients, Half, Inputs, Outputs, Place, dout_place};
 
 /// A kernel bound to a problem: its forward, or its backward.
 #[derive(Debug)]
@@ -39,26 +38,6 @@ impl Bound {
     }
 }
 
-/// dO of unit variance for `inputs`, packed BSHD, the same for the same seed.
-pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
-    let place = dout_place(&inputs.places);
-    let mut values = normal(place.elements(), seed ^ 0x5851_f42d_4c95_7f2d);
-    repeat_broadcast(&mut values, &place);
-    values
-}
-
-/// Where dO lies beside Q, K, V and O: as O does, but broadcast along the axes that K is, as the gradient of a sum is.
-fn dout_place([_, k, _, out]: &[Place; 4]) -> Place {
-    let like_k = |of_k: i64, own: i64| if of_k == 0 { 0 } else { own };
-    let strides = Strides {
-        batch: like_k(k.strides.batch, out.strides.batch),
-        seq: like_k(k.strides.seq, out.strides.seq),
-        head: like_k(k.strides.head, out.strides.head),
-        dim: out.strides.dim,
-    };
-    Place { strides, ..*out }
-}
-
 /// What the backward of a call reads and writes beside the call's own tensors.
 pub struct GradientCall<T> {
     dout: CudaSlice<T>,
@@ -67,22 +46,6 @@ pub struct GradientCall<T> {
     workspace: CudaSlice<u8>,
     /// Of dO, dQ, dK and dV.
     places: [Place; 4],
-}
-
-/// What a backward wrote.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Gradients<T> {
-    /// dQ, dK and dV, packed BSHD.
-    pub values: [Vec<T>; 3],
-    /// Elements between the rows that are no longer NaN.
-    pub strays: usize,
-}
-
-impl<T: Half> Gradients<T> {
-    /// Whether every bit is the same.
-    pub fn same_bits(&self, other: &Gradients<T>) -> bool {
-        self.values.iter().zip(&other.values).all(|(a, b)| T::bits(a) == T::bits(b))
-    }
 }
 
 impl<T: Half> GradientCall<T> {
@@ -291,29 +254,5 @@ impl<T: Half> PassCall<T> {
     /// [`Error::Driver`].
     pub fn gradients(&self, stream: &Arc<CudaStream>) -> Result<Option<Gradients<T>>, Error> {
         self.gradients.as_ref().map(|gradients| gradients.read(stream)).transpose()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use fa_core::{Dtype, Mask, Problem};
-    use half::bf16;
-
-    use super::*;
-    use crate::cuda::shapes;
-
-    #[test]
-    fn dout_is_broadcast_as_keys_are() {
-        let problem = Problem::square(2, 3, 4, 8, Mask::FULL, Dtype::Bf16);
-        let packed = shapes(&problem).map(|shape| Place::packed(shape, TensorLayout::Bshd));
-        let plain = Inputs::<bf16>::placed(&problem, packed, 1);
-        assert_eq!(dout_place(&packed), packed[3]);
-        let rows = random_dout(&plain, 1);
-        assert_ne!(rows[..8], rows[8..16]);
-        let mut shared = packed;
-        shared[1].strides.head = 0;
-        let dout = random_dout(&Inputs::<bf16>::placed(&problem, shared, 1), 1);
-        assert!(dout.chunks(4 * 8).all(|heads| heads.chunks(8).all(|row| *row == heads[..8])));
-        assert_ne!(dout[..32], dout[32..64]);
     }
 }

@@ -4,7 +4,8 @@ use std::collections::HashSet;
 
 use fa_core::{Dtype, Mask, Pass, Problem};
 
-use super::{Action, BASE, Case, Extent, MASKS, case, library};
+use super::case::{Action, BASE, Case, Extent, MASKS, case};
+use super::library::library;
 
 /// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where they are long
 /// and fewer columns where they are longest, for a head's gradients take the oracle seconds there. What is repeated is deterministic,
@@ -72,7 +73,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
 mod tests {
     use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
-    use super::super::Placing;
+    use super::super::case::Placing;
     use super::*;
 
     #[test]

@@ -4,7 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
 use fa_planner::plan::account;
 
-use super::cases::NamedSpec;
+use super::case::NamedSpec;
 
 /// Kernels of `family` that fit `arch`, each named by what is changed.
 pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {

@@ -3,7 +3,7 @@
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 use fa_planner::plan::head_dims;
 
-use super::cases::{self, Action, Case, Placing, Values};
+use super::case::{self, Action, Case, Placing, Values};
 use crate::random::Random;
 
 /// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
@@ -76,7 +76,7 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
         _ => random.of(&[Values::Normal, Values::Normal, Values::Rising, Values::Falling, Values::Spikes]),
     };
     let action = if random.below(16) == 0 { Action::Repeat(20) } else { Action::Once };
-    Case { placing, values, action, ..cases::case("soak", problem) }
+    Case { placing, values, action, ..case::case("soak", problem) }
 }
 
 #[cfg(test)]

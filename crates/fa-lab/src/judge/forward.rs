@@ -9,8 +9,8 @@ use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
-use crate::cuda::{Half, Inputs, Outputs};
 use crate::random::Random;
+use crate::tensors::{Half, Inputs, Outputs};
 
 /// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most, by and large.
 const BUDGET: f64 = 3e8;
@@ -284,7 +284,7 @@ mod tests {
         for problem in problems() {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let oracle = Oracle::new(&inputs, 1).unwrap();
-            let shapes = crate::cuda::shapes(&problem);
+            let shapes = crate::tensors::shapes(&problem);
             let view = |i: usize, name| {
                 TensorRef::packed(name, &inputs.values[i], shapes[i], TensorLayout::Bshd).unwrap()
             };

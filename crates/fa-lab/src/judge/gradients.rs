@@ -9,9 +9,9 @@ use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
-use super::oracle::Judgement;
-use crate::cuda::{Gradients, Half, Inputs};
+use super::forward::Judgement;
 use crate::random::Random;
+use crate::tensors::{Gradients, Half, Inputs};
 
 /// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most, by and large.
 const BUDGET: f64 = 2e9;
@@ -262,7 +262,7 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::cuda::random_dout;
+    use crate::tensors::random_dout;
 
     #[test]
     fn the_low_precision_gradients_pass_and_a_wrong_element_does_not() {
@@ -275,7 +275,7 @@ mod tests {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let dout = random_dout::<bf16>(&inputs, 5);
             let oracle = GradientOracle::new(&inputs, &dout, 1).unwrap();
-            let [q, k, v, out] = crate::cuda::shapes(&problem);
+            let [q, k, v, out] = crate::tensors::shapes(&problem);
             let view =
                 |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
             let low = low_precision::backward(

@@ -5,8 +5,8 @@ use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
 
-use crate::cuda::{Gradients, Half, Inputs};
-use crate::sample_rows::Judged;
+use super::sample_rows::Judged;
+use crate::tensors::{Gradients, Half, Inputs};
 
 /// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: weights and their gradients are
 /// rounded to 16 bits before they are summed. `fa validate` holds kernels to the exact rule; this is to find wrong ones.
@@ -45,7 +45,7 @@ impl SampleHead {
         if problem.batch == 0 || problem.heads_kv == 0 {
             return Ok(SampleHead { problem, gradients: Default::default() });
         }
-        let [q, k, v, out] = crate::cuda::shapes(&problem);
+        let [q, k, v, out] = crate::tensors::shapes(&problem);
         let group = problem.group_size();
         let f32_of =
             |values: &[T], shape, heads| last_heads(values, shape, heads, |value: &T| value.to_f32());
@@ -53,7 +53,7 @@ impl SampleHead {
         let k = f32_of(&inputs.values[1], k, 1);
         let v = f32_of(&inputs.values[2], v, 1);
         let dout = f32_of(dout, out, group);
-        let [q_shape, k_shape, v_shape, out_shape] = crate::cuda::shapes(&own);
+        let [q_shape, k_shape, v_shape, out_shape] = crate::tensors::shapes(&own);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
         let (q, k, v) = (view("q", &q, q_shape)?, view("k", &k, k_shape)?, view("v", &v, v_shape)?);
         let mut out = vec![0.0; out_shape.iter().product()];
@@ -77,7 +77,7 @@ impl SampleHead {
     /// # Errors
     /// [`CpuError`] when the gradients do not have the problem's size.
     pub fn judge<T: Half>(&self, gradients: &Gradients<T>) -> Result<Judged, CpuError> {
-        let [q, k, v, _] = crate::cuda::shapes(&self.problem);
+        let [q, k, v, _] = crate::tensors::shapes(&self.problem);
         let group = self.problem.group_size();
         let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: true };
         for (i, (shape, heads)) in [(q, group), (k, 1), (v, 1)].into_iter().enumerate() {
@@ -108,14 +108,14 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::cuda::random_dout;
+    use crate::tensors::random_dout;
 
     #[test]
     fn right_gradients_pass_and_wrong_or_missing_ones_do_not() {
         let problem = Problem { heads_kv: 2, ..Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16) };
         let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
         let dout = random_dout::<bf16>(&inputs, 3);
-        let [q, k, v, out] = crate::cuda::shapes(&problem);
+        let [q, k, v, out] = crate::tensors::shapes(&problem);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
         let low = fa_cpu::reference::low_precision::backward(
             &problem,

@@ -7,8 +7,8 @@ use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::cuda::{Half, Inputs, Outputs};
 use crate::random::Random;
+use crate::tensors::{Half, Inputs, Outputs};
 
 /// Query rows of a block.
 const ROWS: usize = 4;

@@ -1,9 +1,9 @@
-//! The two published ladders, climbed with the mma.sync kernel's switches.
+//! The two published ladders, step by step with the mma.sync kernel's switches.
 
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, Sm80Fwd};
 use fa_planner::plan::PlanError;
 
-use super::{Ladder, Step};
+use super::rungs::{Ladder, Rung};
 use crate::tune::candidates;
 
 /// Shared-memory access step by step, B = 2, 8 heads, N = 1024, f16, no mask: a CuTe DSL kernel on an A10G, in TFLOP/s. Its
@@ -46,8 +46,8 @@ fn spec(problem: &Problem, kernel: &Sm80Fwd) -> KernelSpec {
     }
 }
 
-fn step(name: &str, change: &'static str, problem: &Problem, kernel: &Sm80Fwd) -> Step {
-    Step { name: name.to_owned(), change, specs: Ok(vec![spec(problem, kernel)]) }
+fn step(name: &str, change: &'static str, problem: &Problem, kernel: &Sm80Fwd) -> Rung {
+    Rung { name: name.to_owned(), change, specs: Ok(vec![spec(problem, kernel)]) }
 }
 
 /// How operands come from shared memory; arithmetic and tile stay.
@@ -118,7 +118,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
             step("+ fast math", "flush to zero, approximate division: the rescue", &problem, &fast),
             step("+ loop split", "a mask only where the diagonal is", &problem, &split),
             step("+ block order", "longest tiles first", &problem, &order),
-            Step { name: "tuned tiles".to_owned(), change: "the fastest measured tile", specs: Ok(tuned) },
+            Rung { name: "tuned tiles".to_owned(), change: "the fastest measured tile", specs: Ok(tuned) },
         ],
         problem,
         published: published.map_or(vec![None; 6], |(_, rates)| rates.map(Some).to_vec()),
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_step_fits_where_the_ladder_is_climbed() {
+    fn every_step_fits_where_the_ladder_is_measured() {
         for arch in [Arch::Sm80, Arch::Sm90] {
             for ladder in ladders(arch, &[]).expect("there are plans") {
                 assert_eq!(ladder.steps.len(), ladder.published.len());

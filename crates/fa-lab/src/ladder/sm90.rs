@@ -1,14 +1,13 @@
 //! The wgmma kernel's knobs, each turned alone.
 
-use anyhow::Context;
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Problem, Sm90Fwd};
 use fa_planner::plan::{PlanOptions, account, plan};
 
-use super::{Ladder, Step};
-use crate::bench_gpu::TOKENS;
-use crate::flags::HeadDim;
-use crate::term::failure::InputError;
+use super::rungs::{Ladder, Rung};
+use crate::error::{Error, Result};
+use crate::marks::TOKENS;
+use crate::shape::HeadDim;
 
 /// A length at which tiles are many and long enough for every knob to tell.
 const SEQLEN: usize = 4096;
@@ -17,9 +16,9 @@ const SEQLEN: usize = 4096;
 ///
 /// # Errors
 /// On an architecture without wgmma, and for head dims that no kernel has.
-pub fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> anyhow::Result<Vec<Ladder>> {
+pub fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> Result<Vec<Ladder>> {
     if !arch.has_wgmma() {
-        return Err(InputError::Usage(format!("{arch} has no wgmma: use --arch sm80")).into());
+        return Err(Error::Request(format!("{arch} has no wgmma: use --arch sm80")));
     }
     let default = [HeadDim { qk: 128, v: 128 }];
     let head_dims = if head_dims.is_empty() { &default } else { head_dims };
@@ -40,21 +39,23 @@ pub fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> anyhow::
 }
 
 /// The planner's choice.
-fn base(arch: Arch, problem: &Problem) -> anyhow::Result<(KernelSpec, Sm90Fwd)> {
+fn base(arch: Arch, problem: &Problem) -> Result<(KernelSpec, Sm90Fwd)> {
     let options = PlanOptions { family: Some(Family::Sm90), ..PlanOptions::default() };
-    let spec = plan(problem, arch, &options)?.into_iter().next().context("no plan")?.spec;
-    match &spec.kernel {
-        Kernel::Sm90Fwd(own) => Ok((spec.clone(), own.clone())),
-        _ => anyhow::bail!("{} among SM90 forward plans", spec.kernel.name()),
-    }
+    let best = plan(problem, arch, &options)?.into_iter().next();
+    let spec = best.ok_or_else(|| Error::Request("no SM90 kernel fits".to_owned()))?.spec;
+    let Kernel::Sm90Fwd(own) = &spec.kernel else {
+        unreachable!("{} among SM90 forward plans", spec.kernel.name())
+    };
+    let own = own.clone();
+    Ok((spec, own))
 }
 
-fn step(arch: Arch, name: &str, change: &'static str, spec: KernelSpec) -> Step {
+fn step(arch: Arch, name: &str, change: &'static str, spec: KernelSpec) -> Rung {
     let specs = account(&spec, arch).map(|_| vec![spec]).map_err(|why| why.to_string());
-    Step { name: name.to_owned(), change, specs }
+    Rung { name: name.to_owned(), change, specs }
 }
 
-fn knobs(arch: Arch, problem: Problem) -> anyhow::Result<Ladder> {
+fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
     let (spec, own) = base(arch, &problem)?;
     let mut steps = vec![step(arch, "base", "the planner's choice", spec.clone())];
     let mut turn = |name: &str, change: &'static str, with: &dyn Fn(&mut Sm90Fwd)| {
@@ -108,7 +109,7 @@ fn knobs(arch: Arch, problem: Problem) -> anyhow::Result<Ladder> {
 }
 
 /// Sixteen queries of eight heads per K/V head: one by one they fill an eighth of a tile.
-fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> anyhow::Result<Ladder> {
+fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> Result<Ladder> {
     let square = Problem::square(16, 16, 64, head_dim, Mask::CAUSAL, Dtype::Bf16);
     let problem = Problem { seqlen_k: 8192, heads_kv: 8, head_dim_v, ..square };
     let (spec, own) = base(arch, &problem)?;

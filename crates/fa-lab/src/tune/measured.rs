@@ -4,15 +4,15 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use fa_core::{KernelSpec, Problem};
 use serde::{Deserialize, Serialize};
 
-use super::Candidate;
+use super::candidates::Candidate;
+use crate::error::{Context, Result};
 
 /// What became of one candidate.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Result {
+pub struct Outcome {
     /// Median milliseconds of a launch.
     pub ms: Option<f64>,
     /// Why there is none.
@@ -24,9 +24,12 @@ pub struct Result {
 /// A problem's candidates and what became of them, in the same order.
 #[derive(Clone, Debug)]
 pub struct Measured {
+    /// The problem.
     pub problem: Problem,
+    /// What was tried.
     pub candidates: Vec<Candidate>,
-    pub found: Vec<Result>,
+    /// What became of it.
+    pub found: Vec<Outcome>,
 }
 
 impl Measured {
@@ -64,16 +67,15 @@ impl Notebook {
     ///
     /// # Errors
     /// When the file cannot be read or written.
-    pub fn open(path: &Path) -> anyhow::Result<Notebook> {
-        let context = || format!("cannot use {}", path.display());
+    pub fn open(path: &Path) -> Result<Notebook> {
+        let doing = || format!("cannot use {}", path.display());
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-            fs::create_dir_all(folder).with_context(context)?;
+            fs::create_dir_all(folder).context(doing())?;
         }
-        let mut file =
-            OpenOptions::new().read(true).append(true).create(true).open(path).with_context(context)?;
-        let text = fs::read_to_string(path).with_context(context)?;
+        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).context(doing())?;
+        let text = fs::read_to_string(path).context(doing())?;
         if !text.is_empty() && !text.ends_with('\n') {
-            writeln!(file).with_context(context)?;
+            writeln!(file).context(doing())?;
         }
         let notes = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         Ok(Notebook { notes, path: path.to_owned(), file })
@@ -95,8 +97,8 @@ impl Notebook {
         gpu: &str,
         problem: &Problem,
         candidates: &[Candidate],
-        found: &[Result],
-    ) -> anyhow::Result<()> {
+        found: &[Outcome],
+    ) -> Result<()> {
         let mut lines = String::new();
         for (candidate, found) in candidates.iter().zip(found) {
             let note = Note {
@@ -110,7 +112,7 @@ impl Notebook {
             lines += &(serde_json::to_string(&note)? + "\n");
             self.notes.push(note);
         }
-        self.file.write_all(lines.as_bytes()).with_context(|| format!("cannot write {}", self.path.display()))
+        self.file.write_all(lines.as_bytes()).context(format!("cannot write {}", self.path.display()))
     }
 }
 
@@ -128,8 +130,8 @@ mod tests {
         let problem = Problem::square(1, 1024, 8, 64, Mask::CAUSAL, Dtype::F16);
         let all =
             candidates::of(&problem, Arch::Sm90, Family::Sm90, Pass::Forward, 2).expect("there are plans");
-        let found: Vec<Result> = (0..all.len())
-            .map(|i| Result {
+        let found: Vec<Outcome> = (0..all.len())
+            .map(|i| Outcome {
                 ms: (i != 1).then_some(1.5 + i as f64),
                 error: None,
                 sources: "abc".to_owned(),

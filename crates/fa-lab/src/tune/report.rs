@@ -5,10 +5,8 @@ use fa_kernels::tune::TuneKey;
 use fa_planner::cost::rank_correlation;
 use serde::Serialize;
 
-use crate::contest::Turns;
 use crate::record::Provenance;
-use crate::shape::head_dims;
-use crate::term::output;
+use crate::runner::Turns;
 
 use super::measured::Measured;
 
@@ -18,43 +16,59 @@ const NEAR: f64 = 1.03;
 /// A run of `fa tune`.
 #[derive(Debug, Serialize)]
 pub struct Report {
+    /// The machine, the program and the compiler.
     #[serde(flatten)]
-    provenance: Provenance,
+    pub provenance: Provenance,
     /// Launches of each kernel that counted.
-    reps: usize,
-    problems: Vec<OfProblem>,
+    pub reps: usize,
+    /// By problem.
+    pub problems: Vec<OfProblem>,
     /// Mean of the problems' rank correlations.
-    mean_rank_correlation: Option<f64>,
+    pub mean_rank_correlation: Option<f64>,
     /// Rank correlation over all kernels and problems, of predicted and measured rate.
-    overall_rank_correlation: Option<f64>,
+    pub overall_rank_correlation: Option<f64>,
     /// Problems whose first choice is within 3 % of the best.
-    first_choice_near: usize,
+    pub first_choice_near: usize,
 }
 
+/// What was measured for one problem.
 #[derive(Debug, Serialize)]
-struct OfProblem {
-    problem: Problem,
-    key: TuneKey,
-    winner: Option<String>,
-    tflops: Option<f64>,
+pub struct OfProblem {
+    /// The problem.
+    pub problem: Problem,
+    /// Its key in the table of winners.
+    pub key: TuneKey,
+    /// The fastest kernel.
+    pub winner: Option<String>,
+    /// TFLOP/s at the median.
+    pub tflops: Option<f64>,
     /// The planner's first choice that compiles cleanly.
-    first_choice: Option<String>,
+    pub first_choice: Option<String>,
     /// Its time over the winner's.
-    first_choice_over_best: Option<f64>,
+    pub first_choice_over_best: Option<f64>,
     /// Spearman's, of predicted and measured time.
-    rank_correlation: Option<f64>,
-    kernels: Vec<OfKernel>,
+    pub rank_correlation: Option<f64>,
+    /// The kernels that were tried.
+    pub kernels: Vec<OfKernel>,
 }
 
+/// What became of one kernel.
 #[derive(Debug, Serialize)]
-struct OfKernel {
-    name: String,
-    spec: KernelSpec,
-    sources: String,
-    rank: Option<usize>,
-    predicted_ms: f64,
-    ms: Option<f64>,
-    error: Option<String>,
+pub struct OfKernel {
+    /// The kernel's short name.
+    pub name: String,
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// Hash of the kernel's sources.
+    pub sources: String,
+    /// Its position in the planner's order, from 0.
+    pub rank: Option<usize>,
+    /// Predicted milliseconds.
+    pub predicted_ms: f64,
+    /// Median milliseconds of a launch.
+    pub ms: Option<f64>,
+    /// Why nothing was timed, or what is wrong.
+    pub error: Option<String>,
 }
 
 impl Report {
@@ -81,78 +95,9 @@ impl Report {
         }
     }
 
-    fn rows(&self) -> Vec<[String; 10]> {
-        let number =
-            |value: Option<f64>, digits: usize| value.map_or("-".into(), |x| format!("{x:.digits$}"));
-        let row = |p: &OfProblem| {
-            let problem = &p.problem;
-            let bad = p.kernels.iter().filter(|kernel| kernel.error.is_some()).count();
-            [
-                head_dims(problem),
-                problem.mask.to_string(),
-                problem.dtype.to_string(),
-                format!("{}x{}x{}", problem.batch, problem.heads_q, problem.seqlen_k),
-                p.winner.clone().unwrap_or_else(|| "-".into()),
-                number(p.tflops, 0),
-                p.first_choice.clone().unwrap_or_else(|| "-".into()),
-                number(p.first_choice_over_best, 3),
-                number(p.rank_correlation, 2),
-                format!("{} ({bad})", p.kernels.len()),
-            ]
-        };
-        self.problems.iter().map(row).collect()
-    }
-
-    const HEADER: [&'static str; 10] = [
-        "hd",
-        "mask",
-        "dtype",
-        "B x H x N",
-        "winner",
-        "TFLOP/s",
-        "first choice",
-        "its time over best",
-        "rank corr.",
-        "tried (bad)",
-    ];
-
-    fn summary(&self) -> String {
-        let number = |value: Option<f64>| value.map_or("-".into(), |x| format!("{x:.3}"));
-        format!(
-            "Rank correlation of prediction and measurement: {} in the mean over problems, {} over everything. The \
-             planner's first choice is within 3 % of the best for {} of {} problems.\n",
-            number(self.mean_rank_correlation),
-            number(self.overall_rank_correlation),
-            self.first_choice_near,
-            self.problems.len()
-        )
-    }
-
-    /// For a terminal.
-    pub fn table(&self) -> String {
-        let mut table = output::table(&Report::HEADER);
-        self.rows().into_iter().for_each(|row| {
-            table.add_row(row);
-        });
-        format!("{}{}", output::table_text(&table), self.summary())
-    }
-
-    /// For a document.
-    pub fn markdown(&self) -> String {
-        let Provenance { device, compiler, commit, command, date, .. } = &self.provenance;
-        let driver = device.driver.as_deref().unwrap_or("unknown");
-        let mut text = format!(
-            "# Tuning on {}\n\n`{command}`, {date}, commit {commit}, driver {driver}, {compiler}; medians of {} launches, \
-             kernels of a problem in turns.\n\n{}\n",
-            device.gpu,
-            self.reps,
-            self.summary()
-        );
-        text += &format!("| {} |\n|{}\n", Report::HEADER.join(" | "), "---|".repeat(Report::HEADER.len()));
-        for row in self.rows() {
-            text += &format!("| {} |\n", row.join(" | "));
-        }
-        text
+    /// Whether a kernel was found for every problem.
+    pub fn all_have_winners(&self) -> bool {
+        self.problems.iter().all(|problem| problem.winner.is_some())
     }
 }
 

@@ -1,26 +1,25 @@
-//! `fa validate --all-configs`: every configuration that the planner lists, compiled, validated and measured, and how good
+//! Every configuration that the planner lists, compiled, validated and measured, and how good
 //! the planner's predictions are.
 
 use std::collections::{HashMap, HashSet};
-use std::fmt::Write;
-use std::path::Path;
+use std::time::Duration;
 
-use fa_core::{Arch, Family, Pass};
+use fa_core::Family;
 use fa_kernels::{Compiler, CompilerKind, Report};
 use fa_planner::cost::rank_correlation;
-
 use serde::Serialize;
 
-use super::args::ValidateArgs;
-use super::cases::{Action, Case, Extent, NamedSpec, of_spec};
-use super::worker::{CaseResult, Status};
-use crate::configs::{self, Built, Config, NEAR_MISS, SEQLEN};
-use crate::record::{self, Provenance};
-use crate::term::failure::Verdict;
-use crate::term::output;
-
-/// Lines of a kind that a text lists.
-const MOST_LINES: usize = 12;
+use super::event::{CaseResult, Status};
+use super::options::{Cases, Job, Options};
+use super::supervise;
+use crate::configs::{self, Built, Config, SEQLEN};
+use crate::device::Device;
+use crate::error::Result;
+use crate::grid::{self, Action, Case, Extent, NamedSpec, of_spec};
+use crate::progress::Progress;
+use crate::record::Provenance;
+use crate::shape::HeadDim;
+use crate::worker::Program;
 
 /// What became of a configuration.
 #[derive(Clone, Debug, Serialize)]
@@ -59,16 +58,28 @@ pub struct Summary {
     pub best: Option<(String, f64)>,
 }
 
-/// What is printed and recorded.
+/// What became of every configuration.
 #[derive(Debug, Serialize)]
-struct Record {
-    kind: &'static str,
-    passed: bool,
+pub struct Record {
+    /// `configs`.
+    pub kind: &'static str,
+    /// Whether none is wrong.
+    pub passed: bool,
+    /// The machine, the program and the compiler.
     #[serde(flatten)]
-    provenance: Provenance,
-    seqlen: usize,
-    summaries: Vec<Summary>,
-    rows: Vec<Row>,
+    pub provenance: Provenance,
+    /// Queries and keys of the problems.
+    pub seqlen: usize,
+    /// By problem.
+    pub summaries: Vec<Summary>,
+    /// By configuration.
+    pub rows: Vec<Row>,
+    /// The family of the kernels.
+    #[serde(skip)]
+    pub family: Family,
+    /// What became of the cases.
+    #[serde(skip)]
+    pub cases: Vec<CaseResult>,
 }
 
 /// The numerics and the measurement of a configuration.
@@ -76,7 +87,7 @@ fn cases_of(config: &Config) -> Vec<Case> {
     let name = config.spec.to_string();
     let mut cases = of_spec("configs", &name, &config.spec, Extent::Quick);
     let kernel = Some(NamedSpec { name, spec: config.spec.clone() });
-    let measured = Case { action: Action::Measure, kernel, ..super::cases::case("configs", config.problem) };
+    let measured = Case { action: Action::Measure, kernel, ..grid::case("configs", config.problem) };
     cases.push(Case { pass: config.spec.kernel.pass(), ..measured });
     cases
 }
@@ -86,19 +97,21 @@ pub fn cases(configs: &[Config]) -> Vec<Case> {
     configs.iter().flat_map(cases_of).collect()
 }
 
-/// Compiles, validates and measures. `work` runs the cases but for those of the given names.
+/// Compiles, validates and measures every configuration for `head_dims`.
 ///
 /// # Errors
-/// When there is no compiler, or the worker cannot go on.
-pub fn command(
-    args: &ValidateArgs,
-    (family, arch): (Family, Arch),
-    provenance: impl FnOnce() -> anyhow::Result<Provenance>,
-    work: impl FnOnce(Vec<CaseResult>) -> anyhow::Result<Vec<CaseResult>>,
-) -> anyhow::Result<Verdict> {
-    let configs = configs::list(&args.headdim, args.pass()?, family, arch)?;
-    let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?);
-    // The worker passes over what it is told is done.
+/// When there is no GPU or compiler, or workers are lost again and again.
+pub fn run(
+    options: &Options,
+    head_dims: &[HeadDim],
+    program: &Program,
+    progress: &mut Progress<'_>,
+) -> Result<Record> {
+    let arch = Device::open()?.kernels.arch();
+    let family = options.family.unwrap_or(Family::native(arch));
+    let configs = configs::list(head_dims, options.pass, family, arch)?;
+    let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?, progress);
+    // The worker passes over what is finished.
     let unclean = configs.iter().zip(&reports).filter(|(_, report)| !is_clean(report));
     let skipped = unclean.flat_map(|(config, _)| cases_of(config)).map(|case| CaseResult {
         name: case.name(),
@@ -108,26 +121,19 @@ pub fn command(
         detail: "does not compile cleanly".to_owned(),
         ms: None,
     });
-    let results = work(skipped.collect())?;
+    let cases = Cases::Configs { head_dims: head_dims.to_vec() };
+    let options = Options { family: Some(family), cases, ..options.clone() };
+    let watchdog = Duration::from_secs(u64::from(options.watchdog));
+    let job = Job { options, finished: Vec::new() };
+    let cases = supervise::run(program, job, watchdog, None, skipped.collect(), progress)?;
     let by_name: HashMap<&str, &CaseResult> =
-        results.iter().map(|result| (result.name.as_str(), result)).collect();
+        cases.iter().map(|result| (result.name.as_str(), result)).collect();
     let rows: Vec<Row> =
         configs.iter().zip(&reports).map(|(config, report)| row(config, report, &by_name)).collect();
     let summaries = summaries(&rows);
     let passed = rows.iter().all(|row| row.right != Some(false));
-    let record =
-        Record { kind: "configs", passed, provenance: provenance()?, seqlen: SEQLEN, summaries, rows };
-    if args.record {
-        let kernels = format!("{family}{}", args.suffix());
-        let page = markdown(&title(family, args.pass()?), &record, &results);
-        write_record(&args.results, &kernels, &record, &page)?;
-    }
-    if args.json {
-        output::print_json(&record)?
-    } else {
-        output::print(&text(&record, &results))?
-    }
-    Ok(if passed { Verdict::Good } else { Verdict::Bad })
+    let provenance = Provenance::new(&Device::open()?)?;
+    Ok(Record { kind: "configs", passed, provenance, seqlen: SEQLEN, summaries, rows, family, cases })
 }
 
 fn is_clean(report: &Result<Report, String>) -> bool {
@@ -177,160 +183,11 @@ fn summary(problem: &str, rows: &[Row]) -> Summary {
     }
 }
 
-fn summary_table(summaries: &[Summary]) -> comfy_table::Table {
-    let mut table = output::table(&[
-        "problem",
-        "fit",
-        "clean",
-        "clean though rejected",
-        "right",
-        "wrong",
-        "rank corr.",
-        "first choice TFLOP/s",
-        "best TFLOP/s",
-        "of best",
-        "best configuration",
-    ]);
-    for summary in summaries {
-        let number = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.0}"));
-        let first = summary.first_choice.as_ref().map(|(_, rate)| *rate);
-        let best = summary.best.as_ref().map(|(_, rate)| *rate);
-        let share = first.zip(best).map_or("-".to_owned(), |(a, b)| format!("{:.1} %", 100.0 * a / b));
-        table.add_row([
-            summary.problem.clone(),
-            summary.fit.to_string(),
-            summary.clean.to_string(),
-            summary.clean_though_rejected.to_string(),
-            summary.right.to_string(),
-            summary.wrong.to_string(),
-            summary.rank_correlation.map_or("-".to_owned(), |rho| format!("{rho:.3}")),
-            number(first),
-            number(best),
-            share,
-            summary.best.as_ref().map_or("-".to_owned(), |(name, _)| name.clone()),
-        ]);
-    }
-    table
-}
-
-fn text(record: &Record, results: &[CaseResult]) -> String {
-    let mut text = output::table_text(&summary_table(&record.summaries));
-    let failed = results.iter().filter(|result| result.status == Status::Failed);
-    for result in failed.take(MOST_LINES) {
-        let _ = writeln!(text, "FAILED {}: {}", result.name, result.detail);
-    }
-    let contradicted: Vec<&Row> =
-        record.rows.iter().filter(|row| row.built.fits && row.built.fault.is_some()).collect();
-    for row in contradicted.iter().take(MOST_LINES) {
-        let _ = writeln!(
-            text,
-            "fits by plan ({} of {} registers), but {}: {}",
-            row.built.registers_planned,
-            row.built.register_limit,
-            row.built.kernel,
-            row.built.verdict()
-        );
-    }
-    if contradicted.len() > MOST_LINES {
-        let _ = writeln!(text, "and {} more; --json and --record list all", contradicted.len() - MOST_LINES);
-    }
-    text
-}
-
-fn write_record(results: &Path, kernels: &str, record: &Record, page: &str) -> anyhow::Result<()> {
-    let name = format!("{kernels}-{}", record.provenance.gpu_slug());
-    let json = record::write(results, "configs", &format!("{name}.json"), &output::json_text(record)?)?;
-    let page = record::write(results, "configs", &format!("{name}.md"), page)?;
-    eprintln!("wrote {} and {}", json.display(), page.display());
-    Ok(())
-}
-
-/// The title of a page: kernels, pass and determinism.
-fn title(family: Family, pass: Pass) -> String {
-    format!("Every {} {pass} configuration: predicted and measured", family.name().to_uppercase())
-}
-
-fn markdown(title: &str, record: &Record, cases: &[CaseResult]) -> String {
-    let Provenance { command, commit, date, device, compiler, .. } = &record.provenance;
-    let mut text = format!(
-        "# {title}\n\n`{command}`, commit {commit}, {date}\n\n{} ({} SMs), driver {}, \
-         CUDA {}, {compiler}\n\nbf16, batch x seqlen 16,384, seqlen {}, heads x head dim 2,048. Rates in TFLOP/s by CUDA events. \
-         A configuration is measured when it compiles without spills and forbidden warnings; \"clean though rejected\" \
-         are those that the planner's register model rejects by at most {:.0} % and the compiler builds cleanly.\n\n",
-        device.gpu,
-        device.sms,
-        device.driver.as_deref().unwrap_or("unknown"),
-        device.cuda,
-        record.seqlen,
-        NEAR_MISS * 100.0
-    );
-    let mut table = summary_table(&record.summaries);
-    table.load_preset(comfy_table::presets::ASCII_MARKDOWN);
-    text += &output::table_text(&table);
-    for summary in &record.summaries {
-        let own = record.rows.iter().filter(|row| row.built.problem == summary.problem);
-        let mut rows: Vec<&Row> = own.collect();
-        rows.sort_by(|a, b| b.tflops.unwrap_or(0.0).total_cmp(&a.tflops.unwrap_or(0.0)));
-        let _ = write!(text, "\n## {}\n\n", summary.problem);
-        let mut table = output::table(&[
-            "configuration",
-            "plan",
-            "registers planned",
-            "spill B",
-            "smem B",
-            "predicted",
-            "measured",
-        ]);
-        table.load_preset(comfy_table::presets::ASCII_MARKDOWN);
-        for row in rows {
-            table.add_row([
-                row.built.kernel.clone(),
-                if row.built.fits { "fits" } else { "rejected" }.to_owned(),
-                format!("{} of {}", row.built.registers_planned, row.built.register_limit),
-                row.built.spills.map_or("-".to_owned(), |spills| spills.to_string()),
-                row.built.smem.to_string(),
-                format!("{:.0}", row.tflops_predicted),
-                match (row.tflops, row.right, &row.built.fault) {
-                    (Some(rate), ..) => format!("{rate:.0}"),
-                    (None, Some(false), _) => "WRONG".to_owned(),
-                    (None, _, Some(fault)) => fault.split(':').next().unwrap_or_default().to_owned(),
-                    _ => "-".to_owned(),
-                },
-            ]);
-        }
-        text += &output::table_text(&table);
-    }
-    let wrong: Vec<&CaseResult> = cases.iter().filter(|result| result.status == Status::Failed).collect();
-    if !wrong.is_empty() {
-        text += "\n## Wrong\n\n";
-        for result in wrong {
-            let _ = writeln!(text, "- {}: {}", result.name, result.detail);
-        }
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::flags::HeadDim;
+    use fa_core::{Arch, Pass};
 
-    #[test]
-    fn titles_name_the_pass() {
-        let backward = |deterministic| Pass::Backward { deterministic };
-        assert_eq!(
-            title(Family::Sm80, Pass::Forward),
-            "Every SM80 forward configuration: predicted and measured"
-        );
-        assert_eq!(
-            title(Family::Sm90, backward(false)),
-            "Every SM90 backward configuration: predicted and measured"
-        );
-        assert_eq!(
-            title(Family::Sm90, backward(true)),
-            "Every SM90 deterministic backward configuration: predicted and measured"
-        );
-    }
+    use super::*;
 
     #[test]
     fn configurations_have_unique_names_and_near_misses_among_them() {

@@ -1,21 +1,22 @@
-//! `fa validate --sanitize`: a small part of the grid under the tools of compute-sanitizer.
+//! A small part of the grid under the tools of compute-sanitizer.
 
+use std::io::{Seek, Write};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 use fa_kernels::toolchain;
 
 use serde::Serialize;
+use serde_json::json;
 
-use super::args::ValidateArgs;
-use super::cases::{self, BASE, Case, Placing};
-use crate::cuda::Device;
-use crate::record::{self, Provenance};
-use crate::term::failure::{InputError, Verdict};
-use crate::term::output;
+use super::options::{Cases, Job, Options};
+use crate::device::Device;
+use crate::error::{Context, Error, Result};
+use crate::grid::{self, BASE, Case, Placing};
+use crate::record::Provenance;
+use crate::worker::Program;
 
 const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 
@@ -49,7 +50,7 @@ pub fn cases(pass: Pass) -> Vec<Case> {
             let problem =
                 Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
             let placing = if turn == 4 { Placing::Gap(8) } else { Placing::Bshd };
-            let case = Case { placing, pass, ..cases::case("sanitize", problem) };
+            let case = Case { placing, pass, ..grid::case("sanitize", problem) };
             if pass.is_backward() {
                 cases.push(Case { pass: Pass::DETERMINISTIC_BACKWARD, ..case.clone() });
             }
@@ -59,58 +60,50 @@ pub fn cases(pass: Pass) -> Vec<Case> {
     cases
 }
 
-/// What is printed and recorded.
+/// What the tools found.
 #[derive(Debug, Serialize)]
-struct Report {
-    kind: &'static str,
-    passed: bool,
+pub struct Report {
+    /// `sanitize`.
+    pub kind: &'static str,
+    /// Whether no tool found anything.
+    pub passed: bool,
+    /// The machine, the program and the compiler.
     #[serde(flatten)]
-    provenance: Provenance,
-    family: String,
-    tools: Vec<Finding>,
+    pub provenance: Provenance,
+    /// The family of the kernels.
+    pub family: String,
+    /// What each tool found.
+    pub tools: Vec<Finding>,
 }
 
-/// Runs a worker on [`cases()`] under each tool.
+/// Runs a worker on [`cases()`] under each tool; of `options`, the family, the pass and the filter count.
 ///
 /// # Errors
-/// Without compute-sanitizer, or when it does not start.
-pub fn command(
-    args: &ValidateArgs,
-    family: Family,
-    worker: impl Fn() -> anyhow::Result<Command>,
-) -> anyhow::Result<Verdict> {
+/// Without a GPU or compute-sanitizer, or when it does not start.
+pub fn run(options: &Options, program: &Program) -> Result<Report> {
+    let family = options.family.unwrap_or(Family::native(Device::open()?.kernels.arch()));
     let sanitizer = find().ok_or_else(|| {
-        InputError::Usage(
+        Error::Request(
             "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set CUDA_HOME"
                 .to_owned(),
         )
     })?;
+    let options = Options { family: Some(family), cases: Cases::Sanitize, ..options.clone() };
+    let job = Job { options, finished: Vec::new() };
     let mut tools = Vec::new();
     for tool in TOOLS {
-        let plain = worker()?;
         let mut command = Command::new(&sanitizer);
         command.args(["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]);
-        command.arg(plain.get_program()).args(plain.get_args());
-        tools.push(run(tool, command)?);
+        command.arg(&program.executable).args(&program.arguments);
+        tools.push(run_tool(tool, command, &job)?);
     }
-    let report = Report {
+    Ok(Report {
         kind: "sanitize",
         passed: tools.iter().all(|finding| finding.clean),
         provenance: Provenance::new(&Device::open()?)?,
         family: family.to_string(),
         tools,
-    };
-    if args.record {
-        let name = format!("{}{}-{}.json", report.family, args.suffix(), report.provenance.gpu_slug());
-        let path = record::write(&args.results, record::SANITIZED, &name, &output::json_text(&report)?)?;
-        eprintln!("wrote {}", path.display());
-    }
-    if args.json {
-        output::print_json(&report)?;
-    } else {
-        output::print(&text(&report.tools))?;
-    }
-    Ok(if report.passed { Verdict::Good } else { Verdict::Bad })
+    })
 }
 
 fn find() -> Option<PathBuf> {
@@ -119,11 +112,14 @@ fn find() -> Option<PathBuf> {
     toolchain::find_tool("compute-sanitizer").or_else(|| usual.into_iter().find(|path| path.is_file()))
 }
 
-fn run(tool: &'static str, mut command: Command) -> anyhow::Result<Finding> {
+fn run_tool(tool: &'static str, mut command: Command, job: &Job) -> Result<Finding> {
     let start = Instant::now();
     let log = tempfile::NamedTempFile::new()?;
+    let mut input = tempfile::tempfile()?;
+    writeln!(input, "{}", json!({ "validate": job }))?;
+    input.rewind()?;
     let mut child = command
-        .stdin(Stdio::null())
+        .stdin(input)
         .stdout(log.reopen()?)
         .stderr(log.reopen()?)
         .spawn()
@@ -167,22 +163,6 @@ fn judge(tool: &'static str, text: &str, success: bool, seconds: f64) -> Finding
         first: if quiet { Vec::new() } else { first.collect() },
         seconds,
     }
-}
-
-fn text(findings: &[Finding]) -> String {
-    let mut table = output::table(&["tool", "verdict", "s", "summary"]);
-    for finding in findings {
-        let verdict = if finding.clean { "clean" } else { "NOT CLEAN" };
-        let seconds = format!("{:.0}", finding.seconds);
-        table.add_row([finding.tool, verdict, &seconds, &finding.summary]);
-    }
-    let mut text = output::table_text(&table);
-    for finding in findings {
-        for line in &finding.first {
-            text += &format!("{}: {line}\n", finding.tool);
-        }
-    }
-    text
 }
 
 #[cfg(test)]

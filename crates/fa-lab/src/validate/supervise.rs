@@ -1,36 +1,42 @@
 //! Watches over a worker: a case that hangs or crashes is reported, and a new worker goes on with the others.
 
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use serde_json::json;
 
-use super::worker::{CaseResult, Event, Status};
-use crate::term::progress::Steps;
+use super::event::{CaseResult, Event, Status};
+use super::options::Job;
+use crate::error::{Context, Error, Result};
+use crate::progress::{Progress, Step};
+use crate::worker::{Program, Received, StandardError, Worker};
 
 /// After so many lost workers the GPU or the driver is in a state where nothing can be learnt.
 const MOST_LOST: usize = 8;
 
-/// Runs `command`, a worker, and others after it where it is lost, until all cases are through. Cases in `done` are not run.
+/// How often it is looked whether a case is on the GPU for too long.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Runs a worker on `job`, and others after it where it is lost, until all cases are through. Cases in `done` are not run.
 ///
 /// # Errors
 /// When no worker starts, or the first ends before its first case, with what it says.
 pub fn run(
-    mut command: impl FnMut() -> anyhow::Result<Command>,
+    program: &Program,
+    mut job: Job,
     watchdog: Duration,
     deadline: Option<Instant>,
     done: Vec<CaseResult>,
-) -> anyhow::Result<Vec<CaseResult>> {
+    progress: &mut Progress<'_>,
+) -> Result<Vec<CaseResult>> {
     let known = done.len();
     let mut results = done;
     let mut lost = 0;
     loop {
-        let end = watch(command()?, watchdog, deadline, &mut results)?;
+        job.finished = results.iter().map(|result| result.name.clone()).collect();
+        let end = watch(program, &job, watchdog, deadline, &mut results, progress)?;
         match end {
             End::Through => return Ok(results),
-            End::Lost { case: None, reason } if results.len() == known => anyhow::bail!("{reason}"),
+            End::Lost { case: None, reason } if results.len() == known => return Err(Error::Worker(reason)),
             End::Lost { case, reason } => {
                 lost += 1;
                 results.push(CaseResult {
@@ -42,11 +48,10 @@ pub fn run(
                     ms: None,
                 });
                 if lost >= MOST_LOST {
-                    anyhow::bail!(
-                        "{lost} workers were lost, the last in {}: {}",
-                        results.last().map_or("", |result| &result.name),
-                        results.last().map_or("", |result| &result.detail)
-                    );
+                    let (name, detail) =
+                        results.last().map_or(("", ""), |last| (last.name.as_str(), last.detail.as_str()));
+                    let message = format!("{lost} workers were lost, the last in {name}: {detail}");
+                    return Err(Error::Worker(message));
                 }
             }
         }
@@ -58,76 +63,41 @@ enum End {
     Lost { case: Option<String>, reason: String },
 }
 
-/// Kills and reaps a worker that is left behind.
-struct Guard(Child);
-
-impl Drop for Guard {
-    fn drop(&mut self) {
-        // It has ended already where all went well.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 fn watch(
-    mut command: Command,
+    program: &Program,
+    job: &Job,
     watchdog: Duration,
     deadline: Option<Instant>,
     results: &mut Vec<CaseResult>,
-) -> anyhow::Result<End> {
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut worker = Guard(command.spawn().context("cannot start a worker")?);
-    let mut stdin = worker.0.stdin.take().context("a worker has no input")?;
-    let finished: String = results.iter().map(|result| result.name.clone() + "\n").collect();
+    progress: &mut Progress<'_>,
+) -> Result<End> {
+    let mut worker =
+        Worker::start(program.command(), StandardError::Read).context("cannot start a worker")?;
     // A worker that is already gone says why below.
-    let _ = stdin.write_all(finished.as_bytes());
-    drop(stdin);
-    let stdout = worker.0.stdout.take().context("a worker has no output")?;
-    let stderr = worker.0.stderr.take().context("a worker has no error output")?;
-    let errors = std::thread::spawn(move || {
-        let lines = BufReader::new(stderr).lines().map_while(Result::ok);
-        // The last lines tell why; warnings before them are many.
-        let mut last: Vec<String> = Vec::new();
-        for line in lines {
-            eprintln!("{line}");
-            if last.len() == 5 {
-                last.remove(0);
-            }
-            last.push(line);
-        }
-        last.join("; ")
-    });
-    let (sender, events) = mpsc::channel();
-    std::thread::spawn(move || {
-        for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-            let Ok(event) = serde_json::from_str::<Event>(&line) else { continue };
-            if sender.send(event).is_err() {
-                break;
-            }
-        }
-    });
-    let mut steps: Option<Steps> = None;
+    let _ = worker.send(&json!({ "validate": job }));
+    worker.close_input();
     let mut on_gpu: Option<(String, Instant)> = None;
     loop {
-        match events.recv_timeout(Duration::from_millis(200)) {
-            Ok(Event::Cases(count)) => steps = Some(Steps::new(count)),
-            Ok(Event::Begin(name)) => {
-                if let Some(steps) = &mut steps {
-                    steps.begin(name.clone());
+        match worker.receive(Instant::now() + LOOK) {
+            Received::Line(line) => match serde_json::from_str::<Event>(&line) {
+                Ok(Event::Cases(count)) => progress(Step::Total(count)),
+                Ok(Event::Begin(name)) => {
+                    progress(Step::Begin(name.clone()));
+                    on_gpu = Some((name, Instant::now()));
                 }
-                on_gpu = Some((name, Instant::now()));
-            }
-            Ok(Event::Done(result)) => {
-                if on_gpu.as_ref().is_some_and(|(name, _)| *name == result.name) {
-                    on_gpu = None;
+                Ok(Event::Done(result)) => {
+                    if on_gpu.as_ref().is_some_and(|(name, _)| *name == result.name) {
+                        on_gpu = None;
+                    }
+                    progress(Step::Done);
+                    results.push(result);
                 }
-                if let Some(steps) = &mut steps {
-                    steps.advance();
-                }
-                results.push(result);
-            }
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => break,
+                // Libraries in the worker may print lines of their own.
+                Err(_) => {}
+            },
+            Received::Said(line) => progress(Step::Said(line)),
+            Received::Nothing => {}
+            Received::End => break,
         }
         if let Some((name, since)) = &on_gpu
             && since.elapsed() > watchdog
@@ -140,12 +110,11 @@ fn watch(
             return Ok(End::Lost { case: None, reason: "did not end when its time was up".to_owned() });
         }
     }
-    drop(steps);
-    let status = worker.0.wait().context("a worker does not end")?;
-    let said = errors.join().unwrap_or_default();
+    let status = worker.wait()?;
     if status.success() {
         return Ok(End::Through);
     }
+    let said = worker.last_words().collect::<Vec<_>>().join("; ");
     // The case that is still on the GPU, unless its own result tells what happened.
     let case = on_gpu.map(|(name, _)| name);
     if case.is_none() && results.last().is_some_and(|result| result.status == Status::Failed) {
@@ -157,14 +126,19 @@ fn watch(
 
 #[cfg(all(test, unix))]
 mod tests {
-    use super::*;
+    use fa_core::Pass;
 
-    fn worker(script: &str) -> impl FnMut() -> anyhow::Result<Command> + '_ {
-        move || {
-            let mut command = Command::new("sh");
-            command.args(["-c", script]);
-            Ok(command)
-        }
+    use super::*;
+    use crate::grid::Extent;
+    use crate::validate::options::{Cases, Options};
+
+    fn run_script(script: &str, watchdog: Duration) -> Result<Vec<CaseResult>> {
+        let program =
+            Program { executable: "sh".into(), arguments: vec!["-c".to_owned(), script.to_owned()] };
+        let cases = Cases::Grid { extent: Extent::Quick, repeat: 2 };
+        let options = Options { family: None, pass: Pass::Forward, cases, filter: None, watchdog: 1 };
+        let job = Job { options, finished: Vec::new() };
+        run(&program, job, watchdog, None, Vec::new(), &mut |_| {})
     }
 
     const DONE: &str =
@@ -174,7 +148,7 @@ mod tests {
     fn results_are_collected() {
         let script =
             format!("cat >/dev/null; echo '{{\"cases\":1}}'; echo '{{\"begin\":\"a/1\"}}'; echo '{DONE}'");
-        let results = run(worker(&script), Duration::from_secs(10), None, Vec::new()).unwrap();
+        let results = run_script(&script, Duration::from_secs(10)).unwrap();
         assert_eq!((results.len(), results[0].status), (1, Status::Passed));
     }
 
@@ -185,7 +159,7 @@ mod tests {
             "if grep -q a/2; then echo '{DONE}'; else echo '{{\"begin\":\"a/2\"}}'; exec sleep 30; fi"
         );
         let start = Instant::now();
-        let results = run(worker(&script), Duration::from_millis(300), None, Vec::new()).unwrap();
+        let results = run_script(&script, Duration::from_millis(300)).unwrap();
         assert!(start.elapsed() < Duration::from_secs(20));
         let names: Vec<&str> = results.iter().map(|result| result.name.as_str()).collect();
         assert_eq!(names, ["a/2", "a/1"]);
@@ -194,16 +168,10 @@ mod tests {
 
     #[test]
     fn a_worker_that_cannot_begin_says_why() {
-        let error =
-            run(worker("echo 'no driver here' >&2; exit 1"), Duration::from_secs(10), None, Vec::new());
+        let error = run_script("echo 'no driver here' >&2; exit 1", Duration::from_secs(10));
         assert!(error.unwrap_err().to_string().contains("no driver here"));
         // One that ends between cases again and again is given up.
         let script = format!("cat >/dev/null; echo '{DONE}'; exit 3");
-        assert!(
-            run(worker(&script), Duration::from_secs(10), None, Vec::new())
-                .unwrap_err()
-                .to_string()
-                .contains("8 workers")
-        );
+        assert!(run_script(&script, Duration::from_secs(10)).unwrap_err().to_string().contains("8 workers"));
     }
 }

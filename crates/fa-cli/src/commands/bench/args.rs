@@ -6,9 +6,9 @@ use clap::Args;
 use fa_core::Family;
 use fa_planner::Mode;
 
-use crate::bench_gpu::marks::Marks;
-use crate::contest::Turns;
 use crate::flags::{self, Backend, CpuArgs, ShapeArgs};
+use fa_lab::marks::Marks;
+use fa_lab::runner::Turns;
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -63,7 +63,7 @@ pub struct GpuArgs {
     #[arg(long)]
     pub peers: bool,
     /// Measure a fixed list of shapes
-    #[arg(long, value_enum, conflicts_with_all = [
+    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
     ])]
     pub marks: Option<Marks>,

@@ -3,7 +3,7 @@
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
 
-use super::report::{Report, Row};
+use fa_lab::bench::report::{Report, Row};
 
 /// Panels side by side.
 const COLUMNS: usize = 2;

@@ -15,9 +15,10 @@ use fa_kernels::{Kernels, driver};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use crate::cuda::{Device, Inputs, median};
 use crate::term::failure::Verdict;
 use crate::term::output;
+use fa_lab::device::{Device, median};
+use fa_lab::tensors::Inputs;
 
 /// Processes with a warm cache.
 const WARM: usize = 7;

@@ -1,13 +1,16 @@
 //! Flags of `fa validate`.
 
-use fa_core::{Family, Pass};
 use std::path::PathBuf;
 
 use clap::Args;
+use fa_core::{Family, Pass};
+use fa_lab::configs::HEAD_DIMS;
+use fa_lab::grid::Extent;
+use fa_lab::shape::HeadDim;
+use fa_lab::spec_file::read_spec_of;
+use fa_lab::validate::{Cases, Options};
 
-use crate::configs::HEAD_DIMS;
 use crate::flags::{self, pass_of};
-use crate::term::failure::InputError;
 
 /// `fa validate`.
 #[derive(Debug, Args)]
@@ -58,7 +61,7 @@ pub struct ValidateArgs {
         requires = "all_configs",
         default_value = HEAD_DIMS
     )]
-    pub headdim: Vec<crate::flags::HeadDim>,
+    pub headdim: Vec<HeadDim>,
     /// Write a record below the results folder; of the grid, the whole is validated for it
     #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
     pub record: bool,
@@ -76,9 +79,6 @@ pub struct ValidateArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
-    /// The part of this command that works on the GPU: names of finished cases on its input, events on its output
-    #[arg(long, hide = true)]
-    pub worker: bool,
 }
 
 const EXAMPLES: &str = "\
@@ -97,17 +97,24 @@ LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all 
 A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
 
 impl ValidateArgs {
-    /// Whether the whole grid is asked for.
-    pub fn is_full(&self) -> bool {
-        self.full || self.record
-    }
-
-    /// The pass that is validated, of whose configurations those with `--deterministic` are deterministic.
+    /// What is validated.
     ///
     /// # Errors
-    /// [`InputError::Usage`] for a deterministic forward.
-    pub fn pass(&self) -> Result<Pass, InputError> {
-        pass_of(self.mode, self.deterministic)
+    /// A deterministic forward, and a spec that cannot be read or is for the other pass.
+    pub fn options(&self) -> anyhow::Result<Options> {
+        let pass = pass_of(self.mode, self.deterministic)?;
+        let (extent, repeats) =
+            if self.full || self.record { (Extent::Full, 1000) } else { (Extent::Quick, 100) };
+        let repeat = self.repeat.unwrap_or(repeats) as usize;
+        let cases = match (&self.spec, self.soak) {
+            _ if self.sanitize => Cases::Sanitize,
+            _ if self.all_configs => Cases::Configs { head_dims: self.headdim.clone() },
+            (_, Some(seconds)) => Cases::Soak { seconds, seed: self.seed },
+            (Some(path), None) => Cases::Spec { spec: Box::new(read_spec_of(path, self.mode)?), repeat },
+            (None, None) => Cases::Grid { extent, repeat },
+        };
+        let (filter, watchdog) = (self.filter.clone(), self.watchdog);
+        Ok(Options { family: self.arch, pass, cases, filter, watchdog })
     }
 
     /// What the names of records say about the pass.

@@ -1,15 +1,17 @@
 //! Cases of gradients: the library's forward, then the backward behind it, both judged.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{Backward, Error, Forward};
 
-use super::{Event, Found, Worker, tell};
-use crate::cuda::{Bound, Call, GradientCall, Gradients, Half, Inputs, Outputs, random_dout};
-use crate::validate::cases::{Action, Case};
-use crate::validate::gradients::GradientOracle;
-use crate::validate::oracle::Oracle;
+use super::session::{Found, Session};
+use crate::device::{Bound, Call, GradientCall};
+use crate::error::Result;
+use crate::grid::{Action, Case};
+use crate::judge::forward::Oracle;
+use crate::judge::gradients::GradientOracle;
+use crate::tensors::{Gradients, Half, Inputs, Outputs, random_dout};
 
 /// Inputs, dO and what must come of them.
 pub struct Made<T> {
@@ -19,8 +21,11 @@ pub struct Made<T> {
     gradients: GradientOracle<T>,
 }
 
-/// Inputs and oracles of a case.
-pub fn made<T: Half>(case: &Case) -> anyhow::Result<Made<T>> {
+/// Makes inputs and oracles of a case.
+///
+/// # Errors
+/// Inputs that do not fit their problem.
+pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
     let inputs = case.inputs::<T>();
     let dout = random_dout(&inputs, case.seed());
     let forward = Oracle::new(&inputs, case.seed())?;
@@ -93,101 +98,86 @@ impl<T: Half> Job<'_, T> {
     }
 }
 
-impl Worker {
-    fn backward(&self, case: &Case, deterministic: bool) -> Result<Backward, Error> {
-        let (kernels, problem) = (&self.device.kernels, &case.problem);
-        match &case.kernel {
-            Some(named) => kernels.backward_with(problem, &named.spec),
-            None if self.is_native() => kernels.backward(problem, deterministic),
-            None => kernels.backward_of(problem, deterministic, self.family),
-        }
+fn backward(session: &Session, case: &Case, deterministic: bool) -> Result<Backward, Error> {
+    let (kernels, problem) = (&session.device.kernels, &case.problem);
+    match &case.kernel {
+        Some(named) => kernels.backward_with(problem, &named.spec),
+        None if session.is_native() => kernels.backward(problem, deterministic),
+        None => kernels.backward_of(problem, deterministic, session.family),
     }
+}
 
-    /// Runs and judges a case of gradients; `forward` goes before.
-    pub(super) fn examine_gradients(
-        &self,
-        case: &Case,
-        forward: Forward,
-        deterministic: bool,
-    ) -> anyhow::Result<Found> {
-        crate::cuda::with_half!(
-            case.problem.dtype,
-            T => self.examine_as::<T>(case, forward, deterministic),
-            else anyhow::bail!("no GPU kernel computes in {}", case.problem.dtype)
-        )
+/// Runs and judges a case of gradients; `forward` goes before.
+///
+/// # Errors
+/// What the GPU reports.
+pub fn examine<T: Half>(
+    session: &Session,
+    case: &Case,
+    forward: Forward,
+    deterministic: bool,
+) -> Result<Found> {
+    let backward = backward(session, case, deterministic)?;
+    if case.action == Action::Measure {
+        return session.measure(case, &Bound::Backward(backward), Some(&forward));
     }
+    let own;
+    let made = match session.shared::<Made<T>>(case) {
+        Some(shared) => shared,
+        None => {
+            own = made::<T>(case)?;
+            &own
+        }
+    };
+    let job = Job { forward: &forward, backward: &backward, made, deterministic };
+    let runs = {
+        let _gpu = session.begin(case);
+        act(session, case.action, &job)?
+    };
+    let of_out = made.forward.judge(&case.problem, &runs.outputs)?;
+    let mut found = Found {
+        passed: of_out.passed,
+        detail: if of_out.passed { String::new() } else { format!("the forward: {}", of_out.detail) },
+        ..Found::of(&backward.kernel().spec)
+    };
+    for gradients in &runs.gradients {
+        let judged = made.gradients.judge(&made.inputs, &made.dout, gradients)?;
+        found.ratio = found.ratio.max(judged.ratio);
+        if found.detail.is_empty() || found.passed && !judged.passed {
+            found.detail = judged.detail;
+        }
+        found.passed &= judged.passed;
+    }
+    if let Some(fault) = runs.fault {
+        found.passed = false;
+        found.detail = fault;
+    }
+    Ok(found)
+}
 
-    fn examine_as<T: Half>(
-        &self,
-        case: &Case,
-        forward: Forward,
-        deterministic: bool,
-    ) -> anyhow::Result<Found> {
-        let backward = self.backward(case, deterministic)?;
-        if case.action == Action::Measure {
-            return self.measure(case, &Bound::Backward(backward), Some(&forward));
-        }
-        let own;
-        let made = match self.shared.get(&case.problem_name()).and_then(|any| any.downcast_ref()) {
-            Some(shared) => shared,
-            None => {
-                own = made::<T>(case)?;
-                &own
+fn act<T: Half>(session: &Session, action: Action, job: &Job<'_, T>) -> Result<Runs<T>> {
+    const THREAD_RUNS: usize = 20;
+    let stream = || session.device.context().new_stream();
+    Ok(match action {
+        Action::Once => job.runs(&session.device.stream, 1)?,
+        Action::Repeat(times) => job.runs(&session.device.stream, times)?,
+        Action::OwnStream => job.runs(&stream()?, 1)?,
+        Action::Graph => job.graph(&stream()?)?,
+        Action::Threads => {
+            let work = || -> Result<_> { Ok(job.runs(&stream()?, THREAD_RUNS)?) };
+            let both = std::thread::scope(|scope| {
+                let threads = [scope.spawn(work), scope.spawn(work)];
+                threads.map(|thread| thread.join().expect("a thread that launches does not panic"))
+            });
+            let [one, two] = both;
+            let (mut one, two) = (one?, two?);
+            if job.deterministic && !one.gradients[0].same_bits(&two.gradients[0]) {
+                one.fault.get_or_insert("the threads' results differ".to_owned());
             }
-        };
-        let job = Job { forward: &forward, backward: &backward, made, deterministic };
-        let runs = {
-            let _gpu = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
-            tell(&Event::Begin(case.name()));
-            self.act_gradients(case.action, &job)?
-        };
-        let of_out = made.forward.judge(&case.problem, &runs.outputs)?;
-        let mut found = Found {
-            kernel: backward.kernel().spec.to_string(),
-            passed: of_out.passed,
-            ratio: 0.0,
-            detail: if of_out.passed { String::new() } else { format!("the forward: {}", of_out.detail) },
-            ms: None,
-        };
-        for gradients in &runs.gradients {
-            let judged = made.gradients.judge(&made.inputs, &made.dout, gradients)?;
-            found.ratio = found.ratio.max(judged.ratio);
-            if found.detail.is_empty() || found.passed && !judged.passed {
-                found.detail = judged.detail;
-            }
-            found.passed &= judged.passed;
+            one.fault = one.fault.or(two.fault);
+            one.gradients.extend(two.gradients);
+            one
         }
-        if let Some(fault) = runs.fault {
-            found.passed = false;
-            found.detail = fault;
-        }
-        Ok(found)
-    }
-
-    fn act_gradients<T: Half>(&self, action: Action, job: &Job<'_, T>) -> anyhow::Result<Runs<T>> {
-        const THREAD_RUNS: usize = 20;
-        let stream = || self.device.context().new_stream();
-        Ok(match action {
-            Action::Once => job.runs(&self.device.stream, 1)?,
-            Action::Repeat(times) => job.runs(&self.device.stream, times)?,
-            Action::OwnStream => job.runs(&stream()?, 1)?,
-            Action::Graph => job.graph(&stream()?)?,
-            Action::Threads => {
-                let work = || -> anyhow::Result<_> { Ok(job.runs(&stream()?, THREAD_RUNS)?) };
-                let both = std::thread::scope(|scope| {
-                    let threads = [scope.spawn(work), scope.spawn(work)];
-                    threads.map(|thread| thread.join().expect("a thread that launches does not panic"))
-                });
-                let [one, two] = both;
-                let (mut one, two) = (one?, two?);
-                if job.deterministic && !one.gradients[0].same_bits(&two.gradients[0]) {
-                    one.fault.get_or_insert("the threads' results differ".to_owned());
-                }
-                one.fault = one.fault.or(two.fault);
-                one.gradients.extend(two.gradients);
-                one
-            }
-            Action::Measure => unreachable!("examine_as() sends it to measure()"),
-        })
-    }
+        Action::Measure => unreachable!("examine() sends it to Session::measure()"),
+    })
 }
