@@ -8,7 +8,7 @@ fn main() -> io::Result<()> {
     let root = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let out = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets it"));
     embed(&root.join("cuda"), "cuh", &out.join("headers.rs"))?;
-    embed(&root.join("../../specs"), "ron", &out.join("specs.rs"))?;
+    embed(&root.join("specs"), "ron", &out.join("specs.rs"))?;
     if std::env::var_os("CARGO_FEATURE_BUNDLE").is_some() {
         bundle(&root, &out.join("bundle.rs"))?;
     }
@@ -41,12 +41,15 @@ fn name_below(folder: &Path, file: &Path) -> String {
     name.replace('\\', "/")
 }
 
-/// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their paths.
+/// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their paths. A
+/// library without any would build and know no kernel: that is an error.
 fn embed(folder: &Path, extension: &str, to: &Path) -> io::Result<()> {
     println!("cargo::rerun-if-changed={}", folder.display());
     let mut files = Vec::new();
-    if folder.is_dir() {
-        list(folder, extension, &mut files)?;
+    list(folder, extension, &mut files)
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", folder.display())))?;
+    if files.is_empty() {
+        return Err(io::Error::other(format!("{} holds no .{extension} file", folder.display())));
     }
     files.sort();
     let mut text = String::from("&[\n");

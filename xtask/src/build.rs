@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use crate::workspace;
 
-/// Compile every spec in specs/ for its architectures; write cubins, manifest and a table of planned against actual.
+/// Compile every shipped spec for its architectures; write cubins, manifest and a table of planned against actual.
 #[derive(clap::Args)]
 pub struct Args {
     /// Only for these architectures.

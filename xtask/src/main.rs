@@ -4,8 +4,12 @@ mod build;
 mod ci;
 mod codegen;
 #[cfg(test)]
+mod imports;
+#[cfg(test)]
 mod notebook;
 mod plans;
+#[cfg(test)]
+mod rust_tokens;
 mod search;
 mod table;
 mod toolkit;

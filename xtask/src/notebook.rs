@@ -11,8 +11,8 @@ const PREFIX: &str = "NB-";
 const INDEX: &str = "docs/lab-notebook.md";
 
 /// Files that may define or cite entries, under the workspace's root.
-const TREES: [&str; 8] =
-    ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "crates", "docs", "examples", "specs", "xtask"];
+const TREES: [&str; 7] =
+    ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "crates", "docs", "examples", "xtask"];
 
 const EXTENSIONS: [&str; 6] = ["md", "rs", "cuh", "cu", "ron", "toml"];
 

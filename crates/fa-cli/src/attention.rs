@@ -2,14 +2,14 @@
 
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::TensorRef;
+use fa_lab::machine;
+use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
 
 use crate::flags::AttentionArgs;
 use crate::safetensors::{Stored, TensorFile};
 use crate::term::failure::InputError;
 use crate::term::output::si;
-use fa_lab::machine;
-use fa_lab::shape::{head_dims, pair};
 
 /// Q, K, V and perhaps dO of one problem, packed in `layout`.
 #[derive(Debug)]

@@ -173,11 +173,7 @@ fn family_values() -> [PossibleValue; 2] {
 
 /// Parses the name of a family that has kernels.
 pub fn family() -> impl TypedValueParser<Value = Family> {
-    let planned = PossibleValue::new("sm100").hide(true);
-    PossibleValuesParser::new(family_values().into_iter().chain([planned])).try_map(|name| {
-        let sm100 = "SM100 kernels are planned for, but do not exist: use --family sm80";
-        name.parse::<Family>().map_err(|_| sm100)
-    })
+    PossibleValuesParser::new(family_values()).try_map(|name| name.parse::<Family>())
 }
 
 /// Parses the name of a fixed list of shapes.
@@ -186,7 +182,7 @@ pub fn marks() -> impl TypedValueParser<Value = Marks> {
     PossibleValuesParser::new(values).try_map(|name| name.parse::<Marks>())
 }
 
-/// What `fa plan` plans with.
+/// What can be planned with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanFamily {
     /// Kernels that exist.
@@ -202,6 +198,19 @@ impl PlanFamily {
             .help("tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)");
         PossibleValuesParser::new(family_values().into_iter().chain([sm100]))
             .map(|name| name.parse().map_or(PlanFamily::Sm100, PlanFamily::Kernels))
+    }
+
+    /// The family of kernels, for what compiles or runs them.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for what is only planned.
+    pub fn kernels(self) -> Result<Family, InputError> {
+        match self {
+            PlanFamily::Kernels(family) => Ok(family),
+            PlanFamily::Sm100 => Err(InputError::Usage(
+                "SM100 kernels are planned for, but do not exist: use --family sm80".to_owned(),
+            )),
+        }
     }
 }
 

@@ -1,12 +1,37 @@
 //! Attention on the CPU.
 //!
-//! - `reference`: naive and in f64, made to be read; the oracle that everything else is checked against.
-//! - `tiled`: online softmax over tiles, all cores, SIMD chosen at run time; the default where no GPU is.
-//! - `compare`: how far an output is from the oracle, and whether that is near enough.
-//! - `grid`: the shapes, head dims and heads that an implementation is to be tried on.
-//! - `softmax`, `merge`: the online softmax of one row, and results over parts of the keys made into one.
+//! - [`tiled`]: online softmax over tiles, all cores, SIMD chosen at run time; the default where there is no GPU.
+//! - [`reference`](mod@reference): by the formula and in f64, made to be read; the oracle for everything else.
+//! - [`compare`]: how far an output is from the oracle, and whether that is within tolerance.
+//! - [`grid`]: the shapes, head dims and heads that an implementation is to be tried on.
+//! - [`softmax`], [`merge`]: the online softmax of one row; results over parts of the keys combined into one.
 //!
-//! All of them take [`fa_core::Problem`] and strided [`TensorRef`]s.
+//! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16.
+//!
+//! ```
+//! use fa_core::{Dtype, Mask, Problem, TensorLayout};
+//! use fa_cpu::{TensorMut, TensorRef, compare, reference, tiled};
+//!
+//! // Batch 1, 100 queries and keys, 2 heads of 64, causal: [batch, seqlen, heads, head_dim].
+//! let problem = Problem::square(1, 100, 2, 64, Mask::CAUSAL, Dtype::F32);
+//! let shape = [1, 100, 2, 64];
+//! let x: Vec<f32> = (0..100 * 2 * 64).map(|i| (i as f32 * 0.37).sin()).collect();
+//! let q = TensorRef::packed("q", &x, shape, TensorLayout::Bshd)?;
+//! let (k, v) = (q, q);
+//!
+//! let mut out = vec![0.0f32; x.len()];
+//! let mut lse = vec![0.0f32; 2 * 100]; // [batch, heads, seqlen_q]
+//! tiled::forward(
+//!     &problem, &q, &k, &v,
+//!     &mut TensorMut::packed("out", &mut out, shape, TensorLayout::Bshd)?,
+//!     Some(&mut lse),
+//! )?;
+//!
+//! let exact = reference::forward(&problem, &q, &k, &v)?;
+//! let verdict = compare::compare::<f32, f32>(shape, Dtype::F32, &out, &exact.out, None)?;
+//! assert!(verdict.passed(), "{verdict}");
+//! # Ok::<(), fa_cpu::CpuError>(())
+//! ```
 
 pub mod check;
 pub mod compare;

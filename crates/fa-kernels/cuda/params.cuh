@@ -1,5 +1,5 @@
 // Written by `cargo xtask codegen` from the Rust types; do not edit.
-// What a kernel is told at launch.
+// The parameters of a launch.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -24,28 +24,30 @@ static_assert(FA_OFFSETOF(RowStrides, batch) == 0);
 static_assert(FA_OFFSETOF(RowStrides, seq) == 8);
 static_assert(FA_OFFSETOF(RowStrides, head) == 16);
 
-// What every forward kernel is told at launch.
-struct FwdParams {
-    // Q, `[batch, seqlen_q, heads_q, head_dim]` by `q_strides`.
-    const void* q;
-    // K, `[batch, seqlen_k, heads_kv, head_dim]` by `k_strides`.
-    const void* k;
-    // V, `[batch, seqlen_k, heads_kv, head_dim_v]` by `v_strides`.
-    const void* v;
-    // O, `[batch, seqlen_q, heads_q, head_dim_v]` by `out_strides`; written in full.
-    void* out;
-    // LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; null for none.
-    float* lse;
-    // The next tile to be drawn, 0 at launch; null unless the scheduler is dynamic.
-    unsigned* tile_counter;
-    // Strides of Q.
-    RowStrides q_strides;
-    // Strides of K.
-    RowStrides k_strides;
-    // Strides of V.
-    RowStrides v_strides;
-    // Strides of O.
-    RowStrides out_strides;
+// A tensor that a kernel reads: its element `[0, 0, 0, 0]` and its strides.
+struct ConstTensor {
+    // The first element, on a multiple of 16 bytes.
+    const void* data;
+    // In elements.
+    RowStrides strides;
+};
+static_assert(sizeof(ConstTensor) == 32 && alignof(ConstTensor) == 8);
+static_assert(FA_OFFSETOF(ConstTensor, data) == 0);
+static_assert(FA_OFFSETOF(ConstTensor, strides) == 8);
+
+// A tensor that a kernel writes.
+struct MutTensor {
+    // The first element, on a multiple of 16 bytes.
+    void* data;
+    // In elements.
+    RowStrides strides;
+};
+static_assert(sizeof(MutTensor) == 32 && alignof(MutTensor) == 8);
+static_assert(FA_OFFSETOF(MutTensor, data) == 0);
+static_assert(FA_OFFSETOF(MutTensor, strides) == 8);
+
+// The problem's lengths, counts and window.
+struct ShapeParams {
     // Independent sequences.
     int batch;
     // Query heads.
@@ -66,12 +68,57 @@ struct FwdParams {
     int window_left;
     // Visible keys right of the diagonal; -1 for all. Window kernels only.
     int window_right;
+};
+static_assert(sizeof(ShapeParams) == 40 && alignof(ShapeParams) == 4);
+static_assert(FA_OFFSETOF(ShapeParams, batch) == 0);
+static_assert(FA_OFFSETOF(ShapeParams, heads_q) == 4);
+static_assert(FA_OFFSETOF(ShapeParams, heads_kv) == 8);
+static_assert(FA_OFFSETOF(ShapeParams, group_size) == 12);
+static_assert(FA_OFFSETOF(ShapeParams, seqlen_q) == 16);
+static_assert(FA_OFFSETOF(ShapeParams, seqlen_k) == 20);
+static_assert(FA_OFFSETOF(ShapeParams, head_dim) == 24);
+static_assert(FA_OFFSETOF(ShapeParams, head_dim_v) == 28);
+static_assert(FA_OFFSETOF(ShapeParams, window_left) == 32);
+static_assert(FA_OFFSETOF(ShapeParams, window_right) == 36);
+
+// How products of queries and keys become scores.
+struct ScoreParams {
     // Factor on Q K^T.
     float scale;
     // `scale * log2(e)`: from scores to exponents of 2.
     float scale_log2;
     // `cap` of `cap * tanh(scale * s / cap)`; kernels with `softcap` only.
     float softcap;
+    // `2 * log2(e) * scale / softcap`: from products to the exponent of 2 in the cap's tanh.
+    float softcap_exponent;
+    // `ln(2) / softcap`: from exponents of 2 to shares of the cap.
+    float softcap_share;
+};
+static_assert(sizeof(ScoreParams) == 20 && alignof(ScoreParams) == 4);
+static_assert(FA_OFFSETOF(ScoreParams, scale) == 0);
+static_assert(FA_OFFSETOF(ScoreParams, scale_log2) == 4);
+static_assert(FA_OFFSETOF(ScoreParams, softcap) == 8);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_exponent) == 12);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_share) == 16);
+
+// The arguments of every forward kernel.
+struct FwdParams {
+    // Q, `[batch, seqlen_q, heads_q, head_dim]`.
+    ConstTensor q;
+    // K, `[batch, seqlen_k, heads_kv, head_dim]`.
+    ConstTensor k;
+    // V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    ConstTensor v;
+    // O, `[batch, seqlen_q, heads_q, head_dim_v]`; written in full.
+    MutTensor out;
+    // LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; null for none.
+    float* lse;
+    // The next tile to be drawn, 0 at launch; null unless the scheduler is dynamic.
+    unsigned* tile_counter;
+    // Lengths and counts.
+    ShapeParams shape;
+    // From products to scores.
+    ScoreParams score;
     // Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to `cluster_m`.
     int m_blocks;
     // Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
@@ -81,111 +128,59 @@ struct FwdParams {
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
 };
-static_assert(sizeof(FwdParams) == 216 && alignof(FwdParams) == 8);
+static_assert(sizeof(FwdParams) == 224 && alignof(FwdParams) == 8);
 static_assert(FA_OFFSETOF(FwdParams, q) == 0);
-static_assert(FA_OFFSETOF(FwdParams, k) == 8);
-static_assert(FA_OFFSETOF(FwdParams, v) == 16);
-static_assert(FA_OFFSETOF(FwdParams, out) == 24);
-static_assert(FA_OFFSETOF(FwdParams, lse) == 32);
-static_assert(FA_OFFSETOF(FwdParams, tile_counter) == 40);
-static_assert(FA_OFFSETOF(FwdParams, q_strides) == 48);
-static_assert(FA_OFFSETOF(FwdParams, k_strides) == 72);
-static_assert(FA_OFFSETOF(FwdParams, v_strides) == 96);
-static_assert(FA_OFFSETOF(FwdParams, out_strides) == 120);
-static_assert(FA_OFFSETOF(FwdParams, batch) == 144);
-static_assert(FA_OFFSETOF(FwdParams, heads_q) == 148);
-static_assert(FA_OFFSETOF(FwdParams, heads_kv) == 152);
-static_assert(FA_OFFSETOF(FwdParams, group_size) == 156);
-static_assert(FA_OFFSETOF(FwdParams, seqlen_q) == 160);
-static_assert(FA_OFFSETOF(FwdParams, seqlen_k) == 164);
-static_assert(FA_OFFSETOF(FwdParams, head_dim) == 168);
-static_assert(FA_OFFSETOF(FwdParams, head_dim_v) == 172);
-static_assert(FA_OFFSETOF(FwdParams, window_left) == 176);
-static_assert(FA_OFFSETOF(FwdParams, window_right) == 180);
-static_assert(FA_OFFSETOF(FwdParams, scale) == 184);
-static_assert(FA_OFFSETOF(FwdParams, scale_log2) == 188);
-static_assert(FA_OFFSETOF(FwdParams, softcap) == 192);
-static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 196);
-static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 200);
-static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 204);
-static_assert(FA_OFFSETOF(FwdParams, sections) == 208);
+static_assert(FA_OFFSETOF(FwdParams, k) == 32);
+static_assert(FA_OFFSETOF(FwdParams, v) == 64);
+static_assert(FA_OFFSETOF(FwdParams, out) == 96);
+static_assert(FA_OFFSETOF(FwdParams, lse) == 128);
+static_assert(FA_OFFSETOF(FwdParams, tile_counter) == 136);
+static_assert(FA_OFFSETOF(FwdParams, shape) == 144);
+static_assert(FA_OFFSETOF(FwdParams, score) == 184);
+static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 204);
+static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 208);
+static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 212);
+static_assert(FA_OFFSETOF(FwdParams, sections) == 216);
 
-// What every backward kernel is told at launch.
+// The arguments of every backward kernel.
 struct BwdParams {
-    // Q, `[batch, seqlen_q, heads_q, head_dim]` by `q_strides`.
-    const void* q;
-    // K, `[batch, seqlen_k, heads_kv, head_dim]` by `k_strides`.
-    const void* k;
-    // V, `[batch, seqlen_k, heads_kv, head_dim_v]` by `v_strides`.
-    const void* v;
-    // O of the forward, `[batch, seqlen_q, heads_q, head_dim_v]` by `out_strides`.
-    const void* out;
-    // dO, the gradient of O, in its shape by `dout_strides`.
-    const void* dout;
-    // dQ, in the shape of Q by `dq_strides`; written in full.
-    void* dq;
-    // dK, in the shape of K by `dk_strides`; written in full.
-    void* dk;
-    // dV, in the shape of V by `dv_strides`; written in full.
-    void* dv;
+    // Q, `[batch, seqlen_q, heads_q, head_dim]`.
+    ConstTensor q;
+    // K, `[batch, seqlen_k, heads_kv, head_dim]`.
+    ConstTensor k;
+    // V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    ConstTensor v;
+    // O of the forward, `[batch, seqlen_q, heads_q, head_dim_v]`.
+    ConstTensor out;
+    // dO, the gradient of O, in its shape.
+    ConstTensor dout;
+    // dQ, in the shape of Q; written in full.
+    MutTensor dq;
+    // dK, in the shape of K; written in full.
+    MutTensor dk;
+    // dV, in the shape of V; written in full.
+    MutTensor dv;
     // LSE of the forward, `[batch, heads_q, seqlen_q]` packed, natural logarithm.
     const float* lse;
     // Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf beyond the end.
     float* lse_log2;
     // Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
     float* dpsum;
-    // Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, a tile in the register order of the kernel that adds to it.
+    // Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, each
+    // tile in the register order of the kernel that adds to it.
     float* dq_accum;
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits > 1.
     float* dk_accum;
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
     float* dv_accum;
-    // Workspace `[batch, heads_q, m_blocks]`: how many blocks of keys have been added to each tile of dQ; null unless deterministic.
-    unsigned* dq_turns;
+    // Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null unless deterministic.
+    unsigned* dq_semaphores;
     // Workspace: the next tile to be drawn; null unless deterministic.
     unsigned* tile_counter;
-    // Strides of Q.
-    RowStrides q_strides;
-    // Strides of K.
-    RowStrides k_strides;
-    // Strides of V.
-    RowStrides v_strides;
-    // Strides of O.
-    RowStrides out_strides;
-    // Strides of dO.
-    RowStrides dout_strides;
-    // Strides of dQ.
-    RowStrides dq_strides;
-    // Strides of dK.
-    RowStrides dk_strides;
-    // Strides of dV.
-    RowStrides dv_strides;
-    // Independent sequences.
-    int batch;
-    // Query heads.
-    int heads_q;
-    // Key and value heads.
-    int heads_kv;
-    // Query heads per K/V head: `heads_q / heads_kv`.
-    int group_size;
-    // Queries per sequence.
-    int seqlen_q;
-    // Keys per sequence.
-    int seqlen_k;
-    // Elements of a query or key: a multiple of 8 up to the config's `head_dim`.
-    int head_dim;
-    // Elements of a value or output row: a multiple of 8 up to the config's `head_dim_v`.
-    int head_dim_v;
-    // Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels only.
-    int window_left;
-    // Visible keys right of the diagonal; -1 for all. Window kernels only.
-    int window_right;
-    // Factor on Q K^T.
-    float scale;
-    // `scale * log2(e)`: from scores to exponents of 2.
-    float scale_log2;
-    // `cap` of `cap * tanh(scale * s / cap)`; kernels with `softcap` only.
-    float softcap;
+    // Lengths and counts.
+    ShapeParams shape;
+    // From products to scores.
+    ScoreParams score;
     // Tiles of `tile_m` queries of a head.
     int m_blocks;
     // Tiles of `tile_n` keys of a head.
@@ -194,55 +189,37 @@ struct BwdParams {
     int head_splits;
     // Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
     int num_tiles;
-    // K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the sections of `LongestFirst`.
+    // K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the
+    // sections of `LongestFirst`.
     int heads_per_section;
-    // Sections of so many heads; the heads that are left make up the last one.
+    // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
 };
-static_assert(sizeof(BwdParams) == 400 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 408 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
-static_assert(FA_OFFSETOF(BwdParams, k) == 8);
-static_assert(FA_OFFSETOF(BwdParams, v) == 16);
-static_assert(FA_OFFSETOF(BwdParams, out) == 24);
-static_assert(FA_OFFSETOF(BwdParams, dout) == 32);
-static_assert(FA_OFFSETOF(BwdParams, dq) == 40);
-static_assert(FA_OFFSETOF(BwdParams, dk) == 48);
-static_assert(FA_OFFSETOF(BwdParams, dv) == 56);
-static_assert(FA_OFFSETOF(BwdParams, lse) == 64);
-static_assert(FA_OFFSETOF(BwdParams, lse_log2) == 72);
-static_assert(FA_OFFSETOF(BwdParams, dpsum) == 80);
-static_assert(FA_OFFSETOF(BwdParams, dq_accum) == 88);
-static_assert(FA_OFFSETOF(BwdParams, dk_accum) == 96);
-static_assert(FA_OFFSETOF(BwdParams, dv_accum) == 104);
-static_assert(FA_OFFSETOF(BwdParams, dq_turns) == 112);
-static_assert(FA_OFFSETOF(BwdParams, tile_counter) == 120);
-static_assert(FA_OFFSETOF(BwdParams, q_strides) == 128);
-static_assert(FA_OFFSETOF(BwdParams, k_strides) == 152);
-static_assert(FA_OFFSETOF(BwdParams, v_strides) == 176);
-static_assert(FA_OFFSETOF(BwdParams, out_strides) == 200);
-static_assert(FA_OFFSETOF(BwdParams, dout_strides) == 224);
-static_assert(FA_OFFSETOF(BwdParams, dq_strides) == 248);
-static_assert(FA_OFFSETOF(BwdParams, dk_strides) == 272);
-static_assert(FA_OFFSETOF(BwdParams, dv_strides) == 296);
-static_assert(FA_OFFSETOF(BwdParams, batch) == 320);
-static_assert(FA_OFFSETOF(BwdParams, heads_q) == 324);
-static_assert(FA_OFFSETOF(BwdParams, heads_kv) == 328);
-static_assert(FA_OFFSETOF(BwdParams, group_size) == 332);
-static_assert(FA_OFFSETOF(BwdParams, seqlen_q) == 336);
-static_assert(FA_OFFSETOF(BwdParams, seqlen_k) == 340);
-static_assert(FA_OFFSETOF(BwdParams, head_dim) == 344);
-static_assert(FA_OFFSETOF(BwdParams, head_dim_v) == 348);
-static_assert(FA_OFFSETOF(BwdParams, window_left) == 352);
-static_assert(FA_OFFSETOF(BwdParams, window_right) == 356);
-static_assert(FA_OFFSETOF(BwdParams, scale) == 360);
-static_assert(FA_OFFSETOF(BwdParams, scale_log2) == 364);
-static_assert(FA_OFFSETOF(BwdParams, softcap) == 368);
-static_assert(FA_OFFSETOF(BwdParams, m_blocks) == 372);
-static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 376);
-static_assert(FA_OFFSETOF(BwdParams, head_splits) == 380);
-static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 384);
-static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 388);
-static_assert(FA_OFFSETOF(BwdParams, sections) == 392);
+static_assert(FA_OFFSETOF(BwdParams, k) == 32);
+static_assert(FA_OFFSETOF(BwdParams, v) == 64);
+static_assert(FA_OFFSETOF(BwdParams, out) == 96);
+static_assert(FA_OFFSETOF(BwdParams, dout) == 128);
+static_assert(FA_OFFSETOF(BwdParams, dq) == 160);
+static_assert(FA_OFFSETOF(BwdParams, dk) == 192);
+static_assert(FA_OFFSETOF(BwdParams, dv) == 224);
+static_assert(FA_OFFSETOF(BwdParams, lse) == 256);
+static_assert(FA_OFFSETOF(BwdParams, lse_log2) == 264);
+static_assert(FA_OFFSETOF(BwdParams, dpsum) == 272);
+static_assert(FA_OFFSETOF(BwdParams, dq_accum) == 280);
+static_assert(FA_OFFSETOF(BwdParams, dk_accum) == 288);
+static_assert(FA_OFFSETOF(BwdParams, dv_accum) == 296);
+static_assert(FA_OFFSETOF(BwdParams, dq_semaphores) == 304);
+static_assert(FA_OFFSETOF(BwdParams, tile_counter) == 312);
+static_assert(FA_OFFSETOF(BwdParams, shape) == 320);
+static_assert(FA_OFFSETOF(BwdParams, score) == 360);
+static_assert(FA_OFFSETOF(BwdParams, m_blocks) == 380);
+static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 384);
+static_assert(FA_OFFSETOF(BwdParams, head_splits) == 388);
+static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 392);
+static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 396);
+static_assert(FA_OFFSETOF(BwdParams, sections) == 400);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

@@ -13,6 +13,7 @@ use crate::jit::bundle::Bundle;
 use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiler, CompilerKind};
 use crate::jit::source::Source;
+use crate::launch::Launches;
 use crate::launch::backward::Backward;
 use crate::launch::forward::{Forward, check_match};
 use crate::launch::module::LoadedKernel;
@@ -124,9 +125,8 @@ impl Kernels {
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling and loading.
     pub fn backward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Backward, Error> {
-        problem.check()?;
-        check_match(spec, problem)?;
-        Backward::new(self.load(spec)?, problem)
+        let launches = Launches::backward(spec, problem, self.arch, self.sms)?;
+        Ok(Backward::of(self.load(spec)?, problem, launches))
     }
 
     /// The first kernel that `bind` takes: remembered, tuned, planned or built in.
@@ -166,9 +166,8 @@ impl Kernels {
     /// # Errors
     /// [`Error::Mismatch`] when the kernel does not compute the problem, and those of compiling and loading.
     pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
-        problem.check()?;
-        check_match(spec, problem)?;
-        Forward::new(self.load(spec)?, problem)
+        let launches = Launches::forward(spec, problem, self.arch, self.sms)?;
+        Ok(Forward::of(self.load(spec)?, problem, launches))
     }
 
     /// Makes [`Kernels::forward`], or [`Kernels::backward`] with the kernel's options, use `spec` for exactly this problem from

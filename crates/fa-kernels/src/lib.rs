@@ -79,7 +79,7 @@ pub mod driver;
 mod error;
 mod jit;
 mod kernels;
-mod launch;
+pub mod launch;
 pub mod specs;
 pub mod tune;
 mod whole;

@@ -1,4 +1,4 @@
-//! The kernels that ship: the files of `specs/<arch>/*.ron`, compiled into the library.
+//! The kernels that ship: the files `specs/<arch>/*.ron` of this package, compiled into the library.
 
 use fa_core::{ShippedSpec, SpecError};
 

@@ -17,6 +17,7 @@ pub mod head_dims;
 pub mod kernels;
 pub mod occupancy;
 pub mod plan;
+pub mod registers;
 pub mod smem;
 pub mod why;
 

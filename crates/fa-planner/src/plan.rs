@@ -2,15 +2,12 @@
 //!
 //! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
 
-use std::collections::HashMap;
-
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Pass, Problem, ProblemError};
 use serde::Serialize;
 
 pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
-pub use crate::why::{Ranked, Why, WhyError, why};
 
-use crate::cost::{self, Cost, CostConstants, Work};
+use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
 use crate::smem::SmemPlan;
@@ -55,8 +52,8 @@ pub struct PlanSet {
 /// The head dim extents of a family's tiles, in ascending order.
 pub const fn head_dims(family: Family) -> &'static [u32] {
     match family {
-        Family::Sm80 => &sm80_fwd::candidates::HEAD_DIMS,
-        Family::Sm90 => &sm90_fwd::candidates::HEAD_DIMS,
+        Family::Sm80 => &sm80_fwd::account::HEAD_DIMS,
+        Family::Sm90 => &sm90_fwd::account::HEAD_DIMS,
     }
 }
 
@@ -187,7 +184,6 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     let head_dim_v = padded(family, "head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
-    // Most candidates share their tile with others.
     let mut cuts = Cuts::default();
     let mut judge = |spec: KernelSpec| match judge(problem, &spec, arch, &constants, &mut cuts) {
         Ok(plan) => set.plans.push(plan),
@@ -256,9 +252,6 @@ pub fn serves(problem: &Problem, spec: &KernelSpec) -> Result<(), Reason> {
     Ok(())
 }
 
-/// A problem cut into tiles, by (tile_m, tile_n, packed).
-type Cuts = HashMap<(u32, u32, bool), Work>;
-
 fn judge(
     problem: &Problem,
     spec: &KernelSpec,
@@ -267,10 +260,7 @@ fn judge(
     cuts: &mut Cuts,
 ) -> Result<Plan, Reason> {
     let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(spec, arch)?;
-    let ((tile_m, tile_n), packed) = (spec.tile(), cost::packed(spec));
-    let cut = || Work::of(problem, tile_m, tile_n, packed);
-    let work = cuts.entry((tile_m, tile_n, packed)).or_insert_with(cut);
-    let cost = cost::predict_work(problem, work, spec, arch, constants);
+    let cost = predict_with(cuts, problem, spec, arch, constants);
     Ok(Plan { spec: spec.clone(), smem, regs, threads, occupancy, blocks_per_sm, cost })
 }
 

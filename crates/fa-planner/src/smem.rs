@@ -4,10 +4,7 @@
 
 use std::borrow::Cow;
 
-use fa_core::{Kernel, KernelSpec};
 use serde::{Deserialize, Serialize};
-
-use crate::kernels::sm90_bwd::account;
 
 /// One named buffer in shared memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,14 +73,6 @@ impl SmemPlan {
     /// The buffer of that name.
     pub fn buffer(&self, name: &str) -> Option<&SmemBuffer> {
         self.buffers.iter().find(|b| b.name == name)
-    }
-}
-
-/// The shared memory of an SM90 forward kernel; `None` for a spec of another kernel. See [`account::fwd`].
-pub fn sm90_fwd_smem(spec: &KernelSpec) -> Option<SmemPlan> {
-    match &spec.kernel {
-        Kernel::Sm90Fwd(kernel) => Some(account::fwd(spec, kernel)),
-        _ => None,
     }
 }
 

@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
+use fa_lab::machine;
+use fa_lab::random::Random;
+use fa_lab::shape::Shape;
 use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
@@ -25,9 +28,6 @@ use crate::term::output;
 use crate::term::output::si;
 use crate::term::progress::Steps;
 use args::BenchArgs;
-use fa_lab::machine;
-use fa_lab::random::Random;
-use fa_lab::shape::Shape;
 
 /// Runs of a row, however little time they take.
 const LEAST_RUNS: usize = 3;

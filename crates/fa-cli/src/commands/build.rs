@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use anyhow::Context;
-use fa_core::{Arch, Family, ShippedSpec};
+use fa_core::{Arch, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
-use fa_planner::Mode;
-
-use crate::flags;
-use crate::term::failure::{InputError, Verdict};
-use crate::term::output;
-use crate::term::progress::Steps;
 use fa_lab::configs::HEAD_DIMS;
 use fa_lab::read_text;
 use fa_lab::shape::HeadDim;
+use fa_planner::Mode;
+
+use crate::flags::{self, PlanFamily};
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::progress::Steps;
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]
@@ -46,8 +46,8 @@ pub struct BuildArgs {
     #[arg(long, requires = "all_configs")]
     pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
-    #[arg(long, value_parser = flags::family(), requires = "all_configs")]
-    pub family: Option<Family>,
+    #[arg(long, value_parser = PlanFamily::parser(), requires = "all_configs")]
+    pub family: Option<PlanFamily>,
     /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
     pub json: Option<PathBuf>,

@@ -8,6 +8,7 @@ use fa_core::{Arch, Dtype, Mask, Pass, Problem, TensorLayout};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
+use fa_lab::machine::{self, gpu};
 use serde::Serialize;
 
 use crate::attention::Inputs;
@@ -16,7 +17,6 @@ use crate::flags::{Backend, CpuArgs};
 use crate::term::failure::Verdict;
 use crate::term::output;
 use clap::Args;
-use fa_lab::machine::{self, gpu};
 
 /// `fa doctor`.
 #[derive(Debug, Args)]

@@ -4,8 +4,11 @@ use std::fmt::Write;
 use std::path::Path;
 
 use fa_core::{Arch, Pass, Problem};
+use fa_lab::read_text;
+use fa_lab::spec_file::read_spec;
 use fa_planner::Mode;
-use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec, Why};
+use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
+use fa_planner::why::{self, Why};
 use serde::Serialize;
 
 use crate::attention;
@@ -18,8 +21,6 @@ use crate::target::Target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use clap::{Args, ValueEnum};
-use fa_lab::read_text;
-use fa_lab::spec_file::read_spec;
 use std::path::PathBuf;
 
 /// How a result is printed.
@@ -209,7 +210,7 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
     let usage = |message: String| InputError::Usage(message);
     let forward = match &planned.forward {
         None => None,
-        Some(Tried::Kernels(set)) => Some(plan::why(set, query).map_err(|e| usage(e.to_string()))?),
+        Some(Tried::Kernels(set)) => Some(why::why(set, query).map_err(|e| usage(e.to_string()))?),
         Some(Tried::Sm100(_)) => {
             let message = "--why looks at kernels with a spec, which sm100 shapes do not have yet: \
                            the JSON lists them all; --family sm80 has specs";

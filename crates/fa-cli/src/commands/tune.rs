@@ -12,7 +12,7 @@ use fa_lab::runner::Turns;
 use fa_lab::tune::{self, Options};
 
 use crate::commands::worker;
-use crate::flags::{self, ShapeArgs, pass_of};
+use crate::flags::{self, PlanFamily, ShapeArgs, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -35,8 +35,8 @@ pub struct TuneArgs {
     ])]
     pub marks: Option<Marks>,
     /// Kernels to choose from [default: the fastest that the GPU runs]
-    #[arg(long, value_parser = flags::family())]
-    pub family: Option<Family>,
+    #[arg(long, value_parser = PlanFamily::parser())]
+    pub family: Option<PlanFamily>,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
           value_parser = clap::value_parser!(u16).range(1..=200))]
@@ -110,5 +110,5 @@ fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
         return Ok((problems, Some(marks.family())));
     }
     let problems = args.shapes.problems_of_halves()?;
-    Ok((problems, args.family))
+    Ok((problems, args.family.map(PlanFamily::kernels).transpose()?))
 }

@@ -7,7 +7,7 @@ use fa_planner::guide::candidates::BwdSpec;
 use fa_planner::guide::reject::{Explain, Rejected};
 use fa_planner::guide::search::{self, Tiles};
 use fa_planner::guide::why::{self, Constraint};
-use fa_planner::plan::{self, Ranked};
+use fa_planner::why::{Ranked, why as why_planned};
 use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
@@ -93,7 +93,7 @@ impl Backward {
             return Err(InputError::Usage("--why looks at kernels with a spec".to_owned()));
         };
         let mut answer = BackwardWhy { query: query.to_owned(), feasible: Vec::new(), rejected: Vec::new() };
-        let planned = plan::why(set, query);
+        let planned = why_planned(set, query);
         if self.guide.is_some()
             && let Ok(constraints) =
                 query.split(',').map(|part| part.trim().parse()).collect::<Result<Vec<Constraint>, _>>()

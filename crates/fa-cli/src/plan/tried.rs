@@ -7,8 +7,9 @@ use fa_planner::HeadDims;
 use fa_planner::cost::Cost;
 use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::{self, Plan, PlanOptions, PlanSet, Ranked, Reason, Why};
+use fa_planner::plan::{self, Plan, PlanOptions, PlanSet, Reason};
 use fa_planner::smem::SmemPlan;
+use fa_planner::why::{Ranked, Why};
 use serde::Serialize;
 
 use crate::flags::PlanFamily;

@@ -17,15 +17,15 @@ struct BlockRange {
 // `Params` is FwdParams or BwdParams here and below. First and one past the last visible key of a query, before clamping to [0, seqlen_k].
 template <MaskKind Mask, class Params>
 __device__ __forceinline__ int keys_begin(const Params& params, int query) {
-    if (Mask != MaskKind::Window || params.window_left < 0) return 0;
-    return query + params.seqlen_k - params.seqlen_q - params.window_left;
+    if (Mask != MaskKind::Window || params.shape.window_left < 0) return 0;
+    return query + params.shape.seqlen_k - params.shape.seqlen_q - params.shape.window_left;
 }
 
 template <MaskKind Mask, class Params>
 __device__ __forceinline__ int keys_end(const Params& params, int query) {
-    if (Mask == MaskKind::Full || (Mask == MaskKind::Window && params.window_right < 0)) return params.seqlen_k;
-    const int right = Mask == MaskKind::Causal ? 0 : params.window_right;
-    return min(params.seqlen_k, query + params.seqlen_k - params.seqlen_q + right + 1);
+    if (Mask == MaskKind::Full || (Mask == MaskKind::Window && params.shape.window_right < 0)) return params.shape.seqlen_k;
+    const int right = Mask == MaskKind::Causal ? 0 : params.shape.window_right;
+    return min(params.shape.seqlen_k, query + params.shape.seqlen_k - params.shape.seqlen_q + right + 1);
 }
 
 // For the queries [first, last], both within the sequence.

@@ -36,29 +36,29 @@ __device__ __forceinline__ BwdTile bwd_tile_at(const BwdParams& params, int inde
         const int first = section * params.heads_per_section;
         const int rest = index - first * params.n_blocks;
         const int in_section =
-            section < params.sections ? params.heads_per_section : params.heads_kv * params.head_splits * params.batch - first;
+            section < params.sections ? params.heads_per_section : params.shape.heads_kv * params.head_splits * params.shape.batch - first;
         tile.n_block = rest / in_section;
         head = first + rest % in_section;
     }
     tile.split = head % params.head_splits;
     head /= params.head_splits;
-    tile.batch = head / params.heads_kv;
-    tile.kv_head = head - tile.batch * params.heads_kv;
-    const int share = ceil_div(params.group_size, params.head_splits);
-    tile.first_head = tile.kv_head * params.group_size + tile.split * share;
-    tile.end_head = min(tile.first_head + share, (tile.kv_head + 1) * params.group_size);
+    tile.batch = head / params.shape.heads_kv;
+    tile.kv_head = head - tile.batch * params.shape.heads_kv;
+    const int share = ceil_div(params.shape.group_size, params.head_splits);
+    tile.first_head = tile.kv_head * params.shape.group_size + tile.split * share;
+    tile.end_head = min(tile.first_head + share, (tile.kv_head + 1) * params.shape.group_size);
     return tile;
 }
 
 __device__ __forceinline__ unsigned* dq_turn(const BwdParams& params, const BwdTile& tile, int head, int m_block) {
-    return params.dq_turns + (i64(tile.batch) * params.heads_q + head) * params.m_blocks + m_block;
+    return params.dq_semaphores + (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + m_block;
 }
 
 // Waits until every tile of keys that comes before this one has added its `parts` parts to tile `m_block` of dQ.
 template <MaskKind Mask, int TileM, int TileN>
 __device__ __forceinline__ void wait_for_turn(const BwdParams& params, const BwdTile& tile, int head, int m_block, int parts) {
     const int first = m_block * TileM;
-    const BlockRange keys = block_range<Mask, TileN>(params, first, min(first + TileM, params.seqlen_q) - 1);
+    const BlockRange keys = block_range<Mask, TileN>(params, first, min(first + TileM, params.shape.seqlen_q) - 1);
     const unsigned before = last_keys_first<Mask, true>() ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
     const unsigned* turn = dq_turn(params, tile, head, m_block);
     unsigned seen;

@@ -42,9 +42,9 @@ struct OutputRow {
         const int query = rows.query(row);
         const int query_head = rows.head(row, head);
         inside = row < rows.count(params);
-        out = static_cast<u16*>(params.out) + batch * params.out_strides.batch + query * params.out_strides.seq +
-              query_head * params.out_strides.head;
-        lse = (i64(batch) * params.heads_q + query_head) * params.seqlen_q + query;
+        out = static_cast<u16*>(params.out.data) + batch * params.out.strides.batch + query * params.out.strides.seq +
+              query_head * params.out.strides.head;
+        lse = (i64(batch) * params.shape.heads_q + query_head) * params.shape.seqlen_q + query;
     }
 };
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void store_output(const FwdParams& params, float (&o)
             }
             quad_transpose(vec.words, lane);
             const int column = 32 * block + 8 * lane;
-            if (target.inside && column < params.head_dim_v) *reinterpret_cast<Vec16*>(target.out + column) = vec;
+            if (target.inside && column < params.shape.head_dim_v) *reinterpret_cast<Vec16*>(target.out + column) = vec;
             // Finish one block before the next: all at once would need more registers than O leaves.
             compiler_fence();
         }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, int 
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, row + 8 * r, head, batch);
         if (!target.inside) continue;
-        for (int column = 8 * lane; column < params.head_dim_v; column += 32) {
+        for (int column = 8 * lane; column < params.shape.head_dim_v; column += 32) {
             *reinterpret_cast<Vec16*>(target.out + column) = Vec16{};
         }
         if (params.lse != nullptr && lane == 0) params.lse[target.lse] = minus_infinity();

@@ -9,9 +9,9 @@ template <bool PackGqa>
 struct Rows {
     int group;  // heads that share the tile: the group size with packing, else 1
 
-    __device__ __forceinline__ explicit Rows(const FwdParams& params) : group(PackGqa ? params.group_size : 1) {}
+    __device__ __forceinline__ explicit Rows(const FwdParams& params) : group(PackGqa ? params.shape.group_size : 1) {}
 
-    __device__ __forceinline__ int count(const FwdParams& params) const { return params.seqlen_q * group; }
+    __device__ __forceinline__ int count(const FwdParams& params) const { return params.shape.seqlen_q * group; }
 
     __device__ __forceinline__ int query(int row) const { return PackGqa ? row / group : row; }
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ Tile tile_at(const FwdParams& params, int index, int 
         const int first_head = section * params.heads_per_section;
         const int rest = index - first_head * params.m_blocks;
         const int in_section =
-            section < params.sections ? params.heads_per_section : heads * params.batch - first_head;
+            section < params.sections ? params.heads_per_section : heads * params.shape.batch - first_head;
         tile.m_block = params.m_blocks - 1 - rest / in_section;
         batch_head = first_head + rest % in_section;
     }

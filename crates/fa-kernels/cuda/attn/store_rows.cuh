@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_fragment_row(u16* out, bool inside, const 
 // are some, hold them already.)
 __device__ __forceinline__ void store_no_gradient(const BwdParams& params, const BwdTile& tile, int tile_n) {
     if (params.head_splits > 1) return;
-    const int first = tile.n_block * tile_n, left = min(tile_n, params.seqlen_k - first);
+    const int first = tile.n_block * tile_n, left = min(tile_n, params.shape.seqlen_k - first);
     auto clear = [&](void* out, const RowStrides& strides, int columns) {
         u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
         const int chunks = columns / 8;
@@ -43,8 +43,8 @@ __device__ __forceinline__ void store_no_gradient(const BwdParams& params, const
             *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
         }
     };
-    clear(params.dk, params.dk_strides, params.head_dim);
-    clear(params.dv, params.dv_strides, params.head_dim_v);
+    clear(params.dk.data, params.dk.strides, params.shape.head_dim);
+    clear(params.dv.data, params.dv.strides, params.shape.head_dim_v);
 }
 
 }  // namespace fa

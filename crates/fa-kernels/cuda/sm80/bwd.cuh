@@ -3,7 +3,7 @@
 // of dQ. A warp then owns a larger part of each product, which is read from shared memory less often, and the exponentials of one
 // group run beside the products of the other.
 #pragma once
-#include "attn/bwd_prepare.cuh"
+#include "attn/bwd_preprocess.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
@@ -17,7 +17,7 @@
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
-#include "sm80/bwd_finish.cuh"
+#include "attn/bwd_postprocess.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "tile/copy_tile.cuh"
 
@@ -133,29 +133,29 @@ struct BwdGroup {
         const int thread = thread_index_volatile() - FirstThread;
         static_assert(C.tile_m / 4 <= L::kGroupThreads);
         if (thread >= C.tile_m / 4) return;
-        const float* from = stats + ((i64(tile.batch) * params.heads_q + step.head) * params.m_blocks + step.block) * C.tile_m;
+        const float* from = stats + ((i64(tile.batch) * params.shape.heads_q + step.head) * params.m_blocks + step.block) * C.tile_m;
         cp_async_16(to + 16 * thread, from + 4 * thread, 16);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
-        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, params.q_strides, tile.batch, step.head, step.block * C.tile_m,
-                                                  params.seqlen_q, params.head_dim);
+        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q.data, params.q.strides, tile.batch, step.head, step.block * C.tile_m,
+                                                  params.shape.seqlen_q, params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
-        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, params.dout_strides, tile.batch, step.head,
-                                                   step.block * C.tile_m, params.seqlen_q, params.head_dim_v);
+        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout.data, params.dout.strides, tile.batch, step.head,
+                                                   step.block * C.tile_m, params.shape.seqlen_q, params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
         const int key = tile.n_block * C.tile_n;
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, params.k_strides, tile.batch, tile.kv_head, key,
-                                            params.seqlen_k, params.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, params.v_strides, tile.batch, tile.kv_head, key,
-                                            params.seqlen_k, params.head_dim_v);
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k.data, params.k.strides, tile.batch, tile.kv_head, key,
+                                            params.shape.seqlen_k, params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v.data, params.v.strides, tile.batch, tile.kv_head, key,
+                                            params.shape.seqlen_k, params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -233,7 +233,7 @@ struct BwdGroup {
     };
     template <int Group>
     __device__ __forceinline__ DqAdder<Group> dq_adder(const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
-        const i64 index = (i64(tile.batch) * params.heads_q + step.head) * params.m_blocks + step.block;
+        const i64 index = (i64(tile.batch) * params.shape.heads_q + step.head) * params.m_blocks + step.block;
         const Here place(step.block);
         float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
@@ -274,7 +274,7 @@ struct BwdGroup {
                                            int tile_columns, int columns, float factor) const {
         const Here place;
         if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index = (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
             Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
             return;
         }
@@ -283,7 +283,7 @@ struct BwdGroup {
 #pragma unroll
         for (int f = 0; f < Cut::kFragments; ++f) {
             const int row = Cut::first_m(place.warp) + 16 * f + place.lane / 4;
-            const int left = params.seqlen_k - first;
+            const int left = params.shape.seqlen_k - first;
             store_fragment_row<C.dtype, 0>(out + row * strides.seq, row < left, d[f], factor, Cut::first_n(place.warp), columns);
             store_fragment_row<C.dtype, 1>(out + (row + 8) * strides.seq, row + 8 < left, d[f], factor, Cut::first_n(place.warp), columns);
         }
@@ -337,11 +337,11 @@ struct BwdWeights : BwdGroup<C> {
         const Here place(step.block);
         const bool masked = range.needs_mask(step.block);
         // As in Place: not worked out before the loop.
-        const float cap = float_of_bits(bits_of_float(params.softcap) + (u32(step.block) >> 31));
-        const float scale_log2 = C.softcap ? cap * kLog2e : params.scale_log2;
+        const float cap = float_of_bits(bits_of_float(params.score.softcap) + (u32(step.block) >> 31));
+        const float scale_log2 = C.softcap ? cap * kLog2e : params.score.scale_log2;
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
-            if constexpr (C.softcap) cap_to_shares(s[f], reciprocal_approx(cap) * 2.f * params.scale_log2);
+            if constexpr (C.softcap) cap_to_shares(s[f], reciprocal_approx(cap) * 2.f * params.score.scale_log2);
             if (masked) {
                 const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
                 ColumnLimits limits;
@@ -446,7 +446,7 @@ struct BwdWeights : BwdGroup<C> {
             this->template dq_adder<0>(dq, before).template round<1>(0);
             this->end_turn(before, 0);
         }
-        this->template finish<CutDv>(dv, params.dv_accum, params.dv, params.dv_strides, C.head_dim_v, params.head_dim_v, 1.f);
+        this->template finish<CutDv>(dv, params.dv_accum, params.dv.data, params.dv.strides, C.head_dim_v, params.shape.head_dim_v, 1.f);
     }
 };
 
@@ -527,7 +527,7 @@ struct BwdSlopes : BwdGroup<C> {
                 dk, this->buffer(smem.ds), this->q_buffer(step()), step().block, 0, this->template dq_adder<1>(dq, step()));
             this->end_turn(step(), 1);
         } while (this->advance(1));
-        this->template finish<CutDk>(dk, params.dk_accum, params.dk, params.dk_strides, C.head_dim, params.head_dim, params.scale);
+        this->template finish<CutDk>(dk, params.dk_accum, params.dk.data, params.dk.strides, C.head_dim, params.shape.head_dim, params.score.scale);
     }
 };
 

@@ -88,6 +88,8 @@ struct BwdLayout {
     template <int Group>
     using CutDq = WarpCut<C.tile_m, Group == 0 ? kDqFirst : C.head_dim - kDqFirst, kGroupWarps, C.atom_layout_m_dq>;
 
+    using DkOrder = CutDk;
+    using DvOrder = CutDv;
     // Where an element of dQ is among a tile's accumulators in device memory: the groups' parts one after the other.
     struct DqOrder {
         __device__ __forceinline__ static int offset(int row, int column) {

@@ -88,10 +88,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const u32 smem = smem_address(shared_memory<Smem>().bytes);
     const u32 smem_q = smem + Smem::kQ;
 
-    const Tile tile = tile_at<T::kOrder>(params, cta_index(), params.heads_q);
-    const int kv_head = tile.head / params.group_size;
+    const Tile tile = tile_at<T::kOrder>(params, cta_index(), params.shape.heads_q);
+    const int kv_head = tile.head / params.shape.group_size;
     const int first_query = tile.m_block * C.tile_m;
-    const int last_query = min(first_query + C.tile_m, params.seqlen_q) - 1;
+    const int last_query = min(first_query + C.tile_m, params.shape.seqlen_q) - 1;
     const BlockRange range = block_range<C.mask, C.tile_n>(params, first_query, last_query);
 
     const int warp_row = thread_index() / 32 * T::kWarpRows;  // the warp's first row within the tile
@@ -105,7 +105,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     }
 
     // Exponents are of 2 or of e; capped scores are scaled already.
-    const float scale = C.softcap ? (C.exp2 ? kLog2e : 1.f) : C.exp2 ? params.scale_log2 : params.scale;
+    const float scale = C.softcap ? (C.exp2 ? kLog2e : 1.f) : C.exp2 ? params.score.scale_log2 : params.score.scale;
 
     float o[T::kFragments][C.head_dim_v / 2];
     float s[T::kFragments][C.tile_n / 2];
@@ -120,24 +120,24 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // ---- Copies ----
 
     const TileCopy<typename T::Q, T::kThreads> copy_q{
-        static_cast<const u16*>(params.q) + tile.batch * params.q_strides.batch + tile.head * params.q_strides.head,
-        params.q_strides.seq, params.head_dim};
+        static_cast<const u16*>(params.q.data) + tile.batch * params.q.strides.batch + tile.head * params.q.strides.head,
+        params.q.strides.seq, params.shape.head_dim};
     const TileCopy<typename T::K, T::kThreads> copy_k{
-        static_cast<const u16*>(params.k) + tile.batch * params.k_strides.batch + kv_head * params.k_strides.head,
-        params.k_strides.seq, params.head_dim};
+        static_cast<const u16*>(params.k.data) + tile.batch * params.k.strides.batch + kv_head * params.k.strides.head,
+        params.k.strides.seq, params.shape.head_dim};
     const TileCopy<typename T::V, T::kThreads> copy_v{
-        static_cast<const u16*>(params.v) + tile.batch * params.v_strides.batch + kv_head * params.v_strides.head,
-        params.v_strides.seq, params.head_dim_v};
+        static_cast<const u16*>(params.v.data) + tile.batch * params.v.strides.batch + kv_head * params.v.strides.head,
+        params.v.strides.seq, params.shape.head_dim_v};
     auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
     auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
     // Only the first block, the sequence's last, may run past the end of the keys.
     auto load = [&](int block, int stage) {
-        copy_k.template start<false>(stage_k(stage), block * C.tile_n, params.seqlen_k);
-        copy_v.template start<false>(stage_v(stage), block * C.tile_n, params.seqlen_k);
+        copy_k.template start<false>(stage_k(stage), block * C.tile_n, params.shape.seqlen_k);
+        copy_v.template start<false>(stage_v(stage), block * C.tile_n, params.shape.seqlen_k);
     };
-    auto load_first_k = [&] { copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, params.seqlen_k); };
-    auto load_first_v = [&] { copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, params.seqlen_k); };
-    auto load_q = [&] { copy_q.template start<true>(smem_q, first_query, params.seqlen_q); };
+    auto load_first_k = [&] { copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, params.shape.seqlen_k); };
+    auto load_first_v = [&] { copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, params.shape.seqlen_k); };
+    auto load_q = [&] { copy_q.template start<true>(smem_q, first_query, params.shape.seqlen_q); };
 
     // ---- Products ----
 
@@ -227,7 +227,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto prepare = [&](int block, bool mask) {
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
-            if constexpr (C.softcap) cap_scores(s[f], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+            if constexpr (C.softcap) cap_scores(s[f], params.score.softcap_exponent, params.score.softcap);
             if (mask) {
                 const int thread = thread_index_volatile();
                 const int first = block * C.tile_n + 2 * (thread % 4);
@@ -341,7 +341,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // ---- Epilogue ----
 
     // The tile's place is worked out a second time: the walk has no registers to keep it in.
-    const Tile own = tile_at<T::kOrder>(params, cta_index_volatile(), params.heads_q);
+    const Tile own = tile_at<T::kOrder>(params, cta_index_volatile(), params.shape.heads_q);
     const int own_query = own.m_block * C.tile_m + sm80::own_row<C>(thread_index_volatile());
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {

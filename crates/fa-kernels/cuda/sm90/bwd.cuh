@@ -1,7 +1,7 @@
 // Attention backward for SM90: a block owns a tile of keys and walks the tiles of queries that see it. One warp loads by TMA,
 // the warp groups of the second role multiply by wgmma, and a warp for each of them adds its share of dQ to device memory.
 #pragma once
-#include "attn/bwd_prepare.cuh"
+#include "attn/bwd_preprocess.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
@@ -18,7 +18,7 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
-#include "sm90/bwd_finish.cuh"
+#include "attn/bwd_postprocess.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/store_fragment.cuh"
@@ -96,7 +96,7 @@ __device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams
     PipelineState<C.do_stages> do_state;
     bool first = true;
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        const i64 stats = (i64(tile.batch) * params.heads_q + head) * params.m_blocks * C.tile_m;
+        const i64 stats = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks * C.tile_m;
         for (int block = range.begin; block < range.end; ++block) {
             const int row = block * C.tile_m;
             if (first) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams
 template <Sm90BwdConfig C>
 __device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int block, int slice, int wg) {
     using T = BwdTraits<C>;
-    const i64 index = (i64(tile.batch) * params.heads_q + head) * params.m_blocks + block;
+    const i64 index = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + block;
     return params.dq_accum + index * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
@@ -281,7 +281,7 @@ struct BwdConsumer {
     __device__ __forceinline__ void weigh(int block) {
         if constexpr (C.softcap) {
 #pragma unroll
-            for (int b = 0; b < S::kBlocks; ++b) cap_scores(s[b], 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+            for (int b = 0; b < S::kBlocks; ++b) cap_scores(s[b], params.score.softcap_exponent, params.score.softcap);
         }
         if (range.needs_mask(block)) {
             const int first_query = block * C.tile_m, first_key = tile.n_block * C.tile_n;
@@ -296,7 +296,7 @@ struct BwdConsumer {
                     if constexpr (C.sdp_swap_ab) {
                         const int key = first_key + row + 8 * r;
                         const int begin = queries_begin<C.mask>(params, key) - first_query - column;
-                        limits.begin[r] = key < params.seqlen_k ? begin : C.tile_m;
+                        limits.begin[r] = key < params.shape.seqlen_k ? begin : C.tile_m;
                         limits.end[r] = queries_end<C.mask>(params, key) - first_query - column;
                     } else {
                         const int query = first_query + row + 8 * r;
@@ -307,7 +307,7 @@ struct BwdConsumer {
                 mask_scores<C.sdp_swap_ab || kWindow, !C.sdp_swap_ab || kWindow>(s[b], limits);
             }
         }
-        const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
+        const float scale_log2 = C.softcap ? kLog2e : params.score.scale_log2;
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -335,7 +335,7 @@ struct BwdConsumer {
                     float ds = weight * (dp[b][4 * i + j] - dpsum[j]);
                     if constexpr (C.softcap) {
                         // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
-                        const float ratio = (log2_approx(weight) + lse[j]) * (kLn2 / params.softcap);
+                        const float ratio = (log2_approx(weight) + lse[j]) * params.score.softcap_share;
                         ds = weight > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
@@ -476,7 +476,7 @@ struct BwdConsumer {
             store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), own_lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
-        const int left = params.seqlen_k - tile.n_block * C.tile_n;
+        const int left = params.shape.seqlen_k - tile.n_block * C.tile_n;
         constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
 #pragma unroll 4
         for (int chunk = thread_index() - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
@@ -500,20 +500,20 @@ struct BwdConsumer {
 
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index = (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
             return;
         }
         const i64 key = i64(tile.n_block) * C.tile_n;
-        u16* out_k = static_cast<u16*>(params.dk) + tile.batch * params.dk_strides.batch + key * params.dk_strides.seq +
-                     tile.kv_head * params.dk_strides.head;
-        u16* out_v = static_cast<u16*>(params.dv) + tile.batch * params.dv_strides.batch + key * params.dv_strides.seq +
-                     tile.kv_head * params.dv_strides.head;
+        u16* out_k = static_cast<u16*>(params.dk.data) + tile.batch * params.dk.strides.batch + key * params.dk.strides.seq +
+                     tile.kv_head * params.dk.strides.head;
+        u16* out_v = static_cast<u16*>(params.dv.data) + tile.batch * params.dv.strides.batch + key * params.dv.strides.seq +
+                     tile.kv_head * params.dv.strides.head;
         // The other warp groups have to be through with K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
-        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv_strides.seq, params.head_dim_v, 1.f);
-        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk_strides.seq, params.head_dim, params.scale);
+        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq, params.shape.head_dim_v, 1.f);
+        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq, params.shape.head_dim, params.score.scale);
     }
 };
 
@@ -521,7 +521,7 @@ struct BwdConsumer {
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_store_nothing_seen(const BwdParams& params, const BwdTile& tile) {
     if (params.head_splits > 1) return;
-    const int first = tile.n_block * C.tile_n, left = min(C.tile_n, params.seqlen_k - first);
+    const int first = tile.n_block * C.tile_n, left = min(C.tile_n, params.shape.seqlen_k - first);
     auto clear = [&](void* out, const RowStrides& strides, int columns) {
         u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + i64(first) * strides.seq + tile.kv_head * strides.head;
         const int chunks = columns / 8;
@@ -529,8 +529,8 @@ __device__ __forceinline__ void bwd_store_nothing_seen(const BwdParams& params, 
             *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
         }
     };
-    clear(params.dk, params.dk_strides, params.head_dim);
-    clear(params.dv, params.dv_strides, params.head_dim_v);
+    clear(params.dk.data, params.dk.strides, params.shape.head_dim);
+    clear(params.dv.data, params.dv.strides, params.shape.head_dim_v);
 }
 
 }  // namespace fa::sm90

@@ -167,7 +167,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
     TileWalk<C> walk;
-    const int heads = C.pack_gqa ? params.heads_kv : params.heads_q;
+    const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     // Blocks of a cluster load a share of a K or V tile each, to all of them.
     const int share = C.cluster_m > 1 ? cluster_cta_rank() : 0;
 
@@ -175,7 +175,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
         const BlockRange range = tile_blocks<C>(params, tile);
-        const int kv_head = C.pack_gqa ? tile.head : tile.head / params.group_size;
+        const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
         auto load_q = [&] {
             smem.q_bars.acquire(q_state, T::Q::kBytes);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             for (int i = 0; i < T::Q::kPanels; ++i) {
                 u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
                 if constexpr (C.pack_gqa) {
-                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.group_size),
+                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.shape.group_size),
                                 tile.head, tile.batch, L2Policy::EvictFirst);
                 } else {
                     tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head, tile.batch,
@@ -249,7 +249,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     const bool elected = elect_one();
     const int warp = warp_index() % 4;
     const int lane = lane_index();
-    const int heads = C.pack_gqa ? params.heads_kv : params.heads_q;
+    const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     // The thread's first accumulator row within the tile, and its first column within a block of keys.
     const int own_row = 64 * wg + 16 * warp + lane / 4;
     const int own_column = 2 * (lane % 4);
@@ -264,7 +264,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
     TileWalk<C> walk;
-    const float scale_log2 = C.softcap ? kLog2e : params.scale_log2;
+    const float scale_log2 = C.softcap ? kLog2e : params.score.scale_log2;
 
     // Warp groups take turns at issuing products: group i waits for barrier 1 + i, then lets the next one go.
     auto wait_turn = [&] {
@@ -363,7 +363,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
         // Scores to capped and masked scores.
         auto prepare = [&](int block) {
-            if constexpr (C.softcap) cap_scores(s, 2.f * kLog2e * params.scale / params.softcap, params.softcap);
+            if constexpr (C.softcap) cap_scores(s, params.score.softcap_exponent, params.score.softcap);
             if (range.needs_mask(block)) {
                 const int first = block * C.tile_n + own_column;
                 ColumnLimits limits;

@@ -1,5 +1,5 @@
-//! Kernels compiled ahead: written by `cargo xtask build`, compiled into the library by the feature `bundle`, so that a
-//! user then needs only the driver.
+//! Kernels compiled ahead: written by `cargo xtask build`, compiled into the library by the feature `bundle`,
+//! so that a user then needs only the driver.
 
 use std::collections::HashMap;
 use std::fs;
@@ -41,7 +41,7 @@ pub struct BundledKernel {
     pub file: String,
     /// SHA-256 of the cubin.
     pub cubin_sha256: String,
-    /// Hash of what it was compiled from, flags and compiler apart: see [`source_hash`].
+    /// Hash of what it was compiled from, without flags and compiler: see [`source_hash`].
     pub source: String,
     /// Bytes of dynamic shared memory.
     pub smem: u32,
@@ -80,7 +80,7 @@ impl Bundle {
         })
     }
 
-    /// The kernels of a manifest whose files are there and whole.
+    /// The kernels of a manifest whose files exist and are complete.
     fn of(manifest: Manifest, files: &[(&str, &'static [u8])]) -> Bundle {
         let files: HashMap<&str, &'static [u8]> = files.iter().copied().collect();
         let whole = |kernel: BundledKernel| {
@@ -90,7 +90,7 @@ impl Bundle {
         Bundle { kernels: manifest.kernels.into_iter().filter_map(whole).collect() }
     }
 
-    /// The cubin made from exactly this source; a bundle of older sources has none.
+    /// The cubin compiled from exactly this source; `None` in a bundle of other sources.
     pub fn find(&self, source: &Source) -> Option<&'static [u8]> {
         if self.kernels.is_empty() {
             return None;
@@ -135,7 +135,8 @@ impl Manifest {
     }
 }
 
-/// Hash of a source: its target, unit and headers. It names the code that a validation or a bundled cubin is of.
+/// Hash of a source: its target, unit and headers. It names the code that a validation or a bundled cubin is
+/// of.
 pub fn source_hash(source: &Source) -> String {
     let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
     let parts: Vec<&[u8]> =

@@ -1,9 +1,10 @@
-//! Compiled kernels on disk, named by what they were made of.
+//! Compiled kernels on disk, keyed by what they were compiled from.
 //!
-//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.ron`. It is built in
-//! a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.ron` holds a checksum of the cubin,
-//! so that a damaged entry counts as none and is replaced. No locks: processes that race build the same bytes, and one
-//! of them wins. Where nothing can be written, kernels live in memory and a warning is traced.
+//! An entry is a folder `ROOT/KEY` with the spec, the unit, the compiler's log, the cubin and `entry.ron`. It
+//! is built in a temporary folder and renamed, so that a reader sees all of it or nothing; `entry.ron` holds
+//! a checksum of the cubin, so that a damaged entry is treated as missing and replaced. No locks: processes
+//! that race build the same bytes, and one of them wins. Where nothing can be written, kernels live in memory
+//! and a warning is traced.
 
 use std::collections::HashMap;
 use std::fs;
@@ -25,13 +26,13 @@ use crate::whole;
 /// Names the cache's folder.
 pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
 
-/// The most bytes that a cache holds unless told otherwise: some two thousand kernels.
+/// The default limit of a cache in bytes: some two thousand kernels.
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
 
 /// Part of every key: raised when the layout of an entry changes.
 const FORMAT: &str = "fa-kernels cache 1";
 
-/// Temporary folders of processes that died are swept after this long.
+/// Temporary folders of processes that died are removed after this long.
 const STALE: Duration = Duration::from_secs(3600);
 
 /// A cache of compiled kernels. Shared by threads and by processes.
@@ -53,13 +54,14 @@ struct Entry {
 }
 
 impl Cache {
-    /// The cache at `FA_CACHE_DIR`, or `fa/kernels` in the user's cache folder; in memory where there is neither.
+    /// The cache at `FA_CACHE_DIR`, or `fa/kernels` in the user's cache folder; in memory where there is
+    /// neither.
     pub fn open_default() -> Cache {
         Cache::open(default_root(), DEFAULT_LIMIT)
     }
 
-    /// The cache at `root` (`None` for memory only) that holds at most `limit` bytes. Nothing is created until a kernel
-    /// is stored.
+    /// The cache at `root` (`None` for memory only) that holds at most `limit` bytes. Nothing is created
+    /// until a kernel is stored.
     pub fn open(root: Option<PathBuf>, limit: u64) -> Cache {
         Cache { root, limit, memory: Mutex::new(HashMap::new()) }
     }
@@ -72,8 +74,9 @@ impl Cache {
     /// The kernel that `compiler` makes of `source`: from memory, from disk, or compiled now and stored.
     ///
     /// # Errors
-    /// [`Error::Compile`] for errors in the source, [`Error::Refused`] for code that spills or that ptxas says lost what
-    /// it was written for, and those of the compiler. A cache that cannot be written is no error.
+    /// [`Error::Compile`] for errors in the source, [`Error::Refused`] for code that spills or that ptxas
+    /// says lost what it was written for, and those of the compiler. A cache that cannot be written is no
+    /// error.
     pub fn get(
         &self,
         compiler: &Compiler,
@@ -83,7 +86,7 @@ impl Cache {
         let flags = compiler.flags(&source.target);
         let name = self.compiler_name(compiler)?;
         let key = key(&name, &flags, source);
-        // Code that is refused is kept too: a plan that spills is passed over at once the next time.
+        // Refused code is kept too: a plan that spills is skipped at once the next time.
         let remembered = self.memory().get(&key).cloned();
         let kernel = match remembered {
             Some(kernel) => kernel,
@@ -123,7 +126,7 @@ impl Cache {
         self.len() == 0
     }
 
-    /// Compiles a source and stores what came of it: the kernel, or the log of the errors.
+    /// Compiles a source and stores the result: the kernel, or the log of the errors.
     fn compile(
         &self,
         key: &str,
@@ -148,7 +151,7 @@ impl Cache {
         }
     }
 
-    /// An entry, if it is there and whole. What is damaged is removed.
+    /// An entry, if it exists and is complete. A damaged one is removed.
     fn read(&self, key: &str) -> Option<Compiled> {
         let folder = self.root.as_ref()?.join(key);
         if !folder.is_dir() {
@@ -161,7 +164,7 @@ impl Cache {
             (hash(&[&cubin]) == entry.cubin_sha256).then_some(Compiled { cubin, log, report: entry.report })
         };
         let found = read();
-        // Gone altogether means evicted while we read, which is no damage.
+        // A missing folder was evicted while we read: not damage.
         if found.is_none() && folder.is_dir() {
             tracing::warn!(entry = %folder.display(), "damaged cache entry is compiled anew");
             if let Err(error) = discard(&folder) {
@@ -171,7 +174,8 @@ impl Cache {
         found
     }
 
-    /// Writes an entry and returns where its log lies; `None`, with a traced warning, when the folder is not writable.
+    /// Writes an entry and returns where its log lies; `None`, with a traced warning, when the folder is not
+    /// writable.
     fn write(
         &self,
         name: &str,
@@ -237,7 +241,7 @@ impl Cache {
             let age =
                 fs::metadata(&path).and_then(|m| m.modified()).ok().and_then(|time| time.elapsed().ok());
             if name.starts_with(TEMPORARY) && age.is_some_and(|age| age > STALE) {
-                // Best effort: whoever still uses it keeps it.
+                // Best effort: a folder that is still in use stays.
                 let _ = fs::remove_dir_all(&path);
             }
         }
@@ -262,8 +266,8 @@ impl Cache {
         entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_dir()).collect()
     }
 
-    /// The compiler's name, version and size. Loading NVRTC only to ask costs more than all else of a warm start, so the
-    /// answer is remembered under the library's path, size and time.
+    /// The compiler's name, version and size. Loading NVRTC only to ask costs more than the rest of a warm
+    /// start, so the answer is stored under the library's path, size and time.
     fn compiler_name(&self, compiler: &Compiler) -> Result<String, Error> {
         let facts = fs::metadata(compiler.path()).map_err(|e| Error::io(compiler.path(), e))?;
         let named = |version: String| format!("{version} ({} B)", facts.len());
@@ -285,7 +289,7 @@ impl Cache {
     }
 
     fn memory(&self) -> std::sync::MutexGuard<'_, HashMap<String, Arc<Compiled>>> {
-        // A map of finished kernels is whole whatever a panicking thread was doing.
+        // The map holds finished kernels only, so it is valid even if another thread panicked.
         self.memory.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -326,7 +330,7 @@ pub(crate) fn hash(parts: &[&[u8]]) -> String {
     hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Removes a folder in one step for all who look: renamed first, then deleted.
+/// Removes a folder atomically for readers: renamed first, then deleted.
 fn discard(folder: &Path) -> io::Result<()> {
     let parent = folder.parent().unwrap_or(folder);
     let aside = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(parent)?;

@@ -11,8 +11,8 @@ const LONG: [&str; 26] = [
 /// indentation give the same string; two that differ in a token do not. String and character literals stand
 /// as they were written.
 ///
-/// A macro that turns its argument into a string (`#x`) could still tell `a+b` from `a + b`: the kernels have
-/// none.
+/// A macro that turns its argument into a string (`#x`) could still distinguish `a+b` from `a + b`: the
+/// kernels have none.
 pub fn canonical(text: &str) -> String {
     Lexer { rest: text, out: String::with_capacity(text.len()), directive: Directive::None, fresh: true }
         .run()

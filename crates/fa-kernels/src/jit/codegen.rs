@@ -52,7 +52,7 @@ fn config_cuh() -> String {
 
 fn params_cuh() -> String {
     let mut text =
-        format!("{NOTE}\n// What a kernel is told at launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
+        format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
     for ParamStruct { name, size, align, doc, fields } in params::declarations() {
         text.push('\n');
         comment(&mut text, "", doc);

@@ -27,10 +27,10 @@ pub struct Compiler {
     nvrtc: OnceLock<Nvrtc>,
 }
 
-/// What a compiler made of a source.
+/// The result of a compilation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Compiled {
-    /// The code.
+    /// The cubin.
     pub cubin: Vec<u8>,
     /// The compiler's messages.
     pub log: String,
@@ -38,7 +38,7 @@ pub struct Compiled {
     pub report: Report,
 }
 
-/// Why a source gave no code.
+/// Why a source gave no cubin.
 #[derive(Debug)]
 pub enum CompileFailure {
     /// Errors in the source; the compiler's messages.
@@ -47,7 +47,8 @@ pub enum CompileFailure {
     Compiler(Error),
 }
 
-/// Flags for both compilers. Fast arithmetic is the kernels' own choice, instruction by instruction, never a flag.
+/// Flags for both compilers. Fast arithmetic is chosen in the kernels, instruction by instruction, never by a
+/// flag.
 const FLAGS: [&str; 2] = ["-std=c++20", "--ptxas-options=-v"];
 
 impl Compiler {
@@ -78,7 +79,7 @@ impl Compiler {
         &self.path
     }
 
-    /// Whether NVRTC has been loaded, which a kernel from the cache does not take.
+    /// Whether NVRTC has been loaded; a kernel from the cache does not need it.
     pub fn is_loaded(&self) -> bool {
         self.nvrtc.get().is_some()
     }
@@ -109,7 +110,7 @@ impl Compiler {
         let mut flags = vec![format!("--gpu-architecture={target}")];
         flags.extend(FLAGS.map(str::to_owned));
         flags.push(match self.kind {
-            // constexpr functions and helpers without a mark are device code in both.
+            // constexpr functions and unannotated helpers are device code for both compilers.
             CompilerKind::Nvrtc => "-default-device".to_owned(),
             CompilerKind::Nvcc => "--expt-relaxed-constexpr".to_owned(),
         });
@@ -132,14 +133,14 @@ impl Compiler {
     /// Compiles a source to a cubin. Spills and warnings are in the report, not errors here.
     ///
     /// # Errors
-    /// [`CompileFailure::Log`] for errors in the source, [`CompileFailure::Compiler`] for those of the compiler.
+    /// [`CompileFailure::Log`] for errors in the source, [`CompileFailure::Compiler`] for those of the
+    /// compiler.
     pub fn compile(&self, source: &Source) -> Result<Compiled, CompileFailure> {
         let (mut cubin, mut log) = match self.kind {
             CompilerKind::Nvrtc => self.by_nvrtc(source, &[])?,
             CompilerKind::Nvcc => self.by_nvcc(source)?,
         };
-        // Where there is a driver, NVRTC 13 keeps a cache of its own, and what comes from there comes without the assembler's
-        // lines.
+        // Where there is a driver, NVRTC 13 has its own cache, whose results lack ptxas's lines (NB-046).
         if self.kind == CompilerKind::Nvrtc && Report::parse(&log).is_none() {
             tracing::debug!("no resource lines in the log");
             (cubin, log) = self.by_nvrtc(source, &["--no-cache"])?;

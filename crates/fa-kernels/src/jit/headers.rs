@@ -33,8 +33,8 @@ impl Headers {
         self.0.get(name).map(|text| &**text)
     }
 
-    /// The headers that `text` includes, and those that they include, ordered by name: all that a kernel is made of,
-    /// so that a change of one kernel leaves the others' cache entries and validation records as they are.
+    /// The headers that `text` includes, and those that they include, ordered by name: a kernel's whole
+    /// source, so that changing one kernel leaves the others' cache entries and validation records valid.
     ///
     /// # Errors
     /// [`Error::MissingHeader`] for an `#include "..."` of a name that is not here.

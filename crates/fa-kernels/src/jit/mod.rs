@@ -1,4 +1,5 @@
-//! From a spec to a cubin: the translation unit and its headers, the compiler, the cache, and what is compiled ahead.
+//! From a spec to a cubin: the translation unit and its headers, the compiler, the cache, and the bundle of
+//! kernels compiled ahead.
 
 pub mod bundle;
 pub mod cache;

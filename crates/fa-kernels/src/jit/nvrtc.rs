@@ -1,7 +1,8 @@
-//! The few functions of NVRTC that a cubin takes, bound to one library file.
+//! The few functions of NVRTC that compiling a cubin needs, bound to one library file.
 //!
-//! cudarc's binding loads whichever `libnvrtc.so` the loader finds first, once per process, and panics when there is none
-//! or a symbol is missing. The cache names kernels by the compiler that made them, so here the file is chosen first.
+//! cudarc's binding loads whichever `libnvrtc.so` the loader finds first, once per process, and panics when
+//! there is none or a symbol is missing. The cache keys kernels by their compiler, so here the file is chosen
+//! first.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -12,18 +13,19 @@ use libloading::Library;
 
 use crate::Error;
 
-/// An NVRTC library, loaded.
+/// A loaded NVRTC library.
 pub(crate) struct Nvrtc {
     path: PathBuf,
     functions: Functions,
     version: (i32, i32),
     archs: Vec<i32>,
-    // The builtins stay open for as long as the library that looks them up. Fields drop in order: functions first.
+    // The builtins stay open as long as the library that looks them up. Fields drop in order: functions
+    // first.
     _library: Library,
     _builtins: Option<Library>,
 }
 
-/// What a compilation gives.
+/// The result of a compilation.
 pub(crate) struct Output {
     /// Messages of the front end and of ptxas.
     pub log: String,
@@ -65,11 +67,12 @@ impl Nvrtc {
     /// [`Error::BadCompiler`] when it does not load or lacks a function.
     pub fn load(path: &Path) -> Result<Nvrtc, Error> {
         let bad = |reason: String| Error::BadCompiler { path: path.to_owned(), reason };
-        // Without a GPU, NVRTC 13.0 finds its builtins only if they are loaded already or on the loader's path.
+        // Without a GPU, NVRTC 13.0 finds its builtins only if they are loaded already or on the loader's
+        // path.
         let builtins = builtins_beside(path).and_then(|file| open_global(&file).ok());
         let library = open_global(path).map_err(|e| bad(e.to_string()))?;
-        // SAFETY: the signatures are those of nvrtc.h, unchanged since CUDA 11.1; the pointers are used only while
-        // `library` is open, which the struct guarantees.
+        // SAFETY: the signatures are those of nvrtc.h, unchanged since CUDA 11.1; the pointers are used only
+        // while `library` is open, which the struct guarantees.
         let functions = unsafe {
             Functions {
                 version: symbol(&library, c"nvrtcVersion").map_err(&bad)?,
@@ -116,7 +119,8 @@ impl Nvrtc {
         self.archs.iter().any(|&arch| u32::try_from(arch) == Ok(capability))
     }
 
-    /// Compiles a unit with named headers. Errors in the source are no `Err`: they give an output without a cubin.
+    /// Compiles a unit with named headers. Errors in the source are not an `Err`: the output then has no
+    /// cubin.
     ///
     /// # Errors
     /// [`Error::BadCompiler`] when the library itself fails.
@@ -136,8 +140,8 @@ impl Nvrtc {
         let (names, texts, options) = (pointers(&names), pointers(&texts), pointers(&options));
 
         let mut program = Created { nvrtc: self, program: ptr::null_mut() };
-        // SAFETY: every pointer is to a zero-terminated string or an array of the length given, all alive until the
-        // program is destroyed at the end of this function.
+        // SAFETY: every pointer is to a zero-terminated string or an array of the length given, all alive
+        // until the program is destroyed at the end of this function.
         unsafe {
             self.call(
                 "nvrtcCreateProgram",
@@ -184,7 +188,7 @@ impl Nvrtc {
     }
 }
 
-/// Destroys the program on every way out.
+/// Destroys the program on every return path.
 struct Created<'a> {
     nvrtc: &'a Nvrtc,
     program: Program,
@@ -210,7 +214,7 @@ unsafe fn symbol<T: Copy>(library: &Library, name: &CStr) -> Result<T, String> {
     unsafe { library.get::<T>(name).map(|symbol| *symbol).map_err(|e| e.to_string()) }
 }
 
-/// The builtins library in the same folder: `libnvrtc-builtins.so.13.0` beside `libnvrtc.so.13`.
+/// The builtins library in the same folder: `libnvrtc-builtins.so.13.0` for `libnvrtc.so.13`.
 fn builtins_beside(path: &Path) -> Option<PathBuf> {
     let mut found: Vec<PathBuf> = std::fs::read_dir(path.parent()?)
         .ok()?

@@ -1,4 +1,4 @@
-//! What a kernel is told at launch, declared once: these structs are the host's side, and `params.cuh` is written from
+//! The parameters of a launch, declared once: these structs are the host's side, and `params.cuh` is written from
 //! their field tables, with sizes and offsets asserted there and here.
 
 /// A pointer that a kernel reads through; `const void*` in CUDA. 0 is null.
@@ -114,28 +114,28 @@ param_struct! {
 }
 
 param_struct! {
-    /// What every forward kernel is told at launch.
-    pub struct FwdParams {
-        /// Q, `[batch, seqlen_q, heads_q, head_dim]` by `q_strides`.
-        pub q: ConstPtr,
-        /// K, `[batch, seqlen_k, heads_kv, head_dim]` by `k_strides`.
-        pub k: ConstPtr,
-        /// V, `[batch, seqlen_k, heads_kv, head_dim_v]` by `v_strides`.
-        pub v: ConstPtr,
-        /// O, `[batch, seqlen_q, heads_q, head_dim_v]` by `out_strides`; written in full.
-        pub out: MutPtr,
-        /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; null for none.
-        pub lse: MutF32Ptr,
-        /// The next tile to be drawn, 0 at launch; null unless the scheduler is dynamic.
-        pub tile_counter: MutU32Ptr,
-        /// Strides of Q.
-        pub q_strides: RowStrides,
-        /// Strides of K.
-        pub k_strides: RowStrides,
-        /// Strides of V.
-        pub v_strides: RowStrides,
-        /// Strides of O.
-        pub out_strides: RowStrides,
+    /// A tensor that a kernel reads: its element `[0, 0, 0, 0]` and its strides.
+    pub struct ConstTensor {
+        /// The first element, on a multiple of 16 bytes.
+        pub data: ConstPtr,
+        /// In elements.
+        pub strides: RowStrides,
+    }
+}
+
+param_struct! {
+    /// A tensor that a kernel writes.
+    pub struct MutTensor {
+        /// The first element, on a multiple of 16 bytes.
+        pub data: MutPtr,
+        /// In elements.
+        pub strides: RowStrides,
+    }
+}
+
+param_struct! {
+    /// The problem's lengths, counts and window.
+    pub struct ShapeParams {
         /// Independent sequences.
         pub batch: i32,
         /// Query heads.
@@ -156,12 +156,44 @@ param_struct! {
         pub window_left: i32,
         /// Visible keys right of the diagonal; -1 for all. Window kernels only.
         pub window_right: i32,
+    }
+}
+
+param_struct! {
+    /// How products of queries and keys become scores.
+    pub struct ScoreParams {
         /// Factor on Q K^T.
         pub scale: f32,
         /// `scale * log2(e)`: from scores to exponents of 2.
         pub scale_log2: f32,
         /// `cap` of `cap * tanh(scale * s / cap)`; kernels with `softcap` only.
         pub softcap: f32,
+        /// `2 * log2(e) * scale / softcap`: from products to the exponent of 2 in the cap's tanh.
+        pub softcap_exponent: f32,
+        /// `ln(2) / softcap`: from exponents of 2 to shares of the cap.
+        pub softcap_share: f32,
+    }
+}
+
+param_struct! {
+    /// The arguments of every forward kernel.
+    pub struct FwdParams {
+        /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
+        pub q: ConstTensor,
+        /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
+        pub k: ConstTensor,
+        /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+        pub v: ConstTensor,
+        /// O, `[batch, seqlen_q, heads_q, head_dim_v]`; written in full.
+        pub out: MutTensor,
+        /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; null for none.
+        pub lse: MutF32Ptr,
+        /// The next tile to be drawn, 0 at launch; null unless the scheduler is dynamic.
+        pub tile_counter: MutU32Ptr,
+        /// Lengths and counts.
+        pub shape: ShapeParams,
+        /// From products to scores.
+        pub score: ScoreParams,
         /// Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to `cluster_m`.
         pub m_blocks: i32,
         /// Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
@@ -174,82 +206,45 @@ param_struct! {
 }
 
 param_struct! {
-    /// What every backward kernel is told at launch.
+    /// The arguments of every backward kernel.
     pub struct BwdParams {
-        /// Q, `[batch, seqlen_q, heads_q, head_dim]` by `q_strides`.
-        pub q: ConstPtr,
-        /// K, `[batch, seqlen_k, heads_kv, head_dim]` by `k_strides`.
-        pub k: ConstPtr,
-        /// V, `[batch, seqlen_k, heads_kv, head_dim_v]` by `v_strides`.
-        pub v: ConstPtr,
-        /// O of the forward, `[batch, seqlen_q, heads_q, head_dim_v]` by `out_strides`.
-        pub out: ConstPtr,
-        /// dO, the gradient of O, in its shape by `dout_strides`.
-        pub dout: ConstPtr,
-        /// dQ, in the shape of Q by `dq_strides`; written in full.
-        pub dq: MutPtr,
-        /// dK, in the shape of K by `dk_strides`; written in full.
-        pub dk: MutPtr,
-        /// dV, in the shape of V by `dv_strides`; written in full.
-        pub dv: MutPtr,
+        /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
+        pub q: ConstTensor,
+        /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
+        pub k: ConstTensor,
+        /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+        pub v: ConstTensor,
+        /// O of the forward, `[batch, seqlen_q, heads_q, head_dim_v]`.
+        pub out: ConstTensor,
+        /// dO, the gradient of O, in its shape.
+        pub dout: ConstTensor,
+        /// dQ, in the shape of Q; written in full.
+        pub dq: MutTensor,
+        /// dK, in the shape of K; written in full.
+        pub dk: MutTensor,
+        /// dV, in the shape of V; written in full.
+        pub dv: MutTensor,
         /// LSE of the forward, `[batch, heads_q, seqlen_q]` packed, natural logarithm.
         pub lse: ConstF32Ptr,
         /// Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf beyond the end.
         pub lse_log2: MutF32Ptr,
         /// Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
         pub dpsum: MutF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, a tile in the register order of the kernel that adds to it.
+        /// Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, each
+        /// tile in the register order of the kernel that adds to it.
         pub dq_accum: MutF32Ptr,
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits > 1.
         pub dk_accum: MutF32Ptr,
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks]`: how many blocks of keys have been added to each tile of dQ; null unless deterministic.
-        pub dq_turns: MutU32Ptr,
+        /// Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null unless deterministic.
+        pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,
-        /// Strides of Q.
-        pub q_strides: RowStrides,
-        /// Strides of K.
-        pub k_strides: RowStrides,
-        /// Strides of V.
-        pub v_strides: RowStrides,
-        /// Strides of O.
-        pub out_strides: RowStrides,
-        /// Strides of dO.
-        pub dout_strides: RowStrides,
-        /// Strides of dQ.
-        pub dq_strides: RowStrides,
-        /// Strides of dK.
-        pub dk_strides: RowStrides,
-        /// Strides of dV.
-        pub dv_strides: RowStrides,
-        /// Independent sequences.
-        pub batch: i32,
-        /// Query heads.
-        pub heads_q: i32,
-        /// Key and value heads.
-        pub heads_kv: i32,
-        /// Query heads per K/V head: `heads_q / heads_kv`.
-        pub group_size: i32,
-        /// Queries per sequence.
-        pub seqlen_q: i32,
-        /// Keys per sequence.
-        pub seqlen_k: i32,
-        /// Elements of a query or key: a multiple of 8 up to the config's `head_dim`.
-        pub head_dim: i32,
-        /// Elements of a value or output row: a multiple of 8 up to the config's `head_dim_v`.
-        pub head_dim_v: i32,
-        /// Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels only.
-        pub window_left: i32,
-        /// Visible keys right of the diagonal; -1 for all. Window kernels only.
-        pub window_right: i32,
-        /// Factor on Q K^T.
-        pub scale: f32,
-        /// `scale * log2(e)`: from scores to exponents of 2.
-        pub scale_log2: f32,
-        /// `cap` of `cap * tanh(scale * s / cap)`; kernels with `softcap` only.
-        pub softcap: f32,
+        /// Lengths and counts.
+        pub shape: ShapeParams,
+        /// From products to scores.
+        pub score: ScoreParams,
         /// Tiles of `tile_m` queries of a head.
         pub m_blocks: i32,
         /// Tiles of `tile_n` keys of a head.
@@ -258,18 +253,28 @@ param_struct! {
         pub head_splits: i32,
         /// Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
         pub num_tiles: i32,
-        /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the sections of `LongestFirst`.
+        /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the
+        /// sections of `LongestFirst`.
         pub heads_per_section: i32,
-        /// Sections of so many heads; the heads that are left make up the last one.
+        /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
     }
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
-const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 216);
-const _: () = assert!(size_of::<BwdParams>() == 400);
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 224);
+const _: () = assert!(size_of::<BwdParams>() == 408);
+const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 20);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
 pub(crate) fn declarations() -> Vec<ParamStruct> {
-    vec![RowStrides::declaration(), FwdParams::declaration(), BwdParams::declaration()]
+    vec![
+        RowStrides::declaration(),
+        ConstTensor::declaration(),
+        MutTensor::declaration(),
+        ShapeParams::declaration(),
+        ScoreParams::declaration(),
+        FwdParams::declaration(),
+        BwdParams::declaration(),
+    ]
 }

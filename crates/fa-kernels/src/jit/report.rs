@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Report {
-    /// 32-bit registers per thread, as allocated at launch (with setmaxnreg the groups' own counts differ).
+    /// 32-bit registers per thread, as allocated at launch (setmaxnreg then changes each warpgroup's count).
     pub registers: u32,
     /// Bytes of stack per thread.
     pub stack: u32,
@@ -24,7 +24,7 @@ pub struct Report {
     pub warnings: Vec<String>,
 }
 
-/// What no kernel may ship with.
+/// Faults with which no kernel may ship.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Registers spill to local memory.
@@ -39,12 +39,12 @@ pub enum Fault {
         /// ptxas's line.
         warning: String,
     },
-    /// The log lacks the resource lines: the compiler's format is not the one that we read.
+    /// The log lacks the resource lines: the compiler's format is not the expected one.
     NoResources,
 }
 
-/// ptxas codes under which a wgmma kernel loses what it was written for: wgmma serialised across function boundaries
-/// (C7510), for want of registers (C7511, C7512), for operands or accumulators touched inside a stage (C7513 to C7515); setmaxnreg
+/// ptxas codes for lost wgmma performance: wgmma serialised across function boundaries (C7510), for want of
+/// registers (C7511, C7512), for operands or accumulators touched inside a stage (C7513 to C7515); setmaxnreg
 /// ignored (C7508).
 const FORBIDDEN: [&str; 7] = ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515"];
 

@@ -1,4 +1,4 @@
-//! Compiles a list of specs for their architectures and sets the plan beside what came out: `fa build`.
+//! Compiles a list of specs for their architectures and compares plan and result: `fa build`.
 
 use std::path::Path;
 
@@ -26,11 +26,11 @@ pub struct Row {
     pub planned_registers: u32,
     /// Registers of a thread that the plan allows.
     pub register_limit: u32,
-    /// Dynamic shared memory in bytes. Planned and actual are one number: the unit asserts it.
+    /// Dynamic shared memory in bytes. Planned and actual are equal: the unit asserts it.
     pub smem: u32,
-    /// Blocks per SM that the plan counts on.
+    /// CTAs per SM that the plan counts on.
     pub planned_blocks: u32,
-    /// Blocks per SM with the registers that the compiler took.
+    /// CTAs per SM with the registers that the compiler used.
     pub actual_blocks: u32,
     /// What the compiler reported.
     pub report: Report,
@@ -45,14 +45,14 @@ pub struct Failure {
     pub name: String,
     /// The architecture.
     pub arch: Arch,
-    /// Why: it does not fit, does not compile, spills, or lost what it was written for.
+    /// Why: it does not fit, does not compile, spills, or has its wgmma serialised or setmaxnreg ignored.
     pub reason: String,
 }
 
-/// What came of a build.
+/// The result of a build.
 #[derive(Debug, Default)]
 pub struct Built {
-    /// What compiled cleanly within its plan, in the order of the specs.
+    /// Specs that compiled without a fault and within their plan, in order.
     pub rows: Vec<Row>,
     /// What did not.
     pub failures: Vec<Failure>,
@@ -64,7 +64,8 @@ pub struct Built {
 /// `progress` is called after each kernel, from any thread.
 ///
 /// # Errors
-/// [`Error::BadCompiler`] when the compiler cannot be used at all. A spec that fails is a [`Failure`], not an error.
+/// [`Error::BadCompiler`] when the compiler cannot be used at all. A spec that fails is a [`Failure`], not an
+/// error.
 pub fn build(
     specs: &[ShippedSpec],
     archs: &[Arch],

@@ -9,14 +9,26 @@ use crate::jit::code;
 use crate::jit::config;
 use crate::{Error, Headers};
 
-/// The name of every unit's entry function.
+/// The name of every unit's main entry function.
 pub const ENTRY: &str = "fa_kernel";
 
-/// The further entries of a backward's unit: before the kernel, after it, and after it where several blocks share a tile of dK.
-pub const BACKWARD_ENTRIES: [&str; 3] = ["fa_prepare", "fa_finish", "fa_finish_kv"];
+/// A backward's entry before the main one: statistics of the rows, and accumulators set to zero.
+pub(crate) const PREPROCESS: &str = "fa_preprocess";
 
-/// Threads of a block of the further entries.
-pub const SMALL_THREADS: u32 = 256;
+/// A backward's entry after the main one: dQ from its accumulators.
+pub(crate) const POSTPROCESS: &str = "fa_postprocess";
+
+/// The last entry where several CTAs share a tile of dK and dV: both from their accumulators.
+pub(crate) const POSTPROCESS_KV: &str = "fa_postprocess_kv";
+
+/// Threads of a CTA of the entries before and after the main one.
+pub(crate) const PROCESS_THREADS: u32 = 256;
+
+/// The entry functions of a spec's unit, the main one first.
+pub fn entries(spec: &KernelSpec) -> &'static [&'static str] {
+    const ENTRIES: [&str; 4] = [ENTRY, PREPROCESS, POSTPROCESS, POSTPROCESS_KV];
+    if spec.kernel.is_backward() { &ENTRIES } else { &ENTRIES[..1] }
+}
 
 /// All that a compiler is given, except its flags.
 #[derive(Clone, Debug, PartialEq)]
@@ -125,16 +137,16 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
     if spec.kernel.is_backward() {
-        let [prepare, finish, finish_kv] = BACKWARD_ENTRIES;
+        let layout = format!("{}::BwdLayout<config>", &name[..4]);
         let body = |entry: &str, function: String| {
             format!(
-                "\nextern \"C\" __global__ void __launch_bounds__({SMALL_THREADS})\n\
-                 {entry}(const __grid_constant__ BwdParams params) {{\n    {function}<config>(params);\n}}\n"
+                "\nextern \"C\" __global__ void __launch_bounds__({PROCESS_THREADS})\n\
+                 {entry}(const __grid_constant__ BwdParams params) {{\n    {function}(params);\n}}\n"
             )
         };
-        text.push_str(&body(prepare, "bwd_prepare".into()));
-        text.push_str(&body(finish, format!("{name}_finish")));
-        text.push_str(&body(finish_kv, format!("{name}_finish_kv")));
+        text.push_str(&body(PREPROCESS, "bwd_preprocess<config>".into()));
+        text.push_str(&body(POSTPROCESS, format!("bwd_postprocess<config, {layout}>")));
+        text.push_str(&body(POSTPROCESS_KV, format!("bwd_postprocess_kv<config, {layout}>")));
     }
     text
 }

@@ -1,21 +1,23 @@
-//! Finds NVRTC and nvcc in the usual places, without loading anything.
+//! Finds NVRTC and nvcc in the usual locations, without loading anything.
 
 use std::env;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Names the NVRTC library (or its folder) to use; looked at before every other place.
+/// Names the NVRTC library (or its folder) to use; takes precedence over every other location.
 pub const NVRTC_VARIABLE: &str = "FA_NVRTC";
 
 /// Names the nvcc program to use.
 pub const NVCC_VARIABLE: &str = "FA_NVCC";
 
-/// The file of the NVRTC library: `FA_NVRTC`, then `CUDA_HOME`/`CUDA_PATH`, the loader's path, the active virtual
-/// environment, the toolkit of `cargo xtask toolkit` and the Python packages of the user and the system.
+/// The file of the NVRTC library: `FA_NVRTC`, then `CUDA_HOME`/`CUDA_PATH`, the loader's path, the active
+/// virtual environment, the toolkit of `cargo xtask toolkit` and the Python packages of the user and the
+/// system.
 ///
 /// # Errors
-/// [`Error::NoCompiler`] naming the places, and [`Error::BadCompiler`] when `FA_NVRTC` names nothing.
+/// [`Error::NoCompiler`] naming the locations searched, and [`Error::BadCompiler`] when `FA_NVRTC` names
+/// nothing.
 pub fn find_nvrtc() -> Result<PathBuf, Error> {
     if let Some(named) = env::var_os(NVRTC_VARIABLE) {
         let named = PathBuf::from(named);
@@ -62,7 +64,8 @@ pub fn find_nvcc() -> Result<PathBuf, Error> {
     )
 }
 
-/// A binary tool of the CUDA toolkit (`nvdisasm`, `cuobjdump`) from `CUDA_HOME`, `PATH` or the workspace's toolkit.
+/// A binary tool of the CUDA toolkit (`nvdisasm`, `cuobjdump`) from `CUDA_HOME`, `PATH` or the workspace's
+/// toolkit.
 pub fn find_tool(name: &str) -> Option<PathBuf> {
     let mut folders: Vec<PathBuf> = toolkits().iter().map(|kit| kit.join("nvidia/cu13/bin")).collect();
     folders.extend(cuda_homes().iter().map(|home| home.join("bin")));
@@ -128,7 +131,7 @@ fn wheel_folders(prefix: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// `nvidia/*/lib` below a folder of Python packages, newest names (`cu13`) last reversed to first.
+/// `nvidia/*/lib` below a folder of Python packages, newest name (`cu13`) first.
 fn packages(site: &Path) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> =
         subfolders(&site.join("nvidia")).into_iter().map(|package| package.join("lib")).collect();
@@ -137,8 +140,8 @@ fn packages(site: &Path) -> Vec<PathBuf> {
     folders
 }
 
-/// The folders that `cargo xtask toolkit` fills: `toolkit` beside the build profile of this program, and
-/// `target/toolkit` of the folder we are in or one above.
+/// The folders that `cargo xtask toolkit` fills: `toolkit` next to the build profile of this program, and
+/// `target/toolkit` of the working directory or one above.
 fn toolkits() -> Vec<PathBuf> {
     let program = env::current_exe().ok();
     let beside =
@@ -166,7 +169,8 @@ fn library_in(folder: &Path) -> Option<PathBuf> {
         .map(|(_, path)| path)
 }
 
-/// The version in `libnvrtc.so.13` or `nvrtc64_130_0.dll`; `None` for other files. A bare `libnvrtc.so` has an empty one.
+/// The version in `libnvrtc.so.13` or `nvrtc64_130_0.dll`; `None` for other files. A bare `libnvrtc.so` has
+/// an empty one.
 fn version_in_name(name: &str) -> Option<Vec<u32>> {
     let numbers = |text: &str, separator: char| {
         text.split(separator).filter(|part| !part.is_empty()).map(|part| part.parse().ok()).collect()

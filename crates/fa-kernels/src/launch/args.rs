@@ -129,13 +129,18 @@ pub struct RawBackwardArgs {
     pub workspace: u64,
 }
 
-/// A tensor's name and shape, as the checks need them.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Shape {
+/// A tensor's name and lengths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Its name in a call's arguments.
     pub name: &'static str,
+    /// Independent sequences.
     pub batch: usize,
+    /// Positions of a sequence.
     pub seqlen: usize,
+    /// Heads.
     pub heads: usize,
+    /// Elements of a row.
     pub dim: usize,
 }
 
@@ -147,7 +152,8 @@ const ALIGN_ELEMENTS: i64 = 8;
 const MAX_STRIDE: i64 = (1 << 39) - 1;
 
 impl Shape {
-    fn is_empty(&self) -> bool {
+    /// Whether it has no elements.
+    pub(crate) fn is_empty(&self) -> bool {
         self.batch == 0 || self.seqlen == 0
     }
 
@@ -162,7 +168,7 @@ impl Shape {
     /// Checks what every kernel demands: a contiguous head dim, other strides in multiples of 8 elements (axes of length
     /// 1 excepted), and for outputs that each axis steps over all that the axes of smaller strides reach, so that no two rows share
     /// memory. Of an empty tensor nothing is demanded.
-    pub fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
+    pub(crate) fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
         if self.is_empty() {
             return Ok(());
         }
@@ -201,12 +207,12 @@ impl Shape {
     }
 
     /// Checks that the tensor starts on 16 bytes.
-    pub fn check_address(&self, address: u64) -> Result<(), Error> {
+    pub(crate) fn check_address(&self, address: u64) -> Result<(), Error> {
         if self.is_empty() { Ok(()) } else { check_address(self.name, address, ALIGN_BYTES) }
     }
 
     /// Checks that the last element lies within `len` elements. The strides have been checked.
-    pub fn check_len(&self, strides: &Strides, len: usize) -> Result<(), Error> {
+    pub(crate) fn check_len(&self, strides: &Strides, len: usize) -> Result<(), Error> {
         if self.is_empty() {
             return Ok(());
         }

@@ -1,133 +1,53 @@
 //! A backward kernel bound to a problem: what is computed once, and a call that only checks, encodes and launches.
 //!
-//! Three launches on the caller's stream, and a fourth where several blocks share a tile of dK and dV: the rows' statistics
+//! Three launches on the caller's stream, and a fourth where several CTAs share a tile of dK and dV: the rows' statistics
 //! and zeroed accumulators, the products, dQ from its accumulators, dK and dV from theirs.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, result, sys::CUtensorMap};
+use cudarc::driver::CudaStream;
 use fa_core::spec::TileOrder;
-use fa_core::{Kernel, KernelSpec, Problem, Sm90Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, Problem};
 use fa_planner::HeadDims;
+use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::cost::head_splits;
 
 use crate::Error;
-use crate::jit::params::{BwdParams, ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr, MutU32Ptr};
-use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape, check_address};
-use crate::launch::forward::{WORD_BYTES, check_match, count, map_shape, row_strides, side, usable_scale};
+use crate::jit::params::BwdParams;
+use crate::jit::source::{ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
+use crate::launch::forward::check_match;
+use crate::launch::launches::{
+    Addresses, Launch, Launches, MapTemplate, Params, Step, Tensor, count, score_params, shape_params,
+};
 use crate::launch::module::LoadedKernel;
+use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
-use crate::launch::tma;
-
-/// Parts of the workspace start on multiples of this: the copy engine asks for 16, cache lines for 128.
-const PART_ALIGN: usize = 256;
-
-/// What the copy engine asks of the workspace's start.
-const WORKSPACE_ALIGN: u64 = 16;
-
-/// Places of the further entries in `source::BACKWARD_ENTRIES`.
-const PREPARE: usize = 0;
-const FINISH: usize = 1;
-const FINISH_KV: usize = 2;
+use crate::launch::workspace::Workspace;
+use crate::smem_bytes;
 
 /// A backward pass ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
 #[derive(Debug)]
 pub struct Backward {
     kernel: Arc<LoadedKernel>,
     problem: Problem,
-    /// All but addresses and strides.
-    params: BwdParams,
-    workspace: Workspace,
-}
-
-/// What the launches need to know of either backward kernel.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Walk {
-    tile_m: u32,
-    tile_n: u32,
-    tile_order: TileOrder,
-    deterministic: bool,
-    blocks_per_sm: usize,
-}
-
-impl Walk {
-    /// `None` for a forward.
-    fn of(spec: &KernelSpec) -> Option<Walk> {
-        let (tile_m, tile_n) = spec.tile();
-        let (tile_order, deterministic, blocks_per_sm) = match &spec.kernel {
-            Kernel::Sm80Bwd(own) => (own.tile_order, own.deterministic, own.blocks_per_sm as usize),
-            Kernel::Sm90Bwd(own) => (own.tile_order, own.deterministic, 1),
-            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => return None,
-        };
-        Some(Walk { tile_m, tile_n, tile_order, deterministic, blocks_per_sm })
-    }
-}
-
-/// Bytes from the start of the workspace to each part, and the whole. Parts that a kernel does without have no place.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Workspace {
-    lse_log2: usize,
-    dpsum: usize,
-    dq_accum: usize,
-    dkv_accum: Option<(usize, usize)>,
-    turns: Option<(usize, usize)>,
-    bytes: usize,
-}
-
-impl Workspace {
-    fn of(problem: &Problem, head_dims: (usize, usize), kernel: &Walk, splits: usize) -> Option<Workspace> {
-        let (tile_m, tile_n) = (kernel.tile_m as usize, kernel.tile_n as usize);
-        let m_blocks = problem.seqlen_q.div_ceil(tile_m);
-        let n_blocks = problem.seqlen_k.div_ceil(tile_n);
-        let rows = problem.batch.checked_mul(problem.heads_q)?.checked_mul(m_blocks)?.checked_mul(tile_m)?;
-        let keys = problem.batch.checked_mul(problem.heads_kv)?.checked_mul(n_blocks)?.checked_mul(tile_n)?;
-        let mut end = 0usize;
-        let mut part = |elements: usize| -> Option<usize> {
-            let begin = end;
-            end = begin.checked_add(elements.checked_mul(4)?)?.checked_next_multiple_of(PART_ALIGN)?;
-            Some(begin)
-        };
-        let lse_log2 = part(rows)?;
-        let dpsum = part(rows)?;
-        let dq_accum = part(rows.checked_mul(head_dims.0)?)?;
-        let dkv_accum = if splits > 1 {
-            Some((part(keys.checked_mul(head_dims.0)?)?, part(keys.checked_mul(head_dims.1)?)?))
-        } else {
-            None
-        };
-        let turns = if kernel.deterministic { Some((part(rows / tile_m)?, part(1)?)) } else { None };
-        Some(Workspace { lse_log2, dpsum, dq_accum, dkv_accum, turns, bytes: end })
-    }
+    launches: Launches,
 }
 
 impl Backward {
     /// Binds `kernel` to `problem`.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, [`Error::TooLong`] for counts beyond 2^30
-    /// and [`Error::Scale`] for a scale that the kernels cannot use.
+    /// As [`Launches::backward`].
     pub fn new(kernel: Arc<LoadedKernel>, problem: &Problem) -> Result<Backward, Error> {
-        problem.check()?;
-        check_match(&kernel.spec, problem)?;
-        let Some(own) = Walk::of(&kernel.spec) else {
-            return Err(Error::Mismatch {
-                what: "pass",
-                kernel: "the forward".into(),
-                problem: "the backward".into(),
-            });
-        };
-        let splits = head_splits(problem, own.tile_n, own.deterministic, kernel.sms);
-        let params = params(&kernel, &own, problem, splits)?;
-        let head_dims = (kernel.spec.head_dim as usize, kernel.spec.head_dim_v as usize);
-        let workspace = Workspace::of(problem, head_dims, &own, splits).ok_or(Error::TooLong {
-            name: "bytes of workspace",
-            value: usize::MAX,
-            limit: isize::MAX as usize,
-        })?;
-        Ok(Backward { kernel, problem: *problem, params, workspace })
+        let launches = Launches::backward(&kernel.spec, problem, kernel.arch, kernel.sms)?;
+        Ok(Backward::of(kernel, problem, launches))
+    }
+
+    /// Binds `kernel` to `problem`, for which it makes `launches`.
+    pub(crate) fn of(kernel: Arc<LoadedKernel>, problem: &Problem, launches: Launches) -> Backward {
+        Backward { kernel, problem: *problem, launches }
     }
 
     /// The problem.
@@ -140,9 +60,14 @@ impl Backward {
         &self.kernel
     }
 
+    /// What a call launches.
+    pub fn launches(&self) -> &Launches {
+        &self.launches
+    }
+
     /// Bytes of workspace that a call needs. They need no initialisation.
     pub fn workspace_bytes(&self) -> usize {
-        self.workspace.bytes
+        self.launches.workspace.bytes
     }
 
     /// Launches the kernels on `stream`. Allocates nothing and waits for nothing, so it can be captured in a CUDA graph
@@ -152,38 +77,20 @@ impl Backward {
     /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
         let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace } = args;
-        if T::DTYPE != self.problem.dtype {
-            return Err(Error::Mismatch {
-                what: "dtype",
-                kernel: self.problem.dtype.to_string(),
-                problem: T::DTYPE.to_string(),
-            });
-        }
-        let tensors = [
-            (&q.strides, q.data.len(), q.data.stream()),
-            (&k.strides, k.data.len(), k.data.stream()),
-            (&v.strides, v.data.len(), v.data.stream()),
-            (&out.strides, out.data.len(), out.data.stream()),
-            (&dout.strides, dout.data.len(), dout.data.stream()),
-            (&dq.strides, dq.data.len(), dq.data.stream()),
-            (&dk.strides, dk.data.len(), dk.data.stream()),
-            (&dv.strides, dv.data.len(), dv.data.stream()),
+        check_element::<T>(&self.problem)?;
+        let buffers = [
+            Buffer::of(&q.strides, q.data.len(), q.data.stream()),
+            Buffer::of(&k.strides, k.data.len(), k.data.stream()),
+            Buffer::of(&v.strides, v.data.len(), v.data.stream()),
+            Buffer::of(&out.strides, out.data.len(), out.data.stream()),
+            Buffer::of(&dout.strides, dout.data.len(), dout.data.stream()),
+            Buffer::of(&dq.strides, dq.data.len(), dq.data.stream()),
+            Buffer::of(&dk.strides, dk.data.len(), dk.data.stream()),
+            Buffer::of(&dv.strides, dv.data.len(), dv.data.stream()),
         ];
-        for ((shape, is_output), (strides, len, own)) in self.shapes().iter().zip(tensors) {
-            shape.check_strides(strides, *is_output)?;
-            shape.check_len(strides, len)?;
-            self.kernel.check_context(shape.name, own.context())?;
-        }
-        let rows = self.problem.batch * self.problem.heads_q * self.problem.seqlen_q;
-        for (tensor, have, need, own) in [
-            ("lse", lse.len(), rows, lse.stream()),
-            ("workspace", workspace.len(), self.workspace_bytes(), workspace.stream()),
-        ] {
-            if have < need {
-                return Err(Error::TooShort { tensor, have: have as u64, need: need as u64 });
-            }
-            self.kernel.check_context(tensor, own.context())?;
-        }
+        let lse_buffer = Some((lse.len(), lse.stream()));
+        let workspace_buffer = Some((workspace.len(), workspace.stream()));
+        check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
         // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its tensor.
         let raw = |address, strides| RawTensor { address, strides };
         let (q_address, _q) = q.data.device_ptr(stream);
@@ -224,155 +131,165 @@ impl Backward {
     /// As [`Backward::run`], except that lengths are the caller's promise.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawBackwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
-        for ((shape, is_output), tensor) in self.shapes().iter().zip(&tensors) {
-            shape.check_strides(&tensor.strides, *is_output)?;
-            shape.check_address(tensor.address)?;
-        }
-        let parts = &self.workspace;
-        if parts.bytes > 0 {
-            check_address("workspace", args.workspace, WORKSPACE_ALIGN)?;
-        }
-        if self.params.batch > 0 && self.params.seqlen_q > 0 {
-            check_address("lse", args.lse, WORD_BYTES)?;
-        }
-        self.kernel.enter(stream)?;
-        let part = |offset: usize| args.workspace + offset as u64;
-        let float = |offset: Option<usize>| MutF32Ptr(offset.map_or(0, part));
-        let word = |offset: Option<usize>| MutU32Ptr(offset.map_or(0, part));
-        let mut params = BwdParams {
-            q: ConstPtr(args.q.address),
-            k: ConstPtr(args.k.address),
-            v: ConstPtr(args.v.address),
-            out: ConstPtr(args.out.address),
-            dout: ConstPtr(args.dout.address),
-            dq: MutPtr(args.dq.address),
-            dk: MutPtr(args.dk.address),
-            dv: MutPtr(args.dv.address),
-            lse: ConstF32Ptr(args.lse),
-            lse_log2: float(Some(parts.lse_log2)),
-            dpsum: float(Some(parts.dpsum)),
-            dq_accum: float(Some(parts.dq_accum)),
-            dk_accum: float(parts.dkv_accum.map(|(dk, _)| dk)),
-            dv_accum: float(parts.dkv_accum.map(|(_, dv)| dv)),
-            dq_turns: word(parts.turns.map(|(turns, _)| turns)),
-            tile_counter: word(parts.turns.map(|(_, counter)| counter)),
-            q_strides: row_strides(&args.q.strides),
-            k_strides: row_strides(&args.k.strides),
-            v_strides: row_strides(&args.v.strides),
-            out_strides: row_strides(&args.out.strides),
-            dout_strides: row_strides(&args.dout.strides),
-            dq_strides: row_strides(&args.dq.strides),
-            dk_strides: row_strides(&args.dk.strides),
-            dv_strides: row_strides(&args.dv.strides),
-            ..self.params
-        };
-        let heads = |heads: i32, blocks: i32| (blocks * heads * self.params.batch) as u32;
-        let m_tiles = heads(self.params.heads_q, self.params.m_blocks);
-        let n_tiles = heads(self.params.heads_kv, self.params.n_blocks);
-        let kernel = &self.kernel;
-        let mut maps = match &kernel.spec.kernel {
-            Kernel::Sm90Bwd(own) if n_tiles > 0 => Some(self.tensor_maps(own, args)?),
-            _ => None,
-        };
-        let params = (&raw mut params).cast::<c_void>();
-        // SAFETY: these entries take the parameters alone, the main one of SM90 four tensor maps as well; addresses are the caller's
-        // promise, and the counter lies in the workspace.
-        unsafe {
-            if m_tiles > 0 {
-                kernel.launch_further(stream, PREPARE, m_tiles, &mut [params])?;
-            } else if let Some((_, counter)) = parts.turns {
-                // Without queries nothing is prepared, but tiles of keys are drawn all the same.
-                result::memset_d8_async(part(counter), 0, 4, stream.cu_stream())
-                    .map_err(|source| Error::Driver { doing: "clearing the counter of tiles", source })?;
-            }
-            if let Some(maps) = &mut maps {
-                let [q, k, v, dout] = maps.each_mut().map(|map| (&raw mut *map).cast::<c_void>());
-                kernel.launch(stream, self.params.num_tiles as u32, &mut [params, q, k, v, dout])?;
-            } else if n_tiles > 0 {
-                kernel.launch(stream, self.params.num_tiles as u32, &mut [params])?;
-            }
-            if m_tiles > 0 {
-                kernel.launch_further(stream, FINISH, m_tiles, &mut [params])?;
-            }
-            if n_tiles > 0 && self.params.head_splits > 1 {
-                kernel.launch_further(stream, FINISH_KV, n_tiles, &mut [params])?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Shapes of q, k, v, out, dout, dq, dk and dv, and whether each is written.
-    fn shapes(&self) -> [(Shape, bool); 8] {
-        let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
-        let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
-        let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
-        [
-            (queries("q", head_dim), false),
-            (keys("k", head_dim), false),
-            (keys("v", head_dim_v), false),
-            (queries("out", head_dim_v), false),
-            (queries("dout", head_dim_v), false),
-            (queries("dq", head_dim), true),
-            (keys("dk", head_dim), true),
-            (keys("dv", head_dim_v), true),
-        ]
-    }
-
-    /// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
-    fn tensor_maps(&self, own: &Sm90Bwd, args: &RawBackwardArgs) -> Result<[CUtensorMap; 4], Error> {
-        let spec = &self.kernel.spec;
-        let dtype = self.problem.dtype;
-        let [q, k, v, _, dout, ..] = self.shapes().map(|(shape, _)| shape);
-        let (k, v) = ((k, args.k), (v, args.v));
-        // Without queries nothing of them is loaded and nothing was asked of where they lie, but a map must be of some memory.
-        let (q, dout) = if self.problem.seqlen_q == 0 { (k, v) } else { ((q, args.q), (dout, args.dout)) };
-        let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
-        let panels = BwdPanels::of(dims, own);
-        let map = |name, (shape, tensor): (Shape, RawTensor), panel, rows| {
-            tma::encode(name, dtype, tensor.address, &map_shape(&shape, &tensor.strides, panel, rows))
-        };
-        Ok([
-            map("q", q, panels.q, own.tile_m)?,
-            map("k", k, panels.k, own.tile_n)?,
-            map("v", v, panels.v, own.tile_n)?,
-            map("dout", dout, panels.dout, own.tile_m)?,
-        ])
+        let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace) };
+        // SAFETY: the launches are of this kernel; the memory is the caller's promise.
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
     }
 }
 
+impl Launches {
+    /// What a backward kernel of `spec` launches for `problem` on a GPU of `arch` with `sms` SMs.
+    ///
+    /// # Errors
+    /// As [`Launches::of`]; [`Error::Mismatch`] for a forward.
+    pub fn backward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+        problem.check()?;
+        check_match(spec, problem)?;
+        let kernel = LaunchShape::of(spec)?;
+        let splits = head_splits(problem, kernel.tile_n, kernel.is_deterministic, sms);
+        let params = params(&kernel, problem, (arch, sms), splits)?;
+        let head_dims = (spec.head_dim, spec.head_dim_v);
+        let tile = (kernel.tile_m, kernel.tile_n);
+        let workspace = Workspace::backward(problem, head_dims, tile, kernel.is_deterministic, splits)?;
+        let tiles = |heads: i32, blocks: i32| (heads * blocks * params.shape.batch) as u32;
+        let m_tiles = tiles(params.shape.heads_q, params.m_blocks);
+        let n_tiles = tiles(params.shape.heads_kv, params.n_blocks);
+
+        let process = |entry, grid| {
+            Step::Launch(Launch {
+                entry,
+                grid,
+                threads: PROCESS_THREADS,
+                smem: 0,
+                cluster: 1,
+                takes_maps: false,
+            })
+        };
+        let main = Step::Launch(Launch {
+            entry: ENTRY,
+            grid: params.num_tiles as u32,
+            threads: spec.threads(),
+            smem: smem_bytes(spec),
+            cluster: 1,
+            takes_maps: kernel.panels.is_some(),
+        });
+        let mut steps = Vec::new();
+        if m_tiles > 0 {
+            steps.push(process(PREPROCESS, m_tiles));
+        } else if let Some(counter) = workspace.tile_counter {
+            // Without queries there is nothing to preprocess, but tiles of keys are drawn all the same.
+            steps.push(Step::Clear(counter));
+        }
+        if n_tiles > 0 {
+            steps.push(main);
+        }
+        if m_tiles > 0 {
+            steps.push(process(POSTPROCESS, m_tiles));
+        }
+        if n_tiles > 0 && splits > 1 {
+            steps.push(process(POSTPROCESS_KV, n_tiles));
+        }
+        let panels = kernel.panels.filter(|_| n_tiles > 0);
+        Ok(Launches {
+            tensors: tensors(problem),
+            workspace,
+            steps,
+            params: Params::Backward(params),
+            maps: panels.map_or_else(Vec::new, |panels| maps(&kernel, &panels, problem)),
+        })
+    }
+}
+
+/// What the launches depend on of either backward kernel.
+struct LaunchShape {
+    tile_m: u32,
+    tile_n: u32,
+    tile_order: TileOrder,
+    is_deterministic: bool,
+    blocks_per_sm: usize,
+    /// Panels of what it loads by TMA.
+    panels: Option<BwdPanels>,
+}
+
+impl LaunchShape {
+    fn of(spec: &KernelSpec) -> Result<LaunchShape, Error> {
+        let (tile_m, tile_n) = spec.tile();
+        let (tile_order, is_deterministic, blocks_per_sm, panels) = match &spec.kernel {
+            Kernel::Sm80Bwd(kernel) => {
+                (kernel.tile_order, kernel.deterministic, kernel.blocks_per_sm as usize, None)
+            }
+            Kernel::Sm90Bwd(kernel) => {
+                let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
+                (kernel.tile_order, kernel.deterministic, 1, Some(BwdPanels::of(dims, kernel)))
+            }
+            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => {
+                let (kernel, problem) = ("the forward".into(), "the backward".into());
+                return Err(Error::Mismatch { what: "pass", kernel, problem });
+            }
+        };
+        Ok(LaunchShape { tile_m, tile_n, tile_order, is_deterministic, blocks_per_sm, panels })
+    }
+}
+
+/// q, k, v, out, dout, dq, dk and dv.
+fn tensors(problem: &Problem) -> Vec<Tensor> {
+    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
+    let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
+    vec![
+        Tensor { shape: queries("q", head_dim), is_output: false },
+        Tensor { shape: keys("k", head_dim), is_output: false },
+        Tensor { shape: keys("v", head_dim_v), is_output: false },
+        Tensor { shape: queries("out", head_dim_v), is_output: false },
+        Tensor { shape: queries("dout", head_dim_v), is_output: false },
+        Tensor { shape: queries("dq", head_dim), is_output: true },
+        Tensor { shape: keys("dk", head_dim), is_output: true },
+        Tensor { shape: keys("dv", head_dim_v), is_output: true },
+    ]
+}
+
+/// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
+fn maps(kernel: &LaunchShape, panels: &BwdPanels, problem: &Problem) -> Vec<MapTemplate> {
+    let (k, v) = (1, 2);
+    // Without queries nothing of them is loaded and nothing was asked of where they lie, but a map must be of some memory.
+    let (q, dout) = if problem.seqlen_q == 0 { (k, v) } else { (0, 4) };
+    let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None };
+    vec![
+        map("q", q, panels.q, kernel.tile_m),
+        map("k", k, panels.k, kernel.tile_n),
+        map("v", v, panels.v, kernel.tile_n),
+        map("dout", dout, panels.dout, kernel.tile_m),
+    ]
+}
+
 /// The parameters that the problem alone decides.
-fn params(kernel: &LoadedKernel, own: &Walk, problem: &Problem, splits: usize) -> Result<BwdParams, Error> {
-    let (scale, scale_log2) = usable_scale(problem)?;
-    let m_blocks = problem.seqlen_q.div_ceil(own.tile_m as usize);
-    let n_blocks = problem.seqlen_k.div_ceil(own.tile_n as usize);
+fn params(
+    kernel: &LaunchShape,
+    problem: &Problem,
+    (arch, sms): (Arch, u32),
+    splits: usize,
+) -> Result<BwdParams, Error> {
+    let score = score_params(problem)?;
+    let m_blocks = problem.seqlen_q.div_ceil(kernel.tile_m as usize);
+    let n_blocks = problem.seqlen_k.div_ceil(kernel.tile_n as usize);
     let heads = problem.heads_kv.saturating_mul(problem.batch).saturating_mul(splits);
     let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.batch);
     count("tiles of queries", m_tiles)?;
-    // A head's queries, their gradients and dQ's accumulators, which all of its blocks read or add to, stay in the L2. From a
+    // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in the L2. From a
     // twentieth to a third of it measured alike on an H100.
     let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes() + problem.head_dim * 4;
-    let walks = problem.group_size().div_ceil(splits.max(1));
-    let head_bytes = (problem.seqlen_q as u64).saturating_mul(row as u64).saturating_mul(walks as u64).max(1);
-    let places = kernel.sms as usize * own.blocks_per_sm;
-    let room = kernel.arch.limits().l2_bytes / 8;
-    let order = match own.tile_order {
-        TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes, places, room),
+    let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
+    let head_bytes =
+        (problem.seqlen_q as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
+    let slots = sms as usize * kernel.blocks_per_sm;
+    let room = arch.limits().l2_bytes / 8;
+    let order = match kernel.tile_order {
+        TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room),
         TileOrder::Natural => Sections { heads, sections: 0 },
     };
     Ok(BwdParams {
-        batch: count("batch", problem.batch)?,
-        heads_q: count("heads_q", problem.heads_q)?,
-        heads_kv: count("heads_kv", problem.heads_kv)?,
-        group_size: count("heads_q / heads_kv", problem.group_size())?,
-        seqlen_q: count("seqlen_q", problem.seqlen_q)?,
-        seqlen_k: count("seqlen_k", problem.seqlen_k)?,
-        head_dim: count("head_dim", problem.head_dim)?,
-        head_dim_v: count("head_dim_v", problem.head_dim_v)?,
-        window_left: side(problem.mask.left, problem.seqlen_k),
-        window_right: side(problem.mask.right, problem.seqlen_q),
-        scale,
-        scale_log2,
-        softcap: problem.softcap.unwrap_or(0.0) as f32,
+        shape: shape_params(problem)?,
+        score,
         m_blocks: count("tiles of a head", m_blocks)?,
         n_blocks: count("tiles of a head", n_blocks)?,
         head_splits: count("head_splits", splits)?,
@@ -381,47 +298,4 @@ fn params(kernel: &LoadedKernel, own: &Walk, problem: &Problem, splits: usize) -
         sections: count("sections", order.sections)?,
         ..BwdParams::default()
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use fa_core::Pass;
-    use fa_core::{Arch, Dtype, Mask};
-    use fa_planner::plan::{PlanOptions, plan};
-
-    use super::*;
-
-    fn best(problem: &Problem, deterministic: bool) -> Walk {
-        let options = PlanOptions { pass: Pass::Backward { deterministic }, ..PlanOptions::default() };
-        let spec = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
-        Walk::of(&spec).expect("a backward")
-    }
-
-    #[test]
-    fn the_workspace_holds_the_parts_that_the_kernel_needs() {
-        let problem = Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
-        for deterministic in [false, true] {
-            let kernel = best(&problem, deterministic);
-            for splits in [1, 4] {
-                let (tile_m, tile_n) = (kernel.tile_m as usize, kernel.tile_n as usize);
-                let parts = Workspace::of(&problem, (128, 128), &kernel, splits).expect("it is small");
-                let rows = 3 * 8 * 1000usize.next_multiple_of(tile_m);
-                let keys = 3 * 2 * 1000usize.next_multiple_of(tile_n);
-                let part = |elements: usize| (elements * 4).next_multiple_of(256);
-                let mut bytes = 2 * part(rows) + part(rows * 128);
-                bytes += if splits > 1 { 2 * part(keys * 128) } else { 0 };
-                bytes += if deterministic { part(rows / tile_m) + part(1) } else { 0 };
-                assert_eq!(parts.bytes, bytes);
-                assert_eq!((parts.lse_log2, parts.dpsum), (0, part(rows)));
-                assert_eq!((parts.dkv_accum.is_some(), parts.turns.is_some()), (splits > 1, deterministic));
-            }
-        }
-    }
-
-    #[test]
-    fn a_workspace_beyond_the_address_space_is_none() {
-        let problem = Problem::square(1 << 40, 1 << 30, 64, 128, Mask::FULL, Dtype::Bf16);
-        let kernel = best(&Problem { batch: 1, ..problem }, false);
-        assert_eq!(Workspace::of(&problem, (128, 128), &kernel, 1), None);
-    }
 }

@@ -1,8 +1,17 @@
-//! From a loaded kernel to a launch: a problem's parameters, tensor maps and workspace, and the calls on a stream.
+//! From a loaded kernel to a launch. [`Launches`] says what a pass launches, as data and without a GPU; `Forward` and `Backward`
+//! run it on a stream.
 
 pub(crate) mod args;
 pub(crate) mod backward;
 pub(crate) mod forward;
+mod launches;
 pub(crate) mod module;
+mod run;
 mod sections;
 mod tma;
+mod workspace;
+
+pub use args::Shape;
+pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor, TensorMap};
+pub use tma::MapShape;
+pub use workspace::{Part, Workspace};

@@ -9,7 +9,8 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
-use crate::jit::source::{BACKWARD_ENTRIES, ENTRY, SMALL_THREADS};
+use crate::jit::source::entries;
+use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
 
 /// A kernel that can be launched.
@@ -24,9 +25,10 @@ pub struct LoadedKernel {
     /// Bytes of dynamic shared memory.
     pub smem: u32,
     context: Arc<CudaContext>,
+    /// The main entry.
     function: CudaFunction,
-    /// The functions of [`BACKWARD_ENTRIES`], of a backward only.
-    further: Vec<CudaFunction>,
+    /// All entries by their names.
+    entries: Vec<(&'static str, CudaFunction)>,
 }
 
 impl LoadedKernel {
@@ -43,16 +45,18 @@ impl LoadedKernel {
         let module = context
             .load_module(Ptx::from_binary(cubin.to_vec()))
             .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
-        let entry = |name| module.load_function(name).map_err(|e| Error::driver("finding an entry", e));
-        let function = entry(ENTRY)?;
-        let names: &[&str] = if spec.kernel.is_backward() { &BACKWARD_ENTRIES } else { &[] };
-        let further = names.iter().map(|name| entry(name)).collect::<Result<_, _>>()?;
+        let entry = |name: &&'static str| -> Result<_, Error> {
+            let function = module.load_function(name).map_err(|e| Error::driver("finding an entry", e))?;
+            Ok((*name, function))
+        };
+        let entries = entries(spec).iter().map(entry).collect::<Result<Vec<_>, _>>()?;
+        let function = entries[0].1.clone();
         let smem = smem_bytes(spec);
         let bytes = i32::try_from(smem).unwrap_or(i32::MAX);
         function
             .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
             .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
-        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, context: context.clone(), function, further })
+        Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, context: context.clone(), function, entries })
     }
 
     /// Registers per thread, as the driver allocates them at launch.
@@ -94,58 +98,31 @@ impl LoadedKernel {
         self.context.bind_to_thread().map_err(|e| Error::driver("entering the context", e))
     }
 
-    /// Launches `blocks` blocks in one dimension, after [`LoadedKernel::enter`]. Allocates nothing and waits for nothing.
+    /// Enqueues `launch`, after [`LoadedKernel::enter`]. Allocates nothing and waits for nothing.
     ///
     /// # Safety
-    /// `args` point at the entry's parameters, in order and with their types, and every address in them is valid for the
-    /// kernel's accesses until the stream has run it.
+    /// The launch is of this kernel's spec. `args` point at the entry's parameters, in order and with their types, and every address
+    /// in them is valid for the kernel's accesses until the stream has run it.
     pub(crate) unsafe fn launch(
         &self,
         stream: &CudaStream,
-        blocks: u32,
+        launch: &Launch,
         args: &mut [*mut c_void],
     ) -> Result<(), Error> {
-        let threads = self.spec.threads();
-        // SAFETY: the caller's promise.
-        unsafe { launch(stream, &self.function, (blocks, threads, self.smem), args) }
+        let function =
+            self.entries.iter().find(|(name, _)| *name == launch.entry).map(|(_, function)| function);
+        let function = function.expect("a launch names an entry of its spec's unit");
+        // SAFETY: the function and the stream are alive; the rest is the caller's promise.
+        unsafe {
+            result::launch_kernel(
+                function.cu_function(),
+                (launch.grid, 1, 1),
+                (launch.threads, 1, 1),
+                launch.smem,
+                stream.cu_stream(),
+                args,
+            )
+        }
+        .map_err(|e| Error::driver("launching a kernel", e))
     }
-
-    /// Launches `blocks` blocks of one of [`BACKWARD_ENTRIES`], by its place there, after [`LoadedKernel::enter`].
-    ///
-    /// # Safety
-    /// As [`LoadedKernel::launch`].
-    pub(crate) unsafe fn launch_further(
-        &self,
-        stream: &CudaStream,
-        entry: usize,
-        blocks: u32,
-        args: &mut [*mut c_void],
-    ) -> Result<(), Error> {
-        // SAFETY: the caller's promise.
-        unsafe { launch(stream, &self.further[entry], (blocks, SMALL_THREADS, 0), args) }
-    }
-}
-
-/// Launches so many blocks of so many threads with so many bytes of shared memory.
-///
-/// # Safety
-/// As [`LoadedKernel::launch`].
-unsafe fn launch(
-    stream: &CudaStream,
-    function: &CudaFunction,
-    (blocks, threads, smem): (u32, u32, u32),
-    args: &mut [*mut c_void],
-) -> Result<(), Error> {
-    // SAFETY: the function and the stream are alive; the rest is the caller's promise.
-    unsafe {
-        result::launch_kernel(
-            function.cu_function(),
-            (blocks, 1, 1),
-            (threads, 1, 1),
-            smem,
-            stream.cu_stream(),
-            args,
-        )
-    }
-    .map_err(|e| Error::driver("launching a kernel", e))
 }

@@ -1,4 +1,4 @@
-//! Tensor maps: how the copy engine of SM90 sees Q, K and V.
+//! Tensor maps: how TMA sees tensors.
 #![allow(unsafe_code)]
 
 use std::mem::MaybeUninit;
@@ -8,43 +8,70 @@ use cudarc::driver::sys::{
     CUtensorMapInterleave as Interleave, CUtensorMapL2promotion as L2Promotion,
     CUtensorMapSwizzle as Swizzle,
 };
-use fa_core::Dtype;
-/// Elements of the widest panel that divides a padded row: the inner length of a box. Its bytes are the swizzle.
-pub(crate) use fa_planner::account::panels::widest as panel;
+use fa_core::{Dtype, Strides};
 
 use crate::Error;
+use crate::launch::args::Shape;
+use crate::launch::launches::{MapTemplate, TensorMap};
 
-/// A tensor and the box that one copy brings, innermost axis first. The innermost axis is contiguous.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct MapShape<const RANK: usize> {
+/// Axes of a tensor map at most.
+const MAX_RANK: usize = 5;
+
+/// A tensor and the box that one load brings, innermost axis first. The innermost axis is contiguous.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapShape {
+    /// Axes: 4 or 5. Those beyond have the length 1.
+    pub rank: usize,
     /// Lengths in elements.
-    pub dims: [u64; RANK],
+    pub dims: [u64; MAX_RANK],
     /// Distances between neighbours in elements; the first is 1.
-    pub strides: [u64; RANK],
+    pub strides: [u64; MAX_RANK],
     /// Lengths of the box.
-    pub tile: [u32; RANK],
+    pub tile: [u32; MAX_RANK],
 }
 
-/// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so maps are made anew in
-/// every call and nothing has to be remembered or invalidated.
+impl MapShape {
+    /// `{head dim, sequence, heads, batch}` with a box of one panel and some positions; with packed heads
+    /// `{head dim, group, sequence, K/V heads, batch}` and a box of all heads of a group.
+    pub(crate) fn of(shape: &Shape, strides: &Strides, map: &MapTemplate) -> MapShape {
+        let Shape { batch, seqlen, heads, dim, .. } = *shape;
+        let (dim, seqlen, heads, batch) = (dim as u64, seqlen.max(1) as u64, heads as u64, batch as u64);
+        // The strides have been checked to be 0 or more wherever they are stepped along.
+        let [seq, head, entry] =
+            [strides.seq, strides.head, strides.batch].map(|stride| stride.max(0) as u64);
+        match map.group {
+            None => MapShape {
+                rank: 4,
+                dims: [dim, seqlen, heads, batch, 1],
+                strides: [1, seq, head, entry, 0],
+                tile: [map.panel, map.rows, 1, 1, 1],
+            },
+            Some(group) => MapShape {
+                rank: 5,
+                dims: [dim, group.into(), seqlen, heads / u64::from(group), batch],
+                strides: [1, head, seq, head * u64::from(group), entry],
+                tile: [map.panel, group, map.rows / group, 1, 1],
+            },
+        }
+    }
+}
+
+/// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so each call makes its own maps and
+/// nothing has to be remembered or invalidated.
 ///
 /// What a box reads outside the tensor is zero, which is how rows beyond the end and padded head dims come about.
 ///
 /// # Errors
 /// [`Error::TensorMap`] with the tensor's name, for what the driver refuses.
-pub(crate) fn encode<const RANK: usize>(
-    tensor: &'static str,
-    dtype: Dtype,
-    address: u64,
-    shape: &MapShape<RANK>,
-) -> Result<CUtensorMap, Error> {
+pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error> {
+    let TensorMap { tensor, address, shape } = *map;
     let data_type = match dtype {
         Dtype::F16 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         _ => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
     let bytes = dtype.bytes() as u64;
     // An axis of length 1 is never stepped along; its stride only has to pass the driver's checks.
-    let strides: [u64; RANK] = std::array::from_fn(|axis| {
+    let strides: [u64; MAX_RANK] = std::array::from_fn(|axis| {
         let stepped = shape.dims[axis] > 1;
         bytes * if stepped { shape.strides[axis] } else { shape.dims[0].next_multiple_of(8) }
     });
@@ -53,19 +80,19 @@ pub(crate) fn encode<const RANK: usize>(
         64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,
         _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
     };
-    let mut map = MaybeUninit::<CUtensorMap>::zeroed();
-    // SAFETY: the arrays have RANK elements (the strides one fewer, those after the innermost), and the address is
-    // stored, not read.
+    let mut encoded = MaybeUninit::<CUtensorMap>::zeroed();
+    // SAFETY: the arrays have `rank` elements at least (of the strides those after the innermost), and the address is stored, not
+    // read.
     let status = unsafe {
         sys::cuTensorMapEncodeTiled(
-            map.as_mut_ptr(),
+            encoded.as_mut_ptr(),
             data_type,
-            RANK as u32,
+            shape.rank as u32,
             address as *mut _,
             shape.dims.as_ptr(),
             strides[1..].as_ptr(),
             shape.tile.as_ptr(),
-            [1u32; RANK].as_ptr(),
+            [1u32; MAX_RANK].as_ptr(),
             Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
             // 256 bytes cost short sequences 2 to 3 %, and win nothing elsewhere (NB-014).
@@ -75,18 +102,18 @@ pub(crate) fn encode<const RANK: usize>(
     };
     status.result().map_err(|source| Error::TensorMap { tensor, shape: format!("{shape:?}"), source })?;
     // SAFETY: zeroed at first and written by the driver; every bit pattern is a value.
-    Ok(unsafe { map.assume_init() })
+    Ok(unsafe { encoded.assume_init() })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use fa_planner::account::panels::widest;
 
     #[test]
     fn panels_divide_the_row() {
         for (head_dim, expected) in [(64, 64), (128, 64), (192, 64), (256, 64), (96, 32), (32, 32), (80, 16)]
         {
-            assert_eq!(panel(head_dim), expected);
+            assert_eq!(widest(head_dim), expected);
         }
     }
 }

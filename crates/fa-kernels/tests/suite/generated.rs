@@ -52,8 +52,7 @@ fn a_wrong_offset_does_not_compile() {
         .map(|h| {
             (
                 h.path.to_owned(),
-                h.text
-                    .replace("FA_OFFSETOF(FwdParams, batch) == 144", "FA_OFFSETOF(FwdParams, batch) == 148"),
+                h.text.replace("FA_OFFSETOF(FwdParams, lse) == 128", "FA_OFFSETOF(FwdParams, lse) == 136"),
             )
         })
         .collect();

@@ -4,6 +4,8 @@ mod cache;
 mod device_sources;
 mod errors;
 mod generated;
+mod launches;
+mod package;
 mod shipped;
 mod toolchain;
 mod train;

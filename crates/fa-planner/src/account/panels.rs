@@ -7,7 +7,7 @@
 
 use fa_core::Sm90Bwd;
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
 /// Columns of a panel of each operand; the kernel's `BwdLayout` has the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
     use crate::guide::bwd;
     use crate::guide::candidates::BwdSpec;
-    use crate::kernels::sm90_bwd::candidates::kernel_of;
+    use crate::guide::kernel::kernel_of;
 
     fn panels(dims: HeadDims, spec: &BwdSpec) -> BwdPanels {
         BwdPanels::of(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))

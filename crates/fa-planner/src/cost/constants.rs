@@ -3,8 +3,6 @@
 use fa_core::Arch;
 use serde::{Deserialize, Serialize};
 
-use crate::kernels::sm90_bwd::cost::Sm90BwdConstants;
-
 /// What the cost model assumes beyond [`fa_core::ArchLimits`]. "Clocks" are SM clocks, "per element" means per score.
 ///
 /// The sm90 set is fitted to the rates that public kernels reach on an H100 (the table in this crate's
@@ -209,4 +207,73 @@ impl CostConstants {
             Arch::Sm100 | Arch::Sm103 => CostConstants { mma_sync_rate: 0.25, power_cap: 0.78, ..SM90 },
         }
     }
+}
+
+/// What the model of the SM90 backward assumes. "Clocks" are SM clocks, "per element" means per score.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Sm90BwdConstants {
+    /// Clock under this load as a share of the board's boost clock; the tensor cores issue at their full rate at it.
+    pub clock: f64,
+    /// f32 instructions per element of softmax and of the gradient of the scores.
+    pub ops: f64,
+    /// How well the products' shared-memory reads hide behind the tensor cores: the exponent `p` of
+    /// `(a^p + b^p)^(1/p)`, 1 for one after the other.
+    pub smem_overlap: f64,
+    /// How well products and the rest hide behind each other, with 2 and with 3 MMA warp groups: such exponents.
+    pub overlap: [f64; 2],
+    /// Clocks of the copy engine for a row of a panel of Q or dO.
+    pub copied_row: f64,
+    /// Clocks of a step that nothing hides.
+    pub step: f64,
+    /// Clocks of a step that P through shared memory adds: dV waits for the exchange.
+    pub p_store: f64,
+    /// Clocks of a step that a single buffer of P and dS adds: a second barrier.
+    pub second_barrier: f64,
+    /// Clocks that S waits for Q with a single buffer of it, beside the copy itself.
+    pub q_latency: f64,
+    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel.
+    pub turn: f64,
+    /// Bytes of dQ per clock that an SM adds to device memory by vector atomics.
+    pub atomic_bytes: f64,
+    /// Adding a byte of dQ keeps the L2 busy as long as reading so many bytes.
+    pub add_weight: f64,
+    /// Clocks of a block outside its steps.
+    pub block: f64,
+    /// Share of the time that idle SMs cost at the end of the main launch: the power that they leave speeds the others up.
+    pub idle: f64,
+    /// Share of device-memory bandwidth that the launch before reaches: O and dO read, accumulators zeroed.
+    pub prepare_bandwidth: f64,
+    /// The same of the launch after, where dQ's product is as it is meant and where it is transposed. It reads accumulators in the
+    /// order that threads held them and writes rows.
+    pub finish_bandwidth: [f64; 2],
+    /// The same of the main launch.
+    pub main_bandwidth: f64,
+    /// How well the main launch's device-memory traffic hides behind the rest of it: an exponent as above.
+    pub main_overlap: f64,
+}
+
+impl Sm90BwdConstants {
+    /// Fitted to the rates in `tests/data/sm90-bwd-h100.txt`, by error and by how far the first choice is behind the best one
+    /// measured; `turn` to deterministic runs at head dim 128.
+    const H100: Sm90BwdConstants = Sm90BwdConstants {
+        clock: 0.96,
+        ops: 11.4,
+        smem_overlap: 4.67,
+        overlap: [1.82, 19.6],
+        copied_row: 1.43,
+        step: 134.0,
+        p_store: 48.0,
+        second_barrier: 131.0,
+        q_latency: 1467.0,
+        turn: 850.0,
+        atomic_bytes: 48.2,
+        add_weight: 2.17,
+        block: 1790.0,
+        idle: 0.47,
+        prepare_bandwidth: 0.644,
+        finish_bandwidth: [0.474, 0.611],
+        main_bandwidth: 0.93,
+        main_overlap: 3.44,
+    };
 }

@@ -4,19 +4,18 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Sm90Fwd};
 use serde::Serialize;
 
-use crate::HeadDims;
-use crate::account::SetMaxNReg;
-use crate::kernels::sm90_bwd::candidates::kernel_of;
-use crate::kernels::sm90_fwd::candidates::SETMAXNREG;
+use crate::head_dims::HeadDims;
+use crate::kernels::{sm90_bwd, sm90_fwd};
 use crate::occupancy::{Occupancy, register_ceiling};
+use crate::registers::SetMaxNReg;
 use crate::smem::SmemPlan;
 
 use super::bwd::BwdConfig;
 use super::fwd::FwdConfig;
+use super::kernel::kernel_of;
 use super::mma::WG_THREADS;
 use super::search::HEAD_DIM_GRANULE;
 use super::smem;
-use crate::kernels::sm90_bwd::account as layout;
 
 /// A block's share of an SM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -52,21 +51,20 @@ pub fn fwd(dims: HeadDims, config: &FwdConfig) -> Account {
         rescale_threshold: 0,
         pack_gqa: false,
     };
-    let spec = KernelSpec {
-        dtype: Dtype::Bf16,
-        head_dim,
-        head_dim_v,
-        mask: MaskKind::Full,
-        softcap: false,
-        kernel: Kernel::Sm90Fwd(kernel.clone()),
-    };
-    of(layout::fwd(&spec, &kernel), config.num_wg)
+    let spec = spec(head_dim, head_dim_v, Kernel::Sm90Fwd(kernel.clone()));
+    of(sm90_fwd::account::smem(&spec, &kernel), config.num_wg)
 }
 
 /// The account of a backward.
 pub fn bwd(dims: HeadDims, config: &BwdConfig) -> Account {
     let HeadDims { head_dim, head_dim_v } = dims.padded(HEAD_DIM_GRANULE);
-    of(layout::bwd(head_dim, head_dim_v, &kernel_of(config)), config.num_wg)
+    let kernel = kernel_of(config);
+    let spec = spec(head_dim, head_dim_v, Kernel::Sm90Bwd(kernel.clone()));
+    of(sm90_bwd::account::smem(&spec, &kernel), config.num_wg)
+}
+
+fn spec(head_dim: u32, head_dim_v: u32, kernel: Kernel) -> KernelSpec {
+    KernelSpec { dtype: Dtype::Bf16, head_dim, head_dim_v, mask: MaskKind::Full, softcap: false, kernel }
 }
 
 fn of(smem: SmemPlan, num_wg: u32) -> Account {
@@ -74,7 +72,7 @@ fn of(smem: SmemPlan, num_wg: u32) -> Account {
     let threads = WG_THREADS * (num_wg + 1);
     // A block is launched with an even share of the registers, which setmaxnreg then divides anew.
     let occupancy = Occupancy::of(limits, smem.total, register_ceiling(limits, threads, 1), threads);
-    let setmaxnreg = SETMAXNREG[(num_wg.clamp(1, 3) - 1) as usize];
+    let setmaxnreg = SetMaxNReg::of(num_wg);
     Account { smem, smem_limit: limits.smem_per_block, setmaxnreg, threads, occupancy }
 }
 
@@ -82,7 +80,7 @@ fn of(smem: SmemPlan, num_wg: u32) -> Account {
 mod tests {
     use super::super::search::{Tiles, search};
     use super::*;
-    use crate::Mode;
+    use crate::guide::mode::Mode;
 
     /// Tensor buffers of a plan: all that the guide adds up.
     fn tensors(plan: &SmemPlan, names: &[&str]) -> u32 {

@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
 use super::candidates::BwdSpec;
-use super::mma::{Mma, MmaName};
+use super::mma::BwdMmas;
 use super::reject::Reason;
 use super::{regs, smem, traffic};
 
@@ -55,33 +55,6 @@ pub struct BwdConfig {
     pub smem_bytes: u32,
     /// Bytes of shared memory moved per step.
     pub smem_traffic: u32,
-}
-
-/// The products of a backward step. S and dP have one shape and layout.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BwdMmas {
-    /// `Q K^T` and `dO V^T`: `[tile_m, tile_n]`.
-    pub sdp: Mma,
-    /// `dS^T Q`: `[tile_n, hd]`.
-    pub dk: Mma,
-    /// `P^T dO`: `[tile_n, hdv]`.
-    pub dv: Mma,
-    /// `dS K`: `[tile_m, hd]`.
-    pub dq: Mma,
-}
-
-impl BwdMmas {
-    /// The products of a candidate.
-    pub const fn new(dims: HeadDims, spec: &BwdSpec) -> BwdMmas {
-        let HeadDims { head_dim: hd, head_dim_v: hdv } = dims;
-        let BwdSpec { tile_m, tile_n, num_wg, atom_layout_n_dkv: atom_dkv, dkv_swap_ab, .. } = *spec;
-        BwdMmas {
-            sdp: Mma::new(MmaName::SdP, (tile_m, tile_n), num_wg, spec.atom_layout_m_sdp, spec.sdp_swap_ab),
-            dk: Mma::new(MmaName::DK, (tile_n, hd), num_wg, atom_dkv, dkv_swap_ab),
-            dv: Mma::new(MmaName::DV, (tile_n, hdv), num_wg, atom_dkv, dkv_swap_ab),
-            dq: Mma::new(MmaName::DQ, (tile_m, hd), num_wg, spec.atom_layout_m_dq, spec.dq_swap_ab),
-        }
-    }
 }
 
 impl BwdConfig {

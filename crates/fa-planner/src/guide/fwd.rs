@@ -2,10 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
 use super::candidates::FwdSpec;
-use super::mma::{Mma, MmaName};
+use super::mma::FwdMmas;
 use super::reject::Reason;
 use super::{regs, smem, traffic};
 
@@ -37,23 +37,6 @@ pub struct FwdConfig {
     pub smem_bytes: u32,
     /// Bytes of shared memory moved per step.
     pub smem_traffic: u32,
-}
-
-/// The two products of a forward step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FwdMmas {
-    /// `Q K^T`: `[tile_m, tile_n]`.
-    pub s: Mma,
-    /// `P V`: `[tile_m, hdv]`.
-    pub o: Mma,
-}
-
-impl FwdMmas {
-    /// The products of a candidate: every warp group owns 64 rows of both.
-    pub fn new(dims: HeadDims, spec: &FwdSpec) -> FwdMmas {
-        let mma = |name, n| Mma::new(name, (spec.tile_m, n), spec.num_wg, spec.num_wg, false);
-        FwdMmas { s: mma(MmaName::S, spec.tile_n), o: mma(MmaName::O, dims.head_dim_v) }
-    }
 }
 
 impl FwdConfig {

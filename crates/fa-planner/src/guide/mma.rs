@@ -1,34 +1,9 @@
 //! One wgmma product of a block: its shape rule, its accumulators and what it reads from shared memory.
 
-use serde::{Deserialize, Serialize};
+use crate::head_dims::HeadDims;
 
-use super::reject::Reason;
-
-/// The products of the two passes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum MmaName {
-    /// Forward, `Q K^T`: `[tile_m, tile_n]`.
-    S,
-    /// Forward, `P V`: `[tile_m, hdv]`.
-    O,
-    /// Backward, `Q K^T` and `dO V^T`, which share their layout: `[tile_m, tile_n]`.
-    SdP,
-    /// Backward, `dS^T Q`: `[tile_n, hd]`.
-    DK,
-    /// Backward, `P^T dO`: `[tile_n, hdv]`.
-    DV,
-    /// Backward, `dS K`: `[tile_m, hd]`.
-    DQ,
-}
-
-/// An axis of a product's output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Axis {
-    /// Rows: 64 per instruction and warp group.
-    M,
-    /// Columns: multiples of 8 per warp group.
-    N,
-}
+use super::candidates::{BwdSpec, FwdSpec};
+use super::reject::{Axis, MmaName, Reason};
 
 /// A product as the tensor cores see it: after the operands are swapped, if they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +64,50 @@ impl Mma {
         let instructions = self.m / WGMMA_M * self.atom_n;
         let a = if a_in_regs { 0 } else { WGMMA_M * k * 2 };
         instructions * (a + self.n / self.atom_n * k * 2)
+    }
+}
+
+/// The two products of a forward step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FwdMmas {
+    /// `Q K^T`: `[tile_m, tile_n]`.
+    pub s: Mma,
+    /// `P V`: `[tile_m, hdv]`.
+    pub o: Mma,
+}
+
+impl FwdMmas {
+    /// The products of a candidate: every warp group owns 64 rows of both.
+    pub fn new(dims: HeadDims, spec: &FwdSpec) -> FwdMmas {
+        let mma = |name, n| Mma::new(name, (spec.tile_m, n), spec.num_wg, spec.num_wg, false);
+        FwdMmas { s: mma(MmaName::S, spec.tile_n), o: mma(MmaName::O, dims.head_dim_v) }
+    }
+}
+
+/// The products of a backward step. S and dP have one shape and layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BwdMmas {
+    /// `Q K^T` and `dO V^T`: `[tile_m, tile_n]`.
+    pub sdp: Mma,
+    /// `dS^T Q`: `[tile_n, hd]`.
+    pub dk: Mma,
+    /// `P^T dO`: `[tile_n, hdv]`.
+    pub dv: Mma,
+    /// `dS K`: `[tile_m, hd]`.
+    pub dq: Mma,
+}
+
+impl BwdMmas {
+    /// The products of a candidate.
+    pub const fn new(dims: HeadDims, spec: &BwdSpec) -> BwdMmas {
+        let HeadDims { head_dim: hd, head_dim_v: hdv } = dims;
+        let BwdSpec { tile_m, tile_n, num_wg, atom_layout_n_dkv: atom_dkv, dkv_swap_ab, .. } = *spec;
+        BwdMmas {
+            sdp: Mma::new(MmaName::SdP, (tile_m, tile_n), num_wg, spec.atom_layout_m_sdp, spec.sdp_swap_ab),
+            dk: Mma::new(MmaName::DK, (tile_n, hd), num_wg, atom_dkv, dkv_swap_ab),
+            dv: Mma::new(MmaName::DV, (tile_n, hdv), num_wg, atom_dkv, dkv_swap_ab),
+            dq: Mma::new(MmaName::DQ, (tile_m, hd), num_wg, spec.atom_layout_m_dq, spec.dq_swap_ab),
+        }
     }
 }
 

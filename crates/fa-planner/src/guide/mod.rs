@@ -8,6 +8,7 @@ pub mod account;
 pub mod bwd;
 pub mod candidates;
 pub mod fwd;
+pub mod kernel;
 pub mod mma;
 pub mod mode;
 pub mod rank;

@@ -4,7 +4,31 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::mma::{Axis, MmaName};
+/// The products of the two passes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum MmaName {
+    /// Forward, `Q K^T`: `[tile_m, tile_n]`.
+    S,
+    /// Forward, `P V`: `[tile_m, hdv]`.
+    O,
+    /// Backward, `Q K^T` and `dO V^T`, which share their layout: `[tile_m, tile_n]`.
+    SdP,
+    /// Backward, `dS^T Q`: `[tile_n, hd]`.
+    DK,
+    /// Backward, `P^T dO`: `[tile_n, hdv]`.
+    DV,
+    /// Backward, `dS K`: `[tile_m, hd]`.
+    DQ,
+}
+
+/// An axis of a product's output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Axis {
+    /// Rows: 64 per instruction and warp group.
+    M,
+    /// Columns: multiples of 8 per warp group.
+    N,
+}
 
 /// The limit that a candidate breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,7 +3,9 @@
 use fa_core::Arch;
 use serde::{Deserialize, Serialize};
 
-use crate::{HeadDims, HeadDimsError, Mode};
+use crate::head_dims::{HeadDims, HeadDimsError};
+
+use super::mode::Mode;
 
 use super::bwd::BwdConfig;
 use super::candidates::{self, BWD_TILES, BwdSpec, FWD_TILE_N, FwdSpec};

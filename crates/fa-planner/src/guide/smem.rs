@@ -1,7 +1,7 @@
 //! The guide's sum of tensor buffers, in bytes. Barriers, LSE and dPsum are outside it: see [`crate::account`] for the
 //! account that has them.
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
 use super::candidates::{BwdSpec, FwdSpec};
 

@@ -1,10 +1,9 @@
 //! Shared-memory bytes that one step moves: what the tensor cores read, and what is stored for them.
 
-use crate::HeadDims;
+use crate::head_dims::HeadDims;
 
-use super::bwd::BwdMmas;
 use super::candidates::{BwdSpec, FwdSpec};
-use super::fwd::FwdMmas;
+use super::mma::{BwdMmas, FwdMmas};
 
 /// Forward: Q K^T over the head dim, P V over tile_n, and the store of P unless it stays in registers.
 pub const fn fwd(dims: HeadDims, spec: &FwdSpec, mmas: &FwdMmas) -> u32 {

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{HeadDims, Mode};
+use crate::head_dims::HeadDims;
+
+use super::mode::Mode;
 
 use super::bwd::BwdConfig;
 use super::candidates::{BwdSpec, FwdSpec};

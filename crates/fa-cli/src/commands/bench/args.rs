@@ -3,12 +3,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use fa_core::Family;
-use fa_planner::Mode;
-
-use crate::flags::{self, Backend, CpuArgs, ShapeArgs};
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
+use fa_planner::Mode;
+
+use crate::flags::{self, Backend, CpuArgs, PlanFamily, ShapeArgs};
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -57,8 +56,8 @@ pub struct GpuArgs {
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
     /// Choose among these kernels, be they the fastest here or not
-    #[arg(long, value_parser = flags::family())]
-    pub family: Option<Family>,
+    #[arg(long, value_parser = PlanFamily::parser())]
+    pub family: Option<PlanFamily>,
     /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
     #[arg(long)]
     pub peers: bool,

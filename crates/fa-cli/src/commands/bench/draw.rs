@@ -1,9 +1,9 @@
 //! The plot: one panel per head dim, mask and type, our rate and the others' over sequence length.
 
+use fa_lab::bench::report::{Report, Row};
+
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
-
-use fa_lab::bench::report::{Report, Row};
 
 /// Panels side by side.
 const COLUMNS: usize = 2;

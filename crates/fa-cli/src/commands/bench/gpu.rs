@@ -11,7 +11,7 @@ use fa_planner::plan::serves;
 
 use super::args::BenchArgs;
 use super::{draw, table};
-use crate::flags::pass_of;
+use crate::flags::{PlanFamily, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;
@@ -60,7 +60,7 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
             turns: args.gpu.turns(),
         });
     }
-    let family = args.gpu.family;
+    let family = args.gpu.family.map(PlanFamily::kernels).transpose()?;
     let shapes = args.shapes.problems_of_halves()?;
     let spec = |path: &PathBuf| spec_for(path, pass, &shapes);
     let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;

@@ -1,15 +1,15 @@
 //! `fa build --all-configs`: what the planner predicts of every configuration beside what the compiler makes of it.
 
 use fa_core::{Arch, Family, Pass};
+use fa_lab::configs::{self, Built, NEAR_MISS};
 use fa_planner::Mode;
 use serde::Serialize;
 
 use super::BuildArgs;
-use crate::flags::pass_of;
+use crate::flags::{PlanFamily, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::Verdict;
 use crate::term::{output, progress};
-use fa_lab::configs::{self, Built, NEAR_MISS};
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -58,7 +58,7 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     };
     let mut lists = Vec::new();
     for &arch in archs {
-        let family = args.family.unwrap_or(Family::native(arch));
+        let family = args.family.map_or(Ok(Family::native(arch)), PlanFamily::kernels)?;
         for &pass in &passes {
             lists.push((arch, pass.short_name(), configs::list(&args.headdim, pass, family, arch)?));
         }

@@ -12,13 +12,13 @@ use anyhow::Context;
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use fa_kernels::cache::CACHE_VARIABLE;
 use fa_kernels::{Kernels, driver};
+use fa_lab::device::{Device, median};
+use fa_lab::tensors::Inputs;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::term::failure::Verdict;
 use crate::term::output;
-use fa_lab::device::{Device, median};
-use fa_lab::tensors::Inputs;
 
 /// Processes with a warm cache.
 const WARM: usize = 7;

@@ -7,7 +7,8 @@
 use fa_core::{Arch, ArchLimits, Dtype, MaskKind, Problem};
 use serde::Serialize;
 
-use crate::cost::{self, Cost, CostConstants, KernelModel, Queue, Work};
+use crate::cost::core::{KernelModel, evaluate, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::{Cost, CostConstants, Queue, Work};
 use crate::occupancy::{Occupancy, WARP, register_ceiling};
 use crate::plan::{PlanError, Reason};
 use crate::smem::{SmemPlan, TILE_ALIGN};
@@ -283,7 +284,7 @@ impl Sm100Account {
         let tile_m = self.tile.q_tiles * Q_ROWS;
         let work = Work::of(problem, tile_m, self.tile.tile_n, false);
         let model = model(&self, problem, &work, arch.limits(), constants);
-        let cost = cost::evaluate(problem, tile_m, self.tile.tile_n, &work, &model, arch.limits(), constants);
+        let cost = evaluate(problem, tile_m, self.tile.tile_n, &work, &model, arch.limits(), constants);
         let Sm100Account { tile, tmem, smem, roles, softmax_chunk, threads, occupancy } = self;
         Sm100Plan { tile, tile_m, tmem, smem, roles, softmax_chunk, threads, occupancy, cost }
     }
@@ -297,7 +298,7 @@ fn model(
     c: &CostConstants,
 ) -> KernelModel {
     let tile = &account.tile;
-    let resident = cost::resident_blocks(work, tile.blocks_per_sm, limits);
+    let resident = resident_blocks(work, tile.blocks_per_sm, limits);
     let [q_tiles, tile_n, hd, hdv] =
         [tile.q_tiles, tile.tile_n, tile.head_dim, tile.head_dim_v].map(f64::from);
     let rows = q_tiles * f64::from(Q_ROWS);
@@ -311,11 +312,11 @@ fn model(
     let passes = if account.softmax_chunk < tile.tile_n { 1.0 } else { 0.0 };
     let (cap_mufu, cap_ops) = if problem.softcap.is_some() { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
     let ops = c.softmax_ops + c.sm100_poly * c.poly_ops + cap_ops + passes;
-    let exp = resident * scores * cost::softmax_clocks(limits, 1.0 - c.sm100_poly + cap_mufu, ops);
-    let products = cost::overlap([tensor, smem], 4.0);
+    let exp = resident * scores * softmax_clocks(limits, 1.0 - c.sm100_poly + cap_mufu, ops);
+    let products = overlap([tensor, smem], 4.0);
     let in_turn = q_tiles * resident >= 2.0;
     let exponent = c.sm100_overlap[usize::from(in_turn)];
-    let hidden = cost::overlap([products, exp], exponent);
+    let hidden = overlap([products, exp], exponent);
     // A ring of fewer than three buffers cannot load ahead while K and V of a step are in use.
     let wait = if tile.kv_stages < 3 { 0.5 * c.load_latency / resident } else { 0.0 };
     let exposed = c.sm100_step + wait;
@@ -329,7 +330,7 @@ fn model(
         exp,
         smem,
         step: hidden + exposed,
-        mask: resident * scores * c.mask_ops / cost::f32_lanes(limits),
+        mask: resident * scores * c.mask_ops / f32_lanes(limits),
         exposed,
         tile: c.sm100_tile + products + exp - hidden,
     }

@@ -1,14 +1,15 @@
 //! The time of an SM80-class backward: as the SM90 one's, by mma.sync, whose operands all pass through ldmatrix, in as many blocks as an SM holds.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
-use crate::kernels::sm80_bwd::candidates::{bytes_read, registers, smem};
+use crate::account::splits::head_splits;
+use crate::cost::constants::CostConstants;
+use crate::cost::core::{Cost, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::schedule::{Queue, TileClass, Work};
 use crate::occupancy::{Occupancy, WARP};
 
-use crate::cost::{Cost, CostConstants, f32_lanes, overlap, resident_blocks, softmax_clocks};
-use crate::cost::{Queue, TileClass, Work};
-use crate::kernels::sm90_bwd::cost::{Launches, head_splits};
+use super::account::{bytes_read, registers, smem};
 
 /// Registers of a thread that the compiler takes for each panel of 64 columns after a tile's first one, where there are any left.
 const PANEL_REGISTERS: u32 = 20;
@@ -84,4 +85,50 @@ pub(crate) fn predict(
     }
     .cost(problem, [hd, hdv], limits, c);
     Cost { slots: sms * resident, ..cost }
+}
+
+/// What the launches of an SM80-class backward take their time for; clocks of a step, or of the whole.
+struct Launches<'a> {
+    tensor: f64,
+    exp: f64,
+    smem: f64,
+    /// Seconds that the L2 alone would take.
+    l2: f64,
+    exposed: f64,
+    /// Of all tiles, one after the other.
+    total: f64,
+    /// Of the last SM.
+    end: f64,
+    work: &'a Work,
+    flops_per_step: f64,
+}
+
+impl Launches<'_> {
+    /// The cost, with the launches before and after the main one.
+    fn cost(&self, problem: &Problem, [hd, hdv]: [f64; 2], limits: &ArchLimits, c: &CostConstants) -> Cost {
+        let Launches { tensor, exp, smem, l2, exposed, total, end, work, flops_per_step } = *self;
+        let sms = f64::from(limits.sms);
+        let clock = limits.clock_ghz * 1e9 * c.clock;
+        let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
+        let main = overlap([end / clock, power, l2], 8.0);
+
+        // Before: O and dO read, the accumulators zeroed; after: they are read and dQ is written.
+        let rows = problem.rows();
+        let accumulators = rows * hd * 4.0;
+        let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators;
+        let hbm = (around + problem.bytes_backward()) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        let outer = around / (limits.hbm_bytes_per_s * c.hbm_efficiency) + 3.0 * c.launch_s;
+        let seconds = main + outer;
+        let alone = |clocks: f64| work.steps() / sms * clocks / clock;
+        let terms = Terms {
+            tensor: alone(tensor).max(power),
+            exp: alone(exp),
+            smem: alone(smem),
+            l2,
+            hbm,
+            waves: (end - total / sms) / clock,
+            latency: outer + (work.steps() * exposed + work.tiles * c.sm80_bwd_block) / sms / clock,
+        };
+        Cost::of_backward(problem, work, seconds, terms, sms)
+    }
 }

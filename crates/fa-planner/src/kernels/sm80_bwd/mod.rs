@@ -1,4 +1,6 @@
 //! The SM80-class backward: mma.sync, cp.async and ldmatrix, on every architecture from 8.0 on.
 
+pub mod account;
 pub mod candidates;
 pub mod cost;
+pub mod spills;

@@ -5,102 +5,17 @@
 //! 2,000 they and the main launch's own traffic take half of the time.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm90Bwd};
-use serde::{Deserialize, Serialize};
+use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
 
-use crate::HeadDims;
 use crate::account::panels::BwdPanels;
-use crate::guide::bwd::BwdMmas;
+use crate::account::splits::head_splits;
+use crate::cost::constants::CostConstants;
+use crate::cost::core::{Cost, Terms, overlap, softmax_clocks};
+use crate::cost::schedule::{Queue, TileClass, Work};
+use crate::guide::kernel::guide_spec;
+use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
-use crate::kernels::sm90_bwd::candidates::guide_spec;
-
-use crate::cost::{Cost, CostConstants, Terms, overlap, softmax_clocks};
-use crate::cost::{Queue, TileClass, Work};
-
-/// Query heads of a K/V head are divided into as few tiles as fill the GPU: how many parts.
-///
-/// 1 where the order of sums must not depend on it, and where there is nothing to sum.
-pub fn head_splits(problem: &Problem, tile_n: u32, deterministic: bool, sms: u32) -> usize {
-    let group = problem.group_size().max(1);
-    let tiles = problem
-        .seqlen_k
-        .div_ceil(tile_n as usize)
-        .saturating_mul(problem.heads_kv)
-        .saturating_mul(problem.batch);
-    if deterministic || tiles == 0 || problem.seqlen_q == 0 {
-        return 1;
-    }
-    (sms as usize).div_ceil(tiles).clamp(1, group)
-}
-
-/// What the model of the SM90 backward assumes. "Clocks" are SM clocks, "per element" means per score.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Sm90BwdConstants {
-    /// Clock under this load as a share of the board's boost clock; the tensor cores issue at their full rate at it.
-    pub clock: f64,
-    /// f32 instructions per element of softmax and of the gradient of the scores.
-    pub ops: f64,
-    /// How well the products' shared-memory reads hide behind the tensor cores: the exponent `p` of
-    /// `(a^p + b^p)^(1/p)`, 1 for one after the other.
-    pub smem_overlap: f64,
-    /// How well products and the rest hide behind each other, with 2 and with 3 MMA warp groups: such exponents.
-    pub overlap: [f64; 2],
-    /// Clocks of the copy engine for a row of a panel of Q or dO.
-    pub copied_row: f64,
-    /// Clocks of a step that nothing hides.
-    pub step: f64,
-    /// Clocks of a step that P through shared memory adds: dV waits for the exchange.
-    pub p_store: f64,
-    /// Clocks of a step that a single buffer of P and dS adds: a second barrier.
-    pub second_barrier: f64,
-    /// Clocks that S waits for Q with a single buffer of it, beside the copy itself.
-    pub q_latency: f64,
-    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel.
-    pub turn: f64,
-    /// Bytes of dQ per clock that an SM adds to device memory by vector atomics.
-    pub atomic_bytes: f64,
-    /// Adding a byte of dQ keeps the L2 busy as long as reading so many bytes.
-    pub add_weight: f64,
-    /// Clocks of a block outside its steps.
-    pub block: f64,
-    /// Share of the time that idle SMs cost at the end of the main launch: the power that they leave speeds the others up.
-    pub idle: f64,
-    /// Share of device-memory bandwidth that the launch before reaches: O and dO read, accumulators zeroed.
-    pub prepare_bandwidth: f64,
-    /// The same of the launch after, where dQ's product is as it is meant and where it is transposed. It reads accumulators in the
-    /// order that threads held them and writes rows.
-    pub finish_bandwidth: [f64; 2],
-    /// The same of the main launch.
-    pub main_bandwidth: f64,
-    /// How well the main launch's device-memory traffic hides behind the rest of it: an exponent as above.
-    pub main_overlap: f64,
-}
-
-impl Sm90BwdConstants {
-    /// Fitted to the rates in `tests/data/sm90-bwd-h100.txt`, by error and by how far the first choice is behind the best one
-    /// measured; `turn` to deterministic runs at head dim 128.
-    pub(crate) const H100: Sm90BwdConstants = Sm90BwdConstants {
-        clock: 0.96,
-        ops: 11.4,
-        smem_overlap: 4.67,
-        overlap: [1.82, 19.6],
-        copied_row: 1.43,
-        step: 134.0,
-        p_store: 48.0,
-        second_barrier: 131.0,
-        q_latency: 1467.0,
-        turn: 850.0,
-        atomic_bytes: 48.2,
-        add_weight: 2.17,
-        block: 1790.0,
-        idle: 0.47,
-        prepare_bandwidth: 0.644,
-        finish_bandwidth: [0.474, 0.611],
-        main_bandwidth: 0.93,
-        main_overlap: 3.44,
-    };
-}
+use crate::head_dims::HeadDims;
 
 /// Predicts the backward of `problem` by `kernel`, the launches before and after it included.
 pub(crate) fn predict(
@@ -175,70 +90,5 @@ pub(crate) fn predict(
         waves: c.idle * (end - even) / clock,
         latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
     };
-    cost_of(problem, &work, main + outer, terms, sms)
-}
-
-fn cost_of(problem: &Problem, work: &Work, seconds: f64, terms: Terms, slots: f64) -> Cost {
-    Cost {
-        seconds,
-        tflops: problem.flops_backward() / seconds / 1e12,
-        bottleneck: terms.largest(),
-        terms,
-        tiles: work.tiles,
-        slots,
-        steps: work.steps(),
-        masked_steps: work.masked(),
-    }
-}
-
-/// What the launches of an SM80-class backward take their time for; clocks of a step, or of the whole.
-pub(crate) struct Launches<'a> {
-    pub tensor: f64,
-    pub exp: f64,
-    pub smem: f64,
-    /// Seconds that the L2 alone would take.
-    pub l2: f64,
-    pub exposed: f64,
-    /// Of all tiles, one after the other.
-    pub total: f64,
-    /// Of the last SM.
-    pub end: f64,
-    pub work: &'a Work,
-    pub flops_per_step: f64,
-}
-
-impl Launches<'_> {
-    /// The cost, with the launches before and after the main one.
-    pub fn cost(
-        &self,
-        problem: &Problem,
-        [hd, hdv]: [f64; 2],
-        limits: &ArchLimits,
-        c: &CostConstants,
-    ) -> Cost {
-        let Launches { tensor, exp, smem, l2, exposed, total, end, work, flops_per_step } = *self;
-        let sms = f64::from(limits.sms);
-        let clock = limits.clock_ghz * 1e9 * c.clock;
-        let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
-        let main = overlap([end / clock, power, l2], 8.0);
-
-        // Before: O and dO read, the accumulators zeroed; after: they are read and dQ is written.
-        let rows = problem.rows();
-        let accumulators = rows * hd * 4.0;
-        let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators;
-        let hbm = (around + problem.bytes_backward()) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
-        let outer = around / (limits.hbm_bytes_per_s * c.hbm_efficiency) + 3.0 * c.launch_s;
-        let seconds = main + outer;
-        let alone = |clocks: f64| work.steps() / sms * clocks / clock;
-        let terms = Terms {
-            tensor: alone(tensor).max(power),
-            exp: alone(exp),
-            smem: alone(smem),
-            l2,
-            hbm,
-            waves: (end - total / sms) / clock,
-            latency: outer + (work.steps() * exposed + work.tiles * c.sm80_bwd_block) / sms / clock,
-        };
-        cost_of(problem, work, seconds, terms, sms)
-    }
+    Cost::of_backward(problem, &work, main + outer, terms, sms)
 }

@@ -3,12 +3,7 @@
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
-use crate::smem;
-
-use crate::account::{Registers, SetMaxNReg};
-
-/// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
-pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+use super::account::smem;
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
@@ -16,55 +11,6 @@ pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 22
 /// Powers of 2 by which weights may outgrow the reference maximum: far from the limits of f16 weights and of f32 sums, and
 /// rarely reached after the first block of keys.
 pub const RESCALE_THRESHOLD: u32 = 8;
-
-/// The registers that setmaxnreg gives each role, by number of MMA warp groups (1, 2, 3): FlashAttention-3's split.
-pub const SETMAXNREG: [SetMaxNReg; 3] = [
-    SetMaxNReg { mma: 256, producer: 56 },
-    SetMaxNReg { mma: 240, producer: 24 },
-    SetMaxNReg { mma: 160, producer: 32 },
-];
-
-/// Registers beside the accumulators, by number of MMA warp groups: the tuning guide's overheads (24 and 32); one group
-/// alone has the compiler's limit of 255 above the same 24.
-const OVERHEAD: [u32; 3] = [24, 24, 32];
-
-/// The same where P is a register operand without overlap. A correction to the guide, which counts no P there: the compiler
-/// cannot have S and P share registers while their products run (C7511, C7512), and with P counted the line between what it
-/// builds and what it does not is here for two groups (212 of 240) as for three (132 of 160).
-const OVERHEAD_IN_TURN: u32 = 28;
-
-/// Accumulator registers per thread that are live at once: S, O and P as a register operand. A P that goes through shared memory is stored piece by piece as it is converted and never live as a whole:
-/// this is where the exact account allows more than the guide's (192 x 192 at head dim 64, which FlashAttention-3 ships).
-pub fn accumulators(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
-    let (s, p, o) = parts(spec, kernel);
-    s + p + o
-}
-
-/// S, P and O registers per thread: a warp group holds 64 rows over 128 threads.
-fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
-    let s = kernel.tile_n / 2;
-    let p = if kernel.pv_is_rs { kernel.tile_n / 4 } else { 0 };
-    (s, p, spec.head_dim_v / 2)
-}
-
-/// Predicted registers of an MMA thread and their limit.
-pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
-    let (s, p, o) = parts(spec, kernel);
-    let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
-    let split = SETMAXNREG[group];
-    let other = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
-    Registers {
-        s,
-        p,
-        o,
-        q: 0,
-        other,
-        total: s + p + o + other,
-        // 256 is what the allocation allows; an instruction can name 255.
-        limit: split.mma.min(255),
-        setmaxnreg: Some(split),
-    }
-}
 
 /// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by measurement on an H100.
 ///
@@ -133,8 +79,10 @@ fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
 
 /// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads under this one.
 fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
-    let fits = |spec: &KernelSpec| {
-        smem::sm90_fwd_smem(spec).is_some_and(|plan| plan.total <= Arch::Sm90.limits().smem_per_block)
+    let limit = Arch::Sm90.limits().smem_per_block;
+    let fits = |spec: &KernelSpec| match &spec.kernel {
+        Kernel::Sm90Fwd(kernel) => smem(spec, kernel).total <= limit,
+        _ => false,
     };
     if !fits(&spec)
         && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel

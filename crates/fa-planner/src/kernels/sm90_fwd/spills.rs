@@ -60,7 +60,7 @@ const REFUSED: &[Refused] = &[
 ];
 
 /// Whether the compiler is known to refuse the kernel: bf16 without a soft cap was tried, and stands for the others.
-pub fn is_refused(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     REFUSED.iter().any(|entry| {
         let widths = if spec.mask == MaskKind::Full { entry.full } else { entry.masked };
         (entry.num_wg, entry.pv_is_rs, entry.overlap_wg)

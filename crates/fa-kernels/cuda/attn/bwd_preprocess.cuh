@@ -34,36 +34,36 @@ __device__ __forceinline__ float dot_share(const u16* a, const u16* b, int colum
 // One block per tile of queries, query head and sequence, the last ones first: the main kernel begins with what was read and
 // written last, so that the L2 still has it. C is an Sm80BwdConfig or an Sm90BwdConfig.
 template <auto C>
-__device__ __forceinline__ void bwd_prepare(const BwdParams& params) {
+__device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     const int tile = cta_count() - 1 - cta_index();
     const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
-    const int batch = batch_head / params.heads_q, head = batch_head % params.heads_q;
+    const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
 
     if (thread_index() == 0) {
-        if (params.dq_turns != nullptr) params.dq_turns[tile] = 0;
+        if (params.dq_semaphores != nullptr) params.dq_semaphores[tile] = 0;
         if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
     }
     constexpr int kDqTile = C.tile_m * C.head_dim;
     clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
     if (params.dk_accum != nullptr) {
         // Their tiles are others than the grid's: all threads of the grid take part.
-        const i64 keys = i64(params.batch) * params.heads_kv * params.n_blocks * C.tile_n;
+        const i64 keys = i64(params.shape.batch) * params.shape.heads_kv * params.n_blocks * C.tile_n;
         const i64 thread = i64(cta_index()) * cta_threads() + thread_index(), threads = i64(cta_count()) * cta_threads();
         clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
         clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
     }
 
-    const u16* out = static_cast<const u16*>(params.out) + batch * params.out_strides.batch + head * params.out_strides.head;
-    const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_strides.batch + head * params.dout_strides.head;
+    const u16* out = static_cast<const u16*>(params.out.data) + batch * params.out.strides.batch + head * params.out.strides.head;
+    const u16* dout = static_cast<const u16*>(params.dout.data) + batch * params.dout.strides.batch + head * params.dout.strides.head;
     const int lane = thread_index() % 8;
     // The warp stays together for the sum over lanes: tile_m is a multiple of 4, the rows of a warp.
     static_assert(C.tile_m % 4 == 0);
     for (int row = thread_index() / 8; row < C.tile_m; row += cta_threads() / 8) {
         const int query = m_block * C.tile_m + row;
-        const bool inside = query < params.seqlen_q;
+        const bool inside = query < params.shape.seqlen_q;
         float sum = 0.f;
         if (inside) {
-            sum = dot_share<C.dtype>(out + query * params.out_strides.seq, dout + query * params.dout_strides.seq, params.head_dim_v, lane);
+            sum = dot_share<C.dtype>(out + query * params.out.strides.seq, dout + query * params.dout.strides.seq, params.shape.head_dim_v, lane);
         }
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void bwd_prepare(const BwdParams& params) {
         // Weights of rows past the end become 2^-inf; a row that saw no key has hidden scores only, which any finite value keeps at 0.
         float lse_log2 = -minus_infinity();
         if (inside) {
-            const float lse = params.lse[i64(batch_head) * params.seqlen_q + query];
+            const float lse = params.lse[i64(batch_head) * params.shape.seqlen_q + query];
             lse_log2 = lse == minus_infinity() ? 0.f : lse * kLog2e;
         }
         params.lse_log2[at] = lse_log2;

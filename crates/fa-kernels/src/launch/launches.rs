@@ -1,0 +1,314 @@
+//! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so that whatever runs
+//! kernels, the driver or an emulation, does the same.
+
+use fa_core::{Arch, KernelSpec, Problem, Strides};
+
+use crate::Error;
+use crate::jit::params::{
+    BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutPtr, MutTensor, MutU32Ptr,
+    RowStrides, ScoreParams, ShapeParams,
+};
+use crate::launch::args::{RawTensor, Shape, check_address};
+use crate::launch::tma::MapShape;
+use crate::launch::workspace::{Part, Workspace};
+
+/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the end.
+const MAX_COUNT: usize = 1 << 30;
+
+/// LSE is read and written word by word.
+const WORD_BYTES: u64 = 4;
+
+/// A kernel's parameters, the first argument of each of its entries.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Params {
+    /// Of a forward.
+    Forward(FwdParams),
+    /// Of a backward.
+    Backward(BwdParams),
+}
+
+impl Params {
+    /// Where they are and how many bytes they have, as a launch takes them.
+    pub fn raw(&mut self) -> (*mut std::ffi::c_void, usize) {
+        match self {
+            Params::Forward(params) => ((&raw mut *params).cast(), size_of::<FwdParams>()),
+            Params::Backward(params) => ((&raw mut *params).cast(), size_of::<BwdParams>()),
+        }
+    }
+}
+
+/// One kernel launch, of one-dimensional grid and CTAs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// The entry function.
+    pub entry: &'static str,
+    /// CTAs of the grid, at least 1.
+    pub grid: u32,
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a CTA.
+    pub smem: u32,
+    /// CTAs of a cluster; divides `grid`.
+    pub cluster: u32,
+    /// Whether the tensor maps follow the parameters in its arguments.
+    pub takes_maps: bool,
+}
+
+/// One operation on the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Sets a part of the workspace to zero.
+    Clear(Part),
+    /// Launches a kernel.
+    Launch(Launch),
+}
+
+/// A tensor of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Its name and lengths.
+    pub shape: Shape,
+    /// Whether the pass writes it.
+    pub is_output: bool,
+}
+
+/// How TMA sees a tensor: filled in with its address and strides by [`Launches::maps`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MapTemplate {
+    /// The map's name in errors.
+    pub name: &'static str,
+    /// The tensor among [`Launches::tensors`].
+    pub tensor: usize,
+    /// Columns of a box: those of a shared-memory panel.
+    pub panel: u32,
+    /// Positions of a box: those of a tile.
+    pub rows: u32,
+    /// With packed heads: query heads of a group. A box then holds `rows / group` positions of all of them.
+    pub group: Option<u32>,
+}
+
+/// A tensor map before it is encoded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TensorMap {
+    /// The tensor.
+    pub tensor: &'static str,
+    /// Its device address.
+    pub address: u64,
+    /// Lengths, strides and box.
+    pub shape: MapShape,
+}
+
+/// Where the memory of a call is.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses<'a> {
+    /// In the order of [`Launches::tensors`].
+    pub tensors: &'a [RawTensor],
+    /// LSE; may be left out of a forward.
+    pub lse: Option<u64>,
+    /// At least [`Workspace::bytes`] bytes; `None` where those are 0.
+    pub workspace: Option<u64>,
+}
+
+/// What a pass launches for one problem.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Launches {
+    /// The tensors, in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
+    pub tensors: Vec<Tensor>,
+    /// The memory that the launches share.
+    pub workspace: Workspace,
+    /// What is enqueued, in this order; empty for a problem without work.
+    pub steps: Vec<Step>,
+    /// All but addresses and strides.
+    pub(crate) params: Params,
+    pub(crate) maps: Vec<MapTemplate>,
+}
+
+impl Launches {
+    /// What a kernel of `spec` launches for `problem` on a GPU of `arch` with `sms` SMs.
+    ///
+    /// # Errors
+    /// [`Error::Problem`], [`Error::Mismatch`] when the kernel does not compute the problem, [`Error::TooLong`] for counts beyond
+    /// 2^30, and [`Error::Scale`] and [`Error::Softcap`] for numbers that the kernels cannot use.
+    pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
+        if spec.kernel.is_backward() {
+            Launches::backward(spec, problem, arch, sms)
+        } else {
+            Launches::forward(spec, problem, arch, sms)
+        }
+    }
+
+    /// Checks strides, alignment and presence of what a call points at. Lengths are the caller's promise.
+    ///
+    /// # Errors
+    /// [`Error::Stride`], [`Error::Address`] and [`Error::NoWorkspace`].
+    pub fn check(&self, at: &Addresses) -> Result<(), Error> {
+        for (tensor, raw) in self.tensors.iter().zip(at.tensors) {
+            tensor.shape.check_strides(&raw.strides, tensor.is_output)?;
+            tensor.shape.check_address(raw.address)?;
+        }
+        let Workspace { bytes, align, .. } = self.workspace;
+        if bytes > 0 && at.workspace.is_none() {
+            return Err(Error::NoWorkspace { need: bytes });
+        }
+        if self.steps.is_empty() {
+            return Ok(());
+        }
+        if bytes > 0
+            && let Some(address) = at.workspace
+        {
+            check_address("workspace", address, align)?;
+        }
+        // Without queries there is none.
+        let has_lse = !self.tensors[0].shape.is_empty();
+        at.lse.filter(|_| has_lse).map_or(Ok(()), |address| check_address("lse", address, WORD_BYTES))
+    }
+
+    /// The parameters of a call.
+    pub fn params(&self, at: &Addresses) -> Params {
+        let reads = |i: usize| {
+            let RawTensor { address, strides } = at.tensors[i];
+            ConstTensor { data: ConstPtr(address), strides: row_strides(&strides) }
+        };
+        let writes = |i: usize| {
+            let RawTensor { address, strides } = at.tensors[i];
+            MutTensor { data: MutPtr(address), strides: row_strides(&strides) }
+        };
+        let lse = at.lse.unwrap_or(0);
+        let part = |part: Option<Part>| part.map_or(0, |part| at.workspace.unwrap_or(0) + part.offset as u64);
+        let floats = |of: Option<Part>| MutF32Ptr(part(of));
+        let words = |of: Option<Part>| MutU32Ptr(part(of));
+        let parts = &self.workspace;
+        match self.params {
+            Params::Forward(params) => Params::Forward(FwdParams {
+                q: reads(0),
+                k: reads(1),
+                v: reads(2),
+                out: writes(3),
+                lse: MutF32Ptr(lse),
+                tile_counter: words(parts.tile_counter),
+                ..params
+            }),
+            Params::Backward(params) => Params::Backward(BwdParams {
+                q: reads(0),
+                k: reads(1),
+                v: reads(2),
+                out: reads(3),
+                dout: reads(4),
+                dq: writes(5),
+                dk: writes(6),
+                dv: writes(7),
+                lse: ConstF32Ptr(lse),
+                lse_log2: floats(parts.lse_log2),
+                dpsum: floats(parts.dpsum),
+                dq_accum: floats(parts.dq_accum),
+                dk_accum: floats(parts.dk_accum),
+                dv_accum: floats(parts.dv_accum),
+                dq_semaphores: words(parts.dq_semaphores),
+                tile_counter: words(parts.tile_counter),
+                ..params
+            }),
+        }
+    }
+
+    /// The tensor maps of a call, in the order of the arguments: four at most.
+    pub fn maps<'a>(&'a self, at: &'a Addresses) -> impl ExactSizeIterator<Item = TensorMap> + 'a {
+        self.maps.iter().map(|map| {
+            let raw = &at.tensors[map.tensor];
+            let shape = MapShape::of(&self.tensors[map.tensor].shape, &raw.strides, map);
+            TensorMap { tensor: map.name, address: raw.address, shape }
+        })
+    }
+}
+
+fn row_strides(strides: &Strides) -> RowStrides {
+    RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
+}
+
+pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
+    if value <= MAX_COUNT {
+        return Ok(value as i32);
+    }
+    Err(Error::TooLong { name, value, limit: MAX_COUNT })
+}
+
+/// The lengths, counts and window of `problem`.
+pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
+    Ok(ShapeParams {
+        batch: count("batch", problem.batch)?,
+        heads_q: count("heads_q", problem.heads_q)?,
+        heads_kv: count("heads_kv", problem.heads_kv)?,
+        group_size: count("heads_q / heads_kv", problem.group_size())?,
+        seqlen_q: count("seqlen_q", problem.seqlen_q)?,
+        seqlen_k: count("seqlen_k", problem.seqlen_k)?,
+        head_dim: count("head_dim", problem.head_dim)?,
+        head_dim_v: count("head_dim_v", problem.head_dim_v)?,
+        window_left: side(problem.mask.left, problem.seqlen_k),
+        window_right: side(problem.mask.right, problem.seqlen_q),
+    })
+}
+
+/// A side of the window for the kernel: -1 for a side that hides no key of any query, so that no sum of a diagonal and a
+/// side leaves 32 bits.
+fn side(side: Option<u32>, len: usize) -> i32 {
+    side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
+}
+
+/// The largest soft cap. Kernels compute `cap * (1 - 2 / (1 + e^x))`, which is off by some 2^-23 of the cap: beyond this one,
+/// by more than f16 rounds probabilities.
+const MAX_SOFTCAP: f64 = 1024.0;
+
+/// The factors between products and scores, as f32.
+///
+/// # Errors
+/// [`Error::Scale`] when the scale is not positive, or it or its product with log2(e) is no normal f32; [`Error::Softcap`] for a soft
+/// cap that would spoil the scores.
+pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
+    let scale = problem.scale();
+    let scale_log2 = scale * std::f64::consts::LOG2_E;
+    let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
+    if !usable(scale) || !usable(scale_log2) {
+        return Err(Error::Scale { scale });
+    }
+    let params = ScoreParams { scale: scale as f32, scale_log2: scale_log2 as f32, ..ScoreParams::default() };
+    let Some(softcap) = problem.softcap else { return Ok(params) };
+    if softcap > MAX_SOFTCAP || !usable(softcap) || !usable(2.0 * scale_log2 / softcap) {
+        return Err(Error::Softcap { softcap, scale, limit: MAX_SOFTCAP });
+    }
+    let cap = softcap as f32;
+    Ok(ScoreParams {
+        softcap: cap,
+        softcap_exponent: 2.0 * std::f32::consts::LOG2_E * params.scale / cap,
+        softcap_share: std::f32::consts::LN_2 / cap,
+        ..params
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    #[test]
+    fn scales_and_soft_caps_that_spoil_scores_are_refused() {
+        let check = |softmax_scale, softcap| {
+            let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
+            score_params(&Problem { softmax_scale, softcap, ..problem })
+        };
+        assert_eq!(check(None, None).unwrap().scale, 0.125);
+        for softcap in [1e-3, 30.0, MAX_SOFTCAP] {
+            let params = check(None, Some(softcap)).unwrap();
+            let exponent = 2.0 * std::f64::consts::LOG2_E * 0.125 / softcap;
+            assert!((f64::from(params.softcap_exponent) / exponent - 1.0).abs() < 1e-6, "{params:?}");
+            let share = std::f64::consts::LN_2 / softcap;
+            assert!((f64::from(params.softcap_share) / share - 1.0).abs() < 1e-6, "{params:?}");
+        }
+        for softcap in [1e-39, MAX_SOFTCAP * 1.001, 1e300] {
+            assert!(matches!(check(None, Some(softcap)), Err(Error::Softcap { .. })), "{softcap}");
+        }
+        assert!(matches!(check(Some(1e30), Some(1e-30)), Err(Error::Softcap { .. })));
+        for scale in [0.0, -1.0, 1e-39, 1e39] {
+            assert!(matches!(check(Some(scale), None), Err(Error::Scale { .. })), "{scale}");
+        }
+    }
+}

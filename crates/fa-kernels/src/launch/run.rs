@@ -1,0 +1,127 @@
+//! Running launches on a stream: the checks of a call's buffers, and the only place that enqueues.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUtensorMap;
+use cudarc::driver::{CudaStream, result};
+use fa_core::{Dtype, Problem, Strides};
+
+use crate::Error;
+use crate::launch::args::Element;
+use crate::launch::launches::{Addresses, Launches, Step};
+use crate::launch::module::LoadedKernel;
+use crate::launch::tma;
+
+/// Tensor maps of a kernel at most.
+const MAX_MAPS: usize = 4;
+
+/// Enqueues the steps of `launches`, which are of `kernel`. Allocates nothing and waits for nothing.
+///
+/// # Safety
+/// Every element of the tensors under their strides, the LSE and the workspace lie in device memory that the stream's context can
+/// access, and stay there, untouched by others, until the stream has run the steps. Outputs share no memory with one another and the
+/// inputs. A workspace that has to start as zero does.
+///
+/// # Errors
+/// Those of [`Launches::check`], [`Error::Context`], [`Error::TensorMap`] and [`Error::Driver`].
+pub(crate) unsafe fn enqueue(
+    kernel: &LoadedKernel,
+    launches: &Launches,
+    dtype: Dtype,
+    stream: &CudaStream,
+    at: &Addresses<'_>,
+) -> Result<(), Error> {
+    launches.check(at)?;
+    if launches.steps.is_empty() {
+        return Ok(());
+    }
+    kernel.enter(stream)?;
+    let mut params = launches.params(at);
+    let mut encoded = [const { MaybeUninit::<CUtensorMap>::uninit() }; MAX_MAPS];
+    let mut arguments = [
+        params.raw().0,
+        std::ptr::null_mut(),
+        std::ptr::null_mut(),
+        std::ptr::null_mut(),
+        std::ptr::null_mut(),
+    ];
+    let mut filled = 1;
+    for (map, slot) in launches.maps(at).zip(&mut encoded) {
+        let map: *mut CUtensorMap = slot.write(tma::encode(&map, dtype)?);
+        arguments[filled] = map.cast::<c_void>();
+        filled += 1;
+    }
+    for step in &launches.steps {
+        match step {
+            Step::Clear(part) => {
+                let address = at.workspace.unwrap_or(0) + part.offset as u64;
+                // SAFETY: the part lies in the workspace.
+                unsafe { result::memset_d8_async(address, 0, part.bytes, stream.cu_stream()) }
+                    .map_err(|source| Error::Driver { doing: "clearing a part of the workspace", source })?;
+            }
+            Step::Launch(launch) => {
+                let taken = if launch.takes_maps { filled } else { 1 };
+                // SAFETY: every entry takes the parameters, those with maps the maps after them; what the addresses point at is
+                // the caller's promise.
+                unsafe { kernel.launch(stream, launch, &mut arguments[..taken])? }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A tensor of a call before its address is asked for.
+pub(crate) struct Buffer<'a> {
+    strides: &'a Strides,
+    len: usize,
+    stream: &'a CudaStream,
+}
+
+impl<'a> Buffer<'a> {
+    pub fn of(strides: &'a Strides, len: usize, stream: &'a CudaStream) -> Buffer<'a> {
+        Buffer { strides, len, stream }
+    }
+}
+
+/// Checks that T is the type of the problem's tensors.
+///
+/// # Errors
+/// [`Error::Mismatch`].
+pub(crate) fn check_element<T: Element>(problem: &Problem) -> Result<(), Error> {
+    if T::DTYPE == problem.dtype {
+        return Ok(());
+    }
+    let (kernel, problem) = (problem.dtype.to_string(), T::DTYPE.to_string());
+    Err(Error::Mismatch { what: "dtype", kernel, problem })
+}
+
+/// Checks strides, lengths and contexts of a call's buffers; LSE and workspace by their length and stream.
+///
+/// # Errors
+/// [`Error::Stride`], [`Error::TooShort`] and [`Error::Context`].
+pub(crate) fn check_buffers(
+    kernel: &LoadedKernel,
+    launches: &Launches,
+    buffers: &[Buffer<'_>],
+    lse: Option<(usize, &Arc<CudaStream>)>,
+    workspace: Option<(usize, &Arc<CudaStream>)>,
+) -> Result<(), Error> {
+    for (tensor, Buffer { strides, len, stream }) in launches.tensors.iter().zip(buffers) {
+        tensor.shape.check_strides(strides, tensor.is_output)?;
+        tensor.shape.check_len(strides, *len)?;
+        kernel.check_context(tensor.shape.name, stream.context())?;
+    }
+    let q = &launches.tensors[0].shape;
+    let rows = q.batch * q.heads * q.seqlen;
+    for (tensor, buffer, need) in [("lse", lse, rows), ("workspace", workspace, launches.workspace.bytes)] {
+        let Some((have, stream)) = buffer else { continue };
+        if have < need {
+            return Err(Error::TooShort { tensor, have: have as u64, need: need as u64 });
+        }
+        kernel.check_context(tensor, stream.context())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! The memory that the launches of a pass share, and where its parts lie.
+
+use fa_core::Problem;
+
+use crate::Error;
+
+/// Parts start on multiples of this: TMA asks for 16, cache lines for 128.
+const PART_ALIGN: usize = 256;
+
+/// A range of the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Bytes from the workspace's start.
+    pub offset: usize,
+    /// Its length in bytes.
+    pub bytes: usize,
+}
+
+/// The layout of a workspace. What a pass does without is `None`. The parameter of the same name says what a part holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Workspace {
+    /// Bytes in all.
+    pub bytes: usize,
+    /// What its address must be a multiple of.
+    pub align: u64,
+    /// Whether it must be zero before the first call; each call then leaves it zero.
+    pub starts_zero: bool,
+    /// Rows' LSE in base 2.
+    pub lse_log2: Option<Part>,
+    /// Rows' sums of O * dO.
+    pub dpsum: Option<Part>,
+    /// dQ in f32.
+    pub dq_accum: Option<Part>,
+    /// dK in f32.
+    pub dk_accum: Option<Part>,
+    /// dV in f32.
+    pub dv_accum: Option<Part>,
+    /// Progress of each tile of dQ.
+    pub dq_semaphores: Option<Part>,
+    /// The next tile to be drawn; of a forward also how many CTAs are through.
+    pub tile_counter: Option<Part>,
+}
+
+impl Workspace {
+    /// Of a forward: the counters of a dynamic scheduler, or nothing.
+    pub(crate) fn forward(dynamic: bool) -> Workspace {
+        let bytes = if dynamic { 8 } else { 0 };
+        let tile_counter = dynamic.then_some(Part { offset: 0, bytes });
+        Workspace { bytes, align: 4, starts_zero: true, tile_counter, ..Workspace::default() }
+    }
+
+    /// Of a backward whose head dims are padded to `head_dims`.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when it is larger than the address space.
+    pub(crate) fn backward(
+        problem: &Problem,
+        head_dims: (u32, u32),
+        (tile_m, tile_n): (u32, u32),
+        deterministic: bool,
+        splits: usize,
+    ) -> Result<Workspace, Error> {
+        let tiles = (tile_m as usize, tile_n as usize);
+        let head_dims = (head_dims.0 as usize, head_dims.1 as usize);
+        Workspace::backward_parts(problem, head_dims, tiles, deterministic, splits).ok_or(Error::TooLong {
+            name: "bytes of workspace",
+            value: usize::MAX,
+            limit: isize::MAX as usize,
+        })
+    }
+
+    fn backward_parts(
+        problem: &Problem,
+        (head_dim, head_dim_v): (usize, usize),
+        (tile_m, tile_n): (usize, usize),
+        deterministic: bool,
+        splits: usize,
+    ) -> Option<Workspace> {
+        let m_blocks = problem.seqlen_q.div_ceil(tile_m);
+        let n_blocks = problem.seqlen_k.div_ceil(tile_n);
+        let rows = problem.batch.checked_mul(problem.heads_q)?.checked_mul(m_blocks)?.checked_mul(tile_m)?;
+        let keys = problem.batch.checked_mul(problem.heads_kv)?.checked_mul(n_blocks)?.checked_mul(tile_n)?;
+        let mut end = 0usize;
+        // Of 4-byte elements.
+        let mut part = |elements: usize| -> Option<Part> {
+            let (offset, bytes) = (end, elements.checked_mul(4)?);
+            end = offset.checked_add(bytes)?.checked_next_multiple_of(PART_ALIGN)?;
+            Some(Part { offset, bytes })
+        };
+        let mut parts = Workspace { align: 16, ..Workspace::default() };
+        parts.lse_log2 = Some(part(rows)?);
+        parts.dpsum = Some(part(rows)?);
+        parts.dq_accum = Some(part(rows.checked_mul(head_dim)?)?);
+        if splits > 1 {
+            parts.dk_accum = Some(part(keys.checked_mul(head_dim)?)?);
+            parts.dv_accum = Some(part(keys.checked_mul(head_dim_v)?)?);
+        }
+        if deterministic {
+            parts.dq_semaphores = Some(part(rows / tile_m)?);
+            parts.tile_counter = Some(part(1)?);
+        }
+        Some(Workspace { bytes: end, ..parts })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    #[test]
+    fn the_workspace_holds_the_parts_that_the_kernel_needs() {
+        let problem = Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
+        for (tile_m, tile_n) in [(64usize, 128usize), (80, 128)] {
+            for deterministic in [false, true] {
+                for splits in [1, 4] {
+                    let tiles = (tile_m as u32, tile_n as u32);
+                    let parts = Workspace::backward(&problem, (128, 128), tiles, deterministic, splits)
+                        .expect("it is small");
+                    let rows = 3 * 8 * 1000usize.next_multiple_of(tile_m);
+                    let keys = 3 * 2 * 1000usize.next_multiple_of(tile_n);
+                    let part = |elements: usize| (elements * 4).next_multiple_of(256);
+                    let mut bytes = 2 * part(rows) + part(rows * 128);
+                    bytes += if splits > 1 { 2 * part(keys * 128) } else { 0 };
+                    bytes += if deterministic { part(rows / tile_m) + part(1) } else { 0 };
+                    assert_eq!(parts.bytes, bytes);
+                    let offset = |part: Option<Part>| part.expect("every backward has it").offset;
+                    assert_eq!((offset(parts.lse_log2), offset(parts.dpsum)), (0, part(rows)));
+                    assert_eq!(
+                        (parts.dk_accum.is_some(), parts.dv_accum.is_some()),
+                        (splits > 1, splits > 1)
+                    );
+                    assert_eq!(parts.dq_semaphores.is_some(), deterministic);
+                    assert_eq!(parts.tile_counter.is_some(), deterministic);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_workspace_beyond_the_address_space_is_refused() {
+        let problem = Problem::square(1 << 40, 1 << 30, 64, 128, Mask::FULL, Dtype::Bf16);
+        assert!(matches!(
+            Workspace::backward(&problem, (128, 128), (64, 128), false, 1),
+            Err(Error::TooLong { name: "bytes of workspace", .. })
+        ));
+    }
+}

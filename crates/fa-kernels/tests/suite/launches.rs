@@ -1,0 +1,163 @@
+//! What passes launch, as data.
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Problem, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout};
+use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
+use fa_kernels::{Error, RawTensor, smem_bytes};
+
+use crate::{sm80_spec, sm90_spec};
+
+const SMS: u32 = 132;
+
+fn problem() -> Problem {
+    Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 64, Mask::CAUSAL, Dtype::Bf16) }
+}
+
+fn backward_spec(deterministic: bool) -> KernelSpec {
+    KernelSpec {
+        kernel: Kernel::Sm90Bwd(Sm90Bwd { deterministic, tile_m: 64, tile_n: 128, ..Sm90Bwd::default() }),
+        ..sm90_spec()
+    }
+}
+
+/// Every tensor packed, at an address of its own.
+fn tensors(launches: &Launches) -> Vec<RawTensor> {
+    let raw = |(i, tensor): (usize, &fa_kernels::launch::Tensor)| {
+        let shape = &tensor.shape;
+        let strides = TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.dim);
+        RawTensor { address: (i as u64 + 1) << 32, strides }
+    };
+    launches.tensors.iter().enumerate().map(raw).collect()
+}
+
+fn entries(launches: &Launches) -> Vec<(&'static str, u32)> {
+    let name = |step: &Step| match step {
+        Step::Clear(_) => ("clear", 0),
+        Step::Launch(launch) => (launch.entry, launch.grid),
+    };
+    launches.steps.iter().map(name).collect()
+}
+
+#[test]
+fn a_forward_is_one_launch_of_a_cta_for_each_tile() {
+    let spec = sm80_spec();
+    let launches = Launches::of(&spec, &problem(), Arch::Sm80, 108).unwrap();
+    let m_blocks = 1000usize.div_ceil(spec.tile().0 as usize) as u32;
+    assert_eq!(entries(&launches), [("fa_kernel", 3 * 8 * m_blocks)]);
+    let Step::Launch(launch) = launches.steps[0] else { panic!("{:?}", launches.steps) };
+    assert_eq!((launch.threads, launch.smem, launch.cluster), (spec.threads(), smem_bytes(&spec), 1));
+    assert!(!launch.takes_maps && launches.workspace.bytes == 0);
+    let names: Vec<_> = launches.tensors.iter().map(|t| (t.shape.name, t.is_output)).collect();
+    assert_eq!(names, [("q", false), ("k", false), ("v", false), ("out", true)]);
+}
+
+#[test]
+fn persistent_kernels_fill_the_sms_with_whole_clusters() {
+    let full = Problem { mask: Mask::FULL, ..problem() };
+    for (scheduler, cluster_m, expected, workspace) in [
+        (Scheduler::Dynamic, 1, SMS, 8),
+        (Scheduler::Static, 2, SMS, 0),
+        (Scheduler::PerTile, 2, 24 * 1000u32.div_ceil(128).next_multiple_of(2), 0),
+    ] {
+        let kernel = Sm90Fwd { scheduler, cluster_m, tile_m: 128, num_wg: 2, ..Sm90Fwd::default() };
+        let spec =
+            KernelSpec { kernel: Kernel::Sm90Fwd(kernel), mask: fa_core::MaskKind::Full, ..sm90_spec() };
+        let launches = Launches::of(&spec, &full, Arch::Sm90, SMS + (cluster_m - 1)).unwrap();
+        assert_eq!(entries(&launches), [("fa_kernel", expected)], "{scheduler:?}");
+        assert_eq!(launches.workspace.bytes, workspace, "{scheduler:?}");
+        assert!(launches.workspace.starts_zero);
+    }
+}
+
+#[test]
+fn packed_heads_are_an_axis_of_the_map_of_q() {
+    let kernel = Sm90Fwd { pack_gqa: true, tile_m: 128, tile_n: 128, num_wg: 2, ..Sm90Fwd::default() };
+    let spec = KernelSpec { kernel: Kernel::Sm90Fwd(kernel), ..sm90_spec() };
+    let launches = Launches::of(&spec, &problem(), Arch::Sm90, SMS).unwrap();
+    let tensors = tensors(&launches);
+    let at = Addresses { tensors: &tensors, lse: None, workspace: Some(1 << 40) };
+    let maps: Vec<_> = launches.maps(&at).collect();
+    let (row, seq) = (64, 8 * 64);
+    assert_eq!(maps.iter().map(|map| map.tensor).collect::<Vec<_>>(), ["q", "k", "v"]);
+    assert_eq!((maps[0].shape.rank, maps[0].shape.dims), (5, [64, 4, 1000, 2, 3]));
+    assert_eq!(maps[0].shape.strides, [1, row, seq, 4 * row, 1000 * seq]);
+    assert_eq!(maps[0].shape.tile, [64, 4, 32, 1, 1]);
+    assert_eq!((maps[1].shape.rank, maps[1].shape.dims), (4, [64, 1000, 2, 3, 1]));
+    assert_eq!(maps[1].shape.tile, [64, 128, 1, 1, 1]);
+    let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
+    assert_eq!((params.q.data.0, params.out.data.0, params.lse.0), (1 << 32, 4 << 32, 0));
+    assert_eq!(params.k.strides.seq, 2 * 64);
+}
+
+#[test]
+fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
+    let spec = backward_spec(false);
+    let launches = Launches::of(&spec, &Problem { batch: 1, ..problem() }, Arch::Sm90, SMS).unwrap();
+    let (m_tiles, n_tiles) = (8 * 1000u32.div_ceil(64), 2 * 1000u32.div_ceil(128));
+    let tensors = tensors(&launches);
+    let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40) };
+    launches.check(&at).unwrap();
+    let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };
+    let splits = params.head_splits as u32;
+    assert!(splits > 1, "16 tiles of keys leave most of {SMS} SMs without work");
+    assert_eq!(
+        entries(&launches),
+        [
+            ("fa_preprocess", m_tiles),
+            ("fa_kernel", n_tiles * splits),
+            ("fa_postprocess", m_tiles),
+            ("fa_postprocess_kv", n_tiles),
+        ]
+    );
+    let parts = launches.workspace;
+    let address = |part: Option<Part>| part.map_or(0, |part| (1 << 40) + part.offset as u64);
+    assert_eq!(params.lse_log2.0, address(parts.lse_log2));
+    assert_eq!(params.dv_accum.0, address(parts.dv_accum));
+    assert_eq!((params.dq_semaphores.0, params.tile_counter.0), (0, 0));
+    assert_eq!((params.dq.data.0, params.dv.data.0), (6 << 32, 8 << 32));
+    assert_eq!(launches.maps(&at).len(), 4);
+}
+
+#[test]
+fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
+    let none = Problem { seqlen_q: 0, mask: Mask::FULL, ..problem() };
+    let spec = KernelSpec { mask: fa_core::MaskKind::Full, ..backward_spec(true) };
+    let launches = Launches::of(&spec, &none, Arch::Sm90, SMS).unwrap();
+    let counter = launches.workspace.tile_counter.expect("tiles are drawn");
+    assert_eq!(launches.steps[0], Step::Clear(counter));
+    assert_eq!(entries(&launches).len(), 2);
+    // The maps of Q and dO are of K's and V's memory.
+    let tensors = tensors(&launches);
+    let at = Addresses { tensors: &tensors, lse: Some(0), workspace: Some(1 << 40) };
+    launches.check(&at).unwrap();
+    let addresses: Vec<u64> = launches.maps(&at).map(|map| map.address >> 32).collect();
+    assert_eq!(addresses, [2, 2, 3, 3]);
+}
+
+#[test]
+fn nothing_to_compute_is_nothing_to_launch() {
+    for spec in [sm80_spec(), sm90_spec()] {
+        let launches = Launches::of(&spec, &Problem { batch: 0, ..problem() }, Arch::Sm90, SMS).unwrap();
+        assert_eq!((launches.steps.len(), launches.maps(&empty()).len()), (0, 0));
+    }
+}
+
+fn empty() -> Addresses<'static> {
+    Addresses { tensors: &[], lse: None, workspace: None }
+}
+
+#[test]
+fn what_a_call_lacks_is_named() {
+    let kernel = Kernel::Sm80Bwd(Sm80Bwd { tile_order: TileOrder::Natural, ..Sm80Bwd::default() });
+    let launches = Launches::of(&KernelSpec { kernel, ..sm80_spec() }, &problem(), Arch::Sm80, 108).unwrap();
+    let mut tensors = tensors(&launches);
+    let lacks = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: None };
+    assert!(
+        matches!(launches.check(&lacks), Err(Error::NoWorkspace { need }) if need == launches.workspace.bytes)
+    );
+    let odd = Addresses { workspace: Some(8), ..lacks };
+    assert!(matches!(launches.check(&odd), Err(Error::Address { tensor: "workspace", align: 16, .. })));
+    tensors[6].strides.seq = 0;
+    let shared = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40) };
+    assert!(matches!(launches.check(&shared), Err(Error::Stride { tensor: "dk", axis: "seq", .. })));
+}

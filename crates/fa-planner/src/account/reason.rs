@@ -1,0 +1,97 @@
+//! Why a kernel is no plan: the limit that it breaks, with the numbers.
+
+use serde::Serialize;
+
+use crate::occupancy::Limiter;
+
+/// Why a spec is no plan.
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// It breaks a rule of its kernel.
+    #[error("{0}")]
+    Rule(String),
+    /// It does not compute the problem.
+    #[error("the kernel has {field} {have}, the problem needs {need}")]
+    Problem {
+        /// What does not fit.
+        field: &'static str,
+        /// The kernel's value.
+        have: String,
+        /// The problem's value.
+        need: String,
+    },
+    /// Shared memory of one block.
+    #[error("shared memory: needs {need} B of {have} B ({} B too many)", need - have)]
+    Smem {
+        /// Bytes needed.
+        need: u32,
+        /// Bytes that a block may use.
+        have: u32,
+    },
+    /// Registers of one thread.
+    #[error("registers: needs {need} of {have} per thread ({} too many)", need - have)]
+    Registers {
+        /// Registers needed.
+        need: u32,
+        /// Registers that a thread may use.
+        have: u32,
+    },
+    /// Registers of one thread again: they would fit, and the compiler spills all the same.
+    #[error("registers: {need} of {have} per thread, but the compiler is known to spill")]
+    Spills {
+        /// Registers counted.
+        need: u32,
+        /// Registers that a thread may use.
+        have: u32,
+    },
+    /// Tensor memory of one block.
+    #[error("tensor memory: needs {need} of {have} columns ({} too many)", need - have)]
+    Tmem {
+        /// Columns needed.
+        need: u32,
+        /// Columns that a block may use.
+        have: u32,
+    },
+    /// Fewer blocks than asked for are resident.
+    #[error("occupancy: asks for {need} blocks per SM, {limiter:?} allow {have}")]
+    Occupancy {
+        /// Blocks asked for.
+        need: u32,
+        /// Blocks that fit.
+        have: u32,
+        /// The resource that is short.
+        limiter: Limiter,
+    },
+}
+
+impl Reason {
+    /// A short name for tables and counts.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Reason::Rule(_) => "rule",
+            Reason::Problem { .. } => "problem",
+            Reason::Smem { .. } => "smem",
+            Reason::Registers { .. } => "registers",
+            Reason::Spills { .. } => "spills",
+            Reason::Tmem { .. } => "tmem",
+            Reason::Occupancy { .. } => "occupancy",
+        }
+    }
+
+    /// What was needed and what there was, for limits that are numbers.
+    pub const fn need_have(&self) -> Option<(u32, u32)> {
+        match self {
+            Reason::Smem { need, have }
+            | Reason::Registers { need, have }
+            | Reason::Tmem { need, have }
+            | Reason::Occupancy { need, have, .. } => Some((*need, *have)),
+            Reason::Rule(_) | Reason::Problem { .. } | Reason::Spills { .. } => None,
+        }
+    }
+
+    /// By what share the limit is missed; infinite for rules.
+    pub fn excess(&self) -> f64 {
+        self.need_have().map_or(f64::INFINITY, |(need, have)| f64::from(need) / f64::from(have.max(1)) - 1.0)
+    }
+}

@@ -1,0 +1,251 @@
+//! What all kernels' times have in common: the resources that a step keeps busy, and how steps add up to a problem.
+
+use fa_core::{ArchLimits, Problem};
+use serde::Serialize;
+
+use super::constants::CostConstants;
+use super::schedule::{Queue, TileClass, Work};
+
+/// Predicted time of one forward.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Cost {
+    /// Seconds per launch.
+    pub seconds: f64,
+    /// Rate in 10^12 operations per second, by the field's count ([`Problem::flops_forward`]).
+    pub tflops: f64,
+    /// The largest of `terms`.
+    pub bottleneck: Bottleneck,
+    /// Where the time goes.
+    pub terms: Terms,
+    /// Query tiles over all heads and sequences.
+    pub tiles: f64,
+    /// Tiles that the GPU works on at once.
+    pub slots: f64,
+    /// Steps over all tiles.
+    pub steps: f64,
+    /// Steps that test a mask.
+    pub masked_steps: f64,
+}
+
+/// Seconds that each resource alone would take with all SMs evenly busy. They overlap, so they do not add up to the total.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Terms {
+    /// Matrix products, at the rate that the power limit sustains.
+    pub tensor: f64,
+    /// Softmax: exponentials and the f32 instructions around them.
+    pub exp: f64,
+    /// Shared-memory traffic.
+    pub smem: f64,
+    /// L2 to SM traffic.
+    pub l2: f64,
+    /// Device-memory traffic.
+    pub hbm: f64,
+    /// SMs without a tile: a last wave that is not full, tiles of unequal length, fewer tiles than SMs.
+    pub waves: f64,
+    /// Launch, and clocks of tiles and steps that nothing hides.
+    pub latency: f64,
+}
+
+/// What a kernel waits for most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bottleneck {
+    /// Matrix products.
+    Tensor,
+    /// Exponentials and the rest of softmax.
+    Exp,
+    /// Shared-memory bandwidth.
+    Smem,
+    /// L2 bandwidth.
+    L2,
+    /// Device-memory bandwidth.
+    Hbm,
+    /// Idle SMs.
+    Waves,
+    /// Launch and the latency of dependent steps.
+    Latency,
+}
+
+impl Bottleneck {
+    /// The name used in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Bottleneck::Tensor => "tensor",
+            Bottleneck::Exp => "exp",
+            Bottleneck::Smem => "smem",
+            Bottleneck::L2 => "l2",
+            Bottleneck::Hbm => "hbm",
+            Bottleneck::Waves => "waves",
+            Bottleneck::Latency => "latency",
+        }
+    }
+}
+
+impl Cost {
+    /// The cost of a backward that takes `seconds`, by the field's count of operations ([`Problem::flops_backward`]).
+    pub(crate) fn of_backward(
+        problem: &Problem,
+        work: &Work,
+        seconds: f64,
+        terms: Terms,
+        slots: f64,
+    ) -> Cost {
+        Cost {
+            seconds,
+            tflops: problem.flops_backward() / seconds / 1e12,
+            bottleneck: terms.largest(),
+            terms,
+            tiles: work.tiles,
+            slots,
+            steps: work.steps(),
+            masked_steps: work.masked(),
+        }
+    }
+}
+
+impl Terms {
+    /// Every term with the bottleneck that it stands for.
+    pub const fn named(&self) -> [(Bottleneck, f64); 7] {
+        [
+            (Bottleneck::Tensor, self.tensor),
+            (Bottleneck::Exp, self.exp),
+            (Bottleneck::Smem, self.smem),
+            (Bottleneck::L2, self.l2),
+            (Bottleneck::Hbm, self.hbm),
+            (Bottleneck::Waves, self.waves),
+            (Bottleneck::Latency, self.latency),
+        ]
+    }
+
+    fn largest(&self) -> Bottleneck {
+        let named = self.named();
+        named.into_iter().max_by(|a, b| a.1.total_cmp(&b.1)).map_or(Bottleneck::Latency, |(name, _)| name)
+    }
+}
+
+/// A kernel as the schedule sees it: how its tiles are cut, and the clocks of a step on one SM.
+///
+/// Clocks are for the tiles of all resident blocks together: `resident` blocks make a step each in `step` clocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelModel {
+    /// Extents that the tiles are padded to.
+    pub head_dim: u32,
+    pub head_dim_v: u32,
+    /// Blocks that share one copy of K and V from L2.
+    pub sharing: f64,
+    pub queue: Queue,
+    /// Blocks on an SM.
+    pub resident: f64,
+    pub tensor: f64,
+    pub exp: f64,
+    pub smem: f64,
+    /// Clocks of a step, overlap and latency included.
+    pub step: f64,
+    /// Further clocks of a step that tests a mask.
+    pub mask: f64,
+    /// Of `step`, what nothing hides.
+    pub exposed: f64,
+    /// Clocks of a tile outside its steps.
+    pub tile: f64,
+}
+
+/// Blocks that are on an SM when the tiles are spread over all SMs first.
+pub(crate) fn resident_blocks(work: &Work, blocks_per_sm: u32, limits: &ArchLimits) -> f64 {
+    (work.tiles / f64::from(limits.sms)).ceil().clamp(1.0, f64::from(blocks_per_sm))
+}
+
+/// `(sum x^p)^(1/p)`: between the sum (`p = 1`) and the largest (`p` to infinity).
+pub(crate) fn overlap<const N: usize>(terms: [f64; N], p: f64) -> f64 {
+    let largest = terms.iter().copied().fold(0.0, f64::max);
+    if largest <= 0.0 {
+        return 0.0;
+    }
+    largest * terms.iter().map(|x| (x / largest).powf(p)).sum::<f64>().powf(1.0 / p)
+}
+
+/// Clocks per score on the softmax pipes of an SM: special-function results and f32 instructions.
+pub(crate) fn softmax_clocks(limits: &ArchLimits, mufu: f64, ops: f64) -> f64 {
+    mufu / limits.mufu + ops / f32_lanes(limits)
+}
+
+/// f32 instructions per clock of an SM.
+pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
+    limits.fp32_flops / 2.0
+}
+
+/// Puts the steps of a kernel together to the time of a problem.
+pub(crate) fn evaluate(
+    problem: &Problem,
+    tile_m: u32,
+    tile_n: u32,
+    work: &Work,
+    model: &KernelModel,
+    limits: &ArchLimits,
+    c: &CostConstants,
+) -> Cost {
+    let sms = f64::from(limits.sms);
+    let clock = limits.clock_ghz * 1e9 * c.clock;
+    let slots = sms * model.resident;
+    let (steps, masked_steps) = (work.steps(), work.masked());
+
+    // `resident` blocks take a step each in `step` clocks, so that is also how long a block takes for its own.
+    let length = |class: &TileClass| model.tile + class.steps * model.step + class.masked * model.mask;
+    let (total, end) = work.makespan(slots, model.queue, length);
+    let (even, compute) = (total / slots / clock, end / clock);
+    let alone = |clocks: f64| steps / slots * clocks / clock;
+
+    let scores = f64::from(tile_m) * f64::from(tile_n);
+    let width = f64::from(model.head_dim + model.head_dim_v);
+    let power = steps * 2.0 * scores * width / (limits.peak_tensor_flops() * c.power_cap);
+    let tensor = alone(model.tensor).max(power);
+
+    let element = problem.dtype.bytes() as f64;
+    let tile_bytes = f64::from(tile_m) * width * element;
+    let l2_bytes = steps * f64::from(tile_n) * width * element / model.sharing + work.tiles * tile_bytes;
+    let busy = work.tiles.min(sms).max(1.0);
+    let l2_rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
+    let l2 = l2_bytes / l2_rate;
+    let hbm = hbm_bytes(problem, work, slots, limits, c) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+
+    let chip = overlap([compute, power], 8.0);
+    let busy_time = overlap([overlap([chip, l2], 6.0), hbm], 3.0);
+    let seconds = busy_time + c.launch_s;
+    let terms = Terms {
+        tensor,
+        exp: alone(model.exp),
+        smem: alone(model.smem),
+        l2,
+        hbm,
+        waves: compute - even,
+        latency: c.launch_s + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
+    };
+    let tflops = problem.flops_forward() / seconds / 1e12;
+    Cost {
+        seconds,
+        tflops,
+        bottleneck: terms.largest(),
+        terms,
+        tiles: work.tiles,
+        slots,
+        steps,
+        masked_steps,
+    }
+}
+
+/// Compulsory bytes, and K and V again for every wave of a head's tiles as far as they do not stay in L2.
+fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
+    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.dtype.bytes() as f64;
+    if work.tiles == 0.0 {
+        return 0.0;
+    }
+    let heads = problem.batch as f64 * problem.heads_kv as f64;
+    let kv_head = problem.seqlen_k as f64 * width;
+    if kv_head == 0.0 {
+        return problem.bytes_forward();
+    }
+    let tiles_per_head = work.tiles / heads;
+    let heads_at_once = (slots / tiles_per_head.max(1.0)).clamp(1.0, heads);
+    let missing = (1.0 - limits.l2_bytes as f64 * c.l2_reuse / (heads_at_once * kv_head)).max(0.0);
+    let passes = (tiles_per_head / slots).max(1.0);
+    problem.bytes_forward() + missing * (passes - 1.0) * heads * kv_head
+}

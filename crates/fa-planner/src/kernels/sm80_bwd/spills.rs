@@ -1,0 +1,31 @@
+//! Configurations of the SM80-class backward that the compiler is known to spill although the register account has room.
+
+use fa_core::{Arch, KernelSpec, Sm80Bwd};
+
+/// Whether the compiler is known to spill although the register account has room (NVRTC 13.0, bf16 without a soft cap, which stands for
+/// the others): a correction taken from `fa build --all-configs --mode bwd --family sm80 --arch sm90 [--deterministic]`. 4 to 40 bytes,
+/// by no count of registers that we see.
+pub fn known(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> bool {
+    if arch != Arch::Sm90 {
+        return false;
+    }
+    let Sm80Bwd { tile_m, tile_n, num_warps, q_stages, do_stages, .. } = *kernel;
+    let kind = (spec.head_dim, spec.head_dim_v, (tile_m, tile_n), num_warps);
+    let stages = (q_stages, do_stages);
+    if kernel.deterministic {
+        return match kind {
+            (96, 96, (64, 64), 4) | (96, 96, (64, 128), 8) => stages == (2, 1),
+            (128, 128, (128, 64), 8) => stages == (3, 2),
+            (128, 128, (32, 64), 4) | (64, 128, (128, 64), 8) => q_stages == 2,
+            (256, 256, (32, 32), 4) => true,
+            _ => false,
+        };
+    }
+    match kind {
+        (64, 64, (128, 128), 8) => stages == (2, 2),
+        (96, 96, (64, 128), 8) | (128, 128, (64, 64), 4) | (256, 256, (32, 64), 8) => stages == (2, 1),
+        (256, 256, (32, 32), 4) => q_stages == 2,
+        (64, 128, (64, 128), 8) => true,
+        _ => false,
+    }
+}

@@ -1,0 +1,141 @@
+//! What the SM90 forward takes of an SM: its shared memory, buffer by buffer, and its registers.
+
+use fa_core::spec::Scheduler;
+use fa_core::{KernelSpec, Sm90Fwd};
+
+use crate::registers::{Registers, SetMaxNReg};
+use crate::smem::{SmemPlan, TILE_ALIGN};
+
+/// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
+pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]` panels):
+///
+/// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
+/// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P stays in registers;
+/// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
+/// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32).
+///
+/// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of whichever
+/// swizzle its row width allows. The total is a multiple of 1024.
+pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
+    let bytes = spec.dtype.bytes() as u32;
+    let Sm90Fwd { tile_m, tile_n, q_stages, kv_stages, .. } = *kernel;
+    let mut plan = SmemPlan::default();
+    plan.push("q", q_stages * tile_m * spec.head_dim * bytes, TILE_ALIGN);
+    plan.push("k", kv_stages * tile_n * spec.head_dim * bytes, TILE_ALIGN);
+    plan.push("v", kv_stages * tile_n * spec.head_dim_v * bytes, TILE_ALIGN);
+    if !kernel.pv_is_rs {
+        plan.push("p", tile_m * tile_n * bytes, TILE_ALIGN);
+    }
+    plan.push_mbarriers("q_full", q_stages);
+    plan.push_mbarriers("q_empty", q_stages);
+    for name in ["k_full", "k_empty", "v_full", "v_empty"] {
+        plan.push_mbarriers(name, kv_stages);
+    }
+    if kernel.scheduler == Scheduler::Dynamic {
+        plan.push_mbarriers("sched_full", 1);
+        plan.push_mbarriers("sched_empty", 1);
+        plan.push("tile_slot", 4 * 4, 16);
+    }
+    plan.round_up(TILE_ALIGN)
+}
+
+/// Registers beside the accumulators, by number of MMA warp groups: the tuning guide's overheads (24 and 32); one group
+/// alone has the compiler's limit of 255 above the same 24.
+const OVERHEAD: [u32; 3] = [24, 24, 32];
+
+/// The same where P is a register operand without overlap. A correction to the guide, which counts no P there: the compiler
+/// cannot have S and P share registers while their products run (C7511, C7512), and with P counted the line between what it
+/// builds and what it does not is here for two groups (212 of 240) as for three (132 of 160).
+const OVERHEAD_IN_TURN: u32 = 28;
+
+/// Accumulator registers per thread that are live at once: S, O and P as a register operand. A P that goes through shared memory is stored piece by piece as it is converted and never live as a whole:
+/// this is where the exact account allows more than the guide's (192 x 192 at head dim 64, which FlashAttention-3 ships).
+pub fn accumulators(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
+    let (s, p, o) = parts(spec, kernel);
+    s + p + o
+}
+
+/// S, P and O registers per thread: a warp group holds 64 rows over 128 threads.
+fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
+    let s = kernel.tile_n / 2;
+    let p = if kernel.pv_is_rs { kernel.tile_n / 4 } else { 0 };
+    (s, p, spec.head_dim_v / 2)
+}
+
+/// Predicted registers of an MMA thread and their limit.
+pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
+    let (s, p, o) = parts(spec, kernel);
+    let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
+    let split = SetMaxNReg::of(kernel.num_wg);
+    let other = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
+    Registers {
+        s,
+        p,
+        o,
+        q: 0,
+        other,
+        total: s + p + o + other,
+        // 256 is what the allocation allows; an instruction can name 255.
+        limit: split.mma.min(255),
+        setmaxnreg: Some(split),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Kernel, MaskKind};
+
+    use super::*;
+
+    /// Offsets and total by hand, for a 128x176 forward at head dim 128 and for one with all that can be there.
+    #[test]
+    fn forward_storage_is_laid_out_as_declared() {
+        let kernel = Sm90Fwd {
+            tile_m: 128,
+            tile_n: 176,
+            num_wg: 2,
+            pv_is_rs: true,
+            q_stages: 1,
+            kv_stages: 2,
+            scheduler: Scheduler::Static,
+            ..Sm90Fwd::default()
+        };
+        let spec = KernelSpec {
+            dtype: Dtype::Bf16,
+            head_dim: 128,
+            head_dim_v: 128,
+            mask: MaskKind::Full,
+            softcap: false,
+            kernel: Kernel::Sm90Fwd(kernel.clone()),
+        };
+        let offsets = |plan: &SmemPlan| -> Vec<(String, u32)> {
+            plan.buffers.iter().map(|b| (b.name.to_string(), b.offset)).collect()
+        };
+        let plan = smem(&spec, &kernel);
+        let mut expected: Vec<(String, u32)> = Vec::new();
+        let mut expect = |name: &str, offset| expected.push((name.into(), offset));
+        let barriers = 32768 + 2 * 90112;
+        expect("q", 0);
+        expect("k", 32768);
+        expect("v", 32768 + 90112);
+        for (name, offset) in
+            [("q_full", 0), ("q_empty", 8), ("k_full", 16), ("k_empty", 32), ("v_full", 48), ("v_empty", 64)]
+        {
+            expect(name, barriers + offset);
+        }
+        assert_eq!(offsets(&plan), expected);
+        assert_eq!(plan.total, barriers + 1024);
+
+        let kernel =
+            Sm90Fwd { tile_n: 64, kv_stages: 1, pv_is_rs: false, scheduler: Scheduler::Dynamic, ..kernel };
+        let spec = KernelSpec { head_dim: 64, kernel: Kernel::Sm90Fwd(kernel.clone()), ..spec };
+        let plan = smem(&spec, &kernel);
+        let at = |name: &str| plan.buffer(name).map(|b| (b.offset, b.size));
+        assert_eq!((at("q"), at("k")), (Some((0, 16384)), Some((16384, 8192))));
+        assert_eq!((at("v"), at("p")), (Some((24576, 16384)), Some((40960, 16384))));
+        assert_eq!((at("sched_full"), at("sched_empty")), (Some((57344 + 48, 8)), Some((57344 + 56, 8))));
+        assert_eq!((at("tile_slot"), plan.total), (Some((57344 + 64, 16)), 57344 + 1024));
+    }
+}

@@ -1,0 +1,568 @@
+//! No import cycles: the files of a crate import each other in one direction, and crates import as
+//! ARCHITECTURE.md draws.
+//!
+//! A file imports another where it names something that the other defines, by `use` or by a path in its code.
+//! A re-export (`pub use`) is an address, no import: whoever uses the name imports the file that defines it,
+//! and the file that holds the re-export does so only if its own code uses the name. `mod name;` is no import
+//! either: a parent may list its children and speak for them, and a child may use what its parent defines,
+//! but not both for the same two files. Tests (`#[cfg(test)]`) may import everything.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::rust_tokens::{Token, tokens};
+
+/// A crate's files by module path: `""` for the root, `"a::b"` for `src/a/b.rs` and `src/a/b/mod.rs`.
+struct Crate {
+    files: BTreeMap<String, File>,
+}
+
+#[derive(Default)]
+struct File {
+    /// As in messages.
+    name: String,
+    /// Modules declared here, with those of inline modules: `tests`, `ffi::raw`.
+    inline: BTreeSet<String>,
+    /// Declared by `#[cfg(test)] mod name;` somewhere.
+    test: bool,
+    imports: Vec<Import>,
+    /// Every path in the code outside `use`, each with the module that it stands in.
+    paths: Vec<(String, Vec<String>)>,
+    /// Names in the code outside `use`.
+    words: BTreeSet<String>,
+}
+
+/// One name of a `use`.
+struct Import {
+    /// The module that it stands in.
+    module: String,
+    path: Vec<String>,
+    /// The name that it has here; `*` for all names.
+    name: String,
+    public: bool,
+}
+
+impl Crate {
+    /// From the texts of a crate's files by their paths below `src/`.
+    fn new<'a>(texts: impl IntoIterator<Item = (&'a str, &'a str)>) -> Crate {
+        let mut files = BTreeMap::new();
+        let mut tests = BTreeSet::new();
+        for (path, text) in texts {
+            let module = module_of(path);
+            let mut file = File { name: path.to_owned(), ..File::default() };
+            Reader { tokens: &tokens(text), at: 0, file: &mut file, tests: &mut tests }.read(&module);
+            files.insert(module, file);
+        }
+        for (module, file) in &mut files {
+            file.test = tests.iter().any(|test| module == test || module.starts_with(&format!("{test}::")));
+        }
+        Crate { files }
+    }
+
+    fn is_module(&self, module: &str) -> bool {
+        self.files.contains_key(module) || self.files.values().any(|file| file.inline.contains(module))
+    }
+
+    /// The file of a module, which may be inline.
+    fn file_of(&self, module: &str) -> &str {
+        let mut module = module;
+        loop {
+            if let Some((key, _)) = self.files.get_key_value(module) {
+                return key;
+            }
+            module = parent(module);
+        }
+    }
+
+    /// The file that defines what `path` in `module` names; `None` for other crates and for names of the
+    /// language.
+    fn resolve(&self, module: &str, path: &[String], depth: u32) -> Option<&str> {
+        let (first, rest) = path.split_first()?;
+        let mut at = match first.as_str() {
+            "crate" => String::new(),
+            "self" => module.to_owned(),
+            "super" => parent(module).to_owned(),
+            name if self.is_module(&join(module, name)) => join(module, name),
+            name => return self.resolve_import(module, name, rest, depth),
+        };
+        for (i, name) in rest.iter().enumerate() {
+            let below = join(&at, name);
+            if name == "super" {
+                at = parent(&at).to_owned();
+            } else if self.is_module(&below) {
+                at = below;
+            } else {
+                return self
+                    .resolve_import(&at, name, &rest[i + 1..], depth)
+                    .or_else(|| Some(self.file_of(&at)));
+            }
+        }
+        Some(self.file_of(&at))
+    }
+
+    /// What `name::rest` is if `module` imports `name`.
+    fn resolve_import(&self, module: &str, name: &str, rest: &[String], depth: u32) -> Option<&str> {
+        let imports = &self.files[self.file_of(module)].imports;
+        let import = imports.iter().find(|import| import.module == module && import.name == name)?;
+        // An import of itself (`use x::x`) ends here.
+        if depth == 0 {
+            return None;
+        }
+        let path: Vec<String> = import.path.iter().chain(rest).cloned().collect();
+        self.resolve(module, &path, depth - 1)
+    }
+
+    /// Which files each file imports, with one path that says so.
+    fn edges(&self) -> BTreeMap<&str, BTreeMap<&str, String>> {
+        let mut edges: BTreeMap<&str, BTreeMap<&str, String>> = BTreeMap::new();
+        for (module, file) in self.files.iter().filter(|(_, file)| !file.test) {
+            let used = file
+                .imports
+                .iter()
+                .filter(|import| !import.public || file.words.contains(&import.name))
+                .map(|import| (&import.module, &import.path));
+            let paths = file.paths.iter().map(|(module, path)| (module, path));
+            for (within, path) in used.chain(paths) {
+                if let Some(target) = self.resolve(within, path, 8)
+                    && target != module
+                {
+                    edges.entry(module).or_default().entry(target).or_insert_with(|| path.join("::"));
+                }
+            }
+        }
+        edges
+    }
+
+    /// The shortest cycle of each group of files that reach each other, as a line of text.
+    fn cycles(&self) -> Vec<String> {
+        let edges = self.edges();
+        let reach = |from: &str| -> BTreeMap<String, String> {
+            // Each file reached, and the file before it on a shortest way.
+            let mut before = BTreeMap::new();
+            let mut wave = vec![from.to_owned()];
+            while !wave.is_empty() {
+                let mut next = Vec::new();
+                for file in wave {
+                    for to in edges.get(file.as_str()).into_iter().flat_map(BTreeMap::keys) {
+                        if !before.contains_key(*to) {
+                            before.insert((*to).to_owned(), file.clone());
+                            next.push((*to).to_owned());
+                        }
+                    }
+                }
+                wave = next;
+            }
+            before
+        };
+        let reached: BTreeMap<&str, BTreeMap<String, String>> =
+            edges.keys().map(|file| (*file, reach(file))).collect();
+        let mut seen = BTreeSet::new();
+        let mut found = Vec::new();
+        for (file, before) in &reached {
+            if seen.contains(*file) || !before.contains_key(*file) {
+                continue;
+            }
+            let group: Vec<&str> = reached
+                .keys()
+                .copied()
+                .filter(|other| before.contains_key(*other) && reached[other].contains_key(*file))
+                .collect();
+            seen.extend(group.iter().copied());
+            let way = |start: &str| {
+                let mut way = vec![start.to_owned()];
+                while way.len() == 1 || way[way.len() - 1] != start {
+                    way.push(reached[start][&way[way.len() - 1]].clone());
+                }
+                way.reverse();
+                way
+            };
+            let shortest = group.iter().map(|start| way(start)).min_by_key(Vec::len).expect("not empty");
+            let mut text = self.files[&shortest[0]].name.clone();
+            for pair in shortest.windows(2) {
+                let path = &edges[pair[0].as_str()][pair[1].as_str()];
+                text += &format!(" -> {} ({path})", self.files[&pair[1]].name);
+            }
+            if group.len() > shortest.len() - 1 {
+                text += &format!(", in a group of {} files", group.len());
+            }
+            found.push(text);
+        }
+        found
+    }
+}
+
+/// Reads a file's modules, imports and paths.
+struct Reader<'a> {
+    tokens: &'a [Token<'a>],
+    at: usize,
+    file: &'a mut File,
+    tests: &'a mut BTreeSet<String>,
+}
+
+impl<'a> Reader<'a> {
+    fn peek(&self, ahead: usize) -> &'a str {
+        self.tokens.get(self.at + ahead).map_or("", |token| token.text)
+    }
+
+    fn starts(&self, texts: &[&str]) -> bool {
+        texts.iter().enumerate().all(|(i, text)| self.peek(i) == *text)
+    }
+
+    /// Up to the brace that closes `module`, or to the end.
+    fn read(&mut self, module: &str) {
+        let mut depth = 0;
+        while self.at < self.tokens.len() {
+            let is_path = self.at == 0 || self.tokens[self.at - 1].text != "::";
+            match self.peek(0) {
+                "{" => depth += 1,
+                "}" if depth == 0 => return,
+                "}" => depth -= 1,
+                "#" if self.starts(&["#", "[", "cfg", "(", "test", ")", "]"]) => {
+                    self.skip_test(module);
+                    continue;
+                }
+                "mod" if self.tokens.get(self.at + 1).is_some_and(|t| t.is_word) && self.peek(2) == "{" => {
+                    let inner = join(module, self.peek(1));
+                    self.file.inline.insert(inner.clone());
+                    self.at += 3;
+                    self.read(&inner);
+                }
+                "use" if self.peek(1) != "<" => {
+                    let public = self.is_public();
+                    self.at += 1;
+                    self.read_use(module, &mut Vec::new(), public);
+                    continue;
+                }
+                "crate" | "self" | "super" if is_path && self.peek(1) == "::" => self.read_path(module),
+                _ if is_path && self.peek(1) == "::" && self.tokens[self.at].is_word => {
+                    self.read_path(module)
+                }
+                _ => {}
+            }
+            if self.at < self.tokens.len() && self.tokens[self.at].is_word {
+                self.file.words.insert(self.peek(0).to_owned());
+            }
+            self.at += 1;
+        }
+    }
+
+    /// Whether `pub` or `pub(...)` is before the `use` at hand.
+    fn is_public(&self) -> bool {
+        let before = &self.tokens[..self.at];
+        let last = |back: usize| before.len().checked_sub(back).map_or("", |at| before[at].text);
+        match last(1) {
+            "pub" => true,
+            ")" => {
+                let open = before.iter().rposition(|token| token.text == "(");
+                open.is_some_and(|open| open > 0 && before[open - 1].text == "pub")
+            }
+            _ => false,
+        }
+    }
+
+    /// A path up to its last name; the reader stands at that name after it.
+    fn read_path(&mut self, module: &str) {
+        let mut path = vec![self.peek(0).to_owned()];
+        self.file.words.insert(self.peek(0).to_owned());
+        while self.peek(1) == "::" && self.tokens.get(self.at + 2).is_some_and(|token| token.is_word) {
+            self.at += 2;
+            path.push(self.peek(0).to_owned());
+        }
+        self.file.paths.push((module.to_owned(), path));
+    }
+
+    /// One tree of a `use`, after `prefix`; ends behind it.
+    fn read_use(&mut self, module: &str, prefix: &mut Vec<String>, public: bool) {
+        let depth = prefix.len();
+        loop {
+            match self.peek(0) {
+                "::" => {}
+                "{" => {
+                    self.at += 1;
+                    while !matches!(self.peek(0), "}" | "") {
+                        self.read_use(module, prefix, public);
+                        if self.peek(0) == "," {
+                            self.at += 1;
+                        }
+                    }
+                    self.at += 1;
+                    break;
+                }
+                "*" => {
+                    self.at += 1;
+                    self.import(module, prefix, "*", public);
+                    break;
+                }
+                "as" => {
+                    let name = self.peek(1).to_owned();
+                    self.at += 2;
+                    self.import(module, prefix, &name, public);
+                    break;
+                }
+                "" | ";" | "," | "}" => {
+                    let name = prefix.last().cloned().unwrap_or_default();
+                    self.import(module, prefix, &name, public);
+                    break;
+                }
+                name => prefix.push(name.to_owned()),
+            }
+            self.at += 1;
+        }
+        prefix.truncate(depth);
+    }
+
+    fn import(&mut self, module: &str, path: &[String], name: &str, public: bool) {
+        let mut path = path.to_vec();
+        let mut name = name.to_owned();
+        // `a::{self}` is `a`.
+        if path.len() > 1 && path.last().is_some_and(|last| last == "self") {
+            path.pop();
+            if name == "self" {
+                name = path.last().cloned().unwrap_or_default();
+            }
+        }
+        self.file.imports.push(Import { module: module.to_owned(), path, name, public });
+    }
+
+    /// Skips the item under `#[cfg(test)]`, and notes the file that it may declare.
+    fn skip_test(&mut self, module: &str) {
+        let mut depth = 0;
+        self.at += 7;
+        while self.at < self.tokens.len() {
+            match self.peek(0) {
+                "mod" if depth == 0 && self.peek(2) == ";" => {
+                    self.tests.insert(join(module, self.peek(1)));
+                }
+                "{" | "(" | "[" => depth += 1,
+                "}" if depth == 1 => {
+                    self.at += 1;
+                    return;
+                }
+                "}" | ")" | "]" => depth -= 1,
+                ";" if depth == 0 => {
+                    self.at += 1;
+                    return;
+                }
+                _ => {}
+            }
+            self.at += 1;
+        }
+    }
+}
+
+fn join(module: &str, name: &str) -> String {
+    if module.is_empty() { name.to_owned() } else { format!("{module}::{name}") }
+}
+
+fn parent(module: &str) -> &str {
+    module.rsplit_once("::").map_or("", |(parent, _)| parent)
+}
+
+/// `a::b` for `a/b.rs` and `a/b/mod.rs`, nothing for `lib.rs` and `main.rs`.
+fn module_of(path: &str) -> String {
+    let path = path.strip_suffix(".rs").unwrap_or(path);
+    let path = path.strip_suffix("/mod").unwrap_or(path);
+    if matches!(path, "lib" | "main") { String::new() } else { path.replace('/', "::") }
+}
+
+/// What `ARCHITECTURE.md` lets each crate depend on: its indented lines `crate uses other, other` or
+/// `crate uses nothing`.
+fn layers(text: &str) -> BTreeMap<&str, BTreeSet<&str>> {
+    text.lines()
+        .filter_map(|line| line.strip_prefix("    ")?.split_once(" uses "))
+        .map(|(name, used)| {
+            (name.trim(), used.split(',').map(str::trim).filter(|used| *used != "nothing").collect())
+        })
+        .collect()
+}
+
+/// The workspace's crates that a manifest names among its dependencies, those of its tests not counted.
+fn dependencies<'a>(manifest: &'a str, crates: &BTreeSet<&str>) -> BTreeSet<&'a str> {
+    let mut section = "";
+    let mut found = BTreeSet::new();
+    for line in manifest.lines() {
+        if let Some(head) = line.trim().strip_prefix('[') {
+            section = head.trim_end_matches(']');
+        }
+        let name = line.split(['.', '=', ' ']).next().unwrap_or_default();
+        if matches!(section, "dependencies" | "build-dependencies") && crates.contains(name) {
+            found.insert(name);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+    use crate::workspace;
+
+    /// Crates with cycles that are still to be cut.
+    const CYCLIC: [&str; 5] = ["fa-cli", "fa-core", "fa-cpu", "fa-kernels", "xtask"];
+
+    fn crates() -> Vec<(String, PathBuf)> {
+        let folders = std::fs::read_dir(workspace::root().join("crates")).unwrap();
+        let mut paths: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
+        paths.push(workspace::root().join("xtask"));
+        paths.retain(|path| path.join("Cargo.toml").is_file());
+        paths.sort();
+        assert!(paths.len() > 5, "{paths:?}");
+        paths
+            .into_iter()
+            .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path))
+            .collect()
+    }
+
+    /// Texts of the `.rs` files below `folder`, by their paths from it.
+    fn sources(folder: &Path) -> Vec<(String, String)> {
+        let mut found = Vec::new();
+        let mut folders = vec![folder.to_owned()];
+        while let Some(at) = folders.pop() {
+            for entry in std::fs::read_dir(&at).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|extension| extension == "rs") {
+                    let name = path.strip_prefix(folder).unwrap().to_string_lossy().replace('\\', "/");
+                    found.push((name, std::fs::read_to_string(&path).unwrap()));
+                }
+            }
+        }
+        found.sort();
+        found
+    }
+
+    #[test]
+    fn files_import_each_other_in_one_direction() {
+        let mut wrong = Vec::new();
+        for (name, path) in crates() {
+            let files = sources(&path.join("src"));
+            assert!(!files.is_empty(), "{name} has no sources");
+            let cycles = Crate::new(files.iter().map(|(path, text)| (path.as_str(), text.as_str()))).cycles();
+            for cycle in cycles {
+                println!("{name}: {cycle}");
+                if !CYCLIC.contains(&name.as_str()) {
+                    wrong.push(format!("{name}: {cycle}"));
+                }
+            }
+        }
+        assert!(
+            wrong.is_empty(),
+            "files that import each other (move what both need to a file of its own):\n{}",
+            wrong.join("\n")
+        );
+    }
+
+    #[test]
+    fn crates_depend_on_each_other_as_the_architecture_draws() {
+        let crates = crates();
+        let names: BTreeSet<&str> = crates.iter().map(|(name, _)| name.as_str()).collect();
+        let text = std::fs::read_to_string(workspace::root().join("ARCHITECTURE.md")).unwrap();
+        let drawn = layers(&text);
+        for (name, path) in &crates {
+            let drawn = drawn.get(name.as_str()).unwrap_or_else(|| {
+                panic!("ARCHITECTURE.md does not say what {name} uses: `    {name} uses ...`")
+            });
+            let unknown: Vec<_> = drawn.difference(&names).collect();
+            assert!(
+                unknown.is_empty(),
+                "ARCHITECTURE.md: {name} uses {unknown:?}, which the workspace has not"
+            );
+            let manifest = std::fs::read_to_string(path.join("Cargo.toml")).unwrap();
+            let used = dependencies(&manifest, &names);
+            let wrong: Vec<_> = used.difference(drawn).collect();
+            assert!(wrong.is_empty(), "{name} depends on {wrong:?}, against the layers of ARCHITECTURE.md");
+        }
+    }
+
+    fn cycles(files: &[(&str, &str)]) -> Vec<String> {
+        Crate::new(files.iter().copied()).cycles()
+    }
+
+    #[test]
+    fn a_cycle_is_found_whichever_way_a_name_is_written() {
+        let back = ("b.rs", "use crate::a::A; pub struct B;");
+        for a in [
+            "use crate::b::B; pub struct A;",
+            "use super::b::{B}; pub struct A;",
+            "use crate::{c::C, b::{self, B as Other}}; pub struct A;",
+            "pub struct A; fn f() -> crate::b::B { todo!() }",
+            "pub struct A; fn f() { println!(\"{}\", crate::b::f()) }",
+            "pub struct A; mod inner { use super::super::b::B; }",
+            // By way of re-exports.
+            "use crate::B; pub struct A;",
+            "use crate::c::B; pub struct A;",
+        ] {
+            let root = ("lib.rs", "mod a; mod b; mod c; pub use b::B;");
+            let found = cycles(&[root, ("a.rs", a), back, ("c.rs", "pub use crate::B; pub struct C;")]);
+            assert_eq!(found.len(), 1, "{a}: {found:?}");
+            assert!(
+                found[0].starts_with("a.rs -> b.rs (") && found[0].ends_with("-> a.rs (crate::a::A)"),
+                "{found:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_parent_and_its_child_are_a_cycle_if_both_use_the_other() {
+        let child = ("a/child.rs", "use super::A; pub struct Child(A); pub fn run() {}");
+        let listed = "mod child; pub use child::Child; pub struct A;";
+        assert_eq!(cycles(&[("lib.rs", "mod a;"), ("a/mod.rs", listed), child]), [""; 0]);
+        for used in ["fn f() { child::run() }", "fn f(x: Child) {}", "use child::run; fn f() { run() }"] {
+            let parent = format!("{listed} {used}");
+            let found = cycles(&[("lib.rs", "mod a;"), ("a.rs", &parent), child]);
+            assert_eq!(found.len(), 1, "{used}");
+        }
+    }
+
+    #[test]
+    fn tests_comments_and_strings_import_nothing() {
+        let a = "pub struct A;
+            // use crate::b::B;
+            const TEXT: &str = \"crate::b::B\";
+            #[cfg(test)]
+            mod more;
+            #[cfg(test)]
+            use crate::b::B;
+            #[cfg(test)]
+            mod tests { use crate::b::B; fn f() { let x = [1; 2]; } }
+            fn after() {}";
+        let files = [
+            ("lib.rs", "mod a; mod b;"),
+            ("a.rs", a),
+            ("a/more.rs", "use crate::b::B;"),
+            ("b.rs", "use crate::a::A; use crate::a::after; pub struct B;"),
+        ];
+        assert_eq!(cycles(&files), [""; 0]);
+    }
+
+    #[test]
+    fn a_long_cycle_is_named_with_the_size_of_its_group() {
+        let files = [
+            ("main.rs", "mod a; mod b; mod c;"),
+            ("a.rs", "use crate::b::b; pub fn a() {}"),
+            ("b.rs", "use crate::c::c; pub fn b() {}"),
+            ("c.rs", "use crate::{a::a, b::b}; pub fn c() {}"),
+        ];
+        assert_eq!(
+            cycles(&files),
+            ["b.rs -> c.rs (crate::c::c) -> b.rs (crate::b::b), in a group of 3 files"]
+        );
+    }
+
+    #[test]
+    fn layers_and_manifests_are_read() {
+        let drawn = layers(
+            "# Map\n\n    base   uses nothing\n    top    uses base, middle\n\nA sentence uses words.\n",
+        );
+        assert_eq!(
+            drawn,
+            BTreeMap::from([("base", BTreeSet::new()), ("top", BTreeSet::from(["base", "middle"]))])
+        );
+        let manifest = "[dependencies]\nbase.workspace = true\nmiddle = { path = \"x\" }\nother = \"1\"\n\
+            [dev-dependencies]\ntop.workspace = true\n";
+        let crates = BTreeSet::from(["base", "middle", "top"]);
+        assert_eq!(dependencies(manifest, &crates), BTreeSet::from(["base", "middle"]));
+    }
+}
