@@ -7,11 +7,9 @@ mod codegen;
 mod imports;
 #[cfg(test)]
 mod notebook;
-mod plans;
 #[cfg(test)]
 mod rust_tokens;
 mod search;
-mod table;
 mod toolkit;
 mod validate;
 mod workspace;
@@ -42,7 +40,7 @@ fn main() -> ExitCode {
         Task::Build(args) => build::run(&args),
         Task::Ci(args) => ci::run(&args),
         Task::Codegen(args) => codegen::run(&args),
-        Task::Search(args) => search::run(&args),
+        Task::Search(args) => search::run(args),
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Validate(args) => validate::run(&args),
     };

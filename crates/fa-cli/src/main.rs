@@ -6,7 +6,6 @@ mod commands;
 mod compute;
 mod draw;
 mod flags;
-mod on_gpu;
 mod page;
 mod plan;
 mod safetensors;

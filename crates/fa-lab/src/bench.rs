@@ -4,17 +4,18 @@ pub mod report;
 
 use std::collections::BTreeMap;
 
+use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Family, KernelSpec, Pass, Problem};
 use rayon::prelude::*;
 
-use crate::device::{Bound, Device};
+use crate::device::bind_spec;
 use crate::error::Result;
 use crate::marks::Wanted;
 use crate::peers::Peers;
 use crate::progress::{Progress, Step};
 use crate::record::{KernelRecord, Provenance};
 use crate::runner::{Outcome, Runner, Turns};
-use crate::tensors::{Half, with_half};
+use crate::tensors::with_half;
 
 use report::{PeersRecord, Report, Row};
 
@@ -42,10 +43,10 @@ pub struct Options {
 /// # Errors
 /// No usable GPU, no peers where they are wanted, and what the GPU reports.
 pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
-    let device = Device::open()?;
+    let gpu = Gpu::open()?;
     let mut peers = if options.peers { Some(Peers::start()?) } else { None };
     let mut report = Report {
-        provenance: Provenance::new(&device)?,
+        provenance: Provenance::new(&gpu)?,
         reps: options.turns.rounds * options.turns.reps,
         rounds: options.turns.rounds,
         peers: peers.as_mut().map(PeersRecord::of).transpose()?,
@@ -54,16 +55,16 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         summary: Vec::new(),
     };
     // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
-    options.shapes.par_iter().for_each(|wanted| drop(bound(&device, &wanted.problem, options)));
+    options.shapes.par_iter().for_each(|wanted| drop(bound(&gpu, &wanted.problem, options)));
     progress(Step::Total(options.shapes.len()));
     for wanted in &options.shapes {
         let problem = &wanted.problem;
         progress(Step::Begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask)));
         let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
-        let rows = match bound(&device, problem, options) {
+        let rows = match bound(&gpu, problem, options) {
             Ok(bound) => with_half!(
                 problem.dtype,
-                T => measure_shape::<T>(&device, wanted, bound, peers, options.turns, &mut report.kernels),
+                T => measure_shape::<T>(&gpu, wanted, bound, peers, options.turns, &mut report.kernels),
                 else unreachable!("no kernel is found for other types")
             )?,
             Err(error) if error_is_fatal(&error) => return Err(error.into()),
@@ -77,33 +78,25 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
 }
 
 /// Where no shape can be measured, as against one that no kernel computes.
-fn error_is_fatal(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Mismatch, Plan, Refused};
-    !matches!(error, Plan(_) | Mismatch { .. } | Refused { .. })
+fn error_is_fatal(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{Kernels, Plan};
+    use fa_kernels::Error::{Mismatch, Refused, SharedMemory};
+    !matches!(error, Plan(_) | Kernels(Mismatch { .. } | Refused { .. } | SharedMemory { .. }))
 }
 
 /// The kernels for a shape: those given that compute it, or the library's choice.
-fn bound(device: &Device, problem: &Problem, options: &Options) -> Result<Vec<Bound>, fa_kernels::Error> {
+fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Vec<Bound>, fa_attn::Error> {
     if options.specs.is_empty() {
-        let kernels = &device.kernels;
-        let pass = match (options.pass, options.family) {
-            (Pass::Forward, None) => Bound::Forward(kernels.forward(problem)?),
-            (Pass::Forward, Some(family)) => Bound::Forward(kernels.forward_of(problem, family)?),
-            (Pass::Backward { deterministic }, None) => {
-                Bound::Backward(kernels.backward(problem, deterministic)?)
-            }
-            (Pass::Backward { deterministic }, Some(family)) => {
-                Bound::Backward(kernels.backward_of(problem, deterministic, family)?)
-            }
-        };
-        return Ok(vec![pass]);
+        return Ok(vec![gpu.bind_of(problem, options.pass, options.family)?]);
     }
     let mut found = Vec::new();
     let mut mismatch = None;
     for spec in &options.specs {
-        match device.bind(problem, spec, options.pass) {
+        match bind_spec(gpu, problem, spec, options.pass) {
             Ok(pass) => found.push(pass),
-            Err(error @ fa_kernels::Error::Mismatch { .. }) => mismatch = Some(error),
+            Err(error @ fa_attn::Error::Kernels(fa_kernels::Error::Mismatch { .. })) => {
+                mismatch = Some(error)
+            }
             Err(error) => return Err(error),
         }
     }
@@ -114,7 +107,7 @@ fn bound(device: &Device, problem: &Problem, options: &Options) -> Result<Vec<Bo
 }
 
 fn measure_shape<T: Half>(
-    device: &Device,
+    gpu: &Gpu,
     wanted: &Wanted,
     bound: Vec<Bound>,
     peers: Option<(&mut Peers, &[String])>,
@@ -123,7 +116,7 @@ fn measure_shape<T: Half>(
 ) -> Result<Vec<Row>> {
     let problem = &wanted.problem;
     let pass = bound[0].spec().kernel.pass();
-    let mut runner = Runner::<T>::new(device, problem, &bound[0])?;
+    let mut runner = Runner::<T>::new(gpu, problem, &bound[0])?;
     let judged = bound.iter().map(|pass| runner.check(pass)).collect::<Result<Vec<_>>>()?;
     let specs: Vec<KernelSpec> = bound.iter().map(|pass| pass.spec().clone()).collect();
     let right = bound.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
@@ -134,7 +127,7 @@ fn measure_shape<T: Half>(
     let mut times = ours.into_iter();
     let mut rows = Vec::new();
     for (spec, judged) in specs.iter().zip(judged) {
-        KernelRecord::add(kernels, spec, device.kernels.arch())?;
+        KernelRecord::add(kernels, spec, gpu.arch())?;
         if judged.passed {
             let times = times.next().unwrap_or_default();
             rows.push(Row::new(wanted, spec, judged, &times, peers.clone(), peer_errors.clone()));

@@ -56,6 +56,9 @@ pub enum Error {
     /// The file system, or a process's standard streams.
     #[error(transparent)]
     Io(#[from] io::Error),
+    /// The engine, as far as it is not one of the above.
+    #[error(transparent)]
+    Engine(fa_attn::Error),
     /// A value without a JSON form, or text that is not what it should be.
     #[error(transparent)]
     Json(#[from] serde_json::Error),
@@ -98,6 +101,7 @@ impl Error {
             | Error::Problem(_)
             | Error::Spec(_) => true,
             Error::Kernels(error) => asks_too_much(error),
+            Error::Engine(error) => engine_is_asked_too_much(error),
             Error::Driver(_)
             | Error::Io(_)
             | Error::Json(_)
@@ -110,13 +114,44 @@ impl Error {
     }
 }
 
+impl From<fa_attn::Error> for Error {
+    fn from(error: fa_attn::Error) -> Error {
+        match error {
+            fa_attn::Error::Kernels(error) => Error::Kernels(error),
+            fa_attn::Error::Plan(error) => Error::Plan(error),
+            fa_attn::Error::Problem(error) => Error::Problem(error),
+            fa_attn::Error::Cpu(error) => Error::Oracle(error),
+            other => Error::Engine(other),
+        }
+    }
+}
+
 /// Whether the GPU's library refuses what it is given, rather than failing at it.
 pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{BadTuned, Plan, Problem, Scale, Softcap, Spec, TooLong};
+    use fa_kernels::Error::{Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
     matches!(
         error,
-        BadTuned { .. } | Plan(_) | Problem(_) | Scale { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
+        Problem(_) | Scale { .. } | SharedMemory { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
     )
+}
+
+/// Whether the engine refuses what it is given, rather than failing at it.
+pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Pass, Plan, Problem, Read, Shape, Threads, Write,
+    };
+    match error {
+        BadTuned { .. }
+        | Cpu(_)
+        | Dtype { .. }
+        | Isa { .. }
+        | Length { .. }
+        | Plan(_)
+        | Problem(_)
+        | Shape { .. } => true,
+        Kernels(error) => asks_too_much(error),
+        Pass { .. } | Read { .. } | Threads { .. } | Write(_) => false,
+    }
 }
 
 /// An error and its causes in one line; a cause that its effect already quotes is not said twice.

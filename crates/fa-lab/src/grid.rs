@@ -6,6 +6,6 @@ pub mod knobs;
 mod library;
 pub mod soak;
 
-pub use case::{Action, BASE, Case, Extent, NamedSpec, Placing, Values, case};
+pub use case::{Action, Arrangement, BASE, Case, Extent, NamedSpec, Values, case};
 pub use gradients::gradients;
 pub use library::{library, of_spec};

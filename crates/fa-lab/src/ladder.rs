@@ -5,16 +5,16 @@ mod rungs;
 mod sm80;
 mod sm90;
 
+use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Family, KernelSpec, Problem};
 use rayon::prelude::*;
 
-use crate::device::{Bound, Device};
 use crate::error::Result;
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, without_logs};
 use crate::runner::{Runner, Turns};
 use crate::shape::HeadDim;
-use crate::tensors::{Half, with_half};
+use crate::tensors::with_half;
 
 use report::{Report, Row};
 use rungs::Ladder;
@@ -37,8 +37,8 @@ pub struct Options {
 /// # Errors
 /// No usable GPU, a family that it does not run, and what the GPU reports.
 pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
-    let device = Device::open()?;
-    let arch = device.kernels.arch();
+    let gpu = Gpu::open()?;
+    let arch = gpu.arch();
     let ladders = match options.family {
         Family::Sm80 => sm80::ladders(arch, &options.seqlens)?,
         Family::Sm90 => sm90::ladders(arch, &options.head_dims, &options.seqlens)?,
@@ -49,14 +49,14 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
         .flat_map(|(problem, step)| step.specs.iter().flatten().map(move |spec| (problem, spec)))
         .collect();
     // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
-    specs.par_iter().for_each(|(problem, spec)| drop(device.kernels.forward_with(problem, spec)));
-    let mut report = Report::new(Provenance::new(&device)?, options.family, options.turns);
+    specs.par_iter().for_each(|(problem, spec)| drop(gpu.kernels.forward_with(problem, spec)));
+    let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
     progress(Step::Total(ladders.len()));
     for ladder in &ladders {
         progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.seqlen_k)));
         let rows = with_half!(
             ladder.problem.dtype,
-            T => measure::<T>(&device, ladder, options.turns, &mut report),
+            T => measure::<T>(&gpu, ladder, options.turns, &mut report),
             else unreachable!("ladders are of 16-bit types")
         )?;
         report.rows.extend(rows);
@@ -66,7 +66,7 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
 }
 
 /// Measures the steps of one ladder, all in turns.
-fn measure<T: Half>(device: &Device, ladder: &Ladder, turns: Turns, report: &mut Report) -> Result<Vec<Row>> {
+fn measure<T: Half>(gpu: &Gpu, ladder: &Ladder, turns: Turns, report: &mut Report) -> Result<Vec<Row>> {
     let problem = &ladder.problem;
     let mut runner: Option<Runner<'_, T>> = None;
     let mut bound: Vec<(usize, Bound)> = Vec::new();
@@ -81,7 +81,7 @@ fn measure<T: Half>(device: &Device, ladder: &Ladder, turns: Turns, report: &mut
             }
         };
         for spec in specs {
-            let forward = match device.kernels.forward_with(problem, spec) {
+            let forward = match gpu.kernels.forward_with(problem, spec) {
                 Ok(forward) => Bound::Forward(forward),
                 Err(error) => {
                     errors[index] = Some(without_logs(&error.to_string()));
@@ -90,11 +90,11 @@ fn measure<T: Half>(device: &Device, ladder: &Ladder, turns: Turns, report: &mut
             };
             let runner = match &mut runner {
                 Some(runner) => runner,
-                None => runner.insert(Runner::new(device, problem, &forward)?),
+                None => runner.insert(Runner::new(gpu, problem, &forward)?),
             };
             let judged = runner.check(&forward)?;
             if judged.passed {
-                report.add_kernel(spec, device.kernels.arch())?;
+                report.add_kernel(spec, gpu.arch())?;
                 bound.push((index, forward));
             } else {
                 wrong[index] = true;

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use fa_attn::device::Gpu;
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Device, DeviceInfo};
+use crate::device::DeviceInfo;
 use crate::error::{Context, Error, Result, read_text};
 use crate::machine;
 
@@ -48,18 +49,18 @@ pub struct Provenance {
 }
 
 impl Provenance {
-    /// Of this process on `device`.
+    /// Of this process on `gpu`.
     ///
     /// # Errors
     /// What the driver and the compiler report.
-    pub fn new(device: &Device) -> Result<Provenance> {
+    pub fn new(gpu: &Gpu) -> Result<Provenance> {
         let arguments: Vec<String> = std::env::args().skip(1).map(|argument| here(&argument)).collect();
         Ok(Provenance {
             command: format!("fa {}", arguments.join(" ")),
             commit: COMMIT,
             version: env!("CARGO_PKG_VERSION"),
             date: utc_now(),
-            device: device.info()?,
+            device: DeviceInfo::of(gpu)?,
             compiler: Compiler::find(CompilerKind::Nvrtc)
                 .and_then(|compiler| compiler.version())
                 .unwrap_or_else(|_| "none: kernels of the built-in bundle".to_owned()),

@@ -6,17 +6,18 @@
 
 use std::collections::BTreeMap;
 
+use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_kernels::Error;
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Bound, Device, PassCall, median, time_each};
+use crate::device::{PassCall, calls, median, time_each};
 use crate::error::Result;
 use crate::judge::sample_head::SampleHead;
 use crate::judge::sample_rows::{Judged, SampleRows};
 use crate::peers::Peers;
 use crate::random::Random;
-use crate::tensors::{Half, Inputs, random_dout};
+use crate::tensors::{Inputs, random_dout};
 
 /// Launches at the head of a turn that do not count.
 const LEAD: usize = 3;
@@ -43,7 +44,7 @@ impl Turns {
 
 /// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
 pub struct Runner<'d, T> {
-    device: &'d Device,
+    gpu: &'d Gpu,
     calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
@@ -87,20 +88,20 @@ impl<'d, T: Half> Runner<'d, T> {
     ///
     /// # Errors
     /// Above all for want of device memory.
-    pub fn new(device: &'d Device, problem: &Problem, any: &Bound) -> Result<Runner<'d, T>> {
+    pub fn new(gpu: &'d Gpu, problem: &Problem, any: &Bound) -> Result<Runner<'d, T>> {
         let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
         let (rows, head, calls) = match any {
             Bound::Forward(forward) => {
-                (SampleRows::new(&inputs, 2)?, None, device.calls(forward, None, &inputs)?)
+                (SampleRows::new(&inputs, 2)?, None, calls(gpu, forward, None, &inputs)?)
             }
             Bound::Backward(backward) => {
                 let dout = random_dout(&inputs, 1);
-                let forward = device.kernels.forward(problem)?;
-                let calls = device.calls(&forward, Some((backward, &dout)), &inputs)?;
+                let forward = gpu.forward(problem, None)?;
+                let calls = calls(gpu, &forward, Some((backward, &dout)), &inputs)?;
                 (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)
             }
         };
-        Ok(Runner { device, calls, turn: 0, rows, head })
+        Ok(Runner { gpu, calls, turn: 0, rows, head })
     }
 
     /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed: all calls get room
@@ -109,13 +110,13 @@ impl<'d, T: Half> Runner<'d, T> {
     /// # Errors
     /// What the GPU reports.
     pub fn check(&mut self, pass: &Bound) -> Result<Judged> {
-        let stream = &self.device.stream;
+        let stream = &self.gpu.stream;
         self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
         let call = &mut self.calls[0];
         call.run(pass, stream)?;
         match (&self.head, call.gradients(stream)?) {
             (Some(head), Some(gradients)) => Ok(head.judge(&gradients)?),
-            _ => Ok(self.rows.judge(&call.outputs(stream)?)?),
+            _ => Ok(self.rows.judge(&call.output(stream)?)?),
         }
     }
 
@@ -137,7 +138,7 @@ impl<'d, T: Half> Runner<'d, T> {
     /// # Errors
     /// What the GPU reports.
     pub fn sample(&mut self, pass: &Bound, reps: usize) -> Result<Vec<f64>, Error> {
-        let (stream, copies) = (&self.device.stream, self.calls.len());
+        let (stream, copies) = (&self.gpu.stream, self.calls.len());
         time_each(stream, LEAD, reps, || {
             let call = &mut self.calls[self.turn % copies];
             self.turn = (self.turn + 1) % copies;

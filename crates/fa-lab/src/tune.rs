@@ -12,12 +12,13 @@ pub(crate) mod worker;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
+use fa_attn::device::Gpu;
+use fa_attn::tune::{TuneKey, Tuned, TunedEntry};
 use fa_core::{Family, KernelSpec, Pass, Problem};
-use fa_kernels::tune::{TuneKey, Tuned, TunedEntry};
+
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use rayon::prelude::*;
 
-use crate::device::Device;
 use crate::error::Result;
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, fingerprint};
@@ -54,19 +55,19 @@ pub struct Options {
 pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
     let Options { pass, turns, table, .. } = options;
     let mut tuned = Tuned::read(table)?;
-    let device = Device::open()?;
-    let provenance = Provenance::new(&device)?;
-    let gpu = provenance.device.gpu.clone();
-    let arch = device.kernels.arch();
+    let gpu = Gpu::open()?;
+    let provenance = Provenance::new(&gpu)?;
+    let name = provenance.device.gpu.clone();
+    let arch = gpu.arch();
     let family = options.family.unwrap_or(Family::native(arch));
     let mut notebook = Notebook::open(&table.with_extension("measured.jsonl"))?;
     let mut lists: Vec<(Problem, Vec<Candidate>)> = Vec::new();
     for problem in &options.problems {
         lists.push((*problem, candidates::of(problem, arch, family, *pass, options.candidates)?));
     }
-    let faults = compile(&device, &lists, progress)?;
+    let faults = compile(&gpu, &lists, progress)?;
     // The workers need its memory.
-    drop(device);
+    drop(gpu);
 
     progress(Step::Total(lists.len()));
     let mut results: Vec<Measured> = Vec::new();
@@ -76,7 +77,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
         for candidate in &candidates {
             let sources = fingerprint(&candidate.spec, arch)?;
             let fault = faults.iter().find(|(spec, _)| *spec == candidate.spec);
-            let known = notebook.find(&gpu, &problem, &candidate.spec, &sources).filter(|_| !options.fresh);
+            let known = notebook.find(&name, &problem, &candidate.spec, &sources).filter(|_| !options.fresh);
             found.push(Outcome {
                 ms: known.and_then(|known| known.ms),
                 error: fault
@@ -88,7 +89,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
         if found.iter().any(|found| found.ms.is_none() && found.error.is_none()) {
             // Times of one run are compared with one another, so all that can run do.
             supervise::measure(&problem, &candidates, &mut found, *turns, worker)?;
-            notebook.add(&gpu, &problem, &candidates, &found)?;
+            notebook.add(&name, &problem, &candidates, &found)?;
         }
         let result = Measured { problem, candidates, found };
         if let Some((spec, ms)) = result.best() {
@@ -97,7 +98,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
                 spec: spec.clone(),
                 tflops: (problem.flops(*pass) / (ms * 1e9) * 10.0).round() / 10.0,
             };
-            tuned.set(&gpu, entry);
+            tuned.set(&name, entry);
             tuned.write(table)?;
         }
         results.push(result);
@@ -108,7 +109,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
 
 /// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile cleanly.
 fn compile(
-    device: &Device,
+    gpu: &Gpu,
     lists: &[(Problem, Vec<Candidate>)],
     progress: &mut Progress<'_>,
 ) -> Result<Vec<(KernelSpec, String)>> {
@@ -119,7 +120,7 @@ fn compile(
         }
     }
     let compiler = Compiler::find(CompilerKind::Nvrtc)?;
-    let (arch, headers, cache) = (device.kernels.arch(), Headers::embedded(), device.kernels.cache());
+    let (arch, headers, cache) = (gpu.arch(), Headers::embedded(), gpu.kernels.cache());
     progress(Step::Total(specs.len()));
     let progress = Mutex::new(progress);
     let compile = |spec: &&KernelSpec| {

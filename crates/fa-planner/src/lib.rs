@@ -19,6 +19,8 @@ pub mod occupancy;
 pub mod plan;
 pub mod registers;
 pub mod smem;
+mod table;
+pub mod tally;
 pub mod why;
 
 pub use guide::mode::{Mode, ParseModeError};

@@ -11,6 +11,7 @@ use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
 use crate::smem::SmemPlan;
+use crate::tally::{Tally, tally};
 
 /// A kernel that computes the problem and fits the GPU, with what it takes and the time that it is predicted to take.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -137,20 +138,8 @@ fn misses(nearest: &[RejectedSpec]) -> String {
 
 impl PlanSet {
     /// How many candidates each limit rejected, and for each the candidate that breaks it least.
-    pub fn nearest(&self) -> Vec<(usize, &RejectedSpec)> {
-        let mut kinds: Vec<(usize, &RejectedSpec)> = Vec::new();
-        for miss in &self.rejected {
-            match kinds.iter_mut().find(|(_, best)| best.reason.kind() == miss.reason.kind()) {
-                Some((count, best)) => {
-                    *count += 1;
-                    if miss.reason.excess() < best.reason.excess() {
-                        *best = miss;
-                    }
-                }
-                None => kinds.push((1, miss)),
-            }
-        }
-        kinds
+    pub fn nearest(&self) -> Vec<Tally<&'static str, &RejectedSpec>> {
+        tally(self.rejected.iter().map(|miss| (miss.reason.kind(), miss.reason.excess(), miss)))
     }
 }
 
@@ -161,7 +150,7 @@ impl PlanSet {
 pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<Plan>, PlanError> {
     let set = explore(problem, arch, options)?;
     if set.plans.is_empty() {
-        let nearest = set.nearest().into_iter().map(|(_, miss)| miss.clone()).collect();
+        let nearest = set.nearest().into_iter().map(|limit| limit.nearest.clone()).collect();
         return Err(PlanError::NoneFits { arch, tried: set.rejected.len(), nearest });
     }
     Ok(set.plans)

@@ -213,8 +213,8 @@ fn the_shared_memory_of_the_part_decides_the_tile() {
             explore(&Problem { head_dim: 256, head_dim_v: 256, ..BASE }, arch, &options).expect("candidates");
         let largest = set.plans.iter().map(|p| p.smem.total).max().expect("plans");
         assert!(largest <= limit * 1024 && largest > (limit - 64) * 1024, "{arch}: {largest}");
-        let (_, miss) =
-            set.nearest().into_iter().find(|(_, m)| m.reason.kind() == "smem").expect("some are too big");
+        let miss =
+            set.nearest().into_iter().find(|limit| limit.limit == "smem").expect("some are too big").nearest;
         assert!(
             matches!(miss.reason, Reason::Smem { need, have } if need > have && have == limit * 1024),
             "{miss:?}"

@@ -5,8 +5,8 @@ mod page;
 use std::path::PathBuf;
 
 use anyhow::Context;
+use fa_attn::tune::user_table;
 use fa_core::{Family, Pass, Problem};
-use fa_kernels::tune::user_table;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
 use fa_lab::tune::{self, Options};

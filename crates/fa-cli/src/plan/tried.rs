@@ -9,6 +9,7 @@ use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set, Sm100Ti
 use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{self, Plan, PlanOptions, PlanSet, Reason};
 use fa_planner::smem::SmemPlan;
+use fa_planner::tally::{Tally, tally};
 use fa_planner::why::{Ranked, Why};
 use serde::Serialize;
 
@@ -182,25 +183,15 @@ impl Tried {
 
     /// How many each limit rejected, and the nearest miss of each.
     pub fn limits(&self) -> Vec<LimitReport> {
-        let mut limits: Vec<LimitReport> = Vec::new();
-        for miss in self.misses() {
-            let limit = miss.reason.kind();
-            match limits.iter_mut().find(|known| known.limit == limit) {
-                Some(known) => {
-                    known.count += 1;
-                    if miss.reason.excess() < known.reason.excess() {
-                        (known.nearest, known.reason) = (miss.name, miss.reason.clone());
-                    }
-                }
-                None => limits.push(LimitReport {
-                    limit,
-                    count: 1,
-                    nearest: miss.name,
-                    reason: miss.reason.clone(),
-                }),
-            }
-        }
-        limits
+        let misses = self.misses();
+        let limits = tally(misses.into_iter().map(|miss| (miss.reason.kind(), miss.reason.excess(), miss)));
+        let report = |Tally { limit, rejected, nearest }: Tally<&'static str, Miss>| LimitReport {
+            limit,
+            count: rejected,
+            nearest: nearest.name,
+            reason: nearest.reason.clone(),
+        };
+        limits.into_iter().map(report).collect()
     }
 
     /// For JSON and RON, at most `limit` plans.

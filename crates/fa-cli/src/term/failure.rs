@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fa_core::problem::ProblemError;
 use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
-use fa_lab::asks_too_much;
+use fa_lab::{asks_too_much, engine_is_asked_too_much};
 use fa_planner::plan::PlanError;
 
 /// How a command that ran to its end judges what it saw.
@@ -97,6 +97,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
         cause.downcast_ref().is_some_and(asks_too_much)
             || cause.downcast_ref().is_some_and(fa_lab::Error::is_request)
+            || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
             || cause.is::<ProblemError>()

@@ -5,7 +5,7 @@ use fa_core::{Dtype, Strides};
 
 use crate::Error;
 
-/// A Rust type with the bits of a [`Dtype`].
+/// A Rust type with the representation of a [`Dtype`].
 pub trait Element: 'static {
     /// The type.
     const DTYPE: Dtype;
@@ -19,13 +19,14 @@ impl Element for half::bf16 {
     const DTYPE: Dtype = Dtype::Bf16;
 }
 
-/// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first, on a multiple of 16 bytes.
+/// A tensor that is read: device memory of cudarc, with element `[0, 0, 0, 0]` first, on a multiple of 16
+/// bytes.
 #[derive(Clone, Copy)]
 pub struct Input<'a, T> {
     /// The elements: a `CudaSlice`, a `CudaView`, or anything else that cudarc can point at.
     pub data: &'a dyn DevicePtr<T>,
-    /// Where they lie; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors. Rows are contiguous (`dim` is 1), the other
-    /// strides multiples of 8 elements; 0 repeats what is there for all along the axis.
+    /// Strides in elements; `TensorLayout::strides` gives those of packed BSHD and BHSD tensors. Rows are
+    /// contiguous (`dim` is 1), the other strides multiples of 8 elements; 0 broadcasts along the axis.
     pub strides: Strides,
 }
 
@@ -33,7 +34,8 @@ pub struct Input<'a, T> {
 pub struct Output<'a, T> {
     /// The elements.
     pub data: &'a mut dyn DevicePtrMut<T>,
-    /// Where they lie, as of [`Input::strides`]; no two rows in one place. What lies between rows is left as it is.
+    /// Strides as in [`Input::strides`], with no two rows in the same memory. Memory between rows is left as
+    /// it is.
     pub strides: Strides,
 }
 
@@ -49,8 +51,8 @@ pub struct ForwardArgs<'a, T> {
     pub out: Output<'a, T>,
     /// LSE, `[batch, heads_q, seqlen_q]` packed, natural logarithm; every element is written.
     pub lse: Option<&'a mut dyn DevicePtrMut<f32>>,
-    /// At least `Forward::workspace_bytes` bytes, zero before their first use; a call leaves them zero. Calls that may
-    /// run at the same time need one each. `None` where no workspace is needed.
+    /// At least `Forward::workspace_bytes` bytes, zero before their first use; a call leaves them zero. Calls
+    /// that may run at the same time need one each. `None` where no workspace is needed.
     pub workspace: Option<&'a mut dyn DevicePtrMut<u8>>,
 }
 
@@ -74,7 +76,8 @@ pub struct BackwardArgs<'a, T> {
     pub dk: Output<'a, T>,
     /// The gradient of V, in its shape; every element is written.
     pub dv: Output<'a, T>,
-    /// At least `Backward::workspace_bytes` bytes, whatever is in them. Calls that may run at the same time need one each.
+    /// At least `Backward::workspace_bytes` bytes, whatever is in them. Calls that may run at the same time
+    /// need one each.
     pub workspace: &'a mut dyn DevicePtrMut<u8>,
 }
 
@@ -83,7 +86,7 @@ pub struct BackwardArgs<'a, T> {
 pub struct RawTensor {
     /// Device address of element `[0, 0, 0, 0]`.
     pub address: u64,
-    /// Where the elements lie.
+    /// Strides in elements.
     pub strides: Strides,
 }
 
@@ -165,9 +168,9 @@ impl Shape {
         ]
     }
 
-    /// Checks what every kernel demands: a contiguous head dim, other strides in multiples of 8 elements (axes of length
-    /// 1 excepted), and for outputs that each axis steps over all that the axes of smaller strides reach, so that no two rows share
-    /// memory. Of an empty tensor nothing is demanded.
+    /// Checks what every kernel requires: a contiguous head dim, other strides in multiples of 8 elements
+    /// (axes of length 1 excepted), and for outputs that each axis steps over all that the axes of smaller
+    /// strides reach, so that no two rows share memory. An empty tensor always passes.
     pub(crate) fn check_strides(&self, strides: &Strides, is_output: bool) -> Result<(), Error> {
         if self.is_empty() {
             return Ok(());
@@ -273,7 +276,7 @@ mod tests {
         refused(Strides { head: 32, ..packed }, true, "head stride of k is 32");
         refused(Strides { seq: 2 * 64, ..packed }, true, "seq stride of k is 128");
         refused(Strides { batch: 99 * 192, ..packed }, true, "batch stride of k is 19008");
-        // Rows of three tensors side by side, as of dQ, dK and dV in one buffer.
+        // Interleaved rows of three tensors, such as dQ, dK and dV in one buffer.
         let within = Strides { batch: 100 * 576, seq: 576, ..packed };
         SHAPE.check_strides(&within, true).unwrap();
         SHAPE.check_strides(&Strides { batch: 0, seq: 0, head: 0, ..packed }, false).unwrap();

@@ -1,7 +1,8 @@
-//! A backward kernel bound to a problem: what is computed once, and a call that only checks, encodes and launches.
+//! A backward kernel bound to a problem: what is computed once, and a call that checks, encodes and launches.
 //!
-//! Three launches on the caller's stream, and a fourth where several CTAs share a tile of dK and dV: the rows' statistics
-//! and zeroed accumulators, the products, dQ from its accumulators, dK and dV from theirs.
+//! Three launches on the caller's stream, and a fourth where several CTAs share a tile of dK and dV:
+//! preprocess (row statistics, zeroed accumulators), the products, postprocess (dQ from its accumulators),
+//! and the same for dK and dV.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -70,11 +71,13 @@ impl Backward {
         self.launches.workspace.bytes
     }
 
-    /// Launches the kernels on `stream`. Allocates nothing and waits for nothing, so it can be captured in a CUDA graph
-    /// (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive a capture).
+    /// Launches the kernels on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
+    /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
+    /// a capture).
     ///
     /// # Errors
-    /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another context; [`Error::Driver`].
+    /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another
+    /// context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
         let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace } = args;
         check_element::<T>(&self.problem)?;
@@ -91,7 +94,8 @@ impl Backward {
         let lse_buffer = Some((lse.len(), lse.stream()));
         let workspace_buffer = Some((workspace.len(), workspace.stream()));
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its tensor.
+        // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its
+        // tensor.
         let raw = |address, strides| RawTensor { address, strides };
         let (q_address, _q) = q.data.device_ptr(stream);
         let (k_address, _k) = k.data.device_ptr(stream);
@@ -115,30 +119,31 @@ impl Backward {
             dv: raw(dv_address, dv.strides),
             workspace: workspace_address,
         };
-        // SAFETY: the lengths cover the shapes under the strides, and the guards keep the memory until the launches are
-        // in the stream.
+        // SAFETY: the lengths cover the shapes under the strides, and the guards keep the memory until the
+        // launches are in the stream.
         unsafe { self.run_raw(stream, &args) }
     }
 
     /// [`Backward::run`] on addresses alone.
     ///
     /// # Safety
-    /// Every element of the problem's shapes under the given strides, the LSE and [`Backward::workspace_bytes`] bytes of
-    /// workspace lie in device memory that the stream's context can access, and stay there, untouched by others, until the
-    /// stream has run the kernels. Gradients and workspace share no memory with one another and the inputs.
+    /// Every element of the problem's shapes under the given strides, the LSE and
+    /// [`Backward::workspace_bytes`] bytes of workspace lie in device memory that the stream's context can
+    /// access, and stay there, untouched by others, until the stream has run the kernels. Gradients and
+    /// workspace share no memory with one another and the inputs.
     ///
     /// # Errors
-    /// As [`Backward::run`], except that lengths are the caller's promise.
+    /// As [`Backward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawBackwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
         let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace) };
-        // SAFETY: the launches are of this kernel; the memory is the caller's promise.
+        // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
     }
 }
 
 impl Launches {
-    /// What a backward kernel of `spec` launches for `problem` on a GPU of `arch` with `sms` SMs.
+    /// The launches of a backward kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
     /// As [`Launches::of`]; [`Error::Mismatch`] for a forward.
@@ -200,14 +205,14 @@ impl Launches {
     }
 }
 
-/// What the launches depend on of either backward kernel.
+/// What the launches need to know of either backward kernel.
 struct LaunchShape {
     tile_m: u32,
     tile_n: u32,
     tile_order: TileOrder,
     is_deterministic: bool,
     blocks_per_sm: usize,
-    /// Panels of what it loads by TMA.
+    /// Panels of the tiles that it loads by TMA; `None` without TMA.
     panels: Option<BwdPanels>,
 }
 
@@ -251,7 +256,8 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
 /// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
 fn maps(kernel: &LaunchShape, panels: &BwdPanels, problem: &Problem) -> Vec<MapTemplate> {
     let (k, v) = (1, 2);
-    // Without queries nothing of them is loaded and nothing was asked of where they lie, but a map must be of some memory.
+    // Without queries Q and dO are not loaded and their addresses are unchecked, but a map needs valid
+    // memory: use K's and V's.
     let (q, dout) = if problem.seqlen_q == 0 { (k, v) } else { (0, 4) };
     let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None };
     vec![
@@ -275,8 +281,8 @@ fn params(
     let heads = problem.heads_kv.saturating_mul(problem.batch).saturating_mul(splits);
     let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.batch);
     count("tiles of queries", m_tiles)?;
-    // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in the L2. From a
-    // twentieth to a third of it measured alike on an H100.
+    // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in
+    // the L2. On an H100 anything from a twentieth to a third of it measured the same.
     let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes() + problem.head_dim * 4;
     let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
     let head_bytes =

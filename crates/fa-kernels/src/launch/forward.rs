@@ -1,4 +1,4 @@
-//! A forward kernel bound to a problem: what is computed once, and a call that only checks, encodes and launches.
+//! A forward kernel bound to a problem: what is computed once, and a call that checks, encodes and launches.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -64,12 +64,13 @@ impl Forward {
         self.launches.workspace.bytes
     }
 
-    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a CUDA graph
-    /// (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive a capture).
+    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
+    /// CUDA graph (there, use one stream, or switch off cudarc's event tracking, whose events do not outlive
+    /// a capture).
     ///
     /// # Errors
-    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a tensor of another context;
-    /// [`Error::Driver`].
+    /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a
+    /// tensor of another context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
         let ForwardArgs { q, k, v, out, lse, workspace } = args;
         check_element::<T>(&self.problem)?;
@@ -98,30 +99,30 @@ impl Forward {
             lse: lse.as_ref().map(|(address, _)| *address),
             workspace: workspace.as_ref().map(|(address, _)| *address),
         };
-        // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the launch is
-        // enqueued, and cudarc orders the stream before any later use or release of them.
+        // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the
+        // launch is enqueued, and cudarc orders the stream before any later use or release of them.
         unsafe { self.run_raw(stream, &args) }
     }
 
     /// [`Forward::run`] on addresses alone.
     ///
     /// # Safety
-    /// Every element of the problem's shapes under the given strides lies in device memory that the stream's context can
-    /// access, and stays there, untouched by others, until the stream has run the kernel. Outputs share no memory with inputs. The
-    /// workspace is zero.
+    /// Every element of the problem's shapes under the given strides lies in device memory that the stream's
+    /// context can access, and stays there, untouched by others, until the stream has run the kernel. Outputs
+    /// share no memory with inputs. The workspace is zero.
     ///
     /// # Errors
-    /// As [`Forward::run`], except that lengths are the caller's promise.
+    /// As [`Forward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawForwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out];
         let at = Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace };
-        // SAFETY: the launches are of this kernel; the memory is the caller's promise.
+        // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
     }
 }
 
 impl Launches {
-    /// What a forward kernel of `spec` launches for `problem` on a GPU of `arch` with `sms` SMs.
+    /// The launches of a forward kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
     /// As [`Launches::of`]; [`Error::Mismatch`] for a backward.
@@ -152,16 +153,16 @@ impl Launches {
     }
 }
 
-/// What a launch depends on of either forward kernel.
+/// What a launch needs to know of either forward kernel.
 struct LaunchShape {
     is_longest_first: bool,
     blocks_per_sm: usize,
     /// CTAs of a cluster.
     cluster: u32,
     packs_gqa: bool,
-    /// A CTA computes tiles until none is left.
+    /// Whether a CTA is persistent: it computes tiles until none is left.
     is_persistent: bool,
-    /// ... which it draws from a counter.
+    /// Whether a persistent CTA draws its tiles from a counter.
     is_dynamic: bool,
     uses_tma: bool,
 }
@@ -213,7 +214,8 @@ fn maps(spec: &KernelSpec, kernel: &LaunchShape, problem: &Problem) -> Vec<MapTe
     let (tile_m, tile_n) = spec.tile();
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
     let group = kernel.packs_gqa.then_some(problem.group_size() as u32);
-    // Without keys nothing is loaded and nothing was asked of where they lie, but a map must be of some memory.
+    // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
+    // use Q's.
     let (k, v) = if problem.seqlen_k == 0 { (0, 0) } else { (1, 2) };
     // CTAs of a cluster load an equal share of each K and V tile.
     let share = tile_n / kernel.cluster;
@@ -303,8 +305,8 @@ fn sections(
     let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64);
     let group = if kernel.packs_gqa { 1 } else { problem.group_size() };
     let slots = sms as usize * kernel.blocks_per_sm;
-    // A twelfth of the L2 measured best on an H100: each of its halves keeps a copy of what its SMs read, and Q, O and the
-    // neighbouring sections pass through as well.
+    // A twelfth of the L2 measured best on an H100 (NB-008): each half of the L2 keeps a copy of what its SMs
+    // read, and Q, O and the neighbouring sections pass through as well.
     let room = arch.limits().l2_bytes / 12;
     Sections::of(all_heads, group, m_blocks, head_bytes, slots, room)
 }

@@ -1,5 +1,5 @@
-//! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so that whatever runs
-//! kernels, the driver or an emulation, does the same.
+//! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so
+//! that the driver and an emulation run the same launches.
 
 use fa_core::{Arch, KernelSpec, Problem, Strides};
 
@@ -12,7 +12,8 @@ use crate::launch::args::{RawTensor, Shape, check_address};
 use crate::launch::tma::MapShape;
 use crate::launch::workspace::{Part, Workspace};
 
-/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the end.
+/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the
+/// end.
 const MAX_COUNT: usize = 1 << 30;
 
 /// LSE is read and written word by word.
@@ -28,7 +29,7 @@ pub enum Params {
 }
 
 impl Params {
-    /// Where they are and how many bytes they have, as a launch takes them.
+    /// Their address and size in bytes, as a launch takes them.
     pub fn raw(&mut self) -> (*mut std::ffi::c_void, usize) {
         match self {
             Params::Forward(params) => ((&raw mut *params).cast(), size_of::<FwdParams>()),
@@ -37,7 +38,7 @@ impl Params {
     }
 }
 
-/// One kernel launch, of one-dimensional grid and CTAs.
+/// One kernel launch; grid and CTAs are one-dimensional.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The entry function.
@@ -72,7 +73,7 @@ pub struct Tensor {
     pub is_output: bool,
 }
 
-/// How TMA sees a tensor: filled in with its address and strides by [`Launches::maps`].
+/// A tensor map without address and strides, which [`Launches::maps`] fills in.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct MapTemplate {
     /// The map's name in errors.
@@ -98,12 +99,12 @@ pub struct TensorMap {
     pub shape: MapShape,
 }
 
-/// Where the memory of a call is.
+/// Device addresses of a call's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Addresses<'a> {
     /// In the order of [`Launches::tensors`].
     pub tensors: &'a [RawTensor],
-    /// LSE; may be left out of a forward.
+    /// LSE; optional for a forward.
     pub lse: Option<u64>,
     /// At least [`Workspace::bytes`] bytes; `None` where those are 0.
     pub workspace: Option<u64>,
@@ -124,11 +125,12 @@ pub struct Launches {
 }
 
 impl Launches {
-    /// What a kernel of `spec` launches for `problem` on a GPU of `arch` with `sms` SMs.
+    /// The launches of a kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
-    /// [`Error::Problem`], [`Error::Mismatch`] when the kernel does not compute the problem, [`Error::TooLong`] for counts beyond
-    /// 2^30, and [`Error::Scale`] and [`Error::Softcap`] for numbers that the kernels cannot use.
+    /// [`Error::Problem`], [`Error::Mismatch`] when the kernel does not compute the problem,
+    /// [`Error::TooLong`] for counts beyond 2^30, and [`Error::Scale`] and [`Error::Softcap`] for numbers
+    /// that the kernels cannot use.
     pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         if spec.kernel.is_backward() {
             Launches::backward(spec, problem, arch, sms)
@@ -137,7 +139,7 @@ impl Launches {
         }
     }
 
-    /// Checks strides, alignment and presence of what a call points at. Lengths are the caller's promise.
+    /// Checks strides, alignment and presence of a call's memory. Lengths are the caller's responsibility.
     ///
     /// # Errors
     /// [`Error::Stride`], [`Error::Address`] and [`Error::NoWorkspace`].
@@ -158,7 +160,7 @@ impl Launches {
         {
             check_address("workspace", address, align)?;
         }
-        // Without queries there is none.
+        // Without queries there is no LSE.
         let has_lse = !self.tensors[0].shape.is_empty();
         at.lse.filter(|_| has_lse).map_or(Ok(()), |address| check_address("lse", address, WORD_BYTES))
     }
@@ -247,21 +249,21 @@ pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
     })
 }
 
-/// A side of the window for the kernel: -1 for a side that hides no key of any query, so that no sum of a diagonal and a
-/// side leaves 32 bits.
+/// A side of the window for the kernel: -1 for a side that hides no key of any query, so that the sum of a
+/// diagonal and a side fits 32 bits.
 fn side(side: Option<u32>, len: usize) -> i32 {
     side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
 }
 
-/// The largest soft cap. Kernels compute `cap * (1 - 2 / (1 + e^x))`, which is off by some 2^-23 of the cap: beyond this one,
-/// by more than f16 rounds probabilities.
+/// The largest soft cap. Kernels compute `cap * (1 - 2 / (1 + e^x))`, which is off by some 2^-23 of the cap:
+/// beyond this limit, by more than f16's rounding of P.
 const MAX_SOFTCAP: f64 = 1024.0;
 
 /// The factors between products and scores, as f32.
 ///
 /// # Errors
-/// [`Error::Scale`] when the scale is not positive, or it or its product with log2(e) is no normal f32; [`Error::Softcap`] for a soft
-/// cap that would spoil the scores.
+/// [`Error::Scale`] when the scale is not positive, or it or its product with log2(e) is not a normal f32;
+/// [`Error::Softcap`] for a soft cap that would spoil the scores.
 pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
     let scale = problem.scale();
     let scale_log2 = scale * std::f64::consts::LOG2_E;

@@ -1,5 +1,5 @@
-//! From a loaded kernel to a launch. [`Launches`] says what a pass launches, as data and without a GPU; `Forward` and `Backward`
-//! run it on a stream.
+//! From a loaded kernel to a launch. [`Launches`] describes what a pass launches, as data and without a GPU;
+//! `Forward` and `Backward` run it on a stream.
 
 pub(crate) mod args;
 pub(crate) mod backward;

@@ -16,7 +16,7 @@ use crate::{Error, smem_bytes};
 /// A kernel that can be launched.
 #[derive(Debug)]
 pub struct LoadedKernel {
-    /// What it was made from.
+    /// The spec that it was compiled from.
     pub spec: KernelSpec,
     /// The architecture that it was compiled for.
     pub arch: Arch,
@@ -68,7 +68,7 @@ impl LoadedKernel {
         registers.map(|n| n.max(0) as u32).map_err(|e| Error::driver("asking about a kernel", e))
     }
 
-    /// Blocks of the kernel that an SM holds at once, by the driver's account.
+    /// CTAs of the kernel that fit an SM at once, by the driver's account.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -78,7 +78,8 @@ impl LoadedKernel {
             .map_err(|e| Error::driver("asking about a kernel", e))
     }
 
-    /// Checks that `of`, the context of `name`, is the one that the kernel was loaded into: elsewhere addresses mean nothing to it.
+    /// Checks that `of`, the context of `name`, is the one that the kernel was loaded into: its
+    /// addresses are invalid in any other.
     ///
     /// # Errors
     /// [`Error::Context`].
@@ -89,7 +90,7 @@ impl LoadedKernel {
         Err(Error::Context { name, have: of.ordinal(), need: self.context.ordinal() })
     }
 
-    /// Readies the calling thread for launches on `stream`, whatever context it was in.
+    /// Makes the kernel's context current in the calling thread, for launches on `stream`.
     ///
     /// # Errors
     /// [`Error::Context`] for the stream of another context, and [`Error::Driver`].
@@ -101,8 +102,8 @@ impl LoadedKernel {
     /// Enqueues `launch`, after [`LoadedKernel::enter`]. Allocates nothing and waits for nothing.
     ///
     /// # Safety
-    /// The launch is of this kernel's spec. `args` point at the entry's parameters, in order and with their types, and every address
-    /// in them is valid for the kernel's accesses until the stream has run it.
+    /// The launch is of this kernel's spec. `args` point at the entry's parameters, in order and with their
+    /// types, and every address in them is valid for the kernel's accesses until the stream has run it.
     pub(crate) unsafe fn launch(
         &self,
         stream: &CudaStream,
@@ -112,7 +113,7 @@ impl LoadedKernel {
         let function =
             self.entries.iter().find(|(name, _)| *name == launch.entry).map(|(_, function)| function);
         let function = function.expect("a launch names an entry of its spec's unit");
-        // SAFETY: the function and the stream are alive; the rest is the caller's promise.
+        // SAFETY: the function and the stream are alive; the caller vouches for the rest.
         unsafe {
             result::launch_kernel(
                 function.cu_function(),

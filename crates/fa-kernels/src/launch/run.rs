@@ -1,4 +1,4 @@
-//! Running launches on a stream: the checks of a call's buffers, and the only place that enqueues.
+//! Running launches on a stream: the checks of a call's buffers, and the only function that enqueues.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -15,15 +15,15 @@ use crate::launch::launches::{Addresses, Launches, Step};
 use crate::launch::module::LoadedKernel;
 use crate::launch::tma;
 
-/// Tensor maps of a kernel at most.
+/// The most tensor maps that a kernel takes.
 const MAX_MAPS: usize = 4;
 
-/// Enqueues the steps of `launches`, which are of `kernel`. Allocates nothing and waits for nothing.
+/// Enqueues the steps of `launches`, which `kernel` made. Allocates nothing and waits for nothing.
 ///
 /// # Safety
-/// Every element of the tensors under their strides, the LSE and the workspace lie in device memory that the stream's context can
-/// access, and stay there, untouched by others, until the stream has run the steps. Outputs share no memory with one another and the
-/// inputs. A workspace that has to start as zero does.
+/// Every element of the tensors under their strides, the LSE and the workspace lie in device memory that the
+/// stream's context can access, and stay there, untouched by others, until the stream has run the steps.
+/// Outputs share no memory with one another and the inputs. A workspace that has to start as zero does.
 ///
 /// # Errors
 /// Those of [`Launches::check`], [`Error::Context`], [`Error::TensorMap`] and [`Error::Driver`].
@@ -64,8 +64,8 @@ pub(crate) unsafe fn enqueue(
             }
             Step::Launch(launch) => {
                 let taken = if launch.takes_maps { filled } else { 1 };
-                // SAFETY: every entry takes the parameters, those with maps the maps after them; what the addresses point at is
-                // the caller's promise.
+                // SAFETY: every entry takes the parameters, those with maps the maps after them; the caller
+                // vouches for the addresses.
                 unsafe { kernel.launch(stream, launch, &mut arguments[..taken])? }
             }
         }
@@ -73,7 +73,7 @@ pub(crate) unsafe fn enqueue(
     Ok(())
 }
 
-/// A tensor of a call before its address is asked for.
+/// A tensor of a call, before its device address is taken.
 pub(crate) struct Buffer<'a> {
     strides: &'a Strides,
     len: usize,

@@ -1,11 +1,11 @@
-//! The longest-first order of tiles, in sections of heads. The kernels' side is `tile_at` in cuda/attn/scheduler.cuh and
-//! `bwd_tile_at` in cuda/attn/bwd_tile.cuh.
+//! The longest-first order of tiles, in sections of heads (NB-008, NB-023). The device side is `tile_at` in
+//! cuda/attn/scheduler.cuh and `bwd_tile_at` in cuda/attn/bwd_tile.cuh.
 //!
-//! Within a section the longest tiles of all its heads come first. Small sections keep what a head's tiles share in the L2
-//! while all of them pass: K and V in the forward; Q, dO and dQ in the backward. One queue feeds all SMs, so that how a section ends does not matter, but for the last: its
-//! longest tiles start when the run is nearly over.
+//! Within a section the longest tiles of all its heads come first. Small sections keep what a head's tiles
+//! share in the L2 while they run: K and V in the forward; Q, dO and dQ in the backward. One queue feeds all
+//! SMs, so only the end of the last section matters: its longest tiles start when the run is nearly over.
 
-/// `sections` times `heads` heads, then a last section of the heads that are left.
+/// `sections` sections of `heads` heads each, then a last section of the remaining heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sections {
     pub heads: usize,
@@ -13,22 +13,22 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// For `all_heads` heads, counted through all sequences, in groups of `group` that share `head_bytes`, with `blocks` tiles
-    /// each, on a GPU that works on `places` tiles at once.
+    /// For `all_heads` heads, counted through all sequences, in groups of `group` that share `head_bytes`,
+    /// with `blocks` tiles each, on a GPU that computes `slots` tiles at once.
     ///
-    /// What a section's heads share takes `room` bytes at most. The last section has two tiles for every place, so that its
-    /// short tiles fill what its long ones leave.
+    /// What a section's heads share takes `room` bytes at most. The last section has two tiles for every
+    /// slot, so that its short tiles fill the gaps that its long ones leave.
     pub fn of(
         all_heads: usize,
         group: usize,
         blocks: usize,
         head_bytes: u64,
-        places: usize,
+        slots: usize,
         room: u64,
     ) -> Sections {
         let fit = usize::try_from(room / head_bytes.max(1)).unwrap_or(usize::MAX).max(1);
         let heads = fit.saturating_mul(group).min(all_heads.max(1));
-        let last = (2 * places).div_ceil(blocks.max(1)).next_multiple_of(group.max(1));
+        let last = (2 * slots).div_ceil(blocks.max(1)).next_multiple_of(group.max(1));
         Sections { heads, sections: all_heads.saturating_sub(last) / heads }
     }
 }
@@ -40,7 +40,7 @@ mod tests {
     const ROOM: u64 = (50 << 20) / 12;
     const SMS: usize = 132;
 
-    /// The m blocks of all tiles in their order, as `tile_at` numbers them.
+    /// The query tiles in order, as `tile_at` numbers them.
     fn order(own: Sections, all_heads: usize, m_blocks: usize) -> Vec<(usize, usize)> {
         let tile = |index: usize| {
             let section = (index / (own.heads * m_blocks)).min(own.sections);
@@ -69,8 +69,9 @@ mod tests {
         assert_eq!(Sections::of(0, 1, 4, 0, SMS, ROOM), Sections { heads: 1, sections: 0 });
     }
 
-    /// Causal tiles of 128 rows, or of 128 keys in the backward, drawn by the SMs one by one: all are busy for 96 % of the run at
-    /// least. (With sections of one tile for every SM, whatever was left in the last, it was 86 % at head dim 256.)
+    /// Causal tiles of 128 rows, or of 128 keys in the backward, drawn by the SMs one by one: SMs are busy
+    /// for at least 96 % of the run. (With sections of one tile for every SM and the remainder last it was 86
+    /// % at head dim 256: NB-008.)
     #[test]
     fn causal_runs_end_evenly() {
         // Bytes that a head shares, for each of its rows: K and V; or Q, dO and dQ's accumulators.

@@ -14,13 +14,13 @@ use crate::Error;
 use crate::launch::args::Shape;
 use crate::launch::launches::{MapTemplate, TensorMap};
 
-/// Axes of a tensor map at most.
+/// The most axes of a tensor map.
 const MAX_RANK: usize = 5;
 
-/// A tensor and the box that one load brings, innermost axis first. The innermost axis is contiguous.
+/// A tensor and the box that one load copies, innermost axis first. The innermost axis is contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapShape {
-    /// Axes: 4 or 5. Those beyond have the length 1.
+    /// Axes: 4 or 5. Unused ones have length 1.
     pub rank: usize,
     /// Lengths in elements.
     pub dims: [u64; MAX_RANK],
@@ -36,7 +36,7 @@ impl MapShape {
     pub(crate) fn of(shape: &Shape, strides: &Strides, map: &MapTemplate) -> MapShape {
         let Shape { batch, seqlen, heads, dim, .. } = *shape;
         let (dim, seqlen, heads, batch) = (dim as u64, seqlen.max(1) as u64, heads as u64, batch as u64);
-        // The strides have been checked to be 0 or more wherever they are stepped along.
+        // The strides have been checked to be 0 or more on every axis longer than 1.
         let [seq, head, entry] =
             [strides.seq, strides.head, strides.batch].map(|stride| stride.max(0) as u64);
         match map.group {
@@ -56,13 +56,13 @@ impl MapShape {
     }
 }
 
-/// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so each call makes its own maps and
-/// nothing has to be remembered or invalidated.
+/// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so each call
+/// encodes its own maps and nothing has to be kept or invalidated.
 ///
-/// What a box reads outside the tensor is zero, which is how rows beyond the end and padded head dims come about.
+/// Elements of a box outside the tensor read as zero: that fills rows beyond the end and padded head dims.
 ///
 /// # Errors
-/// [`Error::TensorMap`] with the tensor's name, for what the driver refuses.
+/// [`Error::TensorMap`] with the tensor's name, for a shape that the driver refuses.
 pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error> {
     let TensorMap { tensor, address, shape } = *map;
     let data_type = match dtype {
@@ -70,7 +70,7 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
         _ => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     };
     let bytes = dtype.bytes() as u64;
-    // An axis of length 1 is never stepped along; its stride only has to pass the driver's checks.
+    // The stride of an axis of length 1 is never used; it only has to pass the driver's checks.
     let strides: [u64; MAX_RANK] = std::array::from_fn(|axis| {
         let stepped = shape.dims[axis] > 1;
         bytes * if stepped { shape.strides[axis] } else { shape.dims[0].next_multiple_of(8) }
@@ -81,8 +81,8 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
         _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
     };
     let mut encoded = MaybeUninit::<CUtensorMap>::zeroed();
-    // SAFETY: the arrays have `rank` elements at least (of the strides those after the innermost), and the address is stored, not
-    // read.
+    // SAFETY: the arrays have `rank` elements at least (of the strides those after the innermost), and the
+    // address is stored, not read.
     let status = unsafe {
         sys::cuTensorMapEncodeTiled(
             encoded.as_mut_ptr(),
@@ -101,7 +101,7 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
         )
     };
     status.result().map_err(|source| Error::TensorMap { tensor, shape: format!("{shape:?}"), source })?;
-    // SAFETY: zeroed at first and written by the driver; every bit pattern is a value.
+    // SAFETY: zeroed, then written by the driver; every bit pattern is valid.
     Ok(unsafe { encoded.assume_init() })
 }
 

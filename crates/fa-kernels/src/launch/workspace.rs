@@ -1,4 +1,4 @@
-//! The memory that the launches of a pass share, and where its parts lie.
+//! The memory that the launches of a pass share, and the offsets of its parts.
 
 use fa_core::Problem;
 
@@ -16,7 +16,8 @@ pub struct Part {
     pub bytes: usize,
 }
 
-/// The layout of a workspace. What a pass does without is `None`. The parameter of the same name says what a part holds.
+/// The layout of a workspace; parts that a pass does not need are `None`. What a part holds is documented at
+/// the kernel parameter of the same name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Workspace {
     /// Bytes in all.
@@ -25,9 +26,9 @@ pub struct Workspace {
     pub align: u64,
     /// Whether it must be zero before the first call; each call then leaves it zero.
     pub starts_zero: bool,
-    /// Rows' LSE in base 2.
+    /// LSE of each row in base 2.
     pub lse_log2: Option<Part>,
-    /// Rows' sums of O * dO.
+    /// Sum of O * dO of each row.
     pub dpsum: Option<Part>,
     /// dQ in f32.
     pub dq_accum: Option<Part>,
@@ -37,7 +38,7 @@ pub struct Workspace {
     pub dv_accum: Option<Part>,
     /// Progress of each tile of dQ.
     pub dq_semaphores: Option<Part>,
-    /// The next tile to be drawn; of a forward also how many CTAs are through.
+    /// The next tile to be drawn; of a forward also the number of CTAs that are done.
     pub tile_counter: Option<Part>,
 }
 

@@ -1,12 +1,10 @@
 //! Times of launches by CUDA events.
 
 use fa_kernels::Error;
-use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::cudarc::driver::sys::CUevent_flags;
+use fa_kernels::cudarc::driver::{CudaStream, DriverError};
 
-use super::call::doing;
-
-/// How `Device::time` measures.
+/// How `time` measures.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Timing {
     /// Milliseconds of launches before anything counts.
@@ -21,6 +19,10 @@ impl Default for Timing {
     fn default() -> Self {
         Timing { warm_up_ms: 20.0, samples: 30, sample_ms: 0.2 }
     }
+}
+
+fn doing(doing: &'static str) -> impl Fn(DriverError) -> Error {
+    move |source| Error::Driver { doing, source }
 }
 
 /// Milliseconds of `count` calls of `work`, each between two events on `stream`, after `lead` calls that do not count. All are

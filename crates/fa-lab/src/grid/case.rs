@@ -1,10 +1,11 @@
 //! A case: a problem, where its tensors lie, what they hold, and what is done with it.
 
+use fa_attn::device::{Half, Placement, shapes};
 use fa_core::{Dtype, Mask, Pass, Problem, Strides, TensorLayout};
 use serde::{Deserialize, Serialize};
 
 use crate::shape::{head_dims, pair};
-use crate::tensors::{Half, Inputs, Place, shapes};
+use crate::tensors::Inputs;
 
 /// One thing to be right about.
 #[derive(Clone, Debug)]
@@ -14,7 +15,7 @@ pub struct Case {
     /// The problem.
     pub problem: Problem,
     /// Where its tensors lie.
-    pub placing: Placing,
+    pub arrangement: Arrangement,
     /// What they hold.
     pub values: Values,
     /// What is done with it.
@@ -36,7 +37,7 @@ pub struct NamedSpec {
 
 /// Where tensors lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placing {
+pub enum Arrangement {
     /// Packed `[batch, seqlen, heads, dim]`.
     Bshd,
     /// Packed `[batch, heads, seqlen, dim]`.
@@ -111,7 +112,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
     Case {
         group,
         problem,
-        placing: Placing::Bshd,
+        arrangement: Arrangement::Bshd,
         values: Values::Normal,
         action: Action::Once,
         kernel: None,
@@ -159,35 +160,39 @@ impl Case {
         if self.values != Values::Normal {
             name += &format!(" {:?}", self.values).to_lowercase();
         }
-        if self.placing != Placing::Bshd {
-            name += &format!(" {:?}", self.placing).to_lowercase();
+        if self.arrangement != Arrangement::Bshd {
+            name += &format!(" {:?}", self.arrangement).to_lowercase();
         }
         name
     }
 
     /// Where Q, K, V and O lie.
-    pub fn places(&self) -> [Place; 4] {
+    pub fn placements(&self) -> [Placement; 4] {
         let shapes = shapes(&self.problem);
-        let all = |place: fn([usize; 4], usize) -> Place, gap| shapes.map(|shape| place(shape, gap));
-        let bshd = |shape, gap| Place::padded(shape, TensorLayout::Bshd, gap);
-        let bhsd = |shape, gap| Place::padded(shape, TensorLayout::Bhsd, gap);
+        let all =
+            |placement: fn([usize; 4], usize) -> Placement, gap| shapes.map(|shape| placement(shape, gap));
+        let bshd = |shape, gap| Placement::padded(shape, TensorLayout::Bshd, gap);
+        let bhsd = |shape, gap| Placement::padded(shape, TensorLayout::Bhsd, gap);
         let packed = all(bshd, 0);
         let with_kv = |change: fn(Strides) -> Strides| {
             let [q, k, v, out] = packed;
-            let changed = |place: Place| Place { strides: change(place.strides), ..place };
+            let changed =
+                |placement: Placement| Placement { strides: change(placement.strides), ..placement };
             [q, changed(k), changed(v), out]
         };
-        match self.placing {
-            Placing::Bshd => packed,
-            Placing::Bhsd => all(bhsd, 0),
-            Placing::Gap(gap) => all(bshd, gap),
-            Placing::BhsdGap(gap) => all(bhsd, gap),
-            Placing::SharedBatch => with_kv(|strides| Strides { batch: 0, ..strides }),
-            Placing::SharedHeads => with_kv(|strides| Strides { head: 0, ..strides }),
-            Placing::SharedRows => with_kv(|strides| Strides { seq: 0, ..strides }),
-            Placing::FarBatch => packed
-                .map(|place| Place { strides: Strides { batch: (1 << 31) + 64, ..place.strides }, ..place }),
-            Placing::FarKeys => with_kv(|strides| Strides { seq: (1 << 25) + 8, ..strides }),
+        match self.arrangement {
+            Arrangement::Bshd => packed,
+            Arrangement::Bhsd => all(bhsd, 0),
+            Arrangement::Gap(gap) => all(bshd, gap),
+            Arrangement::BhsdGap(gap) => all(bhsd, gap),
+            Arrangement::SharedBatch => with_kv(|strides| Strides { batch: 0, ..strides }),
+            Arrangement::SharedHeads => with_kv(|strides| Strides { head: 0, ..strides }),
+            Arrangement::SharedRows => with_kv(|strides| Strides { seq: 0, ..strides }),
+            Arrangement::FarBatch => packed.map(|placement| Placement {
+                strides: Strides { batch: (1 << 31) + 64, ..placement.strides },
+                ..placement
+            }),
+            Arrangement::FarKeys => with_kv(|strides| Strides { seq: (1 << 25) + 8, ..strides }),
         }
     }
 
@@ -201,13 +206,12 @@ impl Case {
 
     /// The inputs.
     pub fn inputs<T: Half>(&self) -> Inputs<T> {
-        let mut inputs = Inputs::<T>::placed(&self.problem, self.places(), self.seed());
+        let mut inputs = Inputs::<T>::placed(&self.problem, self.placements(), self.seed());
         let Problem { seqlen_k, heads_kv, head_dim, .. } = self.problem;
         let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
             for (row, values) in inputs.values[tensor].chunks_mut(head_dim).enumerate() {
                 let factor = factor(row);
-                let scaled =
-                    |value: &mut T| *value = <T as fa_cpu::Element>::from_f32(value.to_f32() * factor);
+                let scaled = |value: &mut T| *value = T::from_f32(value.to_f32() * factor);
                 values.iter_mut().for_each(scaled);
             }
         };
@@ -226,7 +230,7 @@ impl Case {
 
     /// Bytes of device memory that the tensors take.
     pub fn device_bytes(&self) -> u64 {
-        let elements: u64 = self.places().iter().map(|place| place.len() as u64).sum();
+        let elements: u64 = self.placements().iter().map(|placement| placement.span() as u64).sum();
         let tensors = elements * self.problem.dtype.bytes() as u64;
         if !self.pass.is_backward() {
             return tensors;

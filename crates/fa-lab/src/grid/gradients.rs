@@ -73,7 +73,7 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
 mod tests {
     use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
-    use super::super::case::Placing;
+    use super::super::case::Arrangement;
     use super::*;
 
     #[test]
@@ -113,8 +113,8 @@ mod tests {
         }
         // Offsets beyond 2^31: of rows, of keys, of accumulators; and millions of keys.
         for (what, found) in [
-            ("far batch", cases.iter().any(|c| c.placing == Placing::FarBatch)),
-            ("far keys", cases.iter().any(|c| c.placing == Placing::FarKeys)),
+            ("far batch", cases.iter().any(|c| c.arrangement == Arrangement::FarBatch)),
+            ("far keys", cases.iter().any(|c| c.arrangement == Arrangement::FarKeys)),
             ("accumulators", cases.iter().any(|c| c.problem.rows() * 64.0 > f64::from(1u32 << 31))),
             ("keys", cases.iter().any(|c| c.problem.seqlen_k == 4 << 20)),
         ] {

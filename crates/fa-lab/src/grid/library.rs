@@ -3,7 +3,7 @@
 use fa_core::{Dtype, Mask, Problem};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
-use super::case::{Action, BASE, Case, DTYPES, Extent, MASKS, NamedSpec, Placing, Values, case};
+use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, NamedSpec, Values, case};
 
 /// The cases of the library's own choice of kernel.
 pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
@@ -14,7 +14,7 @@ pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(windows(full));
     cases.extend(scores());
     cases.extend(values());
-    cases.extend(placings(full));
+    cases.extend(arrangements(full));
     cases.extend(empties());
     cases.extend(sizes(full));
     cases.extend(actions(repeat));
@@ -153,15 +153,15 @@ fn values() -> Vec<Case> {
     cases
 }
 
-fn placings(full: bool) -> Vec<Case> {
-    let placings = [
-        Placing::Bhsd,
-        Placing::Gap(8),
-        Placing::Gap(72),
-        Placing::BhsdGap(8),
-        Placing::SharedBatch,
-        Placing::SharedHeads,
-        Placing::SharedRows,
+fn arrangements(full: bool) -> Vec<Case> {
+    let arrangements = [
+        Arrangement::Bhsd,
+        Arrangement::Gap(8),
+        Arrangement::Gap(72),
+        Arrangement::BhsdGap(8),
+        Arrangement::SharedBatch,
+        Arrangement::SharedHeads,
+        Arrangement::SharedRows,
     ];
     let mut problems = vec![
         Problem { seqlen_q: 113, seqlen_k: 203, heads_q: 6, heads_kv: 3, ..BASE },
@@ -173,7 +173,7 @@ fn placings(full: bool) -> Vec<Case> {
     }
     let mut cases = Vec::new();
     for problem in problems {
-        cases.extend(placings.map(|placing| Case { placing, ..case("strides", problem) }));
+        cases.extend(arrangements.map(|arrangement| Case { arrangement, ..case("strides", problem) }));
     }
     cases
 }
@@ -210,13 +210,13 @@ fn sizes(full: bool) -> Vec<Case> {
             "sizes",
             Problem { batch: 1, heads_q: 3000, heads_kv: 1000, seqlen_q: 65, seqlen_k: 65, ..BASE },
         ),
-        Case { placing: Placing::FarBatch, ..case("sizes", Problem { seqlen_q: 200, ..BASE }) },
+        Case { arrangement: Arrangement::FarBatch, ..case("sizes", Problem { seqlen_q: 200, ..BASE }) },
     ];
     if full {
         let far = Problem { seqlen_k: 128, heads_q: 2, heads_kv: 2, batch: 1, ..BASE };
-        cases.push(Case { placing: Placing::FarKeys, ..case("sizes", far) });
+        cases.push(Case { arrangement: Arrangement::FarKeys, ..case("sizes", far) });
         let narrow = Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..BASE };
-        cases.push(Case { placing: Placing::FarBatch, ..case("sizes", narrow) });
+        cases.push(Case { arrangement: Arrangement::FarBatch, ..case("sizes", narrow) });
         let long = Problem { batch: 1, seqlen_q: 16, seqlen_k: 4 << 20, heads_q: 1, heads_kv: 1, ..narrow };
         cases.push(case("sizes", long));
         cases.push(case("sizes", Problem { mask: Mask::CAUSAL, ..long }));
@@ -270,11 +270,11 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
                 softcap: spec.softcap.then_some(7.0),
                 ..BASE
             };
-            let placing = [Placing::Bshd, Placing::Bhsd, Placing::Gap(8)][turn % 3];
+            let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];
             let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
             // Gradients of long problems take the oracle seconds a head.
             if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
-                cases.push(Case { placing, kernel, pass: spec.kernel.pass(), ..case(group, problem) });
+                cases.push(Case { arrangement, kernel, pass: spec.kernel.pass(), ..case(group, problem) });
             }
         }
     }

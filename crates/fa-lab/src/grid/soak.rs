@@ -3,7 +3,7 @@
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 use fa_planner::plan::head_dims;
 
-use super::case::{self, Action, Case, Placing, Values};
+use super::case::{self, Action, Arrangement, Case, Values};
 use crate::random::Random;
 
 /// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
@@ -48,14 +48,14 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     };
     let softcap = (random.below(8) == 0).then(|| random.of(&[1.0, 10.0, 50.0]));
     let softmax_scale = (random.below(6) == 0).then(|| random.of(&[0.01, 0.2, 1.0]));
-    let placing = random.of(&[
-        Placing::Bshd,
-        Placing::Bshd,
-        Placing::Bhsd,
-        Placing::Gap(8),
-        Placing::BhsdGap(16),
-        Placing::SharedBatch,
-        Placing::SharedHeads,
+    let arrangement = random.of(&[
+        Arrangement::Bshd,
+        Arrangement::Bshd,
+        Arrangement::Bhsd,
+        Arrangement::Gap(8),
+        Arrangement::BhsdGap(16),
+        Arrangement::SharedBatch,
+        Arrangement::SharedHeads,
     ]);
     let problem = Problem {
         batch: random.of(&[1, 1, 2, 3, 9]),
@@ -70,13 +70,13 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
         softcap,
         softmax_scale,
     };
-    let values = match placing {
+    let values = match arrangement {
         // Broadcast tensors hold what their one row, head or entry holds.
-        Placing::SharedBatch | Placing::SharedHeads => Values::Normal,
+        Arrangement::SharedBatch | Arrangement::SharedHeads => Values::Normal,
         _ => random.of(&[Values::Normal, Values::Normal, Values::Rising, Values::Falling, Values::Spikes]),
     };
     let action = if random.below(16) == 0 { Action::Repeat(20) } else { Action::Once };
-    Case { placing, values, action, ..case::case("soak", problem) }
+    Case { arrangement, values, action, ..case::case("soak", problem) }
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use fa_attn::device::{DeviceOutput, Half};
 use fa_core::{Mask, Problem, Strides};
 use fa_cpu::compare::{self, Comparison, Verdict};
 use fa_cpu::reference::{self, low_precision};
@@ -10,7 +11,7 @@ use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
 use crate::random::Random;
-use crate::tensors::{Half, Inputs, Outputs};
+use crate::tensors::Inputs;
 
 /// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most, by and large.
 const BUDGET: f64 = 3e8;
@@ -73,7 +74,7 @@ impl<T: Half> Oracle<T> {
     ///
     /// # Errors
     /// Outputs that do not fit the problem.
-    pub fn judge(&self, problem: &Problem, outputs: &Outputs<T>) -> Result<Judgement, CpuError> {
+    pub fn judge(&self, problem: &Problem, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
         let Problem { seqlen_q, heads_q, head_dim_v, dtype, .. } = *problem;
         let mut out = Vec::with_capacity(self.out.len());
         let mut lse = Vec::with_capacity(self.lse.len());
@@ -89,16 +90,16 @@ impl<T: Half> Oracle<T> {
         let shape = [1, 1, lse.len(), head_dim_v];
         let of_out = compare::compare(shape, dtype, &out, &self.out, Some(&self.low))?.allowing(self.noise);
         let of_lse = compare::compare_lse([1, 1, lse.len()], dtype, &lse, &self.lse)?;
-        let place = |found: &Comparison, axis: usize| {
-            let position = found.first_mismatch.or(found.worst)?;
-            let (batch, row, head) = *at.get(position[axis])?;
-            Some(format!("batch {batch} row {row} head {head} column {}", position[3]))
+        let position = |found: &Comparison, axis: usize| {
+            let at_fault = found.first_mismatch.or(found.worst)?;
+            let (batch, row, head) = *at.get(at_fault[axis])?;
+            Some(format!("batch {batch} row {row} head {head} column {}", at_fault[3]))
         };
         let mut faults = Vec::new();
         for (name, found, axis) in [("O", &of_out, 2), ("LSE", &of_lse, 1)] {
             if found.verdict != Verdict::Pass {
-                let place = place(found, axis).unwrap_or_default();
-                faults.push(format!("{name}: {found}, at {place}"));
+                let position = position(found, axis).unwrap_or_default();
+                faults.push(format!("{name}: {found}, at {position}"));
             }
         }
         faults.extend(unwritten(problem, outputs));
@@ -129,7 +130,7 @@ impl<T: Half> Oracle<T> {
 }
 
 /// The first row that still holds NaN, or sees no key and is not 0 and -inf.
-fn unwritten<T: Half>(problem: &Problem, outputs: &Outputs<T>) -> Option<String> {
+fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<String> {
     let Problem { seqlen_q, seqlen_k, heads_q, head_dim_v, mask, .. } = *problem;
     let fault = outputs.out.par_chunks(head_dim_v).enumerate().find_map_first(|(index, values)| {
         let (batch, row, head) = (index / heads_q / seqlen_q, index / heads_q % seqlen_q, index % heads_q);
@@ -197,7 +198,7 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
 }
 
 /// The problem of some rows of one head by itself: keys that none of them sees are cut off behind, and the mask is moved so
-/// that the rows keep their place on the diagonal.
+/// that the rows keep their positions on the diagonal.
 fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
     let behind = problem.seqlen_q - rows.end;
     let (seqlen_k, moved) = match problem.mask.right {
@@ -284,12 +285,12 @@ mod tests {
         for problem in problems() {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let oracle = Oracle::new(&inputs, 1).unwrap();
-            let shapes = crate::tensors::shapes(&problem);
+            let shapes = fa_attn::device::shapes(&problem);
             let view = |i: usize, name| {
                 TensorRef::packed(name, &inputs.values[i], shapes[i], TensorLayout::Bshd).unwrap()
             };
             let low = low_precision::forward(&problem, &view(0, "q"), &view(1, "k"), &view(2, "v")).unwrap();
-            let good = Outputs { out: low.out, lse: low.lse, strays: 0 };
+            let good = DeviceOutput { out: low.out, lse: low.lse, strays: 0 };
             let found = oracle.judge(&problem, &good).unwrap();
             assert!(found.passed, "{problem:?}: {}", found.detail);
             let mut bad = good.clone();
@@ -298,7 +299,7 @@ mod tests {
             bad = good.clone();
             bad.lse[7] += 0.01;
             assert!(!oracle.judge(&problem, &bad).unwrap().passed || !good.lse[7].is_finite());
-            bad = Outputs { strays: 1, ..good };
+            bad = DeviceOutput { strays: 1, ..good };
             assert!(oracle.judge(&problem, &bad).unwrap().detail.contains("between the rows"));
         }
     }
@@ -311,7 +312,7 @@ mod tests {
         assert!(blocks.iter().any(|block| block.rows.start == 0));
         assert!(blocks.iter().any(|block| block.rows.end == 3000 && block.head == 1 && block.batch == 1));
         let rows = 2 * 2 * 3000;
-        let mut outputs = Outputs { out: vec![bf16::ZERO; rows * 16], lse: vec![0.0; rows], strays: 0 };
+        let mut outputs = DeviceOutput { out: vec![bf16::ZERO; rows * 16], lse: vec![0.0; rows], strays: 0 };
         assert_eq!(unwritten(&problem, &outputs), None);
         outputs.out[16 * 77] = bf16::NAN;
         assert!(unwritten(&problem, &outputs).unwrap().contains("row 38 head 1"));

@@ -3,6 +3,7 @@
 
 use std::sync::OnceLock;
 
+use fa_attn::device::{DeviceGradients, Half};
 use fa_core::{Problem, Strides};
 use fa_cpu::compare::{self, Verdict};
 use fa_cpu::reference::{self, low_precision};
@@ -11,7 +12,7 @@ use rayon::prelude::*;
 
 use super::forward::Judgement;
 use crate::random::Random;
-use crate::tensors::{Gradients, Half, Inputs};
+use crate::tensors::Inputs;
 
 /// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most, by and large.
 const BUDGET: f64 = 2e9;
@@ -109,7 +110,7 @@ impl<T: Half> GradientOracle<T> {
         &self,
         inputs: &Inputs<T>,
         dout: &[T],
-        gradients: &Gradients<T>,
+        gradients: &DeviceGradients<T>,
     ) -> Result<Judgement, CpuError> {
         let problem = &inputs.problem;
         let own = shapes(&part(problem));
@@ -275,7 +276,7 @@ mod tests {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let dout = random_dout::<bf16>(&inputs, 5);
             let oracle = GradientOracle::new(&inputs, &dout, 1).unwrap();
-            let [q, k, v, out] = crate::tensors::shapes(&problem);
+            let [q, k, v, out] = fa_attn::device::shapes(&problem);
             let view =
                 |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
             let low = low_precision::backward(
@@ -286,7 +287,7 @@ mod tests {
                 &view("dout", &dout, out),
             )
             .unwrap();
-            let good = Gradients { values: [low.dq, low.dk, low.dv], strays: 0 };
+            let good = DeviceGradients { values: [low.dq, low.dk, low.dv], strays: 0 };
             let found = oracle.judge(&inputs, &dout, &good).unwrap();
             assert!(found.passed, "{problem:?}: {}", found.detail);
             assert!(oracle.worst.get().is_none(), "the first draw is enough for itself");
@@ -300,7 +301,7 @@ mod tests {
                 bad.values[tensor][last] = bf16::NAN;
                 assert!(!oracle.judge(&inputs, &dout, &bad).unwrap().passed);
             }
-            assert!(!oracle.judge(&inputs, &dout, &Gradients { strays: 1, ..good }).unwrap().passed);
+            assert!(!oracle.judge(&inputs, &dout, &DeviceGradients { strays: 1, ..good }).unwrap().passed);
         }
     }
 

@@ -1,12 +1,13 @@
 //! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is timed.
 
+use fa_attn::device::{DeviceGradients, Half, shapes};
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
 
 use super::sample_rows::Judged;
-use crate::tensors::{Gradients, Half, Inputs};
+use crate::tensors::Inputs;
 
 /// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: weights and their gradients are
 /// rounded to 16 bits before they are summed. `fa validate` holds kernels to the exact rule; this is to find wrong ones.
@@ -45,7 +46,7 @@ impl SampleHead {
         if problem.batch == 0 || problem.heads_kv == 0 {
             return Ok(SampleHead { problem, gradients: Default::default() });
         }
-        let [q, k, v, out] = crate::tensors::shapes(&problem);
+        let [q, k, v, out] = shapes(&problem);
         let group = problem.group_size();
         let f32_of =
             |values: &[T], shape, heads| last_heads(values, shape, heads, |value: &T| value.to_f32());
@@ -53,7 +54,7 @@ impl SampleHead {
         let k = f32_of(&inputs.values[1], k, 1);
         let v = f32_of(&inputs.values[2], v, 1);
         let dout = f32_of(dout, out, group);
-        let [q_shape, k_shape, v_shape, out_shape] = crate::tensors::shapes(&own);
+        let [q_shape, k_shape, v_shape, out_shape] = shapes(&own);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
         let (q, k, v) = (view("q", &q, q_shape)?, view("k", &k, k_shape)?, view("v", &v, v_shape)?);
         let mut out = vec![0.0; out_shape.iter().product()];
@@ -76,8 +77,8 @@ impl SampleHead {
     ///
     /// # Errors
     /// [`CpuError`] when the gradients do not have the problem's size.
-    pub fn judge<T: Half>(&self, gradients: &Gradients<T>) -> Result<Judged, CpuError> {
-        let [q, k, v, _] = crate::tensors::shapes(&self.problem);
+    pub fn judge<T: Half>(&self, gradients: &DeviceGradients<T>) -> Result<Judged, CpuError> {
+        let [q, k, v, _] = shapes(&self.problem);
         let group = self.problem.group_size();
         let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: true };
         for (i, (shape, heads)) in [(q, group), (k, 1), (v, 1)].into_iter().enumerate() {
@@ -115,7 +116,7 @@ mod tests {
         let problem = Problem { heads_kv: 2, ..Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16) };
         let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
         let dout = random_dout::<bf16>(&inputs, 3);
-        let [q, k, v, out] = crate::tensors::shapes(&problem);
+        let [q, k, v, out] = shapes(&problem);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
         let low = fa_cpu::reference::low_precision::backward(
             &problem,
@@ -126,7 +127,7 @@ mod tests {
         )
         .unwrap();
         let head = SampleHead::new(&inputs, &dout).unwrap();
-        let good = Gradients { values: [low.dq, low.dk, low.dv], strays: 0 };
+        let good = DeviceGradients { values: [low.dq, low.dk, low.dv], strays: 0 };
         let judged = head.judge(&good).unwrap();
         assert!(judged.passed, "{judged:?}");
         for tensor in 0..3 {

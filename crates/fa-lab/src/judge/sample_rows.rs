@@ -1,5 +1,6 @@
 //! Is an output right? Judged on a few rows, so that a large problem is checked in a moment before it is timed.
 
+use fa_attn::device::{DeviceOutput, Half};
 use fa_core::{Mask, Problem, Strides};
 use fa_cpu::compare::{self, Comparison};
 use fa_cpu::reference::{self, low_precision};
@@ -8,7 +9,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::random::Random;
-use crate::tensors::{Half, Inputs, Outputs};
+use crate::tensors::Inputs;
 
 /// Query rows of a block.
 const ROWS: usize = 4;
@@ -63,8 +64,8 @@ impl SampleRows {
         let mut heads = vec![(0, 0), (batch - 1, heads_q - 1)];
         heads.extend((0..DRAWN).map(|_| (random.below(batch), random.below(heads_q))));
         let rows = ROWS.min(seqlen_q);
-        let places = [0, (seqlen_q - rows) / 2, seqlen_q - rows];
-        let wanted: Vec<_> = heads.iter().flat_map(|&head| places.map(|first| (head, first))).collect();
+        let placements = [0, (seqlen_q - rows) / 2, seqlen_q - rows];
+        let wanted: Vec<_> = heads.iter().flat_map(|&head| placements.map(|first| (head, first))).collect();
         let compute = |&((batch, head), first)| block(inputs, batch, head, first, rows);
         let blocks = wanted.par_iter().map(compute).collect::<Result<_, CpuError>>()?;
         Ok(SampleRows { problem, blocks })
@@ -79,7 +80,7 @@ impl SampleRows {
     ///
     /// # Errors
     /// [`CpuError`] when the output does not have the problem's size.
-    pub fn judge<T: Half>(&self, outputs: &Outputs<T>) -> Result<Judged, CpuError> {
+    pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
         let Problem { heads_q, seqlen_q, head_dim_v, dtype, .. } = self.problem;
         fa_cpu::check::check_len(
             "out",
@@ -114,7 +115,7 @@ impl SampleRows {
 /// The exact rows `first..first + rows` of one head, as a problem of their own.
 ///
 /// Masks are aligned at the bottom right: with the keys behind the last row's diagonal left out, the rows keep their
-/// places in it. A mask that looks to the right is cut off where its last row ends.
+/// placements in it. A mask that looks to the right is cut off where its last row ends.
 fn block<T: Half>(
     inputs: &Inputs<T>,
     batch: usize,

@@ -1,13 +1,14 @@
 //! The process that measures: it gets a problem and kernels, and says what it does before it does it.
 
+use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{KernelSpec, Problem};
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Bound, Device};
+use crate::device::bind_spec;
 use crate::error::{Error, Result};
 use crate::record::without_logs;
 use crate::runner::{Runner, Turns};
-use crate::tensors::{Half, with_half};
+use crate::tensors::with_half;
 use crate::worker::say;
 
 /// What a worker measures.
@@ -35,20 +36,20 @@ pub(crate) enum Event {
 /// # Errors
 /// What the GPU reports.
 pub(crate) fn work(job: &Job) -> Result<()> {
-    let device = Device::open()?;
+    let gpu = Gpu::open()?;
     with_half!(
         job.problem.dtype,
-        T => measure::<T>(&device, job),
+        T => measure::<T>(&gpu, job),
         else Err(Error::Request(format!("no GPU kernel computes in {}", job.problem.dtype)))
     )
 }
 
-fn measure<T: Half>(device: &Device, job: &Job) -> Result<()> {
+fn measure<T: Half>(gpu: &Gpu, job: &Job) -> Result<()> {
     let mut runner: Option<Runner<'_, T>> = None;
     let mut good: Vec<(usize, Bound)> = Vec::new();
     for (index, spec) in job.specs.iter().enumerate() {
         say(&Event::Begin(index))?;
-        let bound = match device.bind(&job.problem, spec, spec.kernel.pass()) {
+        let bound = match bind_spec(gpu, &job.problem, spec, spec.kernel.pass()) {
             Ok(bound) => bound,
             Err(error) => {
                 say(&Event::Bad(index, without_logs(&error.to_string())))?;
@@ -57,7 +58,7 @@ fn measure<T: Half>(device: &Device, job: &Job) -> Result<()> {
         };
         let runner = match &mut runner {
             Some(runner) => runner,
-            None => runner.insert(Runner::new(device, &job.problem, &bound)?),
+            None => runner.insert(Runner::new(gpu, &job.problem, &bound)?),
         };
         let judged = runner.check(&bound)?;
         if judged.passed {

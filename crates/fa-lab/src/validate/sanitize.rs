@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use fa_attn::device::Gpu;
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 use fa_kernels::toolchain;
 
@@ -12,9 +13,8 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::options::{Cases, Job, Options};
-use crate::device::Device;
 use crate::error::{Context, Error, Result};
-use crate::grid::{self, BASE, Case, Placing};
+use crate::grid::{self, Arrangement, BASE, Case};
 use crate::record::Provenance;
 use crate::worker::Program;
 
@@ -49,8 +49,8 @@ pub fn cases(pass: Pass) -> Vec<Case> {
             let dtype = [Dtype::Bf16, Dtype::F16][turn % 2];
             let problem =
                 Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
-            let placing = if turn == 4 { Placing::Gap(8) } else { Placing::Bshd };
-            let case = Case { placing, pass, ..grid::case("sanitize", problem) };
+            let arrangement = if turn == 4 { Arrangement::Gap(8) } else { Arrangement::Bshd };
+            let case = Case { arrangement, pass, ..grid::case("sanitize", problem) };
             if pass.is_backward() {
                 cases.push(Case { pass: Pass::DETERMINISTIC_BACKWARD, ..case.clone() });
             }
@@ -81,7 +81,7 @@ pub struct Report {
 /// # Errors
 /// Without a GPU or compute-sanitizer, or when it does not start.
 pub fn run(options: &Options, program: &Program) -> Result<Report> {
-    let family = options.family.unwrap_or(Family::native(Device::open()?.kernels.arch()));
+    let family = options.family.unwrap_or(Family::native(Gpu::open()?.arch()));
     let sanitizer = find().ok_or_else(|| {
         Error::Request(
             "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set CUDA_HOME"
@@ -100,7 +100,7 @@ pub fn run(options: &Options, program: &Program) -> Result<Report> {
     Ok(Report {
         kind: "sanitize",
         passed: tools.iter().all(|finding| finding.clean),
-        provenance: Provenance::new(&Device::open()?)?,
+        provenance: Provenance::new(&Gpu::open()?)?,
         family: family.to_string(),
         tools,
     })

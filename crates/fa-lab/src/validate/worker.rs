@@ -8,6 +8,7 @@ use std::any::Any;
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
+use fa_attn::device::Half;
 use fa_core::Pass;
 use fa_planner::plan::{PlanOptions, plan};
 use rayon::prelude::*;
@@ -17,7 +18,7 @@ use super::options::{Cases, Job};
 use super::select::select;
 use crate::error::{Error, Result, message};
 use crate::grid::{Action, Case, NamedSpec, soak};
-use crate::tensors::{Half, with_half};
+use crate::tensors::with_half;
 use crate::worker::EXIT_LOST;
 
 use session::{Found, Session};
@@ -33,7 +34,7 @@ pub(crate) fn work(job: &Job) -> Result<()> {
         return Ok(());
     }
     let finished: HashSet<&String> = job.finished.iter().collect();
-    let mut cases = select(&job.options, session.device.kernels.arch(), session.family)?;
+    let mut cases = select(&job.options, session.gpu.arch(), session.family)?;
     cases.retain(|case| !finished.contains(&case.name()));
     tell(&Event::Cases(cases.len()));
     compile(&session, &cases);
@@ -67,7 +68,7 @@ fn compile(session: &Session, cases: &[Case]) {
         .filter_map(|case| first_choice(session, case))
         .filter(|s| seen.insert(s.to_ron()))
         .collect();
-    new.par_iter().with_max_len(1).for_each(|spec| drop(session.device.kernels.load(spec)));
+    new.par_iter().with_max_len(1).for_each(|spec| drop(session.gpu.kernels.load(spec)));
 }
 
 /// Computes inputs and oracles that several cases share.
@@ -95,7 +96,7 @@ fn first_choice(session: &Session, case: &Case) -> Option<fa_core::KernelSpec> {
         None => {
             let family = Some(session.family);
             let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
-            let plans = plan(&case.problem, session.device.kernels.arch(), &options).ok()?;
+            let plans = plan(&case.problem, session.gpu.arch(), &options).ok()?;
             plans.into_iter().next().map(|plan| plan.spec)
         }
     }
@@ -124,7 +125,7 @@ fn run_case(session: &Session, case: &Case) {
         Err(error) => fate(Status::Failed, message(&error)),
     }));
     // After an illegal access nothing works in this process any more.
-    if session.device.synchronize().is_err() {
+    if session.gpu.synchronize().is_err() {
         std::process::exit(EXIT_LOST);
     }
 }

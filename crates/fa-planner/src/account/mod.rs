@@ -1,7 +1,7 @@
 //! What a kernel takes of an SM, by the exact account, and why it does not fit.
 
 pub mod panels;
-mod reason;
+pub(crate) mod reason;
 pub(crate) mod splits;
 
 use fa_core::{Arch, Kernel, KernelSpec};

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::tally::{Tally, tally};
+
 /// The products of the two passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MmaName {
@@ -96,7 +98,23 @@ pub struct Explain<S> {
     pub smem: Limit<S>,
 }
 
+/// The three limits, in the order in which they are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    MmaShape,
+    Registers,
+    Smem,
+}
+
 impl Reason {
+    const fn kind(&self) -> Kind {
+        match self {
+            Reason::MmaShape { .. } => Kind::MmaShape,
+            Reason::RegOverflow { .. } => Kind::Registers,
+            Reason::SmemOverflow { .. } => Kind::Smem,
+        }
+    }
+
     /// By how much the limit is missed, in the limit's own unit: to the nearest multiple, or above the budget.
     pub const fn shortfall(&self) -> u32 {
         match *self {
@@ -131,16 +149,15 @@ impl<S: Copy> Explain<S> {
         let none = Limit { rejected: 0, nearest: None };
         let candidates = feasible + rejected.len();
         let mut explain = Explain { candidates, feasible, mma_shape: none, registers: none, smem: none };
-        for miss in rejected {
-            let limit = match miss.reason {
-                Reason::MmaShape { .. } => &mut explain.mma_shape,
-                Reason::RegOverflow { .. } => &mut explain.registers,
-                Reason::SmemOverflow { .. } => &mut explain.smem,
+        let misses =
+            rejected.iter().map(|miss| (miss.reason.kind(), f64::from(miss.reason.shortfall()), *miss));
+        for Tally { limit, rejected, nearest } in tally(misses) {
+            let limit = match limit {
+                Kind::MmaShape => &mut explain.mma_shape,
+                Kind::Registers => &mut explain.registers,
+                Kind::Smem => &mut explain.smem,
             };
-            limit.rejected += 1;
-            if limit.nearest.is_none_or(|best| miss.reason.shortfall() < best.reason.shortfall()) {
-                limit.nearest = Some(*miss);
-            }
+            *limit = Limit { rejected, nearest: Some(nearest) };
         }
         explain
     }

@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 
+use fa_attn::device::{Bound, DeviceBackward, DeviceForward, DeviceGradients, DeviceOutput, Half};
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{Backward, Error, Forward};
 
 use super::session::{Found, Session};
-use crate::device::{Bound, Call, GradientCall};
+use crate::device::{place_backward, place_forward};
 use crate::error::Result;
 use crate::grid::{Action, Case};
 use crate::judge::forward::Oracle;
 use crate::judge::gradients::GradientOracle;
-use crate::tensors::{Gradients, Half, Inputs, Outputs, random_dout};
+use crate::tensors::{Inputs, random_dout};
 
 /// Inputs, dO and what must come of them.
 pub struct Made<T> {
@@ -35,8 +36,8 @@ pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
 
 /// What a case wrote.
 struct Runs<T> {
-    outputs: Outputs<T>,
-    gradients: Vec<Gradients<T>>,
+    outputs: DeviceOutput<T>,
+    gradients: Vec<DeviceGradients<T>>,
     fault: Option<String>,
 }
 
@@ -50,10 +51,10 @@ struct Job<'a, T> {
 
 impl<T: Half> Job<'_, T> {
     /// Tensors of both passes on `stream`, the forward run.
-    fn calls(&self, stream: &Arc<CudaStream>) -> Result<(Call<T>, GradientCall<T>), Error> {
-        let mut call = Call::new(stream, self.forward, &self.made.inputs)?;
+    fn calls(&self, stream: &Arc<CudaStream>) -> Result<(DeviceForward<T>, DeviceBackward<T>), Error> {
+        let mut call = place_forward(stream, self.forward, &self.made.inputs)?;
         call.run(self.forward, stream)?;
-        let gradients = GradientCall::new(stream, self.backward, &self.made.inputs, &self.made.dout)?;
+        let gradients = place_backward(stream, self.backward, &call, &self.made.inputs, &self.made.dout)?;
         Ok((call, gradients))
     }
 
@@ -76,7 +77,7 @@ impl<T: Half> Job<'_, T> {
         if times > 1 {
             all.push(gradients.read(stream)?);
         }
-        Ok(Runs { outputs: call.outputs(stream)?, gradients: all, fault })
+        Ok(Runs { outputs: call.read(stream)?, gradients: all, fault })
     }
 
     fn graph(&self, stream: &Arc<CudaStream>) -> Result<Runs<T>, Error> {
@@ -84,7 +85,7 @@ impl<T: Half> Job<'_, T> {
         // The first run loads what a capture must not.
         gradients.run(&call, self.backward, stream)?;
         let graph = gradients.capture(&call, self.backward, stream)?;
-        let mut all: Vec<Gradients<T>> = Vec::new();
+        let mut all: Vec<DeviceGradients<T>> = Vec::new();
         let mut fault = None;
         for turn in 0..3 {
             gradients.poison(stream)?;
@@ -94,16 +95,14 @@ impl<T: Half> Job<'_, T> {
                 fault = Some(format!("replay {} differs from the first", turn + 1));
             }
         }
-        Ok(Runs { outputs: call.outputs(stream)?, gradients: all, fault })
+        Ok(Runs { outputs: call.read(stream)?, gradients: all, fault })
     }
 }
 
-fn backward(session: &Session, case: &Case, deterministic: bool) -> Result<Backward, Error> {
-    let (kernels, problem) = (&session.device.kernels, &case.problem);
+fn bind(session: &Session, case: &Case, deterministic: bool) -> Result<Backward, fa_attn::Error> {
     match &case.kernel {
-        Some(named) => kernels.backward_with(problem, &named.spec),
-        None if session.is_native() => kernels.backward(problem, deterministic),
-        None => kernels.backward_of(problem, deterministic, session.family),
+        Some(named) => Ok(session.gpu.kernels.backward_with(&case.problem, &named.spec)?),
+        None => session.gpu.backward(&case.problem, deterministic, session.other_family()),
     }
 }
 
@@ -117,7 +116,7 @@ pub fn examine<T: Half>(
     forward: Forward,
     deterministic: bool,
 ) -> Result<Found> {
-    let backward = backward(session, case, deterministic)?;
+    let backward = bind(session, case, deterministic)?;
     if case.action == Action::Measure {
         return session.measure(case, &Bound::Backward(backward), Some(&forward));
     }
@@ -157,10 +156,10 @@ pub fn examine<T: Half>(
 
 fn act<T: Half>(session: &Session, action: Action, job: &Job<'_, T>) -> Result<Runs<T>> {
     const THREAD_RUNS: usize = 20;
-    let stream = || session.device.context().new_stream();
+    let stream = || session.gpu.context().new_stream();
     Ok(match action {
-        Action::Once => job.runs(&session.device.stream, 1)?,
-        Action::Repeat(times) => job.runs(&session.device.stream, times)?,
+        Action::Once => job.runs(&session.gpu.stream, 1)?,
+        Action::Repeat(times) => job.runs(&session.gpu.stream, times)?,
         Action::OwnStream => job.runs(&stream()?, 1)?,
         Action::Graph => job.graph(&stream()?)?,
         Action::Threads => {

@@ -1,13 +1,14 @@
 //! Cases of the forward.
 
+use fa_attn::device::{Bound, DeviceOutput, Half};
 use fa_kernels::Forward;
 
 use super::session::{Found, Session};
-use crate::device::{Bound, Call};
+use crate::device::place_forward;
 use crate::error::Result;
 use crate::grid::{Action, Case};
 use crate::judge::forward::Oracle;
-use crate::tensors::{Half, Inputs, Outputs};
+use crate::tensors::Inputs;
 
 /// Inputs and oracle of a case.
 pub struct Made<T> {
@@ -62,21 +63,21 @@ pub fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Res
 }
 
 fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
-    let stream = &session.device.stream;
+    let stream = &session.gpu.stream;
     match case.action {
         Action::Once => {
-            let mut call = session.device.call(forward, inputs)?;
+            let mut call = place_forward(stream, forward, inputs)?;
             call.run(forward, stream)?;
-            Ok(Runs::of(call.outputs(stream)?))
+            Ok(Runs::of(call.read(stream)?))
         }
         Action::Repeat(times) => {
-            let mut call = session.device.call(forward, inputs)?;
+            let mut call = place_forward(stream, forward, inputs)?;
             call.run(forward, stream)?;
-            let first = call.outputs(stream)?;
+            let first = call.read(stream)?;
             for turn in 1..times {
                 call.poison(stream)?;
                 call.run(forward, stream)?;
-                if !call.outputs(stream)?.same_bits(&first) {
+                if !call.read(stream)?.same_bits(&first) {
                     let fault = format!("run {} of {times} differs from the first", turn + 1);
                     return Ok(Runs { outputs: vec![first], fault: Some(fault) });
                 }
@@ -84,10 +85,10 @@ fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inpu
             Ok(Runs::of(first))
         }
         Action::OwnStream => {
-            let stream = session.device.context().new_stream()?;
-            let mut call = Call::new(&stream, forward, inputs)?;
+            let stream = session.gpu.context().new_stream()?;
+            let mut call = place_forward(&stream, forward, inputs)?;
             call.run(forward, &stream)?;
-            Ok(Runs::of(call.outputs(&stream)?))
+            Ok(Runs::of(call.read(&stream)?))
         }
         Action::Graph => graph(session, forward, inputs),
         Action::Threads => threads(session, forward, inputs),
@@ -96,15 +97,15 @@ fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inpu
 }
 
 fn graph<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
-    let stream = session.device.context().new_stream()?;
-    let mut call = Call::new(&stream, forward, inputs)?;
+    let stream = session.gpu.context().new_stream()?;
+    let mut call = place_forward(&stream, forward, inputs)?;
     let graph = call.capture(forward, &stream)?;
     let mut outputs = Vec::new();
     let mut fault = None;
     for turn in 0..5 {
         call.poison(&stream)?;
         graph.launch()?;
-        let replayed = call.outputs(&stream)?;
+        let replayed = call.read(&stream)?;
         match outputs.first() {
             None => outputs.push(replayed),
             Some(first) if !replayed.same_bits(first) => {
@@ -119,13 +120,13 @@ fn graph<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) -> R
 fn threads<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
     const RUNS: usize = 50;
     let work = || -> Result<_> {
-        let stream = session.device.context().new_stream()?;
-        let mut call = Call::new(&stream, forward, inputs)?;
+        let stream = session.gpu.context().new_stream()?;
+        let mut call = place_forward(&stream, forward, inputs)?;
         for _ in 0..RUNS {
             call.poison(&stream)?;
             call.run(forward, &stream)?;
         }
-        Ok(call.outputs(&stream)?)
+        Ok(call.read(&stream)?)
     };
     let outputs = std::thread::scope(|scope| {
         let threads = [scope.spawn(work), scope.spawn(work)];
@@ -138,12 +139,12 @@ fn threads<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) ->
 
 /// Outputs to be judged, and what else went wrong.
 struct Runs<T> {
-    outputs: Vec<Outputs<T>>,
+    outputs: Vec<DeviceOutput<T>>,
     fault: Option<String>,
 }
 
 impl<T> Runs<T> {
-    fn of(outputs: Outputs<T>) -> Runs<T> {
+    fn of(outputs: DeviceOutput<T>) -> Runs<T> {
         Runs { outputs: vec![outputs], fault: None }
     }
 }

@@ -4,22 +4,23 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use fa_attn::device::{Bound, Gpu};
 use fa_core::{Family, TensorLayout};
 use fa_kernels::Forward;
 use half::bf16;
 
-use crate::device::{Bound, Device, PassCall, Timing, median};
+use crate::device::{PassCall, Timing, calls, median, time};
 use crate::error::{Error, Result};
-use crate::grid::{Case, Placing};
+use crate::grid::{Arrangement, Case};
 use crate::tensors::{Inputs, random_dout};
 use crate::validate::event::{Event, tell};
 
 pub(super) struct Session {
-    pub device: Device,
+    pub gpu: Gpu,
     pub family: Family,
     /// One case at a time is on the GPU. Whoever holds it must not start work in rayon: that could take up another case,
     /// which would wait for the same lock.
-    gpu: Mutex<Timed>,
+    timed: Mutex<Timed>,
     /// Inputs and oracles of problems that several cases have, by [`Case::problem_name`].
     shared: HashMap<String, Box<dyn Any + Send + Sync>>,
 }
@@ -49,14 +50,14 @@ impl Session {
     /// # Errors
     /// Where there is no GPU, or it does not run the family.
     pub fn open(family: Option<Family>) -> Result<Session> {
-        let device = Device::open()?;
-        let family = family.unwrap_or(Family::native(device.kernels.arch()));
-        if !family.runs_on(device.kernels.arch()) {
-            let arch = device.kernels.arch();
+        let gpu = Gpu::open()?;
+        let family = family.unwrap_or(Family::native(gpu.arch()));
+        if !family.runs_on(gpu.arch()) {
+            let arch = gpu.arch();
             let message = format!("{arch} has no wgmma: use --arch sm80, whose kernels run there");
             return Err(Error::Request(message));
         }
-        Ok(Session { device, family, gpu: Mutex::default(), shared: HashMap::new() })
+        Ok(Session { gpu, family, timed: Mutex::default(), shared: HashMap::new() })
     }
 
     /// Keeps what several cases share, by [`Case::problem_name`].
@@ -71,23 +72,25 @@ impl Session {
 
     /// Puts a case on the GPU: the only one until the guard is dropped.
     pub fn begin(&self, case: &Case) -> impl Drop + '_ {
-        let guard: MutexGuard<'_, Timed> = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
+        let guard: MutexGuard<'_, Timed> = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
         tell(&Event::Begin(case.name()));
         guard
     }
 
-    pub fn forward(&self, case: &Case) -> Result<Forward, fa_kernels::Error> {
-        // The forward before a backward is the library's own.
-        let own = case.kernel.as_ref().filter(|_| !case.pass.is_backward()).map(|named| &named.spec);
-        if own.is_some() || case.pass.is_backward() || self.is_native() {
-            return self.device.forward(&case.problem, own);
+    /// The forward of a case.
+    pub fn forward(&self, case: &Case) -> Result<Forward, fa_attn::Error> {
+        let named = case.kernel.as_ref().filter(|_| !case.pass.is_backward());
+        match named {
+            Some(named) => Ok(self.gpu.kernels.forward_with(&case.problem, &named.spec)?),
+            // The forward before a backward is the library's own.
+            None if case.pass.is_backward() => self.gpu.forward(&case.problem, None),
+            None => self.gpu.forward(&case.problem, self.other_family()),
         }
-        self.device.kernels.forward_of(&case.problem, self.family)
     }
 
-    /// Whether the library's own choice is of the family that is validated.
-    pub fn is_native(&self) -> bool {
-        self.family == Family::native(self.device.kernels.arch())
+    /// The family that is validated where the library's own choice is of another.
+    pub fn other_family(&self) -> Option<Family> {
+        (self.family != Family::native(self.gpu.arch())).then_some(self.family)
     }
 
     /// Times the kernel on tensors that stay on the GPU for the next one.
@@ -96,11 +99,11 @@ impl Session {
         const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 5, sample_ms: 0.5 };
         let key = case.problem_name();
         let inputs = {
-            let timed = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
+            let timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
             (!timed.contains_key(&key)).then_some(())
         }
         .map(|()| Inputs::<bf16>::random(&case.problem, TensorLayout::Bshd, case.seed()));
-        let mut timed = self.gpu.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
         tell(&Event::Begin(case.name()));
         if let Some(inputs) = inputs
             && !timed.contains_key(&key)
@@ -108,17 +111,17 @@ impl Session {
             let calls = match (pass, forward) {
                 (Bound::Backward(backward), Some(forward)) => {
                     let dout = random_dout(&inputs, case.seed());
-                    self.device.calls(forward, Some((backward, &dout)), &inputs)?
+                    calls(&self.gpu, forward, Some((backward, &dout)), &inputs)?
                 }
-                (Bound::Forward(forward), _) => self.device.calls(forward, None, &inputs)?,
+                (Bound::Forward(forward), _) => calls(&self.gpu, forward, None, &inputs)?,
                 (Bound::Backward(_), None) => unreachable!("gradients are measured after a forward"),
             };
             timed.insert(key.clone(), calls);
         }
         let calls = timed.get_mut(&key).expect("inserted above, by this thread or another");
         // Kernels differ in their workspaces.
-        calls.iter_mut().try_for_each(|call| call.ready(pass, &self.device.stream))?;
-        let times = self.device.time(pass, calls, TIMING)?;
+        calls.iter_mut().try_for_each(|call| call.ready(pass, &self.gpu.stream))?;
+        let times = time(&self.gpu, pass, calls, TIMING)?;
         let ms = median(&times);
         let kernel = pass.spec().to_string();
         let rate = case.problem.flops(case.pass) / ms / 1e9;
@@ -127,11 +130,11 @@ impl Session {
     }
 
     pub fn check_memory(&self, case: &Case) -> Result<()> {
-        let (need, have) = (case.device_bytes(), self.device.context().total_mem()? as u64);
+        let (need, have) = (case.device_bytes(), self.gpu.context().total_mem()? as u64);
         if need > have / 10 * 8 {
             return Err(Error::NotTried(format!("needs {need} B of device memory, the GPU has {have} B")));
         }
-        if case.placing == Placing::SharedRows && case.problem.seqlen_k == 0 {
+        if case.arrangement == Arrangement::SharedRows && case.problem.seqlen_k == 0 {
             return Err(Error::NotTried("there are no keys to share".to_owned()));
         }
         Ok(())

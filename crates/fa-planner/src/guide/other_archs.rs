@@ -1,14 +1,18 @@
-//! `cargo xtask search --arch` for architectures other than sm90: tiles by the planner's own account and cost model.
+//! The same search for the architectures that the guide does not cover: tiles by the planner's own account and cost model.
 
-use std::fmt::Write as _;
+use std::fmt::Write;
 
 use fa_core::{Arch, Dtype, Kernel, Mask, Pass, Problem};
-use fa_planner::kernels::sm100_fwd as sm100;
-use fa_planner::plan::{self, PlanError, PlanOptions, Reason, RejectedSpec};
-use fa_planner::{HeadDims, Mode};
 use serde::{Deserialize, Serialize};
 
+use crate::account::Reason;
+use crate::head_dims::HeadDims;
+use crate::kernels::sm100_fwd::{self as sm100, Sm100Rejected};
+use crate::plan::{self, PlanError, PlanOptions, RejectedSpec};
 use crate::table::Table;
+use crate::tally::{Tally, tally};
+
+use super::mode::Mode;
 
 /// What is listed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -136,25 +140,18 @@ pub fn search(
     if mode != Mode::Bwd && arch.has_tcgen05() {
         let set = sm100::explore(&problem, arch, None)?;
         fwd.extend(set.plans.iter().map(sm100_row).filter(|row| listed(row.tile_m, row.tile_n)));
-        for miss in &set.rejected {
-            let tile = &miss.tile;
-            let tile_m = tile.q_tiles * sm100::Q_ROWS;
-            if listed(tile_m, tile.tile_n) {
-                let (stages, blocks) = (tile.kv_stages, tile.blocks_per_sm);
-                let name = format!("{tile_m}x{}, {stages} stages, {blocks} blocks per SM", tile.tile_n);
-                count(&mut explain.fwd, &name, &miss.reason);
-            }
-        }
+        let rejected = set.rejected.iter().filter(|miss| listed(miss.tile.tile_m(), miss.tile.tile_n));
+        explain.fwd = limits(rejected.map(|miss| (miss, &miss.reason)), shape_name);
     } else if mode != Mode::Bwd {
         let set = plan::explore(&problem, arch, &PlanOptions::default())?;
         fwd.extend(set.plans.iter().filter_map(sm80_row).filter(|row| listed(row.tile_m, row.tile_n)));
-        count_all(&mut explain.fwd, &set.rejected, listed);
+        explain.fwd = limits(listed_specs(&set.rejected, listed), |miss| miss.spec.to_string());
     }
     if mode != Mode::Fwd {
         let pass = Pass::BACKWARD;
         let set = plan::explore(&problem, arch, &PlanOptions { pass, ..PlanOptions::default() })?;
         bwd.extend(set.plans.iter().filter_map(bwd_row).filter(|row| listed(row.tile_m, row.tile_n)));
-        count_all(&mut explain.bwd, &set.rejected, listed);
+        explain.bwd = limits(listed_specs(&set.rejected, listed), |miss| miss.spec.to_string());
     }
     let HeadDims { head_dim, head_dim_v } = dims;
     Ok(Found { arch, head_dim, head_dim_v, fwd, bwd, explain: Some(explain) })
@@ -209,33 +206,35 @@ fn sm100_row(plan: &sm100::Sm100Plan) -> Row {
     }
 }
 
-/// Counts the rejections of kernels whose tiles are listed.
-fn count_all(limits: &mut Vec<Limit>, rejected: &[RejectedSpec], listed: impl Fn(u32, u32) -> bool) {
-    for miss in rejected {
+/// The rejected kernels whose tiles are listed.
+fn listed_specs(
+    rejected: &[RejectedSpec],
+    listed: impl Fn(u32, u32) -> bool,
+) -> impl Iterator<Item = (&RejectedSpec, &Reason)> {
+    let tile_is_listed = move |miss: &&RejectedSpec| {
         let (tile_m, tile_n) = miss.spec.tile();
-        if listed(tile_m, tile_n) {
-            count(limits, &miss.spec.to_string(), &miss.reason);
-        }
-    }
+        listed(tile_m, tile_n)
+    };
+    rejected.iter().filter(tile_is_listed).map(|miss| (miss, &miss.reason))
 }
 
-/// Counts a rejection for its limit, and keeps the one that misses by the smallest share.
-fn count(limits: &mut Vec<Limit>, name: &str, reason: &Reason) {
-    let share = |need: Option<u32>, have: Option<u32>| match (need, have) {
-        (Some(need), Some(have)) => f64::from(need) / f64::from(have.max(1)),
-        _ => f64::INFINITY,
+fn shape_name(miss: &Sm100Rejected) -> String {
+    let tile = &miss.tile;
+    let (stages, blocks) = (tile.kv_stages, tile.blocks_per_sm);
+    format!("{}x{}, {stages} stages, {blocks} blocks per SM", tile.tile_m(), tile.tile_n)
+}
+
+/// What each limit rejected, with the name of the nearest miss.
+fn limits<'a, T: 'a>(
+    misses: impl Iterator<Item = (&'a T, &'a Reason)>,
+    name: impl Fn(&T) -> String,
+) -> Vec<Limit> {
+    let misses = misses.map(|(miss, reason)| (reason.kind(), reason.excess(), (miss, reason)));
+    let report = |Tally { limit, rejected, nearest: (miss, reason) }: Tally<&str, (&T, &Reason)>| {
+        let (need, have) = reason.need_have().unzip();
+        Limit { limit: limit.into(), rejected, nearest: format!("{}: {reason}", name(miss)), need, have }
     };
-    let (need, have) = reason.need_have().unzip();
-    let nearest = format!("{name}: {reason}");
-    match limits.iter_mut().find(|limit| limit.limit == reason.kind()) {
-        Some(limit) => {
-            limit.rejected += 1;
-            if share(need, have) < share(limit.need, limit.have) {
-                (limit.nearest, limit.need, limit.have) = (nearest, need, have);
-            }
-        }
-        None => limits.push(Limit { limit: reason.kind().into(), rejected: 1, nearest, need, have }),
-    }
+    tally(misses).into_iter().map(report).collect()
 }
 
 impl Found {

@@ -1,0 +1,69 @@
+//! The time of a shape of the SM100 forward. The constants are assumptions: there is no kernel to measure.
+
+use fa_core::{Arch, ArchLimits, MaskKind, Problem};
+
+use crate::cost::constants::CostConstants;
+use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::schedule::{Queue, Work};
+
+use super::account::Sm100Account;
+use super::candidates::Q_ROWS;
+
+/// Predicts the forward of `problem` by a shape that fits `arch`.
+pub(super) fn predict(
+    problem: &Problem,
+    account: &Sm100Account,
+    arch: Arch,
+    constants: &CostConstants,
+) -> Cost {
+    let (tile_m, tile_n) = (account.tile.tile_m(), account.tile.tile_n);
+    let work = Work::of(problem, tile_m, tile_n, false);
+    let model = model(account, problem, &work, arch.limits(), constants);
+    evaluate(problem, tile_m, tile_n, &work, &model, arch.limits(), constants)
+}
+
+fn model(
+    account: &Sm100Account,
+    problem: &Problem,
+    work: &Work,
+    limits: &ArchLimits,
+    c: &CostConstants,
+) -> KernelModel {
+    let tile = &account.tile;
+    let resident = resident_blocks(work, tile.blocks_per_sm, limits);
+    let [q_tiles, tile_n, hd, hdv] =
+        [tile.q_tiles, tile.tile_n, tile.head_dim, tile.head_dim_v].map(f64::from);
+    let rows = q_tiles * f64::from(Q_ROWS);
+    let scores = rows * tile_n;
+    let tensor = resident * 2.0 * scores * (hd + hdv) / limits.tensor_flops / c.tensor_efficiency;
+    // Q K^T reads both operands from shared memory, P V only V; TMA writes K and V.
+    let bytes = 2.0;
+    let reads = rows * hd + q_tiles * tile_n * (hd + hdv);
+    let smem = resident * (reads + tile_n * (hd + hdv)) * bytes / limits.smem_bytes;
+    // Scores that do not fit the registers are read twice and their maximum taken apart.
+    let passes = if account.softmax_chunk < tile.tile_n { 1.0 } else { 0.0 };
+    let (cap_mufu, cap_ops) = if problem.softcap.is_some() { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let ops = c.softmax_ops + c.sm100_poly * c.poly_ops + cap_ops + passes;
+    let exp = resident * scores * softmax_clocks(limits, 1.0 - c.sm100_poly + cap_mufu, ops);
+    let products = overlap([tensor, smem], 4.0);
+    let in_turn = q_tiles * resident >= 2.0;
+    let exponent = c.sm100_overlap[usize::from(in_turn)];
+    let hidden = overlap([products, exp], exponent);
+    // A ring of fewer than three buffers cannot load ahead while K and V of a step are in use.
+    let wait = if tile.kv_stages < 3 { 0.5 * c.load_latency / resident } else { 0.0 };
+    let exposed = c.sm100_step + wait;
+    KernelModel {
+        head_dim: tile.head_dim,
+        head_dim_v: tile.head_dim_v,
+        sharing: 1.0,
+        queue: if MaskKind::of(&problem.mask) == MaskKind::Full { Queue::Fixed } else { Queue::LongestFirst },
+        resident,
+        tensor,
+        exp,
+        smem,
+        step: hidden + exposed,
+        mask: resident * scores * c.mask_ops / f32_lanes(limits),
+        exposed,
+        tile: c.sm100_tile + products + exp - hidden,
+    }
+}
