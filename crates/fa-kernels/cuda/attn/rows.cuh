@@ -1,5 +1,6 @@
 // Which query a row of a tile is.
 #pragma once
+#include "attn/seqlen.cuh"
 #include "params.cuh"
 
 namespace fa {
@@ -9,9 +10,9 @@ template <bool PackGqa>
 struct Rows {
     int group;  // heads that share the tile: the group size with packing, else 1
 
-    __device__ __forceinline__ explicit Rows(const FwdParams& params) : group(PackGqa ? params.shape.group_size : 1) {}
+    __device__ __forceinline__ explicit Rows(const ShapeParams& shape) : group(PackGqa ? shape.group_size : 1) {}
 
-    __device__ __forceinline__ int count(const FwdParams& params) const { return params.shape.seqlen_q * group; }
+    __device__ __forceinline__ int count(const Seqlen& seqlen) const { return seqlen.q() * group; }
 
     __device__ __forceinline__ int query(int row) const { return PackGqa ? row / group : row; }
 

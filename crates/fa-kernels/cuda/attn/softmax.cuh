@@ -16,17 +16,6 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + shuffle_xor(x, 2);
 }
 
-// cap * tanh(scale * s / cap), computed as cap * (1 - 2 / (1 + e^(2 scale s / cap))): tanh.approx is too coarse for f16.
-// `two_scale_log2_over_cap` is 2 log2(e) scale / cap.
-template <int N>
-__device__ __forceinline__ void cap_scores(float (&s)[N], float two_scale_log2_over_cap, float cap) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float e = exp2_approx(s[i] * two_scale_log2_over_cap);
-        s[i] = fmaf(-2.f * cap, reciprocal_approx(1.f + e), cap);
-    }
-}
-
 // How exponentials are computed: with base 2 and the scale folded into one multiply-add, or from scaled scores with base
 // e; by the special-function unit with subnormals flushed, or to full f32 accuracy.
 enum class Exponential { Base2Approx, Base2, NaturalApprox, Natural };

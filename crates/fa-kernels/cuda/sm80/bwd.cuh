@@ -3,12 +3,17 @@
 // of dQ. A warp then owns a larger part of each product, which is read from shared memory less often, and the exponentials of one
 // group run beside the products of the other.
 #pragma once
+#include "attn/bwd_epilogue.cuh"
+#include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
-#include "attn/softmax.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
+#include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -17,7 +22,6 @@
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
-#include "attn/bwd_postprocess.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "tile/copy_tile.cuh"
 
@@ -91,6 +95,7 @@ struct BwdGroup {
 
     BwdStorage<C>& smem;
     const BwdParams& params;
+    const Visibility<C.mask>& visible;
     const BwdTile& tile = smem.tile;
     const BlockRange& range = smem.range;
 
@@ -122,10 +127,9 @@ struct BwdGroup {
     __device__ __forceinline__ bool exists(BwdStep step) const { return step.head < tile.end_head; }
 
     template <class Tile, int Threads, int FirstThread>
-    __device__ __forceinline__ static void load(u32 to, const void* tensor, const RowStrides& strides, int batch, int head, int row, int end,
-                                                int columns) {
-        const u16* from = static_cast<const u16*>(tensor) + batch * strides.batch + head * strides.head;
-        TileCopy<Tile, Threads, FirstThread>{from, strides.seq, columns}.template start<true>(to, row, end);
+    __device__ __forceinline__ static void load(u32 to, const ConstTensor& tensor, int batch, int head, int row, int end, int columns) {
+        const u16* from = view(tensor).row(batch, 0, head);
+        TileCopy<Tile, Threads, FirstThread>{from, tensor.strides.seq, columns}.template start<true>(to, row, end);
     }
     // Statistics of a tile of queries, which exist beyond the end of the sequence.
     template <int FirstThread>
@@ -133,29 +137,29 @@ struct BwdGroup {
         const int thread = thread_index_volatile() - FirstThread;
         static_assert(C.tile_m / 4 <= L::kGroupThreads);
         if (thread >= C.tile_m / 4) return;
-        const float* from = stats + ((i64(tile.batch) * params.shape.heads_q + step.head) * params.m_blocks + step.block) * C.tile_m;
+        const float* from = stats + dq_tile(params, tile, step.head, step.block) * C.tile_m;
         cp_async_16(to + 16 * thread, from + 4 * thread, 16);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
-        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q.data, params.q.strides, tile.batch, step.head, step.block * C.tile_m,
-                                                  params.shape.seqlen_q, params.shape.head_dim);
+        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head, step.block * C.tile_m,
+                                                  visible.seqlen.q(), params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
-        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout.data, params.dout.strides, tile.batch, step.head,
-                                                   step.block * C.tile_m, params.shape.seqlen_q, params.shape.head_dim_v);
+        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head, step.block * C.tile_m,
+                                                   visible.seqlen.q(), params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
         const int key = tile.n_block * C.tile_n;
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k.data, params.k.strides, tile.batch, tile.kv_head, key,
-                                            params.shape.seqlen_k, params.shape.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v.data, params.v.strides, tile.batch, tile.kv_head, key,
-                                            params.shape.seqlen_k, params.shape.head_dim_v);
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key, visible.seqlen.k(),
+                                            params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key, visible.seqlen.k(),
+                                            params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -197,12 +201,12 @@ struct BwdGroup {
     }
 
     // D += A B, cut among the group's warps.
-    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB, class Beside = NothingBeside>
+    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB, class Interleave = NoInterleave>
     __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int block, int first = 0,
-                                                    const Beside& beside = {}) {
+                                                    const Interleave& interleave = {}) {
         const Here place(block);
         warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(d, A(Cut::first_m(place.warp), place.lane), a,
-                                                                 B(first + Cut::first_n(place.warp), place.lane), b, beside);
+                                                                 B(first + Cut::first_n(place.warp), place.lane), b, interleave);
     }
 
     // ---- A group's part of dQ ----
@@ -233,7 +237,7 @@ struct BwdGroup {
     };
     template <int Group>
     __device__ __forceinline__ DqAdder<Group> dq_adder(const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
-        const i64 index = (i64(tile.batch) * params.shape.heads_q + step.head) * params.m_blocks + step.block;
+        const i64 index = dq_tile(params, tile, step.head, step.block);
         const Here place(step.block);
         float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
@@ -242,7 +246,7 @@ struct BwdGroup {
     // Deterministic tiles add in turn, each group for itself.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            if (thread_index() == group * L::kGroupThreads) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, step.head, step.block, kDqParts);
+            if (thread_index() == group * L::kGroupThreads) wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, step.head, step.block, kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
@@ -250,7 +254,7 @@ struct BwdGroup {
         if constexpr (C.deterministic) {
             fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
-            if (thread_index() == group * L::kGroupThreads) pass_turn(params, tile, step.head, step.block);
+            if (thread_index() == group * L::kGroupThreads) signal_next(params, tile, step.head, step.block);
         }
     }
 
@@ -270,7 +274,7 @@ struct BwdGroup {
 
     // Writes a warp's share of dK or dV, or adds it to its accumulator.
     template <class Cut>
-    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum, void* gradient, const RowStrides& strides,
+    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum, const MutTensor& gradient,
                                            int tile_columns, int columns, float factor) const {
         const Here place;
         if (params.head_splits > 1) {
@@ -279,13 +283,13 @@ struct BwdGroup {
             return;
         }
         const int first = tile.n_block * C.tile_n;
-        u16* out = static_cast<u16*>(gradient) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
+        u16* out = view(gradient).row(tile.batch, first, tile.kv_head);
 #pragma unroll
         for (int f = 0; f < Cut::kFragments; ++f) {
             const int row = Cut::first_m(place.warp) + 16 * f + place.lane / 4;
-            const int left = params.shape.seqlen_k - first;
-            store_fragment_row<C.dtype, 0>(out + row * strides.seq, row < left, d[f], factor, Cut::first_n(place.warp), columns);
-            store_fragment_row<C.dtype, 1>(out + (row + 8) * strides.seq, row + 8 < left, d[f], factor, Cut::first_n(place.warp), columns);
+            const int left = visible.seqlen.k() - first;
+            store_fragment_row<C.dtype>(0, out + row * gradient.strides.seq, row < left, d[f], factor, Cut::first_n(place.warp), columns);
+            store_fragment_row<C.dtype>(1, out + (row + 8) * gradient.strides.seq, row + 8 < left, d[f], factor, Cut::first_n(place.warp), columns);
         }
     }
 };
@@ -301,21 +305,14 @@ struct BwdWeights : BwdGroup<C> {
     using CutDq = typename L::template CutDq<0>;
     using typename Base::Here;
     using typename Base::Stats;
-    using Base::params, Base::range, Base::smem, Base::tile;
-
-    // Scores become shares of the soft cap: tanh(scale * s / cap), as cap_scores() has it.
-    template <int N>
-    __device__ __forceinline__ static void cap_to_shares(float (&s)[N], float two_scale_log2_over_cap) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) s[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s[i] * two_scale_log2_over_cap)), 1.f);
-    }
+    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
 
     // A weight as it is kept until it is stored. With a soft cap: rounded, and beside it, rounded on its own, its product with the cap's
     // slope 1 - share^2. The second group could not find the slope again from the rounded weight: where the cap saturates, what is left
     // of it is far below that rounding. The share of a hidden score is -inf, its weight 0.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
-        return float_of_bits(pack<C.dtype>(p, p * fmaxf(fmaf(-share, share, 1.f), 0.f)));
+        return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
         if constexpr (C.softcap) {
@@ -336,22 +333,17 @@ struct BwdWeights : BwdGroup<C> {
         this->read_stats(lse, this->lse_buffer(step), step);
         const Here place(step.block);
         const bool masked = range.needs_mask(step.block);
-        // As in Place: not worked out before the loop.
-        const float cap = float_of_bits(bits_of_float(params.score.softcap) + (u32(step.block) >> 31));
-        const float scale_log2 = C.softcap ? cap * kLog2e : params.score.scale_log2;
+        const ScoreMod<C.softcap> score_mod{params.score};
+        const float scale_log2 = score_mod.shares_to_log2();
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
-            if constexpr (C.softcap) cap_to_shares(s[f], reciprocal_approx(cap) * 2.f * params.score.scale_log2);
+            score_mod.apply_as_shares(s[f]);
             if (masked) {
+                auto query_of = [&](int r) {
+                    return step.block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r + place.lane / 4;
+                };
                 const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int query = step.block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r + place.lane / 4;
-                    limits.begin[r] = keys_begin<C.mask>(params, query) - first_key;
-                    limits.end[r] = keys_end<C.mask>(params, query) - first_key;
-                }
-                mask_scores<C.mask == MaskKind::Window>(s[f], limits);
+                mask_tile(s[f], visible, query_of, first_key);
             }
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) {
@@ -388,10 +380,10 @@ struct BwdWeights : BwdGroup<C> {
         cp_async_commit();
     }
 
-    template <class Beside>
-    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step, const Beside& beside) const {
+    template <class Interleave>
+    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step, const Interleave& interleave) const {
         Base::template multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(dv, this->buffer(smem.p),
-                                                                                             this->do_buffer(step), step.block, 0, beside);
+                                                                                             this->do_buffer(step), step.block, 0, interleave);
     }
 
     __device__ __forceinline__ void walk() const {
@@ -421,7 +413,7 @@ struct BwdWeights : BwdGroup<C> {
                 multiply_dv(dv, step(), this->template dq_adder<0>(dq, before));
                 if (!first) this->end_turn(before, 0);
             } else {
-                multiply_dv(dv, step(), NothingBeside{});
+                multiply_dv(dv, step(), NoInterleave{});
             }
             if constexpr (C.do_stages == 1) named_barrier_arrive(kBarrierDs, L::kThreads);
             if (this->exists(step().next(range))) {
@@ -446,7 +438,7 @@ struct BwdWeights : BwdGroup<C> {
             this->template dq_adder<0>(dq, before).template round<1>(0);
             this->end_turn(before, 0);
         }
-        this->template finish<CutDv>(dv, params.dv_accum, params.dv.data, params.dv.strides, C.head_dim_v, params.shape.head_dim_v, 1.f);
+        this->template finish<CutDv>(dv, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v, 1.f);
     }
 };
 
@@ -461,7 +453,7 @@ struct BwdSlopes : BwdGroup<C> {
     using CutDq = typename L::template CutDq<1>;
     using typename Base::Here;
     using typename Base::Stats;
-    using Base::params, Base::range, Base::smem, Base::tile;
+    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
     static constexpr int kFirstThread = L::kGroupThreads;
 
     // dS from dP less dPsum and the first group's P, which the same thread of it has written; both are rounded.
@@ -527,7 +519,7 @@ struct BwdSlopes : BwdGroup<C> {
                 dk, this->buffer(smem.ds), this->q_buffer(step()), step().block, 0, this->template dq_adder<1>(dq, step()));
             this->end_turn(step(), 1);
         } while (this->advance(1));
-        this->template finish<CutDk>(dk, params.dk_accum, params.dk.data, params.dk.strides, C.head_dim, params.shape.head_dim, params.score.scale);
+        this->template finish<CutDk>(dk, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim, params.score.scale);
     }
 };
 
@@ -547,19 +539,22 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
         // Deterministic tiles are drawn: those that one may wait for have been drawn before it and are running.
         const int index = C.deterministic ? atomic_add(params.tile_counter, 1u) : cta_index();
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-        smem.range = query_range<C.mask, C.tile_m, C.tile_n>(params, smem.tile.n_block * C.tile_n);
+        const Visibility<C.mask> visible{params.shape, Seqlen(params.shape, smem.tile.batch)};
+        smem.range = query_blocks<C.tile_m, C.tile_n>(visible, smem.tile.n_block * C.tile_n);
         for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
     cta_sync();
+    const Seqlen seqlen(params.shape, smem.tile.batch);
+    const Visibility<C.mask> visible{params.shape, seqlen};
     if (smem.range.empty() || smem.tile.first_head >= smem.tile.end_head) {
-        store_no_gradient(params, smem.tile, C.tile_n);
+        store_zero_gradients(params, seqlen, smem.tile, C.tile_n, thread_index(), cta_threads());
         return;
     }
-    sm80::BwdGroup<C>{smem, params}.load_first({smem.tile.first_head, smem.range.begin});
+    sm80::BwdGroup<C>{smem, params, visible}.load_first({smem.tile.first_head, smem.range.begin});
     if (thread_index() < sm80::BwdLayout<C>::kGroupThreads) {
-        sm80::BwdWeights<C>{{smem, params}}.walk();
+        sm80::BwdWeights<C>{{smem, params, visible}}.walk();
     } else {
-        sm80::BwdSlopes<C>{{smem, params}}.walk();
+        sm80::BwdSlopes<C>{{smem, params, visible}}.walk();
     }
 }
 

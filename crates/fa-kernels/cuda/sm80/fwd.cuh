@@ -4,19 +4,23 @@
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/scheduler.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
-#include "ptx/mma_sync.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
 #include "tile/copy_tile.cuh"
 #include "tile/fragment.cuh"
 #include "tile/smem_tile.cuh"
+#include "tile/warp_product.cuh"
 
 namespace fa::sm80 {
 
@@ -72,6 +76,100 @@ __device__ __forceinline__ int own_row(int thread) {
     return thread / 32 * Traits<C>::kWarpRows + thread % 32 / 4;
 }
 
+// ---- Operands of the products, as warp_multiply() reads them -------------------------------------------------------------
+
+// Q, from shared memory, or from registers into which read_all() has put it.
+template <Sm80FwdConfig C>
+struct QOperand {
+    using T = Traits<C>;
+    using Registers = u32[C.q_in_regs ? C.head_dim / 16 : 1][T::kFragments][4];
+    static constexpr int kBlocks = T::kFragments;
+
+    Registers& registers;
+    FragmentReader<typename T::Q, Operand::A, C.ldmatrix> reader;
+    int first_row;
+
+    __device__ __forceinline__ QOperand(Registers& registers, int first_row) : registers(registers), first_row(first_row) {}
+
+    __device__ __forceinline__ void read_shared(u32 (&regs)[4], u32 address, int block, int step) const {
+        reader.read(regs, address + first_row * T::Q::kRowBytes, 16 * block, 16 * step);
+    }
+    __device__ __forceinline__ void read_all(u32 address) const {
+#pragma unroll
+        for (int step = 0; step < C.head_dim / 16; ++step) {
+#pragma unroll
+            for (int f = 0; f < T::kFragments; ++f) read_shared(registers[step][f], address, f, step);
+        }
+    }
+    __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
+        if constexpr (C.q_in_regs) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) regs[i] = registers[step][block][i];
+        } else {
+            read_shared(regs, address, block, step);
+        }
+    }
+};
+
+template <Sm80FwdConfig C>
+struct KOperand {
+    using T = Traits<C>;
+    static constexpr int kBlocks = C.tile_n / 16;
+    FragmentReader<typename T::K, Operand::BStoredNK, C.ldmatrix> reader;
+
+    __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
+        reader.read(regs, address, 16 * block, 16 * step);
+    }
+};
+
+template <Sm80FwdConfig C>
+struct VOperand {
+    using T = Traits<C>;
+    static constexpr int kBlocks = C.head_dim_v / 16;
+    FragmentReader<typename T::V, Operand::BStoredKN, C.ldmatrix> reader;
+
+    __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int block, int step) const {
+        reader.read(regs, address, 16 * step, 16 * block);
+    }
+};
+
+// P, packed from the registers of S: their order is that of an A operand already (PTX ISA, mma.m16n8k16 fragments).
+template <Sm80FwdConfig C>
+struct POperand {
+    using T = Traits<C>;
+    static constexpr int kBlocks = T::kFragments;
+    const float (&s)[T::kFragments][C.tile_n / 2];
+
+    __device__ __forceinline__ void read(u32 (&regs)[4], u32, int block, int step) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) regs[i] = pack<C.dtype>(s[block][8 * step + 2 * i], s[block][8 * step + 2 * i + 1]);
+    }
+};
+
+// The exponentials of the next 16 keys, between the products of these: the special-function units and the tensor cores work at the
+// same time.
+template <Sm80FwdConfig C>
+struct Exponentials {
+    using T = Traits<C>;
+    float (&s)[T::kFragments][C.tile_n / 2];
+    typename T::RowState (&rows)[T::kFragments];
+    float scale;
+
+    template <int Rounds>
+    __device__ __forceinline__ void round(int number) const {
+        constexpr int kSteps = C.tile_n / 16, kBlocks = Rounds / kSteps;
+        constexpr int kScores = 8 * T::kFragments, kShare = ceil_div(kScores, kBlocks);
+        const int k = number / kBlocks, n = number % kBlocks;
+#pragma unroll
+        for (int share = 0; share < kShare; ++share) {
+            const int score = n * kShare + share;
+            if (k + 1 < kSteps && score < kScores) {
+                rows[score / 8].template weigh<1>(s[score / 8], 8 * (k + 1) + score % 8, scale);
+            }
+        }
+    }
+};
+
 }  // namespace fa::sm80
 
 namespace fa {
@@ -90,22 +188,24 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     const Tile tile = tile_at<T::kOrder>(params, cta_index(), params.shape.heads_q);
     const int kv_head = tile.head / params.shape.group_size;
+    const Seqlen seqlen(params.shape, tile.batch);
+    const Visibility<C.mask> visible{params.shape, seqlen};
     const int first_query = tile.m_block * C.tile_m;
-    const int last_query = min(first_query + C.tile_m, params.shape.seqlen_q) - 1;
-    const BlockRange range = block_range<C.mask, C.tile_n>(params, first_query, last_query);
+    const int last_query = min(first_query + C.tile_m, seqlen.q()) - 1;
+    const BlockRange range = key_blocks<C.tile_n>(visible, first_query, last_query);
 
     const int warp_row = thread_index() / 32 * T::kWarpRows;  // the warp's first row within the tile
 
     if (range.empty()) {
         for (int f = 0; f < T::kFragments; ++f) {
             const int row = first_query + sm80::own_row<C>(thread_index()) + 16 * f;
-            store_nothing_seen<false>(params, row, tile.head, tile.batch);
+            store_nothing_seen<false>(params, seqlen, row, tile.head, tile.batch);
         }
         return;
     }
 
-    // Exponents are of 2 or of e; capped scores are scaled already.
-    const float scale = C.softcap ? (C.exp2 ? kLog2e : 1.f) : C.exp2 ? params.score.scale_log2 : params.score.scale;
+    const ScoreMod<C.softcap> score_mod{params.score};
+    const float scale = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
 
     float o[T::kFragments][C.head_dim_v / 2];
     float s[T::kFragments][C.tile_n / 2];
@@ -119,106 +219,41 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- Copies ----
 
-    const TileCopy<typename T::Q, T::kThreads> copy_q{
-        static_cast<const u16*>(params.q.data) + tile.batch * params.q.strides.batch + tile.head * params.q.strides.head,
-        params.q.strides.seq, params.shape.head_dim};
-    const TileCopy<typename T::K, T::kThreads> copy_k{
-        static_cast<const u16*>(params.k.data) + tile.batch * params.k.strides.batch + kv_head * params.k.strides.head,
-        params.k.strides.seq, params.shape.head_dim};
-    const TileCopy<typename T::V, T::kThreads> copy_v{
-        static_cast<const u16*>(params.v.data) + tile.batch * params.v.strides.batch + kv_head * params.v.strides.head,
-        params.v.strides.seq, params.shape.head_dim_v};
+    const TileCopy<typename T::Q, T::kThreads> copy_q{view(params.q).row(tile.batch, 0, tile.head), params.q.strides.seq,
+                                                      params.shape.head_dim};
+    const TileCopy<typename T::K, T::kThreads> copy_k{view(params.k).row(tile.batch, 0, kv_head), params.k.strides.seq,
+                                                      params.shape.head_dim};
+    const TileCopy<typename T::V, T::kThreads> copy_v{view(params.v).row(tile.batch, 0, kv_head), params.v.strides.seq,
+                                                      params.shape.head_dim_v};
     auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
     auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
     // Only the first block, the sequence's last, may run past the end of the keys.
     auto load = [&](int block, int stage) {
-        copy_k.template start<false>(stage_k(stage), block * C.tile_n, params.shape.seqlen_k);
-        copy_v.template start<false>(stage_v(stage), block * C.tile_n, params.shape.seqlen_k);
+        copy_k.template start<false>(stage_k(stage), block * C.tile_n, seqlen.k());
+        copy_v.template start<false>(stage_v(stage), block * C.tile_n, seqlen.k());
     };
-    auto load_first_k = [&] { copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, params.shape.seqlen_k); };
-    auto load_first_v = [&] { copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, params.shape.seqlen_k); };
-    auto load_q = [&] { copy_q.template start<true>(smem_q, first_query, params.shape.seqlen_q); };
+    auto load_first_k = [&] { copy_k.template start<true>(stage_k(0), (range.end - 1) * C.tile_n, seqlen.k()); };
+    auto load_first_v = [&] { copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k()); };
+    auto load_q = [&] { copy_q.template start<true>(smem_q, first_query, seqlen.q()); };
 
     // ---- Products ----
 
-    const FragmentReader<typename T::Q, Operand::A, C.ldmatrix> q_reader;
-    const FragmentReader<typename T::K, Operand::BStoredNK, C.ldmatrix> k_reader;
-    const FragmentReader<typename T::V, Operand::BStoredKN, C.ldmatrix> v_reader;
-    auto read_q = [&](u32 (&into)[T::kFragments][4], int k) {
-#pragma unroll
-        for (int f = 0; f < T::kFragments; ++f) {
-            q_reader.read(into[f], smem_q + warp_row * T::Q::kRowBytes, 16 * f, 16 * k);
-        }
-    };
-
-    // S = Q K^T. What the products use is read some blocks ahead, so that they need not wait for shared memory.
+    const sm80::QOperand<C> q_operand(q, warp_row);
+    const sm80::KOperand<C> k_operand;
+    const sm80::VOperand<C> v_operand;
     auto multiply_s = [&](u32 tile_k) {
-        constexpr int kSteps = C.head_dim / 16, kBlocks = C.tile_n / 16, kTotal = kSteps * kBlocks;
-        constexpr int kRing = T::kAhead + 1;
-        u32 b[kRing][4];
-        auto read_b = [&](int i) { k_reader.read(b[i % kRing], tile_k, i % kBlocks * 16, i / kBlocks * 16); };
-#pragma unroll
-        for (int i = 0; i < min_of(T::kAhead, kTotal); ++i) read_b(i);
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
 #pragma unroll
             for (int i = 0; i < C.tile_n / 2; ++i) s[f][i] = 0.f;
         }
-#pragma unroll
-        for (int i = 0; i < kTotal; ++i) {
-            const int k = i / kBlocks, n = i % kBlocks;
-            if (i + T::kAhead < kTotal) read_b(i + T::kAhead);
-            if constexpr (!C.q_in_regs) {
-                if (n == 0) read_q(q[0], k);
-            }
-#pragma unroll
-            for (int f = 0; f < T::kFragments; ++f) {
-                const auto& a = q[C.q_in_regs ? k : 0][f];
-                mma_m16n8k16<C.dtype>(s[f] + 8 * n, a, b[i % kRing][0], b[i % kRing][1]);
-                mma_m16n8k16<C.dtype>(s[f] + 8 * n + 4, a, b[i % kRing][2], b[i % kRing][3]);
-            }
-        }
+        warp_multiply<C.dtype, C.head_dim / 16, 0, T::kAhead>(s, q_operand, smem_q, k_operand, tile_k);
     };
-
-    // O += P V, where P are the weights of the scores in S. The exponentials of the next 16 keys stand between the products
-    // of these, so that the special-function units and the tensor cores work side by side.
     auto multiply_o = [&](u32 tile_v) {
-        constexpr int kSteps = C.tile_n / 16, kBlocks = C.head_dim_v / 16, kTotal = kSteps * kBlocks;
-        constexpr int kRing = T::kAhead + 1;
-        constexpr int kScores = 8 * T::kFragments, kShare = ceil_div(kScores, kBlocks);
-        u32 b[kRing][4];
-        auto read_b = [&](int i) { v_reader.read(b[i % kRing], tile_v, i / kBlocks * 16, i % kBlocks * 16); };
-#pragma unroll
-        for (int i = 0; i < min_of(T::kAhead, kTotal); ++i) read_b(i);
+        const sm80::Exponentials<C> exponentials{s, rows, scale};
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) rows[f].template weigh<8>(s[f], 0, scale);
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-            // Register order of S is already that of an A operand (PTX ISA, mma.m16n8k16 fragments).
-            u32 p[T::kFragments][4];
-#pragma unroll
-            for (int f = 0; f < T::kFragments; ++f) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) p[f][i] = pack<C.dtype>(s[f][8 * k + 2 * i], s[f][8 * k + 2 * i + 1]);
-            }
-#pragma unroll
-            for (int n = 0; n < kBlocks; ++n) {
-                const int i = k * kBlocks + n;
-                if (i + T::kAhead < kTotal) read_b(i + T::kAhead);
-#pragma unroll
-                for (int f = 0; f < T::kFragments; ++f) {
-                    mma_m16n8k16<C.dtype>(o[f] + 8 * n, p[f], b[i % kRing][0], b[i % kRing][1]);
-                    mma_m16n8k16<C.dtype>(o[f] + 8 * n + 4, p[f], b[i % kRing][2], b[i % kRing][3]);
-                }
-#pragma unroll
-                for (int share = 0; share < kShare; ++share) {
-                    const int score = n * kShare + share;
-                    if (k + 1 < kSteps && score < kScores) {
-                        rows[score / 8].template weigh<1>(s[score / 8], 8 * (k + 1) + score % 8, scale);
-                    }
-                }
-            }
-        }
+        warp_multiply<C.dtype, C.tile_n / 16, 0, T::kAhead>(o, sm80::POperand<C>{s}, 0, v_operand, tile_v, exponentials);
     };
 
     // ---- One block of keys ----
@@ -227,18 +262,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto prepare = [&](int block, bool mask) {
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
-            if constexpr (C.softcap) cap_scores(s[f], params.score.softcap_exponent, params.score.softcap);
+            score_mod.apply(s[f]);
             if (mask) {
                 const int thread = thread_index_volatile();
-                const int first = block * C.tile_n + 2 * (thread % 4);
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int query = first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r;
-                    limits.begin[r] = keys_begin<C.mask>(params, query) - first;
-                    limits.end[r] = keys_end<C.mask>(params, query) - first;
-                }
-                mask_scores<C.mask == MaskKind::Window>(s[f], limits);
+                auto query_of = [&](int r) { return first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r; };
+                mask_tile(s[f], visible, query_of, block * C.tile_n + 2 * (thread % 4));
             }
         }
     };
@@ -272,7 +300,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // Whether the warp's rows see nothing of a block.
     auto hidden = [&](int block) {
         const int first = first_query + warp_row, last = first + T::kWarpRows - 1;
-        return block * C.tile_n >= keys_end<C.mask>(params, last) || (block + 1) * C.tile_n <= keys_begin<C.mask>(params, first);
+        return block * C.tile_n >= visible.keys_end(last) || (block + 1) * C.tile_n <= visible.keys_begin(first);
     };
 
     // ---- Walk over the blocks, from the last to the first ----
@@ -311,8 +339,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         }
         cp_async_wait<kClear ? 1 : 0>();
         cta_sync();
-#pragma unroll
-        for (int k = 0; k < C.head_dim / 16; ++k) read_q(q[k], k);
+        q_operand.read_all(smem_q);
         cta_sync();
         if constexpr (!kClear) load_first_k();
     } else {
@@ -347,7 +374,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
         rows[f].finish(factor, lse);
-        store_output<C.dtype, false>(params, o[f], factor, lse, own_query + 16 * f, own.head, own.batch);
+        store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, own_query + 16 * f, own.head, own.batch);
     }
 }
 

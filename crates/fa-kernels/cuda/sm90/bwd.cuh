@@ -1,11 +1,16 @@
 // Attention backward for SM90: a block owns a tile of keys and walks the tiles of queries that see it. One warp loads by TMA,
 // the warp groups of the second role multiply by wgmma, and a warp for each of them adds its share of dQ to device memory.
 #pragma once
+#include "attn/bwd_epilogue.cuh"
+#include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
-#include "attn/softmax.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -18,7 +23,6 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
-#include "attn/bwd_postprocess.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/store_fragment.cuh"
@@ -127,14 +131,13 @@ __device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams
 template <Sm90BwdConfig C>
 __device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int block, int slice, int wg) {
     using T = BwdTraits<C>;
-    const i64 index = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + block;
-    return params.dq_accum + index * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
+    return params.dq_accum + dq_tile(params, tile, head, block) * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
 // Adds what warp group `wg` leaves in shared memory to device memory.
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
-                                           int wg) {
+__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params, const Visibility<C.mask>& visible,
+                                           const BwdTile& tile, const BlockRange& range, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
@@ -146,7 +149,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
                     if constexpr (C.deterministic) {
-                        if (slice == 0) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, C.num_wg);
+                        if (slice == 0) wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, block, C.num_wg);
                     }
                     bulk_add_f32(dq_share<C>(params, tile, head, block, slice, wg), share, T::DqOrder::kShare * 4);
                     bulk_commit();
@@ -157,7 +160,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             }
             if (C.deterministic && elected) {
                 bulk_wait();
-                pass_turn(params, tile, head, block);
+                signal_next(params, tile, head, block);
             }
         }
     }
@@ -178,6 +181,7 @@ struct BwdConsumer {
 
     BwdStorage<C>& smem;
     const BwdParams& params;
+    const Visibility<C.mask>& visible;
     const BwdTile& tile;
     const BlockRange& range;
     const int wg, warp, lane;
@@ -279,35 +283,24 @@ struct BwdConsumer {
 
     // The scores of a block of queries to weights, in place.
     __device__ __forceinline__ void weigh(int block) {
-        if constexpr (C.softcap) {
+        const ScoreMod<C.softcap> score_mod{params.score};
 #pragma unroll
-            for (int b = 0; b < S::kBlocks; ++b) cap_scores(s[b], params.score.softcap_exponent, params.score.softcap);
-        }
+        for (int b = 0; b < S::kBlocks; ++b) score_mod.apply(s[b]);
         if (range.needs_mask(block)) {
             const int first_query = block * C.tile_m, first_key = tile.n_block * C.tile_n;
-            constexpr bool kWindow = C.mask == MaskKind::Window;
 #pragma unroll
             for (int b = 0; b < S::kBlocks; ++b) {
                 const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
                 const int column = column_of_s() + 2 * (lane % 4);
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    if constexpr (C.sdp_swap_ab) {
-                        const int key = first_key + row + 8 * r;
-                        const int begin = queries_begin<C.mask>(params, key) - first_query - column;
-                        limits.begin[r] = key < params.shape.seqlen_k ? begin : C.tile_m;
-                        limits.end[r] = queries_end<C.mask>(params, key) - first_query - column;
-                    } else {
-                        const int query = first_query + row + 8 * r;
-                        limits.begin[r] = keys_begin<C.mask>(params, query) - first_key - column;
-                        limits.end[r] = keys_end<C.mask>(params, query) - first_key - column;
-                    }
+                if constexpr (C.sdp_swap_ab) {
+                    mask_tile_transposed<C.tile_m>(s[b], visible, first_key + row, first_query + column);
+                } else {
+                    auto query_of = [&](int r) { return first_query + row + 8 * r; };
+                    mask_tile(s[b], visible, query_of, first_key + column);
                 }
-                mask_scores<C.sdp_swap_ab || kWindow, !C.sdp_swap_ab || kWindow>(s[b], limits);
             }
         }
-        const float scale_log2 = C.softcap ? kLog2e : params.score.scale_log2;
+        const float scale_log2 = score_mod.to_log2();
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -335,8 +328,8 @@ struct BwdConsumer {
                     float ds = weight * (dp[b][4 * i + j] - dpsum[j]);
                     if constexpr (C.softcap) {
                         // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
-                        const float ratio = (log2_approx(weight) + lse[j]) * params.score.softcap_share;
-                        ds = weight > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
+                        const float slope = ScoreMod<C.softcap>{params.score}.slope(weight, lse[j]);
+                        ds = weight > 0.f ? ds * slope : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
                 }
@@ -394,7 +387,7 @@ struct BwdConsumer {
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, T::kConsumers);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, block, T::kConsumers);
             }
             float* share = dq_share<C>(params, tile, head, block, Slice, wg) + thread * 4;
 #pragma unroll
@@ -404,7 +397,7 @@ struct BwdConsumer {
                     red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
-            if (C.deterministic && Slice == C.dq_slices - 1) pass_turn(params, tile, head, block);
+            if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, block);
         }
     }
 
@@ -476,7 +469,7 @@ struct BwdConsumer {
             store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), own_lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
-        const int left = params.shape.seqlen_k - tile.n_block * C.tile_n;
+        const int left = visible.seqlen.k() - tile.n_block * C.tile_n;
         constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
 #pragma unroll 4
         for (int chunk = thread_index() - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
@@ -505,33 +498,14 @@ struct BwdConsumer {
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
             return;
         }
-        const i64 key = i64(tile.n_block) * C.tile_n;
-        u16* out_k = static_cast<u16*>(params.dk.data) + tile.batch * params.dk.strides.batch + key * params.dk.strides.seq +
-                     tile.kv_head * params.dk.strides.head;
-        u16* out_v = static_cast<u16*>(params.dv.data) + tile.batch * params.dv.strides.batch + key * params.dv.strides.seq +
-                     tile.kv_head * params.dv.strides.head;
+        u16* out_k = view(params.dk).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
+        u16* out_v = view(params.dv).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
         // The other warp groups have to be through with K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
         store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq, params.shape.head_dim_v, 1.f);
         store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq, params.shape.head_dim, params.score.scale);
     }
 };
-
-// Keys that no query sees: zeros. (Accumulators, where there are some, hold them already.)
-template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_store_nothing_seen(const BwdParams& params, const BwdTile& tile) {
-    if (params.head_splits > 1) return;
-    const int first = tile.n_block * C.tile_n, left = min(C.tile_n, params.shape.seqlen_k - first);
-    auto clear = [&](void* out, const RowStrides& strides, int columns) {
-        u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + i64(first) * strides.seq + tile.kv_head * strides.head;
-        const int chunks = columns / 8;
-        for (int chunk = thread_index() - 128; chunk < left * chunks; chunk += 128 * C.num_wg) {
-            *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
-        }
-    };
-    clear(params.dk.data, params.dk.strides, params.shape.head_dim);
-    clear(params.dv.data, params.dv.strides, params.shape.head_dim_v);
-}
 
 }  // namespace fa::sm90
 
@@ -564,7 +538,9 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     cta_sync();
     const int index = C.deterministic ? smem.ticket : cta_index();
     const BwdTile tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-    const BlockRange range = query_range<C.mask, C.tile_m, C.tile_n>(params, tile.n_block * C.tile_n);
+    const Seqlen seqlen(params.shape, tile.batch);
+    const Visibility<C.mask> visible{params.shape, seqlen};
+    const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
     const bool any = !range.empty() && tile.first_head < tile.end_head;
 
     if (warp < 4) {
@@ -572,16 +548,16 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
         if (any && warp == 0) {
             if (elect_one()) sm90::bwd_produce<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
         } else if (any && warp <= C.num_wg) {
-            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, tile, range, warp - 1);
+            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, visible, tile, range, warp - 1);
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (any) {
-            sm90::BwdConsumer<C> consumer{smem, params, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            sm90::BwdConsumer<C> consumer{smem, params, visible, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.walk();
             consumer.finish();
         } else {
-            sm90::bwd_store_nothing_seen<C>(params, tile);
+            store_zero_gradients(params, seqlen, tile, C.tile_n, thread_index() - 128, T::kConsumers);
         }
     }
 }

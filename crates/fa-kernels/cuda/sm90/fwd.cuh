@@ -5,7 +5,10 @@
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -138,21 +141,20 @@ __device__ __forceinline__ void retire_counter(const FwdParams& params) {
 }
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const Tile& tile) {
-    const Rows<C.pack_gqa> rows(params);
+__device__ __forceinline__ BlockRange tile_blocks(const Visibility<C.mask>& visible, const Rows<C.pack_gqa>& rows, const Tile& tile) {
     const int first = tile.m_block * C.tile_m;
-    const int last = min(first + C.tile_m, rows.count(params)) - 1;
-    return block_range<C.mask, C.tile_n>(params, rows.query(first), rows.query(last));
+    const int last = min(first + C.tile_m, rows.count(visible.seqlen)) - 1;
+    return key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
 }
 
 // The blocks that the 64 rows from `first` on within the tile see, of those that the tile walks: none right of their own
 // diagonal. Blocks left of a window are walked by all.
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange own_blocks(const FwdParams& params, const Tile& tile, const BlockRange& all, int first) {
-    const Rows<C.pack_gqa> rows(params);
+__device__ __forceinline__ BlockRange own_blocks(const Visibility<C.mask>& visible, const Rows<C.pack_gqa>& rows, const Tile& tile,
+                                                 const BlockRange& all, int first) {
     const int begin = tile.m_block * C.tile_m + first;
-    const int last = min(begin + 64, rows.count(params)) - 1;
-    BlockRange own = block_range<C.mask, C.tile_n>(params, rows.query(begin), rows.query(last));
+    const int last = min(begin + 64, rows.count(visible.seqlen)) - 1;
+    BlockRange own = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
     own.begin = all.begin;
     own.end = begin > last ? all.begin : min(own.end, all.end);
     return own;
@@ -174,7 +176,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const BlockRange range = tile_blocks<C>(params, tile);
+        const Seqlen seqlen(params.shape, tile.batch);
+        const BlockRange range = tile_blocks<C>(Visibility<C.mask>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
         auto load_q = [&] {
@@ -264,7 +267,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
     TileWalk<C> walk;
-    const float scale_log2 = C.softcap ? kLog2e : params.score.scale_log2;
+    const ScoreMod<C.softcap> score_mod{params.score};
+    const float scale_log2 = score_mod.to_log2();
 
     // Warp groups take turns at issuing products: group i waits for barrier 1 + i, then lets the next one go.
     auto wait_turn = [&] {
@@ -353,27 +357,22 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const BlockRange all = tile_blocks<C>(params, tile);
+        const Seqlen seqlen(params.shape, tile.batch);
+        const Visibility<C.mask> visible{params.shape, seqlen};
+        const Rows<C.pack_gqa> rows(params.shape);
+        const BlockRange all = tile_blocks<C>(visible, rows, tile);
         BlockRange range = all;
-        if constexpr (T::kPasses) range = own_blocks<C>(params, tile, all, 64 * wg);
+        if constexpr (T::kPasses) range = own_blocks<C>(visible, rows, tile, all, 64 * wg);
         const int passed = all.end - range.end;
-        const Rows<C.pack_gqa> rows(params);
         const int row = tile.m_block * C.tile_m + own_row;
         Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
 
         // Scores to capped and masked scores.
         auto prepare = [&](int block) {
-            if constexpr (C.softcap) cap_scores(s, params.score.softcap_exponent, params.score.softcap);
+            score_mod.apply(s);
             if (range.needs_mask(block)) {
-                const int first = block * C.tile_n + own_column;
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int query = rows.query(row + 8 * r);
-                    limits.begin[r] = keys_begin<C.mask>(params, query) - first;
-                    limits.end[r] = keys_end<C.mask>(params, query) - first;
-                }
-                mask_scores<C.mask == MaskKind::Window>(s, limits);
+                auto query_of = [&](int r) { return rows.query(row + 8 * r); };
+                mask_tile(s, visible, query_of, block * C.tile_n + own_column);
             }
         };
 
@@ -487,7 +486,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
-            store_output<C.dtype, C.pack_gqa>(params, o, factor, lse, row, tile.head, tile.batch);
+            store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
         } else {
             if constexpr (T::kPasses) {
                 if (passed > 0) {
@@ -502,7 +501,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     q_state.advance();
                 }
             }
-            store_nothing_seen<C.pack_gqa>(params, row, tile.head, tile.batch);
+            store_nothing_seen<C.pack_gqa>(params, seqlen, row, tile.head, tile.batch);
         }
         index = walk.follow(smem, params, index, elected);
     }

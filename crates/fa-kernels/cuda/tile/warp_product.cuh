@@ -36,16 +36,18 @@ struct WarpOperand {
     }
 };
 
-struct NothingBeside {
+// Nothing runs between the products.
+struct NoInterleave {
     template <int Rounds>
     __device__ __forceinline__ void round(int) const {}
 };
 
-// D += A B over `Steps` contraction steps; accumulators by m16 fragment. What the products use is read ahead of them: A by `AheadA`
-// steps (0 or 1), B by `AheadB` blocks. Each of the Rounds = Steps * B::kBlocks rounds also calls `beside`'s round<Rounds>(number).
-template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Beside = NothingBeside>
+// D += A B over `Steps` contraction steps of 16; accumulators by m16 fragment. Operands are read ahead of the products that use them:
+// A by `AheadA` steps (0 or 1), B by `AheadB` blocks. After each of the Rounds = Steps * B::kBlocks rounds of products runs
+// `interleave.round<Rounds>(number)`.
+template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Interleave = NoInterleave>
 __device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlocks], const A& a, u32 address_a, const B& b, u32 address_b,
-                                              const Beside& beside = {}) {
+                                              const Interleave& interleave = {}) {
     constexpr int kBlocks = B::kBlocks, kTotal = Steps * kBlocks;
     constexpr int kAhead = min_of(AheadB, kTotal), kRingA = AheadA + 1, kRingB = kAhead + 1;
     u32 of_a[kRingA][A::kBlocks][4], of_b[kRingB][4];
@@ -68,7 +70,7 @@ __device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlo
             mma_m16n8k16<T>(d[f] + 8 * n, of_a[step % kRingA][f], of_b[i % kRingB][0], of_b[i % kRingB][1]);
             mma_m16n8k16<T>(d[f] + 8 * n + 4, of_a[step % kRingA][f], of_b[i % kRingB][2], of_b[i % kRingB][3]);
         }
-        beside.template round<kTotal>(i);
+        interleave.template round<kTotal>(i);
     }
 }
 
