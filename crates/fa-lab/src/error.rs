@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use fa_attn::atomic_file::WriteError;
 use fa_core::ProblemError;
 use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
@@ -28,13 +29,8 @@ pub enum Error {
         source: io::Error,
     },
     /// A file cannot be written.
-    #[error("cannot write {}: {reason}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
+    #[error(transparent)]
+    Write(#[from] WriteError),
     /// Compiling, loading or launching a kernel, or the driver itself.
     #[error(transparent)]
     Kernels(#[from] fa_kernels::Error),
@@ -95,7 +91,7 @@ impl Error {
         match self {
             Error::Request(_)
             | Error::Read { .. }
-            | Error::Write { .. }
+            | Error::Write(_)
             | Error::Oracle(_)
             | Error::Plan(_)
             | Error::Problem(_)

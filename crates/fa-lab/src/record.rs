@@ -1,9 +1,9 @@
 //! Records of what was validated where: which kernels, by the hash of their sources and spec, on which GPU.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use fa_attn::atomic_file;
 use fa_attn::device::Gpu;
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes, specs};
@@ -271,21 +271,8 @@ pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> Result<Pat
     let folder = results.join(folder);
     std::fs::create_dir_all(&folder).context(folder.display().to_string())?;
     let path = folder.join(name);
-    write_whole(&path, &without_logs(text))?;
+    atomic_file::write(&path, without_logs(text).as_bytes())?;
     Ok(path)
-}
-
-/// Puts a file of this text at `path` in one step.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let refuse = |reason: std::io::Error| Error::Write { path: path.to_owned(), reason: reason.to_string() };
-    let folder = path.parent().unwrap_or(Path::new("."));
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".fa-");
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    let mut file = builder.tempfile_in(folder).map_err(refuse)?;
-    file.write_all(text.as_bytes()).map_err(refuse)?;
-    file.persist(path).map_err(|e| refuse(e.error)).map(drop)
 }
 
 /// `2026-01-31T23:59:59Z`, of the system's clock.
