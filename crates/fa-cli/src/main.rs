@@ -9,7 +9,6 @@ mod flags;
 mod page;
 mod plan;
 mod safetensors;
-mod target;
 mod term;
 
 use std::io::{IsTerminal, Write};

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use fa_attn::atomic_file::WriteError;
 use fa_core::problem::ProblemError;
 use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
@@ -68,7 +69,7 @@ pub enum InputError {
         /// The tensor.
         name: String,
         /// Its shape.
-        got: Vec<u64>,
+        got: Vec<usize>,
         /// What would work.
         need: String,
     },
@@ -83,6 +84,12 @@ pub enum InputError {
     /// Options that contradict each other or ask for what is not there.
     #[error("{0}")]
     Usage(String),
+}
+
+impl From<WriteError> for InputError {
+    fn from(WriteError { path, source }: WriteError) -> InputError {
+        InputError::Target { path, reason: source.to_string() }
+    }
 }
 
 impl InputError {

@@ -7,7 +7,6 @@ use fa_lab::bench::{self, Options};
 use fa_lab::marks::Wanted;
 use fa_lab::spec_file;
 use fa_planner::Mode;
-use fa_planner::plan::serves;
 
 use super::args::BenchArgs;
 use super::{draw, table};
@@ -72,7 +71,7 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
 /// The kernel of a file, which has to compute at least one of the shapes: it would silently be in no row otherwise.
 fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> anyhow::Result<KernelSpec> {
     let spec = spec_file::read_spec_of(path, pass)?;
-    let mut reasons = shapes.iter().map(|problem| serves(problem, &spec).err());
+    let mut reasons = shapes.iter().map(|problem| spec.serves(problem).err());
     match reasons.next().flatten() {
         Some(reason) if reasons.all(|reason| reason.is_some()) => {
             let message = format!("{} computes none of the shapes: {reason}", path.display());
