@@ -3,13 +3,13 @@
 use fa_attn::{Element, Tensor};
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::TensorRef;
+use fa_lab::machine;
+use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
 use safetensors::Dtype as StoredDtype;
 
 use crate::flags::AttentionArgs;
-use crate::machine;
 use crate::safetensors::{Stored, TensorFile};
-use crate::shape::{head_dims, pair};
 use crate::term::failure::InputError;
 use crate::term::output::si;
 
