@@ -26,7 +26,7 @@ const GAIN: f64 = 1.01;
 /// Parts into which the query heads of a K/V head are divided, each a CTA of its own per tile of keys: 1 to the group's size.
 ///
 /// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see different numbers of
-/// queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer holds what is in use (NB-160). Parts
+/// queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer holds what is in use (NB-052). Parts
 /// keep them together and fill the GPU, but dK and dV are then summed up in f32 in device memory. The number with the least
 /// estimated time is taken; the constants reproduce the measured choice (`tests/splits.rs`), not the rates.
 ///
