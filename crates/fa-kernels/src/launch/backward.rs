@@ -155,7 +155,7 @@ impl Launches {
             return Err(Error::Mismatch { what: "pass", kernel, problem });
         };
         let panels = panels(spec);
-        let splits = head_splits(problem, traits.tile.1, deterministic, sms);
+        let splits = head_splits(problem, spec, arch, sms);
         let params = params(&traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
         let workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
