@@ -31,6 +31,7 @@ mod validate;
 /// What `fa plan` found, and its presentation.
 mod plan {
     pub mod backward;
+    pub mod guide;
     pub mod planned;
     pub mod tried;
 }
