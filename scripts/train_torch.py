@@ -1,6 +1,6 @@
-"""The transformer of `crates/fa-kernels/examples/train` in torch, in f64: prints the loss before each of 100 steps.
+"""The transformer of `crates/fa-attn/examples/train` in torch, in f64: prints the loss before each of 100 steps.
 
-    python3 scripts/train_torch.py > crates/fa-kernels/examples/train/torch.txt
+    python3 scripts/train_torch.py > crates/fa-attn/examples/train/torch.txt
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 WIDTH, HEADS, HIDDEN, BLOCKS, CONTEXT, BATCH, SPREAD, STEPS = 64, 2, 128, 2, 64, 4, 0.08, 100
-FOLDER = pathlib.Path(__file__).parent.parent / "crates/fa-kernels/examples/train"
+FOLDER = pathlib.Path(__file__).parent.parent / "crates/fa-attn/examples/train"
 
 
 class Generator:

@@ -1,5 +1,6 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
+use fa_attn::{Element, Tensor};
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::TensorRef;
 use half::{bf16, f16};
@@ -18,14 +19,14 @@ pub struct Inputs<T> {
     pub problem: Problem,
     /// The order of every tensor's axes.
     pub layout: TensorLayout,
-    /// `[batch, seqlen_q, heads_q, head_dim]` in BSHD terms, as all shapes here.
-    pub q: Vec<T>,
+    /// `[batch, seqlen_q, heads_q, head_dim]`.
+    pub q: Tensor<T>,
     /// `[batch, seqlen_k, heads_kv, head_dim]`.
-    pub k: Vec<T>,
+    pub k: Tensor<T>,
     /// `[batch, seqlen_k, heads_kv, head_dim_v]`.
-    pub v: Vec<T>,
+    pub v: Tensor<T>,
     /// `[batch, seqlen_q, heads_q, head_dim_v]`.
-    pub dout: Option<Vec<T>>,
+    pub dout: Option<Tensor<T>>,
 }
 
 /// [`Inputs`] of whichever type the file holds.
@@ -69,58 +70,41 @@ impl AnyInputs {
     }
 }
 
-impl<T: Stored> Inputs<T> {
+impl<T: Element + Stored> Inputs<T> {
     fn read(
         file: &TensorFile,
         problem: Problem,
         layout: TensorLayout,
         backward: bool,
-    ) -> Result<Self, InputError> {
+    ) -> anyhow::Result<Self> {
+        use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+        let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
+            Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
+        };
         Ok(Inputs {
             problem,
             layout,
-            q: file.read("q")?,
-            k: file.read("k")?,
-            v: file.read("v")?,
-            dout: backward.then(|| file.read("dout")).transpose()?,
+            q: tensor("q", q_shape(&problem))?,
+            k: tensor("k", k_shape(&problem))?,
+            v: tensor("v", v_shape(&problem))?,
+            dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
         })
-    }
-
-    /// The shape as BSHD has it, whatever the layout.
-    fn view<'a>(
-        &self,
-        name: &'static str,
-        data: &'a [T],
-        shape: [usize; 4],
-    ) -> Result<TensorRef<'a, T>, fa_cpu::CpuError> {
-        TensorRef::packed(name, data, shape, self.layout)
-    }
-
-    /// Elements of the output.
-    pub fn out_len(&self) -> usize {
-        fa_cpu::check::out_shape(&self.problem).iter().product()
     }
 
     /// Views of Q, K and V.
     ///
     /// # Errors
     /// When a tensor is shorter than the problem says.
-    pub fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_cpu::CpuError> {
-        use fa_cpu::check::{k_shape, q_shape, v_shape};
-        Ok([
-            self.view("q", &self.q, q_shape(&self.problem))?,
-            self.view("k", &self.k, k_shape(&self.problem))?,
-            self.view("v", &self.v, v_shape(&self.problem))?,
-        ])
+    pub fn views(&self) -> Result<[TensorRef<'_, T>; 3], fa_attn::Error> {
+        Ok([self.q.view("q")?, self.k.view("k")?, self.v.view("v")?])
     }
 
     /// A view of dO, if it was read.
     ///
     /// # Errors
     /// When it is shorter than the problem says.
-    pub fn dout_view(&self) -> Result<Option<TensorRef<'_, T>>, fa_cpu::CpuError> {
-        let shape = fa_cpu::check::out_shape(&self.problem);
-        self.dout.as_deref().map(|dout| self.view("dout", dout, shape)).transpose()
+    pub fn dout_view(&self) -> Result<Option<TensorRef<'_, T>>, fa_attn::Error> {
+        self.dout.as_ref().map(|dout| dout.view("dout")).transpose()
     }
 }
 

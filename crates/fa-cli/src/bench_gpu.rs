@@ -136,9 +136,10 @@ fn measure(
 }
 
 /// Where no shape can be measured, as against one that no kernel computes.
-fn error_is_fatal(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Mismatch, Plan, Refused};
-    !matches!(error, Plan(_) | Mismatch { .. } | Refused { .. })
+fn error_is_fatal(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{Kernels, Plan};
+    use fa_kernels::Error::{Mismatch, Refused, SharedMemory};
+    !matches!(error, Plan(_) | Kernels(Mismatch { .. } | Refused { .. } | SharedMemory { .. }))
 }
 
 /// The kernel of `spec` for its own pass.
@@ -163,17 +164,13 @@ pub fn bind(
 }
 
 /// The kernels that run a shape: those given that compute it, or the library's choice.
-fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Bound>, fa_kernels::Error> {
+fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Bound>, fa_attn::Error> {
     if job.specs.is_empty() {
-        let kernels = &device.kernels;
-        let pass = match (job.pass, job.family) {
-            (Pass::Forward, None) => Bound::Forward(kernels.forward(problem)?),
-            (Pass::Forward, Some(family)) => Bound::Forward(kernels.forward_of(problem, family)?),
-            (Pass::Backward { deterministic }, None) => {
-                Bound::Backward(kernels.backward(problem, deterministic)?)
-            }
-            (Pass::Backward { deterministic }, Some(family)) => {
-                Bound::Backward(kernels.backward_of(problem, deterministic, family)?)
+        let gpu = device.gpu();
+        let pass = match job.pass {
+            Pass::Forward => Bound::Forward(gpu.forward(problem, job.family)?),
+            Pass::Backward { deterministic } => {
+                Bound::Backward(gpu.backward(problem, deterministic, job.family)?)
             }
         };
         return Ok(vec![pass]);
@@ -184,11 +181,11 @@ fn passes(device: &Device, problem: &Problem, job: &Job) -> Result<Vec<Bound>, f
         match bind(device, problem, spec, job.pass) {
             Ok(pass) => found.push(pass),
             Err(error @ fa_kernels::Error::Mismatch { .. }) => mismatch = Some(error),
-            Err(error) => return Err(error),
+            Err(error) => return Err(error.into()),
         }
     }
     match mismatch {
-        Some(error) if found.is_empty() => Err(error),
+        Some(error) if found.is_empty() => Err(error.into()),
         _ => Ok(found),
     }
 }

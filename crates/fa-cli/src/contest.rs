@@ -93,7 +93,7 @@ impl<'d, T: Half> Arena<'d, T> {
             }
             Bound::Backward(backward) => {
                 let dout = random_dout(&inputs, 1);
-                let forward = device.kernels.forward(problem)?;
+                let forward = device.forward(problem, None)?;
                 let calls = device.calls(&forward, Some((backward, &dout)), &inputs)?;
                 (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)
             }

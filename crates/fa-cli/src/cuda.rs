@@ -5,14 +5,15 @@ mod backward;
 
 use std::sync::Arc;
 
+use fa_attn::device::Gpu;
 use fa_core::{Arch, KernelSpec, Problem, Strides, TensorLayout};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUgraphInstantiate_flags, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{
-    CudaContext, CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError,
-    ValidAsZeroBits, result,
+    CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DriverError, ValidAsZeroBits,
+    result,
 };
 use fa_kernels::{
-    Backward, Element, Error, Forward, ForwardArgs, Input, Kernels, Output, RawForwardArgs, RawTensor, driver,
+    Backward, Element, Error, Forward, ForwardArgs, Input, Output, RawForwardArgs, RawTensor, driver,
 };
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
@@ -62,10 +63,15 @@ pub(crate) use with_half;
 
 /// A GPU with its kernels and the stream that everything here runs on.
 pub struct Device {
-    /// Plans, compiles and loads.
-    pub kernels: Kernels,
-    /// The stream of uploads, downloads, launches and timings.
-    pub stream: Arc<CudaStream>,
+    gpu: Gpu,
+}
+
+impl std::ops::Deref for Device {
+    type Target = Gpu;
+
+    fn deref(&self) -> &Gpu {
+        &self.gpu
+    }
 }
 
 /// What a GPU is, for records of measurements.
@@ -95,15 +101,18 @@ impl Device {
     /// # Errors
     /// [`Error::NoDriver`], [`Error::OldDriver`], [`Error::Driver`] where there is no GPU, [`Error::Device`] where it is
     /// too old: each says what to do.
-    pub fn open() -> Result<Device, Error> {
-        let context = driver::context(0)?;
-        let kernels = Kernels::new(&context)?;
-        Ok(Device { stream: context.default_stream(), kernels })
+    pub fn open() -> Result<Device, fa_attn::Error> {
+        Ok(Device::of(Gpu::open()?))
     }
 
-    /// The context.
-    pub fn context(&self) -> &Arc<CudaContext> {
-        self.kernels.context()
+    /// That of `gpu`.
+    pub fn of(gpu: Gpu) -> Device {
+        Device { gpu }
+    }
+
+    /// The GPU itself.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
     }
 
     /// What the GPU is.
@@ -129,10 +138,10 @@ impl Device {
     ///
     /// # Errors
     /// What planning, compiling and loading report.
-    pub fn forward(&self, problem: &Problem, spec: Option<&KernelSpec>) -> Result<Forward, Error> {
+    pub fn forward(&self, problem: &Problem, spec: Option<&KernelSpec>) -> Result<Forward, fa_attn::Error> {
         match spec {
-            Some(spec) => self.kernels.forward_with(problem, spec),
-            None => self.kernels.forward(problem),
+            Some(spec) => Ok(self.kernels.forward_with(problem, spec)?),
+            None => self.gpu.forward(problem, None),
         }
     }
 

@@ -13,7 +13,6 @@ mod flags;
 mod gpu;
 mod ladder;
 mod machine;
-mod on_gpu;
 mod page;
 mod peers;
 mod random;

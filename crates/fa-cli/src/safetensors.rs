@@ -9,6 +9,7 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use fa_attn::Tensor;
 use fa_cpu::Element;
 use half::{bf16, f16};
 use serde::Deserialize;
@@ -317,6 +318,12 @@ impl NewTensor {
         let mut bytes = Vec::with_capacity(size_of_val(values));
         values.iter().for_each(|&value| value.push_bytes(&mut bytes));
         NewTensor { name, dtype: T::TAG, shape: shape.to_vec(), bytes }
+    }
+
+    /// A tensor of attention, its axes in its own order.
+    pub fn of<T: Stored>(name: &'static str, tensor: &Tensor<T>) -> NewTensor {
+        let [batch, seqlen, heads, dim] = tensor.shape;
+        NewTensor::new(name, &tensor.layout.shape(batch, seqlen, heads, dim), &tensor.data)
     }
 }
 

@@ -11,8 +11,8 @@ mod worker;
 use std::path::PathBuf;
 
 use anyhow::Context;
+use fa_attn::tune::{self, TuneKey, Tuned, TunedEntry};
 use fa_core::{Family, Pass, Problem};
-use fa_kernels::tune::{self, TuneKey, Tuned, TunedEntry};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 
 use rayon::prelude::*;

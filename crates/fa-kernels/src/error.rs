@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
 use fa_core::{Arch, ProblemError, SpecError};
-use fa_planner::plan::PlanError;
+
+use crate::atomic_file::WriteError;
 
 /// An error of this crate. Each says what was asked, what the limit is and what would work.
 #[derive(Debug, thiserror::Error)]
@@ -91,14 +92,6 @@ pub enum Error {
         /// Why.
         reason: String,
     },
-    /// A table of tuned kernels cannot be read.
-    #[error("{path} is no table of tuned kernels: {reason}; remove it, or run `fa tune` anew", path = .path.display())]
-    BadTuned {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
     /// There is no CUDA driver.
     #[error("no CUDA driver (libcuda) found: install NVIDIA's driver, or use the CPU backend")]
     NoDriver,
@@ -131,9 +124,21 @@ pub enum Error {
     /// The problem contradicts itself.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// No kernel computes the problem.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
+    /// The kernel's shared memory is more than a CTA has.
+    #[error(
+        "{name} does not fit {arch}: shared memory: needs {need} B of {have} B ({} B too many)",
+        need - have
+    )]
+    SharedMemory {
+        /// The spec's name.
+        name: String,
+        /// The architecture.
+        arch: Arch,
+        /// Bytes needed.
+        need: u32,
+        /// Bytes that a CTA may use.
+        have: u32,
+    },
     /// A kernel does not compute the problem that it was asked to.
     #[error("{what}: the kernel computes {kernel}, not {problem}")]
     Mismatch {
@@ -234,6 +239,12 @@ pub enum Error {
         /// The driver's answer.
         source: DriverError,
     },
+}
+
+impl From<WriteError> for Error {
+    fn from(WriteError { path, source }: WriteError) -> Error {
+        Error::Io { path, source }
+    }
 }
 
 impl Error {

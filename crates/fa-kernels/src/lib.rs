@@ -1,7 +1,7 @@
 //! The GPU kernels: from a kernel spec to a launch.
 //!
 //! ```no_run
-//! use fa_core::{Dtype, Mask, Problem, TensorLayout};
+//! use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
 //! use fa_kernels::{ForwardArgs, Input, Kernels, Output, driver};
 //! use half::bf16;
 //!
@@ -9,9 +9,10 @@
 //! let stream = context.default_stream();
 //! let kernels = Kernels::new(&context)?;
 //!
-//! // Plans, compiles (below a second and a half; milliseconds from the cache) and loads.
+//! // Compiles (below a second and a half; milliseconds from the cache) and loads.
 //! let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
-//! let forward = kernels.forward(&problem)?;
+//! let spec = ShippedSpec::from_ron(&std::fs::read_to_string("forward.ron")?)?.spec;
+//! let forward = kernels.forward_with(&problem, &spec)?;
 //!
 //! let len = 2 * 4096 * 16 * 128;
 //! let strides = TensorLayout::Bshd.strides(4096, 16, 128);
@@ -35,7 +36,7 @@
 //! Gradients from what that left, in the same way:
 //!
 //! ```no_run
-//! # use fa_core::{Dtype, Mask, Problem, TensorLayout};
+//! # use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
 //! # use fa_kernels::{BackwardArgs, Input, Kernels, Output, driver};
 //! # use half::bf16;
 //! # let context = driver::context(0)?;
@@ -48,7 +49,8 @@
 //! # let (q, k, v, out, dout) = (make()?, make()?, make()?, make()?, make()?);
 //! # let (mut dq, mut dk, mut dv) = (make()?, make()?, make()?);
 //! # let lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
-//! let backward = kernels.backward(&problem, false)?;
+//! let spec = ShippedSpec::from_ron(&std::fs::read_to_string("backward.ron")?)?.spec;
+//! let backward = kernels.backward_with(&problem, &spec)?;
 //! // What is in it does not matter; its size follows from the problem, the kernel and the GPU.
 //! let mut workspace = stream.alloc_zeros::<u8>(backward.workspace_bytes().max(1))?;
 //! backward.run(&stream, BackwardArgs {
@@ -68,21 +70,19 @@
 //!
 //! The way through: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] makes a cubin of it, the [`Cache`] keeps
 //! it, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] or [`Backward`] binds it to a problem. [`Kernels`] does
-//! all of it.
+//! all of it for a spec of the caller's choice; `fa-attn` chooses the spec for a problem.
 //! A machine without a GPU goes as far as the cubin ([`ship`]); one without a compiler runs what a [`bundle`] holds.
 //!
 //! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and any CUDA
 //! library but the driver and NVRTC, both loaded at run time.
 
-mod choices;
+pub mod atomic_file;
 pub mod driver;
 mod error;
 mod jit;
 mod kernels;
 pub mod launch;
 pub mod specs;
-pub mod tune;
-mod whole;
 
 pub use cudarc;
 pub use error::Error;

@@ -5,6 +5,7 @@ pub mod args;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use fa_attn::{Element, Engine, Tensor};
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_planner::Mode;
 use half::{bf16, f16};
@@ -12,11 +13,10 @@ use serde::Serialize;
 
 use crate::attention::{self, Inputs};
 use crate::bench_gpu;
-use crate::compute::{Engine, Outputs};
+use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::flags::Backend;
 use crate::machine;
-use crate::on_gpu::Computed;
 use crate::random::Random;
 use crate::safetensors::Stored;
 use crate::shape::Shape;
@@ -82,11 +82,10 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let problems = args.shapes.problems(Dtype::F32)?;
     problems.iter().try_for_each(|problem| attention::check_memory(problem, args.mode != Mode::Fwd))?;
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
-    let first = problems.first().context("there is no shape to measure")?;
     let backend = if args.backend == Backend::Auto { Backend::Cpu } else { args.backend };
-    let pass = if args.mode.has_bwd() { Pass::BACKWARD } else { Pass::Forward };
-    let engine = Engine::new(backend, &args.cpu, first, pass)?;
-    let about = engine.report();
+    let first = problems.first().context("there is no shape to measure")?;
+    let engine = compute::engine(backend, &args.cpu)?;
+    let about = engine.bind(first, Pass::Forward)?.report();
     let machine = Machine {
         cpu: machine::cpu().name,
         backend: about.backend,
@@ -150,24 +149,30 @@ struct Timing {
     spec: String,
 }
 
-fn measure<T: Computed>(args: &BenchArgs, engine: &Engine, problem: &Problem) -> anyhow::Result<Vec<Timing>> {
+fn measure<T: Element + Stored>(
+    args: &BenchArgs,
+    engine: &Engine,
+    problem: &Problem,
+) -> anyhow::Result<Vec<Timing>> {
     let inputs = random_inputs::<T>(problem, args.mode != Mode::Fwd);
     let least = Duration::from_secs_f64(args.seconds.unwrap_or(SECONDS));
-    let about = engine.report();
+    let backward = (args.mode != Mode::Fwd).then_some(Pass::Backward { deterministic: false });
+    let calls = Calls::bind(engine, problem, backward)?;
+    let about = calls.forward.report();
     let spec = about.isa.map_or(about.backend.to_owned(), |isa| format!("{}-{isa}", about.backend));
     let mut outputs = Outputs::new(&inputs);
     let mut measured = Vec::new();
     // The forward runs once in any case: the backward needs its results.
-    let warm_up = engine.forward(&inputs, &mut outputs)?;
+    let warm_up = calls.forward(&inputs, &mut outputs)?;
     tracing::debug!(?problem, ?warm_up, "warm");
     if args.mode != Mode::Bwd {
-        let times = repeat(least, || engine.forward(&inputs, &mut outputs))?;
+        let times = repeat(least, || calls.forward(&inputs, &mut outputs))?;
         measured.push(Timing { kind: "fwd", flops: problem.flops_forward(), times, spec: spec.clone() });
     }
     if args.mode != Mode::Fwd {
-        engine.backward(&inputs, &mut outputs)?;
+        calls.backward(&inputs, &mut outputs)?;
         let times = repeat(least, || {
-            engine.backward(&inputs, &mut outputs)?.context("a backward was asked for without a gradient")
+            calls.backward(&inputs, &mut outputs)?.context("a backward was asked for without a gradient")
         })?;
         measured.push(Timing { kind: "bwd", flops: problem.flops_backward(), times, spec });
     }
@@ -188,16 +193,18 @@ fn repeat(
 }
 
 /// Inputs like those of a layer: independent, of about unit variance, the same on every run.
-fn random_inputs<T: Stored>(problem: &Problem, with_dout: bool) -> Inputs<T> {
+fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inputs<T> {
     use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
     let mut random = Random::new(1);
-    let mut tensor = |shape: [usize; 4]| -> Vec<T> {
-        (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect()
+    // Heads before positions, as the libraries that this is compared with have it.
+    let layout = TensorLayout::Bhsd;
+    let mut tensor = |shape: [usize; 4]| {
+        let data = (0..shape.iter().product()).map(|_| T::from_f32(random.normal())).collect();
+        Tensor { data, shape, layout }
     };
     Inputs {
         problem: *problem,
-        // Heads before positions, as the libraries that this is compared with have it.
-        layout: TensorLayout::Bhsd,
+        layout,
         q: tensor(q_shape(problem)),
         k: tensor(k_shape(problem)),
         v: tensor(v_shape(problem)),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use fa_attn::Element;
 use fa_core::{Dtype, Problem};
 use fa_cpu::compare::{self, Comparison};
 use fa_cpu::reference;
@@ -301,7 +302,9 @@ fn judge_by_inputs(
     Ok((problem, rows))
 }
 
-fn references<T: Stored>(inputs: &Inputs<T>) -> Result<BTreeMap<&'static str, Reference>, fa_cpu::CpuError> {
+fn references<T: Element + Stored>(
+    inputs: &Inputs<T>,
+) -> Result<BTreeMap<&'static str, Reference>, fa_attn::Error> {
     fn widen<T: Stored>(values: &[T]) -> Vec<f64> {
         values.iter().map(|&value| value.to_f64()).collect()
     }

@@ -4,15 +4,13 @@ mod time;
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Dtype, Mask, Pass, Problem, TensorLayout};
+use fa_attn::{Backend, CpuOptions, Engine, Tensor};
+use fa_core::{Arch, Dtype, Mask, Problem};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
 use serde::Serialize;
 
-use crate::attention::Inputs;
-use crate::compute::{Engine, Outputs};
-use crate::flags::{Backend, CpuArgs};
 use crate::term::failure::Verdict;
 use crate::term::output;
 use crate::{gpu, machine};
@@ -122,23 +120,17 @@ fn cpu_checks() -> Vec<Check> {
 fn attention_check() -> Check {
     const SEQLEN: usize = 96;
     let problem = Problem::square(1, SEQLEN, 2, 32, Mask::CAUSAL, Dtype::F32);
-    let wave = |factor: f32| (0..SEQLEN * 2 * 32).map(|i| (i as f32 * factor).sin()).collect::<Vec<f32>>();
-    let inputs = Inputs {
-        problem,
-        layout: TensorLayout::Bshd,
-        q: wave(0.37),
-        k: wave(0.71),
-        v: wave(0.13),
-        dout: None,
+    let wave = |factor: f32| {
+        let data = (0..SEQLEN * 2 * 32).map(|i| (i as f32 * factor).sin()).collect();
+        Tensor::new([1, SEQLEN, 2, 32], data)
     };
-    let compute = |backend| {
-        let engine = Engine::new(backend, &CpuArgs::default(), &problem, Pass::Forward)?;
-        let mut outputs = Outputs::new(&inputs);
-        engine.forward(&inputs, &mut outputs)?;
-        anyhow::Ok(outputs.out)
+    let compute = |backend| -> Result<Vec<f32>, fa_attn::Error> {
+        let engine = Engine::with(backend)?;
+        Ok(engine.attention(&wave(0.37)?, &wave(0.71)?, &wave(0.13)?, Mask::CAUSAL)?.out.data)
     };
-    let judged = compute(Backend::Cpu).and_then(|out| {
-        let exact: Vec<f64> = compute(Backend::Reference)?.into_iter().map(f64::from).collect();
+    let judged = compute(Backend::Cpu(CpuOptions::default())).and_then(|out| {
+        let reference = compute(Backend::Reference { threads: None })?;
+        let exact: Vec<f64> = reference.into_iter().map(f64::from).collect();
         let shape = fa_cpu::check::out_shape(&problem);
         Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.dtype, &out, &exact, None)?)
     });
@@ -153,7 +145,7 @@ fn attention_check() -> Check {
         ),
         Err(error) => Check::broken(
             "attention",
-            format!("{error:#}"),
+            error.to_string(),
             "please report this with the output of `fa doctor --json`",
         ),
     }

@@ -5,16 +5,14 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_core::{Arch, Dtype, Pass, Problem, TensorLayout};
+use fa_attn::{Call, Element};
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
-use fa_planner::cost::Bottleneck;
 use serde::Serialize;
 
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
-use crate::compute::{Engine, EngineReport, Outputs};
+use crate::compute::{self, Calls, Outputs};
 use crate::flags::{AttentionArgs, Backend, CpuArgs};
-use crate::on_gpu::Computed;
-use crate::plan::tried::Tried;
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::target::Target;
 use crate::term::failure::{InputError, Verdict};
@@ -44,9 +42,9 @@ pub struct RunArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub cpu: CpuArgs,
-    /// GPU architecture whose plan is shown
-    #[arg(long, default_value = "sm90")]
-    pub arch: Arch,
+    /// Gone: what runs is shown, and plans for other GPUs are those of `fa plan`
+    #[arg(long, hide = true)]
+    pub arch: Option<String>,
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
@@ -70,13 +68,14 @@ struct Report {
     problem: Problem,
     softmax_scale: f64,
     layout: TensorLayout,
-    gpu_plan: GpuPlan,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gpu_plan_backward: Option<GpuPlan>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cpu_plan: Option<CpuPlan>,
+    /// What ran the forward; the backward ran on the same backend.
     #[serde(flatten)]
-    engine: EngineReport,
+    engine: fa_attn::Report,
+    /// The GPU kernel that ran the backward.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kernel_backward: Option<String>,
     forward: Timing,
     #[serde(skip_serializing_if = "Option::is_none")]
     backward: Option<Timing>,
@@ -84,56 +83,6 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     difference_from_own_out: Option<Difference>,
     output: Option<PathBuf>,
-}
-
-/// The planner's first choice for a GPU.
-#[derive(Debug, Serialize)]
-struct GpuPlan {
-    arch: Arch,
-    /// The type planned for: the tensors', or bf16 where no GPU kernel computes in theirs.
-    dtype: Dtype,
-    #[serde(flatten)]
-    choice: Choice,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Choice {
-    /// The kernel.
-    Kernel { name: String, smem_bytes: u32, predicted_ms: f64, predicted_tflops: f64, bottleneck: Bottleneck },
-    /// Why there is none.
-    None { reason: String },
-}
-
-impl GpuPlan {
-    fn of(problem: &Problem, arch: Arch, pass: Pass) -> GpuPlan {
-        let dtype = if problem.dtype == Dtype::F32 { Dtype::Bf16 } else { problem.dtype };
-        let choice = match Tried::explore(&Problem { dtype, ..*problem }, arch, None, pass) {
-            Err(error) => Choice::None { reason: error.to_string() },
-            Ok(forward) => match forward.best() {
-                None => Choice::None { reason: "no kernel fits".to_owned() },
-                Some(best) => Choice::Kernel {
-                    name: best.name,
-                    smem_bytes: best.smem.total,
-                    predicted_ms: best.cost.seconds * 1e3,
-                    predicted_tflops: best.cost.tflops,
-                    bottleneck: best.cost.bottleneck,
-                },
-            },
-        };
-        GpuPlan { arch, dtype, choice }
-    }
-
-    fn text(&self) -> String {
-        match &self.choice {
-            Choice::Kernel { name, predicted_ms, predicted_tflops, bottleneck, .. } => format!(
-                "{name}, predicted {} ({predicted_tflops:.0} TFLOP/s, waits for {})",
-                si(predicted_ms * 1e-3, "s"),
-                bottleneck.name()
-            ),
-            Choice::None { reason } => format!("none: {reason}"),
-        }
-    }
 }
 
 /// How the CPU computes.
@@ -180,6 +129,11 @@ impl Timing {
 /// # Errors
 /// Bad input, an unwritable target, or what the backend reports.
 pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
+    if let Some(arch) = &args.arch {
+        let message =
+            format!("fa run shows the kernel that runs here: `fa plan --arch {arch}` shows one for {arch}");
+        return Err(InputError::Usage(message).into());
+    }
     let file = TensorFile::open(&args.input)?;
     let target = args.output.as_deref().map(Target::probe).transpose()?;
     if let Some(target) = &target {
@@ -202,7 +156,7 @@ fn refuse_same_file(input: &TensorFile, target: &Target) -> Result<(), InputErro
     Ok(())
 }
 
-fn compute<T: Computed>(
+fn compute<T: Element + Stored>(
     args: &RunArgs,
     file: &TensorFile,
     target: Option<&Target>,
@@ -210,23 +164,24 @@ fn compute<T: Computed>(
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
-    let deterministic = args.deterministic;
-    let pass = if args.backward { Pass::Backward { deterministic } } else { Pass::Forward };
-    let engine = progress::spinner("getting ready", || Engine::new(args.backend, &args.cpu, &problem, pass))?;
+    let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
+    let calls = progress::spinner("getting ready", || {
+        Calls::bind(&compute::engine(args.backend, &args.cpu)?, &problem, backward)
+    })?;
     let mut outputs = Outputs::new(inputs);
     let (forward_time, backward_time) = progress::spinner("computing attention", || {
-        let forward_time = engine.forward(inputs, &mut outputs)?;
-        anyhow::Ok((forward_time, engine.backward(inputs, &mut outputs)?))
+        let forward_time = calls.forward(inputs, &mut outputs)?;
+        anyhow::Ok((forward_time, calls.backward(inputs, &mut outputs)?))
     })?;
+    let kernel_backward = calls.backward.as_ref().and_then(Call::spec).map(ToString::to_string);
     let report = Report {
         input: args.input.clone(),
         problem,
         softmax_scale: problem.scale(),
         layout: inputs.layout,
-        gpu_plan: GpuPlan::of(&problem, args.arch, Pass::Forward),
-        gpu_plan_backward: args.backward.then(|| GpuPlan::of(&problem, args.arch, pass)),
-        cpu_plan: engine.cpu_plan(&problem)?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
-        engine: engine.report(),
+        cpu_plan: calls.forward.cpu_plan()?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
+        engine: calls.forward.report(),
+        kernel_backward,
         forward: Timing::new(forward_time, problem.flops_forward()),
         backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
         difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
@@ -235,7 +190,7 @@ fn compute<T: Computed>(
     if let Some(target) = target {
         let metadata = metadata(&problem, inputs.layout, report.engine.backend);
         target.write(|mut writer| {
-            safetensors::write(&mut writer, &outputs.tensors(inputs), &metadata).map_err(|e| {
+            safetensors::write(&mut writer, &outputs.tensors(&problem), &metadata).map_err(|e| {
                 InputError::Target { path: target.path().to_owned(), reason: e.to_string() }.into()
             })
         })?;
@@ -251,7 +206,7 @@ fn compute<T: Computed>(
     Ok(Verdict::Good)
 }
 
-fn difference_from_own_out<T: Stored>(
+fn difference_from_own_out<T: Element + Stored>(
     file: &TensorFile,
     inputs: &Inputs<T>,
     outputs: &Outputs<T>,
@@ -262,7 +217,7 @@ fn difference_from_own_out<T: Stored>(
     if !file.has("out") || file.entry("out")?.shape != stored {
         return Ok(None);
     }
-    let ours = attention::to_bshd(&outputs.out, shape, inputs.layout);
+    let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
     let theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
     let found = compare::compare::<T, T>(shape, inputs.problem.dtype, &ours, &theirs, None)?;
     Ok(Some(Difference::of(&found)))
@@ -291,21 +246,17 @@ fn text(report: &Report) -> String {
     };
     line("input", format!("{} ({})", report.input.display(), report.layout));
     line("problem", attention::describe(&report.problem));
-    let GpuPlan { arch, dtype, .. } = report.gpu_plan;
-    let note = if dtype == report.problem.dtype {
-        String::new()
-    } else {
-        format!(" in {dtype}, which GPUs compute in")
-    };
-    line("gpu plan", format!("{arch}{note}: {}", report.gpu_plan.text()));
-    if let Some(plan) = &report.gpu_plan_backward {
-        line("", format!("backward: {}", plan.text()));
-    }
     let tiles = report
         .cpu_plan
         .as_ref()
         .map_or(String::new(), |plan| format!(", tiles of {} queries x {} keys", plan.tile_m, plan.tile_n));
     line("backend", report.engine.text() + &tiles);
+    if let Some(kernel) = &report.engine.kernel {
+        line("kernel", kernel.clone());
+    }
+    if let Some(kernel) = &report.kernel_backward {
+        line("", format!("backward: {kernel}"));
+    }
     if let Some(reason) = &report.engine.gpu_passed_over {
         line("", format!("the GPU is passed over: {reason}"));
     }

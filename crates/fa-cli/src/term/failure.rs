@@ -115,6 +115,7 @@ impl InputError {
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
         cause.downcast_ref().is_some_and(asks_too_much)
+            || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
             || cause.is::<ProblemError>()
@@ -126,11 +127,30 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 
 /// Whether the GPU's library refuses what it is given, rather than failing at it.
 fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{BadTuned, Plan, Problem, Scale, Softcap, Spec, TooLong};
+    use fa_kernels::Error::{Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
     matches!(
         error,
-        BadTuned { .. } | Plan(_) | Problem(_) | Scale { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
+        Problem(_) | Scale { .. } | SharedMemory { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
     )
+}
+
+/// Whether the engine refuses what it is given, rather than failing at it.
+fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Pass, Plan, Problem, Read, Shape, Threads, Write,
+    };
+    match error {
+        BadTuned { .. }
+        | Cpu(_)
+        | Dtype { .. }
+        | Isa { .. }
+        | Length { .. }
+        | Plan(_)
+        | Problem(_)
+        | Shape { .. } => true,
+        Kernels(error) => asks_too_much(error),
+        Pass { .. } | Read { .. } | Threads { .. } | Write(_) => false,
+    }
 }
 
 /// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.

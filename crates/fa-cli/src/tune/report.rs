@@ -1,7 +1,7 @@
 //! Predictions beside measurements: does the cost model rank kernels as the GPU does?
 
+use fa_attn::tune::TuneKey;
 use fa_core::{KernelSpec, Pass, Problem};
-use fa_kernels::tune::TuneKey;
 use fa_planner::cost::rank_correlation;
 use serde::Serialize;
 

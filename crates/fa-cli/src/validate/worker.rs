@@ -145,6 +145,7 @@ struct Found {
 
 fn is_refused(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(Error::Refused { .. }))
+        || matches!(error.downcast_ref(), Some(fa_attn::Error::Kernels(Error::Refused { .. })))
 }
 
 /// Inputs and oracle of a case.
@@ -207,13 +208,13 @@ impl Worker {
         }
     }
 
-    fn forward(&self, case: &Case) -> Result<Forward, Error> {
+    fn forward(&self, case: &Case) -> Result<Forward, fa_attn::Error> {
         // The forward before a backward is the library's own.
         let own = case.kernel.as_ref().filter(|_| !case.pass.is_backward()).map(|named| &named.spec);
         if own.is_some() || case.pass.is_backward() || self.is_native() {
             return self.device.forward(&case.problem, own);
         }
-        self.device.kernels.forward_of(&case.problem, self.family)
+        self.device.gpu().forward(&case.problem, Some(self.family))
     }
 
     /// Whether the library's own choice is of the family that is validated.

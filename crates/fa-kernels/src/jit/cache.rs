@@ -18,10 +18,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::Error;
+use crate::atomic_file;
 use crate::jit::compile::{CompileFailure, Compiled, Compiler};
 use crate::jit::report::Report;
 use crate::jit::source::Source;
-use crate::whole;
 
 /// Names the cache's folder.
 pub const CACHE_VARIABLE: &str = "FA_CACHE_DIR";
@@ -282,7 +282,7 @@ impl Cache {
             return Ok(named(version));
         }
         let version = compiler.version()?;
-        if let Err(error) = whole::write(&file, version.as_bytes()) {
+        if let Err(error) = atomic_file::write(&file, version.as_bytes()) {
             tracing::debug!(%error, "the compiler's version is asked again next time");
         }
         Ok(named(version))
@@ -340,7 +340,8 @@ fn discard(folder: &Path) -> io::Result<()> {
     }
 }
 
-pub(crate) fn default_root() -> Option<PathBuf> {
+/// The folder of [`Cache::open_default`]: FA_CACHE_DIR, or one of the user's caches; `None` where there is neither.
+pub fn default_root() -> Option<PathBuf> {
     let from =
         |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);
     if let Some(named) = from(CACHE_VARIABLE) {

@@ -13,7 +13,7 @@ use crate::jit::cache::{Cache, hash};
 use crate::jit::compile::{Compiled, Compiler};
 use crate::jit::report::Report;
 use crate::jit::source::Source;
-use crate::{Error, Headers, smem_bytes, whole};
+use crate::{Error, Headers, atomic_file, smem_bytes};
 
 /// One spec for one architecture, as planned and as compiled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -158,13 +158,13 @@ fn build_one(
 pub fn write_bundle(built: &Built, compiler: &Compiler, folder: &Path) -> Result<Manifest, Error> {
     for (kernel, cubin) in &built.kernels {
         let file = folder.join(&kernel.file);
-        whole::write(&file, cubin).map_err(|e| Error::io(&file, e))?;
+        atomic_file::write(&file, cubin)?;
     }
     let kernels = built.kernels.iter().map(|(kernel, _)| kernel.clone()).collect();
     let manifest = Manifest { compiler: compiler.version()?, kernels };
     let text = ron::ser::to_string_pretty(&manifest, Default::default())
         .expect("plain structs of numbers and names always serialise");
     let path = folder.join(MANIFEST);
-    whole::write(&path, text.as_bytes()).map_err(|e| Error::io(&path, e))?;
+    atomic_file::write(&path, text.as_bytes())?;
     Ok(manifest)
 }

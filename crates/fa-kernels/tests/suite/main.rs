@@ -8,7 +8,6 @@ mod launches;
 mod package;
 mod shipped;
 mod toolchain;
-mod train;
 
 use std::process::Command;
 

@@ -9,6 +9,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::Context;
+use fa_attn::device::Gpu;
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use fa_kernels::cache::CACHE_VARIABLE;
 use fa_kernels::{Kernels, driver};
@@ -151,10 +152,9 @@ pub fn start() -> anyhow::Result<Verdict> {
     let context = driver::context(0)?;
     let context_ms = ms(began);
     let began = Instant::now();
-    let kernels = Kernels::new(&context)?;
-    let forward = kernels.forward(&problem())?;
+    let device = Device::of(Gpu::with(Kernels::new(&context)?));
+    let forward = device.forward(&problem(), None)?;
     let kernel = ms(began);
-    let device = Device { stream: context.default_stream(), kernels };
     let inputs = Inputs::<bf16>::random(&problem(), TensorLayout::Bshd, 1);
     let mut call = device.call(&forward, &inputs)?;
     device.synchronize()?;

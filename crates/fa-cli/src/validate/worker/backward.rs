@@ -94,12 +94,12 @@ impl<T: Half> Job<'_, T> {
 }
 
 impl Worker {
-    fn backward(&self, case: &Case, deterministic: bool) -> Result<Backward, Error> {
-        let (kernels, problem) = (&self.device.kernels, &case.problem);
+    fn backward(&self, case: &Case, deterministic: bool) -> Result<Backward, fa_attn::Error> {
+        let (gpu, problem) = (self.device.gpu(), &case.problem);
+        let family = (!self.is_native()).then_some(self.family);
         match &case.kernel {
-            Some(named) => kernels.backward_with(problem, &named.spec),
-            None if self.is_native() => kernels.backward(problem, deterministic),
-            None => kernels.backward_of(problem, deterministic, self.family),
+            Some(named) => Ok(gpu.kernels.backward_with(problem, &named.spec)?),
+            None => gpu.backward(problem, deterministic, family),
         }
     }
 

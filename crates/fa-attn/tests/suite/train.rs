@@ -14,10 +14,11 @@ mod model;
 fn losses_on_the_cpu_are_torchs() {
     let torch = include_str!("../../examples/train/torch.txt");
     let mut model = model::Model::new();
+    let attention = attention::Attention::cpu().unwrap();
     let mut last = f64::INFINITY;
     for (step, torch) in torch.lines().enumerate() {
         let torch: f64 = torch.parse().unwrap();
-        last = model.train(&attention::Attention::Cpu).unwrap();
+        last = model.train(&attention).unwrap();
         assert!((last - torch).abs() <= 3e-4, "step {step}: {last} for torch's {torch}");
     }
     assert!(last < 0.01, "the text is not learnt: {last}");

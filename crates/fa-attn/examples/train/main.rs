@@ -1,6 +1,6 @@
 //! Trains a two-layer causal transformer on a short text with our forward and backward, and prints its losses beside torch's.
 //!
-//! `cargo run --release -p fa-kernels --example train [-- cuda]`: on the CPU in f32, or attention on the GPU in bf16. Exits with an
+//! `cargo run --release -p fa-attn --example train [-- cuda]`: on the CPU in f32, or attention on the GPU in bf16. Exits with an
 //! error when a loss strays from torch's curve (`scripts/train_torch.py`) by more than the backend's precision explains.
 
 mod attention;
@@ -15,7 +15,7 @@ const TORCH: &str = include_str!("torch.txt");
 
 fn main() -> attention::Result<()> {
     let (attention, tolerance) = match std::env::args().nth(1).as_deref() {
-        None | Some("cpu") => (Attention::Cpu, 1e-3),
+        None | Some("cpu") => (Attention::cpu()?, 1e-3),
         Some("cuda") => (Attention::gpu()?, 3e-2),
         Some(other) => return Err(format!("unknown backend '{other}': use cpu or cuda").into()),
     };

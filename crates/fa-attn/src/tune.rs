@@ -1,7 +1,7 @@
 //! Measured choices: which kernel won for which kind of problem on which GPU.
 //!
-//! `fa tune` writes them, [`crate::Kernels`] looks one up when it first meets a problem, and remembers it: later calls
-//! read no table. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
+//! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what it chose. A
+//! table is plain RON. One for the H100 ships with the library; the user's own goes before it.
 
 use std::fs;
 use std::io;
@@ -11,9 +11,11 @@ use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem};
 use fa_planner::plan::serves;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, cache, whole};
+use fa_kernels::{atomic_file, cache};
 
-/// Names the user's table.
+use crate::Error;
+
+/// Environment variable with the path of the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
 
 /// The tables that ship, by file name.
@@ -151,23 +153,23 @@ impl Tuned {
     /// The table at `path`; an empty one where there is no file.
     ///
     /// # Errors
-    /// [`Error::Io`], and [`Error::BadTuned`] for a file that is no table.
+    /// [`Error::Read`], and [`Error::BadTuned`] for a file that is no table.
     pub fn read(path: &Path) -> Result<Tuned, Error> {
         match fs::read_to_string(path) {
             Ok(text) => {
                 Tuned::from_ron(&text).map_err(|reason| Error::BadTuned { path: path.to_owned(), reason })
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Tuned::default()),
-            Err(error) => Err(Error::io(path, error)),
+            Err(source) => Err(Error::Read { path: path.to_owned(), source }),
         }
     }
 
     /// Replaces the file at `path` in one step; its folder is made where it is missing.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Write`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        whole::write(path, self.to_ron().as_bytes()).map_err(|e| Error::io(path, e))
+        Ok(atomic_file::write(path, self.to_ron().as_bytes())?)
     }
 
     /// Puts `entry` in the place of an entry with the same key, family and pass.
@@ -211,18 +213,36 @@ pub fn user_table() -> Option<PathBuf> {
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
 }
 
-/// The kernel of `family` for `problem` on `gpu` by the user's table, or else by those that ship.
-pub(crate) fn choice(gpu: &str, problem: &Problem, family: Family, pass: Pass) -> Option<KernelSpec> {
-    let own = user_table().map(|path| Tuned::read(&path));
-    let own = match own {
-        Some(Err(error)) => {
-            tracing::warn!(%error, "the table of tuned kernels is passed over");
-            None
-        }
-        other => other.and_then(Result::ok),
-    };
-    let shipped = || Tuned::shipped().find(gpu, problem, family, pass);
-    own.and_then(|own| own.find(gpu, problem, family, pass)).or_else(shipped)
+/// The user's table and those that ship.
+#[derive(Debug, Default)]
+pub(crate) struct Tables {
+    own: Tuned,
+    shipped: Tuned,
+}
+
+impl Tables {
+    /// Reads them. A user's table that cannot be read is left out with a traced warning.
+    pub(crate) fn read() -> Tables {
+        let own = user_table().map_or_else(Tuned::default, |path| {
+            Tuned::read(&path).unwrap_or_else(|error| {
+                tracing::warn!(%error, "the table of tuned kernels is passed over");
+                Tuned::default()
+            })
+        });
+        Tables { own, shipped: Tuned::shipped() }
+    }
+
+    /// The kernel for `problem` on `gpu` by the user's table, or else by those that ship.
+    pub(crate) fn find(
+        &self,
+        gpu: &str,
+        problem: &Problem,
+        family: Family,
+        pass: Pass,
+    ) -> Option<KernelSpec> {
+        let found = |table: &Tuned| table.find(gpu, problem, family, pass);
+        found(&self.own).or_else(|| found(&self.shipped))
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,252 @@
+//! A pass bound to a problem: run as often as wanted, on host tensors.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fa_core::{Dtype, Family, KernelSpec, Problem};
+use fa_cpu::tiled::{self, BackwardInputs};
+use fa_cpu::{TensorMut, check, reference};
+use serde::Serialize;
+
+use crate::device::{Bound, Gpu};
+use crate::engine::Cpu;
+use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
+use crate::{Element, Error, Pass};
+
+/// A pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
+#[derive(Debug)]
+pub struct Call {
+    problem: Problem,
+    pass: Pass,
+    implementation: Implementation,
+    passed_over: Option<String>,
+}
+
+/// What runs a call.
+#[derive(Debug)]
+pub(crate) enum Implementation {
+    Reference(Cpu),
+    Tiled(Cpu),
+    Gpu(Arc<Gpu>, Box<Bound>),
+}
+
+/// What a [`Call`] runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// `cpu`, `reference` or `cuda`.
+    pub backend: &'static str,
+    /// The name of the GPU kernel's spec.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernel: Option<String>,
+    /// The GPU kernel's family.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub family: Option<Family>,
+    /// Instruction set of the CPU's tiled kernels.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub isa: Option<&'static str>,
+    /// CPU threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    /// The GPU's name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<String>,
+    /// Why `Auto` does not use the GPU, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu_passed_over: Option<String>,
+}
+
+impl Report {
+    /// The backend with its machine, in a line; the kernel and why the GPU is passed over are apart from it.
+    pub fn text(&self) -> String {
+        let threads = self.threads.map(|threads| format!("{threads} threads"));
+        let parts = [Some(self.backend.to_owned()), self.gpu.clone(), self.isa.map(str::to_owned), threads];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl Call {
+    pub(crate) fn new(
+        problem: &Problem,
+        pass: Pass,
+        implementation: Implementation,
+        passed_over: Option<String>,
+    ) -> Call {
+        Call { problem: *problem, pass, implementation, passed_over }
+    }
+
+    /// The problem.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The pass.
+    pub fn pass(&self) -> Pass {
+        self.pass
+    }
+
+    /// The GPU kernel that runs; `None` on the CPU.
+    pub fn spec(&self) -> Option<&KernelSpec> {
+        self.bound().map(Bound::spec)
+    }
+
+    /// The bound GPU kernel, for launches on tensors that stay on the GPU ([`crate::device`]); `None` on the CPU.
+    pub fn bound(&self) -> Option<&Bound> {
+        match &self.implementation {
+            Implementation::Gpu(_, bound) => Some(bound),
+            Implementation::Reference(_) | Implementation::Tiled(_) => None,
+        }
+    }
+
+    /// How the CPU's tiled kernels compute a forward; `None` where another implementation or pass runs.
+    ///
+    /// # Errors
+    /// As [`tiled::plan`].
+    pub fn cpu_plan(&self) -> Result<Option<tiled::Plan>, Error> {
+        match (&self.implementation, self.pass) {
+            (Implementation::Tiled(cpu), Pass::Forward) => {
+                Ok(Some(cpu.install(|| tiled::plan(cpu.options(), &self.problem))?))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// What runs.
+    pub fn report(&self) -> Report {
+        let spec = self.spec();
+        let (backend, isa, threads, gpu) = match &self.implementation {
+            Implementation::Reference(cpu) => ("reference", None, Some(cpu.threads()), None),
+            Implementation::Tiled(cpu) => ("cpu", Some(cpu.isa.name()), Some(cpu.threads()), None),
+            Implementation::Gpu(gpu, _) => ("cuda", None, None, Some(gpu.name())),
+        };
+        Report {
+            backend,
+            kernel: spec.map(KernelSpec::to_string),
+            family: spec.map(|spec| spec.kernel.family()),
+            isa,
+            threads,
+            gpu,
+            gpu_passed_over: self.passed_over.clone(),
+        }
+    }
+
+    pub(crate) fn gpu_passed_over(&self) -> Option<&str> {
+        self.passed_over.as_deref()
+    }
+
+    /// Whether the GPU runs it.
+    pub fn is_on_gpu(&self) -> bool {
+        self.bound().is_some()
+    }
+
+    /// Computes the pass on host tensors, [`ForwardTensors`] or [`BackwardTensors`]. On the GPU they are copied there and
+    /// back; for tensors that stay there, see [`crate::device`].
+    ///
+    /// # Errors
+    /// [`Error::Pass`] and [`Error::Dtype`] for tensors that the call is not bound to, shapes that are not the problem's, and
+    /// what the GPU reports. Nothing is written to the outputs then.
+    pub fn run<'a, T: Element>(&self, tensors: impl Into<Tensors<'a, T>>) -> Result<(), Error> {
+        self.execute(tensors.into(), 1).map(drop)
+    }
+
+    /// [`Call::run`], and the time of the computation alone. On the GPU that of a second launch: the first loads code.
+    ///
+    /// # Errors
+    /// As [`Call::run`].
+    pub fn time<'a, T: Element>(&self, tensors: impl Into<Tensors<'a, T>>) -> Result<Duration, Error> {
+        self.execute(tensors.into(), 2)
+    }
+
+    fn execute<T: Element>(&self, tensors: Tensors<'_, T>, launches: usize) -> Result<Duration, Error> {
+        let dtype: Dtype = self.problem.dtype;
+        if T::dtype() != dtype {
+            return Err(Error::Dtype { got: T::dtype(), need: dtype });
+        }
+        if std::mem::discriminant(&tensors.pass()) != std::mem::discriminant(&self.pass) {
+            return Err(Error::Pass { bound: self.pass, given: tensors.pass() });
+        }
+        match (&self.implementation, tensors) {
+            (Implementation::Gpu(gpu, bound), tensors) => T::run(gpu, bound, tensors, launches),
+            (Implementation::Tiled(cpu), Tensors::Forward(tensors)) => self.tiled_forward(cpu, tensors),
+            (Implementation::Tiled(cpu), Tensors::Backward(tensors)) => self.tiled_backward(cpu, tensors),
+            (Implementation::Reference(cpu), Tensors::Forward(tensors)) => {
+                self.reference_forward(cpu, tensors)
+            }
+            (Implementation::Reference(cpu), Tensors::Backward(tensors)) => {
+                self.reference_backward(cpu, tensors)
+            }
+        }
+    }
+
+    fn tiled_forward<T: Element>(
+        &self,
+        cpu: &Cpu,
+        tensors: ForwardTensors<'_, T>,
+    ) -> Result<Duration, Error> {
+        let ForwardTensors { q, k, v, mut out, lse } = tensors;
+        let start = Instant::now();
+        cpu.install(|| tiled::forward_with(cpu.options(), &self.problem, &q, &k, &v, &mut out, Some(lse)))?;
+        Ok(start.elapsed())
+    }
+
+    fn tiled_backward<T: Element>(
+        &self,
+        cpu: &Cpu,
+        tensors: BackwardTensors<'_, T>,
+    ) -> Result<Duration, Error> {
+        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv } = tensors;
+        let inputs = BackwardInputs { q, k, v, out, lse, dout };
+        let start = Instant::now();
+        cpu.install(|| {
+            tiled::backward_with(cpu.options(), &self.problem, &inputs, &mut dq, &mut dk, &mut dv)
+        })?;
+        Ok(start.elapsed())
+    }
+
+    fn reference_forward<T: Element>(
+        &self,
+        cpu: &Cpu,
+        tensors: ForwardTensors<'_, T>,
+    ) -> Result<Duration, Error> {
+        let ForwardTensors { q, k, v, mut out, lse } = tensors;
+        check::check_out(&self.problem, "out", out.shape())?;
+        check::check_lse(&self.problem, lse.len())?;
+        let start = Instant::now();
+        let exact = cpu.install(|| reference::forward(&self.problem, &q, &k, &v))?;
+        let time = start.elapsed();
+        round_into(&exact.out, &mut out);
+        lse.iter_mut().zip(&exact.lse).for_each(|(to, &lse)| *to = lse as f32);
+        Ok(time)
+    }
+
+    fn reference_backward<T: Element>(
+        &self,
+        cpu: &Cpu,
+        tensors: BackwardTensors<'_, T>,
+    ) -> Result<Duration, Error> {
+        let BackwardTensors { q, k, v, dout, mut dq, mut dk, mut dv, .. } = tensors;
+        check::check_gradients(&self.problem, dq.shape(), dk.shape(), dv.shape())?;
+        let start = Instant::now();
+        let exact = cpu.install(|| reference::backward(&self.problem, &q, &k, &v, &dout))?;
+        let time = start.elapsed();
+        round_into(&exact.dq, &mut dq);
+        round_into(&exact.dk, &mut dk);
+        round_into(&exact.dv, &mut dv);
+        Ok(time)
+    }
+}
+
+/// Rounds a packed BSHD tensor into `to`.
+fn round_into<T: Element>(values: &[f64], to: &mut TensorMut<'_, T>) {
+    let ([batch, seqlen, heads, dim], strides) = (to.shape(), to.strides());
+    let data = to.data_mut();
+    let mut values = values.iter();
+    for b in 0..batch {
+        for s in 0..seqlen {
+            for h in 0..heads {
+                for (d, &value) in values.by_ref().take(dim).enumerate() {
+                    data[strides.offset(b, s, h, d) as usize] = T::from_f64(value);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! The device tensors of a forward.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use fa_core::Problem;
+use fa_cpu::TensorRef;
+use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DriverError};
+use fa_kernels::{Error, Forward, ForwardArgs, RawForwardArgs};
+
+use super::Half;
+use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
+
+/// Q, K, V, O, LSE and workspace of one forward.
+#[derive(Debug)]
+pub struct DeviceForward<T> {
+    /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
+    pub q: DeviceTensor<T>,
+    /// K, `[batch, seqlen_k, heads_kv, head_dim]`.
+    pub k: DeviceTensor<T>,
+    /// V, `[batch, seqlen_k, heads_kv, head_dim_v]`.
+    pub v: DeviceTensor<T>,
+    /// O, `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: DeviceTensor<T>,
+    /// LSE, `[batch, heads_q, seqlen_q]`; one element where there is no row.
+    pub lse: CudaSlice<f32>,
+    /// The kernel's workspace.
+    pub workspace: CudaSlice<u8>,
+    /// Elements of LSE.
+    pub rows: usize,
+}
+
+/// What a forward wrote.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceOutput<T> {
+    /// O, packed `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: Vec<T>,
+    /// LSE, `[batch, heads_q, seqlen_q]`.
+    pub lse: Vec<f32>,
+    /// Elements between the rows of O that are no longer NaN.
+    pub strays: usize,
+}
+
+impl<T: Half> DeviceOutput<T> {
+    /// Whether every bit is the same.
+    pub fn same_bits(&self, other: &DeviceOutput<T>) -> bool {
+        let lse = |output: &DeviceOutput<T>| output.lse.iter().map(|lse| lse.to_bits()).collect::<Vec<_>>();
+        T::bits(&self.out) == T::bits(&other.out) && lse(self) == lse(other)
+    }
+}
+
+impl<T: Half> DeviceForward<T> {
+    /// Copies of host tensors, and outputs that hold NaN; O has the layout of Q.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], above all for want of memory.
+    pub fn upload(
+        stream: &Arc<CudaStream>,
+        problem: &Problem,
+        workspace_bytes: usize,
+        [q, k, v]: [&TensorRef<'_, T>; 3],
+        out: Placement,
+    ) -> Result<DeviceForward<T>, Error> {
+        let inputs = [
+            DeviceTensor::upload(stream, q)?,
+            DeviceTensor::upload(stream, k)?,
+            DeviceTensor::upload(stream, v)?,
+        ];
+        DeviceForward::of(stream, problem, workspace_bytes, inputs, DeviceTensor::nan(stream, out)?)
+    }
+
+    /// Q, K and V of `values`, packed `[batch, seqlen, heads, dim]`, and O, placed as `placements` say: NaN in the gaps and
+    /// in O and LSE.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], above all for want of memory.
+    pub fn place(
+        stream: &Arc<CudaStream>,
+        problem: &Problem,
+        workspace_bytes: usize,
+        values: [&[T]; 3],
+        placements: &[Placement; 4],
+    ) -> Result<DeviceForward<T>, Error> {
+        let [q, k, v] = [0, 1, 2].map(|i| DeviceTensor::place(stream, values[i], placements[i]));
+        let out = DeviceTensor::nan(stream, placements[3])?;
+        DeviceForward::of(stream, problem, workspace_bytes, [q?, k?, v?], out)
+    }
+
+    fn of(
+        stream: &Arc<CudaStream>,
+        problem: &Problem,
+        workspace_bytes: usize,
+        [q, k, v]: [DeviceTensor<T>; 3],
+        out: DeviceTensor<T>,
+    ) -> Result<DeviceForward<T>, Error> {
+        let made = doing("allocating device memory");
+        let rows = fa_cpu::check::lse_len(problem);
+        let mut lse = stream.alloc_zeros(rows.max(1)).map_err(&made)?;
+        fill_with_nan(stream, &mut lse)?;
+        // Zero before its first use, as kernels ask.
+        let workspace = stream.alloc_zeros(workspace_bytes.max(16)).map_err(&made)?;
+        Ok(DeviceForward { q, k, v, out, lse, workspace, rows })
+    }
+
+    /// Where Q, K, V and O lie.
+    pub fn placements(&self) -> [Placement; 4] {
+        [self.q.placement, self.k.placement, self.v.placement, self.out.placement]
+    }
+
+    /// Fills O, gaps included, and LSE with NaN.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn poison(&mut self, stream: &CudaStream) -> Result<(), Error> {
+        self.out.poison(stream)?;
+        fill_with_nan(stream, &mut self.lse)
+    }
+
+    /// Launches `forward` on `stream`: allocates nothing, waits for nothing.
+    ///
+    /// # Errors
+    /// What [`Forward::run`] refuses.
+    pub fn run(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+        forward.run(
+            stream,
+            ForwardArgs {
+                q: self.q.input(),
+                k: self.k.input(),
+                v: self.v.input(),
+                out: self.out.output(),
+                lse: Some(&mut self.lse),
+                workspace: Some(&mut self.workspace),
+            },
+        )
+    }
+
+    /// The addresses.
+    pub fn raw(&mut self, stream: &CudaStream) -> RawForwardArgs {
+        RawForwardArgs {
+            q: self.q.raw(stream),
+            k: self.k.raw(stream),
+            v: self.v.raw(stream),
+            out: self.out.raw(stream),
+            lse: Some(self.lse.device_ptr_mut(stream).0),
+            workspace: Some(self.workspace.device_ptr_mut(stream).0),
+        }
+    }
+
+    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these tensors.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn capture(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
+        let args = self.raw(stream);
+        // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the graph.
+        capture(stream, || unsafe { forward.run_raw(stream, &args) })
+    }
+
+    /// Waits for the stream and reads what was written.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
+    pub fn read(&self, stream: &Arc<CudaStream>) -> Result<DeviceOutput<T>, Error> {
+        let mut lse = stream.clone_dtoh(&self.lse).map_err(doing("copying from the GPU"))?;
+        lse.truncate(self.rows);
+        let (out, strays) = self.out.read(stream)?;
+        Ok(DeviceOutput { out, lse, strays })
+    }
+}
+
+/// What `launch` puts on `stream` (not the default one), as a CUDA graph.
+///
+/// # Errors
+/// What `launch` refuses, and [`Error::Driver`].
+pub fn capture(
+    stream: &Arc<CudaStream>,
+    launch: impl FnOnce() -> Result<(), Error>,
+) -> Result<CudaGraph, Error> {
+    stream.synchronize().map_err(doing("waiting for the GPU"))?;
+    stream
+        .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .map_err(doing("beginning a capture"))?;
+    let launched = launch();
+    // A capture has to end whatever happened in it.
+    let graph = stream.end_capture(CUgraphInstantiate_flags(0)).map_err(doing("ending a capture"))?;
+    launched?;
+    graph.ok_or(Error::Driver {
+        doing: "capturing a launch",
+        source: DriverError(CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED),
+    })
+}

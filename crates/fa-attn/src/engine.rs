@@ -1,0 +1,268 @@
+//! What computes attention on this machine, and the calls that it is bound into.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use fa_core::{Mask, Problem};
+use fa_cpu::simd::{Isa, Kernels};
+use fa_cpu::tiled;
+use fa_kernels::driver;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::call::{Call, Implementation};
+use crate::device::Gpu;
+use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, problem_of};
+use crate::{Element, Error, Pass};
+
+/// Which implementation computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// The first GPU where there is one that computes the problem, else the CPU.
+    #[default]
+    Auto,
+    /// The tiled kernels of the CPU.
+    Cpu(CpuOptions),
+    /// The CPU's naive f64 formulas, made to be compared with.
+    Reference {
+        /// Threads; `None` for those of the current rayon pool.
+        threads: Option<NonZeroUsize>,
+    },
+    /// The first GPU.
+    Gpu,
+}
+
+/// How the CPU computes; the default is the best that it has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuOptions {
+    /// Instruction set; `None` for the best that the CPU has.
+    pub isa: Option<Isa>,
+    /// Threads; `None` for those of the current rayon pool.
+    pub threads: Option<NonZeroUsize>,
+}
+
+/// The CPU's side of an engine.
+#[derive(Clone, Debug)]
+pub(crate) struct Cpu {
+    pub(crate) isa: Isa,
+    /// Threads of its own; `None` for those of the current rayon pool.
+    pub(crate) pool: Option<Arc<ThreadPool>>,
+}
+
+/// Attention on this machine: made once, shared by threads.
+#[derive(Debug)]
+pub struct Engine {
+    backend: Backend,
+    cpu: Cpu,
+    gpu: Option<Arc<Gpu>>,
+    /// Why `Auto` has no GPU though there is a driver.
+    no_gpu: Option<String>,
+}
+
+impl Engine {
+    /// The GPU where there is one, else the CPU. Needs no GPU and no driver.
+    ///
+    /// # Errors
+    /// None today: what a GPU refuses sends the engine to the CPU, as a call's report says.
+    pub fn new() -> Result<Engine, Error> {
+        Engine::with(Backend::Auto)
+    }
+
+    /// An engine on a backend of the caller's choice.
+    ///
+    /// # Errors
+    /// [`Error::Isa`] for an instruction set that the CPU lacks, [`Error::Threads`], and what opening the GPU reports.
+    pub fn with(backend: Backend) -> Result<Engine, Error> {
+        let best = Isa::detect();
+        let (isa, threads) = match backend {
+            Backend::Cpu(CpuOptions { isa, threads }) => (isa.unwrap_or(best), threads),
+            Backend::Reference { threads } => (best, threads),
+            Backend::Auto | Backend::Gpu => (best, None),
+        };
+        if !isa.is_available() {
+            let have = Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect();
+            return Err(Error::Isa { wanted: isa, have });
+        }
+        let cpu = Cpu { isa, pool: threads.map(pool).transpose()? };
+        let mut engine = Engine { backend, cpu, gpu: None, no_gpu: None };
+        match backend {
+            Backend::Gpu => engine.gpu = Some(Arc::new(Gpu::open()?)),
+            Backend::Auto if driver::probe().is_ok() => match Gpu::open() {
+                Ok(gpu) => engine.gpu = Some(Arc::new(gpu)),
+                Err(error) => {
+                    tracing::warn!(%error, "the GPU is passed over");
+                    engine.no_gpu = Some(error.to_string());
+                }
+            },
+            Backend::Auto | Backend::Cpu(_) | Backend::Reference { .. } => {}
+        }
+        Ok(engine)
+    }
+
+    /// The GPU, if the engine has one: for tensors that stay in its memory.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_deref()
+    }
+
+    /// A pass of `problem`, ready to run: planned, compiled, checked and bound once. `Auto` takes the CPU where the GPU does
+    /// not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
+    ///
+    /// # Errors
+    /// [`Error::Problem`]; on [`Backend::Gpu`] those of planning, compiling and loading.
+    pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Call, Error> {
+        problem.check()?;
+        match self.on_gpu(problem, pass) {
+            Some(Ok(implementation)) => Ok(Call::new(problem, pass, implementation, None)),
+            Some(Err(error)) if self.backend == Backend::Gpu => Err(error),
+            Some(Err(error)) => self.on_cpu(problem, pass, Some(passed_over(&error))),
+            None => self.on_cpu(problem, pass, self.no_gpu.clone()),
+        }
+    }
+
+    /// The forward and the backward of `problem`, both on the GPU or both on the CPU.
+    ///
+    /// # Errors
+    /// As [`Engine::bind`].
+    pub fn bind_both(&self, problem: &Problem, deterministic: bool) -> Result<(Call, Call), Error> {
+        let backward = Pass::Backward { deterministic };
+        let calls = (self.bind(problem, Pass::Forward)?, self.bind(problem, backward)?);
+        match (calls.0.gpu_passed_over(), calls.1.gpu_passed_over()) {
+            (None, Some(reason)) if calls.0.is_on_gpu() => {
+                let reason = reason.to_owned();
+                Ok((self.on_cpu(problem, Pass::Forward, Some(reason))?, calls.1))
+            }
+            (Some(reason), None) if calls.1.is_on_gpu() => {
+                let reason = reason.to_owned();
+                Ok((calls.0, self.on_cpu(problem, backward, Some(reason))?))
+            }
+            _ => Ok(calls),
+        }
+    }
+
+    fn on_gpu(&self, problem: &Problem, pass: Pass) -> Option<Result<Implementation, Error>> {
+        let gpu = self.gpu.as_ref()?;
+        let bound = gpu.bind(problem, pass);
+        Some(bound.map(|bound| Implementation::Gpu(gpu.clone(), Box::new(bound))))
+    }
+
+    fn on_cpu(&self, problem: &Problem, pass: Pass, passed_over: Option<String>) -> Result<Call, Error> {
+        let implementation = match self.backend {
+            Backend::Reference { .. } => Implementation::Reference(self.cpu.clone()),
+            Backend::Auto | Backend::Cpu(_) | Backend::Gpu => Implementation::Tiled(self.cpu.clone()),
+        };
+        Ok(Call::new(problem, pass, implementation, passed_over))
+    }
+
+    /// Attention of `q` on `k` and `v` under `mask`, with the default scale and no soft cap. Allocates the output, in the
+    /// layout of `q`. For anything else, [`Engine::bind`] a [`Problem`].
+    ///
+    /// # Errors
+    /// Shapes that contradict each other, and those of [`Engine::bind`].
+    pub fn attention<T: Element>(
+        &self,
+        q: &Tensor<T>,
+        k: &Tensor<T>,
+        v: &Tensor<T>,
+        mask: Mask,
+    ) -> Result<Output<T>, Error> {
+        let problem = problem_of(q, k, v, mask)?;
+        let mut output = Output::new(&problem, q.layout);
+        self.bind(&problem, Pass::Forward)?.run(ForwardTensors {
+            q: q.view("q")?,
+            k: k.view("k")?,
+            v: v.view("v")?,
+            out: output.out.view_mut("out")?,
+            lse: &mut output.lse,
+        })?;
+        Ok(output)
+    }
+
+    /// The gradients of `q`, `k` and `v` from that of the output, `dout`, for an `output` of [`Engine::attention`] on the
+    /// same tensors and mask. Allocates them, in the layout of `q`.
+    ///
+    /// # Errors
+    /// As [`Engine::attention`].
+    pub fn gradients<T: Element>(
+        &self,
+        [q, k, v]: [&Tensor<T>; 3],
+        mask: Mask,
+        output: &Output<T>,
+        dout: &Tensor<T>,
+    ) -> Result<Gradients<T>, Error> {
+        let problem = problem_of(q, k, v, mask)?;
+        let mut gradients = Gradients::new(&problem, q.layout);
+        self.bind(&problem, Pass::Backward { deterministic: false })?.run(BackwardTensors {
+            q: q.view("q")?,
+            k: k.view("k")?,
+            v: v.view("v")?,
+            out: output.out.view("out")?,
+            lse: &output.lse,
+            dout: dout.view("dout")?,
+            dq: gradients.dq.view_mut("dq")?,
+            dk: gradients.dk.view_mut("dk")?,
+            dv: gradients.dv.view_mut("dv")?,
+        })?;
+        Ok(gradients)
+    }
+
+    /// f32 operations per second that multiply-adds in registers reach on all of the CPU's threads together: the peak that
+    /// rates are held against; `None` where no kernel of the CPU computes. Takes about a tenth of a second.
+    pub fn fma_peak(&self) -> Option<f64> {
+        const ROUNDS: usize = 20_000;
+        const TIME: Duration = Duration::from_millis(100);
+        if self.backend == Backend::Gpu {
+            return None;
+        }
+        let kernels = Kernels::for_isa(self.cpu.isa)?;
+        let rates = self.cpu.broadcast(|| {
+            let start = Instant::now();
+            let mut operations = 0.0;
+            let mut elapsed = Duration::ZERO;
+            while elapsed < TIME {
+                operations += kernels.multiply_adds(ROUNDS);
+                elapsed = start.elapsed();
+            }
+            operations / elapsed.as_secs_f64()
+        });
+        Some(rates.into_iter().sum())
+    }
+}
+
+impl Cpu {
+    /// Runs `work` on the threads.
+    pub(crate) fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        match &self.pool {
+            Some(pool) => pool.install(work),
+            None => work(),
+        }
+    }
+
+    /// How many threads there are.
+    pub(crate) fn threads(&self) -> usize {
+        self.pool.as_ref().map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads())
+    }
+
+    pub(crate) fn options(&self) -> tiled::Options {
+        tiled::Options { isa: Some(self.isa), threads: None }
+    }
+
+    /// Runs `work` once on every thread.
+    fn broadcast<R: Send>(&self, work: impl Fn() -> R + Sync) -> Vec<R> {
+        match &self.pool {
+            Some(pool) => pool.broadcast(|_| work()),
+            None => rayon::broadcast(|_| work()),
+        }
+    }
+}
+
+fn pool(threads: NonZeroUsize) -> Result<Arc<ThreadPool>, Error> {
+    let threads = threads.get();
+    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+    pool.map(Arc::new).map_err(|error| Error::Threads { threads, reason: error.to_string() })
+}
+
+fn passed_over(error: &Error) -> String {
+    let reason = error.to_string();
+    tracing::warn!(reason, "the GPU is passed over");
+    reason
+}

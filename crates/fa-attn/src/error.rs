@@ -1,0 +1,110 @@
+//! What an engine refuses, and what fails below it.
+
+use std::path::PathBuf;
+
+use fa_core::{Dtype, ProblemError};
+use fa_cpu::CpuError;
+use fa_cpu::simd::Isa;
+use fa_kernels::atomic_file::WriteError;
+use fa_planner::plan::PlanError;
+
+use crate::Pass;
+
+/// An error of this crate. Each says what was asked, what the limit is and what would work.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The problem contradicts itself.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// The CPU implementation refuses.
+    #[error(transparent)]
+    Cpu(#[from] CpuError),
+    /// Compiling, loading or launching a kernel fails.
+    #[error(transparent)]
+    Kernels(#[from] fa_kernels::Error),
+    /// No kernel computes the problem.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The CPU lacks an instruction set that was asked for.
+    #[error("this CPU has no {wanted}: it has {}", names(.have))]
+    Isa {
+        /// The one asked for.
+        wanted: Isa,
+        /// Those that would work.
+        have: Vec<Isa>,
+    },
+    /// The system gives no threads.
+    #[error("cannot start {threads} threads: {reason}")]
+    Threads {
+        /// How many were asked for.
+        threads: usize,
+        /// The system's answer.
+        reason: String,
+    },
+    /// A call got the tensors of the other pass.
+    #[error("the call computes the {}, its tensors are those of the {}", bound.name(), given.name())]
+    Pass {
+        /// What the call is bound to.
+        bound: Pass,
+        /// What the tensors are of.
+        given: Pass,
+    },
+    /// A call got tensors of another type than it is bound to.
+    #[error("the call computes in {need}, its tensors hold {got}")]
+    Dtype {
+        /// The tensors' type.
+        got: Dtype,
+        /// The problem's.
+        need: Dtype,
+    },
+    /// A tensor's shape and its data differ in length.
+    #[error("shape {shape:?} needs {need} elements, the data has {have}")]
+    Length {
+        /// `[batch, seqlen, heads, dim]`.
+        shape: [usize; 4],
+        /// The product; `usize::MAX` beyond.
+        need: usize,
+        /// Elements given.
+        have: usize,
+    },
+    /// A tensor's shape contradicts another's.
+    #[error("{tensor} is [batch, seqlen, heads, dim] = {got:?}: {need}")]
+    Shape {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its shape.
+        got: [usize; 4],
+        /// What it must be.
+        need: String,
+    },
+    /// A table of tuned kernels cannot be read.
+    #[error("{path} is no table of tuned kernels: {reason}; remove it, or run `fa tune` again", path = .path.display())]
+    BadTuned {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// A file cannot be read.
+    #[error("{path}: {source}", path = .path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file cannot be written.
+    #[error(transparent)]
+    Write(#[from] WriteError),
+}
+
+impl Error {
+    /// An error of the driver, for `map_err`.
+    pub(crate) fn driver(doing: &'static str) -> impl Fn(fa_kernels::cudarc::driver::DriverError) -> Error {
+        move |source| Error::Kernels(fa_kernels::Error::Driver { doing, source })
+    }
+}
+
+fn names(isas: &[Isa]) -> String {
+    isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,74 @@
+//! Attention on this machine: the GPU where there is one, else the CPU.
+//!
+//! ```
+//! use fa_attn::{Engine, Mask, Tensor};
+//!
+//! // Two sequences of 64 positions, 4 heads of 32: [batch, seqlen, heads, dim].
+//! let shape = [2, 64, 4, 32];
+//! let values = |seed: f32| (0..2 * 64 * 4 * 32).map(|i| (i as f32 * seed).sin()).collect::<Vec<f32>>();
+//! let (q, k, v) = (
+//!     Tensor::new(shape, values(0.1))?,
+//!     Tensor::new(shape, values(0.2))?,
+//!     Tensor::new(shape, values(0.3))?,
+//! );
+//! let engine = Engine::new()?;
+//! let output = engine.attention(&q, &k, &v, Mask::CAUSAL)?;
+//! // The first query sees the first key alone.
+//! assert!((output.out.data[0] - v.data[0]).abs() < 1e-6);
+//!
+//! let gradients = engine.gradients([&q, &k, &v], Mask::CAUSAL, &output, &output.out)?;
+//! assert_eq!(gradients.dq.shape, shape);
+//! # Ok::<(), fa_attn::Error>(())
+//! ```
+//!
+//! A problem that comes again is bound once and run as often as wanted:
+//!
+//! ```
+//! use fa_attn::{Dtype, Engine, ForwardTensors, Mask, Output, Pass, Problem, Tensor, TensorLayout};
+//!
+//! let problem = Problem::square(1, 100, 2, 64, Mask::causal_window(32), Dtype::F32);
+//! let engine = Engine::new()?;
+//! let call = engine.bind(&problem, Pass::Forward)?;
+//! println!("{} computes", call.report().text());
+//!
+//! let q = Tensor::filled([1, 100, 2, 64], TensorLayout::Bshd, 1.0f32);
+//! let mut output = Output::new(&problem, TensorLayout::Bshd);
+//! for _ in 0..3 {
+//!     call.run(ForwardTensors {
+//!         q: q.view("q")?,
+//!         k: q.view("k")?,
+//!         v: q.view("v")?,
+//!         out: output.out.view_mut("out")?,
+//!         lse: &mut output.lse,
+//!     })?;
+//! }
+//! # Ok::<(), fa_attn::Error>(())
+//! ```
+//!
+//! Tensors that stay on the GPU are [`device`]'s: a [`device::Gpu`] binds a kernel, and its launches allocate nothing and
+//! wait for nothing.
+//!
+//! - `engine`, `call`, `tensors`: the three steps above.
+//! - `device`: a GPU, its tensors, launches and their time.
+//! - `choose`, `tune`: which kernel computes a problem.
+//! - `atomic_file`: files that appear whole or not at all.
+//!
+//! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked (fa-planner), and what a
+//! result should be (fa-cpu).
+
+mod call;
+mod choose;
+pub mod device;
+mod engine;
+mod error;
+mod tensors;
+pub mod tune;
+
+pub use call::{Call, Report};
+pub use engine::{Backend, CpuOptions, Engine};
+pub use error::Error;
+pub use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
+pub use fa_cpu::simd::Isa;
+pub use fa_kernels::atomic_file;
+pub use half::{bf16, f16};
+pub use tensors::{BackwardTensors, Element, ForwardTensors, Gradients, Output, Tensor, Tensors, problem_of};

@@ -1,0 +1,280 @@
+//! Host tensors, and those of one call.
+
+use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::{TensorMut, TensorRef};
+use half::{bf16, f16};
+
+use crate::{Error, Pass};
+
+/// A packed tensor in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor<T> {
+    /// The elements, in the order of `layout`.
+    pub data: Vec<T>,
+    /// `[batch, seqlen, heads, dim]`, whatever the layout.
+    pub shape: [usize; 4],
+    /// The order of the axes in memory.
+    pub layout: TensorLayout,
+}
+
+impl<T: Element> Tensor<T> {
+    /// A tensor of `data`, `[batch, seqlen, heads, dim]` in memory.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `data` is not as long as the shape says.
+    pub fn new(shape: [usize; 4], data: Vec<T>) -> Result<Tensor<T>, Error> {
+        Tensor::with_layout(shape, TensorLayout::Bshd, data)
+    }
+
+    /// A tensor of `data`; `shape` is `[batch, seqlen, heads, dim]` whatever the layout.
+    ///
+    /// # Errors
+    /// [`Error::Length`] when `data` is not as long as the shape says.
+    pub fn with_layout(shape: [usize; 4], layout: TensorLayout, data: Vec<T>) -> Result<Tensor<T>, Error> {
+        let need = shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len)).unwrap_or(usize::MAX);
+        if need != data.len() {
+            return Err(Error::Length { shape, need, have: data.len() });
+        }
+        Ok(Tensor { data, shape, layout })
+    }
+
+    /// A tensor filled with `value`.
+    ///
+    /// # Panics
+    /// Like a `Vec`, when memory does not hold it.
+    pub fn filled(shape: [usize; 4], layout: TensorLayout, value: T) -> Tensor<T> {
+        Tensor { data: vec![value; shape.iter().product()], shape, layout }
+    }
+
+    /// A view for a call; `name` is for errors.
+    ///
+    /// # Errors
+    /// When `data` was made shorter than the shape.
+    pub fn view(&self, name: &'static str) -> Result<TensorRef<'_, T>, Error> {
+        Ok(TensorRef::packed(name, &self.data, self.shape, self.layout)?)
+    }
+
+    /// A view that is written; `name` is for errors.
+    ///
+    /// # Errors
+    /// When `data` was made shorter than the shape.
+    pub fn view_mut(&mut self, name: &'static str) -> Result<TensorMut<'_, T>, Error> {
+        Ok(TensorMut::packed(name, &mut self.data, self.shape, self.layout)?)
+    }
+}
+
+/// The problem that Q, K and V pose under `mask`, with the default scale and no soft cap.
+///
+/// # Errors
+/// [`Error::Shape`] for shapes that contradict each other, [`Error::Problem`] for those of no problem.
+pub fn problem_of<T: Element>(
+    q: &Tensor<T>,
+    k: &Tensor<T>,
+    v: &Tensor<T>,
+    mask: Mask,
+) -> Result<Problem, Error> {
+    let [batch, seqlen_q, heads_q, head_dim] = q.shape;
+    let [_, seqlen_k, heads_kv, _] = k.shape;
+    let head_dim_v = v.shape[3];
+    let agree = |tensor, got: [usize; 4], need: [usize; 4], why: &str| {
+        let refused = || Error::Shape { tensor, got, need: format!("{why}, so {need:?}") };
+        if got == need { Ok(()) } else { Err(refused()) }
+    };
+    agree("k", k.shape, [batch, seqlen_k, heads_kv, head_dim], "batch and head dim are those of q")?;
+    agree("v", v.shape, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads are those of k")?;
+    let problem = Problem {
+        batch,
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        mask,
+        dtype: T::dtype(),
+        softmax_scale: None,
+        softcap: None,
+    };
+    problem.check()?;
+    Ok(problem)
+}
+
+/// What a forward gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Output<T> {
+    /// O, `[batch, seqlen_q, heads_q, head_dim_v]`.
+    pub out: Tensor<T>,
+    /// `[batch, heads_q, seqlen_q]`, natural logarithm; -inf for a row that sees no key.
+    pub lse: Vec<f32>,
+}
+
+impl<T: Element> Output<T> {
+    /// Room for the output of `problem`, filled with NaN.
+    pub fn new(problem: &Problem, layout: TensorLayout) -> Output<T> {
+        Output { out: nan(out_shape(problem), layout), lse: vec![f32::NAN; lse_len(problem)] }
+    }
+}
+
+/// What a backward gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gradients<T> {
+    /// The gradient of Q, in its shape.
+    pub dq: Tensor<T>,
+    /// The gradient of K, in its shape.
+    pub dk: Tensor<T>,
+    /// The gradient of V, in its shape.
+    pub dv: Tensor<T>,
+}
+
+impl<T: Element> Gradients<T> {
+    /// Room for the gradients of `problem`, filled with NaN.
+    pub fn new(problem: &Problem, layout: TensorLayout) -> Gradients<T> {
+        Gradients {
+            dq: nan(q_shape(problem), layout),
+            dk: nan(k_shape(problem), layout),
+            dv: nan(v_shape(problem), layout),
+        }
+    }
+}
+
+/// NaN shows what an implementation forgets to write, and touching the pages keeps that out of timings.
+fn nan<T: Element>(shape: [usize; 4], layout: TensorLayout) -> Tensor<T> {
+    Tensor::filled(shape, layout, T::from_f32(f32::NAN))
+}
+
+/// The host tensors of a forward. Strides are free; `lse` is `[batch, heads_q, seqlen_q]`.
+#[derive(Debug)]
+pub struct ForwardTensors<'a, T> {
+    /// Q.
+    pub q: TensorRef<'a, T>,
+    /// K.
+    pub k: TensorRef<'a, T>,
+    /// V.
+    pub v: TensorRef<'a, T>,
+    /// O, written.
+    pub out: TensorMut<'a, T>,
+    /// LSE, written.
+    pub lse: &'a mut [f32],
+}
+
+/// The host tensors of a backward. Strides are free; `lse` is `[batch, heads_q, seqlen_q]`.
+#[derive(Debug)]
+pub struct BackwardTensors<'a, T> {
+    /// Q.
+    pub q: TensorRef<'a, T>,
+    /// K.
+    pub k: TensorRef<'a, T>,
+    /// V.
+    pub v: TensorRef<'a, T>,
+    /// O of the forward.
+    pub out: TensorRef<'a, T>,
+    /// LSE of the forward.
+    pub lse: &'a [f32],
+    /// The gradient of O.
+    pub dout: TensorRef<'a, T>,
+    /// The gradient of Q, written.
+    pub dq: TensorMut<'a, T>,
+    /// The gradient of K, written.
+    pub dk: TensorMut<'a, T>,
+    /// The gradient of V, written.
+    pub dv: TensorMut<'a, T>,
+}
+
+/// The host tensors of a call.
+#[derive(Debug)]
+// One exists per call, on the stack; a box would be an allocation.
+#[allow(clippy::large_enum_variant)]
+pub enum Tensors<'a, T> {
+    /// Of a forward.
+    Forward(ForwardTensors<'a, T>),
+    /// Of a backward.
+    Backward(BackwardTensors<'a, T>),
+}
+
+impl<'a, T> From<ForwardTensors<'a, T>> for Tensors<'a, T> {
+    fn from(tensors: ForwardTensors<'a, T>) -> Self {
+        Tensors::Forward(tensors)
+    }
+}
+
+impl<'a, T> From<BackwardTensors<'a, T>> for Tensors<'a, T> {
+    fn from(tensors: BackwardTensors<'a, T>) -> Self {
+        Tensors::Backward(tensors)
+    }
+}
+
+impl<T> Tensors<'_, T> {
+    /// The pass that they are of; a backward's choice is the call's.
+    pub(crate) fn pass(&self) -> Pass {
+        match self {
+            Tensors::Forward(_) => Pass::Forward,
+            Tensors::Backward(_) => Pass::Backward { deterministic: false },
+        }
+    }
+}
+
+/// An element type of calls: f32, which only the CPU computes in, f16 and bf16.
+pub trait Element: fa_cpu::Element + Default + PartialEq + std::fmt::Debug + private::OnGpu {
+    /// Its name in problems.
+    fn dtype() -> Dtype;
+}
+
+impl Element for f32 {
+    fn dtype() -> Dtype {
+        Dtype::F32
+    }
+}
+
+impl Element for f16 {
+    fn dtype() -> Dtype {
+        Dtype::F16
+    }
+}
+
+impl Element for bf16 {
+    fn dtype() -> Dtype {
+        Dtype::Bf16
+    }
+}
+
+pub(crate) mod private {
+    //! How a type's tensors get to the GPU: of the types of [`super::Element`] alone.
+
+    use std::time::Duration;
+
+    use fa_planner::plan::PlanError;
+
+    use super::{Element, Tensors, bf16, f16};
+    use crate::Error;
+    use crate::device::{Bound, Gpu, host};
+
+    /// Runs host tensors through a kernel.
+    pub trait OnGpu: Sized {
+        /// Copies the inputs, launches `launches` times and copies the results back; the time of the last launch.
+        fn run(
+            gpu: &Gpu,
+            bound: &Bound,
+            tensors: Tensors<'_, Self>,
+            launches: usize,
+        ) -> Result<Duration, Error>;
+    }
+
+    impl OnGpu for f32 {
+        fn run(_: &Gpu, _: &Bound, _: Tensors<'_, f32>, _: usize) -> Result<Duration, Error> {
+            Err(PlanError::Dtype(f32::dtype()).into())
+        }
+    }
+
+    impl OnGpu for f16 {
+        fn run(gpu: &Gpu, bound: &Bound, tensors: Tensors<'_, f16>, n: usize) -> Result<Duration, Error> {
+            host::run(gpu, bound, tensors, n)
+        }
+    }
+
+    impl OnGpu for bf16 {
+        fn run(gpu: &Gpu, bound: &Bound, tensors: Tensors<'_, bf16>, n: usize) -> Result<Duration, Error> {
+            host::run(gpu, bound, tensors, n)
+        }
+    }
+}

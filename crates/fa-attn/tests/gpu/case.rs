@@ -1,0 +1,103 @@
+//! One problem in one memory layout, its values, and the oracle's judgement.
+
+use fa_attn::device::{DeviceForward, DeviceOutput, Gpu, Half, Placement, shapes};
+use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_cpu::{TensorRef, compare, reference};
+use fa_kernels::Forward;
+use fa_kernels::cudarc::driver::CudaStream;
+use std::sync::Arc;
+
+/// What other problems differ from in a field or two.
+pub const BASE: Problem = Problem::square(2, 300, 4, 128, Mask::CAUSAL, Dtype::Bf16);
+
+/// [`BASE`] with three query heads on each K/V head.
+pub const GQA: Problem = Problem { heads_q: 6, heads_kv: 2, ..BASE };
+
+/// What both passes are tried on: every field that decides which kernel runs and how.
+pub const PROBLEMS: [Problem; 12] = [
+    BASE,
+    Problem { mask: Mask::FULL, ..BASE },
+    GQA,
+    Problem { seqlen_q: 1, ..BASE },
+    Problem { head_dim: 64, head_dim_v: 64, ..BASE },
+    Problem { head_dim: 40, head_dim_v: 72, mask: Mask::FULL, ..BASE },
+    Problem { head_dim: 192, ..BASE },
+    Problem { head_dim: 256, head_dim_v: 256, ..BASE },
+    Problem { mask: Mask::window(70, 9), ..BASE },
+    Problem { softcap: Some(5.0), ..BASE },
+    Problem { softmax_scale: Some(0.3), ..BASE },
+    Problem { seqlen_k: 0, ..BASE },
+];
+
+/// A problem, how its tensors lie, and how many elements stand between their rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    pub problem: Problem,
+    pub layout: TensorLayout,
+    pub pad: usize,
+}
+
+impl Case {
+    /// Runs the problem on NaN-poisoned outputs and compares with the oracle.
+    pub fn check<T: Half>(&self, gpu: &Gpu) {
+        let forward = gpu.forward(&self.problem, None).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        let mut tensors = self.tensors::<T>(&forward, &gpu.stream);
+        tensors.run(&forward, &gpu.stream).unwrap_or_else(|error| panic!("{self:?}: {error}"));
+        self.verify(&tensors.read(&gpu.stream).unwrap());
+    }
+
+    /// Q, K and V of [`Case::values`] on the GPU, NaN between their rows (nobody may read it), and poisoned outputs.
+    pub fn tensors<T: Half>(&self, forward: &Forward, stream: &Arc<CudaStream>) -> DeviceForward<T> {
+        let host = [0, 1, 2].map(|i| self.values::<T>(i));
+        let values = host.each_ref().map(Vec::as_slice);
+        let bytes = forward.workspace_bytes();
+        DeviceForward::place(stream, &self.problem, bytes, values, &self.placements()).unwrap()
+    }
+
+    /// Reproducible values, roughly normal, for Q, K, V or O, packed `[batch, seqlen, heads, dim]`.
+    pub fn values<T: Half>(&self, i: usize) -> Vec<T> {
+        let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1);
+        let mut normal = || {
+            let mut sum = 0.0;
+            for _ in 0..4 {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
+            }
+            sum * 3f64.sqrt()
+        };
+        (0..self.shapes()[i].iter().product()).map(|_| T::from_f64(normal())).collect()
+    }
+
+    /// Shapes of Q, K, V and O.
+    pub fn shapes(&self) -> [[usize; 4]; 4] {
+        shapes(&self.problem)
+    }
+
+    /// Where Q, K, V and O lie: `pad` elements after each row.
+    pub fn placements(&self) -> [Placement; 4] {
+        self.shapes().map(|shape| Placement::padded(shape, self.layout, self.pad))
+    }
+
+    /// A view of values of [`Case::values`].
+    pub fn view<'a, T>(&self, name: &'static str, values: &'a [T], i: usize) -> TensorRef<'a, T> {
+        TensorRef::packed(name, values, self.shapes()[i], TensorLayout::Bshd).unwrap()
+    }
+
+    /// Compares the outputs with the oracle.
+    pub fn verify<T: Half>(&self, output: &DeviceOutput<T>) {
+        let problem = &self.problem;
+        let host = [0, 1, 2].map(|i| self.values::<T>(i));
+        let [q, k, v] =
+            [(0, "q"), (1, "k"), (2, "v")].map(|(i, name)| self.view(name, host[i].as_slice(), i));
+        let expected = reference::forward(problem, &q, &k, &v).unwrap();
+        let low = reference::low_precision::forward(problem, &q, &k, &v).unwrap();
+        let shape = self.shapes()[3];
+        let found =
+            compare::compare(shape, problem.dtype, &output.out, &expected.out, Some(&low.out)).unwrap();
+        assert!(found.passed(), "{self:?}: {found}");
+        let rows = [problem.batch, problem.heads_q, problem.seqlen_q];
+        let found = compare::compare_lse(rows, problem.dtype, &output.lse, &expected.lse).unwrap();
+        assert!(found.passed(), "{self:?}: LSE {found}");
+        assert_eq!(output.strays, 0, "{self:?}: written between rows");
+    }
+}

@@ -1,0 +1,4 @@
+//! Tests that need no GPU.
+
+mod engine;
+mod train;

@@ -1,0 +1,200 @@
+//! Files that appear whole or not at all: written under a temporary name in the target's folder, then renamed.
+
+use std::fs;
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// A file that cannot be written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write {}: {source}", path.display())]
+pub struct WriteError {
+    /// The file, as the caller named it.
+    pub path: PathBuf,
+    /// Why.
+    pub source: io::Error,
+}
+
+/// A file to be written, probed before any work is done for it.
+///
+/// A file that is there keeps its permissions; a symbolic link stays, and what it points at is replaced.
+#[derive(Debug)]
+pub struct AtomicFile {
+    path: PathBuf,
+    /// `path` with its last component's links followed.
+    target: PathBuf,
+}
+
+/// Links that are followed from a path, as many as Linux follows.
+const MAX_LINKS: usize = 40;
+
+impl AtomicFile {
+    /// Checks that a file can be made at `path`, leaving nothing behind.
+    ///
+    /// # Errors
+    /// When the folder is missing or not writable, or `path` is something other than a file.
+    pub fn probe(path: &Path) -> Result<AtomicFile, WriteError> {
+        let file = AtomicFile::at(path)?;
+        file.temporary().map_err(|source| file.error(source))?;
+        Ok(file)
+    }
+
+    fn at(path: &Path) -> Result<AtomicFile, WriteError> {
+        let refuse = |reason: String| WriteError { path: path.to_owned(), source: io::Error::other(reason) };
+        // Renaming over a device or a pipe would replace it, so anything that is there must be a plain file.
+        match fs::metadata(path) {
+            Ok(about) if about.is_dir() => return Err(refuse("it is a directory".into())),
+            Ok(about) if !about.is_file() => return Err(refuse("it is not a regular file".into())),
+            Ok(_) | Err(_) => {}
+        }
+        if path.file_name().is_none() {
+            return Err(refuse("it names no file".into()));
+        }
+        let target = follow_links(path).ok_or_else(|| refuse("too many symbolic links".into()))?;
+        let file = AtomicFile { path: path.to_owned(), target };
+        if !file.folder().is_dir() {
+            return Err(refuse(format!("there is no folder {}", file.folder().display())));
+        }
+        Ok(file)
+    }
+
+    /// The file, as the caller named it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Lets `fill` write the file, then puts it in place. On an error nothing is left behind.
+    ///
+    /// # Errors
+    /// What `fill` or the file system reports, about the file as the caller named it.
+    pub fn write(&self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), WriteError> {
+        self.replace(fill).map_err(|source| self.error(source))?;
+        tracing::debug!(path = %self.path.display(), "written");
+        Ok(())
+    }
+
+    fn replace(&self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+        let temporary = self.temporary()?;
+        // The file below the temporary name: its errors do not quote that name.
+        let mut writer = BufWriter::new(temporary.as_file());
+        fill(&mut writer)?;
+        writer.flush()?;
+        drop(writer);
+        if let Ok(about) = fs::metadata(&self.target) {
+            temporary.as_file().set_permissions(about.permissions())?;
+        }
+        temporary.persist(&self.target).map_err(|e| e.error).map(drop)
+    }
+
+    fn folder(&self) -> &Path {
+        self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    }
+
+    fn temporary(&self) -> io::Result<tempfile::NamedTempFile> {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".fa-");
+        // A temporary file is private by default; this one becomes the user's, so their umask decides.
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        builder.tempfile_in(self.folder())
+    }
+
+    fn error(&self, source: io::Error) -> WriteError {
+        WriteError { path: self.path.clone(), source }
+    }
+}
+
+/// Puts a file of these bytes at `path`; its folder is made where it is missing.
+///
+/// # Errors
+/// What the file system reports; nothing is left behind then.
+pub fn write(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        fs::create_dir_all(folder).map_err(|source| WriteError { path: path.to_owned(), source })?;
+    }
+    AtomicFile::at(path)?.write(|writer| writer.write_all(bytes))
+}
+
+/// What `path` names when links in its last component are followed, whether it is there or not.
+fn follow_links(path: &Path) -> Option<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..=MAX_LINKS {
+        match fs::read_link(&path) {
+            Ok(next) => path = path.parent().unwrap_or(Path::new("")).join(next),
+            // Not a link.
+            Err(_) => return Some(path),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<String> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_file_is_whole_or_untouched() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deep/er/file");
+        write(&path, b"one").unwrap();
+        let file = AtomicFile::probe(&path).unwrap();
+        let failed = file.write(|writer| {
+            writer.write_all(b"half of two")?;
+            Err(io::Error::other("no more"))
+        });
+        let text = failed.expect_err("the error of what fills it").to_string();
+        assert_eq!(text, format!("cannot write {}: no more", path.display()));
+        assert_eq!(fs::read(&path).unwrap(), b"one");
+        file.write(|writer| writer.write_all(b"two")).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(names(path.parent().unwrap()), ["file"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn permissions_and_links_stay() {
+        use std::os::unix::fs::{PermissionsExt, symlink};
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("real")).unwrap();
+        write(&at("real/file"), b"old").unwrap();
+        fs::set_permissions(at("real/file"), fs::Permissions::from_mode(0o640)).unwrap();
+        symlink("second", at("first")).unwrap();
+        symlink(at("real/file"), at("second")).unwrap();
+        write(&at("first"), b"new").unwrap();
+        assert_eq!(fs::read(at("real/file")).unwrap(), b"new");
+        assert_eq!(fs::metadata(at("real/file")).unwrap().permissions().mode() & 0o777, 0o640);
+        for link in ["first", "second"] {
+            assert!(fs::symlink_metadata(at(link)).unwrap().is_symlink(), "{link}");
+        }
+        // What a link points at need not be there yet.
+        symlink("real/later", at("dangling")).unwrap();
+        write(&at("dangling"), b"made").unwrap();
+        assert_eq!(fs::read(at("real/later")).unwrap(), b"made");
+        symlink("round", at("round")).unwrap();
+        let error = write(&at("round"), b"").expect_err("it leads nowhere").to_string();
+        assert!(error.contains("too many symbolic links"), "{error}");
+        assert_eq!(names(folder.path()), ["dangling", "first", "real", "round", "second"]);
+        assert_eq!(names(&at("real")), ["file", "later"]);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_is_no_file_is_refused() {
+        let refused = |path: &str, part: &str| {
+            let error = AtomicFile::probe(Path::new(path)).expect_err("must be refused").to_string();
+            assert!(error.starts_with(&format!("cannot write {path}")) && error.contains(part), "{error}");
+        };
+        refused("/dev/null", "not a regular file");
+        refused("/tmp", "a directory");
+        refused("/no-such-folder/file", "there is no folder /no-such-folder");
+        refused("..", "a directory");
+    }
+}
