@@ -1,10 +1,12 @@
-//! How many CTAs share the query heads of a K/V head in the backward: a launch decision that the cost model knows.
+//! How many CTAs share the query heads of a K/V head in the backward: launch and cost model take the same
+//! number.
 
 use fa_core::Problem;
 
-/// Query heads of a K/V head are divided into as few tiles as fill the GPU: how many parts.
+/// Parts that the query heads of a K/V head are split into: as few as fill `sms` SMs with tiles of `tile_n`
+/// keys.
 ///
-/// 1 where the order of sums must not depend on it, and where there is nothing to sum.
+/// 1 for a deterministic backward, whose sums have a fixed order, and for empty problems.
 pub fn head_splits(problem: &Problem, tile_n: u32, deterministic: bool, sms: u32) -> usize {
     let group = problem.group_size().max(1);
     let tiles = problem
