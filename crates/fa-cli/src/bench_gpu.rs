@@ -10,7 +10,6 @@ use std::path::{Path, PathBuf};
 
 use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_kernels::{Headers, Source, smem_bytes};
-use fa_planner::plan::serves;
 use rayon::prelude::*;
 
 use crate::commands::bench::args::BenchArgs;
@@ -88,7 +87,7 @@ fn job(args: &BenchArgs) -> anyhow::Result<Job> {
 /// The kernel of a file, which has to compute one of the shapes at least: it would be in no row otherwise, and nothing would say so.
 fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> Result<KernelSpec, InputError> {
     let spec = crate::spec_file::read_spec_of(path, pass)?;
-    let mut reasons = shapes.iter().map(|problem| serves(problem, &spec).err());
+    let mut reasons = shapes.iter().map(|problem| spec.serves(problem).err());
     match reasons.next().flatten() {
         Some(reason) if reasons.all(|reason| reason.is_some()) => {
             Err(InputError::Usage(format!("{} computes none of the shapes: {reason}", path.display())))

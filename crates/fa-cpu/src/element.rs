@@ -3,8 +3,14 @@
 use fa_core::Dtype;
 use half::{bf16, f16};
 
-/// A number that tensors may hold: conversions are exact upwards and round to nearest even downwards.
-pub trait Element: Copy + Send + Sync + 'static {
+/// Keeps other crates from adding element types: the passes are compiled for those below.
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A number that tensors may hold: f64, f32, f16 or bf16. Conversions are exact upwards and round to nearest even
+/// downwards.
+pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
     /// The element type's name in problems; `None` for f64, which only the oracle's own tensors have.
     const DTYPE: Option<Dtype>;
     /// Rounds to this type.
@@ -16,6 +22,8 @@ pub trait Element: Copy + Send + Sync + 'static {
     /// Exact.
     fn to_f64(self) -> f64;
 }
+
+impl sealed::Sealed for f64 {}
 
 impl Element for f64 {
     const DTYPE: Option<Dtype> = None;
@@ -32,6 +40,8 @@ impl Element for f64 {
         self
     }
 }
+
+impl sealed::Sealed for f32 {}
 
 impl Element for f32 {
     const DTYPE: Option<Dtype> = Some(Dtype::F32);
@@ -51,6 +61,8 @@ impl Element for f32 {
 
 macro_rules! sixteen_bit_element {
     ($type:ty, $dtype:expr) => {
+        impl sealed::Sealed for $type {}
+
         impl Element for $type {
             const DTYPE: Option<Dtype> = Some($dtype);
             fn from_f64(value: f64) -> Self {

@@ -9,6 +9,23 @@
 //! - [`guide`]: the model of the SM90 block size tuning guide, and its search.
 //!
 //! No I/O and no CUDA: a plan is made of a [`fa_core::Problem`] and the limits of a [`fa_core::Arch`].
+//!
+//! ```
+//! use fa_core::{Arch, Dtype, Mask, Problem};
+//! use fa_planner::plan::{PlanOptions, explore};
+//!
+//! // Batch 2, 8192 queries and keys, 16 heads of 128, causal, on an H100.
+//! let problem = Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+//! let set = explore(&problem, Arch::Sm90, &PlanOptions::default())?;
+//!
+//! let best = &set.plans[0];
+//! assert!(best.smem.total <= 232_448);
+//! println!("{}: {:.0} us, waits for {:?}", best.spec, best.cost.seconds * 1e6, best.cost.bottleneck);
+//! for rejected in &set.rejected {
+//!     println!("{}: {}", rejected.spec, rejected.reason);
+//! }
+//! # Ok::<(), fa_planner::plan::PlanError>(())
+//! ```
 
 pub mod account;
 pub mod banks;

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use fa_attn::atomic_file::AtomicFile;
 use fa_core::{Arch, Pass, Problem};
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::why::{self, Why};
@@ -17,7 +18,6 @@ use crate::plan::guide::GuideArgs;
 use crate::plan::planned::Planned;
 use crate::plan::tried::{self, Tried, TriedReport};
 use crate::spec_file::read_spec;
-use crate::target::Target;
 use crate::term::failure::{InputError, Verdict, read_text};
 use crate::term::output;
 use clap::{Args, ValueEnum};
@@ -133,7 +133,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
         return list_tiles(args, format);
     }
     let problem = problem(args)?;
-    let target = args.report.as_deref().map(Target::probe).transpose()?;
+    let target = args.report.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
     let planned = plan_for(args, problem)?;
     if let Some(query) = &args.why {
         let report = explain(&planned, query)?;
@@ -142,7 +142,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     }
     if let Some(target) = &target {
         let page = page::page(&planned)?;
-        target.write(|writer| Ok(writer.write_all(page.as_bytes())?))?;
+        target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
     }
     let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
     let report = Report {
@@ -249,7 +249,7 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
     Ok(WhyReport { arch: planned.arch, problem: planned.problem, forward, backward })
 }
 
-fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
+fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(no_kernel) = planned.no_kernel() {
         writeln!(text, "note      {no_kernel}").expect("writing to a string cannot fail");

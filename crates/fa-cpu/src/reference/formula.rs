@@ -1,7 +1,7 @@
-//! The formula itself, in any precision: `R` is the type that is computed in, `S` the type that what enters a second product is
-//! rounded to (`R` again for no rounding), `T` the tensors' type.
+//! The formula itself, in any precision: `R` is the type that is computed in. What enters a second product is rounded by a
+//! function, and heads are read by one, so that the formula is compiled once for f64 and once for f32, in this crate,
+//! whatever the tensors' type.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use fa_core::Problem;
@@ -13,12 +13,25 @@ use crate::simd::{Work, widest};
 use crate::softmax::origin;
 use crate::view::TensorRef;
 
+/// Reads one head of a tensor, `(batch, head)`, packed `[seqlen, dim]`.
+pub(super) type Rows<'a, R> = &'a (dyn Fn(usize, usize) -> Vec<R> + Sync);
+
+/// Q, K and V, and what becomes of a number that enters a second product.
+pub(super) struct Tensors<'a, R> {
+    pub q: Rows<'a, R>,
+    pub k: Rows<'a, R>,
+    pub v: Rows<'a, R>,
+    /// Rounds to the type that matrix products take, or leaves the number as it is.
+    pub round: fn(R) -> R,
+}
+
 /// Q, K and V of one query head, packed `[seqlen, dim]`, and the scalars.
 struct Head<'a, R> {
     problem: &'a Problem,
     q: Vec<R>,
     k: Vec<R>,
     v: Vec<R>,
+    round: fn(R) -> R,
     scale: R,
     softcap: Option<R>,
 }
@@ -73,16 +86,19 @@ pub(super) struct Forward<R> {
     pub out_terms: Vec<R>,
 }
 
-pub(super) fn forward<R: Real, S: Element, T: Element>(
-    problem: &Problem,
-    q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
-) -> Forward<R> {
-    let heads: Vec<Forward<R>> = for_each_head(problem, |b, h| {
-        let head = Head::gather(problem, q, k, v, b, h);
-        widest(OneForward { head, rounded_to: PhantomData::<S> })
-    });
+/// The forward of f64 tensors or of tensors that f64 stands for.
+pub(super) fn forward_f64(problem: &Problem, tensors: &Tensors<'_, f64>) -> Forward<f64> {
+    forward(problem, tensors)
+}
+
+/// The forward in f32.
+pub(super) fn forward_f32(problem: &Problem, tensors: &Tensors<'_, f32>) -> Forward<f32> {
+    forward(problem, tensors)
+}
+
+fn forward<R: Real>(problem: &Problem, tensors: &Tensors<'_, R>) -> Forward<R> {
+    let heads: Vec<Forward<R>> =
+        for_each_head(problem, |b, h| widest(OneForward { head: Head::gather(problem, tensors, b, h) }));
     let out: Vec<&[R]> = heads.iter().map(|head| &head.out[..]).collect();
     Forward {
         out: interleave(&out, problem.heads_q, problem.seqlen_q, problem.head_dim_v),
@@ -105,18 +121,34 @@ pub(super) struct Gradients<R> {
     pub dv_terms: Vec<R>,
 }
 
-/// `held` is the factor on the weights of O when they are rounded.
-pub(super) fn backward<R: Real, S: Element, T: Element>(
+/// The backward in f64, without any rounding but f64's.
+pub(super) fn backward_f64(
     problem: &Problem,
-    q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
-    dout: &TensorRef<'_, T>,
+    tensors: &Tensors<'_, f64>,
+    dout: Rows<'_, f64>,
+) -> Gradients<f64> {
+    backward(problem, tensors, dout, 1.0)
+}
+
+/// The backward in f32. `held` is the factor on the probabilities of O when they are rounded.
+pub(super) fn backward_f32(
+    problem: &Problem,
+    tensors: &Tensors<'_, f32>,
+    dout: Rows<'_, f32>,
+    held: f32,
+) -> Gradients<f32> {
+    backward(problem, tensors, dout, held)
+}
+
+fn backward<R: Real>(
+    problem: &Problem,
+    tensors: &Tensors<'_, R>,
+    dout: Rows<'_, R>,
     held: R,
 ) -> Gradients<R> {
     let heads: Vec<Gradients<R>> = for_each_head(problem, |b, h| {
-        let head = Head::gather(problem, q, k, v, b, h);
-        widest(OneBackward { head, dout: gather(dout, b, h), held, rounded_to: PhantomData::<S> })
+        let head = Head::gather(problem, tensors, b, h);
+        widest(OneBackward { head, dout: dout(b, h), held })
     });
     let of_queries = |field: fn(&Gradients<R>) -> &[R], dim| {
         let per_head: Vec<&[R]> = heads.iter().map(field).collect();
@@ -137,52 +169,44 @@ pub(super) fn backward<R: Real, S: Element, T: Element>(
 }
 
 /// The forward of one query head.
-struct OneForward<'a, R, S> {
+struct OneForward<'a, R> {
     head: Head<'a, R>,
-    rounded_to: PhantomData<S>,
 }
 
-impl<R: Real, S: Element> Work for OneForward<'_, R, S> {
+impl<R: Real> Work for OneForward<'_, R> {
     type Output = Forward<R>;
 
     #[inline(always)]
     fn run(self) -> Forward<R> {
-        self.head.forward::<S>()
+        self.head.forward()
     }
 }
 
 /// The backward of one query head.
-struct OneBackward<'a, R, S> {
+struct OneBackward<'a, R> {
     head: Head<'a, R>,
     dout: Vec<R>,
     held: R,
-    rounded_to: PhantomData<S>,
 }
 
-impl<R: Real, S: Element> Work for OneBackward<'_, R, S> {
+impl<R: Real> Work for OneBackward<'_, R> {
     type Output = Gradients<R>;
 
     #[inline(always)]
     fn run(self) -> Gradients<R> {
-        self.head.gradients::<S>(&self.dout, self.held)
+        self.head.gradients(&self.dout, self.held)
     }
 }
 
 impl<'a, R: Real> Head<'a, R> {
-    fn gather<T: Element>(
-        problem: &'a Problem,
-        q: &TensorRef<'_, T>,
-        k: &TensorRef<'_, T>,
-        v: &TensorRef<'_, T>,
-        b: usize,
-        h: usize,
-    ) -> Self {
+    fn gather(problem: &'a Problem, tensors: &Tensors<'_, R>, b: usize, h: usize) -> Self {
         let kv = h / problem.group_size();
         Head {
             problem,
-            q: gather(q, b, h),
-            k: gather(k, b, kv),
-            v: gather(v, b, kv),
+            q: (tensors.q)(b, h),
+            k: (tensors.k)(b, kv),
+            v: (tensors.v)(b, kv),
+            round: tensors.round,
             scale: R::from_f64(problem.scale()),
             softcap: problem.softcap.map(R::from_f64),
         }
@@ -226,14 +250,14 @@ impl<'a, R: Real> Head<'a, R> {
 
     /// O of the queries whose softmaxes are `rows`, packed, the weights rounded at `held` times their size.
     #[inline(always)]
-    fn outputs<S: Element>(&self, rows: &[Row<R>], held: R) -> Vec<R> {
+    fn outputs(&self, rows: &[Row<R>], held: R) -> Vec<R> {
         let dim = self.problem.head_dim_v;
         let mut out = vec![R::ZERO; rows.len() * dim];
         for block in key_blocks(rows.iter().map(|row| &row.keys)) {
             for (row, out) in rows.iter().zip(out.chunks_mut(dim)) {
                 for j in within(&row.keys, &block) {
                     let weight = row.weights[j - row.keys.start];
-                    add_scaled(out, (weight * held).rounded_to::<S>(), self.v(j));
+                    add_scaled(out, (self.round)(weight * held), self.v(j));
                 }
             }
         }
@@ -245,14 +269,14 @@ impl<'a, R: Real> Head<'a, R> {
 
     /// The forward of this query head alone.
     #[inline(always)]
-    fn forward<S: Element>(&self) -> Forward<R> {
+    fn forward(&self) -> Forward<R> {
         let Problem { seqlen_q, head_dim, head_dim_v, .. } = *self.problem;
         let (q, k) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let v = Norms::of(&self.v, head_dim_v);
         let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
         for queries in blocks(0..seqlen_q, QUERIES) {
             let rows = self.rows(queries.clone());
-            out.extend(self.outputs::<S>(&rows, R::ONE));
+            out.extend(self.outputs(&rows, R::ONE));
             for (i, row) in queries.zip(rows) {
                 let weighted = row.keys.zip(&row.weights).map(|(j, &weight)| {
                     weight / row.sum * self.weight_roundings(q.norm[i], k.norm[j], row.lse) * v.largest[j]
@@ -266,7 +290,7 @@ impl<'a, R: Real> Head<'a, R> {
 
     /// The gradients of this query head alone.
     #[inline(always)]
-    fn gradients<S: Element>(&self, dout: &[R], held: R) -> Gradients<R> {
+    fn gradients(&self, dout: &[R], held: R) -> Gradients<R> {
         let Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = *self.problem;
         let mut dq = vec![R::ZERO; self.q.len()];
         let mut dk = vec![R::ZERO; self.k.len()];
@@ -277,8 +301,8 @@ impl<'a, R: Real> Head<'a, R> {
         let (v_norms, dout_norms) = (Norms::of(&self.v, head_dim_v), Norms::of(dout, head_dim_v));
         for queries in blocks(0..seqlen_q, QUERIES) {
             let rows = self.rows(queries.clone());
-            let out = self.outputs::<S>(&rows, held);
-            let out: Vec<R> = out.into_iter().map(R::rounded_to::<S>).collect();
+            let out = self.outputs(&rows, held);
+            let out: Vec<R> = out.into_iter().map(self.round).collect();
             let of_out = queries.clone().zip(out.chunks(head_dim_v)).map(|(i, out)| {
                 // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
                 (dot(row(dout, i, head_dim_v), out), norm(out))
@@ -293,10 +317,10 @@ impl<'a, R: Real> Head<'a, R> {
                         let p = weight / *sum;
                         let dp = dot(dout, self.v(j));
                         let tanh = self.softcap.map_or(R::ZERO, |cap| score / cap);
-                        let ds = (p * (dp - p_dp) * (R::ONE - tanh * tanh)).rounded_to::<S>();
+                        let ds = (self.round)(p * (dp - p_dp) * (R::ONE - tanh * tanh));
                         add_scaled(row_mut(&mut dq, i, head_dim), ds, self.k(j));
                         add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
-                        add_scaled(row_mut(&mut dv, j, head_dim_v), p.rounded_to::<S>(), dout);
+                        add_scaled(row_mut(&mut dv, j, head_dim_v), (self.round)(p), dout);
 
                         let roundings = self.weight_roundings(q_norms.norm[i], k_norms.norm[j], *lse);
                         let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
@@ -357,7 +381,7 @@ fn for_each_head<A: Send>(problem: &Problem, compute: impl Fn(usize, usize) -> A
 }
 
 /// One head of a tensor, packed `[seqlen, dim]`.
-fn gather<R: Real, T: Element>(tensor: &TensorRef<'_, T>, b: usize, h: usize) -> Vec<R> {
+pub(super) fn gather<R: Real, T: Element>(tensor: &TensorRef<'_, T>, b: usize, h: usize) -> Vec<R> {
     let [_, seqlen, _, dim] = tensor.shape();
     (0..seqlen * dim).map(|at| R::from_element(tensor.at(b, at / dim, h, at % dim))).collect()
 }

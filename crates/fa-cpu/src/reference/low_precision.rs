@@ -7,10 +7,11 @@
 
 use fa_core::Problem;
 
-use super::formula;
+use super::formula::{self, Tensors, gather};
 use crate::check::{check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
+use crate::real::Real;
 use crate::view::TensorRef;
 
 /// Output in the tensors' type and LSE in f32; shapes as in [`super::Forward`].
@@ -44,7 +45,13 @@ pub fn forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
     check_forward(problem, q, k, v)?;
-    let formula::Forward { out, lse, .. } = formula::forward::<f32, T, T>(problem, q, k, v);
+    let tensors = Tensors {
+        q: &|b, h| gather(q, b, h),
+        k: &|b, h| gather(k, b, h),
+        v: &|b, h| gather(v, b, h),
+        round: f32::rounded_to::<T>,
+    };
+    let formula::Forward { out, lse, .. } = formula::forward_f32(problem, &tensors);
     Ok(LowForward { out: round(&out), lse })
 }
 
@@ -78,7 +85,13 @@ pub fn backward_held_at<T: Element>(
 ) -> Result<LowGradients<T>, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let gradients = formula::backward::<f32, T, T>(problem, q, k, v, dout, held);
+    let tensors = Tensors {
+        q: &|b, h| gather(q, b, h),
+        k: &|b, h| gather(k, b, h),
+        v: &|b, h| gather(v, b, h),
+        round: f32::rounded_to::<T>,
+    };
+    let gradients = formula::backward_f32(problem, &tensors, &|b, h| gather(dout, b, h), held);
     let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| round(gradient));
     Ok(LowGradients { dq, dk, dv })
 }

@@ -30,6 +30,7 @@ use crate::check::{check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::TensorRef;
+use formula::{Tensors, gather};
 
 /// Output and LSE in f64.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,6 +68,11 @@ pub struct Gradients {
 /// The distance from 1 to the next f32: two roundings.
 pub const F32_ROUNDING: f64 = f32::EPSILON as f64;
 
+/// No rounding.
+fn exact(value: f64) -> f64 {
+    value
+}
+
 /// The largest finite one of `terms` in roundings.
 fn noise(terms: Vec<f64>) -> f64 {
     F32_ROUNDING * terms.into_iter().filter(|term| term.is_finite()).fold(0.0, f64::max)
@@ -84,7 +90,13 @@ pub fn forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
     check_forward(problem, q, k, v)?;
-    let formula::Forward { out, lse, out_terms } = formula::forward::<f64, f64, T>(problem, q, k, v);
+    let tensors = Tensors {
+        q: &|b, h| gather(q, b, h),
+        k: &|b, h| gather(k, b, h),
+        v: &|b, h| gather(v, b, h),
+        round: exact,
+    };
+    let formula::Forward { out, lse, out_terms } = formula::forward_f64(problem, &tensors);
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 
@@ -101,7 +113,13 @@ pub fn backward<T: Element>(
 ) -> Result<Gradients, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
-    let found = formula::backward::<f64, f64, T>(problem, q, k, v, dout, 1.0);
+    let tensors = Tensors {
+        q: &|b, h| gather(q, b, h),
+        k: &|b, h| gather(k, b, h),
+        v: &|b, h| gather(v, b, h),
+        round: exact,
+    };
+    let found = formula::backward_f64(problem, &tensors, &|b, h| gather(dout, b, h));
     Ok(Gradients {
         dq: found.dq,
         dk: found.dk,

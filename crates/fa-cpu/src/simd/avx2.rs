@@ -68,4 +68,4 @@ impl Vector for F32x8 {
     }
 }
 
-super::kernels::table!(F32x8, "avx2,fma");
+super::table::table!(F32x8, "avx2,fma");

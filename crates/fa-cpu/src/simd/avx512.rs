@@ -104,4 +104,4 @@ impl Vector for F32x16 {
     }
 }
 
-super::kernels::table!(F32x16, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
+super::table::table!(F32x16, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");

@@ -9,7 +9,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-use super::{TileShape, extent};
+use super::tile::{TileShape, extent};
 
 /// Rows, columns and terms of a product are multiples of this.
 pub const GRAIN: usize = 32;

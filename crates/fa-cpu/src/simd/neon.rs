@@ -65,4 +65,4 @@ impl Vector for F32x4 {
     }
 }
 
-super::kernels::table!(F32x4, "neon");
+super::table::table!(F32x4, "neon");

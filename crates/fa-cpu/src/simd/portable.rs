@@ -72,4 +72,4 @@ impl Vector for Lanes4 {
     }
 }
 
-super::kernels::table!(Lanes4);
+super::table::table!(Lanes4);

@@ -2,7 +2,7 @@
 //! that a result has the same bits on every CPU.
 
 #[cfg(target_arch = "x86_64")]
-use super::Isa;
+use super::isa::Isa;
 
 /// What is to be compiled more than once.
 pub(crate) trait Work {

@@ -8,9 +8,9 @@ use std::sync::OnceLock;
 
 use fa_core::{Mask, Problem};
 
-use super::BackwardInputs;
 use super::buffer::Buffer;
 use super::forward::{Scores, hide, sees_all, visible_keys};
+use super::inputs::BackwardInputs;
 use super::pack::{HeadRows, dot, read_row, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;

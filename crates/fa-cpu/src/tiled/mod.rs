@@ -6,13 +6,16 @@
 
 mod backward;
 mod buffer;
+mod by_type;
 mod forward;
 mod forward16;
+mod inputs;
 mod pack;
 mod pack16;
 mod schedule;
 
 use fa_core::Problem;
+pub use inputs::BackwardInputs;
 
 use crate::check;
 use crate::element::Element;
@@ -100,26 +103,9 @@ pub fn forward_with<T: Element>(
     {
         forward16::run(kernels, options.threads, problem, &q, &k, &v, out, lse);
     } else {
-        forward::run(kernels, options.threads, problem, q, k, v, out, lse);
+        by_type::run_forward(kernels, options.threads, problem, q, k, v, out, lse);
     }
     Ok(())
-}
-
-/// What the backward reads: the forward's inputs and results and the gradient of its output.
-#[derive(Clone, Copy, Debug)]
-pub struct BackwardInputs<'a, T> {
-    /// Queries.
-    pub q: TensorRef<'a, T>,
-    /// Keys.
-    pub k: TensorRef<'a, T>,
-    /// Values.
-    pub v: TensorRef<'a, T>,
-    /// The forward's output.
-    pub out: TensorRef<'a, T>,
-    /// The forward's LSE, `[batch, heads_q, seqlen_q]`.
-    pub lse: &'a [f32],
-    /// Gradient of the output.
-    pub dout: TensorRef<'a, T>,
 }
 
 /// Attention backward: gradients of Q, K and V from the forward's inputs, output and LSE and the output's gradient.
@@ -165,7 +151,7 @@ pub fn backward_with<T: Element>(
     forward::Scores::check(problem)?;
     let kernels = kernels(options)?;
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled backward");
-    backward::run(kernels, options.threads, problem, inputs, dq, dk, dv);
+    by_type::run_backward(kernels, options.threads, problem, inputs, dq, dk, dv);
     Ok(())
 }
 

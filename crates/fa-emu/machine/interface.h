@@ -1,0 +1,104 @@
+// The machine as a kernel's thread sees it: what the host twins of ptx/ call.
+//
+// Every function is one instruction, or a few that always stand together. Where the kernel called it is read from the
+// return address, so nothing here takes a location.
+#pragma once
+
+namespace emu {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Where a thread is: within its warp, its CTA and the grid, all one-dimensional.
+struct View {
+    u32 thread, cta_threads, cta, ctas;
+    int lane, warp;
+};
+
+#define EMU_TLS __attribute__((tls_model("initial-exec")))
+extern constinit thread_local View* view EMU_TLS;          // of the thread that runs
+extern constinit thread_local u8* shared_window EMU_TLS;   // shared memory of its CTA
+
+// ---- Shared memory, generic proxy ----
+
+u32 shared_address(const void* pointer);
+void load_shared(void* to, u32 address, u32 bytes);
+void store_shared(u32 address, const void* from, u32 bytes);
+
+// ---- Warp ----
+
+u32 shuffle(u32 value, int lane);
+bool any(bool value);
+void sync_warp();
+bool elect();
+void set_registers(int count, bool take);
+
+// ---- Matrix fragments of one warp ----
+
+void ldmatrix(u32* m, u32 address, bool transposed);
+void stmatrix(u32 address, const u32* m, int count, bool transposed);
+void mma_m16n8k16(bool bf16, float* d, const u32* a, u32 b0, u32 b1);
+
+// ---- Barriers and fences ----
+
+// Barrier 0 with no thread count is __syncthreads. `aligned`: by all lanes of a warp at once.
+void barrier(int id, int threads, bool wait, bool aligned);
+void cluster_sync();
+u32 cluster_rank();
+void fence_async();
+void pause();
+void mbarrier_init(void* bar, u32 arrivals);
+void mbarrier_init_fence();
+void mbarrier_arrive(void* bar, u32 expect_bytes);
+void mbarrier_arrive_remote(void* bar, u32 rank);
+void mbarrier_wait(void* bar, u32 parity);
+
+// ---- Asynchronous copies ----
+
+void cp_async_16(u32 dst, const void* src, int bytes);
+void cp_async_commit();
+void cp_async_wait(int pending);
+// `blocks`: the CTAs of the cluster that a multicast writes to, a bit each; 0 for this one alone.
+void tma_load(void* dst, const void* map, void* bar, const int* coordinates, int rank, u32 blocks);
+void bulk_load(void* dst, const void* src, u32 bytes, void* bar);
+void bulk_add(float* dst, u32 src, u32 bytes);
+void bulk_commit();
+void bulk_wait(bool read_only);
+
+// ---- Warpgroup products ----
+
+struct Wgmma {
+    bool bf16;
+    int n;
+    bool a_mn_major, b_mn_major;
+    float* d;
+    const u32* a;  // registers, or null for shared memory
+    u64 desc_a, desc_b;
+    bool accumulate;
+};
+void wgmma(const Wgmma& op);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(int pending);
+
+// ---- Device memory ----
+
+void add_global(float* to, const float* values, int count);
+u32 atomic_add(u32* to, u32 value);
+u32 load_acquire(const u32* from);
+void add_release(u32* to, u32 value);
+void fence_device();
+
+// ---- The emulator's own tensor map, in the bytes of the driver's ----
+
+struct TensorMap {
+    u64 address;
+    u32 rank, swizzle;           // bytes of a swizzled row: 128, 64 or 32
+    u64 dims[5], strides[5];     // elements; bytes
+    u16 box[5], element;         // elements; bytes of one
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+}  // namespace emu

@@ -1,0 +1,106 @@
+// mbarriers: phases of arrivals and bytes, and what each phase makes known to those who wait for it.
+#include "machine.h"
+
+namespace emu {
+
+void complete_phases(Mbarrier& bar) {
+    while (bar.pending == 0 && bar.bytes == 0) {
+        Order& done = bar.done[bar.phase & 1];
+        std::swap(done, bar.arrived);
+        bar.arrived.forget();
+        ++bar.phase;
+        // The bytes that counted on this phase are in.
+        done.before[bar.slot] = done.visible[bar.slot] = bar.phase;
+        bar.pending = bar.expected;
+        wake_on(*bar.cta, &bar);
+        for (auto& cta : bar.cta->cluster->ctas) {
+            if (cta.get() != bar.cta) wake_on(*cta, &bar);
+        }
+    }
+}
+
+Mbarrier& mbarrier_at(Cta& cta, const void* place, bool async) {
+    const u32 offset = offset_of(place, 8, 8);
+    const auto found = cta.mbarriers.find(offset);
+    if (found == cta.mbarriers.end()) {
+        fatal("mbarrier", me() + " uses the mbarrier at shared memory +" + std::to_string(offset) + " before it is initialised");
+    }
+    if (machine->options.order) {
+        const Access& init = cta.shadow.initialised(offset);
+        const Order& order = current->order;
+        if (init.clock > order.before[init.slot]) {
+            Finding& finding = report("mbarrier", me() + " uses an mbarrier whose initialisation is not ordered before");
+            if (finding.others.empty()) finding.others.push_back({slot_name(cta, init.slot) + ", which initialised it", site_stack(init.site), 1});
+        } else if (async && init.clock > order.visible[init.slot]) {
+            Finding& finding = report("missing proxy fence", me() + " gives the copy engine an mbarrier, which no fence.mbarrier_init has made visible to it");
+            if (finding.others.empty()) finding.others.push_back({slot_name(cta, init.slot) + ", which initialised it", site_stack(init.site), 1});
+        }
+    }
+    return *found->second;
+}
+
+void mbarrier_init(void* place, u32 arrivals) {
+    ENTER();
+    Thread& thread = *current;
+    Cta& cta = *thread.cta;
+    const u32 offset = offset_of(place, 8, 8);
+    auto& bar = cta.mbarriers[offset];
+    if (bar) {
+        report("mbarrier", me() + " initialises the mbarrier at shared memory +" + std::to_string(offset) + " again");
+        return;
+    }
+    if (arrivals == 0) fatal("mbarrier", me() + " initialises an mbarrier for no arrivals");
+    bar = std::make_unique<Mbarrier>();
+    bar->cta = &cta;
+    bar->offset = offset;
+    bar->expected = bar->pending = int(arrivals);
+    bar->arrived = bar->done[0] = bar->done[1] = Order(machine->slots);
+    bar->slot = new_slot(*cta.cluster, "the copy engine, on the mbarrier at +" + std::to_string(offset));
+    cta.shadow.place_barrier(cta, offset, {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), "writes"});
+}
+
+void mbarrier_init_fence() {
+    ENTER();
+    current->order.visible = current->order.before;
+    current->tick();
+}
+
+namespace {
+
+void arrive(Mbarrier& bar, u32 expect_bytes) {
+    if (bar.pending <= 0) {
+        fatal("over-arrival", me() + " arrives at the mbarrier at shared memory +" + std::to_string(bar.offset) + ", whose phase already has its " +
+                                  std::to_string(bar.expected) + " arrivals and waits for " + std::to_string(bar.bytes) + " bytes");
+    }
+    --bar.pending;
+    bar.bytes += expect_bytes;
+    bar.arrived.learn(current->order);
+    current->tick();
+    machine->progress = machine->step;
+    complete_phases(bar);
+}
+
+}  // namespace
+
+void mbarrier_arrive(void* place, u32 expect_bytes) {
+    ENTER();
+    arrive(mbarrier_at(*current->cta, place, false), expect_bytes);
+}
+
+void mbarrier_arrive_remote(void* place, u32 rank) {
+    ENTER();
+    Cluster& cluster = *current->cta->cluster;
+    if (rank >= cluster.ctas.size()) fatal("cluster", me() + " arrives at CTA " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster.ctas.size()));
+    Cta& cta = *cluster.ctas[rank];
+    if (cta.finished()) fatal("cluster", me() + " arrives at an mbarrier of CTA " + std::to_string(cta.index) + ", which has ended");
+    arrive(mbarrier_at(cta, place, false), 0);
+}
+
+void mbarrier_wait(void* place, u32 parity) {
+    ENTER();
+    Mbarrier& bar = mbarrier_at(*current->cta, place, false);
+    wait_until("mbarrier.try_wait", &bar, [&] { return (bar.phase & 1) != parity; });
+    current->order.learn(bar.done[parity]);
+}
+
+}  // namespace emu

@@ -1,0 +1,162 @@
+// The copy engine: boxes of tensors and plain bytes to shared memory, sums from shared memory to device memory.
+#include <cstring>
+
+#include "machine.h"
+
+namespace emu {
+
+namespace {
+
+struct Chunk {
+    u32 offset;      // in shared memory
+    const u8* from;  // null for zeros
+    u32 bytes;       // of 16 that are inside the tensor
+};
+
+// Brings chunks and counts their bytes, at a random pace in up to four parts.
+void bring(Cta& cta, Mbarrier& bar, const char* what, std::vector<Chunk> all) {
+    const size_t parts = machine->options.pace == Pace::Random ? 1 + machine->rng() % 4 : 1;
+    const u64 issued = machine->step;
+    for (size_t part = 0; part < parts; ++part) {
+        std::vector<Chunk> own(all.begin() + long(all.size() * part / parts), all.begin() + long(all.size() * (part + 1) / parts));
+        if (own.empty()) continue;
+        const bool traced = int(cta.index) == machine->options.trace_cta;
+        Stack stack = traced ? stack_here() : Stack{};
+        add_agent(cta, 40, [&cta, &bar, own = std::move(own), traced, issued, what, stack = std::move(stack)] {
+            for (const Chunk& chunk : own) {
+                u8 bytes[16] = {};
+                if (chunk.from) memcpy(bytes, chunk.from, chunk.bytes);
+                memcpy(cta.memory + chunk.offset, bytes, 16);
+            }
+            bar.bytes -= 16 * (long long)own.size();
+            if (traced) machine->trace.add({"copy engine", what, issued, machine->step, stack});
+            complete_phases(bar);
+        });
+    }
+}
+
+}  // namespace
+
+void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, int rank, u32 blocks) {
+    ENTER();
+    const TensorMap& map = *static_cast<const TensorMap*>(map_);
+    Cta& own = *current->cta;
+    if (int(map.rank) != rank) fatal("tensor map", me() + " loads " + std::to_string(rank) + " axes by a map of " + std::to_string(map.rank));
+    const u32 inner = map.box[0] * map.element;
+    u32 rows = 1;
+    for (int axis = 1; axis < rank; ++axis) rows *= map.box[axis];
+    const u32 first = offset_of(dst, rows * inner, 128);
+    const u32 mask = map.swizzle / 16 - 1;
+    // A swizzle repeats after so many bytes; a box that starts within one is laid out otherwise than its readers think.
+    if (first % (8 * map.swizzle)) {
+        report("bad swizzle", me() + " loads a box to shared memory +" + std::to_string(first) + ", which is no multiple of " +
+                                  std::to_string(8 * map.swizzle) + ", a whole swizzle of " + std::to_string(map.swizzle) + " bytes");
+    }
+
+    // The rows of the box, those outside the tensor as zeros.
+    std::vector<Chunk> all;
+    u32 inside_bytes = 0;
+    for (u32 row = 0; row < rows; ++row) {
+        bool inside = true;
+        u64 from = map.address;
+        u32 rest = row;
+        for (int axis = 1; axis < rank; ++axis) {
+            const long long index = coordinates[axis] + (long long)(rest % map.box[axis]);
+            rest /= map.box[axis];
+            inside = inside && index >= 0 && u64(index) < map.dims[axis];
+            from += u64(index) * map.strides[axis];
+        }
+        const long long left = ((long long)map.dims[0] - coordinates[0]) * map.element;
+        const u32 valid = inside && coordinates[0] >= 0 && left > 0 ? u32(std::min<long long>(left, inner)) : 0;
+        from += u64((long long)coordinates[0] * map.element);
+        if (valid) machine->global.access(from, valid, Use::Read, "loads a row by TMA,");
+        inside_bytes += valid;
+        for (u32 column = 0; column < inner; column += 16) {
+            u32 at = kSharedBase + first + row * inner + column;
+            at ^= (at >> 7 & mask) << 4;
+            const u32 bytes = valid > column ? std::min(valid - column, 16u) : 0;
+            all.push_back({at - kSharedBase, bytes ? reinterpret_cast<const u8*>(from + column) : nullptr, bytes});
+        }
+    }
+    Cluster& cluster = *own.cluster;
+    for (u32 target = 0; target < cluster.ctas.size(); ++target) {
+        if (blocks ? !(blocks >> target & 1) : target != own.rank) continue;
+        Cta& cta = *cluster.ctas[target];
+        if (cta.finished()) fatal("cluster", me() + " loads into CTA " + std::to_string(cta.index) + ", which has ended");
+        Mbarrier& counts = mbarrier_at(cta, bar, true);
+        const Actor actor{counts.slot, counts.phase + 1, Proxy::Async, false, &current->order, site_of(pc), "writes"};
+        for (const Chunk& chunk : all) {
+            if (machine->options.order) cta.shadow.access(cta, chunk.offset, 16, true, actor);
+            poison(cta.memory + chunk.offset, 16);
+        }
+        bring(cta, counts, "TMA box", all);
+    }
+    ++machine->counters.tma_boxes;
+    machine->counters.tma_bytes += u64(rows) * inner;
+    machine->counters.tma_bytes_inside += inside_bytes;
+}
+
+void bulk_load(void* dst, const void* src, u32 bytes, void* bar) {
+    ENTER();
+    Cta& cta = *current->cta;
+    const u32 first = offset_of(dst, bytes, 16);
+    if (bytes % 16 || u64(src) % 16) fatal("misaligned", me() + ": a bulk copy takes multiples of 16 bytes");
+    machine->global.access(u64(src), bytes, Use::Read, "loads by a bulk copy");
+    Mbarrier& counts = mbarrier_at(cta, bar, true);
+    if (machine->options.order) {
+        cta.shadow.access(cta, first, bytes, true,
+                          {counts.slot, counts.phase + 1, Proxy::Async, false, &current->order, site_of(pc), "writes"});
+    }
+    poison(cta.memory + first, bytes);
+    std::vector<Chunk> all;
+    for (u32 at = 0; at < bytes; at += 16) all.push_back({first + at, static_cast<const u8*>(src) + at, 16});
+    machine->counters.bulk_bytes += bytes;
+    bring(cta, counts, "bulk copy", std::move(all));
+}
+
+void bulk_add(float* dst, u32 src, u32 bytes) {
+    ENTER();
+    Thread& thread = *current;
+    Cta& cta = *thread.cta;
+    Warp& warp = *thread.warp;
+    const u8* const from = shared(src, bytes, 16);
+    if (bytes % 16 || u64(dst) % 16) fatal("misaligned", me() + ": a bulk reduction takes multiples of 16 bytes");
+    if (warp.bulk_slot < 0) warp.bulk_slot = new_slot(*cta.cluster, "the bulk reduction of warp " + std::to_string(warp.id));
+    const u32 group = thread.bulk.start();
+    if (machine->options.order) {
+        cta.shadow.access(cta, src - kSharedBase, bytes, false,
+                          {Slot(warp.bulk_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
+    }
+    const Author copy{Slot(warp.bulk_slot), group};
+    machine->global.access(u64(dst), bytes, Use::Atomic, "adds by a bulk reduction", &copy);
+    machine->counters.red_bytes += bytes;
+    const bool traced = int(cta.index) == machine->options.trace_cta;
+    const u64 issued = machine->step;
+    Stack stack = traced ? stack_here() : Stack{};
+    add_agent(cta, 40, [=, &thread, stack = std::move(stack)] {
+        for (u32 i = 0; i < bytes / 4; ++i) {
+            float value;
+            memcpy(&value, from + 4 * i, 4);
+            dst[i] += value;
+        }
+        if (traced) machine->trace.add({"copy engine", "bulk add", issued, machine->step, stack});
+        thread.bulk.finish(group);
+        if (thread.waits_on == &thread.bulk) wake(thread);
+    });
+}
+
+void bulk_commit() {
+    ENTER();
+    current->bulk.commit();
+}
+
+void bulk_wait(bool read_only) {
+    ENTER();
+    Thread& thread = *current;
+    const u32 due = thread.bulk.due(0);
+    wait_until(read_only ? "cp.async.bulk.wait_group.read" : "cp.async.bulk.wait_group", &thread.bulk,
+               [&] { return thread.bulk.done(due); });
+    if (thread.warp->bulk_slot >= 0) thread.order.reach(Slot(thread.warp->bulk_slot), due);
+}
+
+}  // namespace emu

@@ -1,0 +1,204 @@
+// wgmma: products of four warps that run while the warps go on, each warp its 16 rows of the 64.
+#include <cstring>
+
+#include "machine.h"
+
+namespace emu {
+
+namespace {
+
+// A matrix descriptor (PTX ISA, "Matrix descriptor"), in bytes.
+struct Descriptor {
+    u32 start, leading, stride, swizzle;
+};
+
+Descriptor decoded(u64 bits) {
+    const u32 swizzles[4] = {16, 128, 64, 32};
+    auto field = [&](int shift) { return u32(bits >> shift & 0x3fff) << 4; };
+    return {field(0), field(16), field(32), swizzles[bits >> 62]};
+}
+
+// Where in shared memory each 16 bytes of rows [first, first + rows) x 16 of an operand lie. `each(offset, row, k)`: eight
+// elements along k, or along the rows when those are contiguous.
+template <class F> void for_chunks(const Descriptor& d, bool mn_major, int first, int rows, F each) {
+    const u32 mask = d.swizzle / 16 - 1;
+    auto emit = [&](u32 at, int row, int k) { each((at ^ (at >> 7 & mask) << 4) - kSharedBase, row - first, k); };
+    if (mn_major) {
+        const int panel = int(d.swizzle) / 2;
+        for (int row = first; row < first + rows; row += 8) {
+            for (int k = 0; k < 16; ++k) {
+                emit(d.start + u32(row / panel) * d.leading + u32(k / 8) * d.stride + u32(k % 8) * d.swizzle + u32(row % panel) * 2, row, k);
+            }
+        }
+    } else {
+        for (int row = first; row < first + rows; ++row) {
+            for (int k = 0; k < 16; k += 8) emit(d.start + u32(row / 8) * d.stride + u32(row % 8) * d.swizzle + u32(k) * 2, row, k);
+        }
+    }
+}
+
+void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first, int rows, float* out, int row_stride, int k_stride) {
+    const u32 limit = machine->launch.smem_bytes;
+    for_chunks(decoded(desc), mn_major, first, rows, [&](u32 offset, int row, int k) {
+        if (offset + 16 > limit) return;  // reported when it was issued
+        u16 bits[8];
+        memcpy(bits, cta.memory + offset, 16);
+        float* to = out + row * row_stride + k * k_stride;
+        const int step = mn_major ? row_stride : k_stride;
+        for (int i = 0; i < 8; ++i) to[i * step] = from16(bf16, bits[i]);
+    });
+}
+
+void multiply(Warp& warp) {
+    const WgmmaOp own = std::move(warp.queue.front());
+    warp.queue.pop_front();
+    const Wgmma& op = own.op;
+    const int n = op.n;
+    alignas(64) float a[16][16], b[16][256], d[16][256];
+    read_operand(*warp.cta, op.bf16, op.desc_b, op.b_mn_major, 0, n, &b[0][0], 1, 256);
+    if (own.a[0]) {
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int i = 0; i < 8; ++i) {
+                a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] = from16(op.bf16, u16(own.a[lane][i / 2] >> 16 * (i % 2)));
+            }
+        }
+    } else {
+        read_operand(*warp.cta, op.bf16, op.desc_a, op.a_mn_major, warp.id % 4 * 16, 16, &a[0][0], 16, 1);
+    }
+    // Register i of a lane: rows lane / 4 and 8 further, columns in pairs of every eight.
+    auto row_of = [](int lane, int i) { return lane / 4 + 8 * (i / 2 & 1); };
+    auto column_of = [](int lane, int i) { return 8 * (i / 4) + 2 * (lane % 4) + (i & 1); };
+    for (int lane = 0; lane < 32; ++lane) {
+        for (int i = 0; i < n / 2; ++i) d[row_of(lane, i)][column_of(lane, i)] = op.accumulate ? own.d[lane][i] : 0.f;
+    }
+    for (int row = 0; row < 16; ++row) {
+        for (int k = 0; k < 16; ++k) {
+            const float factor = a[row][k];
+            for (int column = 0; column < n; ++column) d[row][column] += factor * b[k][column];
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        for (int i = 0; i < n / 2; ++i) own.d[lane][i] = d[row_of(lane, i)][column_of(lane, i)];
+    }
+    ++machine->counters.wgmma;
+    machine->counters.flops += 2 * 16 * 16 * u64(n);
+    warp.products.finish(own.group);
+    for (int lane = 0; lane < 32; ++lane) {
+        if (warp.lanes[lane].waits_on == &warp.products) wake(warp.lanes[lane]);
+    }
+}
+
+// Remembers registers that a product uses, and asks for a fence where they were accessed since the last one.
+void use_registers(Thread& thread, const void* registers, u32 bytes, bool accumulator) {
+    const char* begin = static_cast<const char*>(registers);
+    const u32 group = thread.warp->products.open();
+    for (Operand& operand : thread.operands) {
+        if (operand.begin != begin || operand.end != begin + bytes || operand.accumulator != accumulator) continue;
+        if (operand.touched && machine->options.hazards) {
+            report("missing wgmma.fence", me() + (accumulator ? ": accumulators" : ": registers of A") + " were accessed since the last wgmma.fence");
+        }
+        operand.in_flight = true;
+        operand.group = group;
+        return;
+    }
+    // Places on the stack are used again by other arrays: the oldest that is not in flight goes.
+    if (thread.operands.size() >= 96) {
+        std::erase_if(thread.operands, [](const Operand& operand) { return !operand.in_flight; });
+    }
+    if (!thread.warp->fenced && machine->options.hazards) report("missing wgmma.fence", me() + " issues its first wgmma without one");
+    thread.operands.push_back({begin, begin + bytes, accumulator, true, false, group});
+}
+
+void check_operand(Warp& warp, u64 desc, bool mn_major, int first, int rows, const Actor& actor) {
+    const Descriptor d = decoded(desc);
+    if (d.swizzle == 16) {
+        report("bad descriptor", me() + " issues a wgmma by a descriptor without swizzle, which no tile here is laid out for");
+    }
+    const u32 limit = machine->launch.smem_bytes;
+    bool beyond = false;
+    for_chunks(d, mn_major, first, rows, [&](u32 offset, int, int) {
+        if (offset + 16 > limit) {
+            if (!beyond) report("bad descriptor", me() + " issues a wgmma whose operand reaches shared memory +" + std::to_string(int(offset)) + " of " + std::to_string(limit));
+            beyond = true;
+        } else if (machine->options.order) {
+            warp.cta->shadow.access(*warp.cta, offset, 16, false, actor);
+        }
+    });
+}
+
+}  // namespace
+
+void wgmma(const Wgmma& op) {
+    ENTER();
+    use_registers(*current, op.d, u32(op.n) * 2, true);
+    if (op.a) use_registers(*current, op.a, 16, false);
+    rendezvous("wgmma.mma_async", const_cast<Wgmma*>(&op), [&op](Warp& warp) {
+        Cta& cta = *warp.cta;
+        WgmmaOp own{op, {}, {}, warp.products.start()};
+        for (int lane = 0; lane < 32; ++lane) {
+            const Wgmma& other = *static_cast<Wgmma*>(warp.payload[lane]);
+            own.d[lane] = other.d;
+            own.a[lane] = other.a;
+            if (other.desc_b != op.desc_b || (!op.a && other.desc_a != op.desc_a) || other.accumulate != op.accumulate) {
+                report("bad descriptor", me() + " and another lane of its warp issue a wgmma with different operands");
+            }
+        }
+        // The four warps of a group issue the same products.
+        warp.issued.push_back(op.desc_b ^ u64(op.n) << 50 ^ op.desc_a * 3 ^ u64(op.accumulate));
+        for (int i = 0; i < 4; ++i) {
+            const Warp& other = cta.warps[size_t(warp.id / 4 * 4 + i)];
+            if (other.issued.size() >= warp.issued.size() && other.issued[warp.issued.size() - 1] != warp.issued.back()) {
+                report("bad descriptor", me() + " issues another wgmma than the other warps of its warp group");
+            }
+        }
+        if (warp.wgmma_slot < 0) warp.wgmma_slot = new_slot(*cta.cluster, "wgmma of warp " + std::to_string(warp.id));
+        Order order(machine->slots);
+        if (machine->options.order) {
+            for (int lane = 0; lane < 32; ++lane) order.learn(warp.lanes[lane].order);
+        }
+        const Actor actor{Slot(warp.wgmma_slot), own.group, Proxy::Async, false, &order, site_of(pc), "reads"};
+        check_operand(warp, op.desc_b, op.b_mn_major, 0, op.n, actor);
+        if (!op.a) check_operand(warp, op.desc_a, op.a_mn_major, warp.id % 4 * 16, 16, actor);
+        if (!op.accumulate) {
+            for (float* d : own.d) poison(reinterpret_cast<u8*>(d), u32(op.n) * 2);
+        }
+        warp.queue.push_back(std::move(own));
+        const bool traced = int(cta.index) == machine->options.trace_cta && warp.id % 4 == 0;
+        const u64 issued = machine->step;
+        Stack stack = traced ? stack_here() : Stack{};
+        add_agent(cta, 12, [&warp, traced, issued, stack = std::move(stack)] {
+            multiply(warp);
+            if (traced) machine->trace.add({"tensor core of warp group " + std::to_string(warp.id / 4), "wgmma", issued, machine->step, stack});
+        });
+    });
+}
+
+void wgmma_fence() {
+    ENTER();
+    rendezvous("wgmma.fence", nullptr, [](Warp& warp) {
+        warp.fenced = true;
+        for (int lane = 0; lane < 32; ++lane) {
+            for (Operand& operand : warp.lanes[lane].operands) operand.touched = false;
+        }
+    });
+}
+
+void wgmma_commit() {
+    ENTER();
+    rendezvous("wgmma.commit_group", nullptr, [](Warp& warp) { warp.products.commit(); });
+}
+
+void wgmma_wait(int pending) {
+    ENTER();
+    rendezvous("wgmma.wait_group", nullptr, [](Warp&) {});
+    Thread& thread = *current;
+    Warp& warp = *thread.warp;
+    const u32 due = warp.products.due(u32(pending));
+    wait_until("wgmma.wait_group", &warp.products, [&] { return warp.products.done(due); });
+    if (warp.wgmma_slot >= 0) thread.order.reach(Slot(warp.wgmma_slot), due);
+    for (Operand& operand : thread.operands) {
+        if (operand.group <= due) operand.in_flight = false;
+    }
+}
+
+}  // namespace emu

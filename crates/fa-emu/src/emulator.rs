@@ -1,0 +1,53 @@
+//! The way in: a compiler, the machine, and kernels compiled for it.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use fa_core::{Arch, KernelSpec};
+use fa_kernels::Headers;
+
+use crate::compiler::{Compiler, default_root};
+use crate::error::Error;
+use crate::machine::Machine;
+use crate::unit::Unit;
+
+/// A compiler and the machine that it has compiled.
+#[derive(Clone, Debug)]
+pub struct Emulator {
+    compiler: Compiler,
+    machine: Arc<Machine>,
+}
+
+impl Emulator {
+    /// With the host's C++ compiler ([`COMPILER_VARIABLE`]) and what it compiles in the user's cache folder ([`CACHE_VARIABLE`]).
+    ///
+    /// # Errors
+    /// [`Error::NoCompiler`], [`Error::Host`], and the compiler's.
+    pub fn new() -> Result<Emulator, Error> {
+        let root = default_root().unwrap_or_else(|| std::env::temp_dir().join("fa-emulator"));
+        Emulator::at(&root)
+    }
+
+    /// With what is compiled in `root`.
+    ///
+    /// # Errors
+    /// As [`Emulator::new`].
+    pub fn at(root: &Path) -> Result<Emulator, Error> {
+        let compiler = Compiler::find(root)?;
+        let machine = Arc::new(Machine::load(&compiler)?);
+        Ok(Emulator { compiler, machine })
+    }
+
+    /// The compiler.
+    pub fn compiler(&self) -> &Compiler {
+        &self.compiler
+    }
+
+    /// The kernel of `spec` for `arch`, compiled now or before.
+    ///
+    /// # Errors
+    /// Those of the spec, [`Error::NoTwin`] and [`Error::Compile`].
+    pub fn unit(&self, spec: &KernelSpec, arch: Arch, headers: &Headers) -> Result<Unit, Error> {
+        Unit::load(&self.compiler, self.machine.clone(), spec, arch, headers)
+    }
+}

@@ -1,0 +1,82 @@
+//! What can go wrong before a kernel runs. What goes wrong in a kernel is a [`crate::Finding`], not an error.
+
+use std::path::{Path, PathBuf};
+
+/// Why a kernel could not be emulated.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No C++ compiler.
+    #[error(
+        "no C++ compiler: tried {tried}. The emulation compiles kernels with g++ 11 or clang++ 14 and later; \
+         install one, or name it in the variable CXX"
+    )]
+    NoCompiler {
+        /// What was looked for.
+        tried: String,
+    },
+    /// A host that the machine has no fibers for.
+    #[error("the emulation runs on x86-64 Linux, and this is {host}")]
+    Host {
+        /// The host.
+        host: String,
+    },
+    /// The compiler refused the machine or a unit.
+    #[error("{compiler} does not compile {what}:\n{log}")]
+    Compile {
+        /// The compiler.
+        compiler: String,
+        /// The machine, or the kernel by its spec.
+        what: String,
+        /// What it wrote.
+        log: String,
+    },
+    /// A header of `cuda/ptx` without a twin.
+    #[error("{header} has no host twin: write crates/fa-emu/host/{header}")]
+    NoTwin {
+        /// Its name.
+        header: String,
+    },
+    /// The kernel's source, or a problem that the kernel does not compute.
+    #[error(transparent)]
+    Kernels(#[from] fa_kernels::Error),
+    /// A tensor that is shorter than its shape and strides.
+    #[error("{tensor} has {have} elements, and its shape and strides reach {need}")]
+    TooShort {
+        /// The tensor.
+        tensor: &'static str,
+        /// Elements that it has.
+        have: usize,
+        /// Elements that it needs.
+        need: usize,
+    },
+    /// A file or folder.
+    #[error("{path}: {source}", path = path.display())]
+    Io {
+        /// Which one.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A library that was compiled but does not load.
+    #[error("{path} does not load: {source}", path = path.display())]
+    Load {
+        /// Its path.
+        path: PathBuf,
+        /// What the loader said.
+        source: libloading::Error,
+    },
+    /// Host memory for a tensor.
+    #[error("no memory for {bytes} bytes of {tensor}")]
+    Memory {
+        /// The tensor.
+        tensor: String,
+        /// Its size.
+        bytes: usize,
+    },
+}
+
+impl Error {
+    pub(crate) fn io(path: &Path, source: std::io::Error) -> Error {
+        Error::Io { path: path.to_owned(), source }
+    }
+}

@@ -1,0 +1,47 @@
+//! Runs the CUDA attention kernels on the host, without a GPU.
+//!
+//! The kernels' own sources are compiled by the host's C++ compiler, unchanged but for `cuda/ptx`, whose headers have a
+//! twin each in `host/ptx`. The twins call a machine (`machine/`): threads are fibers, what a warp does at once is a rendezvous of
+//! its lanes, and what the hardware does on its own (TMA, cp.async, wgmma) is done by a seeded scheduler some time between its issue
+//! and the wait that needs it. Vector clocks and a shadow of shared and global memory find what is not ordered, whatever the
+//! schedule was.
+//!
+//! ```no_run
+//! use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
+//! use fa_emu::{Emulator, Options};
+//!
+//! let emulator = Emulator::new()?;
+//! let spec = KernelSpec::from_ron(&std::fs::read_to_string("specs/sm90/hd64-causal-bf16.ron")?)?;
+//! let unit = emulator.unit(&spec, Arch::Sm90, &fa_kernels::Headers::embedded())?;
+//! let problem = Problem::square(1, 300, 2, 64, Mask::CAUSAL, Dtype::Bf16);
+//! let values = vec![0x3f80; 300 * 2 * 64];
+//! let outcome = unit.forward(&problem, [&values, &values, &values], &Options::seed(7))?;
+//! for finding in &outcome.findings {
+//!     println!("{finding}");
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX ISA's memory model
+//! would allow.
+
+mod compiler;
+mod emulator;
+mod error;
+mod machine;
+mod options;
+mod outcome;
+mod pass;
+mod proof;
+mod symbols;
+mod unit;
+
+pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
+pub use emulator::Emulator;
+pub use error::Error;
+pub use machine::version;
+pub use options::{Options, Pace, Progress};
+pub use outcome::{Counters, Finding, Frame, LaunchOutcome, Outcome, Party, Span};
+pub use pass::{Call, Given};
+pub use proof::{Placing, Proof, Trial};
+pub use unit::Unit;

@@ -1,0 +1,274 @@
+//! A kernel proven on a problem: inputs, what the oracle makes of them, and what an emulated pass gave, side by side.
+//!
+//! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
+
+use fa_core::{Dtype, Pass, Problem, Strides, TensorLayout};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::compare::{Comparison, compare, compare_lse};
+use fa_cpu::{Element, TensorRef, reference};
+use half::{bf16, f16};
+
+use crate::compiler::hash;
+use crate::error::Error;
+use crate::options::Options;
+use crate::outcome::Outcome;
+use crate::pass::{Call, Given};
+use crate::unit::Unit;
+
+/// How the tensors of a call lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placing {
+    /// The order of the axes.
+    pub layout: TensorLayout,
+    /// Elements between a row's end and the next row's start, a multiple of 8. They are NaN before and after.
+    pub gap: usize,
+}
+
+impl Placing {
+    /// Packed `[batch, seqlen, heads, dim]`.
+    pub const PACKED: Placing = Placing { layout: TensorLayout::Bshd, gap: 0 };
+
+    fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
+        self.layout.strides(seqlen, heads, dim + self.gap)
+    }
+
+    fn len(self, [batch, seqlen, heads, dim]: [usize; 4]) -> usize {
+        batch * seqlen * heads * (dim + self.gap)
+    }
+}
+
+/// A problem with inputs and the oracle's results: made once, compared with many runs.
+#[derive(Clone, Debug)]
+pub struct Trial {
+    problem: Problem,
+    pass: Pass,
+    placing: Placing,
+    /// q, k, v and, of a backward, out and dout.
+    inputs: Vec<Vec<u16>>,
+    lse: Vec<f32>,
+    expected: Vec<Expected>,
+    expected_lse: Vec<f64>,
+}
+
+/// What an output should be.
+#[derive(Clone, Debug)]
+struct Expected {
+    name: &'static str,
+    shape: [usize; 4],
+    exact: Vec<f64>,
+    low: Vec<u16>,
+}
+
+/// What a run gave, judged.
+#[derive(Clone, Debug)]
+pub struct Proof {
+    /// Findings, counters, outputs.
+    pub outcome: Outcome,
+    /// Each output by name against the oracle; none when the pass did not end.
+    pub values: Vec<(&'static str, Comparison)>,
+    /// Outputs that were written between rows.
+    pub stray: Vec<&'static str>,
+    /// A hash of the outputs' bits.
+    pub bits: String,
+}
+
+impl Proof {
+    /// Whether nothing was found and all values are near enough.
+    pub fn passed(&self) -> bool {
+        self.faults().is_empty()
+    }
+
+    /// All that is wrong, as text.
+    pub fn faults(&self) -> Vec<String> {
+        let mut faults: Vec<String> = self.outcome.findings.iter().map(ToString::to_string).collect();
+        if let Some(launch) = self.outcome.launches.iter().find(|launch| !launch.finished)
+            && faults.is_empty()
+        {
+            faults.push(format!("{} did not end", launch.entry));
+        }
+        let far = self.values.iter().filter(|(_, found)| !found.passed());
+        faults.extend(far.map(|(name, found)| format!("wrong values: {name}: {found}")));
+        faults.extend(
+            self.stray.iter().map(|name| format!("stray writes: {name} is written between its rows")),
+        );
+        faults
+    }
+}
+
+impl Trial {
+    /// Inputs of `problem`, roughly normal and always the same, and what the oracle makes of them.
+    ///
+    /// # Panics
+    /// On a dtype that kernels do not take.
+    pub fn new(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
+        match problem.dtype {
+            Dtype::F16 => Trial::of::<f16>(problem, pass, placing),
+            Dtype::Bf16 => Trial::of::<bf16>(problem, pass, placing),
+            Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.dtype),
+        }
+    }
+
+    fn of<T: Half>(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
+        let shapes = [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)];
+        let host: Vec<Vec<T>> = (0..4).map(|i| values(i, shapes[i])).collect();
+        let view = |i: usize, name| {
+            TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
+        };
+        let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
+        let fits = "the tensors are the problem's";
+        let low = reference::low_precision::forward(problem, &q, &k, &v).expect(fits);
+        let placed = |values: &[T], shape| place(values, shape, placing);
+        let mut inputs: Vec<Vec<u16>> = (0..3).map(|i| placed(&host[i], shapes[i])).collect();
+        let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
+        let expected = |name, shape, exact, low: &[T]| Expected { name, shape, exact, low: bits(low) };
+        if pass == Pass::Forward {
+            let exact = reference::forward(problem, &q, &k, &v).expect(fits);
+            let expected = vec![expected("out", shapes[3], exact.out, &low.out)];
+            return Trial {
+                problem: *problem,
+                pass,
+                placing,
+                inputs,
+                lse: Vec::new(),
+                expected,
+                expected_lse: exact.lse,
+            };
+        }
+        inputs.push(placed(&low.out, shapes[3]));
+        inputs.push(placed(&host[3], shapes[3]));
+        let exact = reference::backward(problem, &q, &k, &v, &dout).expect(fits);
+        let low_gradients = reference::low_precision::backward(problem, &q, &k, &v, &dout).expect(fits);
+        let expected = vec![
+            expected("dq", shapes[0], exact.dq, &low_gradients.dq),
+            expected("dk", shapes[1], exact.dk, &low_gradients.dk),
+            expected("dv", shapes[2], exact.dv, &low_gradients.dv),
+        ];
+        let lse = low.lse.iter().map(|lse| lse.to_f32()).collect();
+        Trial { problem: *problem, pass, placing, inputs, lse, expected, expected_lse: Vec::new() }
+    }
+
+    /// The problem.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// Runs `unit` on the inputs and judges what it gives.
+    ///
+    /// # Errors
+    /// Those of [`Unit::run`].
+    pub fn run(&self, unit: &Unit, options: &Options) -> Result<Proof, Error> {
+        let shapes: Vec<[usize; 4]> = {
+            let [q, k, v, out] = [q_shape, k_shape, v_shape, out_shape].map(|of| of(&self.problem));
+            if self.pass == Pass::Forward { vec![q, k, v] } else { vec![q, k, v, out, out] }
+        };
+        let inputs = self.inputs.iter().zip(shapes);
+        let mut tensors: Vec<Given> =
+            inputs.map(|(values, shape)| Given::Input(values, self.placing.strides(shape))).collect();
+        let outputs = self.expected.iter().map(|own| own.shape);
+        tensors
+            .extend(outputs.map(|shape| Given::Output(self.placing.len(shape), self.placing.strides(shape))));
+        let lse = (self.pass != Pass::Forward).then_some(&self.lse[..]);
+        let outcome = unit.run(&self.problem, &Call { tensors, lse }, options)?;
+        Ok(match self.problem.dtype {
+            Dtype::F16 => self.judge::<f16>(outcome),
+            _ => self.judge::<bf16>(outcome),
+        })
+    }
+
+    fn judge<T: Half>(&self, outcome: Outcome) -> Proof {
+        let (mut values, mut stray) = (Vec::new(), Vec::new());
+        let finished = outcome.launches.iter().all(|launch| launch.finished);
+        for (own, bits) in self.expected.iter().zip(&outcome.outputs).filter(|_| finished) {
+            let (packed, clean) = gather::<T>(bits, own.shape, self.placing);
+            if !clean {
+                stray.push(own.name);
+            }
+            let low: Vec<T> = own.low.iter().map(|&bits| T::of_bits(bits)).collect();
+            let found = compare(own.shape, self.problem.dtype, &packed, &own.exact, Some(&low));
+            values.push((own.name, found.expect("of the same shape")));
+        }
+        if finished && self.pass == Pass::Forward {
+            let Problem { batch, heads_q, .. } = self.problem;
+            let shape = [batch, heads_q, lse_len(&self.problem) / (batch * heads_q).max(1)];
+            let found = compare_lse(shape, self.problem.dtype, &outcome.lse, &self.expected_lse);
+            values.push(("lse", found.expect("of the same shape")));
+        }
+        let texts: Vec<String> = outcome
+            .outputs
+            .iter()
+            .map(|words| words.iter().map(|word| format!("{word:04x}")).collect())
+            .collect();
+        let bits = hash(&texts.iter().map(String::as_str).collect::<Vec<_>>());
+        Proof { outcome, values, stray, bits }
+    }
+}
+
+/// A 16-bit type by its bits.
+trait Half: Element {
+    fn bits(self) -> u16;
+    fn of_bits(bits: u16) -> Self;
+}
+
+impl Half for f16 {
+    fn bits(self) -> u16 {
+        self.to_bits()
+    }
+    fn of_bits(bits: u16) -> f16 {
+        f16::from_bits(bits)
+    }
+}
+
+impl Half for bf16 {
+    fn bits(self) -> u16 {
+        self.to_bits()
+    }
+    fn of_bits(bits: u16) -> bf16 {
+        bf16::from_bits(bits)
+    }
+}
+
+/// Reproducible values, roughly normal, for tensor number `i`.
+fn values<T: Element>(i: usize, shape: [usize; 4]) -> Vec<T> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(i as u64 + 1);
+    let mut normal = || {
+        let mut sum = 0.0;
+        for _ in 0..4 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            sum += (state >> 40) as f64 / (1u64 << 24) as f64 - 0.5;
+        }
+        sum * 3f64.sqrt()
+    };
+    (0..shape.iter().product()).map(|_| T::from_f64(normal())).collect()
+}
+
+/// Indices into a shape, in packed order.
+fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [usize; 4]> {
+    (0..batch * seqlen * heads * dim)
+        .map(move |i| [i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim])
+}
+
+/// NaN in every 16-bit type.
+const POISON: u16 = 0xffff;
+
+fn place<T: Half>(values: &[T], shape: [usize; 4], placing: Placing) -> Vec<u16> {
+    let strides = placing.strides(shape);
+    let mut placed = vec![POISON; placing.len(shape)];
+    for ([b, s, h, d], value) in positions(shape).zip(values) {
+        placed[strides.offset(b, s, h, d) as usize] = value.bits();
+    }
+    placed
+}
+
+/// An output, packed, and whether what lies between its rows is as it was.
+fn gather<T: Half>(bits: &[u16], shape: [usize; 4], placing: Placing) -> (Vec<T>, bool) {
+    let strides = placing.strides(shape);
+    let mut inside = vec![false; bits.len()];
+    let packed = positions(shape).map(|[b, s, h, d]| {
+        let at = strides.offset(b, s, h, d) as usize;
+        inside[at] = true;
+        T::of_bits(bits[at])
+    });
+    let packed = packed.collect();
+    let clean = bits.iter().zip(&inside).all(|(&bits, &inside)| inside || bits == POISON);
+    (packed, clean)
+}
