@@ -2,10 +2,10 @@
 
 use clap::Args;
 use fa_core::Arch;
+use fa_lab::shape::HeadDim;
 use fa_planner::guide::report::{Query, Report};
 use fa_planner::{HeadDims, Mode};
 
-use crate::flags::HeadDim;
 use crate::term::failure::InputError;
 use crate::term::output;
 
