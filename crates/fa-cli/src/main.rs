@@ -22,7 +22,6 @@ mod sample_head;
 mod sample_rows;
 mod shape;
 mod spec_file;
-mod target;
 mod term;
 mod tune;
 mod validate;

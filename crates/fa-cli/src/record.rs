@@ -227,8 +227,7 @@ pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> anyhow::Re
     let folder = results.join(folder);
     std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
     let path = folder.join(name);
-    crate::target::Target::probe(&path)?
-        .write(|writer| Ok(writer.write_all(without_logs(text).as_bytes())?))?;
+    fa_attn::atomic_file::write(&path, without_logs(text).as_bytes()).map_err(InputError::from)?;
     Ok(path)
 }
 

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use fa_attn::atomic_file::WriteError;
 use fa_core::problem::ProblemError;
 use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
@@ -68,7 +69,7 @@ pub enum InputError {
         /// The tensor.
         name: String,
         /// Its shape.
-        got: Vec<u64>,
+        got: Vec<usize>,
         /// What would work.
         need: String,
     },
@@ -102,6 +103,12 @@ pub fn read_text(path: &Path) -> Result<String, InputError> {
         Ok(text)
     };
     read().map_err(InputError::read(path))
+}
+
+impl From<WriteError> for InputError {
+    fn from(WriteError { path, source }: WriteError) -> InputError {
+        InputError::Target { path, reason: source.to_string() }
+    }
 }
 
 impl InputError {
