@@ -1,6 +1,6 @@
 //! Host tensors, and those of one call.
 
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::{TensorMut, TensorRef};
 use half::{bf16, f16};
@@ -84,17 +84,15 @@ pub fn problem_of<T: Element>(
     agree("k", k.shape, [batch, seqlen_k, heads_kv, head_dim], "batch and head dim are those of q")?;
     agree("v", v.shape, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads are those of k")?;
     let problem = Problem {
-        batch,
-        seqlen_q,
-        seqlen_k,
+        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v,
         mask,
-        dtype: T::dtype(),
+        types: Types::same(T::dtype()),
         softmax_scale: None,
-        softcap: None,
+        score: ScoreMod::NONE,
     };
     problem.check()?;
     Ok(problem)

@@ -116,11 +116,11 @@ fn measure(
     let mut steps = Steps::new(job.shapes.len());
     for wanted in &job.shapes {
         let problem = &wanted.problem;
-        steps.begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask));
+        steps.begin(format!("N {} hd {} {}", problem.lengths.max_k(), problem.head_dim, problem.mask));
         let peers = peers.as_deref_mut().map(|peers| (peers, job.wanted_peers.as_slice()));
         let rows = match passes(device, problem, job) {
             Ok(passes) => with_half!(
-                problem.dtype,
+                problem.types.qkv,
                 T => measure_shape::<T>(device, wanted, passes, peers, turns, &mut report.kernels),
                 else unreachable!("no kernel is found for other types")
             )?,

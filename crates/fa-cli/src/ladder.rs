@@ -116,9 +116,9 @@ pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
     let mut report = Report::new(Provenance::new(&device)?, args.arch, turns);
     let mut steps = Steps::new(ladders.len());
     for ladder in &ladders {
-        steps.begin(format!("{}, N {}", ladder.name, ladder.problem.seqlen_k));
+        steps.begin(format!("{}, N {}", ladder.name, ladder.problem.lengths.max_k()));
         let rows = with_half!(
-            ladder.problem.dtype,
+            ladder.problem.types.qkv,
             T => climb::<T>(&device, ladder, turns, &mut report),
             else unreachable!("ladders are of 16-bit types")
         )?;

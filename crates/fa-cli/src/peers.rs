@@ -144,17 +144,17 @@ impl Peers {
     /// When the helper is gone or does not answer.
     pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> anyhow::Result<Opened> {
         let mask = &problem.mask;
-        if !(mask.is_full() || mask.is_causal()) || problem.softcap.is_some() {
-            let why = format!("not asked: mask {mask}, soft cap {:?}", problem.softcap);
+        if !(mask.is_full() || mask.is_causal()) || problem.score.softcap.is_some() {
+            let why = format!("not asked: mask {mask}, soft cap {:?}", problem.score.softcap);
             let errors = self.hello.peers.iter().map(|name| (name.clone(), why.clone())).collect();
             return Ok(Opened { peers: Vec::new(), errors });
         }
         let mut request = json!({
             "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
-            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-            "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+            "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
             "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-            "causal": problem.mask.is_causal(), "dtype": problem.dtype.to_string(),
+            "causal": problem.mask.is_causal(), "dtype": problem.types.qkv.to_string(),
         });
         if !wanted.is_empty() {
             request["peers"] = json!(wanted);

@@ -117,7 +117,7 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     let mut steps = Steps::new(contests.len());
     let mut results: Vec<Measured> = Vec::new();
     for (problem, candidates) in &contests {
-        steps.begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask));
+        steps.begin(format!("N {} hd {} {}", problem.lengths.max_k(), problem.head_dim, problem.mask));
         let mut found: Vec<Found> = Vec::new();
         for candidate in candidates {
             let sources = fingerprint(&candidate.spec, arch)?;

@@ -141,7 +141,7 @@ fn chosen_cases(args: &ValidateArgs, arch: Arch, family: Family) -> anyhow::Resu
     } else if let Some(path) = &args.spec {
         let spec = read_spec_of(path, args.mode)?;
         let mut cases = cases::of_spec("spec", &spec.to_string(), &spec, Extent::Full);
-        let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
+        let repeated = cases.iter().max_by_key(|case| case.problem.lengths.max_q().min(1024)).cloned();
         cases.extend(repeated.map(|case| Case { action: Action::Repeat(repeat), ..case }));
         cases
     } else {

@@ -54,9 +54,9 @@ pub fn work(turns: Turns) -> anyhow::Result<Verdict> {
     let job: Job = serde_json::from_str(&line).context("standard input is no job")?;
     let device = Device::open()?;
     with_half!(
-        job.problem.dtype,
+        job.problem.types.qkv,
         T => contest::<T>(&device, &job, turns),
-        else anyhow::bail!("no GPU kernel computes in {}", job.problem.dtype)
+        else anyhow::bail!("no GPU kernel computes in {}", job.problem.types.qkv)
     )?;
     Ok(Verdict::Good)
 }

@@ -184,7 +184,7 @@ impl Worker {
         }
         let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
         let made = several.par_iter().with_max_len(1).map(|case| {
-            let made = with_half!(case.problem.dtype, T => {
+            let made = with_half!(case.problem.types.qkv, T => {
                 match case.pass {
                     Pass::Forward => Box::new(made::<T>(case)?) as Box<dyn Any + Send + Sync>,
                     Pass::Backward { .. } => Box::new(backward::made::<T>(case)?),
@@ -224,8 +224,8 @@ impl Worker {
 
     fn case(&self, case: &Case) {
         let name = case.name();
-        let found = with_half!(case.problem.dtype, T => self.examine::<T>(case), else Err(anyhow::Error::from(
-            Skip(format!("no GPU kernel computes in {}", case.problem.dtype)))));
+        let found = with_half!(case.problem.types.qkv, T => self.examine::<T>(case), else Err(anyhow::Error::from(
+            Skip(format!("no GPU kernel computes in {}", case.problem.types.qkv)))));
         let fate = |status, detail| CaseResult {
             name: name.clone(),
             kernel: String::new(),
@@ -338,7 +338,7 @@ impl Worker {
         if need > have / 10 * 8 {
             return Err(Skip(format!("needs {need} B of device memory, the GPU has {have} B")).into());
         }
-        if case.placing == Placing::SharedRows && case.problem.seqlen_k == 0 {
+        if case.placing == Placing::SharedRows && case.problem.lengths.max_k() == 0 {
             return Err(Skip("there are no keys to share".to_owned()).into());
         }
         Ok(())

@@ -8,11 +8,12 @@ use fa_core::Problem;
 pub fn head_splits(problem: &Problem, tile_n: u32, deterministic: bool, sms: u32) -> usize {
     let group = problem.group_size().max(1);
     let tiles = problem
-        .seqlen_k
+        .lengths
+        .max_k()
         .div_ceil(tile_n as usize)
         .saturating_mul(problem.heads_kv)
-        .saturating_mul(problem.batch);
-    if deterministic || tiles == 0 || problem.seqlen_q == 0 {
+        .saturating_mul(problem.lengths.sequences());
+    if deterministic || tiles == 0 || problem.lengths.max_q() == 0 {
         return 1;
     }
     (sms as usize).div_ceil(tiles).clamp(1, group)

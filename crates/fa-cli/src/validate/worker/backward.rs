@@ -111,9 +111,9 @@ impl Worker {
         deterministic: bool,
     ) -> anyhow::Result<Found> {
         crate::cuda::with_half!(
-            case.problem.dtype,
+            case.problem.types.qkv,
             T => self.examine_as::<T>(case, forward, deterministic),
-            else anyhow::bail!("no GPU kernel computes in {}", case.problem.dtype)
+            else anyhow::bail!("no GPU kernel computes in {}", case.problem.types.qkv)
         )
     }
 

@@ -1,7 +1,7 @@
 //! Candidates and register account of the SM90 forward, as the planner offers them for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Fwd, Types};
 
 use super::account::smem;
 
@@ -16,7 +16,8 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 ///
 /// In order: warp groups, keys per step, P from registers or not, intra-warp-group overlap or not, heads of a group apart or packed.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, softcap, dtype) = (MaskKind::of(&problem.mask), problem.softcap.is_some(), problem.dtype);
+    let (mask, softcap, dtype) =
+        (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
     let problem = *problem;
     // Equal tiles are shared out beforehand; unequal ones are drawn, the longest first.
     let (scheduler, tile_order) = if mask == MaskKind::Full {
@@ -50,11 +51,11 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 pack_gqa,
             };
             with_room_for_q(KernelSpec {
-                dtype,
+                types: Types::same(dtype),
                 head_dim,
                 head_dim_v,
                 mask,
-                softcap,
+                score: ScoreKind { softcap },
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
@@ -70,7 +71,7 @@ fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]
-    } else if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) {
+    } else if tiles(problem.lengths.max_q() * group) < group * tiles(problem.lengths.max_q()) {
         &[true]
     } else {
         &[false]
