@@ -3,13 +3,13 @@
 use fa_attn::{Element, Tensor};
 use fa_core::{Dtype, Lengths, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::TensorRef;
+use fa_lab::machine;
+use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
 use safetensors::Dtype as StoredDtype;
 
 use crate::flags::AttentionArgs;
-use crate::machine;
 use crate::safetensors::{Stored, TensorFile};
-use crate::shape::{head_dims, pair};
 use crate::term::failure::InputError;
 use crate::term::output::si;
 
@@ -54,7 +54,8 @@ macro_rules! with_inputs {
 pub(crate) use with_inputs;
 
 impl AnyInputs {
-    /// Reads q, k, v and, if `backward`, dout. All that the header can tell is checked before any data is read.
+    /// Reads q, k, v and, if `backward`, dout. All that the header can tell is checked before any data is
+    /// read.
     ///
     /// # Errors
     /// [`InputError`] or [`fa_core::ProblemError`].
@@ -250,8 +251,8 @@ pub fn describe(p: &Problem) -> String {
     text
 }
 
-/// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone decide, and a
-/// forgotten flag gives a plausible wrong answer.
+/// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone
+/// decide, and a forgotten flag gives a plausible wrong answer.
 pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
     let entry = |key: &str| file.metadata().get(key).map(String::as_str);
     // What an entry says: a number, none, or nothing.

@@ -5,6 +5,8 @@ use std::path::Path;
 
 use fa_attn::atomic_file::AtomicFile;
 use fa_core::{Arch, Pass, Problem};
+use fa_lab::read_text;
+use fa_lab::spec_file::read_spec;
 use fa_planner::Mode;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::why::{self, Why};
@@ -16,8 +18,7 @@ use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
 use crate::plan::planned::Planned;
 use crate::plan::tried::{self, Tried, TriedReport};
-use crate::spec_file::read_spec;
-use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;

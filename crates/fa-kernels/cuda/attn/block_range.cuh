@@ -11,7 +11,9 @@ struct BlockRange {
     int begin, end, full_begin, full_end;
 
     __device__ __forceinline__ bool empty() const { return begin >= end; }
-    __device__ __forceinline__ bool needs_mask(int block) const { return block < full_begin || block >= full_end; }
+    __device__ __forceinline__ bool needs_mask(int block) const {
+        return block < full_begin || block >= full_end;
+    }
 };
 
 // For the queries [first, last], both within the sequence.

@@ -9,10 +9,11 @@
 
 namespace fa {
 
-// Zeros for dK and dV of the tile's `tile_n` keys, by `threads` threads of which this is number `thread`. (The f32 accumulators of
-// split heads are zero already.)
-__device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen& seqlen, const BwdTile& tile, int tile_n,
-                                                     int thread, int threads) {
+// Zeros for dK and dV of the tile's `tile_n` keys, by `threads` threads of which this is number `thread`.
+// (The f32 accumulators of split heads are zero already.)
+__device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen& seqlen,
+                                                     const BwdTile& tile, int tile_n, int thread,
+                                                     int threads) {
     if (params.head_splits > 1) return;
     const int first = tile.n_block * tile_n, left = min(tile_n, seqlen.k() - first);
     auto clear = [&](const MutTensor& tensor, int columns) {
@@ -20,7 +21,8 @@ __device__ __forceinline__ void store_zero_gradients(const BwdParams& params, co
         const int chunks = columns / 8;
 #pragma unroll 1
         for (int chunk = thread; chunk < left * chunks; chunk += threads) {
-            *reinterpret_cast<Vec16*>(rows + chunk / chunks * tensor.strides.seq + chunk % chunks * 8) = Vec16{};
+            *reinterpret_cast<Vec16*>(rows + chunk / chunks * tensor.strides.seq + chunk % chunks * 8) =
+                Vec16{};
         }
     };
     clear(params.dk, params.shape.head_dim);

@@ -33,8 +33,9 @@ __device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int col
     return sum;
 }
 
-// One CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the main kernel starts with what was read
-// and written last and is likely still in L2. C is an Sm80BwdConfig or an Sm90BwdConfig.
+// One CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the main kernel
+// starts with what was read and written last and is likely still in L2. C is an Sm80BwdConfig or an
+// Sm90BwdConfig.
 template <auto C>
 __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     const int tile = cta_count() - 1 - cta_index();
@@ -51,7 +52,8 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     if (params.dk_accum != nullptr) {
         // Tiles of keys are not the grid's: all threads of the grid take part.
         const i64 keys = i64(params.shape.batch) * params.shape.heads_kv * params.n_blocks * C.tile_n;
-        const i64 thread = i64(cta_index()) * cta_threads() + thread_index(), threads = i64(cta_count()) * cta_threads();
+        const i64 thread = i64(cta_index()) * cta_threads() + thread_index(),
+                  threads = i64(cta_count()) * cta_threads();
         clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
         clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
     }
@@ -66,15 +68,16 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
         const bool inside = query < seqlen.q();
         float sum = 0.f;
         if (inside) {
-            sum = partial_dot<C.dtype>(out + query * params.out.strides.seq, dout + query * params.dout.strides.seq,
-                                       params.shape.head_dim_v, lane);
+            sum = partial_dot<C.dtype>(out + query * params.out.strides.seq,
+                                       dout + query * params.dout.strides.seq, params.shape.head_dim_v, lane);
         }
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
         const i64 at = i64(batch_head) * params.m_blocks * C.tile_m + query;
         params.dpsum[at] = sum;
-        // Probabilities of rows past the end become 2^-inf. A row that saw no key has hidden scores only: any finite LSE keeps them 0.
+        // Probabilities of rows past the end become 2^-inf. A row that saw no key has hidden scores only: any
+        // finite LSE keeps them 0.
         float lse_log2 = -minus_infinity();
         if (inside) {
             const float lse = params.lse[i64(batch_head) * seqlen.q() + query];

@@ -19,7 +19,8 @@ struct OutputRow {
     u16* out;
     i64 lse;
 
-    __device__ __forceinline__ OutputRow(const FwdParams& params, const Seqlen& seqlen, int row, int head, int batch) {
+    __device__ __forceinline__ OutputRow(const FwdParams& params, const Seqlen& seqlen, int row, int head,
+                                         int batch) {
         const Rows<PackGqa> rows(params.shape);
         const int query = rows.query(row);
         const int query_head = rows.head(row, head);
@@ -31,19 +32,22 @@ struct OutputRow {
 
 // The thread's two rows, `row` and 8 below: O scaled by `factor`, and LSE.
 template <Dtype T, bool PackGqa, int N>
-__device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen& seqlen, const float (&o)[N],
-                                             const float (&factor)[2], const float (&lse)[2], int row, int head, int batch) {
+__device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen& seqlen,
+                                             const float (&o)[N], const float (&factor)[2],
+                                             const float (&lse)[2], int row, int head, int batch) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, head, batch);
         store_fragment_row<T>(r, target.out, target.inside, o, factor[r], 0, params.shape.head_dim_v);
-        if (params.lse != nullptr && thread_index() % 4 == 0 && target.inside) params.lse[target.lse] = lse[r];
+        if (params.lse != nullptr && thread_index() % 4 == 0 && target.inside)
+            params.lse[target.lse] = lse[r];
     }
 }
 
 // The same rows where no query of the tile sees a key: O = 0 and LSE = -inf.
 template <bool PackGqa>
-__device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen& seqlen, int row, int head, int batch) {
+__device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen& seqlen, int row,
+                                                   int head, int batch) {
     const int lane = thread_index() % 4;
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, head, batch);

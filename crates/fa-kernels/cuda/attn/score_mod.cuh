@@ -1,4 +1,5 @@
-// Modifiers of scores, between the product Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or none.
+// Modifiers of scores, between the product Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or
+// none.
 #pragma once
 #include "params.cuh"
 #include "ptx/math.cuh"
@@ -37,12 +38,17 @@ struct ScoreMod {
         }
     }
     // From shares to exponents of 2.
-    __device__ __forceinline__ float shares_to_log2() const { return Softcap ? params.softcap_log2 : params.scale_log2; }
+    __device__ __forceinline__ float shares_to_log2() const {
+        return Softcap ? params.softcap_log2 : params.scale_log2;
+    }
 
     // The cap's slope, by which dS is multiplied, at a share; 0 at the share -inf of a hidden score.
-    __device__ __forceinline__ static float slope(float share) { return fmaxf(fmaf(-share, share, 1.f), 0.f); }
+    __device__ __forceinline__ static float slope(float share) {
+        return fmaxf(fmaf(-share, share, 1.f), 0.f);
+    }
 
-    // The same where the probability `p` of the score and the row's LSE in base 2 are what is left of it; `p` is not 0.
+    // The same where the probability `p` of the score and the row's LSE in base 2 are what is left of it; `p`
+    // is not 0.
     __device__ __forceinline__ float slope(float p, float lse_log2) const {
         const float share = (log2_approx(p) + lse_log2) * params.softcap_share;
         return fmaf(-share, share, 1.f);

@@ -4,8 +4,8 @@
 
 namespace fa {
 
-// Made once per work tile, for its sequence `batch`: all sequences of a batch have equal lengths. It reads the parameters, which cost
-// no registers, wherever it is asked.
+// Made once per work tile, for its sequence `batch`: all sequences of a batch have equal lengths. It reads
+// the parameters, which cost no registers, wherever it is asked.
 struct Seqlen {
     const ShapeParams& shape;
 

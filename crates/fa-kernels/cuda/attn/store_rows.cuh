@@ -1,5 +1,6 @@
-// Writes rows of accumulator fragments to device memory without shared memory: the lanes of a quad trade registers until each
-// holds 8 neighbouring elements, so that a store is 16 bytes and a quad's stores are 64 contiguous bytes.
+// Writes rows of accumulator fragments to device memory without shared memory: the lanes of a quad trade
+// registers until each holds 8 neighbouring elements, so that a store is 16 bytes and a quad's stores are 64
+// contiguous bytes.
 #pragma once
 #include "config.cuh"
 #include "ptx/compiler.cuh"
@@ -29,12 +30,12 @@ __device__ __forceinline__ void quad_transpose(u32 (&w)[4], int lane) {
     }
 }
 
-// Stores row `row` (0 or 1, known at compile time) of the thread's two in an accumulator fragment of N / 2 columns of every 8, scaled by `factor`, to
-// columns [column, columns) of the row at `out`. Lane t of a quad holds columns 2t, 2t + 1 of each 8; all lanes take part,
-// `inside` says whether the row exists.
+// Stores row `row` (0 or 1, known at compile time) of the thread's two in an accumulator fragment of N / 2
+// columns of every 8, scaled by `factor`, to columns [column, columns) of the row at `out`. Lane t of a quad
+// holds columns 2t, 2t + 1 of each 8; all lanes take part, `inside` says whether the row exists.
 template <Dtype T, int N>
-__device__ __forceinline__ void store_fragment_row(int row, u16* out, bool inside, const float (&acc)[N], float factor,
-                                                   int column, int columns) {
+__device__ __forceinline__ void store_fragment_row(int row, u16* out, bool inside, const float (&acc)[N],
+                                                   float factor, int column, int columns) {
     static_assert(N % 8 == 0, "columns in steps of 16");
     const int lane = thread_index() % 4;
 #pragma unroll
@@ -48,7 +49,8 @@ __device__ __forceinline__ void store_fragment_row(int row, u16* out, bool insid
         }
         quad_transpose(vec.words, lane);
         const int within = 32 * block + 8 * lane;
-        if (inside && within < 2 * N && column + within < columns) *reinterpret_cast<Vec16*>(out + column + within) = vec;
+        if (inside && within < 2 * N && column + within < columns)
+            *reinterpret_cast<Vec16*>(out + column + within) = vec;
         // Finish one block before the next: all at once would need more registers than are left.
         compiler_fence();
     }

@@ -1,0 +1,96 @@
+//! A call on host tensors: copies to the GPU, launches, copies back.
+
+use std::time::Duration;
+
+use fa_core::{Pass, Problem, Strides, TensorLayout};
+use fa_kernels::Error as KernelError;
+
+use crate::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Gpu, Half, Placement, doing};
+use crate::error::Error;
+use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
+
+/// Runs a bound kernel on host tensors; the time of the last of `launches` launches, on the GPU alone.
+///
+/// # Errors
+/// [`Error::Pass`] for the tensors of the other pass, and what the kernel and the driver refuse.
+pub(crate) fn run<T: Half>(
+    gpu: &Gpu,
+    bound: &Bound,
+    tensors: Tensors<'_, T>,
+    launches: usize,
+) -> Result<Duration, Error> {
+    match (bound, tensors) {
+        (Bound::Forward(bound), Tensors::Forward(tensors)) => forward(gpu, bound, tensors, launches),
+        (Bound::Backward(bound), Tensors::Backward(tensors)) => backward(gpu, bound, tensors, launches),
+        (Bound::Forward(_), tensors) => Err(Error::Pass { bound: Pass::Forward, given: tensors.pass() }),
+        (Bound::Backward(_), tensors) => {
+            Err(Error::Pass { bound: Pass::Backward { deterministic: false }, given: tensors.pass() })
+        }
+    }
+}
+
+/// O's placement: that of the host where it is packed, so that it is copied as it is.
+fn out_placement(shape: [usize; 4], strides: Strides) -> Placement {
+    let given = Placement { shape, strides };
+    if given.is_packed() { given } else { Placement::packed(shape, TensorLayout::Bshd) }
+}
+
+fn forward<T: Half>(
+    gpu: &Gpu,
+    bound: &fa_kernels::Forward,
+    tensors: ForwardTensors<'_, T>,
+    launches: usize,
+) -> Result<Duration, Error> {
+    let ForwardTensors { q, k, v, mut out, lse } = tensors;
+    let problem: &Problem = bound.problem();
+    fa_cpu::check::check_forward(problem, &q, &k, &v)?;
+    fa_cpu::check::check_out(problem, "out", out.shape())?;
+    fa_cpu::check::check_lse(problem, lse.len())?;
+    let stream = &gpu.stream;
+    let placement = out_placement(out.shape(), out.strides());
+    let bytes = bound.workspace_bytes();
+    let mut device = DeviceForward::upload(stream, problem, bytes, [&q, &k, &v], placement)?;
+    let mut time = Duration::ZERO;
+    for _ in 0..launches {
+        time = gpu.time(|stream| device.run(bound, stream))?;
+    }
+    if !lse.is_empty() {
+        stream.memcpy_dtoh(&device.lse.slice(..lse.len()), lse).map_err(doing("copying from the GPU"))?;
+    }
+    device.out.download(stream, &mut out)?;
+    gpu.synchronize()?;
+    Ok(time)
+}
+
+fn backward<T: Half>(
+    gpu: &Gpu,
+    bound: &fa_kernels::Backward,
+    tensors: BackwardTensors<'_, T>,
+    launches: usize,
+) -> Result<Duration, Error> {
+    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv } = tensors;
+    let problem: &Problem = bound.problem();
+    fa_cpu::check::check_forward(problem, &q, &k, &v)?;
+    fa_cpu::check::check_out(problem, "out", out.shape())?;
+    fa_cpu::check::check_out(problem, "dout", dout.shape())?;
+    fa_cpu::check::check_lse(problem, lse.len())?;
+    fa_cpu::check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
+    let stream = &gpu.stream;
+    let placement = out_placement(out.shape(), out.strides());
+    let mut forward = DeviceForward::upload(stream, problem, 0, [&q, &k, &v], placement)?;
+    forward.out = DeviceTensor::upload(stream, &out)?;
+    if !lse.is_empty() {
+        forward.lse = stream.clone_htod(lse).map_err(doing("copying to the GPU"))?;
+    }
+    let dout = DeviceTensor::upload(stream, &dout)?;
+    let mut device = DeviceBackward::new(stream, bound, &forward, dout)?;
+    let mut time = Duration::ZERO;
+    for _ in 0..launches {
+        time = gpu.time(|stream| -> Result<(), KernelError> { device.run(&forward, bound, stream) })?;
+    }
+    device.dq.download(stream, &mut dq)?;
+    device.dk.download(stream, &mut dk)?;
+    device.dv.download(stream, &mut dv)?;
+    gpu.synchronize()?;
+    Ok(time)
+}
