@@ -313,6 +313,21 @@ mod tests {
     }
 
     #[test]
+    fn the_users_table_goes_before_those_that_ship() {
+        let table = |rank: usize| {
+            let mut table = Tuned::default();
+            table.set("GPU", entry(&PROBLEM, rank));
+            table
+        };
+        let found = |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward);
+        let (own, shipped) = (table(3), table(0));
+        let (first, second) = (entry(&PROBLEM, 3).spec, entry(&PROBLEM, 0).spec);
+        assert_eq!(found(&Tables { own, shipped: shipped.clone() }), Some(first));
+        assert_eq!(found(&Tables { own: Tuned::default(), shipped }), Some(second));
+        assert_eq!(found(&Tables::default()), None);
+    }
+
+    #[test]
     fn an_entry_takes_the_place_of_its_key() {
         let mut table = Tuned::default();
         table.set("GPU", entry(&PROBLEM, 0));
