@@ -1,5 +1,5 @@
-//! The cost model against what public kernels reach on one H100 (bf16, medians of event-timed runs, batch x seqlen =
-//! 16384), with the tiles that they are known to use.
+//! The cost model against what public kernels reach on one H100 (bf16, medians of event-timed runs, batch x
+//! seqlen = 16384), with the tiles that they are known to use.
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, MaskKind, Problem, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
@@ -73,7 +73,8 @@ fn fa3_spec(row: &Row) -> KernelSpec {
     }
 }
 
-/// As predicted whether or not the compiler builds this project's kernel for the tile (for 192 x 192 it spills).
+/// As predicted whether or not the compiler builds this project's kernel for the tile (for 192 x 192 it
+/// spills).
 fn fa3_cost(problem: &Problem, row: &Row) -> Cost {
     predict(problem, &fa3_spec(row), Arch::Sm90, &CostConstants::of(Arch::Sm90))
 }
@@ -105,8 +106,9 @@ fn fa3_rates() {
     assert!(wrong.is_empty(), "outside 0.75 to 1.3:\n{}", wrong.join("\n"));
 }
 
-/// The published tiles rank near the top for long sequences. They are FlashAttention-3's, which takes a maximum in every
-/// block; this project's kernels do not (`rescale_threshold`) and are ahead of them by up to 15 % as measured.
+/// The published tiles rank near the top for long sequences. They are FlashAttention-3's, which takes a
+/// maximum in every block; this project's kernels do not (`rescale_threshold`) and are ahead of them by up to
+/// 15 % as measured.
 #[test]
 fn published_tiles_rank_high() {
     for row in &FA3 {

@@ -81,8 +81,9 @@ proptest! {
         }
     }
 
-    /// Longer sequences take longer, with one kernel and with the best of all; only a length that happens to fill its last
-    /// tile saves the test of a mask there, and more tiles can come out more even over the SMs: some percent.
+    /// Longer sequences take longer, with one kernel and with the best of all; only a length that happens to
+    /// fill its last tile saves the test of a mask there, and more tiles can come out more even over the SMs:
+    /// some percent.
     #[test]
     fn time_grows_with_length(problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec())) {
         let short = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_q()), ..problem };
@@ -101,8 +102,8 @@ proptest! {
     }
 }
 
-/// Through a window of one key a tile of 32 queries of six heads sees fewer keys than one of 192 queries of one head, whether or not
-/// the rows fill fewer tiles (at 4,225 they do).
+/// Through a window of one key a tile of 32 queries of six heads sees fewer keys than one of 192 queries of
+/// one head, whether or not the rows fill fewer tiles (at 4,225 they do).
 #[test]
 fn narrow_windows_pack_the_heads_of_a_group() {
     let packs = |problem: &Problem| {
@@ -124,8 +125,9 @@ fn narrow_windows_pack_the_heads_of_a_group() {
     }));
 }
 
-/// Every forward that the tuning guide's model calls feasible also fits by the exact account, but for two corrections: P as a
-/// register operand counts without overlap as well, and what the compiler is known to spill is no plan.
+/// Every forward that the tuning guide's model calls feasible also fits by the exact account, but for two
+/// corrections: P as a register operand counts without overlap as well, and what the compiler is known to
+/// spill is no plan.
 #[test]
 fn the_exact_account_accepts_what_the_guide_accepts() {
     for (hd, hdv) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)] {

@@ -2,7 +2,7 @@
 
 use fa_core::{Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm80Fwd, Types};
 
-/// Query rows and warps of a block that are tried: 16 or 32 rows per warp.
+/// Query rows and warps of a CTA that are tried: 16 or 32 rows per warp.
 pub const TILE_M: [(u32, u32); 4] = [(64, 4), (128, 4), (128, 8), (256, 8)];
 
 /// Keys per step that are tried.
@@ -11,12 +11,12 @@ pub const TILE_N: [u32; 7] = [32, 48, 64, 80, 96, 112, 128];
 /// K/V buffers in flight that are tried.
 pub const STAGES: [u32; 3] = [1, 2, 3];
 
-/// Resident blocks per SM that are tried.
+/// Resident CTAs per SM that are tried.
 pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: rows and warps, keys per step, stages, Q in registers or not, blocks per SM.
+/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, softcap, dtype) =
         (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
