@@ -23,6 +23,7 @@ use crate::term::failure::{EXIT_FAILURE, Verdict};
 fn main() -> ExitCode {
     let cli = Cli::parse();
     show_traces(cli.verbose);
+    fa_cpu::threads::limit_global_pool();
     match dispatch(cli.command) {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Bad) => ExitCode::from(EXIT_FAILURE),
