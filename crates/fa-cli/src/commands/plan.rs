@@ -84,7 +84,7 @@ Examples:
   fa plan --headdim 128 --why tile_n=192
   fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html";
 
-/// Plans that a table shows unless told otherwise.
+/// Plans that a table shows by default.
 const TABLE_ROWS: usize = 10;
 
 /// What is printed as JSON or RON.

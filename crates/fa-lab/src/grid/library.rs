@@ -192,7 +192,8 @@ fn empties() -> Vec<Case> {
                 Problem { seqlen_q: 1, seqlen_k: 1, batch: 1, heads_q: 1, heads_kv: 1, ..problem },
                 // Whole tiles of queries without a key.
                 Problem { seqlen_q: 1000, seqlen_k: 5, ..problem },
-                // Many more tiles than blocks, nearly all of them empty: a pipeline's phase must not flip in them.
+                // Many more tiles than blocks, nearly all of them empty: a pipeline's phase must not flip in
+                // them.
                 Problem { batch: 9, seqlen_q: 3000, seqlen_k: 40, heads_q: 6, heads_kv: 3, ..problem },
             ]
             .map(|problem| case("empty", problem)),

@@ -1,0 +1,8 @@
+//! The problem of some heads.
+
+use fa_core::Problem;
+
+/// One K/V head with its query heads by itself: gradients of K and V sum over the group.
+pub(super) fn part(problem: &Problem) -> Problem {
+    Problem { batch: 1, heads_q: problem.group_size(), heads_kv: 1, ..*problem }
+}
