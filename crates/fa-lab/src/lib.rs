@@ -1,7 +1,6 @@
 //! The lab: is what the kernels compute right, and how fast are they?
 //!
-//! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on rows from
-//! everywhere.
+//! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on a sample of them.
 //! - `grid`: the cases, from lengths of 0 to offsets beyond 2^31.
 //! - `validate`: the grid, random problems, all configurations, compute-sanitizer.
 //! - `bench`: rates next to other libraries' in the same run; `runner` alternates the candidates.

@@ -66,7 +66,8 @@ impl<T: Half> Oracle<T> {
     /// # Errors
     /// Outputs that do not fit the problem.
     pub fn judge(&self, problem: &Problem, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
-        let Problem { seqlen_q, heads_q, head_dim_v, dtype, .. } = *problem;
+        let Problem { heads_q, head_dim_v, .. } = *problem;
+        let (seqlen_q, dtype) = (problem.lengths.max_q(), problem.types.qkv);
         let mut out = Vec::with_capacity(self.out.len());
         let mut lse = Vec::with_capacity(self.lse.len());
         let mut at = Vec::with_capacity(self.lse.len());
@@ -122,7 +123,8 @@ impl<T: Half> Oracle<T> {
 
 /// The first row that still holds NaN, or sees no key and is not 0 and -inf.
 fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<String> {
-    let Problem { seqlen_q, seqlen_k, heads_q, head_dim_v, mask, .. } = *problem;
+    let Problem { heads_q, head_dim_v, mask, .. } = *problem;
+    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
     let fault = outputs.out.par_chunks(head_dim_v).enumerate().find_map_first(|(index, values)| {
         let (batch, row, head) = (index / heads_q / seqlen_q, index / heads_q % seqlen_q, index % heads_q);
         let lse = outputs.lse[(batch * heads_q + head) * seqlen_q + row];
@@ -138,14 +140,15 @@ fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<St
         };
         Some(format!("batch {batch} row {row} head {head}: {what}"))
     });
-    let written = outputs.lse.len() == problem.batch * heads_q * seqlen_q;
+    let written = outputs.lse.len() == problem.lengths.sequences() * heads_q * seqlen_q;
     fault.or_else(|| (!written).then(|| "LSE has another length than there are rows".to_owned()))
 }
 
 /// All rows if the budget allows, or else the first, the last and random ones of the first, the last and
 /// random heads.
 fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
-    let Problem { batch, seqlen_q, heads_q, .. } = *problem;
+    let Problem { heads_q, .. } = *problem;
+    let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
     if batch == 0 || seqlen_q == 0 {
         return Vec::new();
     }
@@ -174,7 +177,7 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
         }
     }
     let cost = |rows: &Rows| {
-        let keys = |row| problem.mask.keys(row, seqlen_q, problem.seqlen_k).len() as f64;
+        let keys = |row| problem.mask.keys(row, seqlen_q, problem.lengths.max_k()).len() as f64;
         rows.rows.clone().map(keys).sum::<f64>() * 2.0 * (problem.head_dim + problem.head_dim_v) as f64 + 1e4
     };
     let mut spent: f64 = blocks.iter().map(cost).sum();
@@ -191,7 +194,7 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask, TensorLayout};
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
     use fa_cpu::TensorRef;
     use fa_cpu::reference::low_precision;
     use half::bf16;
@@ -213,7 +216,13 @@ mod tests {
         let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
         masks
             .into_iter()
-            .flat_map(|mask| lengths.map(|(q, k)| Problem { mask, seqlen_q: q, seqlen_k: k, ..BASE }))
+            .flat_map(|mask| {
+                lengths.map(|(q, k)| Problem {
+                    mask,
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), q, k),
+                    ..BASE
+                })
+            })
             .collect()
     }
 
@@ -243,7 +252,11 @@ mod tests {
 
     #[test]
     fn large_problems_are_judged_by_rows_from_everywhere_and_all_must_be_written() {
-        let problem = Problem { seqlen_q: 3000, seqlen_k: 3000, mask: Mask::CAUSAL, ..BASE };
+        let problem = Problem {
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 3000, 3000),
+            mask: Mask::CAUSAL,
+            ..BASE
+        };
         let blocks = choose(&problem, 1e6, 3);
         assert!(blocks.len() < 2 * 2 * 3000 / 8 && blocks.len() > 4);
         assert!(blocks.iter().any(|block| block.rows.start == 0));
@@ -254,7 +267,10 @@ mod tests {
         outputs.out[16 * 77] = bf16::NAN;
         assert!(unwritten(&problem, &outputs).unwrap().contains("row 38 head 1"));
         outputs.out[16 * 77] = bf16::ZERO;
-        let blind = Problem { seqlen_k: 2999, ..problem };
+        let blind = Problem {
+            lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), 2999),
+            ..problem
+        };
         assert!(unwritten(&blind, &outputs).unwrap().contains("row 0 head 0: sees no key"));
     }
 }

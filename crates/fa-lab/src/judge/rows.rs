@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fa_attn::device::Half;
-use fa_core::{Mask, Problem, Strides};
+use fa_core::{Lengths, Mask, Problem, Strides};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
 
@@ -23,12 +23,12 @@ pub(super) struct Rows {
 /// The problem of some rows of one head by itself: trailing keys that none of them sees are cut off, and the
 /// mask is moved so that the rows keep their positions on the diagonal.
 fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
-    let behind = problem.seqlen_q - rows.end;
+    let behind = problem.lengths.max_q() - rows.end;
     let (seqlen_k, moved) = match problem.mask.right {
-        None => (problem.seqlen_k, behind),
+        None => (problem.lengths.max_k(), behind),
         Some(right) => {
-            let end = problem.seqlen_k as i128 - behind as i128 + i128::from(right);
-            let kept = end.clamp(0, problem.seqlen_k as i128) as usize;
+            let end = problem.lengths.max_k() as i128 - behind as i128 + i128::from(right);
+            let kept = end.clamp(0, problem.lengths.max_k() as i128) as usize;
             (kept, (kept as i128 - end + i128::from(right)).max(0) as usize)
         }
     };
@@ -37,7 +37,7 @@ fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
         left: problem.mask.left.map(|left| side(left as usize + moved)),
         right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
     };
-    Problem { batch: 1, heads_q: 1, heads_kv: 1, seqlen_q: rows.len(), seqlen_k, mask, ..*problem }
+    Problem { lengths: Lengths::uniform(1, rows.len(), seqlen_k), heads_q: 1, heads_kv: 1, mask, ..*problem }
 }
 
 /// The f64 result of some rows, and the same formula in the kernels' precision.
@@ -49,7 +49,8 @@ pub(super) type Expected<T> = (reference::Forward, low_precision::LowForward<T>)
 /// Inputs that do not fit their problem.
 pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expected<T>, CpuError> {
     let problem = &inputs.problem;
-    let Problem { seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
     let of_rows = part(problem, &block.rows);
     let head_kv = block.head / problem.group_size();
     let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
@@ -59,9 +60,16 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
     };
     let first_q = ((block.batch * seqlen_q + block.rows.start) * heads_q + block.head) * head_dim;
     let first_kv = block.batch * seqlen_k * heads_kv + head_kv;
-    let q = view("q", 0, first_q, [1, of_rows.seqlen_q, 1, head_dim], heads_q, head_dim)?;
-    let k = view("k", 1, first_kv * head_dim, [1, of_rows.seqlen_k, 1, head_dim], heads_kv, head_dim)?;
-    let v = view("v", 2, first_kv * head_dim_v, [1, of_rows.seqlen_k, 1, head_dim_v], heads_kv, head_dim_v)?;
+    let q = view("q", 0, first_q, [1, of_rows.lengths.max_q(), 1, head_dim], heads_q, head_dim)?;
+    let k = view("k", 1, first_kv * head_dim, [1, of_rows.lengths.max_k(), 1, head_dim], heads_kv, head_dim)?;
+    let v = view(
+        "v",
+        2,
+        first_kv * head_dim_v,
+        [1, of_rows.lengths.max_k(), 1, head_dim_v],
+        heads_kv,
+        head_dim_v,
+    )?;
     Ok((reference::forward(&of_rows, &q, &k, &v)?, low_precision::forward(&of_rows, &q, &k, &v)?))
 }
 
@@ -86,19 +94,21 @@ mod tests {
         let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
         masks
             .into_iter()
-            .flat_map(|mask| lengths.map(|(q, k)| Problem { mask, seqlen_q: q, seqlen_k: k, ..BASE }))
+            .flat_map(|mask| {
+                lengths.map(|(q, k)| Problem { mask, lengths: Lengths::uniform(2, q, k), ..BASE })
+            })
             .collect()
     }
 
     #[test]
     fn parts_see_what_their_rows_see() {
         for problem in problems() {
-            for first in 0..problem.seqlen_q {
-                for end in first + 1..=problem.seqlen_q {
+            for first in 0..problem.lengths.max_q() {
+                for end in first + 1..=problem.lengths.max_q() {
                     let own = part(&problem, &(first..end));
                     for row in first..end {
-                        let whole = problem.mask.keys(row, problem.seqlen_q, problem.seqlen_k);
-                        let keys = own.mask.keys(row - first, own.seqlen_q, own.seqlen_k);
+                        let whole = problem.mask.keys(row, problem.lengths.max_q(), problem.lengths.max_k());
+                        let keys = own.mask.keys(row - first, own.lengths.max_q(), own.lengths.max_k());
                         let same = keys == whole || keys.is_empty() && whole.is_empty();
                         assert!(same, "{problem:?} rows {first}..{end} row {row}: {keys:?}, not {whole:?}");
                     }

@@ -2,7 +2,7 @@
 //! timed.
 
 use fa_attn::device::{DeviceGradients, Half, shapes};
-use fa_core::{Dtype, Problem, TensorLayout};
+use fa_core::{Dtype, Problem, TensorLayout, Types};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
@@ -40,8 +40,8 @@ impl SampleHead {
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SampleHead, CpuError> {
         let problem = inputs.problem;
-        let own = Problem { dtype: Dtype::F32, ..part(&problem) };
-        if problem.batch == 0 || problem.heads_kv == 0 {
+        let own = Problem { types: Types::same(Dtype::F32), ..part(&problem) };
+        if problem.lengths.sequences() == 0 || problem.heads_kv == 0 {
             return Ok(SampleHead { problem, gradients: Default::default() });
         }
         let [q, k, v, out] = shapes(&problem);
@@ -89,7 +89,7 @@ impl SampleHead {
             let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
             let of_head = [1, shape[1], heads, shape[3]];
             let found =
-                compare::compare::<T, T>(of_head, self.problem.dtype, &own, &self.gradients[i], None)?
+                compare::compare::<T, T>(of_head, self.problem.types.qkv, &own, &self.gradients[i], None)?
                     .allowing(SHARE * largest);
             worst.passed &= found.passed();
             worst.rows += shape[1] * heads;

@@ -57,7 +57,8 @@ impl SampleRows {
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, seed: u64) -> Result<SampleRows, CpuError> {
         let problem = inputs.problem;
-        let Problem { batch, heads_q, seqlen_q, .. } = problem;
+        let Problem { heads_q, .. } = problem;
+        let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
         if batch == 0 || seqlen_q == 0 {
             return Ok(SampleRows { problem, blocks: Vec::new() });
         }
@@ -82,7 +83,8 @@ impl SampleRows {
     /// # Errors
     /// [`CpuError`] when the output does not have the problem's size.
     pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
-        let Problem { heads_q, seqlen_q, head_dim_v, dtype, .. } = self.problem;
+        let Problem { heads_q, head_dim_v, .. } = self.problem;
+        let (seqlen_q, dtype) = (self.problem.lengths.max_q(), self.problem.types.qkv);
         fa_cpu::check::check_len(
             "out",
             outputs.out.len(),
@@ -137,7 +139,7 @@ fn block<T: Half>(
 #[cfg(test)]
 mod tests {
     use fa_attn::device::shapes;
-    use fa_core::{Dtype, Mask, TensorLayout};
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
     use fa_cpu::TensorRef;
     use fa_cpu::reference::low_precision;
     use half::bf16;
@@ -147,7 +149,10 @@ mod tests {
     #[test]
     fn rows_are_judged_under_every_mask() {
         for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(30, 9), Mask::causal_window(20)] {
-            let problem = Problem { seqlen_k: 90, ..Problem::square(2, 70, 3, 32, mask, Dtype::Bf16) };
+            let problem = Problem {
+                lengths: Lengths::uniform(2, 70, 90),
+                ..Problem::square(2, 70, 3, 32, mask, Dtype::Bf16)
+            };
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
             let shapes = shapes(&problem);
             let view = |i: usize, name| {
