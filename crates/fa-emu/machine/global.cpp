@@ -102,6 +102,7 @@ void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Au
         if (use != Use::Read) fatal("write to an input", me() + " " + doing + " " + region.name);
         return;
     }
+    if (use == Use::Write && bytes == 4) wake_pollers(reinterpret_cast<const void*>(address));
     if (!machine->options.order) return;
     const Author own{current->slot, current->clock()};
     const u64 first = address - region.begin, end = first + bytes;
@@ -132,6 +133,13 @@ void Global::acquire(u64 address, Order& order, u32 cluster) const {
     if (found->second.size() > (own != found->second.end())) order.learn(std::make_shared<const Remote>(found->second));
 }
 
+void wake_pollers(const void* word) {
+    if (machine->polling == 0) return;
+    for (auto& cluster : machine->resident) {
+        for (auto& cta : cluster->ctas) wake_on(*cta, word);
+    }
+}
+
 // ---- Instructions ----
 
 void add_global(float* to, const float* values, int count) {
@@ -155,14 +163,25 @@ u32 atomic_add(u32* to, u32 value) {
     machine->progress = machine->step;
     const u32 old = *to;
     *to += value;
+    wake_pollers(to);
     return old;
 }
 
+// A loop that reads the same value again waits for the word to change.
 u32 load_acquire(const u32* from) {
     ENTER();
-    yield();
+    Thread& thread = *current;
+    if (thread.polled == from && thread.polled_value == *from) {
+        ++machine->polling;
+        wait_until("ld.acquire in a loop", from, [&] { return *from != thread.polled_value; });
+        --machine->polling;
+    } else {
+        yield();
+    }
     machine->global.access(u64(from), 4, Use::Atomic, "reads");
-    machine->global.acquire(u64(from), current->order, current->cta->cluster->id);
+    machine->global.acquire(u64(from), thread.order, thread.cta->cluster->id);
+    thread.polled = from;
+    thread.polled_value = *from;
     return *from;
 }
 
@@ -174,6 +193,7 @@ void add_release(u32* to, u32 value) {
     thread.tick();
     machine->progress = machine->step;
     *to += value;
+    wake_pollers(to);
 }
 
 void fence_device() {

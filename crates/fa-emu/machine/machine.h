@@ -55,6 +55,8 @@ struct Thread {
     Groups copies, bulk;
     int copies_slot = -1;
     std::vector<Operand> operands;
+    const u32* polled = nullptr;  // the word that ld.acquire read last, and what it held
+    u32 polled_value = 0;
     u64 blocked_at = 0;
 
     u32 clock() const { return order.before[slot]; }
@@ -186,6 +188,7 @@ struct Machine {
     void* scheduler_stack = nullptr;
     std::mt19937_64 rng;
     bool aborting = false;
+    u32 polling = 0;  // threads that wait for a word of device memory to change
     u64 step = 0, progress = 0;
 
     std::vector<Finding> findings;
@@ -217,6 +220,8 @@ template <class Done> void wait_until(const char* waits_for, const void* on, Don
 void wake(Thread& thread);
 void wake_on(Cta& cta, const void* on);
 void yield();
+// A word of device memory changes.
+void wake_pollers(const void* word);
 [[noreturn]] void leave();
 void add_agent(Cta& cta, u64 latency, std::function<void()> run);
 Slot new_slot(Cluster& cluster, const std::string& name);

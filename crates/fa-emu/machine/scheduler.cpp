@@ -17,7 +17,7 @@ namespace {
 
 // Without a thread going on or an operation finishing for so long, what spins will spin for ever.
 constexpr u64 kLivelockSteps = 400000;
-// A priority is drawn again when nothing has gone on for so long: who spins may be waiting for a warp below it.
+// When nothing has gone on for so long, who spins may be waiting for a warp of lower priority or for an operation in flight.
 constexpr u64 kStarvedSteps = 1000;
 constexpr u32 kRegisterFile = 65536;
 
@@ -114,33 +114,38 @@ void retire(Machine& machine, Cluster& cluster) {
 }
 
 void report_stuck(Machine& machine, const char* kind) {
+    // Threads of a CTA that wait at one place, by their warps.
     struct Waiting {
-        std::string who;
+        u32 cta;
+        std::string what;
         Stack stack;
-        int threads = 0;
+        std::vector<int> warps;
+        int threads;
     };
     std::vector<Waiting> all;
     for (auto& cluster : machine.resident) {
         for (auto& cta : cluster->ctas) {
             for (Thread& thread : cta->threads) {
                 if (thread.state == State::Done) continue;
-                const char* what = thread.state == State::Blocked ? thread.waits_for : "spinning";
-                std::string who = "CTA " + std::to_string(cta->index) + " warp " + std::to_string(thread.view.warp) + ": " + what;
+                const std::string what = thread.state == State::Blocked ? thread.waits_for : "a loop that goes on";
                 Stack stack = walk(frame_of(thread.fiber), thread.fiber.stack);
-                if (!all.empty() && all.back().who == who && all.back().stack == stack) {
-                    ++all.back().threads;
-                } else {
-                    all.push_back({std::move(who), std::move(stack), 1});
-                }
+                auto same = [&](const Waiting& own) { return own.cta == cta->index && own.what == what && own.stack == stack; };
+                auto known = std::find_if(all.begin(), all.end(), same);
+                if (known == all.end()) known = all.insert(all.end(), {cta->index, what, std::move(stack), {}, 0});
+                if (known->warps.empty() || known->warps.back() != thread.view.warp) known->warps.push_back(thread.view.warp);
+                ++known->threads;
             }
         }
     }
-    std::string text = std::to_string(all.size()) + " groups of threads wait and nothing is in flight";
-    if (!strcmp(kind, "livelock")) text = "nothing has gone on for " + std::to_string(kLivelockSteps) + " steps";
+    std::string text = std::to_string(all.size()) + " groups of threads wait, and no operation is in flight";
+    if (!strcmp(kind, "livelock")) text = "no thread has passed a wait and no operation has finished for " + std::to_string(kLivelockSteps) + " steps";
+    if (!strcmp(kind, "step limit")) text = "given up after " + std::to_string(machine.options.step_limit) + " steps";
     Finding& found = report(kind, text);
     for (Waiting& waiting : all) {
-        if (found.others.size() == 24) break;
-        found.others.push_back({std::move(waiting.who), std::move(waiting.stack), waiting.threads});
+        std::string who = "CTA " + std::to_string(waiting.cta) + " warp";
+        if (waiting.warps.size() > 1) who += "s";
+        for (size_t i = 0; i < waiting.warps.size(); ++i) who += (i ? ", " : " ") + std::to_string(waiting.warps[i]);
+        found.others.push_back({who + ": " + waiting.what, std::move(waiting.stack), waiting.threads});
     }
 }
 
@@ -216,6 +221,7 @@ bool run(Machine& machine) {
     machine.slots = (launch.threads * width * (launch.cp_async ? 2 : 1) + width * (launch.threads / 16 + 96) + 15) / 16 * 16;
     machine.rng.seed(options.seed * 7919 + 1);
     machine.aborting = false;
+    machine.polling = 0;
     machine.step = machine.progress = 0;
     machine.agents.clear();
     machine.resident.clear();
@@ -262,13 +268,14 @@ bool run(Machine& machine) {
             break;
         }
         size_t chosen = 0;
-        bool agent = !agents.empty() && (!best || options.pace == Pace::Eager);
+        const bool starved = machine.step - machine.progress > kStarvedSteps;
+        bool agent = !agents.empty() && (!best || starved || options.pace == Pace::Eager);
         if (options.pace == Pace::Paced && !agents.empty()) {
             for (size_t i = 1; i < agents.size(); ++i) {
                 if (agents[i].due < agents[chosen].due) chosen = i;
             }
             if (!best) machine.step = std::max(machine.step, agents[chosen].due);
-            agent = agents[chosen].due <= machine.step;
+            agent = agent || agents[chosen].due <= machine.step;
         } else if (by_chance && !agents.empty()) {
             agent = agent || chance(machine.rng) < agents_share;
             chosen = machine.rng() % agents.size();
@@ -285,7 +292,7 @@ bool run(Machine& machine) {
             run_warp(machine, *best);
             if (!by_chance) {
                 best->priority = ~machine.step;  // in turn
-            } else if (chance(machine.rng) < redraw || machine.step - machine.progress > kStarvedSteps) {
+            } else if (chance(machine.rng) < redraw || starved) {
                 best->priority = machine.rng();
             }
         }

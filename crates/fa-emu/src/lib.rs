@@ -33,6 +33,7 @@ mod options;
 mod outcome;
 mod pass;
 mod proof;
+pub mod sweep;
 mod symbols;
 mod unit;
 
