@@ -7,7 +7,7 @@ use fa_core::{Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{PlanError, PlanOptions, Reason, plan, serves};
+use fa_planner::plan::{PlanError, PlanOptions, plan};
 
 use crate::Error;
 use crate::tune::Tables;
@@ -64,9 +64,7 @@ impl Chooser {
     /// Uses `spec` for its pass of exactly this problem from now on.
     pub(crate) fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
         problem.check()?;
-        if let Err(Reason::Problem { field, have, need }) = serves(problem, &spec) {
-            return Err(fa_kernels::Error::Mismatch { what: field, kernel: have, problem: need }.into());
-        }
+        spec.serves(problem).map_err(fa_kernels::Error::from)?;
         let pass = spec.kernel.pass();
         self.choices().prefer(key(problem, None, pass), spec);
         Ok(())
@@ -155,9 +153,7 @@ fn bundled<P>(
     let arch = kernels.arch();
     let constants = CostConstants::of(arch);
     let suits = |spec: &&KernelSpec| {
-        families.contains(&spec.kernel.family())
-            && spec.kernel.pass() == pass
-            && serves(problem, spec).is_ok()
+        families.contains(&spec.kernel.family()) && spec.kernel.pass() == pass && spec.serves(problem).is_ok()
     };
     let spec = Bundle::embedded()
         .specs(arch)

@@ -72,3 +72,8 @@ pub use fa_cpu::simd::Isa;
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use tensors::{BackwardTensors, Element, ForwardTensors, Gradients, Output, Tensor, Tensors, problem_of};
+
+/// The README's program, compiled and run as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+mod readme {}

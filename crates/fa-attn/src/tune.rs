@@ -8,7 +8,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem};
-use fa_planner::plan::serves;
 use serde::{Deserialize, Serialize};
 
 use fa_kernels::{atomic_file, cache};
@@ -201,7 +200,7 @@ impl Tuned {
             .map(|(doublings, other_type, entry)| {
                 (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
             })
-            .filter(|(_, _, spec)| serves(problem, spec).is_ok())
+            .filter(|(_, _, spec)| spec.serves(problem).is_ok())
             .min_by_key(|(doublings, other_type, _)| (*doublings, *other_type))
             .map(|(_, _, spec)| spec)
     }

@@ -3,12 +3,13 @@
 use fa_attn::{Element, Tensor};
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::TensorRef;
+use fa_lab::machine;
+use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
+use safetensors::Dtype as StoredDtype;
 
 use crate::flags::AttentionArgs;
-use crate::machine;
 use crate::safetensors::{Stored, TensorFile};
-use crate::shape::{head_dims, pair};
 use crate::term::failure::InputError;
 use crate::term::output::si;
 
@@ -149,7 +150,7 @@ fn problem_of(
         }
         let shape = |[b, s, h, d]: [usize; 4]| layout.shape(b, s, h, d);
         let need = format!("{why} (in {layout}: {:?})", shape(need));
-        Err(InputError::Shape { name: name.to_owned(), got: shape(got).map(|n| n as u64).to_vec(), need })
+        Err(InputError::Shape { name: name.to_owned(), got: shape(got).to_vec(), need })
     };
     agree("k", k, [batch, seqlen_k, heads_kv, head_dim], "batch and head_dim must be q's")?;
     agree("v", v, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads must be k's")?;
@@ -176,18 +177,18 @@ fn problem_of(
 
 /// The element type that the tensors share.
 fn common_dtype(file: &TensorFile, backward: bool) -> Result<Dtype, InputError> {
-    let first = &file.entry("q")?.dtype;
-    let wrong = |name: &str, got: &str, need: String| {
-        Err(InputError::Dtype { name: name.to_owned(), got: got.to_owned(), need })
+    let first = file.entry("q")?.dtype;
+    let wrong = |name: &str, got: StoredDtype, need: String| {
+        Err(InputError::Dtype { name: name.to_owned(), got: got.to_string(), need })
     };
-    let dtype = match first.as_str() {
-        "F32" => Dtype::F32,
-        "F16" => Dtype::F16,
-        "BF16" => Dtype::Bf16,
+    let dtype = match first {
+        StoredDtype::F32 => Dtype::F32,
+        StoredDtype::F16 => Dtype::F16,
+        StoredDtype::BF16 => Dtype::Bf16,
         other => return wrong("q", other, "attention is computed on F32, F16 and BF16".to_owned()),
     };
     for name in ["k", "v"].into_iter().chain(backward.then_some("dout")) {
-        let got = &file.entry(name)?.dtype;
+        let got = file.entry(name)?.dtype;
         if got != first {
             return wrong(name, got, format!("q holds {first}, and all tensors must be of one type"));
         }
@@ -206,9 +207,7 @@ fn shape_of(file: &TensorFile, name: &str, layout: TensorLayout) -> Result<[usiz
         TensorLayout::Bshd => (second, third),
         TensorLayout::Bhsd => (third, second),
     };
-    // Extents of an empty tensor may be anything; those beyond the address space are refused here.
-    let extent = |n: u64| usize::try_from(n).map_err(|_| refuse(format!("{n} is more than {}", usize::MAX)));
-    Ok([extent(first)?, extent(seqlen)?, extent(heads)?, extent(dim)?])
+    Ok([first, seqlen, heads, dim])
 }
 
 /// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
@@ -257,24 +256,35 @@ pub fn describe(p: &Problem) -> String {
 /// forgotten flag gives a plausible wrong answer.
 pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
     let entry = |key: &str| file.metadata().get(key).map(String::as_str);
-    let number = |key: &str| entry(key).and_then(|text| text.parse::<f64>().ok());
-    let mut differ = Vec::new();
-    let mut differs = |key: &str, flag: &str, other: bool| {
-        if other {
-            differ.push(format!("{key} = {} ({flag})", entry(key).unwrap_or_default()));
-        }
+    // What an entry says: a number, none, or nothing.
+    let number = |key: &str| match entry(key)? {
+        "none" => Some(None),
+        text => text.parse::<f64>().ok().map(Some),
     };
-    differs("causal", "--causal", entry("causal") == Some("true") && problem.mask.right != Some(0));
     let side = |side: Option<u32>| side.map(f64::from);
-    let other = |key: &str, have: Option<f64>| number(key).is_some_and(|n| Some(n) != have);
-    differs("window_left", "--window", other("window_left", side(problem.mask.left)));
-    differs("window_right", "--window", other("window_right", side(problem.mask.right)));
-    differs("softcap", "--softcap", other("softcap", problem.softcap));
-    differs(
-        "scale",
-        "--scale",
-        number("scale").is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs()),
-    );
+    let other = |key: &str, have: Option<f64>| number(key).is_some_and(|said| said != have);
+    let cut_off = problem.mask.right == Some(0);
+    let causal = match entry("causal") {
+        Some("true") => Some(true),
+        Some("false") if number("window_right") != Some(Some(0.0)) => Some(false),
+        _ => None,
+    };
+    let causal_differs = causal.is_some_and(|causal| causal != cut_off);
+    let right_is_said = causal == Some(true) || causal_differs;
+    let right_differs = !right_is_said && other("window_right", side(problem.mask.right));
+    let scale = number("scale").flatten();
+    let differs = [
+        ("causal", "--causal", causal_differs),
+        ("window_left", "--window", other("window_left", side(problem.mask.left))),
+        ("window_right", "--window", right_differs),
+        ("softcap", "--softcap", other("softcap", problem.softcap)),
+        ("scale", "--scale", scale.is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs())),
+    ];
+    let differ: Vec<String> = differs
+        .into_iter()
+        .filter(|(_, _, differs)| *differs)
+        .map(|(key, flag, _)| format!("{key} = {} ({flag})", entry(key).unwrap_or_default()))
+        .collect();
     if differ.is_empty() {
         return None;
     }

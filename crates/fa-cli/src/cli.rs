@@ -6,12 +6,12 @@ use crate::commands::bench::args::BenchArgs;
 use crate::commands::build::BuildArgs;
 use crate::commands::check::CheckArgs;
 use crate::commands::doctor::DoctorArgs;
+use crate::commands::ladder::LadderArgs;
 use crate::commands::manual::{CompletionsArgs, ManArgs};
 use crate::commands::plan::PlanArgs;
 use crate::commands::run::RunArgs;
-use crate::ladder::LadderArgs;
-use crate::tune::TuneArgs;
-use crate::validate::args::ValidateArgs;
+use crate::commands::tune::TuneArgs;
+use crate::commands::validate::args::ValidateArgs;
 
 /// Plan, run, check and measure attention.
 ///
@@ -58,6 +58,9 @@ pub enum Command {
     Ladder(LadderArgs),
     /// Say what works on this machine, and what to do about what does not
     Doctor(DoctorArgs),
+    /// Do the job on standard input: the part of `fa validate` and `fa tune` that works on the GPU
+    #[command(hide = true)]
+    Worker,
     /// Print a shell's completion script
     Completions(CompletionsArgs),
     /// Print the manual page (roff), of one command if named

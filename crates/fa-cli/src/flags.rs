@@ -6,6 +6,8 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
+use fa_lab::marks::Marks;
+use fa_lab::shape::{HeadDim, parse_pair};
 use fa_planner::Mode;
 
 use crate::term::failure::InputError;
@@ -174,6 +176,12 @@ pub fn family() -> impl TypedValueParser<Value = Family> {
     PossibleValuesParser::new(family_values()).try_map(|name| name.parse::<Family>())
 }
 
+/// Parses the name of a fixed list of shapes.
+pub fn marks() -> impl TypedValueParser<Value = Marks> {
+    let values = Marks::ALL.map(|marks| PossibleValue::new(marks.name()).help(marks.about()));
+    PossibleValuesParser::new(values).try_map(|name| name.parse::<Marks>())
+}
+
 /// What can be planned with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanFamily {
@@ -329,44 +337,17 @@ pub struct Heads {
     pub kv: usize,
 }
 
-/// Head dims of Q and K, and of V and O.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HeadDim {
-    /// Of Q and K.
-    pub qk: usize,
-    /// Of V and O.
-    pub v: usize,
-}
-
-/// Parses `N` or `N<separator>M`; one number stands for both.
-fn pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
-    let number = |part: &str| {
-        part.trim().parse::<usize>().map_err(|_| format!("'{part}' is no whole number: use {form}"))
-    };
-    match text.split_once(separator) {
-        Some((first, second)) => Ok((number(first)?, number(second)?)),
-        None => number(text).map(|n| (n, n)),
-    }
-}
-
 impl FromStr for Seqlen {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        pair(text, 'x', "N or QxK, as in 1x4096").map(|(q, k)| Seqlen { q, k })
+        parse_pair(text, 'x', "N or QxK, as in 1x4096").map(|(q, k)| Seqlen { q, k })
     }
 }
 
 impl FromStr for Heads {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        pair(text, ':', "Q or Q:KV, as in 32:8").map(|(q, kv)| Heads { q, kv })
-    }
-}
-
-impl FromStr for HeadDim {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        pair(text, '-', "D or D-DV, as in 192-128").map(|(qk, v)| HeadDim { qk, v })
+        parse_pair(text, ':', "Q or Q:KV, as in 32:8").map(|(q, kv)| Heads { q, kv })
     }
 }
 

@@ -1,38 +1,15 @@
 //! The program `fa`: plan, run, check and measure attention.
 
 mod attention;
-mod bench_gpu;
 mod cli;
 mod commands;
 mod compute;
-mod configs;
-mod contest;
-mod cuda;
 mod draw;
 mod flags;
-mod gpu;
-mod ladder;
-mod machine;
 mod page;
-mod peers;
-mod random;
-mod record;
+mod plan;
 mod safetensors;
-mod sample_head;
-mod sample_rows;
-mod shape;
-mod spec_file;
-mod target;
 mod term;
-mod tune;
-mod validate;
-
-/// What `fa plan` found, and its presentation.
-mod plan {
-    pub mod backward;
-    pub mod planned;
-    pub mod tried;
-}
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -65,10 +42,11 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Check(args) => commands::check::command(&args),
         Command::Bench(args) => commands::bench::command(&args),
         Command::Build(args) => commands::build::command(&args),
-        Command::Validate(args) => validate::command(&args),
-        Command::Tune(args) => tune::command(&args),
-        Command::Ladder(args) => ladder::command(&args),
+        Command::Validate(args) => commands::validate::command(&args),
+        Command::Tune(args) => commands::tune::command(&args),
+        Command::Ladder(args) => commands::ladder::command(&args),
         Command::Doctor(args) => commands::doctor::command(&args),
+        Command::Worker => commands::worker::command(),
         Command::Completions(args) => commands::manual::completions(&args, Cli::command()),
         Command::Man(args) => commands::manual::man(&args, Cli::command()),
     }

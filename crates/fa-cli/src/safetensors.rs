@@ -1,18 +1,23 @@
 //! Reading and writing safetensors files: an 8-byte little-endian header length, a JSON header, the tensors' bytes.
 //!
-//! The header is untrusted. It is checked as a whole (lengths, offsets, overlaps, products) before a byte of data is
-//! read or a buffer is allocated, and only the tensors asked for are read.
+//! Types and entries are those of the `safetensors` crate. Its reader wants the whole file in memory, takes the last of two
+//! tensors of a name and refuses without saying which tensor or number is wrong. Here the untrusted header is checked as a
+//! whole (names, lengths, offsets, overlaps, products) before a byte of data is read or a buffer is allocated, each
+//! refusal names the tensor, and only the tensors asked for are read.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::ops::Range;
+use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use fa_attn::Tensor;
 use fa_cpu::Element;
 use half::{bf16, f16};
-use serde::Deserialize;
+use safetensors::tensor::{Dtype, TensorInfo};
+use serde::de::value::StrDeserializer;
+use serde::de::{self, Deserializer, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
 
 use crate::term::failure::InputError;
 
@@ -22,35 +27,10 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The key of the header's free-text entries.
 const METADATA_KEY: &str = "__metadata__";
 
-/// Element types of the format with their bits. Types narrower than a byte exist, so bits.
-const DTYPE_BITS: [(&str, u64); 21] = [
-    ("BOOL", 8),
-    ("F4", 4),
-    ("F6_E2M3", 6),
-    ("F6_E3M2", 6),
-    ("U8", 8),
-    ("I8", 8),
-    ("F8_E5M2", 8),
-    ("F8_E4M3", 8),
-    ("F8_E8M0", 8),
-    ("F8_E4M3FNUZ", 8),
-    ("F8_E5M2FNUZ", 8),
-    ("I16", 16),
-    ("U16", 16),
-    ("F16", 16),
-    ("BF16", 16),
-    ("I32", 32),
-    ("U32", 32),
-    ("F32", 32),
-    ("I64", 64),
-    ("U64", 64),
-    ("F64", 64),
-];
-
 /// An element type that tensors are read into and written from.
 pub trait Stored: Element {
-    /// The format's name of the type.
-    const TAG: &'static str;
+    /// The format's type.
+    const STORED: Dtype;
     /// One element from its little-endian bytes, of which there are as many as the type has.
     fn from_bytes(bytes: &[u8]) -> Self;
     /// Appends the element's little-endian bytes.
@@ -58,9 +38,9 @@ pub trait Stored: Element {
 }
 
 macro_rules! stored {
-    ($type:ty, $tag:literal) => {
+    ($type:ty, $stored:ident) => {
         impl Stored for $type {
-            const TAG: &'static str = $tag;
+            const STORED: Dtype = Dtype::$stored;
             fn from_bytes(bytes: &[u8]) -> Self {
                 let mut array = [0; size_of::<$type>()];
                 array.copy_from_slice(bytes);
@@ -73,21 +53,10 @@ macro_rules! stored {
     };
 }
 
-stored!(f64, "F64");
-stored!(f32, "F32");
-stored!(f16, "F16");
-stored!(bf16, "BF16");
-
-/// One tensor's entry in the header.
-#[derive(Clone, Debug)]
-pub struct Entry {
-    /// The format's name of the element type, such as `BF16`.
-    pub dtype: String,
-    /// Extents, slowest first.
-    pub shape: Vec<u64>,
-    /// Bytes of the tensor, counted from the end of the header.
-    bytes: Range<u64>,
-}
+stored!(f64, F64);
+stored!(f32, F32);
+stored!(f16, F16);
+stored!(bf16, BF16);
 
 /// An open safetensors file with a checked header.
 #[derive(Debug)]
@@ -95,16 +64,8 @@ pub struct TensorFile {
     path: PathBuf,
     file: File,
     data_start: u64,
-    entries: BTreeMap<String, Entry>,
+    entries: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct RawEntry {
-    dtype: String,
-    shape: Vec<u64>,
-    data_offsets: [u64; 2],
 }
 
 impl TensorFile {
@@ -114,12 +75,13 @@ impl TensorFile {
     /// [`InputError::Read`], or [`InputError::Format`] when the header is too long, no JSON, or contradicts itself or
     /// the file's length.
     pub fn open(path: &Path) -> Result<TensorFile, InputError> {
-        let mut file = File::open(path).map_err(InputError::read(path))?;
-        let about = file.metadata().map_err(InputError::read(path))?;
+        // Asked before it is opened: opening a named pipe waits for its writer.
+        let about = fs::metadata(path).map_err(InputError::read(path))?;
         if !about.is_file() {
             let kind = if about.is_dir() { "it is a directory" } else { "it is not a regular file" };
-            return Err(InputError::Read { path: path.to_owned(), source: std::io::Error::other(kind) });
+            return Err(InputError::Read { path: path.to_owned(), source: io::Error::other(kind) });
         }
+        let mut file = File::open(path).map_err(InputError::read(path))?;
         let bad = |reason: String| InputError::Format { path: path.to_owned(), reason };
         let file_len = about.len();
         let mut prefix = [0; 8];
@@ -142,7 +104,7 @@ impl TensorFile {
         let mut header = vec![0; header_len as usize];
         file.read_exact(&mut header).map_err(InputError::read(path))?;
         let data_start = 8 + header_len;
-        let (entries, metadata) = parse_header(&header).map_err(bad)?;
+        let Header { entries, metadata } = parse_header(&header).map_err(bad)?;
         check_cover(&entries, file_len - data_start).map_err(bad)?;
         tracing::debug!(path = %path.display(), tensors = entries.len(), header_len, "opened");
         Ok(TensorFile { path: path.to_owned(), file, data_start, entries, metadata })
@@ -172,7 +134,7 @@ impl TensorFile {
     ///
     /// # Errors
     /// [`InputError::MissingTensor`].
-    pub fn entry(&self, name: &str) -> Result<&Entry, InputError> {
+    pub fn entry(&self, name: &str) -> Result<&TensorInfo, InputError> {
         self.entries.get(name).ok_or_else(|| InputError::MissingTensor {
             path: self.path.clone(),
             name: name.to_owned(),
@@ -186,9 +148,9 @@ impl TensorFile {
     /// [`InputError::MissingTensor`], [`InputError::Dtype`], [`InputError::Read`].
     pub fn read<T: Stored>(&self, name: &str) -> Result<Vec<T>, InputError> {
         let entry = self.entry(name)?;
-        if entry.dtype != T::TAG {
-            let need = format!("it must hold {}", T::TAG);
-            return Err(InputError::Dtype { name: name.to_owned(), got: entry.dtype.clone(), need });
+        if entry.dtype != T::STORED {
+            let need = format!("it must hold {}", T::STORED);
+            return Err(InputError::Dtype { name: name.to_owned(), got: entry.dtype.to_string(), need });
         }
         Ok(self.bytes(entry)?.chunks_exact(size_of::<T>()).map(T::from_bytes).collect())
     }
@@ -202,24 +164,24 @@ impl TensorFile {
             values.into_iter().map(T::to_f64).collect()
         }
         let entry = self.entry(name)?;
-        match entry.dtype.as_str() {
-            f64::TAG => self.read::<f64>(name),
-            f32::TAG => self.read::<f32>(name).map(widen),
-            f16::TAG => self.read::<f16>(name).map(widen),
-            bf16::TAG => self.read::<bf16>(name).map(widen),
-            _ => Err(InputError::Dtype {
+        match entry.dtype {
+            f64::STORED => self.read::<f64>(name),
+            f32::STORED => self.read::<f32>(name).map(widen),
+            f16::STORED => self.read::<f16>(name).map(widen),
+            bf16::STORED => self.read::<bf16>(name).map(widen),
+            other => Err(InputError::Dtype {
                 name: name.to_owned(),
-                got: entry.dtype.clone(),
+                got: other.to_string(),
                 need: "F64, F32, F16 and BF16 can be compared".to_owned(),
             }),
         }
     }
 
-    fn bytes(&self, entry: &Entry) -> Result<Vec<u8>, InputError> {
-        let mut bytes = vec![0; (entry.bytes.end - entry.bytes.start) as usize];
+    fn bytes(&self, entry: &TensorInfo) -> Result<Vec<u8>, InputError> {
+        let (begin, end) = entry.data_offsets;
+        let mut bytes = vec![0; end - begin];
         let mut file = &self.file;
-        file.seek(SeekFrom::Start(self.data_start + entry.bytes.start))
-            .map_err(InputError::read(&self.path))?;
+        file.seek(SeekFrom::Start(self.data_start + begin as u64)).map_err(InputError::read(&self.path))?;
         file.read_exact(&mut bytes).map_err(InputError::read(&self.path))?;
         Ok(bytes)
     }
@@ -236,63 +198,140 @@ fn list_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     }
 }
 
-type Header = (BTreeMap<String, Entry>, BTreeMap<String, String>);
+/// A checked header.
+#[derive(Debug, Default)]
+struct Header {
+    entries: BTreeMap<String, TensorInfo>,
+    metadata: BTreeMap<String, String>,
+}
 
 fn parse_header(header: &[u8]) -> Result<Header, String> {
     let text = std::str::from_utf8(header).map_err(|e| format!("the header is not UTF-8: {e}"))?;
-    let mut raw: BTreeMap<String, serde_json::Value> =
-        serde_json::from_str(text).map_err(|e| format!("the header is not a JSON object: {e}"))?;
-    let metadata = match raw.remove(METADATA_KEY) {
-        Some(value) => {
-            serde_json::from_value(value).map_err(|e| format!("{METADATA_KEY} must map text to text: {e}"))?
-        }
-        None => BTreeMap::new(),
-    };
-    let mut entries = BTreeMap::new();
-    for (name, value) in raw {
-        let entry: RawEntry = serde_json::from_value(value).map_err(|e| format!("tensor '{name}': {e}"))?;
-        let entry = check_entry(entry).map_err(|reason| format!("tensor '{name}': {reason}"))?;
-        entries.insert(name, entry);
-    }
-    Ok((entries, metadata))
+    let mut refusal = None;
+    let mut json = serde_json::Deserializer::from_str(text);
+    let header = json.deserialize_map(HeaderVisitor { refusal: &mut refusal });
+    let parsed = header.and_then(|header| json.end().map(|()| header));
+    parsed.map_err(|e| refusal.unwrap_or_else(|| format!("the header is not a JSON object: {e}")))
 }
 
-fn check_entry(raw: RawEntry) -> Result<Entry, String> {
-    let RawEntry { dtype, shape, data_offsets: [begin, end] } = raw;
-    let Some(&(_, bits)) = DTYPE_BITS.iter().find(|(name, _)| *name == dtype) else {
-        return Err(format!("unknown dtype '{dtype}'"));
+/// Reads a header's entries one by one: a map that is read as a whole hides names that are there twice.
+struct HeaderVisitor<'a> {
+    /// What is wrong with an entry, in words of its own.
+    refusal: &'a mut Option<String>,
+}
+
+impl<'de> Visitor<'de> for HeaderVisitor<'_> {
+    type Value = Header;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+        let mut header = Header::default();
+        let mut refuse = |reason: String| {
+            *self.refusal = Some(reason);
+            de::Error::custom("refused")
+        };
+        let mut metadata = None;
+        while let Some(name) = map.next_key::<String>()? {
+            if name == METADATA_KEY {
+                let Texts(texts) = map
+                    .next_value()
+                    .map_err(|e: A::Error| refuse(format!("{METADATA_KEY} must map text to text: {e}")))?;
+                if metadata.replace(texts).is_some() {
+                    return Err(refuse(format!("{METADATA_KEY} is there twice")));
+                }
+                continue;
+            }
+            let raw = map.next_value().map_err(|e: A::Error| refuse(format!("tensor '{name}': {e}")))?;
+            let entry = check_entry(raw).map_err(|reason| refuse(format!("tensor '{name}': {reason}")))?;
+            if header.entries.contains_key(&name) {
+                return Err(refuse(format!("tensor '{name}' is there twice")));
+            }
+            header.entries.insert(name, entry);
+        }
+        header.metadata = metadata.unwrap_or_default();
+        Ok(header)
+    }
+}
+
+/// Free-text entries, each key once.
+struct Texts(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for Texts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Texts, D::Error> {
+        struct TextsVisitor;
+        impl<'de> Visitor<'de> for TextsVisitor {
+            type Value = Texts;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of texts")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Texts, A::Error> {
+                let mut texts = BTreeMap::new();
+                while let Some((key, text)) = map.next_entry::<String, String>()? {
+                    if texts.contains_key(&key) {
+                        return Err(de::Error::custom(format!("'{key}' is there twice")));
+                    }
+                    texts.insert(key, text);
+                }
+                Ok(Texts(texts))
+            }
+        }
+        deserializer.deserialize_map(TextsVisitor)
+    }
+}
+
+/// An entry as it stands in the header, strictly read: the crate's own takes fields that it does not know.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawEntry {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (usize, usize),
+}
+
+fn check_entry(raw: RawEntry) -> Result<TensorInfo, String> {
+    let RawEntry { dtype, shape, data_offsets: (begin, end) } = raw;
+    // Variants of the same width that the crate does not know; nothing computes in either.
+    let known = match dtype.as_str() {
+        "F8_E4M3FNUZ" => "F8_E4M3",
+        "F8_E5M2FNUZ" => "F8_E5M2",
+        other => other,
     };
-    let elements = shape.iter().try_fold(1u64, |product, &extent| product.checked_mul(extent));
-    let Some(size_bits) = elements.and_then(|n| n.checked_mul(bits)) else {
-        return Err(format!("shape {shape:?} of {dtype} has more than 2^64 - 1 bits"));
+    let named = StrDeserializer::<de::value::Error>::new(known);
+    let Ok(dtype) = Dtype::deserialize(named) else { return Err(format!("unknown dtype '{dtype}'")) };
+    let elements = shape.iter().try_fold(1usize, |product, &extent| product.checked_mul(extent));
+    let Some(bits) = elements.and_then(|n| n.checked_mul(dtype.bitsize())) else {
+        return Err(format!("shape {shape:?} of {dtype} has more than 2^{} - 1 bits", usize::BITS));
     };
     let len = end.checked_sub(begin).ok_or_else(|| format!("data offsets {begin}..{end} run backwards"))?;
-    if !size_bits.is_multiple_of(8) || size_bits / 8 != len {
+    if !bits.is_multiple_of(8) || bits / 8 != len {
         return Err(format!(
-            "shape {shape:?} of {dtype} needs {size_bits} bits, data offsets {begin}..{end} hold {len} bytes"
+            "shape {shape:?} of {dtype} needs {bits} bits, data offsets {begin}..{end} hold {len} bytes"
         ));
     }
-    Ok(Entry { dtype, shape, bytes: begin..end })
+    Ok(TensorInfo { dtype, shape, data_offsets: (begin, end) })
 }
 
 /// The tensors must cover the data without overlap, gap or excess: anything else is a damaged or crafted file.
-fn check_cover(entries: &BTreeMap<String, Entry>, data_len: u64) -> Result<(), String> {
-    let mut by_offset: Vec<(&String, &Range<u64>)> =
-        entries.iter().map(|(name, e)| (name, &e.bytes)).collect();
-    by_offset.sort_by_key(|(_, bytes)| (bytes.start, bytes.end));
+fn check_cover(entries: &BTreeMap<String, TensorInfo>, data_len: u64) -> Result<(), String> {
+    let mut by_offset: Vec<(&String, (usize, usize))> =
+        entries.iter().map(|(name, entry)| (name, entry.data_offsets)).collect();
+    by_offset.sort_by_key(|&(_, offsets)| offsets);
     let mut covered = 0;
-    for (name, bytes) in by_offset {
-        if bytes.start < covered {
-            return Err(format!(
-                "tensor '{name}' at {}..{} overlaps the one before it",
-                bytes.start, bytes.end
-            ));
+    for (name, (begin, end)) in by_offset {
+        if begin < covered {
+            return Err(format!("tensor '{name}' at {begin}..{end} overlaps the one before it"));
         }
-        if bytes.start > covered {
-            return Err(format!("no tensor covers the bytes {covered}..{}", bytes.start));
+        if begin > covered {
+            return Err(format!("no tensor covers the bytes {covered}..{begin}"));
         }
-        covered = bytes.end;
+        covered = end;
     }
+    let covered = covered as u64;
     if covered > data_len {
         return Err(format!("truncated: the tensors need {covered} bytes, the file holds {data_len}"));
     }
@@ -306,7 +345,7 @@ fn check_cover(entries: &BTreeMap<String, Entry>, data_len: u64) -> Result<(), S
 #[derive(Debug)]
 pub struct NewTensor {
     name: &'static str,
-    dtype: &'static str,
+    dtype: Dtype,
     shape: Vec<usize>,
     bytes: Vec<u8>,
 }
@@ -317,7 +356,7 @@ impl NewTensor {
         debug_assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         let mut bytes = Vec::with_capacity(size_of_val(values));
         values.iter().for_each(|&value| value.push_bytes(&mut bytes));
-        NewTensor { name, dtype: T::TAG, shape: shape.to_vec(), bytes }
+        NewTensor { name, dtype: T::STORED, shape: shape.to_vec(), bytes }
     }
 
     /// A tensor of attention, its axes in its own order.
@@ -327,7 +366,8 @@ impl NewTensor {
     }
 }
 
-/// Writes a safetensors file: equal tensors and metadata give equal bytes.
+/// Writes a safetensors file: equal tensors and metadata give equal bytes. (The crate's own writer puts the metadata in an
+/// order that differs from run to run.)
 ///
 /// # Errors
 /// What `writer` reports.
@@ -335,24 +375,25 @@ pub fn write(
     writer: &mut impl Write,
     tensors: &[NewTensor],
     metadata: &BTreeMap<String, String>,
-) -> std::io::Result<()> {
-    let mut header = serde_json::Map::new();
-    if !metadata.is_empty() {
-        header.insert(METADATA_KEY.to_owned(), serde_json::json!(metadata));
+) -> io::Result<()> {
+    #[derive(Serialize)]
+    struct Header<'a> {
+        #[serde(rename = "__metadata__", skip_serializing_if = "BTreeMap::is_empty")]
+        metadata: &'a BTreeMap<String, String>,
+        #[serde(flatten)]
+        entries: BTreeMap<&'static str, TensorInfo>,
     }
     // Widest elements first keep every tensor aligned to its element size.
     let mut order: Vec<&NewTensor> = tensors.iter().collect();
-    order.sort_by_key(|tensor| {
-        let bits = DTYPE_BITS.iter().find(|(name, _)| *name == tensor.dtype).map_or(0, |&(_, bits)| bits);
-        (std::cmp::Reverse(bits), tensor.name)
-    });
+    order.sort_by_key(|tensor| (std::cmp::Reverse(tensor.dtype.bitsize()), tensor.name));
     let mut offset = 0;
-    for tensor in &order {
-        let end = offset + tensor.bytes.len();
-        let entry = serde_json::json!({ "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end] });
-        header.insert(tensor.name.to_owned(), entry);
-        offset = end;
-    }
+    let entry = |tensor: &&NewTensor| {
+        let begin = offset;
+        offset += tensor.bytes.len();
+        let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
+        (tensor.name, TensorInfo { dtype, shape, data_offsets: (begin, offset) })
+    };
+    let header = Header { metadata, entries: order.iter().map(entry).collect() };
     let mut text = serde_json::to_vec(&header)?;
     text.resize(text.len().next_multiple_of(8), b' ');
     writer.write_all(&(text.len() as u64).to_le_bytes())?;

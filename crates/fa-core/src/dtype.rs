@@ -34,6 +34,14 @@ impl Dtype {
         }
     }
 
+    /// Whether this is one of the 16-bit floating-point types, in which the GPU kernels compute.
+    pub const fn is_half(self) -> bool {
+        match self {
+            Dtype::F16 | Dtype::Bf16 => true,
+            Dtype::F32 | Dtype::E4m3 => false,
+        }
+    }
+
     /// The name used on the command line, in RON and in tables.
     pub const fn name(self) -> &'static str {
         match self {

@@ -30,16 +30,21 @@ impl Family {
     }
 
     /// The family of the fastest kernels on `arch`. (There are no tcgen05 kernels: SM100 runs those of [`Family::Sm80`].)
-    pub const fn native(arch: Arch) -> Family {
+    pub fn native(arch: Arch) -> Family {
         if Family::Sm90.runs_on(arch) { Family::Sm90 } else { Family::Sm80 }
     }
 
-    /// Whether `arch` has the family's instructions.
-    pub const fn runs_on(self, arch: Arch) -> bool {
+    /// The architectures that have the family's instructions.
+    pub const fn archs(self) -> &'static [Arch] {
         match self {
-            Family::Sm80 => true,
-            Family::Sm90 => arch.has_wgmma(),
+            Family::Sm80 => &Arch::ALL,
+            Family::Sm90 => &[Arch::Sm90],
         }
+    }
+
+    /// Whether `arch` has the family's instructions.
+    pub fn runs_on(self, arch: Arch) -> bool {
+        self.archs().contains(&arch)
     }
 
     /// What the family's kernels need of an architecture, as error messages say it.
@@ -88,6 +93,7 @@ mod tests {
     fn the_native_family_runs_there() {
         for arch in Arch::ALL {
             assert!(Family::native(arch).runs_on(arch));
+            assert_eq!(Family::Sm90.runs_on(arch), arch.has_wgmma());
             assert_eq!(Family::native(arch) == Family::Sm90, arch == Arch::Sm90);
         }
     }

@@ -26,6 +26,9 @@ pub use layout::Layout;
 pub use mask::{BlockRange, Mask};
 pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
-pub use spec::{Kernel, KernelSpec, MaskKind, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError};
+pub use spec::{
+    Kernel, KernelSpec, MaskKind, Mismatch, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError,
+    Traits,
+};
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

@@ -153,9 +153,12 @@ impl Problem {
         self.softmax_scale.unwrap_or_else(|| 1.0 / (self.head_dim as f64).sqrt())
     }
 
-    /// Query heads per K/V head.
+    /// Query heads per K/V head; 0 without K/V heads, which [`Problem::check`] refuses.
     pub const fn group_size(&self) -> usize {
-        self.heads_q / self.heads_kv
+        match self.heads_q.checked_div(self.heads_kv) {
+            Some(group) => group,
+            None => 0,
+        }
     }
 
     /// Visible (query, key) pairs over all heads and sequences.
@@ -241,6 +244,8 @@ mod tests {
         assert_eq!(Problem { batch: 0, seqlen_q: 0, ..BASE }.check(), Ok(()));
         refused(Problem { head_dim: 0, ..BASE }, "head_dim is 0");
         refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
+        refused(Problem { heads_kv: 0, ..BASE }, "heads_kv is 0");
+        assert_eq!(Problem { heads_kv: 0, ..BASE }.group_size(), 0);
         refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
         refused(Problem { softcap: Some(0.0), ..BASE }, "softcap is 0");
         refused(Problem { seqlen_k: usize::MAX, ..BASE }, "k has");

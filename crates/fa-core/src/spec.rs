@@ -7,7 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Dtype, Family, Mask, Pass};
+use crate::{Arch, Dtype, Family, Mask, Pass, Problem};
 use check::multiple;
 
 /// Which masking code a kernel holds.
@@ -32,6 +32,11 @@ impl MaskKind {
         } else {
             MaskKind::Window
         }
+    }
+
+    /// Whether code of this kind computes `mask`.
+    pub fn serves(self, mask: &Mask) -> bool {
+        self == MaskKind::Window || self == MaskKind::of(mask)
     }
 
     /// The name used in RON, in spec names and in tables.
@@ -293,34 +298,99 @@ pub enum SpecError {
 /// The largest head dim that a kernel's tiles may span.
 pub const MAX_HEAD_DIM: u32 = 256;
 
-impl Kernel {
+/// What every kernel has, whatever its parameters: the one exhaustive match on kernels that others read.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Traits {
     /// The kernel's name, as in source files and tables.
-    pub const fn name(&self) -> &'static str {
-        match self {
-            Kernel::Sm80Fwd(_) => "sm80_fwd",
-            Kernel::Sm90Fwd(_) => "sm90_fwd",
-            Kernel::Sm90Bwd(_) => "sm90_bwd",
-            Kernel::Sm80Bwd(_) => "sm80_bwd",
-        }
-    }
+    pub name: &'static str,
+    /// What it computes.
+    pub pass: Pass,
+    /// Its family, which says where it runs ([`Family::archs`]).
+    pub family: Family,
+    /// Query rows and keys of a tile.
+    pub tile: (u32, u32),
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// Resident CTAs per SM that its launch bounds ask the compiler for.
+    pub blocks_per_sm: u32,
+    /// CTAs of a cluster.
+    pub cluster: u32,
+    /// How tiles are given to CTAs.
+    pub scheduler: Scheduler,
+    /// The order of tiles.
+    pub tile_order: TileOrder,
+    /// Whether the query heads of a K/V head are folded into the rows of a tile.
+    pub packs_gqa: bool,
 }
 
 impl Kernel {
+    /// What the kernel has in common with the others.
+    pub const fn traits(&self) -> Traits {
+        match self {
+            Kernel::Sm80Fwd(kernel) => Traits {
+                name: "sm80_fwd",
+                pass: Pass::Forward,
+                family: Family::Sm80,
+                tile: (kernel.tile_m, kernel.tile_n),
+                threads: 32 * kernel.num_warps,
+                blocks_per_sm: kernel.blocks_per_sm,
+                cluster: 1,
+                scheduler: Scheduler::PerTile,
+                tile_order: if kernel.reverse_blocks { TileOrder::LongestFirst } else { TileOrder::Natural },
+                packs_gqa: false,
+            },
+            Kernel::Sm90Fwd(kernel) => Traits {
+                name: "sm90_fwd",
+                pass: Pass::Forward,
+                family: Family::Sm90,
+                tile: (kernel.tile_m, kernel.tile_n),
+                threads: 128 * (kernel.num_wg + 1),
+                blocks_per_sm: 1,
+                cluster: kernel.cluster_m,
+                scheduler: kernel.scheduler,
+                tile_order: kernel.tile_order,
+                packs_gqa: kernel.pack_gqa,
+            },
+            Kernel::Sm80Bwd(kernel) => Traits {
+                name: "sm80_bwd",
+                pass: Pass::Backward { deterministic: kernel.deterministic },
+                family: Family::Sm80,
+                tile: (kernel.tile_m, kernel.tile_n),
+                threads: 32 * kernel.num_warps,
+                blocks_per_sm: kernel.blocks_per_sm,
+                cluster: 1,
+                scheduler: Scheduler::PerTile,
+                tile_order: kernel.tile_order,
+                packs_gqa: false,
+            },
+            Kernel::Sm90Bwd(kernel) => Traits {
+                name: "sm90_bwd",
+                pass: Pass::Backward { deterministic: kernel.deterministic },
+                family: Family::Sm90,
+                tile: (kernel.tile_m, kernel.tile_n),
+                threads: 128 * (kernel.num_wg + 1),
+                blocks_per_sm: 1,
+                cluster: 1,
+                scheduler: Scheduler::PerTile,
+                tile_order: kernel.tile_order,
+                packs_gqa: false,
+            },
+        }
+    }
+
+    /// The kernel's name, as in source files and tables.
+    pub const fn name(&self) -> &'static str {
+        self.traits().name
+    }
+
     /// What the kernel computes.
     pub const fn pass(&self) -> Pass {
-        match self {
-            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => Pass::Forward,
-            Kernel::Sm90Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
-            Kernel::Sm80Bwd(kernel) => Pass::Backward { deterministic: kernel.deterministic },
-        }
+        self.traits().pass
     }
 
     /// The family that the kernel belongs to.
     pub const fn family(&self) -> Family {
-        match self {
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Family::Sm80,
-            Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => Family::Sm90,
-        }
+        self.traits().family
     }
 
     /// Whether the kernel computes gradients.
@@ -329,13 +399,25 @@ impl Kernel {
     }
 }
 
+/// Why a kernel does not compute a problem: the first thing in which they differ.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}: the kernel computes {kernel}, not {problem}")]
+pub struct Mismatch {
+    /// What differs, mostly a field.
+    pub what: &'static str,
+    /// What the kernel computes.
+    pub kernel: String,
+    /// What the problem asks for.
+    pub problem: String,
+}
+
 impl KernelSpec {
     /// Checks every field against the kernel's rules: what it means, not whether it fits a GPU (the planner's part).
     ///
     /// # Errors
     /// The first [`SpecError`] found.
     pub fn check(&self) -> Result<(), SpecError> {
-        if !matches!(self.dtype, Dtype::F16 | Dtype::Bf16) {
+        if !self.dtype.is_half() {
             return Err(SpecError::Dtype { dtype: self.dtype, kernel: self.kernel.name() });
         }
         multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
@@ -364,24 +446,53 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// Threads of a block.
-    pub const fn threads(&self) -> u32 {
-        match &self.kernel {
-            Kernel::Sm80Fwd(kernel) => 32 * kernel.num_warps,
-            Kernel::Sm90Fwd(kernel) => 128 * (kernel.num_wg + 1),
-            Kernel::Sm90Bwd(kernel) => 128 * (kernel.num_wg + 1),
-            Kernel::Sm80Bwd(kernel) => 32 * kernel.num_warps,
+    /// Checks that the kernel computes `problem`: its type, head dims, mask, soft cap and ratio of heads. Lengths, which a kernel
+    /// does not know, and the pass, which a problem does not say, are no part of it; the problem is taken to be valid.
+    ///
+    /// # Errors
+    /// The first [`Mismatch`] found.
+    pub fn serves(&self, problem: &Problem) -> Result<(), Mismatch> {
+        let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
+        if self.dtype != problem.dtype {
+            return differs("dtype", self.dtype.to_string(), problem.dtype.to_string());
         }
+        for (what, have, need) in [
+            ("head_dim", self.head_dim, problem.head_dim),
+            ("head_dim_v", self.head_dim_v, problem.head_dim_v),
+        ] {
+            if need > have as usize || !need.is_multiple_of(8) {
+                return differs(what, format!("multiples of 8 up to {have}"), need.to_string());
+            }
+        }
+        if !self.mask.serves(&problem.mask) {
+            return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
+        }
+        if self.softcap != problem.softcap.is_some() {
+            let text = |on: bool| if on { "a softcap" } else { "no softcap" };
+            return differs("softcap", text(self.softcap).into(), text(problem.softcap.is_some()).into());
+        }
+        let Traits { packs_gqa, tile: (tile_m, _), .. } = self.traits();
+        let group = problem.group_size();
+        if packs_gqa && !(tile_m as usize).is_multiple_of(group) {
+            let kernel = format!("groups that divide tile_m = {tile_m}");
+            return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
+        }
+        Ok(())
+    }
+
+    /// What the kernel has in common with the others.
+    pub const fn traits(&self) -> Traits {
+        self.kernel.traits()
+    }
+
+    /// Threads of a CTA.
+    pub const fn threads(&self) -> u32 {
+        self.traits().threads
     }
 
     /// Query rows and keys of a tile.
     pub const fn tile(&self) -> (u32, u32) {
-        match &self.kernel {
-            Kernel::Sm80Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
-            Kernel::Sm90Fwd(kernel) => (kernel.tile_m, kernel.tile_n),
-            Kernel::Sm90Bwd(kernel) => (kernel.tile_m, kernel.tile_n),
-            Kernel::Sm80Bwd(kernel) => (kernel.tile_m, kernel.tile_n),
-        }
+        self.traits().tile
     }
 
     /// Reads and checks a spec from RON text.
@@ -638,6 +749,41 @@ mod tests {
             ShippedSpec::from_ron(&shipped.to_ron()),
             Err(SpecError::Arch { arch: Arch::Sm80, .. })
         ));
+    }
+
+    #[test]
+    fn a_spec_serves_what_its_kernel_computes() {
+        let base = Problem::square(2, 1024, 4, 128, Mask::CAUSAL, Dtype::F16);
+        let differs = |spec: &KernelSpec, problem: Problem, what: &str| {
+            assert_eq!(spec.serves(&problem).expect_err("it differs").what, what);
+        };
+        for spec in [sm80(), sm90(), backward(), backward_sm80()] {
+            assert_eq!(spec.serves(&base), Ok(()));
+            assert_eq!(spec.serves(&Problem { head_dim: 104, head_dim_v: 8, heads_kv: 2, ..base }), Ok(()));
+            differs(&spec, Problem { dtype: Dtype::Bf16, ..base }, "dtype");
+            differs(&spec, Problem { head_dim: 136, ..base }, "head_dim");
+            differs(&spec, Problem { head_dim_v: 100, ..base }, "head_dim_v");
+            differs(&spec, Problem { mask: Mask::FULL, ..base }, "mask");
+            differs(&spec, Problem { softcap: Some(1.0), ..base }, "softcap");
+            let window = KernelSpec { mask: MaskKind::Window, ..spec };
+            assert_eq!(window.serves(&Problem { mask: Mask::window(3, 4), ..base }), Ok(()));
+        }
+    }
+
+    #[test]
+    fn packed_heads_must_divide_the_tile() {
+        let packed = Kernel::Sm90Fwd(Sm90Fwd { tile_m: 128, pack_gqa: true, ..Sm90Fwd::default() });
+        let packed = KernelSpec { kernel: packed, ..sm90() };
+        let of = |heads_q, heads_kv| Problem {
+            heads_q,
+            heads_kv,
+            ..Problem::square(1, 64, 1, 128, Mask::CAUSAL, Dtype::F16)
+        };
+        assert_eq!(packed.serves(&of(8, 1)), Ok(()));
+        let error = packed.serves(&of(6, 1)).expect_err("6 does not divide 128").to_string();
+        assert!(error.contains("6 query heads") && error.contains("tile_m = 128"), "{error}");
+        assert!(packed.serves(&of(6, 0)).is_err());
+        assert_eq!(sm90().serves(&of(6, 1)), Ok(()));
     }
 
     #[test]

@@ -91,15 +91,18 @@ struct ScoreParams {
     float softcap;
     // `2 * log2(e) * scale / softcap`: from products to the exponent of 2 in the cap's tanh.
     float softcap_exponent;
+    // `log2(e) * softcap`: from shares of the cap to exponents of 2.
+    float softcap_log2;
     // `ln(2) / softcap`: from exponents of 2 to shares of the cap.
     float softcap_share;
 };
-static_assert(sizeof(ScoreParams) == 20 && alignof(ScoreParams) == 4);
+static_assert(sizeof(ScoreParams) == 24 && alignof(ScoreParams) == 4);
 static_assert(FA_OFFSETOF(ScoreParams, scale) == 0);
 static_assert(FA_OFFSETOF(ScoreParams, scale_log2) == 4);
 static_assert(FA_OFFSETOF(ScoreParams, softcap) == 8);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_exponent) == 12);
-static_assert(FA_OFFSETOF(ScoreParams, softcap_share) == 16);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_log2) == 16);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_share) == 20);
 
 // The arguments of every forward kernel.
 struct FwdParams {
@@ -137,10 +140,10 @@ static_assert(FA_OFFSETOF(FwdParams, lse) == 128);
 static_assert(FA_OFFSETOF(FwdParams, tile_counter) == 136);
 static_assert(FA_OFFSETOF(FwdParams, shape) == 144);
 static_assert(FA_OFFSETOF(FwdParams, score) == 184);
-static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 204);
-static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 208);
-static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 212);
-static_assert(FA_OFFSETOF(FwdParams, sections) == 216);
+static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 208);
+static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 212);
+static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 216);
+static_assert(FA_OFFSETOF(FwdParams, sections) == 220);
 
 // The arguments of every backward kernel.
 struct BwdParams {
@@ -214,12 +217,12 @@ static_assert(FA_OFFSETOF(BwdParams, dq_semaphores) == 304);
 static_assert(FA_OFFSETOF(BwdParams, tile_counter) == 312);
 static_assert(FA_OFFSETOF(BwdParams, shape) == 320);
 static_assert(FA_OFFSETOF(BwdParams, score) == 360);
-static_assert(FA_OFFSETOF(BwdParams, m_blocks) == 380);
-static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 384);
-static_assert(FA_OFFSETOF(BwdParams, head_splits) == 388);
-static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 392);
-static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 396);
-static_assert(FA_OFFSETOF(BwdParams, sections) == 400);
+static_assert(FA_OFFSETOF(BwdParams, m_blocks) == 384);
+static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 388);
+static_assert(FA_OFFSETOF(BwdParams, head_splits) == 392);
+static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 396);
+static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 400);
+static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

@@ -1,4 +1,5 @@
-// Fixed-width names and the few values that every header needs. No header of the CUDA toolkit is included anywhere.
+// Fixed-width names and the few values that every header needs. No header of the CUDA toolkit is included
+// anywhere.
 #pragma once
 
 namespace fa {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
-use fa_core::{Arch, ProblemError, SpecError};
+use fa_core::{Arch, Mismatch, ProblemError, SpecError};
 
 use crate::atomic_file::WriteError;
 
@@ -254,6 +254,12 @@ impl Error {
 
     pub(crate) fn io(path: &Path, source: std::io::Error) -> Error {
         Error::Io { path: path.to_owned(), source }
+    }
+}
+
+impl From<Mismatch> for Error {
+    fn from(Mismatch { what, kernel, problem }: Mismatch) -> Error {
+        Error::Mismatch { what, kernel, problem }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Pass, Problem, ProblemError};
 use serde::Serialize;
 
 pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
@@ -162,7 +162,7 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     problem.check()?;
-    if !matches!(problem.dtype, Dtype::F16 | Dtype::Bf16) {
+    if !problem.dtype.is_half() {
         return Err(PlanError::Dtype(problem.dtype));
     }
     let family = options.family.unwrap_or(Family::native(arch));
@@ -210,35 +210,8 @@ pub fn plan_spec(
     options: &PlanOptions,
 ) -> Result<Plan, Reason> {
     problem.check().map_err(|e| Reason::Rule(e.to_string()))?;
-    serves(problem, spec)?;
     let constants = options.constants(arch);
     judge(problem, spec, arch, &constants, &mut Cuts::default())
-}
-
-/// Whether the kernel computes the problem.
-///
-/// # Errors
-/// The [`Reason`] why not.
-pub fn serves(problem: &Problem, spec: &KernelSpec) -> Result<(), Reason> {
-    let differs = |field, have: String, need: String| Err(Reason::Problem { field, have, need });
-    if spec.dtype != problem.dtype {
-        return differs("dtype", spec.dtype.to_string(), problem.dtype.to_string());
-    }
-    for (field, extent, need) in
-        [("head_dim", spec.head_dim, problem.head_dim), ("head_dim_v", spec.head_dim_v, problem.head_dim_v)]
-    {
-        if need > extent as usize || !need.is_multiple_of(8) {
-            return differs(field, format!("{extent}: multiples of 8 up to it"), need.to_string());
-        }
-    }
-    let mask = MaskKind::of(&problem.mask);
-    if spec.mask != mask && spec.mask != MaskKind::Window {
-        return differs("mask", spec.mask.name().into(), mask.name().into());
-    }
-    if spec.softcap != problem.softcap.is_some() {
-        return differs("softcap", spec.softcap.to_string(), problem.softcap.is_some().to_string());
-    }
-    Ok(())
 }
 
 fn judge(
@@ -248,6 +221,7 @@ fn judge(
     constants: &CostConstants,
     cuts: &mut Cuts,
 ) -> Result<Plan, Reason> {
+    spec.serves(problem)?;
     let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(spec, arch)?;
     let cost = predict_with(cuts, problem, spec, arch, constants);
     Ok(Plan { spec: spec.clone(), smem, regs, threads, occupancy, blocks_per_sm, cost })

@@ -3,7 +3,7 @@
 use fa_core::{Arch, Dtype, Family, Kernel, Mask, Problem};
 use fa_planner::account::smem;
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
-use fa_planner::plan::{Plan, PlanError, PlanOptions, Reason, explore, plan, plan_spec, serves, sweep};
+use fa_planner::plan::{Plan, PlanError, PlanOptions, Reason, explore, plan, plan_spec, sweep};
 use proptest::prelude::*;
 
 const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
@@ -17,7 +17,7 @@ fn is_sound(problem: &Problem, arch: Arch, plan: &Plan) {
     let (spec, limits) = (&plan.spec, arch.limits());
     assert_eq!(spec.check(), Ok(()), "{spec}");
     assert_eq!(spec.check_arch(arch), Ok(()), "{spec}");
-    assert_eq!(serves(problem, spec), Ok(()), "{spec}");
+    assert_eq!(spec.serves(problem), Ok(()), "{spec}");
     assert_eq!(plan.smem, smem(spec), "{spec}");
     assert!(plan.smem.total <= limits.smem_per_block, "{spec}");
     assert!(plan.regs.total <= plan.regs.limit, "{spec}");
@@ -281,11 +281,32 @@ fn a_given_spec_must_serve_the_problem() {
         assert!(reason.to_string().contains(part), "{reason} does not name {part}");
     };
     refused(Problem { dtype: Dtype::F16, ..BASE }, "dtype bf16");
-    refused(Problem { head_dim: 136, ..BASE }, "head_dim 128");
+    refused(Problem { head_dim: 136, ..BASE }, "head_dim multiples of 8 up to 128");
     refused(Problem { mask: Mask::FULL, ..BASE }, "mask causal");
-    refused(Problem { softcap: Some(1.0), ..BASE }, "softcap false");
+    refused(Problem { softcap: Some(1.0), ..BASE }, "softcap no softcap");
     let narrow = Problem { head_dim: 104, head_dim_v: 72, ..BASE };
     assert!(plan_spec(&narrow, &spec, Arch::Sm90, &PlanOptions::default()).is_ok());
     let elsewhere = plan_spec(&BASE, &spec, Arch::Sm80, &PlanOptions::default()).expect_err("no wgmma");
     assert!(elsewhere.to_string().contains("wgmma"), "{elsewhere}");
+}
+
+#[test]
+fn packed_heads_that_do_not_divide_the_tile_are_never_planned() {
+    let problem = Problem { heads_q: 6, heads_kv: 1, seqlen_q: 1, ..BASE };
+    let mut spec = plan(&BASE, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0).spec;
+    let Kernel::Sm90Fwd(kernel) = &mut spec.kernel else { panic!("an SM90 forward") };
+    (kernel.num_wg, kernel.tile_m, kernel.pack_gqa) = (2, 128, true);
+    assert_eq!(spec.check(), Ok(()));
+    let rule = spec.serves(&problem).expect_err("6 does not divide 128");
+    let planned = plan_spec(&problem, &spec, Arch::Sm90, &PlanOptions::default());
+    assert_eq!(planned.map(|plan| plan.spec), Err(rule.into()));
+    for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(128, 0)] {
+        let problem = Problem { mask, ..problem };
+        let set = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect("plans");
+        assert!(!set.plans.is_empty());
+        for plan in &set.plans {
+            let traits = plan.spec.traits();
+            assert!(!traits.packs_gqa || traits.tile.0 % 6 == 0, "{}", plan.spec);
+        }
+    }
 }

@@ -1,25 +1,27 @@
 //! `fa bench`: attention's rate on this machine.
 
 pub mod args;
+mod draw;
+mod gpu;
+mod table;
 
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use fa_attn::{Element, Engine, Tensor};
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
+use fa_lab::machine;
+use fa_lab::random::Random;
+use fa_lab::shape::Shape;
 use fa_planner::Mode;
 use half::{bf16, f16};
 use serde::Serialize;
 
 use crate::attention::{self, Inputs};
-use crate::bench_gpu;
 use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::flags::Backend;
-use crate::machine;
-use crate::random::Random;
 use crate::safetensors::Stored;
-use crate::shape::Shape;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -74,7 +76,7 @@ const SECONDS: f64 = 0.5;
 /// Bad input or an unwritable target; both are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     if on_gpu(args) {
-        return bench_gpu::command(args);
+        return gpu::command(args);
     }
     if let Some(flag) = args.gpu.given() {
         return Err(InputError::Usage(format!("{flag} is for GPUs: use --backend cuda")).into());
@@ -107,7 +109,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         steps.advance();
     }
     drop(steps);
-    let report = Report { machine, commit: env!("FA_COMMIT"), rows };
+    let report = Report { machine, commit: fa_lab::record::COMMIT, rows };
     destinations.write(&report, || draw(&report, args), || table(&report))?;
     Ok(Verdict::Good)
 }

@@ -9,11 +9,13 @@ use std::sync::Mutex;
 use anyhow::Context;
 use fa_core::{Arch, ShippedSpec};
 use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
+use fa_lab::configs::HEAD_DIMS;
+use fa_lab::read_text;
+use fa_lab::shape::HeadDim;
 use fa_planner::Mode;
 
-use crate::configs::HEAD_DIMS;
-use crate::flags::{self, HeadDim, PlanFamily};
-use crate::term::failure::{InputError, Verdict, read_text};
+use crate::flags::{self, PlanFamily};
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
 

@@ -8,6 +8,7 @@ use fa_core::{Dtype, Problem};
 use fa_cpu::compare::{self, Comparison};
 use fa_cpu::reference;
 use fa_cpu::reference::low_precision;
+use safetensors::Dtype as StoredDtype;
 use serde::Serialize;
 
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
@@ -137,10 +138,16 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     }
     let (rule, problem, rows) = match inputs {
         Some(file) => {
-            let (problem, rows) = judge_by_inputs(file, &args.attention, &pairs)?;
-            if let Some(hint) = attention::metadata_hint(file, &problem) {
-                output::note(&hint);
+            let (problem, rows) = judge_by_inputs(file, &args.attention, [&a, &b], &pairs)?;
+            // Outputs say what they were computed with, inputs what they were made for.
+            let mut asked: Vec<&TensorFile> = Vec::new();
+            for one in [&a, &b, file] {
+                if asked.iter().all(|other| other.path() != one.path()) {
+                    asked.push(one);
+                }
             }
+            let hints = asked.into_iter().filter_map(|file| attention::metadata_hint(file, &problem));
+            hints.for_each(|hint| output::note(&hint));
             (RuleName::F64OfInputs, Some(problem), rows)
         }
         None if given => {
@@ -241,9 +248,7 @@ fn read_bshd(
         return Err(refuse("tensors of rank 4 at most are compared"));
     }
     let mut shape = [1usize; 4];
-    for (to, &from) in shape[4 - stored.len()..].iter_mut().zip(stored) {
-        *to = usize::try_from(from).map_err(|_| refuse("an extent is beyond the address space"))?;
-    }
+    shape[4 - stored.len()..].copy_from_slice(stored);
     let values = file.read_f64(name)?;
     if stored.len() < 4 {
         return Ok((shape, values));
@@ -256,9 +261,9 @@ fn read_bshd(
 
 /// The type whose rounding a stored tensor has; f64 counts as f32, the widest type outputs are written in.
 fn stored_dtype(file: &TensorFile, name: &str) -> Result<Dtype, InputError> {
-    Ok(match file.entry(name)?.dtype.as_str() {
-        "BF16" => Dtype::Bf16,
-        "F16" => Dtype::F16,
+    Ok(match file.entry(name)?.dtype {
+        StoredDtype::BF16 => Dtype::Bf16,
+        StoredDtype::F16 => Dtype::F16,
         _ => Dtype::F32,
     })
 }
@@ -276,10 +281,28 @@ fn lse_dtype(a: &TensorFile, b: &TensorFile) -> Dtype {
 fn judge_by_inputs(
     file: &TensorFile,
     args: &AttentionArgs,
+    [a, b]: [&TensorFile; 2],
     pairs: &[Pair],
 ) -> anyhow::Result<(Problem, Vec<Row>)> {
     let backward = pairs.iter().any(|pair| ["dq", "dk", "dv"].contains(&pair.name.as_str()));
     let inputs = AnyInputs::read(file, args, backward)?;
+    let posed = with_inputs!(&inputs, inputs => inputs.problem);
+    for pair in pairs {
+        let Some(need) = shape_in(&posed, &pair.name).filter(|need| *need != pair.shape) else { continue };
+        // LSE has no axis of the head dim, which stands first as 1.
+        let (axes, from) = if pair.is_lse() { ("heads, seqlen_q", 1) } else { ("seqlen, heads, dim", 0) };
+        let need = format!(
+            "so it is as [batch, {axes}] in {} and {}, but the inputs of {} give {:?}: give the inputs that they were \
+             computed from",
+            a.path().display(),
+            b.path().display(),
+            file.path().display(),
+            &need[from..]
+        );
+        return Err(
+            InputError::Shape { name: pair.name.clone(), got: pair.shape[from..].to_vec(), need }.into()
+        );
+    }
     let (problem, references) = progress::spinner(
         "computing in f64",
         || with_inputs!(&inputs, inputs => references(inputs).map(|found| (inputs.problem, found))),
@@ -300,6 +323,19 @@ fn judge_by_inputs(
         rows.push(pair.row("B to f64", found.allowing(*noise)));
     }
     Ok((problem, rows))
+}
+
+/// The shape of an output of `problem`, as [`Pair::shape`]; `None` for other tensors.
+fn shape_in(problem: &Problem, name: &str) -> Option<[usize; 4]> {
+    use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+    match name {
+        "out" => Some(out_shape(problem)),
+        "lse" => Some([1, problem.batch, problem.heads_q, problem.seqlen_q]),
+        "dq" => Some(q_shape(problem)),
+        "dk" => Some(k_shape(problem)),
+        "dv" => Some(v_shape(problem)),
+        _ => None,
+    }
 }
 
 fn references<T: Element + Stored>(

@@ -9,11 +9,11 @@ use fa_core::{Arch, Dtype, Mask, Problem};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind};
+use fa_lab::machine::{self, gpu};
 use serde::Serialize;
 
 use crate::term::failure::Verdict;
 use crate::term::output;
-use crate::{gpu, machine};
 use clap::Args;
 
 /// `fa doctor`.

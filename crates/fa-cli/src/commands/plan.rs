@@ -3,7 +3,10 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use fa_attn::atomic_file::AtomicFile;
 use fa_core::{Arch, Pass, Problem};
+use fa_lab::read_text;
+use fa_lab::spec_file::read_spec;
 use fa_planner::Mode;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::why::{self, Why};
@@ -15,9 +18,7 @@ use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
 use crate::plan::planned::Planned;
 use crate::plan::tried::{self, Tried, TriedReport};
-use crate::spec_file::read_spec;
-use crate::target::Target;
-use crate::term::failure::{InputError, Verdict, read_text};
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -115,7 +116,7 @@ struct WhyReport {
 /// Bad input or an unwritable report.
 pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let problem = problem(args)?;
-    let target = args.report.as_deref().map(Target::probe).transpose()?;
+    let target = args.report.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
     let format = if args.json { Format::Json } else { args.format };
     let planned = plan_for(args, problem)?;
     if let Some(query) = &args.why {
@@ -125,7 +126,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     }
     if let Some(target) = &target {
         let page = page::page(&planned)?;
-        target.write(|writer| Ok(writer.write_all(page.as_bytes())?))?;
+        target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
     }
     let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
     let report = Report {
@@ -220,7 +221,7 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
     Ok(WhyReport { arch: planned.arch, problem: planned.problem, forward, backward })
 }
 
-fn text(planned: &Planned, limit: usize, report: Option<&Target>) -> String {
+fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(forward) = &planned.forward {
         text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);

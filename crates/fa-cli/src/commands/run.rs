@@ -5,6 +5,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use fa_attn::atomic_file::AtomicFile;
 use fa_attn::{Call, Element};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
@@ -14,7 +15,6 @@ use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{self, Calls, Outputs};
 use crate::flags::{AttentionArgs, Backend, CpuArgs};
 use crate::safetensors::{self, Stored, TensorFile};
-use crate::target::Target;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output::{self, si};
 use crate::term::progress;
@@ -135,7 +135,7 @@ pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(message).into());
     }
     let file = TensorFile::open(&args.input)?;
-    let target = args.output.as_deref().map(Target::probe).transpose()?;
+    let target = args.output.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
     if let Some(target) = &target {
         refuse_same_file(&file, target)?;
     }
@@ -144,7 +144,7 @@ pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
 }
 
 /// The output would replace the only copy of the input.
-fn refuse_same_file(input: &TensorFile, target: &Target) -> Result<(), InputError> {
+fn refuse_same_file(input: &TensorFile, target: &AtomicFile) -> Result<(), InputError> {
     let same = match (input.path().canonicalize(), target.path().canonicalize()) {
         (Ok(input), Ok(target)) => input == target,
         _ => false,
@@ -159,7 +159,7 @@ fn refuse_same_file(input: &TensorFile, target: &Target) -> Result<(), InputErro
 fn compute<T: Element + Stored>(
     args: &RunArgs,
     file: &TensorFile,
-    target: Option<&Target>,
+    target: Option<&AtomicFile>,
     inputs: &Inputs<T>,
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
@@ -189,11 +189,9 @@ fn compute<T: Element + Stored>(
     };
     if let Some(target) = target {
         let metadata = metadata(&problem, inputs.layout, report.engine.backend);
-        target.write(|mut writer| {
-            safetensors::write(&mut writer, &outputs.tensors(&problem), &metadata).map_err(|e| {
-                InputError::Target { path: target.path().to_owned(), reason: e.to_string() }.into()
-            })
-        })?;
+        target
+            .write(|mut writer| safetensors::write(&mut writer, &outputs.tensors(&problem), &metadata))
+            .map_err(InputError::from)?;
     }
     if args.json {
         output::print_json(&report)?
@@ -213,7 +211,7 @@ fn difference_from_own_out<T: Element + Stored>(
 ) -> anyhow::Result<Option<Difference>> {
     let shape = fa_cpu::check::out_shape(&inputs.problem);
     let [b, s, h, d] = shape;
-    let stored = inputs.layout.shape(b, s, h, d).map(|n| n as u64);
+    let stored = inputs.layout.shape(b, s, h, d);
     if !file.has("out") || file.entry("out")?.shape != stored {
         return Ok(None);
     }

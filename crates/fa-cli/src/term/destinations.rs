@@ -2,17 +2,17 @@
 
 use std::path::Path;
 
+use fa_attn::atomic_file::AtomicFile;
 use serde::Serialize;
 
-use crate::target::Target;
 use crate::term::failure::InputError;
 use crate::term::output;
 
 /// The files that `--json` and its companion name, probed before any work is done.
 #[derive(Debug)]
 pub struct Destinations {
-    json: Option<Target>,
-    page: Option<Target>,
+    json: Option<AtomicFile>,
+    page: Option<AtomicFile>,
     /// JSON takes the place of the table.
     json_to_stdout: bool,
 }
@@ -36,8 +36,8 @@ impl Destinations {
         }
         let json_to_stdout = json == Some(stdout);
         Ok(Destinations {
-            json: json.filter(|_| !json_to_stdout).map(Target::probe).transpose()?,
-            page: page.map(Target::probe).transpose()?,
+            json: json.filter(|_| !json_to_stdout).map(AtomicFile::probe).transpose()?,
+            page: page.map(AtomicFile::probe).transpose()?,
             json_to_stdout,
         })
     }
@@ -54,10 +54,11 @@ impl Destinations {
     ) -> anyhow::Result<()> {
         let text = output::json_text(report)?;
         if let Some(json) = self.json {
-            json.write(|writer| Ok(writer.write_all(text.as_bytes())?))?;
+            json.write(|writer| writer.write_all(text.as_bytes())).map_err(InputError::from)?;
         }
         if let Some(target) = self.page {
-            target.write(|writer| Ok(writer.write_all(page()?.as_bytes())?))?;
+            let page = page()?;
+            target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
         }
         output::print(&if self.json_to_stdout { text } else { table() })
     }

@@ -1,12 +1,13 @@
 //! What ends the program, and with which exit code.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
+use fa_attn::atomic_file::WriteError;
 use fa_core::problem::ProblemError;
 use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
+use fa_lab::{asks_too_much, engine_is_asked_too_much};
 use fa_planner::plan::PlanError;
 
 /// How a command that ran to its end judges what it saw.
@@ -68,7 +69,7 @@ pub enum InputError {
         /// The tensor.
         name: String,
         /// Its shape.
-        got: Vec<u64>,
+        got: Vec<usize>,
         /// What would work.
         need: String,
     },
@@ -85,23 +86,10 @@ pub enum InputError {
     Usage(String),
 }
 
-/// The longest text file that is read: a spec or a problem takes a thousandth of it.
-const MAX_TEXT_BYTES: u64 = 1 << 20;
-
-/// Reads a spec, a problem or a list, which a person could have written: text, and not without end.
-///
-/// # Errors
-/// [`InputError::Read`].
-pub fn read_text(path: &Path) -> Result<String, InputError> {
-    let read = || {
-        let mut text = String::new();
-        let taken = File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
-        if taken as u64 > MAX_TEXT_BYTES {
-            return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
-        }
-        Ok(text)
-    };
-    read().map_err(InputError::read(path))
+impl From<WriteError> for InputError {
+    fn from(WriteError { path, source }: WriteError) -> InputError {
+        InputError::Target { path, reason: source.to_string() }
+    }
 }
 
 impl InputError {
@@ -115,6 +103,7 @@ impl InputError {
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     let bad_input = error.chain().any(|cause| {
         cause.downcast_ref().is_some_and(asks_too_much)
+            || cause.downcast_ref().is_some_and(fa_lab::Error::is_request)
             || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
@@ -123,34 +112,6 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
             || cause.is::<CpuError>()
     });
     if bad_input { EXIT_BAD_INPUT } else { EXIT_FAILURE }
-}
-
-/// Whether the GPU's library refuses what it is given, rather than failing at it.
-fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
-    matches!(
-        error,
-        Problem(_) | Scale { .. } | SharedMemory { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
-    )
-}
-
-/// Whether the engine refuses what it is given, rather than failing at it.
-fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
-    use fa_attn::Error::{
-        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Pass, Plan, Problem, Read, Shape, Threads, Write,
-    };
-    match error {
-        BadTuned { .. }
-        | Cpu(_)
-        | Dtype { .. }
-        | Isa { .. }
-        | Length { .. }
-        | Plan(_)
-        | Problem(_)
-        | Shape { .. } => true,
-        Kernels(error) => asks_too_much(error),
-        Pass { .. } | Read { .. } | Threads { .. } | Write(_) => false,
-    }
 }
 
 /// Whether the reader of our standard output went away (`fa plan | head`): no failure of ours.
@@ -163,16 +124,7 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 
 /// An error and its causes in one line; a cause that its effect already quotes is not said twice.
 pub fn message(error: &anyhow::Error) -> String {
-    let mut message = String::new();
-    for cause in error.chain() {
-        let text = cause.to_string().replace('\n', " ");
-        if message.is_empty() {
-            message = text;
-        } else if !message.contains(&text) {
-            message = format!("{message}: {text}");
-        }
-    }
-    message
+    fa_lab::message(error.as_ref())
 }
 
 #[cfg(test)]

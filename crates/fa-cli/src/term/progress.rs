@@ -4,6 +4,7 @@ use std::io::IsTerminal;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use fa_lab::Step;
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Work that ends sooner shows nothing.
@@ -88,6 +89,18 @@ impl Steps {
 impl Drop for Steps {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
+    }
+}
+
+/// Shows the steps of the lab's work, and what its workers say.
+pub fn steps() -> impl FnMut(Step) + Send {
+    let mut steps: Option<Steps> = None;
+    move |step| match (step, &mut steps) {
+        (Step::Total(len), steps) => *steps = Some(Steps::new(len)),
+        (Step::Begin(message), Some(steps)) => steps.begin(message),
+        (Step::Done, Some(steps)) => steps.advance(),
+        (Step::Begin(_) | Step::Done, None) => {}
+        (Step::Said(line), _) => eprintln!("{line}"),
     }
 }
 

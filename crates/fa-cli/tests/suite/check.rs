@@ -159,3 +159,75 @@ fn what_cannot_be_compared_is_refused() {
     }
     fa(&format!("check {named} {named} --tensor weights")).good();
 }
+
+/// q, k and v of a problem with so many queries and keys.
+fn inputs(seqlen: usize) -> Vec<(String, Vec<usize>, Vec<f64>)> {
+    let tensor = |name: &str, seed| (name.to_owned(), vec![1, seqlen, 2, 8], noise(seed, seqlen * 16));
+    vec![tensor("q", 1), tensor("k", 2), tensor("v", 3)]
+}
+
+fn write_inputs(files: &Files, name: &str, seqlen: usize) -> String {
+    let tensors = inputs(seqlen);
+    let tensors: Vec<Tensor> = tensors
+        .iter()
+        .map(|(name, shape, values)| (name.as_str(), "F32", &shape[..], values.clone()))
+        .collect();
+    files.write(name, &tensors)
+}
+
+#[test]
+fn what_an_output_was_computed_with_is_named_where_flags_say_otherwise() {
+    let files = Files::new();
+    let input = write_inputs(&files, "in", 9);
+    // (flags of the run, what a check without them notes)
+    for (flags, notes) in [
+        ("--causal", "causal = true (--causal)"),
+        ("--window 2,1", "window_left = 2 (--window), window_right = 1 (--window)"),
+        ("--window 2,0", "causal = true (--causal), window_left = 2 (--window)"),
+        ("--scale 0.5", "scale = 0.5 (--scale)"),
+        ("--softcap 3", "softcap = 3 (--softcap)"),
+    ] {
+        let output = text(&files.path("out")).to_owned();
+        fa(&format!("run {input} {flags} -o {output}")).good();
+        for pair in [
+            format!("{output} {output} --inputs {input}"),
+            format!("{output} {output} --inputs {input} --json"),
+        ] {
+            let forgotten = fa(&format!("check {pair}"));
+            assert_eq!(forgotten.code, 1, "{flags}: {forgotten:?}");
+            let said = format!("the metadata of {output} says {notes}; only flags decide");
+            assert_eq!(forgotten.stderr.matches(&said).count(), 1, "{flags}: {}", forgotten.stderr);
+            let right = fa(&format!("check {pair} {flags}"));
+            assert_eq!((right.code, right.stderr.as_str()), (0, ""), "{flags}");
+        }
+    }
+    // And the other way round: flags that the output was not computed with.
+    let output = text(&files.path("plain")).to_owned();
+    fa(&format!("run {input} -o {output}")).good();
+    for (flags, notes) in [
+        ("--causal", "causal = false (--causal)"),
+        ("--window 2,1", "window_left = none (--window), window_right = none (--window)"),
+        ("--softcap 3", "softcap = none (--softcap)"),
+    ] {
+        let wrong = fa(&format!("check {output} {output} --inputs {input} {flags}"));
+        assert!(wrong.code == 1 && wrong.stderr.contains(notes), "{flags}: {wrong:?}");
+    }
+}
+
+#[test]
+fn inputs_of_another_shape_are_named_with_the_tensor_and_the_shapes() {
+    let files = Files::new();
+    let (input, other) = (write_inputs(&files, "in", 9), write_inputs(&files, "other", 7));
+    let output = text(&files.path("out")).to_owned();
+    fa(&format!("run {input} -o {output}")).good();
+    for (tensor, shapes) in [
+        ("out", ["tensor 'out' has shape [1, 9, 2, 8]", "give [1, 7, 2, 8]"]),
+        ("lse", ["tensor 'lse' has shape [1, 2, 9]", "give [1, 2, 7]"]),
+    ] {
+        let refused = fa(&format!("check {output} {output} --inputs {other} --tensor {tensor}"));
+        assert_eq!(refused.code, 2, "{refused:?}");
+        for part in shapes.into_iter().chain([output.as_str(), other.as_str()]) {
+            assert!(refused.stderr.contains(part), "'{part}' is not in {}", refused.stderr);
+        }
+    }
+}

@@ -4,6 +4,7 @@ mod bad_input;
 mod bench;
 mod check;
 mod common;
+mod files;
 mod manual;
 mod plan;
 mod records;

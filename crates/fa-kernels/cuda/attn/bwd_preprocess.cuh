@@ -1,6 +1,8 @@
-// The first step of a backward: the statistics of every query, and accumulators set to zero.
+// The backward's preprocess: the statistics of every query, and accumulators set to zero.
 #pragma once
-#include "attn/epilogue.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/store_rows.cuh"
+#include "attn/tensor_view.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/math.cuh"
@@ -10,14 +12,14 @@
 
 namespace fa {
 
-// Sets `count` values, a multiple of 4, to zero. The caller is thread number `thread` of the `threads` that share the work.
+// Sets `count` values, a multiple of 4, to zero, by `threads` threads of which this is number `thread`.
 __device__ __forceinline__ void clear_f32(float* values, i64 count, i64 thread, i64 threads) {
     for (i64 i = thread * 4; i < count; i += threads * 4) *reinterpret_cast<Vec16*>(values + i) = Vec16{};
 }
 
-// The share of eight neighbouring lanes' dot product of two rows that lane `lane` of them computes.
+// Lane `lane`'s part of the dot product of two rows that eight neighbouring lanes compute.
 template <Dtype T>
-__device__ __forceinline__ float dot_share(const u16* a, const u16* b, int columns, int lane) {
+__device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int columns, int lane) {
     float sum = 0.f;
     for (int column = 8 * lane; column < columns; column += 64) {
         const Vec16 of_a = *reinterpret_cast<const Vec16*>(a + column);
@@ -31,13 +33,15 @@ __device__ __forceinline__ float dot_share(const u16* a, const u16* b, int colum
     return sum;
 }
 
-// One block per tile of queries, query head and sequence, the last ones first: the main kernel begins with what was read and
-// written last, so that the L2 still has it. C is an Sm80BwdConfig or an Sm90BwdConfig.
+// One CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the main kernel
+// starts with what was read and written last and is likely still in L2. C is an Sm80BwdConfig or an
+// Sm90BwdConfig.
 template <auto C>
 __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     const int tile = cta_count() - 1 - cta_index();
     const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
+    const Seqlen seqlen(params.shape, batch);
 
     if (thread_index() == 0) {
         if (params.dq_semaphores != nullptr) params.dq_semaphores[tile] = 0;
@@ -46,34 +50,37 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     constexpr int kDqTile = C.tile_m * C.head_dim;
     clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
     if (params.dk_accum != nullptr) {
-        // Their tiles are others than the grid's: all threads of the grid take part.
+        // Tiles of keys are not the grid's: all threads of the grid take part.
         const i64 keys = i64(params.shape.batch) * params.shape.heads_kv * params.n_blocks * C.tile_n;
-        const i64 thread = i64(cta_index()) * cta_threads() + thread_index(), threads = i64(cta_count()) * cta_threads();
+        const i64 thread = i64(cta_index()) * cta_threads() + thread_index(),
+                  threads = i64(cta_count()) * cta_threads();
         clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
         clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
     }
 
-    const u16* out = static_cast<const u16*>(params.out.data) + batch * params.out.strides.batch + head * params.out.strides.head;
-    const u16* dout = static_cast<const u16*>(params.dout.data) + batch * params.dout.strides.batch + head * params.dout.strides.head;
+    const u16* out = view(params.out).row(batch, 0, head);
+    const u16* dout = view(params.dout).row(batch, 0, head);
     const int lane = thread_index() % 8;
-    // The warp stays together for the sum over lanes: tile_m is a multiple of 4, the rows of a warp.
+    // The sum over lanes needs whole warps: tile_m is a multiple of 4, the rows of a warp.
     static_assert(C.tile_m % 4 == 0);
     for (int row = thread_index() / 8; row < C.tile_m; row += cta_threads() / 8) {
         const int query = m_block * C.tile_m + row;
-        const bool inside = query < params.shape.seqlen_q;
+        const bool inside = query < seqlen.q();
         float sum = 0.f;
         if (inside) {
-            sum = dot_share<C.dtype>(out + query * params.out.strides.seq, dout + query * params.dout.strides.seq, params.shape.head_dim_v, lane);
+            sum = partial_dot<C.dtype>(out + query * params.out.strides.seq,
+                                       dout + query * params.dout.strides.seq, params.shape.head_dim_v, lane);
         }
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
         const i64 at = i64(batch_head) * params.m_blocks * C.tile_m + query;
         params.dpsum[at] = sum;
-        // Weights of rows past the end become 2^-inf; a row that saw no key has hidden scores only, which any finite value keeps at 0.
+        // Probabilities of rows past the end become 2^-inf. A row that saw no key has hidden scores only: any
+        // finite LSE keeps them 0.
         float lse_log2 = -minus_infinity();
         if (inside) {
-            const float lse = params.lse[i64(batch_head) * params.shape.seqlen_q + query];
+            const float lse = params.lse[i64(batch_head) * seqlen.q() + query];
             lse_log2 = lse == minus_infinity() ? 0.f : lse * kLog2e;
         }
         params.lse_log2[at] = lse_log2;

@@ -18,8 +18,9 @@ __device__ __forceinline__ Tile tile_at(const FwdParams& params, int index, int 
         tile.m_block = index % params.m_blocks;
         batch_head = index / params.m_blocks;
     } else {
-        // Sections of heads whose K and V fit the L2 together; within one, the last (longest) rows of all heads first. The run
-        // ends with the last section: it has the heads that are left, and enough tiles to even out.
+        // Sections of heads whose K and V fit the L2 together; within one, the last (longest) rows of all
+        // heads first. The run ends with the last section: it has the heads that are left, and enough tiles
+        // to even out.
         const int section = min(index / (params.heads_per_section * params.m_blocks), params.sections);
         const int first_head = section * params.heads_per_section;
         const int rest = index - first_head * params.m_blocks;

@@ -16,27 +16,17 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + shuffle_xor(x, 2);
 }
 
-// cap * tanh(scale * s / cap), computed as cap * (1 - 2 / (1 + e^(2 scale s / cap))): tanh.approx is too coarse for f16.
-// `two_scale_log2_over_cap` is 2 log2(e) scale / cap.
-template <int N>
-__device__ __forceinline__ void cap_scores(float (&s)[N], float two_scale_log2_over_cap, float cap) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float e = exp2_approx(s[i] * two_scale_log2_over_cap);
-        s[i] = fmaf(-2.f * cap, reciprocal_approx(1.f + e), cap);
-    }
-}
-
-// How exponentials are computed: with base 2 and the scale folded into one multiply-add, or from scaled scores with base
-// e; by the special-function unit with subnormals flushed, or to full f32 accuracy.
+// How exponentials are computed: with base 2 and the scale folded into one multiply-add, or from scaled
+// scores with base e; by the special-function unit with subnormals flushed, or to full f32 accuracy.
 enum class Exponential { Base2Approx, Base2, NaturalApprox, Natural };
 
-// The state of a thread's two rows. `max` is the largest exponent so far, scale times the largest score, and finite even
-// when nothing was seen, so that no difference of infinities arises; `sum` is this thread's share until finish().
-// `scale` turns scores into exponents: of 2 (scale * log2 e) or, for the natural kinds, of e.
-// ExpPolyOf16 of every 16 exponentials run on the FMA units; RescaleThreshold > 0 leaves the maximum (and with it O and
-// the sum) as it is until it has grown by more than that many powers.
-template <int ExpPolyOf16, int RescaleThreshold, Exponential E = Exponential::Base2Approx, bool ApproxDivision = false>
+// The state of a thread's two rows. `max` is the largest exponent so far, scale times the largest score, and
+// finite even when nothing was seen, so that no difference of infinities arises; `sum` is this thread's share
+// until finish(). `scale` turns scores into exponents: of 2 (scale * log2 e) or, for the natural kinds, of e.
+// ExpPolyOf16 of every 16 exponentials run on the FMA units; RescaleThreshold > 0 leaves the maximum (and
+// with it O and the sum) as it is until it has grown by more than that many powers.
+template <int ExpPolyOf16, int RescaleThreshold, Exponential E = Exponential::Base2Approx,
+          bool ApproxDivision = false>
 struct Softmax {
     static constexpr bool kNatural = E == Exponential::NaturalApprox || E == Exponential::Natural;
     static constexpr float kNothing = -1e38f;  // below every exponent: its difference to any is taken to 0
@@ -53,12 +43,12 @@ struct Softmax {
                                              : exp2_approx(x * kLog2e);
     }
 
-    // Takes in a tile of scores, turns them into weights, and returns in `rescale` what earlier results must be
-    // multiplied with. `First`: nothing came before.
+    // Turns a tile of scores into unnormalised probabilities P, and returns in `rescale` what earlier results
+    // must be multiplied with. `First`: nothing came before.
     template <bool First, int N>
     __device__ __forceinline__ void step(float (&s)[N], float scale, float (&rescale)[2]) {
         take_max<First>(s, scale, rescale);
-        weigh<N>(s, 0, scale);
+        exponentiate<N>(s, 0, scale);
     }
 
     // The first half of step(): the maximum alone.
@@ -75,7 +65,8 @@ struct Softmax {
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            float grown = fmaxf(quad_max(fmaxf(tile_max[row], other_max[row])) * scale, First ? kNothing : max[row]);
+            float grown =
+                fmaxf(quad_max(fmaxf(tile_max[row], other_max[row])) * scale, First ? kNothing : max[row]);
             if constexpr (!First && RescaleThreshold > 0) {
                 if (grown - max[row] <= float(RescaleThreshold)) grown = max[row];
             }
@@ -85,27 +76,29 @@ struct Softmax {
         }
     }
 
-    // The second half: `Count` scores from `begin` on become weights and join the sum. The parts of a tile may come one by
-    // one, with matrix products between them.
+    // The second half: `Count` scores from `begin` on become P and join the sum. The parts of a tile may come
+    // one by one, with matrix products between them.
     template <int Count, int N>
-    __device__ __forceinline__ void weigh(float (&s)[N], int begin, float scale) {
+    __device__ __forceinline__ void exponentiate(float (&s)[N], int begin, float scale) {
 #pragma unroll
         for (int i = begin; i < begin + Count; ++i) {
             const int row = (i >> 1) & 1;
             // Spread evenly, so that both units always have work.
             const bool polynomial = (i * ExpPolyOf16) % 16 + ExpPolyOf16 > 15;
             // The natural kinds scale first and subtract then; the others do both in one multiply-add.
-            const float x = kNatural ? subtract_rounded(multiply_rounded(s[i], scale), max[row]) : fmaf(s[i], scale, -max[row]);
+            const float x = kNatural ? subtract_rounded(multiply_rounded(s[i], scale), max[row])
+                                     : fmaf(s[i], scale, -max[row]);
             s[i] = polynomial ? exp2_polynomial(x) : exponential(x);
             sum[row] += s[i];
         }
     }
 
-    // The weights of `Count` scores from `begin` on against the maximum as it stands; their sums join `block_sum`. The scores
-    // stay as they are, for the case that the maximum has been outgrown.
+    // P of `Count` scores from `begin` on against the current maximum; their sums join `block_sum`. The
+    // scores stay as they are, for the case that the maximum has been outgrown.
     template <int Count, int N>
-    __device__ __forceinline__ void weigh_as_it_stands(const float (&s)[N], int begin, float scale, float (&weights)[Count],
-                                                       float (&block_sum)[2]) const {
+    __device__ __forceinline__ void exponentials_by_current_max(const float (&s)[N], int begin, float scale,
+                                                                float (&p)[Count],
+                                                                float (&block_sum)[2]) const {
         static_assert(!kNatural);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
@@ -113,25 +106,26 @@ struct Softmax {
             const bool polynomial = ((begin + i) * ExpPolyOf16) % 16 + ExpPolyOf16 > 15;
             const float x = fmaf(s[begin + i], scale, -max[row]);
             // The polynomial's exponent would wrap around; 2^100 is large enough to be noticed.
-            weights[i] = polynomial ? exp2_polynomial(fminf(x, 100.f)) : exponential(x);
-            block_sum[row] += weights[i];
+            p[i] = polynomial ? exp2_polynomial(fminf(x, 100.f)) : exponential(x);
+            block_sum[row] += p[i];
         }
     }
 
-    // Whether a weight of the warp's rows may be beyond 2^Threshold (or is infinite, or not a number).
+    // Whether a probability of the warp's rows may be beyond 2^Threshold (or is infinite, or not a number).
     template <int Threshold>
     __device__ __forceinline__ static bool outgrown(const float (&block_sum)[2]) {
         constexpr float kLimit = 1 << Threshold;
         return warp_any(!(block_sum[0] <= kLimit && block_sum[1] <= kLimit));
     }
 
-    // Completes the sums over the quad; returns in `factor` what O is to be multiplied with and in `lse` the natural
-    // logarithm of the sum of exponentials: 0 and -inf for a row that saw nothing.
+    // Completes the sums over the quad; returns in `factor` what O is to be multiplied with and in `lse` the
+    // natural logarithm of the sum of exponentials: 0 and -inf for a row that saw nothing.
     __device__ __forceinline__ void finish(float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float total = quad_sum(sum[row]);
-            // A row that saw a key sums to 2^-RescaleThreshold at least; hidden keys add at most 2^-126 each (the polynomial).
+            // A row that saw a key sums to 2^-RescaleThreshold at least; hidden keys add at most 2^-126 each
+            // (the polynomial).
             const bool empty = total < 1e-30f;
             factor[row] = empty ? 0.f : ApproxDivision ? reciprocal_approx(total) : 1.f / total;
             const float log_sum = kNatural ? max[row] + logf(total) : (max[row] + log2f(total)) * kLn2;

@@ -1,50 +1,59 @@
-// Writes rows of accumulator fragments to device memory.
+// Writes rows of accumulator fragments to device memory without shared memory: the lanes of a quad trade
+// registers until each holds 8 neighbouring elements, so that a store is 16 bytes and a quad's stores are 64
+// contiguous bytes.
 #pragma once
-#include "attn/bwd_tile.cuh"
-#include "attn/epilogue.cuh"
-#include "params.cuh"
+#include "config.cuh"
 #include "ptx/compiler.cuh"
 #include "ptx/math.cuh"
 #include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
 #include "types.cuh"
 
 namespace fa {
 
-// A thread's row of N / 2 columns of every 8 ... : registers 2 Row, 2 Row + 1 of each four, times `factor`, from column `column` (a
-// multiple of 16) of the row at `out` on, up to `columns`. All lanes take part; `inside` tells whose row exists.
-template <Dtype T, int Row, int N>
-__device__ __forceinline__ void store_fragment_row(u16* out, bool inside, const float (&acc)[N], float factor, int column, int columns) {
+struct alignas(16) Vec16 {
+    u32 words[4];
+};
+
+// Transposes a 4 x 4 matrix of words whose columns are the lanes of a quad.
+__device__ __forceinline__ void quad_transpose(u32 (&w)[4], int lane) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit <<= 1) {
+        const bool upper = lane & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const u32 received = shuffle_xor(upper ? w[i] : w[i | bit], bit);
+            w[i] = upper ? received : w[i];
+            w[i | bit] = upper ? w[i | bit] : received;
+        }
+    }
+}
+
+// Stores row `row` (0 or 1, known at compile time) of the thread's two in an accumulator fragment of N / 2
+// columns of every 8, scaled by `factor`, to columns [column, columns) of the row at `out`. Lane t of a quad
+// holds columns 2t, 2t + 1 of each 8; all lanes take part, `inside` says whether the row exists.
+template <Dtype T, int N>
+__device__ __forceinline__ void store_fragment_row(int row, u16* out, bool inside, const float (&acc)[N],
+                                                   float factor, int column, int columns) {
+    static_assert(N % 8 == 0, "columns in steps of 16");
     const int lane = thread_index() % 4;
 #pragma unroll
     for (int block = 0; block < ceil_div(N, 16); ++block) {
         Vec16 vec;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int at = 16 * block + 4 * i + 2 * Row;
+            const int at = 16 * block + 4 * i + 2 * row;
+            // The last 16 columns may stand alone: the other two lanes then have nothing to store.
             vec.words[i] = at < N ? pack<T>(acc[at] * factor, acc[at + 1] * factor) : 0;
         }
         quad_transpose(vec.words, lane);
         const int within = 32 * block + 8 * lane;
-        if (inside && within < 2 * N && column + within < columns) *reinterpret_cast<Vec16*>(out + column + within) = vec;
+        if (inside && within < 2 * N && column + within < columns)
+            *reinterpret_cast<Vec16*>(out + column + within) = vec;
         // Finish one block before the next: all at once would need more registers than are left.
         compiler_fence();
     }
-}
-
-// Zeros for dK and dV of `tile_n` keys that no query sees, by all threads of the block. (Accumulators of several parts, where there
-// are some, hold them already.)
-__device__ __forceinline__ void store_no_gradient(const BwdParams& params, const BwdTile& tile, int tile_n) {
-    if (params.head_splits > 1) return;
-    const int first = tile.n_block * tile_n, left = min(tile_n, params.shape.seqlen_k - first);
-    auto clear = [&](void* out, const RowStrides& strides, int columns) {
-        u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
-        const int chunks = columns / 8;
-        for (int chunk = thread_index(); chunk < left * chunks; chunk += cta_threads()) {
-            *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
-        }
-    };
-    clear(params.dk.data, params.dk.strides, params.shape.head_dim);
-    clear(params.dv.data, params.dv.strides, params.shape.head_dim_v);
 }
 
 }  // namespace fa

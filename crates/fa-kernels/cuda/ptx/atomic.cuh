@@ -1,4 +1,5 @@
-// Atomics in global memory, and the acquire and release that semaphores need (PTX ISA, "atom", "red", "ld.acquire").
+// Atomics in global memory, and the acquire and release that semaphores need (PTX ISA, "atom", "red",
+// "ld.acquire").
 #pragma once
 #include "types.cuh"
 
@@ -17,7 +18,8 @@ __device__ __forceinline__ void red_add_f32(float* dst, float value) {
 
 // Adds four neighbours at once; `dst` is a multiple of 16 bytes. Only with kVectorRed.
 __device__ __forceinline__ void red_add_f32x4(float* dst, float a, float b, float c, float d) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
 }
 
 // Reads `*semaphore`; what its last red_release_increment() released is visible afterwards.

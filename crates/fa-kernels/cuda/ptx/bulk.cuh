@@ -1,5 +1,5 @@
-// Bulk copies of plain bytes by the copy engine (PTX ISA, "cp.async.bulk", "cp.reduce.async.bulk"). Addresses and sizes are
-// multiples of 16 bytes; one thread issues.
+// Bulk copies of plain bytes by TMA (PTX ISA, "cp.async.bulk", "cp.reduce.async.bulk"). Addresses and sizes
+// are multiples of 16 bytes; one thread issues.
 #pragma once
 #include "ptx/address.cuh"
 #include "ptx/mbarrier.cuh"
@@ -9,21 +9,28 @@ namespace fa {
 
 // Loads `bytes` to shared memory; they count on `bar`.
 __device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes, Mbarrier& bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(dst)),
-                 "l"(src), "r"(bytes), "r"(smem_address(&bar))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            smem_address(dst)),
+        "l"(src), "r"(bytes), "r"(smem_address(&bar))
+        : "memory");
 }
 
-// Adds `bytes` of f32 in shared memory to device memory. What was written to shared memory before needs a proxy fence.
+// Adds `bytes` of f32 in shared memory to device memory. What was written to shared memory before needs a
+// proxy fence.
 __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
+                 "r"(src), "r"(bytes)
+                 : "memory");
 }
 
 // Closes the group of the copies from shared memory issued since the last commit.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until the shared memory of all this thread's groups has been read and may be overwritten.
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
 // Waits until all this thread's groups are complete: their sums are in device memory.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

@@ -1,12 +1,12 @@
-// Loading matrix fragments from shared memory (PTX ISA, "ldmatrix"). Volatile, so that they stay between the barriers that
-// they stand between; the kernels that use them read shared memory in no other way.
+// Loading matrix fragments from shared memory (PTX ISA, "ldmatrix"). Volatile, so that they stay between the
+// barriers that they stand between; the kernels that use them read shared memory in no other way.
 #pragma once
 #include "types.cuh"
 
 namespace fa {
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each matrix, lane l gets
-// row l / 4, columns 2 (l % 4) and the next.
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each
+// matrix, lane l gets row l / 4, columns 2 (l % 4) and the next.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&m)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -37,7 +37,9 @@ __device__ __forceinline__ void load_shared_u32x2(u32& first, u32& second, u32 a
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(address));
 }
 
-__device__ __forceinline__ float load_shared_f32(u32 address) { return __int_as_float(load_shared_u32(address)); }
+__device__ __forceinline__ float load_shared_f32(u32 address) {
+    return __int_as_float(load_shared_u32(address));
+}
 
 __device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

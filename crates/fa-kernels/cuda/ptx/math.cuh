@@ -53,7 +53,9 @@ __device__ __forceinline__ float unpack_low(u32 packed) {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);
     float value;
     if constexpr (T == Dtype::F16) {
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}" : "=f"(value) : "r"(packed));
+        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
+            : "=f"(value)
+            : "r"(packed));
     } else {
         value = __int_as_float(packed << 16);
     }
@@ -65,11 +67,13 @@ __device__ __forceinline__ float unpack_high(u32 packed) {
     return T == Dtype::F16 ? unpack_low<T>(packed >> 16) : __int_as_float(packed & 0xffff0000);
 }
 
-// 2^x for x <= 0 on the FMA units alone: x = n + f with f in [-1/2, 1/2], a cubic for 2^f, n added to the exponent.
-// The cubic is the minimax fit of 2^f in relative error (Remez): 7.5e-5, a half bf16 step being 2e-3 and a half f16 step
-// 2.4e-4. Below -126 the result is 2^-126: as a weight next to a largest weight of 1 it is nothing.
+// 2^x for x <= 0 on the FMA units alone: x = n + f with f in [-1/2, 1/2], a cubic for 2^f, n added to the
+// exponent. The cubic is the minimax fit of 2^f in relative error (Remez): 7.5e-5, a half bf16 step being
+// 2e-3 and a half f16 step 2.4e-4. Below -126 the result is 2^-126: negligible beside a largest exponential
+// of 1.
 __device__ __forceinline__ float exp2_polynomial(float x) {
-    constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
+    constexpr float kRound =
+        12582912.f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
     x = fmaxf(x, -126.f);
     const float shifted = x + kRound;
     const float f = x - (shifted - kRound);

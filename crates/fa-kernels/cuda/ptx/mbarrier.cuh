@@ -12,10 +12,11 @@ struct alignas(8) Mbarrier {
 
 // Expects `arrivals` per phase. One thread, before any other use.
 __device__ __forceinline__ void mbarrier_init(Mbarrier& bar, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&bar)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(&bar)), "r"(arrivals)
+                 : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; by the thread that initialised them.
+// Makes initialised barriers visible to TMA; by the thread that initialised them.
 __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -24,8 +25,8 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(&bar)) : "memory");
 }
 
-// Arrives at the barrier of the same name in block `rank` of the cluster. It releases nothing that this thread wrote: what
-// is announced are finished reads of data that only the copy engine overwrites.
+// Arrives at the same barrier of CTA `rank` of the cluster. It releases nothing that this thread wrote: it
+// announces finished reads of data that only TMA overwrites.
 __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier& bar, u32 rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
@@ -35,9 +36,11 @@ __device__ __forceinline__ void mbarrier_arrive_remote(Mbarrier& bar, u32 rank) 
         : "memory");
 }
 
-// Arrives and announces `bytes` that the copy engine will deliver in this phase.
+// Arrives and announces `bytes` that TMA will deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier& bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&bar)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(&bar)),
+                 "r"(bytes)
+                 : "memory");
 }
 
 // Waits for the phase of this parity to complete.

@@ -1,5 +1,5 @@
-// Moving registers between warpgroups (PTX ISA, "setmaxnreg"). Every warp of the warpgroup executes it, in one branch of the
-// if/else over roles; the sum over the CTA must fit the register file.
+// Moving registers between warpgroups (PTX ISA, "setmaxnreg"). Every warp of the warpgroup executes it, in
+// one branch of the if/else over roles; the sum over the CTA must fit the register file.
 #pragma once
 
 namespace fa {

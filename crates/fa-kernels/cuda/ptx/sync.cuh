@@ -7,7 +7,8 @@ namespace fa {
 // Waits for all threads of the CTA: barrier 0.
 __device__ __forceinline__ void cta_sync() { __syncthreads(); }
 
-// Waits until `threads` threads have arrived at barrier `id`, 1 to 15. All threads of a warp execute it together.
+// Waits until `threads` threads have arrived at barrier `id`, 1 to 15. All threads of a warp execute it
+// together.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -24,14 +25,17 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 
 // Waits for all threads of the cluster; shared-memory accesses before it are visible to all after it.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 // Orders this thread's memory accesses before and after it, for all threads of the GPU.
 __device__ __forceinline__ void fence_gpu() { __threadfence(); }
 
 // Orders this thread's ordinary shared-memory accesses before later ones of the async proxy: wgmma and TMA.
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // Suspends the thread for about a nanosecond.
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 1;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// Bulk tensor copies by the copy engine (PTX ISA, "cp.async.bulk.tensor").
+// Bulk tensor copies by the tensor memory accelerator, TMA (PTX ISA, "cp.async.bulk.tensor").
 #pragma once
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -18,8 +18,8 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap& map) {
 }
 
 // Loads the box at (c0, c1, c2, c3), innermost first, to `dst`; its bytes count on `bar`. One thread.
-__device__ __forceinline__ void tma_load_4d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3,
-                                            L2Policy policy) {
+__device__ __forceinline__ void tma_load_4d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1,
+                                            int c2, int c3, L2Policy policy) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(dst)),
@@ -27,24 +27,27 @@ __device__ __forceinline__ void tma_load_4d(void* dst, const TensorMap& map, Mba
         : "memory");
 }
 
-// As tma_load_4d, into the same place of every block of the cluster in `blocks` (a bit each), counting on the barrier of
-// the same name there.
-__device__ __forceinline__ void tma_load_4d_multicast(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3,
-                                                      L2Policy policy, u16 blocks) {
+// As tma_load_4d, to the same address in every CTA of the cluster in the mask `ctas`, counting on the same
+// barrier of each.
+__device__ __forceinline__ void tma_load_4d_multicast(void* dst, const TensorMap& map, Mbarrier& bar, int c0,
+                                                      int c1, int c2, int c3, L2Policy policy, u16 ctas) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::"
+        "cache_hint"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], %8, %7;" ::"r"(smem_address(dst)),
-        "l"(&map), "r"(smem_address(&bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(static_cast<u64>(policy)), "h"(blocks)
+        "l"(&map), "r"(smem_address(&bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(static_cast<u64>(policy)),
+        "h"(ctas)
         : "memory");
 }
 
 // As tma_load_4d with one more, outermost, coordinate.
-__device__ __forceinline__ void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3, int c4,
-                                            L2Policy policy) {
+__device__ __forceinline__ void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1,
+                                            int c2, int c3, int c4, L2Policy policy) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem_address(dst)),
-        "l"(&map), "r"(smem_address(&bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(static_cast<u64>(policy))
+        "l"(&map), "r"(smem_address(&bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+        "l"(static_cast<u64>(policy))
         : "memory");
 }
 

@@ -1,4 +1,5 @@
-// Instructions of a whole, converged warp: shuffles, votes, election (PTX ISA, "shfl.sync", "vote.sync", "elect.sync").
+// Instructions of a whole, converged warp: shuffles, votes, election (PTX ISA, "shfl.sync", "vote.sync",
+// "elect.sync").
 #pragma once
 #include "types.cuh"
 

@@ -1,7 +1,7 @@
 // Warpgroup matrix multiply-accumulate, m64 nN k16, f32 += 16-bit x 16-bit (PTX ISA, "wgmma.mma_async").
 //
-// D is 64 x N in registers, B comes from shared memory, A from shared memory (ss) or registers (rs). All four warps of
-// a warp group issue together; results may be read after commit() and wait<>().
+// D is 64 x N in registers, B comes from shared memory, A from shared memory (ss) or registers (rs). All four
+// warps of a warpgroup issue together; results may be read after commit() and wait<>().
 #pragma once
 #include "config.cuh"
 #include "types.cuh"
@@ -30,7 +30,8 @@ __device__ __forceinline__ void pin(float (&regs)[N]) {
 template <Dtype T, int N>
 struct Mma;
 
-// Operand lists by the number of accumulators: FA_Rk is the text "%0, ..., %(k-1)", FA_Dk the constraints of d[0..k].
+// Operand lists by the number of accumulators: FA_Rk is the text "%0, ..., %(k-1)", FA_Dk the constraints of
+// d[0..k].
 #define FA_R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define FA_R16 FA_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define FA_R20 FA_R16 ",%16,%17,%18,%19"
@@ -50,8 +51,9 @@ struct Mma;
 #define FA_R120 FA_R112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define FA_R128 FA_R120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 
-#define FA_DX(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FA_DX(i)                                                                                \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+        "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FA_DX4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FA_D8 FA_DX(0)
 #define FA_D16 FA_D8, FA_DX(8)
@@ -73,29 +75,31 @@ struct Mma;
 #define FA_D128 FA_D120, FA_DX(120)
 
 // One shape: N columns, R accumulators, then the numbers of the operands that follow them.
-#define FA_WGMMA(TYPE, NAME, N, R, O0, O1, O2, O3, O4, O5, O6)                                                          \
-    template <>                                                                                                         \
-    struct Mma<Dtype::TYPE, N> {                                                                                        \
-        /* A and B by shared-memory descriptors; d = a b + (accumulate ? d : 0). */                                     \
-        template <int TransA, int TransB>                                                                               \
-        __device__ __forceinline__ static void ss(float (&d)[R], u64 a, u64 b, int accumulate) {                        \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2 ", 0;\n"                                              \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" FA_R##R "}, %" #O0 ", %" #O1 \
-                         ", p, 1, 1, %" #O3 ", %" #O4 ";\n}\n"                                                          \
-                         : FA_D##R                                                                                      \
-                         : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB)                                    \
-                         : "memory");                                                                                   \
-        }                                                                                                               \
-        /* A as four registers of 16-bit pairs. */                                                                      \
-        template <int TransB>                                                                                           \
-        __device__ __forceinline__ static void rs(float (&d)[R], const u32* a, u64 b, int accumulate) {                 \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5 ", 0;\n"                                              \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" FA_R##R "}, {%" #O0 ", %" #O1 \
-                         ", %" #O2 ", %" #O3 "}, %" #O4 ", p, 1, 1, %" #O6 ";\n}\n"                                     \
-                         : FA_D##R                                                                                      \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TransB)             \
-                         : "memory");                                                                                   \
-        }                                                                                                               \
+#define FA_WGMMA(TYPE, NAME, N, R, O0, O1, O2, O3, O4, O5, O6)                                              \
+    template <>                                                                                             \
+    struct Mma<Dtype::TYPE, N> {                                                                            \
+        /* A and B by shared-memory descriptors; d = a b + (accumulate ? d : 0). */                         \
+        template <int TransA, int TransB>                                                                   \
+        __device__ __forceinline__ static void ss(float (&d)[R], u64 a, u64 b, int accumulate) {            \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O2                                           \
+                         ", 0;\n"                                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" FA_R##R       \
+                         "}, %" #O0 ", %" #O1 ", p, 1, 1, %" #O3 ", %" #O4 ";\n}\n"                         \
+                         : FA_D##R                                                                          \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB)                        \
+                         : "memory");                                                                       \
+        }                                                                                                   \
+        /* A as four registers of 16-bit pairs. */                                                          \
+        template <int TransB>                                                                               \
+        __device__ __forceinline__ static void rs(float (&d)[R], const u32* a, u64 b, int accumulate) {     \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #O5                                           \
+                         ", 0;\n"                                                                           \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" FA_R##R       \
+                         "}, {%" #O0 ", %" #O1 ", %" #O2 ", %" #O3 "}, %" #O4 ", p, 1, 1, %" #O6 ";\n}\n"   \
+                         : FA_D##R                                                                          \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TransB) \
+                         : "memory");                                                                       \
+        }                                                                                                   \
     };
 
 #define FA_WGMMA_ALL(TYPE, NAME)                                      \

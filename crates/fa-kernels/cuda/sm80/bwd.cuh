@@ -1,14 +1,20 @@
-// Attention backward for SM80 and later: a block owns a tile of keys and walks the tiles of queries that see it, by cp.async and
-// mma.sync. Its warps are two groups. One computes the weights P, a tile of queries ahead, and dV; the other dS and dK; and each half
-// of dQ. A warp then owns a larger part of each product, which is read from shared memory less often, and the exponentials of one
-// group run beside the products of the other.
+// Attention backward for SM80 and later, by cp.async and mma.sync: a CTA owns a tile of keys and visits the
+// tiles of queries that see it. Its warps are two groups. The P warps compute P, one tile of queries ahead,
+// and dV; the dS warps compute dS and dK; each group computes half of dQ. A warp then owns a larger part of
+// each product, whose operands are read from shared memory less often, and the exponentials of one group run
+// under the products of the other.
 #pragma once
+#include "attn/bwd_epilogue.cuh"
+#include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
-#include "attn/softmax.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
+#include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -17,7 +23,6 @@
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/thread.cuh"
-#include "attn/bwd_postprocess.cuh"
 #include "sm80/bwd_layout.cuh"
 #include "tile/copy_tile.cuh"
 
@@ -25,17 +30,17 @@ namespace fa::sm80 {
 
 // One tile of queries of one query head.
 struct alignas(8) BwdStep {
-    int head, block;
+    int head, m_block;
 
     __device__ __forceinline__ BwdStep next(const BlockRange& range) const {
-        return block + 1 < range.end ? BwdStep{head, block + 1} : BwdStep{head + 1, range.begin};
+        return m_block + 1 < range.end ? BwdStep{head, m_block + 1} : BwdStep{head + 1, range.begin};
     }
     __device__ __forceinline__ BwdStep previous(const BlockRange& range) const {
-        return block > range.begin ? BwdStep{head, block - 1} : BwdStep{head - 1, range.end - 1};
+        return m_block > range.begin ? BwdStep{head, m_block - 1} : BwdStep{head - 1, range.end - 1};
     }
 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.
 template <Sm80BwdConfig C>
@@ -48,39 +53,41 @@ struct alignas(128) BwdStorage {
     // P, and with a soft cap P times the cap's slope.
     alignas(128) u8 p[C.softcap ? 2 : 1][L::Pds::kBytes];
     alignas(128) u8 ds[L::Pds::kBytes];
-    // LSE in base 2 beside each Q, dPsum beside each dO.
+    // LSE in base 2 with each Q, dPsum with each dO.
     alignas(128) float lse[C.q_stages][C.tile_m];
     alignas(128) float dpsum[C.do_stages][C.tile_m];
-    // What the block is to do: registers are scarcer than reads of shared memory.
+    // The CTA's work: registers are scarcer than reads of shared memory.
     BwdTile tile;
     BlockRange range;
-    BwdStep step[2];  // at which each group is
+    BwdStep step[2];  // the current one of each group
 };
 
-// ---- Barriers ---------------------------------------------------------------------------------------------------------
+// ---- Barriers -----------------------------------------------------------------------------------
 
 enum BwdBarrier : int {
     kBarrierBlock = 1,  // all threads: a step begins (0 is cta_sync)
     kBarrierPRead,      // all threads: P has been read and may be written again
     kBarrierDsRead,     // all threads: dS has been read and may be written again
     kBarrierDs,         // dS is written; with one dO buffer all threads: dO has been read
-    kBarrierGroup,      // the threads of a group, for what concerns them alone: this of the first, the next of the second
+    kBarrierGroup,      // the threads of one group: this one the P warps, the next one the dS warps
 };
 
-// A thread's place in its group, worked out anew wherever it is needed: registers are scarcer than instructions.
+// A thread's warp and lane in its group, computed again wherever they are needed: registers are scarcer than
+// instructions.
 template <int GroupWarps>
 struct Place {
     int warp, lane;
 
-    // `block` is not negative, which the compiler does not know: it cannot do this once before the loop over blocks.
-    __device__ __forceinline__ explicit Place(int block = 0) {
-        const int thread = thread_index_volatile() + (u32(block) >> 31);
+    // `m_block` is not negative, which the compiler does not know: it cannot compute this once before the
+    // main loop.
+    __device__ __forceinline__ explicit Place(int m_block = 0) {
+        const int thread = thread_index_volatile() + (u32(m_block) >> 31);
         warp = thread / 32 % GroupWarps;
         lane = thread % 32;
     }
 };
 
-// ---- What both groups do ----------------------------------------------------------------------------------------------
+// ---- What both groups do ------------------------------------------------------------------------
 
 template <Sm80BwdConfig C>
 struct BwdGroup {
@@ -91,41 +98,51 @@ struct BwdGroup {
 
     BwdStorage<C>& smem;
     const BwdParams& params;
+    const Visibility<C.mask>& visible;
     const BwdTile& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Where a warp has many fragments of A in S and dP there are no registers for those of two contraction steps.
+    // Where a warp has many fragments of A in S and dP there are no registers for those of two contraction
+    // steps.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
-    // ---- Copies ----
+    // ---- Copies ---------------------------------------------------------------------------------
 
-    // The address of a buffer that all steps share, added up anew wherever it is needed.
+    // The address of a buffer that all steps share, computed again wherever it is needed.
     __device__ __forceinline__ u32 buffer(const void* within) const {
         const u8* first = reinterpret_cast<const u8*>(&smem);
         return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
     }
 
-    // The buffers of a step, worked out from its number.
+    // The buffers of a step, from its number.
     __device__ __forceinline__ int number(BwdStep step) const {
-        return (step.head - tile.first_head) * (range.end - range.begin) + step.block - range.begin;
+        return (step.head - tile.first_head) * (range.end - range.begin) + step.m_block - range.begin;
     }
     __device__ __forceinline__ u32 q_stage(BwdStep step) const { return u32(number(step)) % C.q_stages; }
-    __device__ __forceinline__ u32 do_stage(BwdStep step) const { return C.do_stages > 1 ? u32(number(step)) % C.do_stages : 0; }
-    __device__ __forceinline__ u32 q_buffer(BwdStep step) const { return smem_address(smem.q) + q_stage(step) * L::Q::kBytes; }
+    __device__ __forceinline__ u32 do_stage(BwdStep step) const {
+        return C.do_stages > 1 ? u32(number(step)) % C.do_stages : 0;
+    }
+    __device__ __forceinline__ u32 q_buffer(BwdStep step) const {
+        return smem_address(smem.q) + q_stage(step) * L::Q::kBytes;
+    }
     __device__ __forceinline__ u32 do_buffer(BwdStep step) const {
         return C.do_stages > 1 ? smem_address(smem.dout) + do_stage(step) * L::Do::kBytes : buffer(smem.dout);
     }
-    __device__ __forceinline__ u32 lse_buffer(BwdStep step) const { return smem_address(smem.lse) + q_stage(step) * (4 * C.tile_m); }
+    __device__ __forceinline__ u32 lse_buffer(BwdStep step) const {
+        return smem_address(smem.lse) + q_stage(step) * (4 * C.tile_m);
+    }
     __device__ __forceinline__ u32 dpsum_buffer(BwdStep step) const {
-        return C.do_stages > 1 ? smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m) : buffer(smem.dpsum);
+        return C.do_stages > 1 ? smem_address(smem.dpsum) + do_stage(step) * (4 * C.tile_m)
+                               : buffer(smem.dpsum);
     }
     __device__ __forceinline__ bool exists(BwdStep step) const { return step.head < tile.end_head; }
 
     template <class Tile, int Threads, int FirstThread>
-    __device__ __forceinline__ static void load(u32 to, const void* tensor, const RowStrides& strides, int batch, int head, int row, int end,
-                                                int columns) {
-        const u16* from = static_cast<const u16*>(tensor) + batch * strides.batch + head * strides.head;
-        TileCopy<Tile, Threads, FirstThread>{from, strides.seq, columns}.template start<true>(to, row, end);
+    __device__ __forceinline__ static void load(u32 to, const ConstTensor& tensor, int batch, int head,
+                                                int row, int end, int columns) {
+        const u16* from = view(tensor).row(batch, 0, head);
+        TileCopy<Tile, Threads, FirstThread>{from, tensor.strides.seq, columns}.template start<true>(to, row,
+                                                                                                     end);
     }
     // Statistics of a tile of queries, which exist beyond the end of the sequence.
     template <int FirstThread>
@@ -133,29 +150,31 @@ struct BwdGroup {
         const int thread = thread_index_volatile() - FirstThread;
         static_assert(C.tile_m / 4 <= L::kGroupThreads);
         if (thread >= C.tile_m / 4) return;
-        const float* from = stats + ((i64(tile.batch) * params.shape.heads_q + step.head) * params.m_blocks + step.block) * C.tile_m;
+        const float* from = stats + dq_tile(params, tile, step.head, step.m_block) * C.tile_m;
         cp_async_16(to + 16 * thread, from + 4 * thread, 16);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
-        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q.data, params.q.strides, tile.batch, step.head, step.block * C.tile_m,
-                                                  params.shape.seqlen_q, params.shape.head_dim);
+        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head,
+                                                  step.m_block * C.tile_m, visible.seqlen.q(),
+                                                  params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
-        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout.data, params.dout.strides, tile.batch, step.head,
-                                                   step.block * C.tile_m, params.shape.seqlen_q, params.shape.head_dim_v);
+        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head,
+                                                   step.m_block * C.tile_m, visible.seqlen.q(),
+                                                   params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
         const int key = tile.n_block * C.tile_n;
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k.data, params.k.strides, tile.batch, tile.kv_head, key,
-                                            params.shape.seqlen_k, params.shape.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v.data, params.v.strides, tile.batch, tile.kv_head, key,
-                                            params.shape.seqlen_k, params.shape.head_dim_v);
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key,
+                                            visible.seqlen.k(), params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key,
+                                            visible.seqlen.k(), params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -164,19 +183,20 @@ struct BwdGroup {
         step_barrier();
     }
 
-    // The thread's copies are in; past the barrier everybody's are, and what was read before it may be written.
+    // The thread's copies are in; past the barrier all threads' are, and what was read before it may be
+    // overwritten.
     __device__ __forceinline__ void step_barrier() const {
         cp_async_wait<0>();
         named_barrier_sync_unaligned(kBarrierBlock, L::kThreads);
     }
 
-    // Where group `group` is.
+    // The current step of group `group`.
     __device__ __forceinline__ BwdStep at(int group) const {
-        u32 head, block;
-        load_shared_u32x2(head, block, buffer(smem.step + group));
-        return {int(head), int(block)};
+        u32 head, m_block;
+        load_shared_u32x2(head, m_block, buffer(smem.step + group));
+        return {int(head), int(m_block)};
     }
-    // Ends a step of group `group`; whether there is another.
+    // Ends a step of group `group`; returns whether there is another.
     __device__ __forceinline__ bool advance(int group) const {
         step_barrier();
         if (thread_index() == group * L::kGroupThreads) smem.step[group] = at(group).next(range);
@@ -184,10 +204,10 @@ struct BwdGroup {
         return exists(at(group));
     }
 
-    // ---- Pieces of a step ----
+    // ---- Pieces of a step -----------------------------------------------------------------------
 
     __device__ __forceinline__ void read_stats(Stats& of, u32 stats, BwdStep step) const {
-        const Here place(step.block);
+        const Here place(step.m_block);
         const u32 rows = stats + 4 * (CutS::first_m(place.warp) + place.lane / 4);
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
@@ -197,28 +217,31 @@ struct BwdGroup {
     }
 
     // D += A B, cut among the group's warps.
-    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB, class Beside = NothingBeside>
-    __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int block, int first = 0,
-                                                    const Beside& beside = {}) {
-        const Here place(block);
-        warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(d, A(Cut::first_m(place.warp), place.lane), a,
-                                                                 B(first + Cut::first_n(place.warp), place.lane), b, beside);
+    template <class Cut, class A, class B, int Contraction, int AheadA, int AheadB,
+              class Interleave = NoInterleave>
+    __device__ __forceinline__ static void multiply(typename Cut::Accumulators& d, u32 a, u32 b, int m_block,
+                                                    int first = 0, const Interleave& interleave = {}) {
+        const Here place(m_block);
+        warp_multiply<C.dtype, Contraction / 16, AheadA, AheadB>(
+            d, A(Cut::first_m(place.warp), place.lane), a, B(first + Cut::first_n(place.warp), place.lane), b,
+            interleave);
     }
 
-    // ---- A group's part of dQ ----
+    // ---- A group's part of dQ -------------------------------------------------------------------
 
     static constexpr int kDqParts = L::kDqFirst > 0 ? 2 : 1;
 
     template <int Group>
-    __device__ __forceinline__ void multiply_dq(typename L::template CutDq<Group>::Accumulators& dq, int block) const {
+    __device__ __forceinline__ void multiply_dq(typename L::template CutDq<Group>::Accumulators& dq,
+                                                int m_block) const {
         using Cut = typename L::template CutDq<Group>;
         Cut::clear(dq);
         multiply<Cut, typename L::template DsOfDq<Group>, typename L::template KOfDq<Group>, C.tile_n, 1, 2>(
-            dq, this->buffer(smem.ds), this->buffer(smem.k), block, Group * L::kDqFirst);
+            dq, this->buffer(smem.ds), this->buffer(smem.k), m_block, Group * L::kDqFirst);
     }
 
-    // Adds it to its accumulator a little in each round of another product: all at once, the units that load and store would have
-    // nothing else to do for long.
+    // Adds it to its accumulator bit by bit between the rounds of another product: at once, it would block
+    // the load and store units.
     template <int Group>
     struct DqAdder {
         using Cut = typename L::template CutDq<Group>;
@@ -228,21 +251,24 @@ struct BwdGroup {
         template <int Rounds>
         __device__ __forceinline__ void round(int number) const {
 #pragma unroll
-            for (int part = number * Cut::kParts / Rounds; part < (number + 1) * Cut::kParts / Rounds; ++part) Cut::add_part(to, dq, part);
+            for (int part = number * Cut::kParts / Rounds; part < (number + 1) * Cut::kParts / Rounds; ++part)
+                Cut::add_part(to, dq, part);
         }
     };
     template <int Group>
-    __device__ __forceinline__ DqAdder<Group> dq_adder(const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
-        const i64 index = (i64(tile.batch) * params.shape.heads_q + step.head) * params.m_blocks + step.block;
-        const Here place(step.block);
+    __device__ __forceinline__ DqAdder<Group> dq_adder(
+        const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
+        const i64 index = dq_tile(params, tile, step.head, step.m_block);
+        const Here place(step.m_block);
         float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
     }
 
-    // Deterministic tiles add in turn, each group for itself.
+    // Deterministic tiles add in turn; each group waits for its own part.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            if (thread_index() == group * L::kGroupThreads) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, step.head, step.block, kDqParts);
+            if (thread_index() == group * L::kGroupThreads)
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, step.head, step.m_block, kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
@@ -250,15 +276,16 @@ struct BwdGroup {
         if constexpr (C.deterministic) {
             fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
-            if (thread_index() == group * L::kGroupThreads) pass_turn(params, tile, step.head, step.block);
+            if (thread_index() == group * L::kGroupThreads)
+                signal_next(params, tile, step.head, step.m_block);
         }
     }
 
-    // ---- P and dS in shared memory ----
+    // ---- P and dS in shared memory --------------------------------------------------------------
 
-    // Where registers i to i + 3 of a fragment of S or dP lie in the tile of P or dS at `address`, rounded: a word of fragment 0's
-    // upper half; its lower half and the other fragments follow. Eight rows of four words at a time, which the swizzle spreads over
-    // all banks.
+    // Where registers i to i + 3 of a fragment of S or dP lie in the tile of P or dS at `address`, rounded: a
+    // word of fragment 0's upper half; its lower half and the other fragments follow. Eight rows of four
+    // words at a time, which the swizzle spreads over all banks.
     static constexpr u32 kFragmentBytes = 16 * L::Pds::kRowBytes, kLowerBytes = 8 * L::Pds::kRowBytes;
     __device__ __forceinline__ static u32 words_at(u32 address, int i, const Here& place) {
         using Tile = typename L::Pds;
@@ -268,54 +295,51 @@ struct BwdGroup {
                ((Tile::chunk(column) ^ Tile::twist(row)) << 4);
     }
 
-    // Writes a warp's share of dK or dV, or adds it to its accumulator.
+    // Stores a warp's share of dK or dV, or adds it to its accumulator.
     template <class Cut>
-    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum, void* gradient, const RowStrides& strides,
-                                           int tile_columns, int columns, float factor) const {
+    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum,
+                                           const MutTensor& gradient, int tile_columns, int columns,
+                                           float factor) const {
         const Here place;
         if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index =
+                (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
             Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
             return;
         }
         const int first = tile.n_block * C.tile_n;
-        u16* out = static_cast<u16*>(gradient) + tile.batch * strides.batch + first * strides.seq + tile.kv_head * strides.head;
+        u16* out = view(gradient).row(tile.batch, first, tile.kv_head);
 #pragma unroll
         for (int f = 0; f < Cut::kFragments; ++f) {
             const int row = Cut::first_m(place.warp) + 16 * f + place.lane / 4;
-            const int left = params.shape.seqlen_k - first;
-            store_fragment_row<C.dtype, 0>(out + row * strides.seq, row < left, d[f], factor, Cut::first_n(place.warp), columns);
-            store_fragment_row<C.dtype, 1>(out + (row + 8) * strides.seq, row + 8 < left, d[f], factor, Cut::first_n(place.warp), columns);
+            const int left = visible.seqlen.k() - first;
+            store_fragment_row<C.dtype>(0, out + row * gradient.strides.seq, row < left, d[f], factor,
+                                        Cut::first_n(place.warp), columns);
+            store_fragment_row<C.dtype>(1, out + (row + 8) * gradient.strides.seq, row + 8 < left, d[f],
+                                        factor, Cut::first_n(place.warp), columns);
         }
     }
 };
 
-// ---- The first group: P = exp(S - LSE) and dV -------------------------------------------------------------------------
+// ---- P warps: P = exp(S - LSE) and dV -----------------------------------------------------------
 
 template <Sm80BwdConfig C>
-struct BwdWeights : BwdGroup<C> {
+struct PWarps : BwdGroup<C> {
     using Base = BwdGroup<C>;
     using L = BwdLayout<C>;
     using CutS = typename L::CutS;
     using CutDv = typename L::CutDv;
     using CutDq = typename L::template CutDq<0>;
+    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
     using typename Base::Here;
     using typename Base::Stats;
-    using Base::params, Base::range, Base::smem, Base::tile;
 
-    // Scores become shares of the soft cap: tanh(scale * s / cap), as cap_scores() has it.
-    template <int N>
-    __device__ __forceinline__ static void cap_to_shares(float (&s)[N], float two_scale_log2_over_cap) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) s[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s[i] * two_scale_log2_over_cap)), 1.f);
-    }
-
-    // A weight as it is kept until it is stored. With a soft cap: rounded, and beside it, rounded on its own, its product with the cap's
-    // slope 1 - share^2. The second group could not find the slope again from the rounded weight: where the cap saturates, what is left
-    // of it is far below that rounding. The share of a hidden score is -inf, its weight 0.
+    // P in the form in which it is kept until it is stored. With a soft cap: P, and P times the cap's slope 1
+    // - share^2, rounded each. The dS warps could not recover the slope from the rounded P: where the cap
+    // saturates, the slope is far below that rounding. The share of a hidden score is -inf, its P 0.
     __device__ __forceinline__ static float kept(float p, float share) {
         if constexpr (!C.softcap) return p;
-        return float_of_bits(pack<C.dtype>(p, p * fmaxf(fmaf(-share, share, 1.f), 0.f)));
+        return float_of_bits(pack<C.dtype>(p, p * ScoreMod<C.softcap>::slope(share)));
     }
     __device__ __forceinline__ static void store_kept(u32 at, float first, float second) {
         if constexpr (C.softcap) {
@@ -327,31 +351,28 @@ struct BwdWeights : BwdGroup<C> {
         }
     }
 
-    // The weights of a step.
-    __device__ __forceinline__ void weights(typename CutS::Accumulators& s, BwdStep step) const {
+    // P of a step.
+    __device__ __forceinline__ void probabilities(typename CutS::Accumulators& s, BwdStep step) const {
         CutS::clear(s);
         Base::template multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, Base::kAheadA, 2>(
-            s, this->q_buffer(step), this->buffer(smem.k), step.block);
+            s, this->q_buffer(step), this->buffer(smem.k), step.m_block);
         Stats lse;
         this->read_stats(lse, this->lse_buffer(step), step);
-        const Here place(step.block);
-        const bool masked = range.needs_mask(step.block);
-        // As in Place: not worked out before the loop.
-        const float cap = float_of_bits(bits_of_float(params.score.softcap) + (u32(step.block) >> 31));
-        const float scale_log2 = C.softcap ? cap * kLog2e : params.score.scale_log2;
+        const Here place(step.m_block);
+        const bool masked = range.needs_mask(step.m_block);
+        const ScoreMod<C.softcap> score_mod{params.score};
+        const float scale_log2 = score_mod.shares_to_log2();
 #pragma unroll
         for (int f = 0; f < CutS::kFragments; ++f) {
-            if constexpr (C.softcap) cap_to_shares(s[f], reciprocal_approx(cap) * 2.f * params.score.scale_log2);
+            score_mod.apply_as_shares(s[f]);
             if (masked) {
-                const int first_key = tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int query = step.block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r + place.lane / 4;
-                    limits.begin[r] = keys_begin<C.mask>(params, query) - first_key;
-                    limits.end[r] = keys_end<C.mask>(params, query) - first_key;
-                }
-                mask_scores<C.mask == MaskKind::Window>(s[f], limits);
+                auto query_of = [&](int r) {
+                    return step.m_block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
+                           place.lane / 4;
+                };
+                const int first_key =
+                    tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
+                mask_tile(s[f], visible, query_of, first_key);
             }
 #pragma unroll
             for (int i = 0; i < CutS::kRegisters; ++i) {
@@ -360,8 +381,8 @@ struct BwdWeights : BwdGroup<C> {
         }
     }
 
-    __device__ __forceinline__ void store(const typename CutS::Accumulators& p, int block) const {
-        const Here place(block);
+    __device__ __forceinline__ void store(const typename CutS::Accumulators& p, int m_block) const {
+        const Here place(m_block);
 #pragma unroll
         for (int i = 0; i < CutS::kRegisters; i += 4) {
             const u32 at = Base::words_at(this->buffer(smem.p), i, place);
@@ -380,7 +401,8 @@ struct BwdWeights : BwdGroup<C> {
             const BwdStep after = next.next(range);
             if (this->exists(after)) this->template load_q<L::kGroupThreads, 0>(after);
         } else {
-            if (this->number(step) > 0 && this->exists(next)) this->template load_q<L::kGroupThreads, 0>(next);
+            if (this->number(step) > 0 && this->exists(next))
+                this->template load_q<L::kGroupThreads, 0>(next);
         }
         if constexpr (C.do_stages > 1) {
             if (this->exists(next)) this->template load_do<L::kGroupThreads, 0>(next);
@@ -388,32 +410,33 @@ struct BwdWeights : BwdGroup<C> {
         cp_async_commit();
     }
 
-    template <class Beside>
-    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step, const Beside& beside) const {
-        Base::template multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(dv, this->buffer(smem.p),
-                                                                                             this->do_buffer(step), step.block, 0, beside);
+    template <class Interleave>
+    __device__ __forceinline__ void multiply_dv(typename CutDv::Accumulators& dv, BwdStep step,
+                                                const Interleave& interleave) const {
+        Base::template multiply<CutDv, typename L::POfDv, typename L::DoOfDv, C.tile_m, 1, 2>(
+            dv, this->buffer(smem.p), this->do_buffer(step), step.m_block, 0, interleave);
     }
 
-    __device__ __forceinline__ void walk() const {
+    __device__ __forceinline__ void main_loop() const {
         auto step = [this] { return this->at(0); };
         typename CutDv::Accumulators dv;
         CutDv::clear(dv);
         {
             typename CutS::Accumulators s;
-            weights(s, step());
-            store(s, step().block);
+            probabilities(s, step());
+            store(s, step().m_block);
         }
         this->step_barrier();
         do {
             load_ahead(step());
             if constexpr (L::kDqFirst > 0) {
-                // dQ of the step before this one; before the first step there is nothing to add, which is done all the same.
+                // dQ of the step before this one; in the first step zeros are added.
                 typename CutDq::Accumulators dq;
                 const bool first = this->number(step()) == 0;
                 if (first) {
                     CutDq::clear(dq);
                 } else {
-                    this->template multiply_dq<0>(dq, step().block);
+                    this->template multiply_dq<0>(dq, step().m_block);
                 }
                 named_barrier_arrive(kBarrierDsRead, L::kThreads);
                 const BwdStep before = first ? step() : step().previous(range);
@@ -421,7 +444,7 @@ struct BwdWeights : BwdGroup<C> {
                 multiply_dv(dv, step(), this->template dq_adder<0>(dq, before));
                 if (!first) this->end_turn(before, 0);
             } else {
-                multiply_dv(dv, step(), NothingBeside{});
+                multiply_dv(dv, step(), NoInterleave{});
             }
             if constexpr (C.do_stages == 1) named_barrier_arrive(kBarrierDs, L::kThreads);
             if (this->exists(step().next(range))) {
@@ -431,9 +454,9 @@ struct BwdWeights : BwdGroup<C> {
                 }
                 const BwdStep next = step().next(range);
                 typename CutS::Accumulators s;
-                weights(s, next);
+                probabilities(s, next);
                 named_barrier_sync(kBarrierPRead, L::kThreads);
-                store(s, next.block);
+                store(s, next.m_block);
             } else {
                 named_barrier_sync(kBarrierPRead, L::kThreads);
             }
@@ -441,35 +464,36 @@ struct BwdWeights : BwdGroup<C> {
         if constexpr (L::kDqFirst > 0) {
             const BwdStep before = step().previous(range);
             typename CutDq::Accumulators dq;
-            this->template multiply_dq<0>(dq, before.block);
+            this->template multiply_dq<0>(dq, before.m_block);
             this->await_turn(before, 0);
             this->template dq_adder<0>(dq, before).template round<1>(0);
             this->end_turn(before, 0);
         }
-        this->template finish<CutDv>(dv, params.dv_accum, params.dv.data, params.dv.strides, C.head_dim_v, params.shape.head_dim_v, 1.f);
+        this->template finish<CutDv>(dv, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v,
+                                     1.f);
     }
 };
 
-// ---- The second group: dS = P (dP - dPsum) and dK ---------------------------------------------------------------------
+// ---- dS warps: dS = P (dP - dPsum) and dK -------------------------------------------------------
 
 template <Sm80BwdConfig C>
-struct BwdSlopes : BwdGroup<C> {
+struct DsWarps : BwdGroup<C> {
     using Base = BwdGroup<C>;
     using L = BwdLayout<C>;
     using CutS = typename L::CutS;
     using CutDk = typename L::CutDk;
     using CutDq = typename L::template CutDq<1>;
+    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
     using typename Base::Here;
     using typename Base::Stats;
-    using Base::params, Base::range, Base::smem, Base::tile;
     static constexpr int kFirstThread = L::kGroupThreads;
 
-    // dS from dP less dPsum and the first group's P, which the same thread of it has written; both are rounded.
+    // dS from dP - dPsum and P, which the same thread of the P warps has written; both are rounded.
     __device__ __forceinline__ void differentiate(const typename CutS::Accumulators& dp, BwdStep step) const {
-        const Here place(step.block);
+        const Here place(step.m_block);
         constexpr int kRounds = CutS::kRegisters / 4;
         u32 p[CutS::kFragments][2];
-        constexpr u32 kDsFromP = L::Pds::kBytes;  // they are neighbours
+        constexpr u32 kDsFromP = L::Pds::kBytes;  // ds follows p in BwdStorage
         const u32 of_p = this->buffer(smem.p[C.softcap]);
 #pragma unroll
         for (int round = 0; round < kRounds; ++round) {
@@ -483,16 +507,18 @@ struct BwdSlopes : BwdGroup<C> {
             for (int f = 0; f < CutS::kFragments; ++f) {
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const u32 weights = p[f][r];
+                    const u32 pair = p[f][r];
                     const float* of = dp[f] + 4 * round + 2 * r;
-                    const float low = unpack_low<C.dtype>(weights) * of[0], high = unpack_high<C.dtype>(weights) * of[1];
-                    store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes, pack<C.dtype>(low, high));
+                    const float low = unpack_low<C.dtype>(pair) * of[0],
+                                high = unpack_high<C.dtype>(pair) * of[1];
+                    store_shared_u32(at + kDsFromP + f * Base::kFragmentBytes + r * Base::kLowerBytes,
+                                     pack<C.dtype>(low, high));
                 }
             }
         }
     }
 
-    __device__ __forceinline__ void walk() const {
+    __device__ __forceinline__ void main_loop() const {
         auto step = [this] { return this->at(1); };
         typename CutDk::Accumulators dk;
         CutDk::clear(dk);
@@ -507,13 +533,15 @@ struct BwdSlopes : BwdGroup<C> {
 #pragma unroll
                     for (int i = 0; i < CutS::kRegisters; ++i) dp[f][i] = -dpsum[f][i >> 1 & 1];
                 }
-                Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v, Base::kAheadA, 2>(
-                    dp, this->do_buffer(step()), this->buffer(smem.v), step().block);
+                Base::template multiply<CutS, typename L::DoOfDp, typename L::VOfDp, C.head_dim_v,
+                                        Base::kAheadA, 2>(dp, this->do_buffer(step()), this->buffer(smem.v),
+                                                          step().m_block);
                 if constexpr (L::kDqFirst > 0) named_barrier_sync(kBarrierDsRead, L::kThreads);
                 differentiate(dp, step());
             }
             named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);
-            // Here and not where P has been read: racecheck takes a thread's reads for ended when it has waited, not when it arrives.
+            // Not where P has been read: racecheck takes a thread's reads as finished when it has waited, not
+            // when it arrives.
             named_barrier_arrive(kBarrierPRead, L::kThreads);
             if constexpr (C.do_stages == 1) {
                 const BwdStep next = step().next(range);
@@ -521,19 +549,21 @@ struct BwdSlopes : BwdGroup<C> {
                 cp_async_commit();
             }
             typename CutDq::Accumulators dq;
-            this->template multiply_dq<1>(dq, step().block);
+            this->template multiply_dq<1>(dq, step().m_block);
             this->await_turn(step(), 1);
             Base::template multiply<CutDk, typename L::DsOfDk, typename L::QOfDk, C.tile_m, 1, 2>(
-                dk, this->buffer(smem.ds), this->q_buffer(step()), step().block, 0, this->template dq_adder<1>(dq, step()));
+                dk, this->buffer(smem.ds), this->q_buffer(step()), step().m_block, 0,
+                this->template dq_adder<1>(dq, step()));
             this->end_turn(step(), 1);
         } while (this->advance(1));
-        this->template finish<CutDk>(dk, params.dk_accum, params.dk.data, params.dk.strides, C.head_dim, params.shape.head_dim, params.score.scale);
+        this->template finish<CutDk>(dk, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
+                                     params.score.scale);
     }
 };
 
 }  // namespace fa::sm80
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 namespace fa {
 
@@ -544,22 +574,25 @@ template <Sm80BwdConfig C>
 __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
     auto& smem = shared_memory<sm80::BwdStorage<C>>();
     if (thread_index() == 0) {
-        // Deterministic tiles are drawn: those that one may wait for have been drawn before it and are running.
+        // Deterministic tiles are drawn: a tile waits only for tiles drawn before it, which are running.
         const int index = C.deterministic ? atomic_add(params.tile_counter, 1u) : cta_index();
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-        smem.range = query_range<C.mask, C.tile_m, C.tile_n>(params, smem.tile.n_block * C.tile_n);
+        const Visibility<C.mask> visible{params.shape, Seqlen(params.shape, smem.tile.batch)};
+        smem.range = query_blocks<C.tile_m, C.tile_n>(visible, smem.tile.n_block * C.tile_n);
         for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
     cta_sync();
+    const Seqlen seqlen(params.shape, smem.tile.batch);
+    const Visibility<C.mask> visible{params.shape, seqlen};
     if (smem.range.empty() || smem.tile.first_head >= smem.tile.end_head) {
-        store_no_gradient(params, smem.tile, C.tile_n);
+        store_zero_gradients(params, seqlen, smem.tile, C.tile_n, thread_index(), cta_threads());
         return;
     }
-    sm80::BwdGroup<C>{smem, params}.load_first({smem.tile.first_head, smem.range.begin});
+    sm80::BwdGroup<C>{smem, params, visible}.load_first({smem.tile.first_head, smem.range.begin});
     if (thread_index() < sm80::BwdLayout<C>::kGroupThreads) {
-        sm80::BwdWeights<C>{{smem, params}}.walk();
+        sm80::PWarps<C>{{smem, params, visible}}.main_loop();
     } else {
-        sm80::BwdSlopes<C>{{smem, params}}.walk();
+        sm80::DsWarps<C>{{smem, params, visible}}.main_loop();
     }
 }
 

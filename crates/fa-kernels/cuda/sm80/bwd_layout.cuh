@@ -1,4 +1,5 @@
-// The shapes of the SM80-class backward: products, their shares of a warp, tiles, and the order of accumulators in device memory.
+// The shapes of the SM80-class backward: products, their shares of a warp, tiles, and the order of
+// accumulators in device memory.
 #pragma once
 #include "config.cuh"
 #include "ptx/atomic.cuh"
@@ -15,7 +16,8 @@ struct WarpCut {
     static constexpr int kAtomN = NumWarps / AtomRows;
     static constexpr int kM = Rows / AtomRows;  // a warp's share
     static constexpr int kN = Columns / kAtomN;
-    static_assert(kM % 16 == 0 && kN % 16 == 0 && kM * AtomRows == Rows && kN * kAtomN == Columns, "a warp owns whole blocks of 16");
+    static_assert(kM % 16 == 0 && kN % 16 == 0 && kM * AtomRows == Rows && kN * kAtomN == Columns,
+                  "a warp owns whole blocks of 16");
     static constexpr int kFragments = kM / 16;
     static constexpr int kRegisters = kN / 2;  // of an m16 fragment
     using Accumulators = float[kFragments][kRegisters];
@@ -23,8 +25,8 @@ struct WarpCut {
     __device__ __forceinline__ static int first_m(int warp) { return warp % AtomRows * kM; }
     __device__ __forceinline__ static int first_n(int warp) { return warp / AtomRows * kN; }
 
-    // In device memory accumulators lie as threads hold them, so that a warp adds to neighbouring elements: four of a thread
-    // side by side where there are vector atomics, else one of each lane.
+    // In device memory accumulators lie as threads hold them, so that a warp adds to neighbouring elements:
+    // four of a thread side by side where there are vector atomics, else one of each lane.
     static constexpr int kVector = kVectorRed ? 4 : 1;
     static constexpr int kShare = kM * kN;
 
@@ -36,9 +38,12 @@ struct WarpCut {
         return warp * kShare + reg / kVector * (32 * kVector) + lane * kVector + reg % kVector;
     }
 
-    // A lane's first element of a warp's share of the tile at `accum`, and the adding of the share in kParts parts.
+    // A lane's first element of a warp's share of the tile at `accum`, and the adding of the share in kParts
+    // parts.
     static constexpr int kParts = kFragments * kRegisters / 4;
-    __device__ __forceinline__ static float* place(float* accum, int warp, int lane) { return accum + warp * kShare + lane * kVector; }
+    __device__ __forceinline__ static float* place(float* accum, int warp, int lane) {
+        return accum + warp * kShare + lane * kVector;
+    }
     __device__ __forceinline__ static void add_part(float* to, const Accumulators& d, int part) {
         const int f = part * 4 / kRegisters, i = part * 4 % kRegisters;
         float* at = to + part * 128;
@@ -67,7 +72,8 @@ struct WarpCut {
 template <Sm80BwdConfig C>
 struct BwdLayout {
     static_assert(C.tile_m % 16 == 0 && C.tile_n % 16 == 0 && C.head_dim % 16 == 0 && C.head_dim_v % 16 == 0);
-    static_assert(C.q_stages >= 2 && C.q_stages <= 3 && C.do_stages >= 1 && C.do_stages <= 2 && C.num_warps % 2 == 0);
+    static_assert(C.q_stages >= 2 && C.q_stages <= 3 && C.do_stages >= 1 && C.do_stages <= 2 &&
+                  C.num_warps % 2 == 0);
 
     static constexpr int kThreads = 32 * C.num_warps;
     static constexpr int kGroupWarps = C.num_warps / 2;
@@ -86,11 +92,13 @@ struct BwdLayout {
     using CutDk = WarpCut<C.tile_n, C.head_dim, kGroupWarps, C.atom_layout_n_dkv>;
     using CutDv = WarpCut<C.tile_n, C.head_dim_v, kGroupWarps, C.atom_layout_n_dkv>;
     template <int Group>
-    using CutDq = WarpCut<C.tile_m, Group == 0 ? kDqFirst : C.head_dim - kDqFirst, kGroupWarps, C.atom_layout_m_dq>;
+    using CutDq =
+        WarpCut<C.tile_m, Group == 0 ? kDqFirst : C.head_dim - kDqFirst, kGroupWarps, C.atom_layout_m_dq>;
 
     using DkOrder = CutDk;
     using DvOrder = CutDv;
-    // Where an element of dQ is among a tile's accumulators in device memory: the groups' parts one after the other.
+    // Where an element of dQ is among a tile's accumulators in device memory: the groups' parts one after the
+    // other.
     struct DqOrder {
         __device__ __forceinline__ static int offset(int row, int column) {
             if constexpr (kDqFirst > 0) {

@@ -1,11 +1,17 @@
-// Attention backward for SM90: a block owns a tile of keys and walks the tiles of queries that see it. One warp loads by TMA,
-// the warp groups of the second role multiply by wgmma, and a warp for each of them adds its share of dQ to device memory.
+// Attention backward for SM90: a CTA owns a tile of keys and visits the tiles of queries that see it. One
+// warp loads by TMA, the consumer warpgroups multiply by wgmma, and one more warp for each of them adds its
+// share of dQ to global memory.
 #pragma once
+#include "attn/bwd_epilogue.cuh"
+#include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
-#include "attn/softmax.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -18,39 +24,41 @@
 #include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
-#include "attn/bwd_postprocess.cuh"
 #include "sm90/bwd_layout.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/store_fragment.cuh"
 
 namespace fa::sm90 {
 
-// ---- Config -----------------------------------------------------------------------------------------------------------
+// ---- Config -------------------------------------------------------------------------------------
 
 template <Sm90BwdConfig C>
 struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
+    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of
+    // 8).
     static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
-    // The order of a step, as measured on an H100. Where products leave shared memory room, dQ's buffer is waited for ahead of its
-    // product, and what was put there is announced under the next step's; tiles of 64 rows at head dim 128 and P in shared memory
-    // leave none. A short dV is begun after dS is stored: issuing it would delay what the other warp groups wait for.
+    // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is
+    // waited for before dQ's product and announced during the next step's; with tiles of 64 rows at head dim
+    // 128, or P in shared memory, they do not. A short dV is issued after dS is stored: before, it would
+    // delay what the other warpgroups wait for.
     static constexpr bool kShortDv = C.head_dim_v < 128;
     static constexpr bool kDqAhead = C.mma_dkv_is_rs && C.dq_via_smem && (kShortDv || C.tile_m > 64);
     static constexpr bool kStoreFirst = C.mma_dkv_is_rs && kShortDv;
 
-    static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 && C.atom_layout_n_dkv == C.num_wg),
-                  "registers are an operand only of the group that computed them");
+    static_assert(!C.mma_dkv_is_rs || (C.sdp_swap_ab && !C.dkv_swap_ab && C.atom_layout_m_sdp == 1 &&
+                                       C.atom_layout_n_dkv == C.num_wg),
+                  "registers are an operand only of the warpgroup that computed them");
 };
 
 // Named barriers; 0 is cta_sync.
 enum BwdBarrier : int { kPdsReady = 1, kPdsFree = 2, kDqReady = 3, kDqFree = 6 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 template <int Bytes, int Stages>
 struct TileStages {
@@ -78,14 +86,16 @@ struct alignas(1024) BwdStorage {
     int ticket;
 };
 
-// ---- Producer: one thread keeps the copy engine busy ------------------------------------------------------------------
+// ---- Producer: one thread issues all TMA loads --------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
-                                            const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
-                                            const TensorMap& map_do) {
+__device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
+                                             const BwdTile& tile, const BlockRange& range,
+                                             const TensorMap& map_q, const TensorMap& map_k,
+                                             const TensorMap& map_v, const TensorMap& map_do) {
     using T = BwdTraits<C>;
-    auto load = [](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int row, int head, int batch, L2Policy policy) {
+    auto load = [](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int row, int head,
+                   int batch, L2Policy policy) {
         using Tile = decltype(tile_type);
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
@@ -97,58 +107,66 @@ __device__ __forceinline__ void bwd_produce(BwdStorage<C>& smem, const BwdParams
     bool first = true;
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         const i64 stats = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks * C.tile_m;
-        for (int block = range.begin; block < range.end; ++block) {
-            const int row = block * C.tile_m;
+        for (int m_block = range.begin; m_block < range.end; ++m_block) {
+            const int row = m_block * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
-                load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
+                load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head,
+                     tile.batch, L2Policy::EvictFirst);
             }
             smem.q_bars.acquire(q_state, T::Q::kBytes);
-            load(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage], row, head, tile.batch,
-                 L2Policy::EvictLast);
+            load(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage], row, head,
+                 tile.batch, L2Policy::EvictLast);
             q_state.advance();
             if (first) {
                 mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
-                load(typename T::V{}, smem.v, map_v, smem.v_full, tile.n_block * C.tile_n, tile.kv_head, tile.batch, L2Policy::EvictFirst);
+                load(typename T::V{}, smem.v, map_v, smem.v_full, tile.n_block * C.tile_n, tile.kv_head,
+                     tile.batch, L2Policy::EvictFirst);
                 first = false;
             }
             smem.do_bars.acquire(do_state, T::Do::kBytes + 2 * T::kStatBytes);
-            load(typename T::Do{}, smem.dout[do_state.stage], map_do, smem.do_bars.full[do_state.stage], row, head, tile.batch,
-                 L2Policy::EvictLast);
-            bulk_load(smem.lse[do_state.stage], params.lse_log2 + stats + row, T::kStatBytes, smem.do_bars.full[do_state.stage]);
-            bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes, smem.do_bars.full[do_state.stage]);
+            load(typename T::Do{}, smem.dout[do_state.stage], map_do, smem.do_bars.full[do_state.stage], row,
+                 head, tile.batch, L2Policy::EvictLast);
+            bulk_load(smem.lse[do_state.stage], params.lse_log2 + stats + row, T::kStatBytes,
+                      smem.do_bars.full[do_state.stage]);
+            bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes,
+                      smem.do_bars.full[do_state.stage]);
             do_state.advance();
         }
     }
 }
 
-// ---- dQ: a warp for each warp group -----------------------------------------------------------------------------------
+// ---- dQ: one warp for each consumer warpgroup ---------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head, int block, int slice, int wg) {
+__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head,
+                                           int m_block, int slice, int wg) {
     using T = BwdTraits<C>;
-    const i64 index = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + block;
-    return params.dq_accum + index * (C.tile_m * C.head_dim) + slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
+    return params.dq_accum + dq_tile(params, tile, head, m_block) * (C.tile_m * C.head_dim) +
+           slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
-// Adds what warp group `wg` leaves in shared memory to device memory.
+// Adds what warpgroup `wg` leaves in shared memory to global memory.
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params, const BwdTile& tile, const BlockRange& range,
-                                           int wg) {
+__device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
+                                           const Visibility<C.mask>& visible, const BwdTile& tile,
+                                           const BlockRange& range, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        for (int block = range.begin; block < range.end; ++block) {
+        for (int m_block = range.begin; m_block < range.end; ++m_block) {
 #pragma unroll
             for (int slice = 0; slice < C.dq_slices; ++slice) {
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
                     if constexpr (C.deterministic) {
-                        if (slice == 0) wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, C.num_wg);
+                        if (slice == 0)
+                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, C.num_wg);
                     }
-                    bulk_add_f32(dq_share<C>(params, tile, head, block, slice, wg), share, T::DqOrder::kShare * 4);
+                    bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share,
+                                 T::DqOrder::kShare * 4);
                     bulk_commit();
                     bulk_wait_read();
                 }
@@ -157,15 +175,15 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
             }
             if (C.deterministic && elected) {
                 bulk_wait();
-                pass_turn(params, tile, head, block);
+                signal_next(params, tile, head, m_block);
             }
         }
     }
 }
 
-// ---- Consumers --------------------------------------------------------------------------------------------------------
+// ---- Consumers ----------------------------------------------------------------------------------
 
-// The share of a warp group in the products of a step.
+// A warpgroup's share of the products of a step.
 template <Sm90BwdConfig C>
 struct BwdConsumer {
     using T = BwdTraits<C>;
@@ -178,6 +196,7 @@ struct BwdConsumer {
 
     BwdStorage<C>& smem;
     const BwdParams& params;
+    const Visibility<C.mask>& visible;
     const BwdTile& tile;
     const BlockRange& range;
     const int wg, warp, lane;
@@ -195,9 +214,10 @@ struct BwdConsumer {
     u32 p_words[S::kBlocks][kWords];
     u32 ds_words[S::kBlocks][kWords];
 
-    // Issues D = First Second^T or, swapped, its transpose, as a group of its own.
+    // Issues D = First Second^T or, swapped, its transpose, as one wgmma group.
     template <class P, bool Swap, int Begin = 0, int Count>
-    __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first, const Descriptor& second, bool add) {
+    __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first,
+                                          const Descriptor& second, bool add) {
         wgmma::fence();
         P::template issue<Begin, Count>(d, Swap ? second : first, Swap ? first : second, add);
         wgmma::commit();
@@ -208,13 +228,15 @@ struct BwdConsumer {
 
     __device__ __forceinline__ void issue_s() {
         const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
-        issue<S, C.sdp_swap_ab>(s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
-                                T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+        issue<S, C.sdp_swap_ab>(
+            s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+            T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
     }
     __device__ __forceinline__ void issue_dp() {
         const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
-        issue<Dp, C.sdp_swap_ab>(dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
-                                 T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+        issue<Dp, C.sdp_swap_ab>(
+            dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+            T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
     }
     // dV += P^T dO and dK += dS^T Q.
     __device__ __forceinline__ void issue_dv() {
@@ -227,7 +249,8 @@ struct BwdConsumer {
             wgmma::commit();
         } else {
             const u32 p = smem_address(smem.p.tiles[0]) + pds_stage * T::Pds::kBytes;
-            issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second, accumulate);
+            issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second,
+                                     accumulate);
         }
     }
     __device__ __forceinline__ void issue_dk() {
@@ -240,7 +263,8 @@ struct BwdConsumer {
             wgmma::commit();
         } else {
             const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
-            issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second, accumulate);
+            issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second,
+                                     accumulate);
         }
     }
     // A slice of dQ = dS K.
@@ -248,17 +272,18 @@ struct BwdConsumer {
     __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqBlocks][Dq::kRegisters]) {
         const int m = T::CutDq::first_m(wg), n = T::CutDq::first_n(wg);
         const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
-        issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
-                                                      T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
+        issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(
+            dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
+            T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
     }
 
     __device__ __forceinline__ void release_q() {
         smem.q_bars.release(q_state, elected);
         q_state.advance();
     }
-    // Every thread says for itself that it has read the statistics, which the copy engine overwrites next. That a named barrier stands
-    // between their reads and this would do for one of a warp, but compute-sanitizer's racecheck does not follow from one kind of
-    // barrier to the other.
+    // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp
+    // would do, as a named barrier follows the reads, but compute-sanitizer's racecheck does not relate the
+    // two kinds of barriers.
     __device__ __forceinline__ void release_do() {
         smem.do_bars.release(do_state, true);
         do_state.advance();
@@ -267,7 +292,8 @@ struct BwdConsumer {
     // The statistics of the queries that registers 4 i to 4 i + 3 of block `b` belong to.
     __device__ __forceinline__ void load_stats(const float* stats, int b, int i, float (&of)[4]) const {
         if constexpr (C.sdp_swap_ab) {
-            const float2 pair = *reinterpret_cast<const float2*>(stats + column_of_s() + 2 * (lane % 4) + 8 * i);
+            const float2 pair =
+                *reinterpret_cast<const float2*>(stats + column_of_s() + 2 * (lane % 4) + 8 * i);
             of[0] = of[2] = pair.x;
             of[1] = of[3] = pair.y;
         } else {
@@ -277,37 +303,26 @@ struct BwdConsumer {
         }
     }
 
-    // The scores of a block of queries to weights, in place.
-    __device__ __forceinline__ void weigh(int block) {
-        if constexpr (C.softcap) {
+    // Products to probabilities P of a tile of queries, in place.
+    __device__ __forceinline__ void to_probabilities(int m_block) {
+        const ScoreMod<C.softcap> score_mod{params.score};
 #pragma unroll
-            for (int b = 0; b < S::kBlocks; ++b) cap_scores(s[b], params.score.softcap_exponent, params.score.softcap);
-        }
-        if (range.needs_mask(block)) {
-            const int first_query = block * C.tile_m, first_key = tile.n_block * C.tile_n;
-            constexpr bool kWindow = C.mask == MaskKind::Window;
+        for (int b = 0; b < S::kBlocks; ++b) score_mod.apply(s[b]);
+        if (range.needs_mask(m_block)) {
+            const int first_query = m_block * C.tile_m, first_key = tile.n_block * C.tile_n;
 #pragma unroll
             for (int b = 0; b < S::kBlocks; ++b) {
                 const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
                 const int column = column_of_s() + 2 * (lane % 4);
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    if constexpr (C.sdp_swap_ab) {
-                        const int key = first_key + row + 8 * r;
-                        const int begin = queries_begin<C.mask>(params, key) - first_query - column;
-                        limits.begin[r] = key < params.shape.seqlen_k ? begin : C.tile_m;
-                        limits.end[r] = queries_end<C.mask>(params, key) - first_query - column;
-                    } else {
-                        const int query = first_query + row + 8 * r;
-                        limits.begin[r] = keys_begin<C.mask>(params, query) - first_key - column;
-                        limits.end[r] = keys_end<C.mask>(params, query) - first_key - column;
-                    }
+                if constexpr (C.sdp_swap_ab) {
+                    mask_tile_transposed<C.tile_m>(s[b], visible, first_key + row, first_query + column);
+                } else {
+                    auto query_of = [&](int r) { return first_query + row + 8 * r; };
+                    mask_tile(s[b], visible, query_of, first_key + column);
                 }
-                mask_scores<C.sdp_swap_ab || kWindow, !C.sdp_swap_ab || kWindow>(s[b], limits);
             }
         }
-        const float scale_log2 = C.softcap ? kLog2e : params.score.scale_log2;
+        const float scale_log2 = score_mod.to_log2();
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -315,12 +330,13 @@ struct BwdConsumer {
                 float lse[4];
                 load_stats(smem.lse[do_state.stage], b, i, lse);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
+                for (int j = 0; j < 4; ++j)
+                    s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
             }
         }
     }
 
-    // dS = P (dP - dPsum), in the place of dP.
+    // dS = P (dP - dPsum), overwriting dP.
     __device__ __forceinline__ void differentiate() {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
@@ -331,12 +347,11 @@ struct BwdConsumer {
                 if constexpr (C.softcap) load_stats(smem.lse[do_state.stage], b, i, lse);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float weight = s[b][4 * i + j];
-                    float ds = weight * (dp[b][4 * i + j] - dpsum[j]);
+                    const float p = s[b][4 * i + j];
+                    float ds = p * (dp[b][4 * i + j] - dpsum[j]);
                     if constexpr (C.softcap) {
-                        // The capped score, relative to the cap, is found again from its weight; 1 - its square is the cap's slope.
-                        const float ratio = (log2_approx(weight) + lse[j]) * params.score.softcap_share;
-                        ds = weight > 0.f ? ds * fmaf(-ratio, ratio, 1.f) : 0.f;
+                        const float slope = ScoreMod<C.softcap>{params.score}.slope(p, lse[j]);
+                        ds = p > 0.f ? ds * slope : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
                 }
@@ -344,7 +359,8 @@ struct BwdConsumer {
         }
     }
 
-    __device__ __forceinline__ static void pack_words(u32 (&words)[S::kBlocks][kWords], const float (&x)[S::kBlocks][S::kRegisters]) {
+    __device__ __forceinline__ static void pack_words(u32 (&words)[S::kBlocks][kWords],
+                                                      const float (&x)[S::kBlocks][S::kRegisters]) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -355,68 +371,73 @@ struct BwdConsumer {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
             store_fragment<typename T::Pds, T::kPdsTransposed>(address + pds_stage * T::Pds::kBytes, words[b],
-                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(), lane);
+                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(),
+                                                               lane);
         }
     }
-    // Everyone's P and dS of this step are in shared memory; those of the step before have been read.
+    // All consumers' P and dS of this step are in shared memory; those of the step before have been read.
     __device__ __forceinline__ void exchange() {
         fence_async_shared();
         named_barrier_sync(kPdsReady, T::kConsumers);
     }
     __device__ __forceinline__ void wait_pds_free() {
-        // With two buffers the exchange of the step between tells it.
+        // With two buffers the exchange of the step in between ensures it.
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
 
-    // The buffer of dQ has been read and may be written again.
+    // dQ's buffer has been read and may be written again.
     __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
-    // What the group has put into the buffer of dQ may be added.
+    // dQ's buffer is full: its warp may add it.
     __device__ __forceinline__ void announce_dq() const {
         fence_async_shared();
         named_barrier_arrive(kDqReady + wg, 128 + 32);
     }
 
-    // Hands a slice of dQ over, to the warp that adds it or straight to device memory.
+    // Adds a slice of dQ, by the buffer and its warp or straight to global memory.
     template <int Slice>
-    __device__ __forceinline__ void give_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head, int block) {
+    __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
+                                           int m_block) {
         const int thread = thread_index() % 128;
         constexpr int kGroups = Dq::kRegisters / 4;
         if constexpr (C.dq_via_smem) {
             if (!T::kDqAhead || Slice > 0) wait_dq_free();
-            float4* share = reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
+            float4* share =
+                reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
 #pragma unroll
             for (int b = 0; b < T::kDqBlocks; ++b) {
 #pragma unroll
                 for (int i = 0; i < kGroups; ++i) {
-                    share[(b * kGroups + i) * 128] = make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                    share[(b * kGroups + i) * 128] =
+                        make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.mask, C.tile_m, C.tile_n>(params, tile, head, block, T::kConsumers);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, T::kConsumers);
             }
-            float* share = dq_share<C>(params, tile, head, block, Slice, wg) + thread * 4;
+            float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
 #pragma unroll
             for (int b = 0; b < T::kDqBlocks; ++b) {
 #pragma unroll
                 for (int i = 0; i < kGroups; ++i) {
-                    red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                    red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1],
+                                  dq[b][4 * i + 2], dq[b][4 * i + 3]);
                 }
             }
-            if (C.deterministic && Slice == C.dq_slices - 1) pass_turn(params, tile, head, block);
+            if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, m_block);
         }
     }
 
-    // One product after the other: P and dS are ready before dV is begun.
-    __device__ __forceinline__ void step(int head, int block) {
+    // One tile of queries. P and dS are ready before dV is issued.
+    __device__ __forceinline__ void step(int head, int m_block) {
         smem.q_bars.wait_full(q_state);
         issue_s();
         smem.do_bars.wait_full(do_state);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
-        weigh(block);
+        to_probabilities(m_block);
         wgmma::wait<0>();
         differentiate();
         pack_words(p_words, s);
@@ -431,7 +452,7 @@ struct BwdConsumer {
         if constexpr (T::kStoreFirst) issue_dv();
         exchange();
         if constexpr (!C.mma_dkv_is_rs) issue_dv();
-        // dV is all but done; its operand's registers go to dQ.
+        // dV is all but done; its operand's registers become dQ's.
         wgmma::wait<0>();
         release_do();
         if constexpr (T::kDqAhead) wait_dq_free();
@@ -439,11 +460,11 @@ struct BwdConsumer {
         issue_dq<0>(dq);
         issue_dk();
         wgmma::wait<1>();
-        give_dq<0>(dq, head, block);
+        add_dq<0>(dq, head, m_block);
         if constexpr (C.dq_slices > 1) {
             issue_dq<1>(dq);
             wgmma::wait<0>();
-            give_dq<1>(dq, head, block);
+            add_dq<1>(dq, head, m_block);
         }
         wgmma::wait<0>();
         release_q();
@@ -451,38 +472,44 @@ struct BwdConsumer {
         pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
     }
 
-    // The walk over the query heads and the tiles of queries.
-    __device__ __forceinline__ void walk() {
+    // Over the query heads and the tiles of queries.
+    __device__ __forceinline__ void main_loop() {
         mbarrier_wait(smem.k_full, 0);
         mbarrier_wait(smem.v_full, 0);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
-            for (int block = range.begin; block < range.end; ++block) step(head, block);
+            for (int m_block = range.begin; m_block < range.end; ++m_block) step(head, m_block);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }
 
-    // Writes dK or dV through a tile in shared memory that nothing else uses any more, so that a row is written by neighbouring
-    // threads, 16 bytes each, and no thread waits for another's registers.
+    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row,
+    // 16 bytes each.
     template <class Cut, class Tile, int Blocks, int Registers>
-    __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out, i64 stride, int columns,
-                                                  float factor) const {
-        // With a soft cap registers are scarcest: the lane is asked for again rather than kept over the steps.
-        const int own_lane = C.softcap ? thread_index_volatile() % 32 : lane;
+    __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out,
+                                                  i64 stride, int columns, float factor) const {
+        // With a soft cap registers are scarcest: the lane is computed again rather than kept over the steps.
+        const int store_lane = C.softcap ? thread_index_volatile() % 32 : lane;
 #pragma unroll
         for (int b = 0; b < Blocks; ++b) {
             u32 words[Registers / 2];
 #pragma unroll
-            for (int i = 0; i < Registers / 2; ++i) words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
-            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words, Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg), own_lane);
+            for (int i = 0; i < Registers / 2; ++i)
+                words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
+            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words,
+                                                Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg),
+                                                store_lane);
         }
         named_barrier_sync(kPdsReady, T::kConsumers);
-        const int left = params.shape.seqlen_k - tile.n_block * C.tile_n;
+        const int left = visible.seqlen.k() - tile.n_block * C.tile_n;
         constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
 #pragma unroll 4
         for (int chunk = thread_index() - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
             const int row = chunk / kChunks, column = chunk % kChunks * 8;
-            const u32 at = column / Tile::kPanel * Tile::kPanelBytes + swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
-            if (row < left && column < columns) *reinterpret_cast<Vec16*>(out + row * stride + column) = *reinterpret_cast<Vec16*>(buffer + at);
+            const u32 at = column / Tile::kPanel * Tile::kPanelBytes +
+                           swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
+            if (row < left && column < columns)
+                *reinterpret_cast<Vec16*>(out + row * stride + column) =
+                    *reinterpret_cast<Vec16*>(buffer + at);
         }
     }
 
@@ -493,49 +520,34 @@ struct BwdConsumer {
         for (int b = 0; b < Blocks; ++b) {
 #pragma unroll
             for (int i = 0; i < Registers / 4; ++i) {
-                red_add_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1], d[b][4 * i + 2], d[b][4 * i + 3]);
+                red_add_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1],
+                              d[b][4 * i + 2], d[b][4 * i + 3]);
             }
         }
     }
 
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
-            const i64 index = (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index =
+                (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
             return;
         }
-        const i64 key = i64(tile.n_block) * C.tile_n;
-        u16* out_k = static_cast<u16*>(params.dk.data) + tile.batch * params.dk.strides.batch + key * params.dk.strides.seq +
-                     tile.kv_head * params.dk.strides.head;
-        u16* out_v = static_cast<u16*>(params.dv.data) + tile.batch * params.dv.strides.batch + key * params.dv.strides.seq +
-                     tile.kv_head * params.dv.strides.head;
-        // The other warp groups have to be through with K and V.
+        u16* out_k = view(params.dk).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
+        u16* out_v = view(params.dv).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
+        // All warpgroups have read K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
-        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq, params.shape.head_dim_v, 1.f);
-        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq, params.shape.head_dim, params.score.scale);
+        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq,
+                                                        params.shape.head_dim_v, 1.f);
+        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq,
+                                                        params.shape.head_dim, params.score.scale);
     }
 };
 
-// Keys that no query sees: zeros. (Accumulators, where there are some, hold them already.)
-template <Sm90BwdConfig C>
-__device__ __forceinline__ void bwd_store_nothing_seen(const BwdParams& params, const BwdTile& tile) {
-    if (params.head_splits > 1) return;
-    const int first = tile.n_block * C.tile_n, left = min(C.tile_n, params.shape.seqlen_k - first);
-    auto clear = [&](void* out, const RowStrides& strides, int columns) {
-        u16* rows = static_cast<u16*>(out) + tile.batch * strides.batch + i64(first) * strides.seq + tile.kv_head * strides.head;
-        const int chunks = columns / 8;
-        for (int chunk = thread_index() - 128; chunk < left * chunks; chunk += 128 * C.num_wg) {
-            *reinterpret_cast<Vec16*>(rows + chunk / chunks * strides.seq + chunk % chunks * 8) = Vec16{};
-        }
-    };
-    clear(params.dk.data, params.dk.strides, params.shape.head_dim);
-    clear(params.dv.data, params.dv.strides, params.shape.head_dim_v);
-}
-
 }  // namespace fa::sm90
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 namespace fa {
 
@@ -543,7 +555,8 @@ template <Sm90BwdConfig C>
 constexpr int sm90_bwd_smem_bytes = sizeof(sm90::BwdStorage<C>);
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q, const TensorMap& map_k, const TensorMap& map_v,
+__device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMap& map_q,
+                                         const TensorMap& map_k, const TensorMap& map_v,
                                          const TensorMap& map_do) {
     using T = sm90::BwdTraits<C>;
     auto& smem = shared_memory<sm90::BwdStorage<C>>();
@@ -564,24 +577,27 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     cta_sync();
     const int index = C.deterministic ? smem.ticket : cta_index();
     const BwdTile tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-    const BlockRange range = query_range<C.mask, C.tile_m, C.tile_n>(params, tile.n_block * C.tile_n);
-    const bool any = !range.empty() && tile.first_head < tile.end_head;
+    const Seqlen seqlen(params.shape, tile.batch);
+    const Visibility<C.mask> visible{params.shape, seqlen};
+    const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
+    const bool has_work = !range.empty() && tile.first_head < tile.end_head;
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if (any && warp == 0) {
-            if (elect_one()) sm90::bwd_produce<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
-        } else if (any && warp <= C.num_wg) {
-            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, tile, range, warp - 1);
+        if (has_work && warp == 0) {
+            if (elect_one()) sm90::bwd_producer<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
+        } else if (has_work && warp <= C.num_wg) {
+            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, visible, tile, range, warp - 1);
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
-        if (any) {
-            sm90::BwdConsumer<C> consumer{smem, params, tile, range, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
-            consumer.walk();
+        if (has_work) {
+            sm90::BwdConsumer<C> consumer{smem,         params,   visible,      tile,       range,
+                                          warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            consumer.main_loop();
             consumer.finish();
         } else {
-            sm90::bwd_store_nothing_seen<C>(params, tile);
+            store_zero_gradients(params, seqlen, tile, C.tile_n, thread_index() - 128, T::kConsumers);
         }
     }
 }

@@ -1,11 +1,15 @@
-// Attention forward for SM90: one warp group loads by TMA, the others multiply by wgmma and own 64 query rows each.
+// Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma and own 64 query rows
+// each.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
@@ -25,49 +29,51 @@
 
 namespace fa::sm90 {
 
-// ---- Config -----------------------------------------------------------------------------------------------------------
+// ---- Config -------------------------------------------------------------------------------------
 
 template <Sm90FwdConfig C>
 struct Traits {
-    static_assert(C.tile_m == 64 * C.num_wg, "one warp group per 64 rows: the m64 of wgmma");
+    static_assert(C.tile_m == 64 * C.num_wg, "one warpgroup per 64 rows: the m64 of wgmma");
     static_assert(C.tile_n % 16 == 0 && C.tile_n <= 256, "the n of wgmma and the k16 steps of P V");
     static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
-    static_assert(C.cluster_m == 1 || C.mask == MaskKind::Full, "blocks of a cluster walk the same keys");
-    static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic, "blocks of a cluster take neighbouring tiles");
+    static_assert(C.cluster_m == 1 || C.mask == MaskKind::Full, "CTAs of a cluster share their keys");
+    static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic,
+                  "CTAs of a cluster take neighbouring tiles");
     static_assert(C.num_wg >= 2 || !C.ping_pong);
 
-    // Weights are computed against the maximum as it stands, and their sum tells whether it has been outgrown: no maximum is
-    // taken and O is not rescaled in the blocks (nearly all) where it has not. Any reference within 2^threshold of the
-    // maximum gives the same relative precision.
-    static constexpr bool kLazyMax = C.rescale_threshold > 0 && C.overlap_wg && C.pv_is_rs;
+    // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
+    // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
+    // within 2^threshold of the maximum gives the same relative precision.
+    static constexpr bool kLazyMax = C.overlap_wg && C.pv_is_rs && C.rescale_threshold > 0;
 
-    // Whether a warp group can pass over blocks that only the rows further down see: blocks narrower than the tile is tall. It
-    // releases all their K before it needs the first V to be released: of two blocks at most, and with two stages.
-    static constexpr bool kPasses =
+    // Whether a warpgroup skips tiles of keys that only rows further down see: tiles narrower than tile_m. It
+    // releases all their K before it waits for the first V: of two tiles at most, and with two stages.
+    static constexpr bool kSkipsBlocks =
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of 8).
+    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of
+    // 8).
     static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160;
 
     using Q = PanelTile<C.tile_m, C.head_dim>;
     using K = PanelTile<C.tile_n, C.head_dim>;
     using V = PanelTile<C.tile_n, C.head_dim_v>;
-    using P = PanelTile<64, C.tile_n>;  // one per warp group
+    using P = PanelTile<64, C.tile_n>;  // one per warpgroup
 
     using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
     using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
 };
 
-// ---- Shared memory ----------------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 // What only some configs have takes no space in the others.
 template <int Bytes, int Groups>
-struct Weights {
+struct PTiles {
     alignas(1024) u8 tiles[Groups][Bytes];
 };
-struct NoWeights {};
+struct NoPTiles {};
 struct TileTicket {
     PipelineBarriers<1> bars;
     alignas(16) int next[4];
@@ -81,31 +87,31 @@ struct alignas(1024) SharedStorage {
     alignas(1024) u8 q[C.q_stages][T::Q::kBytes];
     alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
     alignas(1024) u8 v[C.kv_stages][T::V::kBytes];
-    [[no_unique_address]] Either<C.pv_is_rs, NoWeights, Weights<T::P::kBytes, C.num_wg>> p;
+    [[no_unique_address]] Either<C.pv_is_rs, NoPTiles, PTiles<T::P::kBytes, C.num_wg>> p;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;
     [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket, NoTileTicket> ticket;
 };
 
-// ---- Roles ------------------------------------------------------------------------------------------------------------
+// ---- Roles --------------------------------------------------------------------------------------
 
-// Hands out tiles. Static and per-tile orders are arithmetic; the dynamic one is drawn by the loading thread and passed on
-// through shared memory, one tile ahead.
+// The work tiles of a CTA. Static and per-tile orders are arithmetic; dynamic tiles are drawn by the producer
+// and reach the consumers through shared memory, one tile ahead.
 template <Sm90FwdConfig C>
-struct TileWalk {
+struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
     PipelineState<1> state;
 
-    // The loading thread draws the tile after this one, some loads before it needs it: the counter is far away.
+    // Producer: draws the tile after this one, some loads before it is needed: the counter is far away.
     __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
         if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
         if constexpr (C.scheduler == Scheduler::Static) return tile + cta_count();
         return cta_count() + atomic_add(&params.tile_counter[0], 1u);
     }
 
-    // ... and tells the multiplying warps.
-    __device__ __forceinline__ void tell(SharedStorage<C>& smem, int next) {
+    // Producer: publishes it to the consumers.
+    __device__ __forceinline__ void publish(SharedStorage<C>& smem, int next) {
         if constexpr (kDynamic) {
             mbarrier_wait(smem.ticket.bars.empty[0], state.phase ^ 1);
             smem.ticket.next[0] = next;
@@ -114,8 +120,9 @@ struct TileWalk {
         }
     }
 
-    // The multiplying warps learn the tile after this one.
-    __device__ __forceinline__ int follow(SharedStorage<C>& smem, const FwdParams& params, int tile, bool elected) {
+    // Consumers: the tile after this one.
+    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile,
+                                        bool elected) {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
             const int next = smem.ticket.next[0];
@@ -128,7 +135,7 @@ struct TileWalk {
     }
 };
 
-// The last block to run out of tiles sets the counters back for the next launch.
+// The last CTA to run out of tiles resets the counters for the next launch.
 __device__ __forceinline__ void retire_counter(const FwdParams& params) {
     fence_gpu();
     if (atomic_add(&params.tile_counter[1], 1u) == cta_count() - 1) {
@@ -138,43 +145,47 @@ __device__ __forceinline__ void retire_counter(const FwdParams& params) {
 }
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const Tile& tile) {
-    const Rows<C.pack_gqa> rows(params);
+__device__ __forceinline__ BlockRange tile_blocks(const Visibility<C.mask>& visible,
+                                                  const Rows<C.pack_gqa>& rows, const Tile& tile) {
     const int first = tile.m_block * C.tile_m;
-    const int last = min(first + C.tile_m, rows.count(params)) - 1;
-    return block_range<C.mask, C.tile_n>(params, rows.query(first), rows.query(last));
+    const int last = min(first + C.tile_m, rows.count(visible.seqlen)) - 1;
+    return key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
 }
 
-// The blocks that the 64 rows from `first` on within the tile see, of those that the tile walks: none right of their own
-// diagonal. Blocks left of a window are walked by all.
+// Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
+// their own diagonal. Tiles left of a window are visited by all rows.
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange own_blocks(const FwdParams& params, const Tile& tile, const BlockRange& all, int first) {
-    const Rows<C.pack_gqa> rows(params);
+__device__ __forceinline__ BlockRange warpgroup_blocks(const Visibility<C.mask>& visible,
+                                                       const Rows<C.pack_gqa>& rows, const Tile& tile,
+                                                       const BlockRange& all, int first) {
     const int begin = tile.m_block * C.tile_m + first;
-    const int last = min(begin + 64, rows.count(params)) - 1;
-    BlockRange own = block_range<C.mask, C.tile_n>(params, rows.query(begin), rows.query(last));
-    own.begin = all.begin;
-    own.end = begin > last ? all.begin : min(own.end, all.end);
-    return own;
+    const int last = min(begin + 64, rows.count(visible.seqlen)) - 1;
+    BlockRange range = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
+    range.begin = all.begin;
+    range.end = begin > last ? all.begin : min(range.end, all.end);
+    return range;
 }
 
-// ---- Producer: one thread keeps the copy engine busy ------------------------------------------------------------------
+// ---- Producer: one thread issues all TMA loads --------------------------------------------------
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params, const TensorMap& map_q,
-                                        const TensorMap& map_k, const TensorMap& map_v) {
+__device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params,
+                                        const TensorMap& map_q, const TensorMap& map_k,
+                                        const TensorMap& map_v) {
     using T = Traits<C>;
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
-    TileWalk<C> walk;
+    TileSource<C> tiles;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
-    // Blocks of a cluster load a share of a K or V tile each, to all of them.
+    // Each CTA of a cluster loads a share of every K and V tile, to all of them.
     const int share = C.cluster_m > 1 ? cluster_cta_rank() : 0;
 
     int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const BlockRange range = tile_blocks<C>(params, tile);
+        const Seqlen seqlen(params.shape, tile.batch);
+        const BlockRange range =
+            tile_blocks<C>(Visibility<C.mask>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
         auto load_q = [&] {
@@ -184,38 +195,42 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             for (int i = 0; i < T::Q::kPanels; ++i) {
                 u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
                 if constexpr (C.pack_gqa) {
-                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0, tile.m_block * (C.tile_m / params.shape.group_size),
-                                tile.head, tile.batch, L2Policy::EvictFirst);
-                } else {
-                    tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head, tile.batch,
+                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0,
+                                tile.m_block * (C.tile_m / params.shape.group_size), tile.head, tile.batch,
                                 L2Policy::EvictFirst);
+                } else {
+                    tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head,
+                                tile.batch, L2Policy::EvictFirst);
                 }
             }
             q_state.advance();
         };
-        auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int block) {
+        auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block) {
             using Kv = decltype(tile_type);
             constexpr int kRows = C.tile_n / C.cluster_m;
 #pragma unroll
             for (int i = 0; i < Kv::kPanels; ++i) {
                 u8* panel = dst + i * Kv::kPanelBytes + Kv::row_offset(kRows) * share;
-                const int key = block * C.tile_n + kRows * share;
+                const int key = n_block * C.tile_n + kRows * share;
                 if constexpr (C.cluster_m == 1) {
-                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch, L2Policy::EvictLast);
+                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch,
+                                L2Policy::EvictLast);
                 } else {
-                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch, L2Policy::EvictLast,
-                                          (1 << C.cluster_m) - 1);
+                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch,
+                                          L2Policy::EvictLast, (1 << C.cluster_m) - 1);
                 }
             }
         };
-        auto load_k = [&](int block) {
+        auto load_k = [&](int n_block) {
             smem.k_bars.acquire(k_state, T::K::kBytes);
-            load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage], block);
+            load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage],
+                       n_block);
             k_state.advance();
         };
-        auto load_v = [&](int block) {
+        auto load_v = [&](int n_block) {
             smem.v_bars.acquire(v_state, T::V::kBytes);
-            load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage], block);
+            load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage],
+                       n_block);
             v_state.advance();
         };
 
@@ -226,22 +241,22 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             load_k(range.end - 1);
             if constexpr (C.q_stages == 1) load_q();
 #pragma unroll 1
-            for (int block = range.end - 1; block > range.begin; --block) {
-                load_k(block - 1);
-                load_v(block);
+            for (int n_block = range.end - 1; n_block > range.begin; --n_block) {
+                load_k(n_block - 1);
+                load_v(n_block);
             }
-            next = walk.draw(params, index);
+            next = tiles.draw(params, index);
             load_v(range.begin);
         } else {
-            next = walk.draw(params, index);
+            next = tiles.draw(params, index);
         }
-        walk.tell(smem, next);
+        tiles.publish(smem, next);
         index = next;
     }
     if constexpr (C.scheduler == Scheduler::Dynamic) retire_counter(params);
 }
 
-// ---- Consumers: 64 rows each ------------------------------------------------------------------------------------------
+// ---- Consumers: 64 rows each --------------------------------------------------------------------
 
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams& params, int wg) {
@@ -250,11 +265,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     const int warp = warp_index() % 4;
     const int lane = lane_index();
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
-    // The thread's first accumulator row within the tile, and its first column within a block of keys.
+    // The thread's first accumulator row within the work tile, and its first column within a tile of keys.
     const int own_row = 64 * wg + 16 * warp + lane / 4;
     const int own_column = 2 * (lane % 4);
 
-    const Descriptor desc_q = descriptor_k_major<typename T::Q>(smem_address(smem.q[0]) + T::Q::row_offset(64 * wg));
+    const Descriptor desc_q =
+        descriptor_k_major<typename T::Q>(smem_address(smem.q[0]) + T::Q::row_offset(64 * wg));
     const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
     const Descriptor desc_v = descriptor_mn_major<typename T::V>(smem_address(smem.v[0]));
     u32 address_p = 0;
@@ -263,24 +279,26 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
-    TileWalk<C> walk;
-    const float scale_log2 = C.softcap ? kLog2e : params.score.scale_log2;
+    TileSource<C> tiles;
+    const ScoreMod<C.softcap> score_mod{params.score};
+    const float scale_log2 = score_mod.to_log2();
 
-    // Warp groups take turns at issuing products: group i waits for barrier 1 + i, then lets the next one go.
+    // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
+    // the next one.
     auto wait_turn = [&] {
         if constexpr (C.ping_pong) named_barrier_sync(1 + wg, 256);
     };
-    auto pass_turn = [&] {
+    auto signal_next = [&] {
         if constexpr (C.ping_pong) named_barrier_arrive(1 + (wg + 1 == C.num_wg ? 0 : wg + 1), 256);
     };
-    if (C.ping_pong && wg == C.num_wg - 1) pass_turn();
+    if (C.ping_pong && wg == C.num_wg - 1) signal_next();
 
     float s[C.tile_n / 2];
     float o[C.head_dim_v / 2];
     u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
     float rescale[2];
 
-    // S = Q K^T for the K stage at hand; a group of its own.
+    // S = Q K^T for the current K stage, as one wgmma group.
     auto issue_s = [&] {
         const Descriptor a = desc_q.recomputed();
         const Descriptor b = desc_k.recomputed();
@@ -289,11 +307,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         wgmma::fence();
 #pragma unroll
         for (int k = 0; k < C.head_dim; k += 16) {
-            T::MmaS::template ss<0, 0>(s, a.at(q_stage + T::Q::column_offset(k)), b.at(stage + T::K::column_offset(k)), k != 0);
+            T::MmaS::template ss<0, 0>(s, a.at(q_stage + T::Q::column_offset(k)),
+                                       b.at(stage + T::K::column_offset(k)), k != 0);
         }
         wgmma::commit();
     };
-    // O += P V for the V stage at hand; a group of its own.
+    // O += P V for the current V stage, as one wgmma group.
     auto issue_pv = [&](bool accumulate) {
         const Descriptor b = desc_v.recomputed();
         const u32 stage = v_state.stage * T::V::kBytes;
@@ -309,8 +328,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         }
         wgmma::commit();
     };
-    // The weights as the next product's A operand. Register order of S is already that of A (PTX ISA, wgmma fragments).
-    auto publish_p = [&] {
+    // P as the A operand of P V: packed in registers, where S has A's order already (PTX ISA, wgmma
+    // fragments), or in shared memory.
+    auto pack_p = [&] {
         if constexpr (C.pv_is_rs) {
 #pragma unroll
             for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
@@ -329,86 +349,82 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         v_state.advance();
     };
 
-    // Blocks that are passed over are released unread, and their turns given away.
-    auto pass_k = [&] {
+    // Skipped tiles are released unread, and their turns go to the next warpgroup.
+    auto skip_k = [&] {
         smem.k_bars.wait_full(k_state);
         release_k();
     };
-    auto pass_v = [&] {
+    auto skip_v = [&] {
         smem.v_bars.wait_full(v_state);
         release_v();
     };
-    auto give_turn = [&] {
+    auto skip_turn = [&] {
         wait_turn();
-        pass_turn();
+        signal_next();
     };
 
-    // Holds the exponentials before what follows in the program. The assembler would move the wait for a running product
-    // up to the start of the softmax, which the product was meant to hide; a branch on the sums (never taken: no weight
-    // is negative) is what it cannot move across.
-    auto hold = [&](const float (&sum)[2]) {
+    // Holds the exponentials before what follows. The assembler would move the wait for a running product up
+    // to the start of the softmax, which the product is meant to hide; it cannot move it across a branch on
+    // the sums (never taken: P is not negative).
+    auto hold = [&](const float(&sum)[2]) {
         if (sum[0] + sum[1] < 0.f) pause();
     };
 
     int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const BlockRange all = tile_blocks<C>(params, tile);
+        const Seqlen seqlen(params.shape, tile.batch);
+        const Visibility<C.mask> visible{params.shape, seqlen};
+        const Rows<C.pack_gqa> rows(params.shape);
+        const BlockRange all = tile_blocks<C>(visible, rows, tile);
         BlockRange range = all;
-        if constexpr (T::kPasses) range = own_blocks<C>(params, tile, all, 64 * wg);
-        const int passed = all.end - range.end;
-        const Rows<C.pack_gqa> rows(params);
+        if constexpr (T::kSkipsBlocks) range = warpgroup_blocks<C>(visible, rows, tile, all, 64 * wg);
+        const int skipped = all.end - range.end;
         const int row = tile.m_block * C.tile_m + own_row;
         Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
 
-        // Scores to capped and masked scores.
-        auto prepare = [&](int block) {
-            if constexpr (C.softcap) cap_scores(s, params.score.softcap_exponent, params.score.softcap);
-            if (range.needs_mask(block)) {
-                const int first = block * C.tile_n + own_column;
-                ColumnLimits limits;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int query = rows.query(row + 8 * r);
-                    limits.begin[r] = keys_begin<C.mask>(params, query) - first;
-                    limits.end[r] = keys_end<C.mask>(params, query) - first;
-                }
-                mask_scores<C.mask == MaskKind::Window>(s, limits);
+        // Products to masked scores.
+        auto modify = [&](int n_block) {
+            score_mod.apply(s);
+            if (range.needs_mask(n_block)) {
+                auto query_of = [&](int r) { return rows.query(row + 8 * r); };
+                mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
             }
         };
 
         if (!range.empty()) {
             smem.q_bars.wait_full(q_state);
-            if constexpr (T::kPasses) {
+            if constexpr (T::kSkipsBlocks) {
 #pragma unroll 1
-                for (int i = 0; i < passed; ++i) pass_k();
+                for (int i = 0; i < skipped; ++i) skip_k();
             }
-            // First block: nothing to rescale.
-            int block = range.end - 1;
+            // The first tile of keys: nothing to rescale.
+            int n_block = range.end - 1;
             smem.k_bars.wait_full(k_state);
             issue_s();
             wgmma::wait<0>();
             release_k();
-            prepare(block);
+            modify(n_block);
             softmax.template step<true>(s, scale_log2, rescale);
-            publish_p();
-            if constexpr (T::kPasses) {
+            pack_p();
+            if constexpr (T::kSkipsBlocks) {
 #pragma unroll 1
-                for (int i = 0; i < passed; ++i) {
-                    pass_v();
-                    give_turn();
+                for (int i = 0; i < skipped; ++i) {
+                    skip_v();
+                    skip_turn();
                 }
             }
 
             bool accumulate = false;
             if constexpr (C.overlap_wg) {
-                // The products of the next scores run under this block's P V, the softmax under both.
+                // The next S runs under this tile's P V, the softmax under both.
                 constexpr bool kRescaleFirst = C.head_dim_v > 128;
-                // P V is done by about the time that the maximum and the first exponentials are: waiting for it there lets
-                // the other exponentials hide the conversion of P and the rescaling of O.
-                // (A quarter, in steps of 8 registers. With three warp groups there are no registers to hold more than 8.)
+                // P V is done by about the time that the maximum and the first exponentials are: waiting for
+                // it there lets the other exponentials hide the conversion of P and the rescaling of O. (A
+                // quarter, in steps of 8 registers; with three warpgroups no registers are left for more
+                // than 8.)
                 constexpr int kEarly = T::kLazyMax && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
-                while (--block >= range.begin) {
+                while (--n_block >= range.begin) {
                     smem.k_bars.wait_full(k_state);
                     wait_turn();
                     issue_s();
@@ -417,27 +433,30 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     }
                     smem.v_bars.wait_full(v_state);
                     issue_pv(accumulate);
-                    pass_turn();
+                    signal_next();
                     wgmma::wait<1>();
                     release_k();
-                    prepare(block);
+                    modify(n_block);
                     if constexpr (T::kLazyMax) {
                         constexpr int kLate = C.tile_n / 2 - kEarly;
                         float early[kEarly], late[kLate];
                         float block_sum[2] = {0.f, 0.f};
-                        softmax.weigh_as_it_stands(s, 0, scale_log2, early, block_sum);
+                        softmax.exponentials_by_current_max(s, 0, scale_log2, early, block_sum);
                         hold(block_sum);
                         wgmma::wait<0>();
                         release_v();
-                        softmax.weigh_as_it_stands(s, kEarly, scale_log2, late, block_sum);
-                        // Operands of the running product until the wait: nothing may be packed into them before.
+                        softmax.exponentials_by_current_max(s, kEarly, scale_log2, late, block_sum);
+                        // p is an operand of the running product until the wait: nothing may be packed into
+                        // it before.
 #pragma unroll
-                        for (int i = 0; i < kEarly / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
+                        for (int i = 0; i < kEarly / 2; ++i)
+                            p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
 #pragma unroll
-                        for (int i = 0; i < kLate / 2; ++i) p[kEarly / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
+                        for (int i = 0; i < kLate / 2; ++i)
+                            p[kEarly / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
                         if (softmax.template outgrown<C.rescale_threshold>(block_sum)) {
                             softmax.template step<false>(s, scale_log2, rescale);
-                            publish_p();
+                            pack_p();
                             scale_rows(o, rescale);
                         } else {
                             softmax.sum[0] += block_sum[0];
@@ -445,12 +464,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                         }
                     } else {
                         softmax.template take_max<false>(s, scale_log2, rescale);
-                        softmax.template weigh<kEarly>(s, 0, scale_log2);
+                        softmax.template exponentiate<kEarly>(s, 0, scale_log2);
                         hold(softmax.sum);
                         wgmma::wait<0>();
                         release_v();
-                        softmax.template weigh<C.tile_n / 2 - kEarly>(s, kEarly, scale_log2);
-                        publish_p();
+                        softmax.template exponentiate<C.tile_n / 2 - kEarly>(s, kEarly, scale_log2);
+                        pack_p();
                         if constexpr (!kRescaleFirst) scale_rows(o, rescale);
                     }
                     accumulate = true;
@@ -462,20 +481,21 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 smem.v_bars.wait_full(v_state);
                 issue_pv(accumulate);
             } else {
-                // One product after the other; ping-pong lets another warp group's run under this one's softmax.
+                // One product after the other; with ping-pong another warpgroup's products run under this
+                // one's softmax.
                 smem.v_bars.wait_full(v_state);
                 issue_pv(false);
-                while (--block >= range.begin) {
+                while (--n_block >= range.begin) {
                     smem.k_bars.wait_full(k_state);
                     wait_turn();
                     issue_s();
-                    pass_turn();
+                    signal_next();
                     wgmma::wait<0>();
                     release_k();
                     release_v();
-                    prepare(block);
+                    modify(n_block);
                     softmax.template step<false>(s, scale_log2, rescale);
-                    publish_p();
+                    pack_p();
                     scale_rows(o, rescale);
                     smem.v_bars.wait_full(v_state);
                     issue_pv(true);
@@ -487,28 +507,28 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
-            store_output<C.dtype, C.pack_gqa>(params, o, factor, lse, row, tile.head, tile.batch);
+            store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
         } else {
-            if constexpr (T::kPasses) {
-                if (passed > 0) {
+            if constexpr (T::kSkipsBlocks) {
+                if (skipped > 0) {
                     smem.q_bars.wait_full(q_state);
 #pragma unroll 1
-                    for (int i = 0; i < passed; ++i) {
-                        pass_k();
-                        pass_v();
-                        if (i > 0) give_turn();
+                    for (int i = 0; i < skipped; ++i) {
+                        skip_k();
+                        skip_v();
+                        if (i > 0) skip_turn();
                     }
                     smem.q_bars.release(q_state, elected);
                     q_state.advance();
                 }
             }
-            store_nothing_seen<C.pack_gqa>(params, row, tile.head, tile.batch);
+            store_nothing_seen<C.pack_gqa>(params, seqlen, row, tile.head, tile.batch);
         }
-        index = walk.follow(smem, params, index, elected);
+        index = tiles.next(smem, params, index, elected);
     }
 }
 
-// ---- Kernel -----------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 }  // namespace fa::sm90
 
@@ -518,8 +538,8 @@ template <Sm90FwdConfig C>
 constexpr int sm90_fwd_smem_bytes = sizeof(sm90::SharedStorage<C>);
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q, const TensorMap& map_k,
-                                         const TensorMap& map_v) {
+__device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMap& map_q,
+                                         const TensorMap& map_k, const TensorMap& map_v) {
     using T = sm90::Traits<C>;
     auto& smem = shared_memory<sm90::SharedStorage<C>>();
 
@@ -546,7 +566,8 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);
-        // The neighbour's consumers may still arrive at this block's barriers. (Warps that have exited count as arrived.)
+        // The other CTAs' consumers may still arrive at this CTA's barriers. (Warps that have exited count as
+        // arrived.)
         if constexpr (C.cluster_m > 1) cluster_sync();
     }
 }

@@ -1,23 +1,26 @@
-// wgmma's 64-bit shared-memory matrix descriptors (PTX ISA, "Matrix descriptor"): address, the two byte offsets, swizzle.
+// wgmma's 64-bit shared-memory matrix descriptors (PTX ISA, "Matrix descriptor"): address, the two byte
+// offsets, swizzle.
 #pragma once
 #include "ptx/compiler.cuh"
 #include "types.cuh"
 
 namespace fa {
 
-// Where an operand starts. The high word is a constant of the tile's shape; the low word holds the address and moves with
-// the stage and the k step.
+// Where an operand starts. The high word is a constant of the tile's shape; the low word holds the address
+// and moves with the stage and the k step.
 struct Descriptor {
     u32 low, high;
 
     // The operand `bytes` (a multiple of 16) further on.
-    __device__ __forceinline__ u64 at(u32 bytes) const { return static_cast<u64>(high) << 32 | (low + (bytes >> 4)); }
+    __device__ __forceinline__ u64 at(u32 bytes) const {
+        return static_cast<u64>(high) << 32 | (low + (bytes >> 4));
+    }
 
     // The operand in another buffer, `bytes` further on.
     __device__ __forceinline__ Descriptor moved(u32 bytes) const { return {low + (bytes >> 4), high}; }
 
-    // The same descriptor, unknown to the compiler: without this it computes the descriptors of all k steps ahead of the
-    // loop over key blocks and holds (or spills) two registers for each.
+    // The same descriptor, unknown to the compiler: without this it computes the descriptors of all k steps
+    // ahead of the loop over key blocks and holds (or spills) two registers for each.
     __device__ __forceinline__ Descriptor recomputed() const {
         Descriptor copy = *this;
         opaque(copy.low);
@@ -32,20 +35,23 @@ __host__ __device__ constexpr u32 descriptor_high() {
     return static_cast<u32>(RowBytes == 128 ? 1 : RowBytes == 64 ? 2 : 3) << 30 | 8 * RowBytes >> 4;
 }
 
-// The address field has 14 bits of 16 bytes; the bits above name the block within its cluster.
+// The address field has 14 bits of 16 bytes; the bits above are the CTA's rank in its cluster.
 __device__ __forceinline__ u32 descriptor_address(u32 address) { return (address & 0x3ffff) >> 4; }
 
-// Operand whose contraction (K) axis is contiguous: groups of 8 rows follow each other; the leading offset is unused.
+// Operand whose contraction (K) axis is contiguous: groups of 8 rows follow each other; the leading offset is
+// unused.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_k_major(u32 address) {
     return {descriptor_address(address) | 1u << 16, descriptor_high<Tile::kRowBytes>()};
 }
 
-// Operand whose M or N axis is contiguous: panels of that axis lie kPanelBytes apart, groups of 8 k follow each other.
+// Operand whose M or N axis is contiguous: panels of that axis lie kPanelBytes apart, groups of 8 k follow
+// each other.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_mn_major(u32 address) {
     static_assert(Tile::kPanelBytes >> 4 < 1 << 14);
-    return {descriptor_address(address) | static_cast<u32>(Tile::kPanelBytes >> 4) << 16, descriptor_high<Tile::kRowBytes>()};
+    return {descriptor_address(address) | static_cast<u32>(Tile::kPanelBytes >> 4) << 16,
+            descriptor_high<Tile::kRowBytes>()};
 }
 
 }  // namespace fa

@@ -1,7 +1,7 @@
 // Operands of mma.m16n8k16 from tiles in shared memory, by ldmatrix or by plain loads.
 //
-// All three operands of attention are read as blocks of 16 rows x 16 columns: Q as A, K as two n8 blocks of B stored
-// [n][k], V as two n8 blocks of B stored [k][n].
+// All three operands of attention are read as blocks of 16 rows x 16 columns: Q as A, K as two n8 blocks of B
+// stored [n][k], V as two n8 blocks of B stored [k][n].
 #pragma once
 #include "ptx/ldmatrix.cuh"
 #include "ptx/thread.cuh"
@@ -10,16 +10,16 @@
 
 namespace fa {
 
-// How a block is to arrive in registers.
-// AStoredKM is an A whose transpose is stored: its blocks are (contraction, rows of A).
+// The operand that a block becomes, and how it is stored. AStoredKM is a transposed A: its blocks are
+// (contraction, rows of A).
 enum class Operand { A, AStoredKM, BStoredNK, BStoredKN };
 
-// A lane's view of tiles of one kind. For ldmatrix, the matrix at whose rows lanes 8 i to 8 i + 7 point becomes register i:
-// the two registers of an n8 block of B must be neighbours, so K's matrices run along its columns first, Q's and V's down
-// the rows; those of a transposed A run as A's own do, which is along the columns of what is stored.
+// A lane's view of tiles of one kind. For ldmatrix, the matrix at whose rows lanes 8 i to 8 i + 7 point
+// becomes register i: the two registers of an n8 block of B must be neighbours, so K's matrices run along its
+// columns first, Q's and V's down the rows; those of a transposed A run along the columns of the stored tile.
 template <class Tile, Operand O, bool Ldmatrix>
 struct FragmentReader {
-    // Byte offset of the lane's row, plus what its chunk numbers are XORed with, in the place of the chunk number.
+    // Byte offset of the lane's row, plus what its chunk numbers are XORed with, at the chunk number's bits.
     u32 lane_offset;
 
     static_assert(Ldmatrix || O != Operand::AStoredKM, "only ldmatrix transposes an A");
@@ -36,16 +36,18 @@ struct FragmentReader {
         }
     }
 
-    // Where the block at (row, column), both multiples of 16, lies for this lane, `half` 8 columns to the right. Chunk
-    // numbers stand in the low bits of an address and nothing else does, tiles being aligned to 128 bytes.
+    // Where the block at (row, column), both multiples of 16, lies for this lane, `half` 8 columns to the
+    // right. Chunk numbers stand in the low bits of an address and nothing else does, tiles being aligned to
+    // 128 bytes.
     __device__ __forceinline__ u32 locate(u32 address, int row, int column, int half) const {
         const u32 chunk = (Tile::chunk(column) + half) << 4;
         const u32 at = address + lane_offset;
-        return (Tile::kSwizzled ? at ^ chunk : at + chunk) + row * Tile::kRowBytes + Tile::panel_offset(column);
+        return (Tile::kSwizzled ? at ^ chunk : at + chunk) + row * Tile::kRowBytes +
+               Tile::panel_offset(column);
     }
 
-    // The block at (row, column) of the tile at `address`. A: the four registers of the operand; B: two of the first n8
-    // block, two of the second.
+    // The block at (row, column) of the tile at `address`. A: the four registers of the operand; B: two of
+    // the first n8 block, two of the second.
     __device__ __forceinline__ void read(u32 (&regs)[4], u32 address, int row, int column) const {
         if constexpr (Ldmatrix) {
             const u32 at = locate(address, row, column, 0);
@@ -73,7 +75,8 @@ struct FragmentReader {
             for (int i = 0; i < 4; ++i) {
                 const int down = O == Operand::A ? i % 2 : i / 2;
                 const int right = O == Operand::A ? i / 2 : i % 2;
-                regs[i] = load_shared_u32(locate(address, row + 8 * down, column, right) + lane_index() % 4 * 4);
+                regs[i] =
+                    load_shared_u32(locate(address, row + 8 * down, column, right) + lane_index() % 4 * 4);
             }
         }
     }

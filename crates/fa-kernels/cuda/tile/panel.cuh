@@ -1,4 +1,4 @@
-// Shared-memory tiles of 16-bit elements as the copy engine writes them and wgmma reads them: panels of at most 64
+// Shared-memory tiles of 16-bit elements as TMA writes them and wgmma reads them: panels of at most 64
 // columns, [columns / panel][rows][panel], each row of a panel swizzled over its own width.
 #pragma once
 #include "types.cuh"
@@ -6,7 +6,9 @@
 namespace fa {
 
 // The widest panel (and with it the widest swizzle) that divides `columns`.
-__host__ __device__ constexpr int widest_panel(int columns) { return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16; }
+__host__ __device__ constexpr int widest_panel(int columns) {
+    return columns % 64 == 0 ? 64 : columns % 32 == 0 ? 32 : 16;
+}
 
 template <int Rows, int Columns, int Panel = widest_panel(Columns)>
 struct PanelTile {
@@ -22,7 +24,8 @@ struct PanelTile {
         return column / kPanel * kPanelBytes + column % kPanel * 2;
     }
 
-    // Byte offset of row `row` (a multiple of 8) in panel 0: where an MN-major k16 step, or a warp group's rows, start.
+    // Byte offset of row `row` (a multiple of 8) in panel 0: where an MN-major k16 step, or a warpgroup's
+    // rows, start.
     __host__ __device__ static constexpr int row_offset(int row) { return row * kRowBytes; }
 };
 

@@ -4,7 +4,8 @@
 
 namespace fa {
 
-// Where in the ring a role stands. The producer waits for the inverted phase, so that its first round does not wait.
+// A role's position in the ring. The producer waits for the inverted phase, so that its first round does not
+// wait.
 template <int Stages>
 struct PipelineState {
     int stage = 0;
@@ -18,9 +19,9 @@ struct PipelineState {
     }
 };
 
-// full: the copy engine's bytes are in; empty: every consumer warp has read them. With Blocks > 1 a stage is filled by all
-// blocks of a cluster, so that it is free only when the consumers of all of them have read theirs.
-template <int Stages, int Blocks = 1>
+// full: TMA's bytes are in; empty: every consumer warp has read them. With Ctas > 1 a stage is filled by all
+// CTAs of a cluster, so that it is free only when the consumers of all of them have read theirs.
+template <int Stages, int Ctas = 1>
 struct PipelineBarriers {
     Mbarrier full[Stages];
     Mbarrier empty[Stages];
@@ -28,7 +29,7 @@ struct PipelineBarriers {
     __device__ __forceinline__ void init(u32 consumer_warps) {
         for (int i = 0; i < Stages; ++i) {
             mbarrier_init(full[i], 1);
-            mbarrier_init(empty[i], consumer_warps * Blocks);
+            mbarrier_init(empty[i], consumer_warps * Ctas);
         }
     }
 
@@ -45,11 +46,11 @@ struct PipelineBarriers {
     // Consumer: the whole warp, once its reads are done; `elected` in one lane.
     __device__ __forceinline__ void release(const PipelineState<Stages>& state, bool elected) {
         if (!elected) return;
-        if constexpr (Blocks == 1) {
+        if constexpr (Ctas == 1) {
             mbarrier_arrive(empty[state.stage]);
         } else {
 #pragma unroll
-            for (int rank = 0; rank < Blocks; ++rank) mbarrier_arrive_remote(empty[state.stage], rank);
+            for (int rank = 0; rank < Ctas; ++rank) mbarrier_arrive_remote(empty[state.stage], rank);
         }
     }
 };

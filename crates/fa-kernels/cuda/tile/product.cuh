@@ -1,4 +1,5 @@
-// A warp group's share of a matrix product whose operands lie in shared memory as panel tiles, in either orientation.
+// A warpgroup's share of a matrix product whose operands lie in shared memory as panel tiles, in either
+// orientation.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tile/descriptor.cuh"
@@ -6,8 +7,8 @@
 
 namespace fa {
 
-// How an operand lies: its rows along the tile's rows, the contraction running along the panels (Rows), or its rows along the
-// panels, the contraction running down the tile's rows (Columns).
+// How an operand lies: its rows along the tile's rows, the contraction running along the panels (Rows), or
+// its rows along the panels, the contraction running down the tile's rows (Columns).
 enum class Along { Rows, Columns };
 
 // An operand: the tile, and which of its sides are the operand's rows.
@@ -15,14 +16,16 @@ template <class Tile, Along A>
 struct OperandView {
     static constexpr int kTranspose = A == Along::Columns;
 
-    // Bytes from the tile's start to the operand's row `row` (of 8, or of a panel) and contraction step `k` (of 16).
+    // Bytes from the tile's start to the operand's row `row` (of 8, or of a panel) and contraction step `k`
+    // (of 16).
     __host__ __device__ static constexpr u32 offset(int row, int k) {
-        return A == Along::Rows ? Tile::row_offset(row) + Tile::column_offset(k) : Tile::column_offset(row) + Tile::row_offset(k);
+        return A == Along::Rows ? Tile::row_offset(row) + Tile::column_offset(k)
+                                : Tile::column_offset(row) + Tile::row_offset(k);
     }
 
     // The operand from its row `row` on.
     __device__ __forceinline__ static Descriptor descriptor(u32 address, int row) {
-        // Whole panels down or along: the address of a warp group's share is computed at run time.
+        // Whole panels down or along: the address of a warpgroup's share is computed at run time.
         if constexpr (A == Along::Rows) {
             return descriptor_k_major<Tile>(address + row * Tile::kRowBytes);
         } else {
@@ -44,28 +47,32 @@ struct Product {
 
     // Issues the blocks from First on; the caller fences and commits.
     template <int First = 0, int Count = kBlocks>
-    __device__ __forceinline__ static void issue(float (&d)[Count][kRegisters], const Descriptor& a, const Descriptor& b, bool accumulate) {
+    __device__ __forceinline__ static void issue(float (&d)[Count][kRegisters], const Descriptor& a,
+                                                 const Descriptor& b, bool accumulate) {
         const Descriptor from_a = a.recomputed();
         const Descriptor from_b = b.recomputed();
 #pragma unroll
         for (int block = 0; block < Count; ++block) {
 #pragma unroll
             for (int k = 0; k < K; k += 16) {
-                Instruction::template ss<A::kTranspose, B::kTranspose>(d[block], from_a.at(A::offset(64 * (First + block), k)),
-                                                                      from_b.at(B::offset(0, k)), k != 0 || accumulate);
+                Instruction::template ss<A::kTranspose, B::kTranspose>(
+                    d[block], from_a.at(A::offset(64 * (First + block), k)), from_b.at(B::offset(0, k)),
+                    k != 0 || accumulate);
             }
         }
     }
 
     // The same with A in registers: the packed accumulators of a product with N = K.
-    __device__ __forceinline__ static void issue_rs(float (&d)[kBlocks][kRegisters], const u32 (&a)[kBlocks][K / 4], const Descriptor& b,
+    __device__ __forceinline__ static void issue_rs(float (&d)[kBlocks][kRegisters],
+                                                    const u32 (&a)[kBlocks][K / 4], const Descriptor& b,
                                                     bool accumulate) {
         const Descriptor from_b = b.recomputed();
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
             for (int k = 0; k < K; k += 16) {
-                Instruction::template rs<B::kTranspose>(d[block], a[block] + k / 4, from_b.at(B::offset(0, k)), k != 0 || accumulate);
+                Instruction::template rs<B::kTranspose>(d[block], a[block] + k / 4,
+                                                        from_b.at(B::offset(0, k)), k != 0 || accumulate);
             }
         }
     }

@@ -1,5 +1,5 @@
-// Shared-memory tiles of 16-bit elements that threads write by cp.async and read by ldmatrix: the swizzled panels of
-// tile/panel.cuh, or plain rows one after another.
+// Shared-memory tiles of 16-bit elements that threads write by cp.async and read by ldmatrix: the swizzled
+// panels of tile/panel.cuh, or plain rows one after another.
 #pragma once
 #include "tile/panel.cuh"
 #include "types.cuh"
@@ -17,14 +17,17 @@ struct SmemTile {
     static constexpr int kBytes = Rows * Columns * 2;
     static constexpr int kChunks = kPanel / 8;  // 16-byte chunks of a panel's row
 
-    // What a chunk's number within its panel is XORed with. It repeats every 8 rows, so that a thread whose rows all
-    // have one remainder by 8 computes it once.
+    // What a chunk's number within its panel is XORed with. It repeats every 8 rows, so that a thread whose
+    // rows all have one remainder by 8 computes it once.
     __device__ __forceinline__ static u32 twist(int row) {
         return Swizzled ? row * kRowBytes / 128 % kChunks : 0;
     }
 
-    // Byte offset of the panel and of the place within it that column `column` (a multiple of 8) has before the XOR.
-    __host__ __device__ static constexpr u32 panel_offset(int column) { return column / kPanel * kPanelBytes; }
+    // Byte offset of the panel of column `column` (a multiple of 8), and its chunk number there before the
+    // XOR.
+    __host__ __device__ static constexpr u32 panel_offset(int column) {
+        return column / kPanel * kPanelBytes;
+    }
     __host__ __device__ static constexpr u32 chunk(int column) { return column % kPanel / 8; }
 
     // Byte offset of the 16-byte chunk that starts at `column`, a multiple of 8.

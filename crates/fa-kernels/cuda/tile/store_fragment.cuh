@@ -7,10 +7,11 @@
 
 namespace fa {
 
-// Stores 16 x (4 * Words) elements, packed in the order of the accumulators, at (row, column) of the tile: (column, row) of the
-// stored one with Transposed.
+// Stores 16 x (4 * Words) elements, packed in the order of the accumulators, at (row, column) of the tile:
+// (column, row) of the stored one with Transposed.
 template <class Tile, bool Transposed, int Words>
-__device__ __forceinline__ void store_fragment(u32 base, const u32 (&packed)[Words], int row, int column, int lane) {
+__device__ __forceinline__ void store_fragment(u32 base, const u32 (&packed)[Words], int row, int column,
+                                               int lane) {
     auto address = [&](int r, int c) {
         const int at_row = Transposed ? c : r, at_column = Transposed ? r : c;
         return base + at_column / Tile::kPanel * Tile::kPanelBytes +
@@ -18,8 +19,8 @@ __device__ __forceinline__ void store_fragment(u32 base, const u32 (&packed)[Wor
     };
 #pragma unroll
     for (int i = 0; i < Words; i += 4) {
-        // Matrices (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); the last two may be missing. A lane points at
-        // a row of a matrix as it is stored: a column of it if transposed.
+        // Matrices (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15); the last two may be
+        // missing. A lane points at a row of a matrix as it is stored: a column of it if transposed.
         const int c = column + 4 * i;
         const int r_lane = Transposed ? row + lane / 8 % 2 * 8 : row + lane % 16;
         const int c_lane = Transposed ? c + lane % 8 + lane / 16 * 8 : c + lane / 16 * 8;

@@ -10,7 +10,8 @@ namespace fa {
 // One operand: `Span` of its rows (A) or columns (B), from `first` on, both multiples of 16.
 template <class Tile, Operand O, int Span>
 struct WarpOperand {
-    // Whether the share runs along the tile's columns. Its place can then be folded into the lane's unless shares straddle panels.
+    // Whether the share runs along the tile's columns. Its offset can then be folded into the lane's unless
+    // shares straddle panels.
     static constexpr bool kAcross = O == Operand::AStoredKM || O == Operand::BStoredKN;
     static constexpr bool kFolded = !kAcross || Tile::kPanel % Span == 0 || Span % Tile::kPanel == 0;
     static constexpr int kBlocks = Span / 16;
@@ -36,16 +37,19 @@ struct WarpOperand {
     }
 };
 
-struct NothingBeside {
+// Nothing runs between the products.
+struct NoInterleave {
     template <int Rounds>
     __device__ __forceinline__ void round(int) const {}
 };
 
-// D += A B over `Steps` contraction steps; accumulators by m16 fragment. What the products use is read ahead of them: A by `AheadA`
-// steps (0 or 1), B by `AheadB` blocks. Each of the Rounds = Steps * B::kBlocks rounds also calls `beside`'s round<Rounds>(number).
-template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Beside = NothingBeside>
-__device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlocks], const A& a, u32 address_a, const B& b, u32 address_b,
-                                              const Beside& beside = {}) {
+// D += A B over `Steps` contraction steps of 16; accumulators by m16 fragment. Operands are read ahead of the
+// products that use them: A by `AheadA` steps (0 or 1), B by `AheadB` blocks. After each of the Rounds =
+// Steps * B::kBlocks rounds of products runs `interleave.round<Rounds>(number)`.
+template <Dtype T, int Steps, int AheadA, int AheadB, class A, class B, class Interleave = NoInterleave>
+__device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlocks], const A& a,
+                                              u32 address_a, const B& b, u32 address_b,
+                                              const Interleave& interleave = {}) {
     constexpr int kBlocks = B::kBlocks, kTotal = Steps * kBlocks;
     constexpr int kAhead = min_of(AheadB, kTotal), kRingA = AheadA + 1, kRingB = kAhead + 1;
     u32 of_a[kRingA][A::kBlocks][4], of_b[kRingB][4];
@@ -66,9 +70,10 @@ __device__ __forceinline__ void warp_multiply(float (&d)[A::kBlocks][8 * B::kBlo
 #pragma unroll
         for (int f = 0; f < A::kBlocks; ++f) {
             mma_m16n8k16<T>(d[f] + 8 * n, of_a[step % kRingA][f], of_b[i % kRingB][0], of_b[i % kRingB][1]);
-            mma_m16n8k16<T>(d[f] + 8 * n + 4, of_a[step % kRingA][f], of_b[i % kRingB][2], of_b[i % kRingB][3]);
+            mma_m16n8k16<T>(d[f] + 8 * n + 4, of_a[step % kRingA][f], of_b[i % kRingB][2],
+                            of_b[i % kRingB][3]);
         }
-        beside.template round<kTotal>(i);
+        interleave.template round<kTotal>(i);
     }
 }
 

@@ -170,6 +170,8 @@ param_struct! {
         pub softcap: f32,
         /// `2 * log2(e) * scale / softcap`: from products to the exponent of 2 in the cap's tanh.
         pub softcap_exponent: f32,
+        /// `log2(e) * softcap`: from shares of the cap to exponents of 2.
+        pub softcap_log2: f32,
         /// `ln(2) / softcap`: from exponents of 2 to shares of the cap.
         pub softcap_share: f32,
     }
@@ -264,7 +266,7 @@ param_struct! {
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 224);
 const _: () = assert!(size_of::<BwdParams>() == 408);
-const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 20);
+const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
 pub(crate) fn declarations() -> Vec<ParamStruct> {

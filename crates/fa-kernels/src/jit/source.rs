@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use fa_core::{Arch, Kernel, KernelSpec};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Traits};
 
 use crate::jit::code;
 use crate::jit::config;
@@ -95,22 +95,22 @@ impl Source {
 /// The architecture-specific target (`a`) only where the kernel needs it: its code runs on no other architecture.
 fn target(spec: &KernelSpec, arch: Arch) -> String {
     let (major, minor) = arch.compute_capability();
-    let suffix = match spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => "",
-        Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => "a",
+    let suffix = match spec.traits().family {
+        Family::Sm80 => "",
+        Family::Sm90 => "a",
     };
     format!("sm_{major}{minor}{suffix}")
 }
 
 fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let name = spec.kernel.name();
-    let (header, min_blocks, cluster, maps): (_, _, _, &[&str]) = match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => ("sm80/fwd.cuh", kernel.blocks_per_sm, 1, &[]),
-        // setmaxnreg is ignored unless the bound of one block per SM is written out.
-        Kernel::Sm90Fwd(kernel) => ("sm90/fwd.cuh", 1, kernel.cluster_m, &["tma_q", "tma_k", "tma_v"]),
-        Kernel::Sm80Bwd(kernel) => ("sm80/bwd.cuh", kernel.blocks_per_sm, 1, &[]),
-        Kernel::Sm90Bwd(_) => ("sm90/bwd.cuh", 1, 1, &["tma_q", "tma_k", "tma_v", "tma_do"]),
+    let (header, maps): (_, &[&str]) = match &spec.kernel {
+        Kernel::Sm80Fwd(_) => ("sm80/fwd.cuh", &[]),
+        Kernel::Sm90Fwd(_) => ("sm90/fwd.cuh", &["tma_q", "tma_k", "tma_v"]),
+        Kernel::Sm80Bwd(_) => ("sm80/bwd.cuh", &[]),
+        Kernel::Sm90Bwd(_) => ("sm90/bwd.cuh", &["tma_q", "tma_k", "tma_v", "tma_do"]),
     };
+    let Traits { blocks_per_sm, cluster, .. } = spec.traits();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
     let mut text = format!("// {spec}\n#include \"{header}\"\n\nusing namespace fa;\n\n");
     let _ = writeln!(text, "constexpr {} config{{", config::struct_name(&spec.kernel));
@@ -126,7 +126,8 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         );
     }
     let cluster = if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };
-    let bounds = format!("__launch_bounds__({}, {min_blocks})", spec.threads());
+    // setmaxnreg is ignored unless the bound of one CTA per SM is written out.
+    let bounds = format!("__launch_bounds__({}, {blocks_per_sm})", spec.threads());
     let _ = write!(
         text,
         "extern \"C\" __global__ void {bounds}{cluster}\n{ENTRY}(const __grid_constant__ {params} params"

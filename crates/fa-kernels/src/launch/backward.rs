@@ -18,7 +18,6 @@ use crate::Error;
 use crate::jit::params::BwdParams;
 use crate::jit::source::{ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
-use crate::launch::forward::check_match;
 use crate::launch::launches::{
     Addresses, Launch, Launches, MapTemplate, Params, Step, Tensor, count, score_params, shape_params,
 };
@@ -149,7 +148,7 @@ impl Launches {
     /// As [`Launches::of`]; [`Error::Mismatch`] for a forward.
     pub fn backward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         problem.check()?;
-        check_match(spec, problem)?;
+        spec.serves(problem)?;
         let kernel = LaunchShape::of(spec)?;
         let splits = head_splits(problem, kernel.tile_n, kernel.is_deterministic, sms);
         let params = params(&kernel, problem, (arch, sms), splits)?;

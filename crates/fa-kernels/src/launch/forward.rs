@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem};
+use fa_core::{Arch, Kernel, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
 
 use crate::Error;
@@ -128,7 +128,7 @@ impl Launches {
     /// As [`Launches::of`]; [`Error::Mismatch`] for a backward.
     pub fn forward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         problem.check()?;
-        check_match(spec, problem)?;
+        spec.serves(problem)?;
         let kernel = LaunchShape::of(spec)?;
         let params = params(spec, &kernel, problem, arch, sms)?;
         let tiles = params.num_tiles as u32;
@@ -224,39 +224,6 @@ fn maps(spec: &KernelSpec, kernel: &LaunchShape, problem: &Problem) -> Vec<MapTe
         MapTemplate { name: "k", tensor: k, panel, rows: share, group: None },
         MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None },
     ]
-}
-
-fn packs_gqa(spec: &KernelSpec) -> bool {
-    matches!(&spec.kernel, Kernel::Sm90Fwd(own) if own.pack_gqa)
-}
-
-/// Checks that a kernel of `spec` computes `problem`.
-pub(crate) fn check_match(spec: &KernelSpec, problem: &Problem) -> Result<(), Error> {
-    let mismatch = |what, kernel: String, problem: String| Err(Error::Mismatch { what, kernel, problem });
-    if spec.dtype != problem.dtype {
-        return mismatch("dtype", spec.dtype.to_string(), problem.dtype.to_string());
-    }
-    for (what, have, need) in
-        [("head_dim", spec.head_dim, problem.head_dim), ("head_dim_v", spec.head_dim_v, problem.head_dim_v)]
-    {
-        if need > have as usize || !need.is_multiple_of(8) {
-            return mismatch(what, format!("multiples of 8 up to {have}"), need.to_string());
-        }
-    }
-    let computes = spec.mask == MaskKind::Window || spec.mask == MaskKind::of(&problem.mask);
-    if !computes {
-        return mismatch("mask", spec.mask.name().to_owned(), problem.mask.to_string());
-    }
-    if spec.softcap != problem.softcap.is_some() {
-        let text = |on: bool| if on { "a softcap" } else { "no softcap" };
-        return mismatch("softcap", text(spec.softcap).into(), text(problem.softcap.is_some()).into());
-    }
-    let group = problem.group_size();
-    if packs_gqa(spec) && !(spec.tile().0 as usize).is_multiple_of(group) {
-        let need = format!("groups that divide tile_m = {}", spec.tile().0);
-        return mismatch("pack_gqa", need, format!("{group} query heads per K/V head"));
-    }
-    Ok(())
 }
 
 /// The parameters that the problem alone decides.

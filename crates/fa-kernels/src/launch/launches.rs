@@ -280,6 +280,7 @@ pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
     Ok(ScoreParams {
         softcap: cap,
         softcap_exponent: 2.0 * std::f32::consts::LOG2_E * params.scale / cap,
+        softcap_log2: cap * std::f32::consts::LOG2_E,
         softcap_share: std::f32::consts::LN_2 / cap,
         ..params
     })

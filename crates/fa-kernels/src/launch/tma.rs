@@ -56,8 +56,8 @@ impl MapShape {
     }
 }
 
-/// Encodes a map of 16-bit elements. Pure host arithmetic of a fraction of a microsecond, so each call
-/// encodes its own maps and nothing has to be kept or invalidated.
+/// Encodes a map. Pure host arithmetic of a fraction of a microsecond, so each call encodes its own maps and
+/// nothing has to be kept or invalidated.
 ///
 /// Elements of a box outside the tensor read as zero: that fills rows beyond the end and padded head dims.
 ///
@@ -66,8 +66,11 @@ impl MapShape {
 pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error> {
     let TensorMap { tensor, address, shape } = *map;
     let data_type = match dtype {
+        Dtype::F32 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         Dtype::F16 => DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        _ => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        Dtype::Bf16 => DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        // 8-bit floats are copied as bytes: there is no type of their own.
+        Dtype::E4m3 => DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     };
     let bytes = dtype.bytes() as u64;
     // The stride of an axis of length 1 is never used; it only has to pass the driver's checks.

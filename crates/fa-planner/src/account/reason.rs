@@ -1,5 +1,6 @@
 //! Why a kernel is no plan: the limit that it breaks, with the numbers.
 
+use fa_core::Mismatch;
 use serde::Serialize;
 
 use crate::occupancy::Limiter;
@@ -93,5 +94,11 @@ impl Reason {
     /// By what share the limit is missed; infinite for rules.
     pub fn excess(&self) -> f64 {
         self.need_have().map_or(f64::INFINITY, |(need, have)| f64::from(need) / f64::from(have.max(1)) - 1.0)
+    }
+}
+
+impl From<Mismatch> for Reason {
+    fn from(Mismatch { what, kernel, problem }: Mismatch) -> Reason {
+        Reason::Problem { field: what, have: kernel, need: problem }
     }
 }

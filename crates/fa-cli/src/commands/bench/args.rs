@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use fa_lab::marks::Marks;
+use fa_lab::runner::Turns;
 use fa_planner::Mode;
 
-use crate::bench_gpu::marks::Marks;
-use crate::contest::Turns;
 use crate::flags::{self, Backend, CpuArgs, PlanFamily, ShapeArgs};
 
 /// Launches of each kernel that count, where the caller does not say.
@@ -62,7 +62,7 @@ pub struct GpuArgs {
     #[arg(long)]
     pub peers: bool,
     /// Measure a fixed list of shapes
-    #[arg(long, value_enum, conflicts_with_all = [
+    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
     ])]
     pub marks: Option<Marks>,

@@ -1,15 +1,15 @@
 //! `fa build --all-configs`: what the planner predicts of every configuration beside what the compiler makes of it.
 
 use fa_core::{Arch, Family, Pass};
+use fa_lab::configs::{self, Built, NEAR_MISS};
 use fa_planner::Mode;
 use serde::Serialize;
 
 use super::BuildArgs;
-use crate::configs::{self, Built, NEAR_MISS};
 use crate::flags::{PlanFamily, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::Verdict;
-use crate::term::output;
+use crate::term::{output, progress};
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -66,7 +66,7 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     let compiler = super::compiler(args)?;
     let mut report = Report { compiler: compiler.version()?, summaries: Vec::new(), rows: Vec::new() };
     for (arch, pass, configs) in lists {
-        let found = configs::compile(&configs, arch, &compiler);
+        let found = configs::compile(&configs, arch, &compiler, &mut progress::steps());
         let row = |(config, found): (&configs::Config, _)| Row { arch, pass, built: config.built(found) };
         report.rows.extend(configs.iter().zip(&found).map(row));
     }

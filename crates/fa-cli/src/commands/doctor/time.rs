@@ -13,10 +13,11 @@ use fa_attn::device::Gpu;
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use fa_kernels::cache::CACHE_VARIABLE;
 use fa_kernels::{Kernels, driver};
+use fa_lab::device::{DeviceInfo, median, place_forward};
+use fa_lab::tensors::Inputs;
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use crate::cuda::{Device, Inputs, median};
 use crate::term::failure::Verdict;
 use crate::term::output;
 
@@ -77,7 +78,7 @@ fn problem() -> Problem {
 /// No usable GPU, or no compiler.
 pub fn command(json: bool) -> anyhow::Result<Verdict> {
     // What is missing is better said here than by a child.
-    let info = Device::open()?.info()?;
+    let info = DeviceInfo::of(&Gpu::open()?)?;
     let cache = tempfile::tempdir().context("no place for a cache")?;
     let cold = child(cache.path())?;
     let warm = (0..WARM).map(|_| child(cache.path())).collect::<anyhow::Result<Vec<_>>>()?;
@@ -152,22 +153,22 @@ pub fn start() -> anyhow::Result<Verdict> {
     let context = driver::context(0)?;
     let context_ms = ms(began);
     let began = Instant::now();
-    let device = Device::of(Gpu::with(Kernels::new(&context)?));
-    let forward = device.forward(&problem(), None)?;
+    let gpu = Gpu::with(Kernels::new(&context)?);
+    let forward = gpu.forward(&problem(), None)?;
     let kernel = ms(began);
     let inputs = Inputs::<bf16>::random(&problem(), TensorLayout::Bshd, 1);
-    let mut call = device.call(&forward, &inputs)?;
-    device.synchronize()?;
+    let mut call = place_forward(&gpu.stream, &forward, &inputs)?;
+    gpu.synchronize()?;
     let began = Instant::now();
-    call.run(&forward, &device.stream)?;
-    device.synchronize()?;
+    call.run(&forward, &gpu.stream)?;
+    gpu.synchronize()?;
     let launch = ms(began);
     let mut times = Vec::new();
     for _ in 0..BATCHES {
         let began = Instant::now();
-        (0..CALLS).try_for_each(|_| call.run(&forward, &device.stream))?;
+        (0..CALLS).try_for_each(|_| call.run(&forward, &gpu.stream))?;
         times.push(ms(began) * 1e3 / CALLS as f64);
-        device.synchronize()?;
+        gpu.synchronize()?;
     }
     times.sort_by(f64::total_cmp);
     output::print_json(&Start { context: context_ms, kernel, launch, call_us: median(&times) })?;

@@ -8,7 +8,7 @@ pub mod account;
 pub mod candidates;
 mod cost;
 
-use fa_core::{Arch, Dtype, Problem};
+use fa_core::{Arch, Problem};
 use serde::Serialize;
 
 use crate::account::reason::Reason;
@@ -73,7 +73,7 @@ pub fn explore(
     constants: Option<CostConstants>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
-    if !matches!(problem.dtype, Dtype::F16 | Dtype::Bf16) {
+    if !problem.dtype.is_half() {
         return Err(PlanError::Dtype(problem.dtype));
     }
     if !arch.has_tcgen05() {
@@ -111,7 +111,7 @@ impl Sm100Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fa_core::Mask;
+    use fa_core::{Dtype, Mask};
 
     #[test]
     fn two_query_tiles_win_where_they_fit() {

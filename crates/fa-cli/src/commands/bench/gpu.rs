@@ -1,0 +1,82 @@
+//! `fa bench` on the GPU: our kernels' rates, and those of other libraries in the same run.
+
+use std::path::{Path, PathBuf};
+
+use fa_core::{KernelSpec, Pass, Problem};
+use fa_lab::bench::{self, Options};
+use fa_lab::marks::Wanted;
+use fa_lab::spec_file;
+use fa_planner::Mode;
+
+use super::args::BenchArgs;
+use super::{draw, table};
+use crate::flags::{PlanFamily, pass_of};
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::progress;
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input, an unwritable target, no usable GPU; all are found before anything is measured.
+pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+    let options = options(args)?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let report = bench::run(&options, &mut progress::steps())?;
+    destinations.write(&report, || draw::panels(&report), || table::table(&report))?;
+    Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
+}
+
+fn options(args: &BenchArgs) -> anyhow::Result<Options> {
+    let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
+    let mode = match args.mode {
+        Mode::Fwd => Pass::Forward,
+        Mode::Bwd => Pass::BACKWARD,
+        Mode::Both => {
+            return Err(usage("on the GPU one pass is measured at a time: use --mode fwd or --mode bwd"));
+        }
+    };
+    let pass = pass_of(mode, args.gpu.deterministic)?;
+    if args.cpu.isa.is_some() || args.cpu.threads.is_some() {
+        return Err(usage("--isa and --threads are the cpu backend's; leave them out with --backend cuda"));
+    }
+    if args.seconds.is_some() {
+        return Err(usage("--seconds is the CPU's; on the GPU give --reps"));
+    }
+    if let Some(marks) = args.gpu.marks {
+        if marks.backward() != pass.is_backward() {
+            return Err(usage(
+                "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd",
+            ));
+        }
+        return Ok(Options {
+            shapes: marks.shapes(),
+            specs: Vec::new(),
+            family: Some(marks.family()),
+            pass,
+            peers: args.gpu.peers,
+            peer_names: marks.peers(),
+            turns: args.gpu.turns(),
+        });
+    }
+    let family = args.gpu.family.map(PlanFamily::kernels).transpose()?;
+    let shapes = args.shapes.problems_of_halves()?;
+    let spec = |path: &PathBuf| spec_for(path, pass, &shapes);
+    let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;
+    let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
+    let (peers, turns) = (args.gpu.peers, args.gpu.turns());
+    Ok(Options { shapes, specs, family, pass, peers, peer_names: Vec::new(), turns })
+}
+
+/// The kernel of a file, which has to compute at least one of the shapes: it would silently be in no row otherwise.
+fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> anyhow::Result<KernelSpec> {
+    let spec = spec_file::read_spec_of(path, pass)?;
+    let mut reasons = shapes.iter().map(|problem| spec.serves(problem).err());
+    match reasons.next().flatten() {
+        Some(reason) if reasons.all(|reason| reason.is_some()) => {
+            let message = format!("{} computes none of the shapes: {reason}", path.display());
+            Err(InputError::Usage(message).into())
+        }
+        _ => Ok(spec),
+    }
+}

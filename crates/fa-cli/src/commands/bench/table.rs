@@ -1,0 +1,72 @@
+//! The rows of a benchmark on the GPU as a table.
+
+use fa_lab::bench::report::{PeersRecord, Report};
+use fa_lab::peers::Ceilings;
+use fa_lab::record::Provenance;
+
+use crate::term::output;
+
+/// For people: the rows, then the summary.
+pub fn table(report: &Report) -> String {
+    let names = report.peer_names();
+    let mut header = vec!["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", "TFLOP/s"];
+    header.extend(names.iter().map(String::as_str));
+    let with_ratio = !names.is_empty();
+    let with_recorded = report.rows.iter().any(|row| !row.recorded.is_empty());
+    header.extend(with_ratio.then_some("ratio"));
+    header.extend(with_recorded.then_some("recorded"));
+    let mut table = output::table(&header);
+    for row in &report.rows {
+        let mut cells = vec![
+            row.shape.head_dims(),
+            row.shape.heads(),
+            row.shape.batch.to_string(),
+            row.shape.seqlens(),
+            row.shape.mask.clone(),
+            row.shape.dtype.to_string(),
+            row.spec.clone(),
+        ];
+        match &row.error {
+            Some(error) => cells.push(error.clone()),
+            None => {
+                cells.extend([format!("{:.4}", row.ms_median), format!("{:.0}", row.tflops)]);
+                let rate = |name| row.peers.get(name).map_or("-".to_owned(), |rate| format!("{rate:.0}"));
+                cells.extend(names.iter().map(rate));
+                let ratio = row.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
+                cells.extend(with_ratio.then_some(ratio));
+                let recorded: Vec<String> =
+                    row.recorded.iter().map(|(name, rate)| format!("{name} {rate:.0}")).collect();
+                cells.extend(with_recorded.then(|| recorded.join(", ")));
+            }
+        }
+        table.add_row(cells);
+    }
+    let Provenance { device, compiler, commit, .. } = &report.provenance;
+    let driver = device.driver.as_deref().unwrap_or("unknown");
+    let mut text = format!(
+        "{}, driver {driver}, CUDA {}, {compiler}, commit {commit}; medians of {} launches\n{}",
+        device.gpu,
+        device.cuda,
+        report.reps,
+        output::table_text(&table)
+    );
+    if let Some(PeersRecord { versions, errors, ceilings, .. }) = &report.peers {
+        let versions: Vec<String> =
+            versions.iter().map(|(name, version)| format!("{name}: {version}")).collect();
+        let Ceilings { matmul_tflops, copy_gb_per_s } = ceilings;
+        text += &format!(
+            "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy {copy_gb_per_s:.0} GB/s\n",
+            versions.join(", ")
+        );
+        for (name, why) in errors {
+            text += &format!("no {name}: {why}\n");
+        }
+    }
+    for s in &report.summary {
+        text += &format!(
+            "{}, over {}: {} rows, geometric mean {:.3}, lowest {:.3} ({}), {} below 1\n",
+            s.group, s.against, s.rows, s.geometric_mean, s.lowest, s.lowest_row, s.below_one
+        );
+    }
+    text
+}

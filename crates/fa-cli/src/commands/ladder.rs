@@ -1,0 +1,81 @@
+//! `fa ladder`: what each optimisation step brings on the GPU at hand.
+
+mod page;
+
+use std::path::PathBuf;
+
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use fa_core::Family;
+use fa_lab::ladder::{self, Options};
+use fa_lab::runner::Turns;
+use fa_lab::shape::HeadDim;
+
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::progress;
+
+/// `fa ladder`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct LadderArgs {
+    /// The kernels whose steps are measured
+    #[arg(long, value_parser = family(), default_value = "sm80")]
+    pub arch: Family,
+    /// Sequence lengths [default: 1k to 16k for sm80, 4096 for sm90]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub seqlen: Vec<u32>,
+    /// Head dims of the sm90 kernels [default: 128]
+    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
+    pub headdim: Vec<HeadDim>,
+    /// Launches of each step that count, in turns of about six
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    pub reps: u16,
+    /// Write the rows as JSON to this file, '-' for standard output instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// Draw the steps to an SVG file
+    #[arg(long, value_name = "FILE.svg")]
+    pub plot: Option<PathBuf>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  fa ladder --plot ladder.svg
+  fa ladder --arch sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
+
+The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is compared, as a \
+ratio to the first step, not their rates. Every step's output is checked before it is timed, and all steps on a shape take \
+turns.";
+
+fn family() -> impl TypedValueParser<Value = Family> {
+    let values = Family::ALL.map(|family| {
+        PossibleValue::new(family.name()).help(match family {
+            Family::Sm80 => {
+                "mma.sync: from a naive kernel to ldmatrix and a pipeline, and from small tiles to tuned ones"
+            }
+            Family::Sm90 => "wgmma: each knob alone, beside the same kernel without the change",
+        })
+    });
+    PossibleValuesParser::new(values).try_map(|name| name.parse::<Family>())
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input, an unwritable target, no usable GPU.
+pub fn command(args: &LadderArgs) -> anyhow::Result<Verdict> {
+    if args.arch == Family::Sm80 && !args.headdim.is_empty() {
+        let message = "the sm80 ladder is that of head dim 128, as published: leave --headdim out";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
+    let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
+    let options = Options {
+        family: args.arch,
+        seqlens: args.seqlen.iter().map(|&n| n as usize).collect(),
+        head_dims: args.headdim.clone(),
+        turns: Turns::of(usize::from(args.reps)),
+    };
+    let report = ladder::run(&options, &mut progress::steps())?;
+    destinations.write(&report, || page::draw(&report), || page::table(&report))?;
+    Ok(if report.rows.iter().any(|row| row.wrong) { Verdict::Bad } else { Verdict::Good })
+}

@@ -1,0 +1,114 @@
+//! `fa tune`: kernels measured for a problem, and the winner kept where the library finds it.
+
+mod page;
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use fa_attn::tune::user_table;
+use fa_core::{Family, Pass, Problem};
+use fa_lab::marks::Marks;
+use fa_lab::runner::Turns;
+use fa_lab::tune::{self, Options};
+
+use crate::commands::worker;
+use crate::flags::{self, PlanFamily, ShapeArgs, pass_of};
+use crate::term::destinations::Destinations;
+use crate::term::failure::{InputError, Verdict};
+use crate::term::{output, progress};
+
+/// `fa tune`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct TuneArgs {
+    #[command(flatten)]
+    pub shapes: ShapeArgs,
+    /// Which pass to tune
+    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
+    pub mode: Pass,
+    /// Tune gradients that have the same bits in every run
+    #[arg(long)]
+    pub deterministic: bool,
+    /// Tune for a fixed list of shapes
+    #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "family"
+    ])]
+    pub marks: Option<Marks>,
+    /// Kernels to choose from [default: the fastest that the GPU runs]
+    #[arg(long, value_parser = PlanFamily::parser())]
+    pub family: Option<PlanFamily>,
+    /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 8,
+          value_parser = clap::value_parser!(u16).range(1..=200))]
+    pub candidates: u16,
+    /// Launches of each kernel that count, in turns of about six
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    pub reps: u16,
+    /// Measure again what has been measured
+    #[arg(long)]
+    pub fresh: bool,
+    /// Where the winners go [default: FA_TUNED, or tuned.ron beside the kernel cache, where the library looks]
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Write everything measured beside its prediction as JSON, '-' for standard output instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    pub json: Option<PathBuf>,
+    /// Write how well predictions rank the kernels as Markdown
+    #[arg(long, value_name = "FILE.md")]
+    pub report: Option<PathBuf>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  fa tune --headdim 128 --heads 16 --seqlen 4096 --batch 4 --causal
+  fa tune --marks sm90 -n 12 --report tuning.md --json tuning.json
+  fa tune --mode bwd --marks sm90-bwd
+  fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
+
+A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over all sequences \
+rounded up to powers of two. Interrupted, it goes on where it was.";
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
+pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
+    let pass = pass(args)?;
+    let (problems, family) = problems(args)?;
+    let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
+    let table = args.output.clone().or_else(user_table).context(
+        "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
+    )?;
+    let options = Options {
+        problems,
+        family,
+        pass,
+        candidates: usize::from(args.candidates),
+        turns: Turns::of(usize::from(args.reps)),
+        fresh: args.fresh,
+        table,
+    };
+    let report = tune::run(&options, &worker::program()?, &mut progress::steps())?;
+    destinations.write(&report, || Ok(page::markdown(&report)), || page::table(&report))?;
+    output::note(&format!("winners are in {}", options.table.display()));
+    Ok(if report.all_have_winners() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// The pass that is tuned.
+fn pass(args: &TuneArgs) -> Result<Pass, InputError> {
+    let pass = pass_of(args.mode, args.deterministic)?;
+    if args.marks.is_some_and(|marks| marks.backward() != pass.is_backward()) {
+        let message = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd";
+        return Err(InputError::Usage(message.to_owned()));
+    }
+    Ok(pass)
+}
+
+fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
+    if let Some(marks) = args.marks {
+        let problems = marks.shapes().into_iter().map(|wanted| wanted.problem).collect();
+        return Ok((problems, Some(marks.family())));
+    }
+    let problems = args.shapes.problems_of_halves()?;
+    Ok((problems, args.family.map(PlanFamily::kernels).transpose()?))
+}

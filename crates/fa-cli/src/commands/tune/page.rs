@@ -1,0 +1,80 @@
+//! How well predictions rank kernels, as a table and as Markdown.
+
+use fa_lab::record::Provenance;
+use fa_lab::shape::head_dims;
+use fa_lab::tune::report::{OfProblem, Report};
+
+use crate::term::output;
+
+fn rows(report: &Report) -> Vec<[String; 10]> {
+    let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |x| format!("{x:.digits$}"));
+    let row = |p: &OfProblem| {
+        let problem = &p.problem;
+        let bad = p.kernels.iter().filter(|kernel| kernel.error.is_some()).count();
+        [
+            head_dims(problem),
+            problem.mask.to_string(),
+            problem.dtype.to_string(),
+            format!("{}x{}x{}", problem.batch, problem.heads_q, problem.seqlen_k),
+            p.winner.clone().unwrap_or_else(|| "-".into()),
+            number(p.tflops, 0),
+            p.first_choice.clone().unwrap_or_else(|| "-".into()),
+            number(p.first_choice_over_best, 3),
+            number(p.rank_correlation, 2),
+            format!("{} ({bad})", p.kernels.len()),
+        ]
+    };
+    report.problems.iter().map(row).collect()
+}
+
+const HEADER: [&str; 10] = [
+    "hd",
+    "mask",
+    "dtype",
+    "B x H x N",
+    "winner",
+    "TFLOP/s",
+    "first choice",
+    "its time over best",
+    "rank corr.",
+    "tried (bad)",
+];
+
+fn summary(report: &Report) -> String {
+    let number = |value: Option<f64>| value.map_or("-".into(), |x| format!("{x:.3}"));
+    format!(
+        "Rank correlation of prediction and measurement: {} in the mean over problems, {} over everything. The \
+         planner's first choice is within 3 % of the best for {} of {} problems.\n",
+        number(report.mean_rank_correlation),
+        number(report.overall_rank_correlation),
+        report.first_choice_near,
+        report.problems.len()
+    )
+}
+
+/// For a terminal.
+pub fn table(report: &Report) -> String {
+    let mut table = output::table(&HEADER);
+    rows(report).into_iter().for_each(|row| {
+        table.add_row(row);
+    });
+    format!("{}{}", output::table_text(&table), summary(report))
+}
+
+/// For a document.
+pub fn markdown(report: &Report) -> String {
+    let Provenance { device, compiler, commit, command, date, .. } = &report.provenance;
+    let driver = device.driver.as_deref().unwrap_or("unknown");
+    let mut text = format!(
+        "# Tuning on {}\n\n`{command}`, {date}, commit {commit}, driver {driver}, {compiler}; medians of {} launches, \
+         kernels of a problem in turns.\n\n{}\n",
+        device.gpu,
+        report.reps,
+        summary(report)
+    );
+    text += &format!("| {} |\n|{}\n", HEADER.join(" | "), "---|".repeat(HEADER.len()));
+    for row in rows(report) {
+        text += &format!("| {} |\n", row.join(" | "));
+    }
+    text
+}

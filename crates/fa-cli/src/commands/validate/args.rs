@@ -1,0 +1,128 @@
+//! Flags of `fa validate`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use fa_core::{Family, Pass};
+use fa_lab::configs::HEAD_DIMS;
+use fa_lab::grid::Extent;
+use fa_lab::shape::HeadDim;
+use fa_lab::spec_file::read_spec_of;
+use fa_lab::validate::{Cases, Options};
+
+use crate::flags::{self, pass_of};
+
+/// `fa validate`.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct ValidateArgs {
+    /// Kernels to validate [default: the fastest that the GPU runs]
+    #[arg(long, value_parser = flags::family())]
+    pub arch: Option<Family>,
+    /// Which pass to validate; gradients are taken behind the forward
+    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
+    pub mode: Pass,
+    /// A part of the grid that takes below a minute (the default without --record)
+    #[arg(long, conflicts_with_all = ["spec", "soak", "sanitize", "all_configs"])]
+    pub quick: bool,
+    /// The whole grid
+    #[arg(long, conflicts_with = "quick")]
+    pub full: bool,
+    /// Only cases whose names contain this, as in 'windows/' or 'hd256'
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+    /// Validate the one kernel in this RON file
+    #[arg(long, value_name = "FILE")]
+    pub spec: Option<PathBuf>,
+    /// Runs of each repeated case, which must give the same bits [default: 100, with --full 1000]
+    #[arg(long, value_name = "N", conflicts_with_all = ["soak", "sanitize", "all_configs"], value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
+    pub repeat: Option<u32>,
+    /// Random problems for so long, instead of the grid
+    #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "spec", "filter"],
+          value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub soak: Option<u32>,
+    /// Start of the random problems' sequence
+    #[arg(long, default_value_t = 1, requires = "soak")]
+    pub seed: u64,
+    /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+    #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]
+    pub sanitize: bool,
+    /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
+    #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
+    pub all_configs: bool,
+    /// Of the backward's configurations those whose gradients have the same bits in every run
+    #[arg(long, requires = "all_configs")]
+    pub deterministic: bool,
+    /// Head dims of --all-configs, each D or D-DV
+    #[arg(
+        long,
+        value_name = "D[-DV],..",
+        value_delimiter = ',',
+        requires = "all_configs",
+        default_value = HEAD_DIMS
+    )]
+    pub headdim: Vec<HeadDim>,
+    /// Write a record below the results folder; of the grid, the whole is validated for it
+    #[arg(long, group = "records", conflicts_with_all = ["quick", "filter", "spec"])]
+    pub record: bool,
+    /// Compare the shipped kernels with the records instead; needs no GPU
+    #[arg(long, group = "records", conflicts_with_all = [
+        "arch", "mode", "quick", "full", "filter", "spec", "repeat", "soak", "sanitize", "all_configs", "record", "watchdog"
+    ])]
+    pub check_records: bool,
+    /// Where records lie
+    #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "records")]
+    pub results: PathBuf,
+    /// A case that is on the GPU for longer hangs: it is reported, and the others go on without it
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub watchdog: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  fa validate                                   numerics, strides, streams, graphs: below a minute
+  fa validate --record                          all of it, with a record for docs/results
+  fa validate --arch sm80 --filter windows/     the kernels for every GPU, one group of cases
+  fa validate --spec kernel.ron                 one kernel
+  fa validate --mode bwd --arch sm90            gradients
+  fa validate --soak 600 --seed 7               random problems for ten minutes
+  fa validate --all-configs                     predicted and measured rates of every configuration
+
+Each case fills its outputs with NaN, runs on the GPU and is compared with an f64 computation of the same (rounded) \
+inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in the kernel's precision; \
+LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must be written.
+A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
+
+impl ValidateArgs {
+    /// What is validated.
+    ///
+    /// # Errors
+    /// A deterministic forward, and a spec that cannot be read or is for the other pass.
+    pub fn options(&self) -> anyhow::Result<Options> {
+        let pass = pass_of(self.mode, self.deterministic)?;
+        let (extent, repeats) =
+            if self.full || self.record { (Extent::Full, 1000) } else { (Extent::Quick, 100) };
+        let repeat = self.repeat.unwrap_or(repeats) as usize;
+        let cases = match (&self.spec, self.soak) {
+            _ if self.sanitize => Cases::Sanitize,
+            _ if self.all_configs => Cases::Configs { head_dims: self.headdim.clone() },
+            (_, Some(seconds)) => Cases::Soak { seconds, seed: self.seed },
+            (Some(path), None) => Cases::Spec { spec: Box::new(read_spec_of(path, self.mode)?), repeat },
+            (None, None) => Cases::Grid { extent, repeat },
+        };
+        let (filter, watchdog) = (self.filter.clone(), self.watchdog);
+        Ok(Options { family: self.arch, pass, cases, filter, watchdog })
+    }
+
+    /// What the names of records say about the pass.
+    pub fn suffix(&self) -> &'static str {
+        match (self.mode, self.deterministic) {
+            (Pass::Forward, _) => "",
+            (Pass::Backward { .. }, false) => "-bwd",
+            (Pass::Backward { .. }, true) => "-bwd-deterministic",
+        }
+    }
+}

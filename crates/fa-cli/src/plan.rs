@@ -1,0 +1,5 @@
+//! What `fa plan` found, and its presentation.
+
+pub mod backward;
+pub mod planned;
+pub mod tried;

@@ -1,0 +1,58 @@
+// Modifiers of scores, between the product Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or
+// none.
+#pragma once
+#include "params.cuh"
+#include "ptx/math.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+template <bool Softcap>
+struct ScoreMod {
+    const ScoreParams& params;
+
+    // From modified scores to exponents of 2, and of e.
+    __device__ __forceinline__ float to_log2() const { return Softcap ? kLog2e : params.scale_log2; }
+    __device__ __forceinline__ float to_natural() const { return Softcap ? 1.f : params.scale; }
+
+    // Products to scores, in place. tanh(x) is 1 - 2 / (1 + e^2x): tanh.approx is too coarse for f16.
+    template <int N>
+    __device__ __forceinline__ void apply(float (&s)[N]) const {
+        if constexpr (Softcap) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                const float e = exp2_approx(s[i] * params.softcap_exponent);
+                s[i] = fmaf(-2.f * params.softcap, reciprocal_approx(1.f + e), params.softcap);
+            }
+        }
+    }
+
+    // Products to scores as shares of the cap, tanh(scale * s / cap), in place.
+    template <int N>
+    __device__ __forceinline__ void apply_as_shares(float (&s)[N]) const {
+        if constexpr (Softcap) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                s[i] = fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(s[i] * params.softcap_exponent)), 1.f);
+            }
+        }
+    }
+    // From shares to exponents of 2.
+    __device__ __forceinline__ float shares_to_log2() const {
+        return Softcap ? params.softcap_log2 : params.scale_log2;
+    }
+
+    // The cap's slope, by which dS is multiplied, at a share; 0 at the share -inf of a hidden score.
+    __device__ __forceinline__ static float slope(float share) {
+        return fmaxf(fmaf(-share, share, 1.f), 0.f);
+    }
+
+    // The same where the probability `p` of the score and the row's LSE in base 2 are what is left of it; `p`
+    // is not 0.
+    __device__ __forceinline__ float slope(float p, float lse_log2) const {
+        const float share = (log2_approx(p) + lse_log2) * params.softcap_share;
+        return fmaf(-share, share, 1.f);
+    }
+};
+
+}  // namespace fa

@@ -1,0 +1,37 @@
+// Which keys a query sees, and which queries see a key.
+#pragma once
+#include "attn/seqlen.cuh"
+#include "config.cuh"
+#include "params.cuh"
+
+namespace fa {
+
+// Of one sequence. Ranges are [begin, end); a begin is not yet clamped to 0.
+template <MaskKind Mask>
+struct Visibility {
+    const ShapeParams& shape;
+    Seqlen seqlen;
+
+    // Keys left and right of the diagonal; -1 for all.
+    __device__ __forceinline__ int left() const { return shape.window_left; }
+    __device__ __forceinline__ int right() const { return Mask == MaskKind::Causal ? 0 : shape.window_right; }
+
+    __device__ __forceinline__ int keys_begin(int query) const {
+        if (Mask != MaskKind::Window || left() < 0) return 0;
+        return query + seqlen.k() - seqlen.q() - left();
+    }
+    __device__ __forceinline__ int keys_end(int query) const {
+        if (Mask == MaskKind::Full || (Mask == MaskKind::Window && right() < 0)) return seqlen.k();
+        return min(seqlen.k(), query + seqlen.k() - seqlen.q() + right() + 1);
+    }
+    __device__ __forceinline__ int queries_begin(int key) const {
+        if (Mask == MaskKind::Full || (Mask == MaskKind::Window && right() < 0)) return 0;
+        return key - (seqlen.k() - seqlen.q()) - right();
+    }
+    __device__ __forceinline__ int queries_end(int key) const {
+        if (Mask != MaskKind::Window || left() < 0) return seqlen.q();
+        return min(seqlen.q(), key - (seqlen.k() - seqlen.q()) + left() + 1);
+    }
+};
+
+}  // namespace fa

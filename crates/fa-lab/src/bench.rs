@@ -1,0 +1,143 @@
+//! Our kernels' rates on the GPU, and those of other libraries in the same run.
+
+pub mod report;
+
+use std::collections::BTreeMap;
+
+use fa_attn::device::{Bound, Gpu, Half};
+use fa_core::{Family, KernelSpec, Pass, Problem};
+use rayon::prelude::*;
+
+use crate::device::bind_spec;
+use crate::error::Result;
+use crate::marks::Wanted;
+use crate::peers::Peers;
+use crate::progress::{Progress, Step};
+use crate::record::{KernelRecord, Provenance};
+use crate::runner::{Outcome, Runner, Turns};
+use crate::tensors::with_half;
+
+use report::{PeersRecord, Report, Row};
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The shapes.
+    pub shapes: Vec<Wanted>,
+    /// The kernels; where there are none, the library's choice for each shape.
+    pub specs: Vec<KernelSpec>,
+    /// The family that the library chooses from, be it the fastest here or not.
+    pub family: Option<Family>,
+    /// The pass.
+    pub pass: Pass,
+    /// Whether other libraries are timed in the same run.
+    pub peers: bool,
+    /// Names of the peers that are asked; all, if empty.
+    pub peer_names: Vec<String>,
+    /// How often each kernel runs.
+    pub turns: Turns,
+}
+
+/// Measures everything; rows of shapes that no kernel computes hold the reason.
+///
+/// # Errors
+/// No usable GPU, no peers where they are wanted, and what the GPU reports.
+pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
+    let gpu = Gpu::open()?;
+    let mut peers = if options.peers { Some(Peers::start()?) } else { None };
+    let mut report = Report {
+        provenance: Provenance::new(&gpu)?,
+        reps: options.turns.rounds * options.turns.reps,
+        rounds: options.turns.rounds,
+        peers: peers.as_mut().map(PeersRecord::of).transpose()?,
+        kernels: Vec::new(),
+        rows: Vec::new(),
+        summary: Vec::new(),
+    };
+    // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
+    options.shapes.par_iter().for_each(|wanted| drop(bound(&gpu, &wanted.problem, options)));
+    progress(Step::Total(options.shapes.len()));
+    for wanted in &options.shapes {
+        let problem = &wanted.problem;
+        progress(Step::Begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask)));
+        let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
+        let rows = match bound(&gpu, problem, options) {
+            Ok(bound) => with_half!(
+                problem.dtype,
+                T => measure_shape::<T>(&gpu, wanted, bound, peers, options.turns, &mut report.kernels),
+                else unreachable!("no kernel is found for other types")
+            )?,
+            Err(error) if error_is_fatal(&error) => return Err(error.into()),
+            Err(error) => vec![Row::failed(wanted, "none", options.pass, error.to_string())],
+        };
+        report.rows.extend(rows);
+        progress(Step::Done);
+    }
+    report.sum_up();
+    Ok(report)
+}
+
+/// Where no shape can be measured, as against one that no kernel computes.
+fn error_is_fatal(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{Kernels, Plan};
+    use fa_kernels::Error::{Mismatch, Refused, SharedMemory};
+    !matches!(error, Plan(_) | Kernels(Mismatch { .. } | Refused { .. } | SharedMemory { .. }))
+}
+
+/// The kernels for a shape: those given that compute it, or the library's choice.
+fn bound(gpu: &Gpu, problem: &Problem, options: &Options) -> Result<Vec<Bound>, fa_attn::Error> {
+    if options.specs.is_empty() {
+        return Ok(vec![gpu.bind_of(problem, options.pass, options.family)?]);
+    }
+    let mut found = Vec::new();
+    let mut mismatch = None;
+    for spec in &options.specs {
+        match bind_spec(gpu, problem, spec, options.pass) {
+            Ok(pass) => found.push(pass),
+            Err(error @ fa_attn::Error::Kernels(fa_kernels::Error::Mismatch { .. })) => {
+                mismatch = Some(error)
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    match mismatch {
+        Some(error) if found.is_empty() => Err(error),
+        _ => Ok(found),
+    }
+}
+
+fn measure_shape<T: Half>(
+    gpu: &Gpu,
+    wanted: &Wanted,
+    bound: Vec<Bound>,
+    peers: Option<(&mut Peers, &[String])>,
+    turns: Turns,
+    kernels: &mut Vec<KernelRecord>,
+) -> Result<Vec<Row>> {
+    let problem = &wanted.problem;
+    let pass = bound[0].spec().kernel.pass();
+    let mut runner = Runner::<T>::new(gpu, problem, &bound[0])?;
+    let judged = bound.iter().map(|pass| runner.check(pass)).collect::<Result<Vec<_>>>()?;
+    let specs: Vec<KernelSpec> = bound.iter().map(|pass| pass.spec().clone()).collect();
+    let right = bound.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
+    let right: Vec<Bound> = right.map(|(pass, _)| pass).collect();
+    let Outcome { ours, peers, peer_errors } = runner.run(&right, problem, peers, turns)?;
+    let peers: BTreeMap<String, f64> =
+        peers.into_iter().map(|(name, times)| (name, times.tflops(problem, pass))).collect();
+    let mut times = ours.into_iter();
+    let mut rows = Vec::new();
+    for (spec, judged) in specs.iter().zip(judged) {
+        KernelRecord::add(kernels, spec, gpu.arch())?;
+        if judged.passed {
+            let times = times.next().unwrap_or_default();
+            rows.push(Row::new(wanted, spec, judged, &times, peers.clone(), peer_errors.clone()));
+        } else {
+            let error = format!(
+                "wrong on sampled rows: off by {:.3e} (tolerance {:.3e}), or not all written",
+                judged.max_abs, judged.tolerance
+            );
+            rows.push(Row::failed(wanted, &spec.to_string(), pass, error));
+        }
+    }
+    Ok(rows)
+}

@@ -1,0 +1,109 @@
+//! The GPU at hand: what it is, tensors of calls that are timed in turn, and times of launches.
+
+mod call;
+mod timer;
+
+use fa_attn::device::{Bound, Gpu, Half};
+use fa_core::{Arch, KernelSpec, Pass, Problem};
+use fa_kernels::{Backward, Error, Forward, driver};
+use serde::Serialize;
+
+use crate::machine;
+use crate::tensors::Inputs;
+
+pub use call::{PassCall, place_backward, place_forward};
+pub use timer::{Timing, median, time_each};
+
+/// What a GPU is, for records of measurements.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct DeviceInfo {
+    /// The product's name.
+    pub gpu: String,
+    /// The architecture whose kernels it runs.
+    pub arch: Arch,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Bytes of device memory.
+    pub memory_bytes: usize,
+    /// Version of the kernel module, where it says so.
+    pub driver: Option<String>,
+    /// CUDA version that the driver supports, such as `13.0`.
+    pub cuda: String,
+}
+
+impl DeviceInfo {
+    /// What `gpu` is.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn of(gpu: &Gpu) -> Result<DeviceInfo, Error> {
+        use fa_kernels::cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        let asked = |source| Error::Driver { doing: "asking about the GPU", source };
+        let sms = gpu.context().attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT).map_err(asked)?;
+        let cuda = driver::version()?;
+        Ok(DeviceInfo {
+            gpu: gpu.context().name().map_err(asked)?,
+            arch: gpu.arch(),
+            sms: sms.max(0) as u32,
+            memory_bytes: gpu.context().total_mem().map_err(asked)?,
+            driver: machine::gpu::driver().version,
+            cuda: format!("{}.{}", cuda / 1000, cuda % 1000 / 10),
+        })
+    }
+}
+
+/// The kernel of `spec`, which has to be for `pass`, deterministic or not.
+///
+/// # Errors
+/// [`Error::Mismatch`] when it does not compute the problem or is for the other pass, and those of compiling and loading.
+pub fn bind_spec(
+    gpu: &Gpu,
+    problem: &Problem,
+    spec: &KernelSpec,
+    pass: Pass,
+) -> Result<Bound, fa_attn::Error> {
+    let own = spec.kernel.pass();
+    if own.is_backward() != pass.is_backward() {
+        let text = |pass: Pass| format!("the {}", pass.name());
+        return Err(Error::Mismatch { what: "pass", kernel: text(own), problem: text(pass) }.into());
+    }
+    gpu.bind_spec(problem, spec)
+}
+
+/// Copies of one call, and of that of its backward with a dO, so many that together they exceed the L2 twice: timed in turn,
+/// none finds its inputs there.
+///
+/// # Errors
+/// [`Error::Driver`], above all for want of memory.
+pub fn calls<T: Half>(
+    gpu: &Gpu,
+    forward: &Forward,
+    backward: Option<(&Backward, &[T])>,
+    inputs: &Inputs<T>,
+) -> Result<Vec<PassCall<T>>, Error> {
+    const MOST: usize = 32;
+    let l2 = gpu.arch().limits().l2_bytes as f64;
+    let copies = (2.0 * l2 / inputs.problem.bytes_forward().max(1.0)).ceil();
+    let call = |_| PassCall::new(&gpu.stream, forward, backward, inputs);
+    (0..(copies as usize).clamp(1, MOST)).map(call).collect()
+}
+
+/// Milliseconds of a launch by CUDA events, one figure per sample, in ascending order.
+///
+/// # Errors
+/// What a launch reports.
+pub fn time<T: Half>(
+    gpu: &Gpu,
+    bound: &Bound,
+    calls: &mut [PassCall<T>],
+    timing: Timing,
+) -> Result<Vec<f64>, Error> {
+    let mut next = 0;
+    timer::time_launches(&gpu.stream, timing, |launches| {
+        for _ in 0..launches {
+            calls[next].run(bound, &gpu.stream)?;
+            next = (next + 1) % calls.len();
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,212 @@
+//! What can go wrong in the lab.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use fa_attn::atomic_file::WriteError;
+use fa_core::ProblemError;
+use fa_core::spec::SpecError;
+use fa_cpu::CpuError;
+use fa_kernels::cudarc::driver::DriverError;
+use fa_planner::plan::PlanError;
+
+/// A result of the lab.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why the lab could not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Options that contradict each other or ask for what is not there; the text says what would work.
+    #[error("{0}")]
+    Request(String),
+    /// A file cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file cannot be written.
+    #[error(transparent)]
+    Write(#[from] WriteError),
+    /// Compiling, loading or launching a kernel, or the driver itself.
+    #[error(transparent)]
+    Kernels(#[from] fa_kernels::Error),
+    /// The driver, asked directly.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The CPU oracle.
+    #[error(transparent)]
+    Oracle(#[from] CpuError),
+    /// The planner has no kernel.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A problem that contradicts itself.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// A spec that contradicts itself.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// The file system, or a process's standard streams.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The engine, as far as it is not one of the above.
+    #[error(transparent)]
+    Engine(fa_attn::Error),
+    /// A value without a JSON form, or text that is not what it should be.
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+    /// A case that cannot be tried on this GPU.
+    #[error("{0}")]
+    NotTried(String),
+    /// A worker process that cannot be started or is lost; the text has its last words.
+    #[error("{0}")]
+    Worker(String),
+    /// The helper that times other libraries.
+    #[error("{0}")]
+    Peers(String),
+    /// A record or a shipped spec that cannot be used.
+    #[error("{0}")]
+    Record(String),
+    /// What was being done when `source` happened.
+    #[error("{doing}")]
+    While {
+        /// What was being done.
+        doing: String,
+        /// What happened.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl Error {
+    /// An [`Error::Read`] about `path`, for `map_err`.
+    pub fn read(path: &Path) -> impl FnOnce(io::Error) -> Error + '_ {
+        move |source| Error::Read { path: path.to_owned(), source }
+    }
+
+    /// Whether the caller asked for what cannot be done, as against a failure at doing it.
+    pub fn is_request(&self) -> bool {
+        match self {
+            Error::Request(_)
+            | Error::Read { .. }
+            | Error::Write(_)
+            | Error::Oracle(_)
+            | Error::Plan(_)
+            | Error::Problem(_)
+            | Error::Spec(_) => true,
+            Error::Kernels(error) => asks_too_much(error),
+            Error::Engine(error) => engine_is_asked_too_much(error),
+            Error::Driver(_)
+            | Error::Io(_)
+            | Error::Json(_)
+            | Error::NotTried(_)
+            | Error::Worker(_)
+            | Error::Peers(_)
+            | Error::Record(_)
+            | Error::While { .. } => false,
+        }
+    }
+}
+
+impl From<fa_attn::Error> for Error {
+    fn from(error: fa_attn::Error) -> Error {
+        match error {
+            fa_attn::Error::Kernels(error) => Error::Kernels(error),
+            fa_attn::Error::Plan(error) => Error::Plan(error),
+            fa_attn::Error::Problem(error) => Error::Problem(error),
+            fa_attn::Error::Cpu(error) => Error::Oracle(error),
+            other => Error::Engine(other),
+        }
+    }
+}
+
+/// Whether the GPU's library refuses what it is given, rather than failing at it.
+pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
+    use fa_kernels::Error::{Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
+    matches!(
+        error,
+        Problem(_) | Scale { .. } | SharedMemory { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
+    )
+}
+
+/// Whether the engine refuses what it is given, rather than failing at it.
+pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
+    use fa_attn::Error::{
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Pass, Plan, Problem, Read, Shape, Threads, Write,
+    };
+    match error {
+        BadTuned { .. }
+        | Cpu(_)
+        | Dtype { .. }
+        | Isa { .. }
+        | Length { .. }
+        | Plan(_)
+        | Problem(_)
+        | Shape { .. } => true,
+        Kernels(error) => asks_too_much(error),
+        Pass { .. } | Read { .. } | Threads { .. } | Write(_) => false,
+    }
+}
+
+/// An error and its causes in one line; a cause that its effect already quotes is not said twice.
+pub fn message(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut message = String::new();
+    let mut next = Some(error);
+    while let Some(cause) = next {
+        let text = cause.to_string().replace('\n', " ");
+        if message.is_empty() {
+            message = text;
+        } else if !message.contains(&text) {
+            message = format!("{message}: {text}");
+        }
+        next = cause.source();
+    }
+    message
+}
+
+/// The longest text file that is read: a spec or a problem takes a thousandth of it.
+const MAX_TEXT_BYTES: u64 = 1 << 20;
+
+/// Reads a spec, a problem or a list, which a person could have written: text of at most 1 MiB.
+///
+/// # Errors
+/// [`Error::Read`].
+pub fn read_text(path: &Path) -> Result<String> {
+    let read = || {
+        let mut text = String::new();
+        let taken = File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
+        if taken as u64 > MAX_TEXT_BYTES {
+            return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
+        }
+        Ok(text)
+    };
+    read().map_err(Error::read(path))
+}
+
+/// Says what was being done when something went wrong.
+pub(crate) trait Context<T> {
+    /// Wraps an error in [`Error::While`].
+    fn context(self, doing: impl Into<String>) -> Result<T>;
+}
+
+impl<T, E: std::error::Error + Send + Sync + 'static> Context<T> for std::result::Result<T, E> {
+    fn context(self, doing: impl Into<String>) -> Result<T> {
+        self.map_err(|source| Error::While { doing: doing.into(), source: Box::new(source) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causes_are_said_once() {
+        let gone = || io::Error::other("it is gone");
+        assert_eq!(message(&Error::Read { path: "x".into(), source: gone() }), "cannot read x: it is gone");
+        let wrapped = Err::<(), _>(gone()).context("cannot start\na worker").unwrap_err();
+        assert_eq!(message(&wrapped), "cannot start a worker: it is gone");
+        assert!(!wrapped.is_request() && Error::Request("no".into()).is_request());
+    }
+}

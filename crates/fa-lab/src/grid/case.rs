@@ -1,0 +1,242 @@
+//! A case: a problem, where its tensors lie, what they hold, and what is done with it.
+
+use fa_attn::device::{Half, Placement, shapes};
+use fa_core::{Dtype, Mask, Pass, Problem, Strides, TensorLayout};
+use serde::{Deserialize, Serialize};
+
+use crate::shape::{head_dims, pair};
+use crate::tensors::Inputs;
+
+/// One thing to be right about.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// What the case is about; the first part of its name.
+    pub group: &'static str,
+    /// The problem.
+    pub problem: Problem,
+    /// Where its tensors lie.
+    pub arrangement: Arrangement,
+    /// What they hold.
+    pub values: Values,
+    /// What is done with it.
+    pub action: Action,
+    /// The kernel, where not the library chooses.
+    pub kernel: Option<NamedSpec>,
+    /// What is computed and judged: a backward after the library's forward.
+    pub pass: Pass,
+}
+
+/// A kernel of the case's choice.
+#[derive(Clone, Debug)]
+pub struct NamedSpec {
+    /// What it is called in the case's name.
+    pub name: String,
+    /// The kernel.
+    pub spec: fa_core::KernelSpec,
+}
+
+/// Where tensors lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrangement {
+    /// Packed `[batch, seqlen, heads, dim]`.
+    Bshd,
+    /// Packed `[batch, heads, seqlen, dim]`.
+    Bhsd,
+    /// BSHD with this many elements behind every row.
+    Gap(usize),
+    /// BHSD with this many elements behind every row.
+    BhsdGap(usize),
+    /// One K and V for the whole batch (batch stride 0).
+    SharedBatch,
+    /// One K and V for all heads (head stride 0).
+    SharedHeads,
+    /// One K and V row for all positions (seq stride 0).
+    SharedRows,
+    /// Batch entries more than 2^31 elements apart, in every tensor.
+    FarBatch,
+    /// Keys and values 2^25 + 8 elements apart, so that offsets within a head exceed 2^31.
+    FarKeys,
+}
+
+/// What Q, K and V hold. Where maxima are tracked, guessed or left behind, the course of scores along the keys matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// Independent, of unit variance.
+    Normal,
+    /// Keys grow along the sequence: each step of a walk from the front finds a new maximum.
+    Rising,
+    /// Keys shrink along the sequence: the same for a walk from the back.
+    Falling,
+    /// Every 97th key is 30 times as large.
+    Spikes,
+    /// All keys are 0: every weight is the same.
+    Equal,
+    /// Queries and keys are 8 times as large: nearly all weight is on one key.
+    Sharp,
+}
+
+/// What is done with a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// One run.
+    Once,
+    /// This many runs, whose outputs must be bit-equal.
+    Repeat(usize),
+    /// A run captured as a CUDA graph and replayed.
+    Graph,
+    /// A run on a stream of the caller's.
+    OwnStream,
+    /// Two threads at once, each with a stream, tensors and many runs of its own.
+    Threads,
+    /// Timed runs, whose outputs are not compared.
+    Measure,
+}
+
+/// How much is tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Extent {
+    /// Below a minute.
+    Quick,
+    /// Everything.
+    Full,
+}
+
+pub(super) const DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F16];
+pub(super) const MASKS: [Mask; 2] = [Mask::CAUSAL, Mask::FULL];
+
+/// A problem that cases differ from by what they are about.
+pub const BASE: Problem = Problem::square(2, 256, 4, 128, Mask::CAUSAL, Dtype::Bf16);
+
+/// A case of one run on packed BSHD tensors of normal values by the library's kernel.
+pub fn case(group: &'static str, problem: Problem) -> Case {
+    Case {
+        group,
+        problem,
+        arrangement: Arrangement::Bshd,
+        values: Values::Normal,
+        action: Action::Once,
+        kernel: None,
+        pass: Pass::Forward,
+    }
+}
+
+impl Case {
+    /// `group/what it is`, unique among the cases of a run.
+    pub fn name(&self) -> String {
+        let mut name = format!("{}/{}", self.group, self.problem_name());
+        if self.action != Action::Once {
+            name += &format!(" {:?}", self.action).to_lowercase();
+        }
+        name += match self.pass {
+            Pass::Forward => "",
+            Pass::Backward { deterministic: false } => " gradients",
+            Pass::Backward { deterministic: true } => " deterministic gradients",
+        };
+        if let Some(kernel) = &self.kernel {
+            name += &format!(" by {}", kernel.name);
+        }
+        name
+    }
+
+    /// The problem and where its tensors lie; cases of one such name share their inputs and the oracle's results.
+    pub fn problem_name(&self) -> String {
+        let p = &self.problem;
+        let mut name = format!(
+            "b{} {}x{} h{} hd{} {} {}",
+            p.batch,
+            p.seqlen_q,
+            p.seqlen_k,
+            pair(p.heads_q, p.heads_kv, ':'),
+            head_dims(p),
+            p.mask,
+            p.dtype
+        );
+        if let Some(cap) = p.softcap {
+            name += &format!(" cap {cap}");
+        }
+        if let Some(scale) = p.softmax_scale {
+            name += &format!(" scale {scale}");
+        }
+        if self.values != Values::Normal {
+            name += &format!(" {:?}", self.values).to_lowercase();
+        }
+        if self.arrangement != Arrangement::Bshd {
+            name += &format!(" {:?}", self.arrangement).to_lowercase();
+        }
+        name
+    }
+
+    /// Where Q, K, V and O lie.
+    pub fn placements(&self) -> [Placement; 4] {
+        let shapes = shapes(&self.problem);
+        let all =
+            |placement: fn([usize; 4], usize) -> Placement, gap| shapes.map(|shape| placement(shape, gap));
+        let bshd = |shape, gap| Placement::padded(shape, TensorLayout::Bshd, gap);
+        let bhsd = |shape, gap| Placement::padded(shape, TensorLayout::Bhsd, gap);
+        let packed = all(bshd, 0);
+        let with_kv = |change: fn(Strides) -> Strides| {
+            let [q, k, v, out] = packed;
+            let changed =
+                |placement: Placement| Placement { strides: change(placement.strides), ..placement };
+            [q, changed(k), changed(v), out]
+        };
+        match self.arrangement {
+            Arrangement::Bshd => packed,
+            Arrangement::Bhsd => all(bhsd, 0),
+            Arrangement::Gap(gap) => all(bshd, gap),
+            Arrangement::BhsdGap(gap) => all(bhsd, gap),
+            Arrangement::SharedBatch => with_kv(|strides| Strides { batch: 0, ..strides }),
+            Arrangement::SharedHeads => with_kv(|strides| Strides { head: 0, ..strides }),
+            Arrangement::SharedRows => with_kv(|strides| Strides { seq: 0, ..strides }),
+            Arrangement::FarBatch => packed.map(|placement| Placement {
+                strides: Strides { batch: (1 << 31) + 64, ..placement.strides },
+                ..placement
+            }),
+            Arrangement::FarKeys => with_kv(|strides| Strides { seq: (1 << 25) + 8, ..strides }),
+        }
+    }
+
+    /// The seed of the inputs, another for every problem.
+    pub fn seed(&self) -> u64 {
+        // FNV-1a.
+        self.problem_name()
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    }
+
+    /// The inputs.
+    pub fn inputs<T: Half>(&self) -> Inputs<T> {
+        let mut inputs = Inputs::<T>::placed(&self.problem, self.placements(), self.seed());
+        let Problem { seqlen_k, heads_kv, head_dim, .. } = self.problem;
+        let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
+            for (row, values) in inputs.values[tensor].chunks_mut(head_dim).enumerate() {
+                let factor = factor(row);
+                let scaled = |value: &mut T| *value = T::from_f32(value.to_f32() * factor);
+                values.iter_mut().for_each(scaled);
+            }
+        };
+        let key = |row: usize| row / heads_kv % seqlen_k;
+        let share = |row: usize| key(row) as f32 / seqlen_k as f32;
+        match self.values {
+            Values::Normal => {}
+            Values::Rising => scale(1, &|row| 0.1 + 12.0 * share(row)),
+            Values::Falling => scale(1, &|row| 12.1 - 12.0 * share(row)),
+            Values::Spikes => scale(1, &|row| if key(row) % 97 == 50 { 30.0 } else { 1.0 }),
+            Values::Equal => scale(1, &|_| 0.0),
+            Values::Sharp => (0..2).for_each(|tensor| scale(tensor, &|_| 8.0)),
+        }
+        inputs
+    }
+
+    /// Bytes of device memory that the tensors take.
+    pub fn device_bytes(&self) -> u64 {
+        let elements: u64 = self.placements().iter().map(|placement| placement.span() as u64).sum();
+        let tensors = elements * self.problem.dtype.bytes() as u64;
+        if !self.pass.is_backward() {
+            return tensors;
+        }
+        // Gradients are as large as their tensors, and dQ's accumulators are f32 in rows as wide as a tile.
+        let columns = self.problem.head_dim.next_multiple_of(64) as f64;
+        2 * tensors + (4.0 * self.problem.rows() * columns) as u64
+    }
+}

@@ -1,0 +1,112 @@
+//! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses it.
+
+use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
+use fa_planner::plan::account;
+
+use super::case::NamedSpec;
+
+/// Kernels of `family` that fit `arch`, each named by what is changed.
+pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
+    let all = match family {
+        Family::Sm80 => sm80(),
+        Family::Sm90 => sm90(),
+    };
+    all.into_iter().filter(|named| account(&named.spec, arch).is_ok()).collect()
+}
+
+fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
+    KernelSpec { dtype: Dtype::Bf16, head_dim, head_dim_v: head_dim, mask, softcap: false, kernel }
+}
+
+fn sm90() -> Vec<NamedSpec> {
+    let base = Sm90Fwd::default();
+    let mut changed: Vec<(String, Sm90Fwd)> = vec![("the base".into(), base.clone())];
+    let mut change = |name: &str, kernel: Sm90Fwd| changed.push((name.to_owned(), kernel));
+    change("num_wg 1", Sm90Fwd { num_wg: 1, tile_m: 64, ..base.clone() });
+    change("num_wg 3", Sm90Fwd { num_wg: 3, tile_m: 192, tile_n: 64, ..base.clone() });
+    change(
+        "num_wg 3 ping-pong",
+        Sm90Fwd { num_wg: 3, tile_m: 192, tile_n: 64, ping_pong: true, ..base.clone() },
+    );
+    for tile_n in [16, 32, 48, 80, 112, 144, 176, 192, 256] {
+        change(&format!("tile_n {tile_n}"), Sm90Fwd { tile_n, ..base.clone() });
+    }
+    change("P in shared memory", Sm90Fwd { pv_is_rs: false, ..base.clone() });
+    change("no overlap", Sm90Fwd { overlap_wg: false, ..base.clone() });
+    change("neither", Sm90Fwd { overlap_wg: false, pv_is_rs: false, ping_pong: true, ..base.clone() });
+    change("ping-pong", Sm90Fwd { ping_pong: true, ..base.clone() });
+    for kv_stages in [1, 3, 4] {
+        change(&format!("kv_stages {kv_stages}"), Sm90Fwd { kv_stages, tile_n: 64, ..base.clone() });
+    }
+    change("q_stages 2", Sm90Fwd { q_stages: 2, scheduler: Scheduler::Static, tile_n: 64, ..base.clone() });
+    for scheduler in [Scheduler::Static, Scheduler::Dynamic] {
+        for tile_order in [TileOrder::Natural, TileOrder::LongestFirst] {
+            let name = format!("{scheduler:?} {tile_order:?}").to_lowercase();
+            change(&name, Sm90Fwd { scheduler, tile_order, ping_pong: true, ..base.clone() });
+        }
+    }
+    for exp_poly_of_16 in [1, 4, 8, 16] {
+        change(&format!("exp_poly_of_16 {exp_poly_of_16}"), Sm90Fwd { exp_poly_of_16, ..base.clone() });
+    }
+    for rescale_threshold in [1, 8] {
+        let name = format!("rescale_threshold {rescale_threshold}");
+        change(&name, Sm90Fwd { rescale_threshold, ..base.clone() });
+    }
+    change("pack_gqa", Sm90Fwd { pack_gqa: true, ..base.clone() });
+    let mut specs: Vec<NamedSpec> = changed
+        .into_iter()
+        .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm90Fwd(kernel)) })
+        .collect();
+    // Clusters walk the same keys side by side, so they are for the full mask and tiles that are not drawn.
+    for scheduler in [Scheduler::PerTile, Scheduler::Static] {
+        let kernel = Sm90Fwd { cluster_m: 2, scheduler, ..base.clone() };
+        let name = format!("cluster_m 2 {scheduler:?}").to_lowercase();
+        specs.push(NamedSpec { name, spec: spec(128, MaskKind::Full, Kernel::Sm90Fwd(kernel)) });
+    }
+    specs
+}
+
+fn sm80() -> Vec<NamedSpec> {
+    let base = Sm80Fwd::default();
+    let mut changed: Vec<(String, Sm80Fwd)> = vec![("the base".into(), base.clone())];
+    let mut change = |name: &str, kernel: Sm80Fwd| changed.push((name.to_owned(), kernel));
+    for stages in [1, 3, 4] {
+        change(&format!("stages {stages}"), Sm80Fwd { stages, ..base.clone() });
+    }
+    for (tile_m, num_warps) in [(16, 1), (32, 2), (128, 4), (128, 8), (192, 12)] {
+        change(&format!("tile_m {tile_m} warps {num_warps}"), Sm80Fwd { tile_m, num_warps, ..base.clone() });
+    }
+    for tile_n in [16, 32, 80, 128] {
+        change(&format!("tile_n {tile_n}"), Sm80Fwd { tile_n, ..base.clone() });
+    }
+    change("Q in registers", Sm80Fwd { q_in_regs: true, ..base.clone() });
+    change("two blocks per SM", Sm80Fwd { blocks_per_sm: 2, ..base.clone() });
+    change("no swizzle", Sm80Fwd { swizzle: false, ..base.clone() });
+    change("plain loads", Sm80Fwd { ldmatrix: false, ..base.clone() });
+    change("naive", Sm80Fwd { swizzle: false, ldmatrix: false, stages: 1, ..base.clone() });
+    change("exp", Sm80Fwd { exp2: false, ..base.clone() });
+    change("exact arithmetic", Sm80Fwd { exp2: false, fast_math: false, ..base.clone() });
+    change("one loop", Sm80Fwd { loop_split: false, ..base.clone() });
+    change("natural order", Sm80Fwd { reverse_blocks: false, ..base.clone() });
+    changed
+        .into_iter()
+        .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm80Fwd(kernel)) })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_change_is_valid_and_most_fit() {
+        for (family, arch, all) in [(Family::Sm80, Arch::Sm80, sm80()), (Family::Sm90, Arch::Sm90, sm90())] {
+            for named in &all {
+                named.spec.check().unwrap_or_else(|error| panic!("{}: {error}", named.name));
+            }
+            let fit = specs(family, arch).len();
+            assert!(fit * 10 >= all.len() * 8, "{fit} of {}", all.len());
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Random problems, the same for the same seed.
+
+use fa_core::{Dtype, Family, Mask, Pass, Problem};
+use fa_planner::plan::head_dims;
+
+use super::case::{self, Action, Arrangement, Case, Values};
+use crate::random::Random;
+
+/// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
+pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
+    let mut case = case(seed, turn, family);
+    let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
+    (case.problem.heads_q, case.problem.heads_kv) = (group * heads_kv, heads_kv);
+    let deterministic = turn % 2 == 1 || case.action != Action::Once;
+    Case { pass: Pass::Backward { deterministic }, ..case }
+}
+
+/// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
+pub fn case(seed: u64, turn: u64, family: Family) -> Case {
+    let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9) ^ turn);
+    // The first few bits of neighbouring seeds are far apart already, but not independent of the turn.
+    random.bits();
+    let most = *head_dims(family).last().expect("a family has head dims") as usize;
+    let common = [64, 96, 128, 192, 256];
+    let head_dim = if random.below(3) > 0 { random.of(&common) } else { 8 * (1 + random.below(most / 8)) };
+    let head_dim_v = match random.below(4) {
+        0 => random.of(&common),
+        1 => 8 * (1 + random.below(most / 8)),
+        _ => head_dim,
+    };
+    let length = |random: &mut Random| match random.below(8) {
+        0 => random.below(4),
+        1 | 2 => 1 + random.below(64),
+        3 | 4 => 64 * (1 + random.below(16)) - 1 + random.below(3),
+        _ => 1 + random.below(2500),
+    };
+    let (seqlen_q, seqlen_k) = (length(&mut random), length(&mut random));
+    let heads_kv = 1 + random.below(4);
+    let heads_q = heads_kv * random.of(&[1, 1, 2, 3, 4, 8]);
+    let side = |random: &mut Random| match random.below(3) {
+        0 => None,
+        _ => Some(random.below(300) as u32),
+    };
+    let mask = match random.below(5) {
+        0 | 1 => Mask::CAUSAL,
+        2 | 3 => Mask::FULL,
+        _ => Mask { left: side(&mut random), right: side(&mut random) },
+    };
+    let softcap = (random.below(8) == 0).then(|| random.of(&[1.0, 10.0, 50.0]));
+    let softmax_scale = (random.below(6) == 0).then(|| random.of(&[0.01, 0.2, 1.0]));
+    let arrangement = random.of(&[
+        Arrangement::Bshd,
+        Arrangement::Bshd,
+        Arrangement::Bhsd,
+        Arrangement::Gap(8),
+        Arrangement::BhsdGap(16),
+        Arrangement::SharedBatch,
+        Arrangement::SharedHeads,
+    ]);
+    let problem = Problem {
+        batch: random.of(&[1, 1, 2, 3, 9]),
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        mask,
+        dtype: random.of(&[Dtype::Bf16, Dtype::F16]),
+        softcap,
+        softmax_scale,
+    };
+    let values = match arrangement {
+        // Broadcast tensors hold what their one row, head or entry holds.
+        Arrangement::SharedBatch | Arrangement::SharedHeads => Values::Normal,
+        _ => random.of(&[Values::Normal, Values::Normal, Values::Rising, Values::Falling, Values::Spikes]),
+    };
+    let action = if random.below(16) == 0 { Action::Repeat(20) } else { Action::Once };
+    Case { arrangement, values, action, ..case::case("soak", problem) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_problems_are_valid_and_vary() {
+        let cases: Vec<Case> = (0..500).map(|turn| case(1, turn, Family::Sm90)).collect();
+        for case in &cases {
+            case.problem.check().unwrap_or_else(|error| panic!("{}: {error}", case.name()));
+            assert!(case.problem.head_dim <= 256 && case.problem.head_dim_v.is_multiple_of(8));
+        }
+        let names: std::collections::HashSet<String> = cases.iter().map(Case::name).collect();
+        assert!(names.len() > 490, "{}", names.len());
+        assert_ne!(case(2, 0, Family::Sm90).name(), cases[0].name());
+        assert!(cases.iter().any(|case| case.problem.mask.left.is_some()));
+        assert!(cases.iter().any(|case| case.problem.seqlen_k == 0));
+    }
+
+    #[test]
+    fn random_gradients_are_of_both_kinds_and_all_ratios_of_heads() {
+        let cases: Vec<Case> = (0..500).map(|turn| gradients(1, turn, Family::Sm80)).collect();
+        for deterministic in [false, true] {
+            for (group, heads_kv) in [(1, 1), (1, 2), (2, 2), (4, 1), (4, 2)] {
+                let found = cases.iter().any(|case| {
+                    let p = &case.problem;
+                    case.pass == Pass::Backward { deterministic }
+                        && (p.group_size(), p.heads_kv) == (group, heads_kv)
+                        && (p.seqlen_q != p.seqlen_k)
+                });
+                assert!(found, "{group} on {heads_kv}, {deterministic}");
+            }
+        }
+        // What is not deterministic has no bits to repeat.
+        let repeats = cases.iter().filter(|case| case.action != Action::Once);
+        assert!(repeats.clone().count() > 10);
+        assert!(repeats.clone().all(|case| case.pass == Pass::Backward { deterministic: true }));
+    }
+}

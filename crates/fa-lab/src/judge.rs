@@ -1,0 +1,6 @@
+//! Is a result right? Against the oracle on the CPU.
+
+pub mod forward;
+pub mod gradients;
+pub mod sample_head;
+pub mod sample_rows;

@@ -1,0 +1,323 @@
+//! What a result should be, and whether it is: the f64 oracle and its low-precision twin on all rows, or, where that
+//! would take long, on rows chosen from everywhere.
+
+use std::ops::Range;
+
+use fa_attn::device::{DeviceOutput, Half};
+use fa_core::{Mask, Problem, Strides};
+use fa_cpu::compare::{self, Comparison, Verdict};
+use fa_cpu::reference::{self, low_precision};
+use fa_cpu::{CpuError, TensorRef};
+use rayon::prelude::*;
+
+use crate::random::Random;
+use crate::tensors::Inputs;
+
+/// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most, by and large.
+const BUDGET: f64 = 3e8;
+
+/// Rows of a block where all rows are computed.
+const BLOCK: usize = 64;
+
+/// Rows of a block where rows are chosen.
+const CHOSEN_BLOCK: usize = 4;
+
+/// Query rows of one head.
+#[derive(Clone, Debug, PartialEq)]
+struct Rows {
+    batch: usize,
+    head: usize,
+    rows: Range<usize>,
+}
+
+/// The expected results of some or all rows.
+pub struct Oracle<T> {
+    blocks: Vec<Rows>,
+    out: Vec<f64>,
+    low: Vec<T>,
+    lse: Vec<f64>,
+    noise: f64,
+}
+
+/// How a result compares.
+#[derive(Clone, Debug)]
+pub struct Judgement {
+    /// Whether it is right.
+    pub passed: bool,
+    /// The largest error as a share of its tolerance, of O and of LSE.
+    pub ratio: f64,
+    /// What is wrong, or the figures.
+    pub detail: String,
+}
+
+impl<T: Half> Oracle<T> {
+    /// Computes the oracle for `inputs`.
+    ///
+    /// # Errors
+    /// Inputs that do not fit their problem.
+    pub fn new(inputs: &Inputs<T>, seed: u64) -> Result<Oracle<T>, CpuError> {
+        let blocks = choose(&inputs.problem, BUDGET, seed);
+        let computed: Vec<_> =
+            blocks.par_iter().map(|block| expected(inputs, block)).collect::<Result<_, CpuError>>()?;
+        let mut oracle = Oracle { blocks, out: vec![], low: vec![], lse: vec![], noise: 0.0 };
+        for (exact, low) in computed {
+            oracle.out.extend(exact.out);
+            oracle.lse.extend(exact.lse);
+            oracle.low.extend(low.out);
+            oracle.noise = oracle.noise.max(exact.out_noise);
+        }
+        Ok(oracle)
+    }
+
+    /// Compares what a call wrote: the chosen rows by the rule of [`compare`], and of all others that they are written
+    /// and that those without a key are 0 and -inf.
+    ///
+    /// # Errors
+    /// Outputs that do not fit the problem.
+    pub fn judge(&self, problem: &Problem, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
+        let Problem { seqlen_q, heads_q, head_dim_v, dtype, .. } = *problem;
+        let mut out = Vec::with_capacity(self.out.len());
+        let mut lse = Vec::with_capacity(self.lse.len());
+        let mut at = Vec::with_capacity(self.lse.len());
+        for Rows { batch, head, rows } in &self.blocks {
+            for row in rows.clone() {
+                let from = ((batch * seqlen_q + row) * heads_q + head) * head_dim_v;
+                out.extend_from_slice(&outputs.out[from..from + head_dim_v]);
+                lse.push(outputs.lse[(batch * heads_q + head) * seqlen_q + row]);
+                at.push((*batch, row, *head));
+            }
+        }
+        let shape = [1, 1, lse.len(), head_dim_v];
+        let of_out = compare::compare(shape, dtype, &out, &self.out, Some(&self.low))?.allowing(self.noise);
+        let of_lse = compare::compare_lse([1, 1, lse.len()], dtype, &lse, &self.lse)?;
+        let position = |found: &Comparison, axis: usize| {
+            let at_fault = found.first_mismatch.or(found.worst)?;
+            let (batch, row, head) = *at.get(at_fault[axis])?;
+            Some(format!("batch {batch} row {row} head {head} column {}", at_fault[3]))
+        };
+        let mut faults = Vec::new();
+        for (name, found, axis) in [("O", &of_out, 2), ("LSE", &of_lse, 1)] {
+            if found.verdict != Verdict::Pass {
+                let position = position(found, axis).unwrap_or_default();
+                faults.push(format!("{name}: {found}, at {position}"));
+            }
+        }
+        faults.extend(unwritten(problem, outputs));
+        if outputs.strays > 0 {
+            faults.push(format!("{} elements between the rows of O were written", outputs.strays));
+        }
+        let ratio = |found: &Comparison| match found.max_abs / found.tolerance {
+            ratio if ratio.is_finite() => ratio,
+            _ => 0.0,
+        };
+        Ok(Judgement {
+            passed: faults.is_empty(),
+            ratio: ratio(&of_out).max(ratio(&of_lse)),
+            detail: if faults.is_empty() {
+                format!(
+                    "O max abs {:.2e} of {:.2e}, LSE {:.2e} of {:.2e}, {} rows",
+                    of_out.max_abs,
+                    of_out.tolerance,
+                    of_lse.max_abs,
+                    of_lse.tolerance,
+                    lse.len()
+                )
+            } else {
+                faults.join("; ")
+            },
+        })
+    }
+}
+
+/// The first row that still holds NaN, or sees no key and is not 0 and -inf.
+fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<String> {
+    let Problem { seqlen_q, seqlen_k, heads_q, head_dim_v, mask, .. } = *problem;
+    let fault = outputs.out.par_chunks(head_dim_v).enumerate().find_map_first(|(index, values)| {
+        let (batch, row, head) = (index / heads_q / seqlen_q, index / heads_q % seqlen_q, index % heads_q);
+        let lse = outputs.lse[(batch * heads_q + head) * seqlen_q + row];
+        let blind = mask.keys(row, seqlen_q, seqlen_k).is_empty();
+        let what = if values.iter().any(|value| value.to_f32().is_nan()) {
+            "O holds NaN: not written"
+        } else if lse.is_nan() {
+            "LSE is NaN: not written"
+        } else if blind && (lse != f32::NEG_INFINITY || values.iter().any(|value| value.to_f32() != 0.0)) {
+            "sees no key and is not O = 0 and LSE = -inf"
+        } else {
+            return None;
+        };
+        Some(format!("batch {batch} row {row} head {head}: {what}"))
+    });
+    let written = outputs.lse.len() == problem.batch * heads_q * seqlen_q;
+    fault.or_else(|| (!written).then(|| "LSE has another length than there are rows".to_owned()))
+}
+
+/// All rows if the budget allows, or else the first, the last and random ones of the first, the last and random heads.
+fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
+    let Problem { batch, seqlen_q, heads_q, .. } = *problem;
+    if batch == 0 || seqlen_q == 0 {
+        return Vec::new();
+    }
+    // A block costs something even when it sees nothing.
+    let fixed = problem.rows() * 1e3;
+    if problem.flops_forward() + fixed <= budget {
+        return (0..batch * heads_q)
+            .flat_map(|head| (0..seqlen_q).step_by(BLOCK).map(move |first| (head, first)))
+            .map(|(head, first)| Rows {
+                batch: head / heads_q,
+                head: head % heads_q,
+                rows: first..(first + BLOCK).min(seqlen_q),
+            })
+            .collect();
+    }
+    let block = |batch: usize, head: usize, first: usize| Rows {
+        batch,
+        head,
+        rows: first..(first + CHOSEN_BLOCK).min(seqlen_q),
+    };
+    let last = seqlen_q.saturating_sub(CHOSEN_BLOCK);
+    let mut blocks: Vec<Rows> = Vec::new();
+    for (batch, head) in [(0, 0), (batch - 1, heads_q - 1)] {
+        for first in [0, seqlen_q / 2 / CHOSEN_BLOCK * CHOSEN_BLOCK, last] {
+            blocks.push(block(batch, head, first.min(last)));
+        }
+    }
+    let cost = |rows: &Rows| {
+        let keys = |row| problem.mask.keys(row, seqlen_q, problem.seqlen_k).len() as f64;
+        rows.rows.clone().map(keys).sum::<f64>() * 2.0 * (problem.head_dim + problem.head_dim_v) as f64 + 1e4
+    };
+    let mut spent: f64 = blocks.iter().map(cost).sum();
+    let mut random = Random::new(seed);
+    while spent < budget && blocks.len() < 4000 {
+        let chosen = block(random.below(batch), random.below(heads_q), random.below(last + 1));
+        spent += cost(&chosen);
+        blocks.push(chosen);
+    }
+    blocks.sort_by_key(|rows| (rows.batch, rows.head, rows.rows.start));
+    blocks.dedup();
+    blocks
+}
+
+/// The problem of some rows of one head by itself: keys that none of them sees are cut off behind, and the mask is moved so
+/// that the rows keep their positions on the diagonal.
+fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
+    let behind = problem.seqlen_q - rows.end;
+    let (seqlen_k, moved) = match problem.mask.right {
+        None => (problem.seqlen_k, behind),
+        Some(right) => {
+            let end = problem.seqlen_k as i128 - behind as i128 + i128::from(right);
+            let kept = end.clamp(0, problem.seqlen_k as i128) as usize;
+            (kept, (kept as i128 - end + i128::from(right)).max(0) as usize)
+        }
+    };
+    let side = |side: usize| u32::try_from(side).unwrap_or(u32::MAX);
+    let mask = Mask {
+        left: problem.mask.left.map(|left| side(left as usize + moved)),
+        right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
+    };
+    Problem { batch: 1, heads_q: 1, heads_kv: 1, seqlen_q: rows.len(), seqlen_k, mask, ..*problem }
+}
+
+type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
+
+fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expected<T>, CpuError> {
+    let problem = &inputs.problem;
+    let Problem { seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let own = part(problem, &block.rows);
+    let head_kv = block.head / problem.group_size();
+    let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
+        let strides = Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
+        let from = first.min(inputs.values[i].len());
+        TensorRef::new(name, &inputs.values[i][from..], shape, strides)
+    };
+    let first_q = ((block.batch * seqlen_q + block.rows.start) * heads_q + block.head) * head_dim;
+    let first_kv = block.batch * seqlen_k * heads_kv + head_kv;
+    let q = view("q", 0, first_q, [1, own.seqlen_q, 1, head_dim], heads_q, head_dim)?;
+    let k = view("k", 1, first_kv * head_dim, [1, own.seqlen_k, 1, head_dim], heads_kv, head_dim)?;
+    let v = view("v", 2, first_kv * head_dim_v, [1, own.seqlen_k, 1, head_dim_v], heads_kv, head_dim_v)?;
+    Ok((reference::forward(&own, &q, &k, &v)?, low_precision::forward(&own, &q, &k, &v)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, TensorLayout};
+    use half::bf16;
+
+    use super::*;
+
+    const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
+
+    fn problems() -> Vec<Problem> {
+        let masks = [
+            Mask::FULL,
+            Mask::CAUSAL,
+            Mask::window(3, 2),
+            Mask::window(0, 11),
+            Mask::causal_window(5),
+            Mask { left: Some(4), right: None },
+            Mask { left: None, right: Some(60) },
+        ];
+        let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
+        masks
+            .into_iter()
+            .flat_map(|mask| lengths.map(|(q, k)| Problem { mask, seqlen_q: q, seqlen_k: k, ..BASE }))
+            .collect()
+    }
+
+    #[test]
+    fn parts_see_what_their_rows_see() {
+        for problem in problems() {
+            for first in 0..problem.seqlen_q {
+                for end in first + 1..=problem.seqlen_q {
+                    let own = part(&problem, &(first..end));
+                    for row in first..end {
+                        let whole = problem.mask.keys(row, problem.seqlen_q, problem.seqlen_k);
+                        let keys = own.mask.keys(row - first, own.seqlen_q, own.seqlen_k);
+                        let same = keys == whole || keys.is_empty() && whole.is_empty();
+                        assert!(same, "{problem:?} rows {first}..{end} row {row}: {keys:?}, not {whole:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_low_precision_result_passes_and_a_wrong_element_does_not() {
+        for problem in problems() {
+            let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
+            let oracle = Oracle::new(&inputs, 1).unwrap();
+            let shapes = fa_attn::device::shapes(&problem);
+            let view = |i: usize, name| {
+                TensorRef::packed(name, &inputs.values[i], shapes[i], TensorLayout::Bshd).unwrap()
+            };
+            let low = low_precision::forward(&problem, &view(0, "q"), &view(1, "k"), &view(2, "v")).unwrap();
+            let good = DeviceOutput { out: low.out, lse: low.lse, strays: 0 };
+            let found = oracle.judge(&problem, &good).unwrap();
+            assert!(found.passed, "{problem:?}: {}", found.detail);
+            let mut bad = good.clone();
+            bad.out[33] = bf16::from_f32(bad.out[33].to_f32() + 0.5);
+            assert!(!oracle.judge(&problem, &bad).unwrap().passed, "{problem:?}");
+            bad = good.clone();
+            bad.lse[7] += 0.01;
+            assert!(!oracle.judge(&problem, &bad).unwrap().passed || !good.lse[7].is_finite());
+            bad = DeviceOutput { strays: 1, ..good };
+            assert!(oracle.judge(&problem, &bad).unwrap().detail.contains("between the rows"));
+        }
+    }
+
+    #[test]
+    fn large_problems_are_judged_by_rows_from_everywhere_and_all_must_be_written() {
+        let problem = Problem { seqlen_q: 3000, seqlen_k: 3000, mask: Mask::CAUSAL, ..BASE };
+        let blocks = choose(&problem, 1e6, 3);
+        assert!(blocks.len() < 2 * 2 * 3000 / 8 && blocks.len() > 4);
+        assert!(blocks.iter().any(|block| block.rows.start == 0));
+        assert!(blocks.iter().any(|block| block.rows.end == 3000 && block.head == 1 && block.batch == 1));
+        let rows = 2 * 2 * 3000;
+        let mut outputs = DeviceOutput { out: vec![bf16::ZERO; rows * 16], lse: vec![0.0; rows], strays: 0 };
+        assert_eq!(unwritten(&problem, &outputs), None);
+        outputs.out[16 * 77] = bf16::NAN;
+        assert!(unwritten(&problem, &outputs).unwrap().contains("row 38 head 1"));
+        outputs.out[16 * 77] = bf16::ZERO;
+        let blind = Problem { seqlen_k: 2999, ..problem };
+        assert!(unwritten(&blind, &outputs).unwrap().contains("row 0 head 0: sees no key"));
+    }
+}

@@ -1,0 +1,143 @@
+//! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is timed.
+
+use fa_attn::device::{DeviceGradients, Half, shapes};
+use fa_core::{Dtype, Problem, TensorLayout};
+use fa_cpu::tiled::{self, BackwardInputs};
+use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
+use rayon::prelude::*;
+
+use super::sample_rows::Judged;
+use crate::tensors::Inputs;
+
+/// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: weights and their gradients are
+/// rounded to 16 bits before they are summed. `fa validate` holds kernels to the exact rule; this is to find wrong ones.
+const SHARE: f64 = 1.0 / 64.0;
+
+/// The last K/V head of the last batch entry with its query heads, and its gradients in f32.
+pub struct SampleHead {
+    problem: Problem,
+    gradients: [Vec<f64>; 3],
+}
+
+/// The head as a problem of its own.
+fn part(problem: &Problem) -> Problem {
+    Problem { batch: 1, heads_q: problem.group_size(), heads_kv: 1, dtype: Dtype::F32, ..*problem }
+}
+
+/// Copies the last `own` heads of the last batch entry of a packed BSHD tensor.
+fn last_heads<T: Half, U>(
+    values: &[T],
+    [batch, seqlen, heads, dim]: [usize; 4],
+    own: usize,
+    to: fn(&T) -> U,
+) -> Vec<U> {
+    let row = |s: usize| (((batch - 1) * seqlen + s) * heads + heads - own) * dim;
+    (0..seqlen).flat_map(|s| values[row(s)..row(s) + own * dim].iter().map(to)).collect()
+}
+
+impl SampleHead {
+    /// Computes the head's gradients on the CPU.
+    ///
+    /// # Errors
+    /// [`CpuError`] when the inputs do not fit their problem.
+    pub fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SampleHead, CpuError> {
+        let problem = inputs.problem;
+        let own = part(&problem);
+        if problem.batch == 0 || problem.heads_kv == 0 {
+            return Ok(SampleHead { problem, gradients: Default::default() });
+        }
+        let [q, k, v, out] = shapes(&problem);
+        let group = problem.group_size();
+        let f32_of =
+            |values: &[T], shape, heads| last_heads(values, shape, heads, |value: &T| value.to_f32());
+        let q = f32_of(&inputs.values[0], q, group);
+        let k = f32_of(&inputs.values[1], k, 1);
+        let v = f32_of(&inputs.values[2], v, 1);
+        let dout = f32_of(dout, out, group);
+        let [q_shape, k_shape, v_shape, out_shape] = shapes(&own);
+        let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
+        let (q, k, v) = (view("q", &q, q_shape)?, view("k", &k, k_shape)?, view("v", &v, v_shape)?);
+        let mut out = vec![0.0; out_shape.iter().product()];
+        let mut lse = vec![0.0; check::lse_len(&own)];
+        let mut written = TensorMut::packed("out", &mut out, out_shape, TensorLayout::Bshd)?;
+        tiled::forward(&own, &q, &k, &v, &mut written, Some(&mut lse))?;
+        let (out, dout) = (view("out", &out, out_shape)?, view("dout", &dout, out_shape)?);
+        let mut found = [q_shape, k_shape, v_shape].map(|shape| vec![0f32; shape.iter().product()]);
+        let [dq, dk, dv] = &mut found;
+        let room = |name, values, shape| TensorMut::packed(name, values, shape, TensorLayout::Bshd);
+        let (mut dq, mut dk, mut dv) =
+            (room("dq", dq, q_shape)?, room("dk", dk, k_shape)?, room("dv", dv, v_shape)?);
+        let from = BackwardInputs { q, k, v, out, lse: &lse, dout };
+        tiled::backward_with(tiled::Options::default(), &own, &from, &mut dq, &mut dk, &mut dv)?;
+        let gradients = found.map(|values| values.into_iter().map(f64::from).collect());
+        Ok(SampleHead { problem, gradients })
+    }
+
+    /// Judges whole gradients by this head, and by whether every element was written.
+    ///
+    /// # Errors
+    /// [`CpuError`] when the gradients do not have the problem's size.
+    pub fn judge<T: Half>(&self, gradients: &DeviceGradients<T>) -> Result<Judged, CpuError> {
+        let [q, k, v, _] = shapes(&self.problem);
+        let group = self.problem.group_size();
+        let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: true };
+        for (i, (shape, heads)) in [(q, group), (k, 1), (v, 1)].into_iter().enumerate() {
+            check::check_len("a gradient", gradients.values[i].len(), shape.iter().product())?;
+            worst.passed &= gradients.values[i].par_iter().all(|value| !value.to_f32().is_nan());
+            if self.gradients[i].is_empty() {
+                continue;
+            }
+            let own = last_heads(&gradients.values[i], shape, heads, |value: &T| *value);
+            let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
+            let of_head = [1, shape[1], heads, shape[3]];
+            let found =
+                compare::compare::<T, T>(of_head, self.problem.dtype, &own, &self.gradients[i], None)?
+                    .allowing(SHARE * largest);
+            worst.passed &= found.passed();
+            worst.rows += shape[1] * heads;
+            if worst.tolerance == 0.0 || found.max_abs * worst.tolerance > worst.max_abs * found.tolerance {
+                (worst.max_abs, worst.tolerance) = (found.max_abs, found.tolerance);
+            }
+        }
+        Ok(worst)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::Mask;
+    use half::bf16;
+
+    use super::*;
+    use crate::tensors::random_dout;
+
+    #[test]
+    fn right_gradients_pass_and_wrong_or_missing_ones_do_not() {
+        let problem = Problem { heads_kv: 2, ..Problem::square(2, 70, 4, 32, Mask::CAUSAL, Dtype::Bf16) };
+        let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
+        let dout = random_dout::<bf16>(&inputs, 3);
+        let [q, k, v, out] = shapes(&problem);
+        let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd).unwrap();
+        let low = fa_cpu::reference::low_precision::backward(
+            &problem,
+            &view("q", &inputs.values[0], q),
+            &view("k", &inputs.values[1], k),
+            &view("v", &inputs.values[2], v),
+            &view("dout", &dout, out),
+        )
+        .unwrap();
+        let head = SampleHead::new(&inputs, &dout).unwrap();
+        let good = DeviceGradients { values: [low.dq, low.dk, low.dv], strays: 0 };
+        let judged = head.judge(&good).unwrap();
+        assert!(judged.passed, "{judged:?}");
+        for tensor in 0..3 {
+            let mut bad = good.clone();
+            let last = bad.values[tensor].len() - 1;
+            bad.values[tensor][last] = bf16::from_f32(bad.values[tensor][last].to_f32() + 1.0);
+            assert!(!head.judge(&bad).unwrap().passed, "{tensor}");
+            let mut missing = good.clone();
+            missing.values[tensor][0] = bf16::NAN;
+            assert!(!head.judge(&missing).unwrap().passed, "{tensor}");
+        }
+    }
+}

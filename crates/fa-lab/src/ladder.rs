@@ -1,0 +1,118 @@
+//! What each optimisation step brings on the GPU at hand.
+
+pub mod report;
+mod rungs;
+mod sm80;
+mod sm90;
+
+use fa_attn::device::{Bound, Gpu, Half};
+use fa_core::{Family, KernelSpec, Problem};
+use rayon::prelude::*;
+
+use crate::error::Result;
+use crate::progress::{Progress, Step};
+use crate::record::{Provenance, without_logs};
+use crate::runner::{Runner, Turns};
+use crate::shape::HeadDim;
+use crate::tensors::with_half;
+
+use report::{Report, Row};
+use rungs::Ladder;
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The kernels whose steps are measured.
+    pub family: Family,
+    /// Sequence lengths; where there are none, 1k to 16k for SM80 and 4096 for SM90.
+    pub seqlens: Vec<usize>,
+    /// Head dims of the SM90 kernels; where there are none, 128. The SM80 ladder has head dim 128, as published.
+    pub head_dims: Vec<HeadDim>,
+    /// How often each step runs.
+    pub turns: Turns,
+}
+
+/// Measures every step of every ladder; a step that cannot run has the reason in its row.
+///
+/// # Errors
+/// No usable GPU, a family that it does not run, and what the GPU reports.
+pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
+    let gpu = Gpu::open()?;
+    let arch = gpu.arch();
+    let ladders = match options.family {
+        Family::Sm80 => sm80::ladders(arch, &options.seqlens)?,
+        Family::Sm90 => sm90::ladders(arch, &options.head_dims, &options.seqlens)?,
+    };
+    let specs: Vec<(&Problem, &KernelSpec)> = ladders
+        .iter()
+        .flat_map(|ladder| ladder.steps.iter().map(move |step| (&ladder.problem, step)))
+        .flat_map(|(problem, step)| step.specs.iter().flatten().map(move |spec| (problem, spec)))
+        .collect();
+    // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
+    specs.par_iter().for_each(|(problem, spec)| drop(gpu.kernels.forward_with(problem, spec)));
+    let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
+    progress(Step::Total(ladders.len()));
+    for ladder in &ladders {
+        progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.seqlen_k)));
+        let rows = with_half!(
+            ladder.problem.dtype,
+            T => measure::<T>(&gpu, ladder, options.turns, &mut report),
+            else unreachable!("ladders are of 16-bit types")
+        )?;
+        report.rows.extend(rows);
+        progress(Step::Done);
+    }
+    Ok(report)
+}
+
+/// Measures the steps of one ladder, all in turns.
+fn measure<T: Half>(gpu: &Gpu, ladder: &Ladder, turns: Turns, report: &mut Report) -> Result<Vec<Row>> {
+    let problem = &ladder.problem;
+    let mut runner: Option<Runner<'_, T>> = None;
+    let mut bound: Vec<(usize, Bound)> = Vec::new();
+    let mut errors: Vec<Option<String>> = vec![None; ladder.steps.len()];
+    let mut wrong = vec![false; ladder.steps.len()];
+    for (index, step) in ladder.steps.iter().enumerate() {
+        let specs = match &step.specs {
+            Ok(specs) => specs,
+            Err(why) => {
+                errors[index] = Some(why.clone());
+                continue;
+            }
+        };
+        for spec in specs {
+            let forward = match gpu.kernels.forward_with(problem, spec) {
+                Ok(forward) => Bound::Forward(forward),
+                Err(error) => {
+                    errors[index] = Some(without_logs(&error.to_string()));
+                    continue;
+                }
+            };
+            let runner = match &mut runner {
+                Some(runner) => runner,
+                None => runner.insert(Runner::new(gpu, problem, &forward)?),
+            };
+            let judged = runner.check(&forward)?;
+            if judged.passed {
+                report.add_kernel(spec, gpu.arch())?;
+                bound.push((index, forward));
+            } else {
+                wrong[index] = true;
+                errors[index] =
+                    Some(format!("wrong: off by {:.2e} of {:.2e}", judged.max_abs, judged.tolerance));
+            }
+        }
+    }
+    let Some(mut runner) = runner else {
+        return Ok(report::rows(ladder, &[], &errors, &wrong));
+    };
+    let (indices, forwards): (Vec<usize>, Vec<Bound>) = bound.into_iter().unzip();
+    let outcome = runner.run(&forwards, problem, None, turns)?;
+    let timed: Vec<(usize, &KernelSpec, f64)> = indices
+        .iter()
+        .zip(&forwards)
+        .zip(&outcome.ours)
+        .map(|((&index, forward), times)| (index, forward.spec(), times.median()))
+        .collect();
+    Ok(report::rows(ladder, &timed, &errors, &wrong))
+}

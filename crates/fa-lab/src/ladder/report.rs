@@ -1,0 +1,117 @@
+//! What was measured of the ladders.
+
+use fa_core::{Arch, Family, KernelSpec};
+use serde::Serialize;
+
+use crate::error::Result;
+use crate::record::{KernelRecord, Provenance};
+use crate::runner::Turns;
+use crate::shape::Shape;
+
+use super::rungs::{Ladder, Rung};
+
+/// A run.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The machine, the program and the compiler.
+    #[serde(flatten)]
+    pub provenance: Provenance,
+    /// The kernels' family.
+    #[serde(skip)]
+    pub family: Family,
+    /// Launches of each kernel that counted.
+    pub reps: usize,
+    /// The kernels that ran.
+    pub kernels: Vec<KernelRecord>,
+    /// What was measured.
+    pub rows: Vec<Row>,
+}
+
+/// One step on one shape.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// The ladder.
+    pub ladder: String,
+    /// The step.
+    pub step: String,
+    /// What changed, for people.
+    pub change: &'static str,
+    /// The problem's shape.
+    #[serde(flatten)]
+    pub shape: Shape,
+    /// The kernel that ran; of several the fastest.
+    pub spec: Option<String>,
+    /// Median milliseconds of a launch.
+    pub ms_median: Option<f64>,
+    /// TFLOP/s at the median.
+    pub tflops: Option<f64>,
+    /// Our rate over that of the first step.
+    pub ratio: Option<f64>,
+    /// The same of the published ladder.
+    pub published_ratio: Option<f64>,
+    /// Why nothing was timed, or what is wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Whether a kernel of this step gave a wrong result.
+    pub wrong: bool,
+}
+
+/// The rows of a ladder; `timed` are (step, kernel, milliseconds), of a step with several the fastest counts.
+pub fn rows(
+    ladder: &Ladder,
+    timed: &[(usize, &KernelSpec, f64)],
+    errors: &[Option<String>],
+    wrong: &[bool],
+) -> Vec<Row> {
+    let p = &ladder.problem;
+    let fastest = |step: usize| {
+        let own = timed.iter().filter(|(index, ..)| *index == step);
+        own.min_by(|a, b| a.2.total_cmp(&b.2)).map(|(_, spec, ms)| (spec.to_string(), *ms))
+    };
+    let first = fastest(0).map(|(_, ms)| ms);
+    let published_first = ladder.published.first().copied().flatten();
+    let row = |(index, step): (usize, &Rung)| {
+        let found = fastest(index);
+        let ms = found.as_ref().map(|(_, ms)| *ms);
+        let published = ladder.published.get(index).copied().flatten();
+        Row {
+            ladder: ladder.name.clone(),
+            step: step.name.clone(),
+            change: step.change,
+            shape: Shape::from(p),
+            spec: found.map(|(spec, _)| spec),
+            ms_median: ms,
+            tflops: ms.map(|ms| p.flops_forward() / (ms * 1e9)),
+            ratio: first.zip(ms).map(|(first, ms)| first / ms),
+            published_ratio: published_first.zip(published).map(|(first, rate)| rate / first),
+            error: errors[index].clone().filter(|_| ms.is_none() || wrong[index]),
+            wrong: wrong[index],
+        }
+    };
+    ladder.steps.iter().enumerate().map(row).collect()
+}
+
+impl Row {
+    /// The shape in words.
+    pub fn name(&self) -> String {
+        let Shape { batch, mask, dtype, .. } = &self.shape;
+        let (heads, seqlens, dims) = (self.shape.heads(), self.shape.seqlens(), self.shape.head_dims());
+        format!("B {batch} H {heads} N {seqlens} hd {dims} {mask} {dtype}")
+    }
+}
+
+impl Report {
+    /// An empty one.
+    pub fn new(provenance: Provenance, family: Family, turns: Turns) -> Report {
+        let reps = turns.rounds * turns.reps;
+        Report { provenance, family, reps, kernels: Vec::new(), rows: Vec::new() }
+    }
+
+    /// Notes a kernel that was run.
+    ///
+    /// # Errors
+    /// A spec that is none.
+    pub fn add_kernel(&mut self, spec: &KernelSpec, arch: Arch) -> Result<()> {
+        KernelRecord::add(&mut self.kernels, spec, arch)
+    }
+}

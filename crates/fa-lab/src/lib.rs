@@ -1,0 +1,38 @@
+//! The lab: is what the kernels compute right, and how fast are they?
+//!
+//! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on rows from everywhere.
+//! - `grid`: the cases, from lengths of 0 to offsets beyond 2^31.
+//! - `validate`: the grid, random problems, all configurations, compute-sanitizer.
+//! - `bench`: rates beside other libraries in the same run; `runner` takes the turns.
+//! - `tune`: candidates measured, the winner kept; `ladder`: what each optimisation step brings.
+//! - `record`: which kernels were validated where, by the hash of their sources.
+//!
+//! Functions take plain options, show their [`Step`]s and return reports that serialize. What may hang or break its GPU
+//! context runs in a [`worker`] process: the program that is started again hands its standard input to [`serve()`].
+
+pub mod bench;
+pub mod configs;
+pub mod device;
+mod error;
+pub mod grid;
+pub mod judge;
+pub mod ladder;
+pub mod machine;
+pub mod marks;
+pub mod peers;
+mod progress;
+pub mod random;
+pub mod record;
+pub mod runner;
+mod serve;
+pub mod shape;
+pub mod spec_file;
+pub mod tensors;
+pub mod tune;
+pub mod validate;
+pub mod worker;
+
+pub use error::{Error, Result, asks_too_much, engine_is_asked_too_much, message, read_text};
+pub use progress::{Progress, Step};
+pub use serve::serve;
+pub use worker::Program;

@@ -1,0 +1,216 @@
+//! Other attention kernels, timed by a Python helper that runs beside this program.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use fa_core::Problem;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::error::{Context, Error, Result};
+use crate::worker::{Received, StandardError, Worker};
+
+/// The helper, which is written to a temporary file: the program is then whole by itself.
+const SCRIPT: &str = include_str!("../../../bench/peers.py");
+
+/// Names the Python interpreter that has torch.
+pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
+
+/// Importing torch and the peers takes this long at the most.
+const START: Duration = Duration::from_secs(180);
+
+/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then, which has taken more than
+/// two minutes, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them from a run before.
+const READY: Duration = Duration::from_secs(900);
+
+/// Timing a peer takes this long at the most.
+const ANSWER: Duration = Duration::from_secs(120);
+
+/// Ending takes this long at the most.
+const END: Duration = Duration::from_secs(5);
+
+/// What the helper has, by its first line.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Hello {
+    /// torch's version.
+    pub torch: Option<String>,
+    /// The GPU that torch sees.
+    pub gpu: Option<String>,
+    /// The driver's version.
+    pub driver: Option<String>,
+    /// Names of the peers that could be loaded.
+    pub peers: Vec<String>,
+    /// What they are, by name.
+    #[serde(default)]
+    pub versions: BTreeMap<String, String>,
+    /// Why the others could not.
+    pub errors: BTreeMap<String, String>,
+}
+
+/// The peers that compute a problem, ready to be timed.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Opened {
+    /// Their names.
+    pub peers: Vec<String>,
+    /// Why the others do not.
+    pub errors: BTreeMap<String, String>,
+}
+
+/// What the GPU does in the same run at most: the rates that attention can be compared with.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Ceilings {
+    /// torch's bf16 product of two 8192 x 8192 matrices of random normal numbers, TFLOP/s.
+    pub matmul_tflops: f64,
+    /// A copy of 2 GiB within the device's memory, bytes read and written, GB/s.
+    pub copy_gb_per_s: f64,
+}
+
+/// The helper's process. It ends with this value.
+#[derive(Debug)]
+pub struct Peers {
+    /// What it has.
+    pub hello: Hello,
+    worker: Worker,
+    /// Removes the script in the end.
+    _script: tempfile::TempPath,
+}
+
+impl Peers {
+    /// Starts the helper with the interpreter named by FA_PYTHON, or else `python3`, and waits for its first line.
+    ///
+    /// # Errors
+    /// Where there is no such interpreter, or no peer at all, with the reasons.
+    pub fn start() -> Result<Peers> {
+        let named = std::env::var_os(PYTHON_VARIABLE).filter(|name| !name.is_empty());
+        let python = named.unwrap_or_else(|| "python3".into());
+        let mut script = tempfile::Builder::new().prefix("fa-peers-").suffix(".py").tempfile()?;
+        script.write_all(SCRIPT.as_bytes())?;
+        let script = script.into_temp_path();
+        let mut command = Command::new(&python);
+        command.arg(&script);
+        let verbose = tracing::enabled!(tracing::Level::DEBUG);
+        let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
+        let mut worker = Worker::start(command, errors).context(format!(
+            "cannot start {}: set {PYTHON_VARIABLE} to a Python with torch",
+            python.display()
+        ))?;
+        #[derive(Deserialize)]
+        struct First {
+            hello: Hello,
+        }
+        let line = receive(&mut worker, START).context("the peers' helper does not start")?;
+        let First { hello } = serde_json::from_str(&line).context("the peers' helper says hello oddly")?;
+        if hello.peers.is_empty() {
+            let reasons: Vec<String> =
+                hello.errors.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+            let reasons = reasons.join("; ");
+            return Err(Error::Peers(format!(
+                "there is no peer: {reasons}; set {PYTHON_VARIABLE} to a Python with torch"
+            )));
+        }
+        Ok(Peers { hello, worker, _script: script })
+    }
+
+    fn ask<R: DeserializeOwned>(&mut self, request: &serde_json::Value, patience: Duration) -> Result<R> {
+        self.worker.send(request).context("the peers are gone")?;
+        let line = receive(&mut self.worker, patience)?;
+        let reply: serde_json::Value = serde_json::from_str(&line).context("the peers answer oddly")?;
+        for fatal in ["request", "gpu"] {
+            if let Some(why) = reply["errors"][fatal].as_str() {
+                return Err(Error::Peers(format!("the peers refuse: {why}")));
+            }
+        }
+        serde_json::from_value(reply).context("the peers answer oddly")
+    }
+
+    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone; a window or a cap they do not compute.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> Result<Opened> {
+        let mask = &problem.mask;
+        if !(mask.is_full() || mask.is_causal()) || problem.softcap.is_some() {
+            let why = format!("not asked: mask {mask}, soft cap {:?}", problem.softcap);
+            let errors = self.hello.peers.iter().map(|name| (name.clone(), why.clone())).collect();
+            return Ok(Opened { peers: Vec::new(), errors });
+        }
+        let mut request = json!({
+            "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
+            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+            "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
+            "causal": problem.mask.is_causal(), "dtype": problem.dtype.to_string(),
+        });
+        if !wanted.is_empty() {
+            request["peers"] = json!(wanted);
+        }
+        self.ask(&request, READY)
+    }
+
+    /// Milliseconds of `reps` calls of one peer of what is open; none when it fails.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn round(&mut self, peer: &str, reps: usize) -> Result<Vec<f64>> {
+        #[derive(Deserialize)]
+        struct Round {
+            times: Vec<f64>,
+        }
+        Ok(self.ask::<Round>(&json!({"cmd": "round", "peer": peer, "reps": reps}), ANSWER)?.times)
+    }
+
+    /// Measures the ceilings.
+    ///
+    /// # Errors
+    /// When the helper is gone, does not answer or fails at it.
+    pub fn ceilings(&mut self) -> Result<Ceilings> {
+        #[derive(Deserialize)]
+        struct Matmul {
+            tflops: f64,
+        }
+        #[derive(Deserialize)]
+        struct Copied {
+            gb_per_s: f64,
+        }
+        let Matmul { tflops: matmul_tflops } = self.ask(&json!({"cmd": "matmul"}), ANSWER)?;
+        let Copied { gb_per_s: copy_gb_per_s } = self.ask(&json!({"cmd": "copy"}), ANSWER)?;
+        Ok(Ceilings { matmul_tflops, copy_gb_per_s })
+    }
+
+    /// Gives back the memory of what is open.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn close(&mut self) -> Result<()> {
+        self.ask::<serde_json::Value>(&json!({"cmd": "close"}), ANSWER).map(drop)
+    }
+}
+
+/// The helper's next line.
+fn receive(worker: &mut Worker, patience: Duration) -> Result<String> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match worker.receive(deadline) {
+            Received::Line(line) => return Ok(line),
+            Received::Said(_) => {}
+            Received::Nothing => {
+                let seconds = patience.as_secs();
+                return Err(Error::Peers(format!("the peers do not answer within {seconds} s")));
+            }
+            Received::End => {
+                return Err(Error::Peers("the peers' helper has ended; -vv shows what it says".to_owned()));
+            }
+        }
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        // It ends by itself when it is asked to; one that hangs is killed with its worker.
+        let _ = self.worker.send(&json!({"cmd": "quit"}));
+        self.worker.ends_within(END);
+    }
+}

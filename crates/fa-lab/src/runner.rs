@@ -1,0 +1,227 @@
+//! The benchmark runner: kernels timed against one another on one problem, in turns, in another order each time, on the same inputs.
+//!
+//! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the next. So every
+//! turn begins with launches that do not count, every launch that counts stands between two events, and what is compared
+//! are medians over turns that are spread over the run.
+
+use std::collections::BTreeMap;
+
+use fa_attn::device::{Bound, Gpu, Half};
+use fa_core::{Pass, Problem, TensorLayout};
+use fa_kernels::Error;
+use serde::{Deserialize, Serialize};
+
+use crate::device::{PassCall, calls, median, time_each};
+use crate::error::Result;
+use crate::judge::sample_head::SampleHead;
+use crate::judge::sample_rows::{Judged, SampleRows};
+use crate::peers::Peers;
+use crate::random::Random;
+use crate::tensors::{Inputs, random_dout};
+
+/// Launches at the head of a turn that do not count.
+const LEAD: usize = 3;
+
+/// Milliseconds of launches before a kernel's first turn.
+const WARM_UP_MS: f64 = 10.0;
+
+/// How often each candidate runs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Turns {
+    /// Turns of each candidate.
+    pub rounds: usize,
+    /// Launches that count in a turn.
+    pub reps: usize,
+}
+
+impl Turns {
+    /// At least `total` launches of each candidate, in turns of six.
+    pub fn of(total: usize) -> Turns {
+        let rounds = total.div_ceil(6).max(1);
+        Turns { rounds, reps: total.div_ceil(rounds).max(1) }
+    }
+}
+
+/// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
+pub struct Runner<'d, T> {
+    gpu: &'d Gpu,
+    calls: Vec<PassCall<T>>,
+    turn: usize,
+    rows: SampleRows,
+    /// Of the gradients, where they are timed.
+    head: Option<SampleHead>,
+}
+
+/// Times of one candidate.
+#[derive(Clone, Debug, Default)]
+pub struct Times {
+    /// Milliseconds of each launch that counted, ascending.
+    pub ms: Vec<f64>,
+}
+
+impl Times {
+    /// The median; infinite where nothing was measured.
+    pub fn median(&self) -> f64 {
+        if self.ms.is_empty() { f64::INFINITY } else { median(&self.ms) }
+    }
+
+    /// TFLOP/s of `pass` over `problem`, at the median.
+    pub fn tflops(&self, problem: &Problem, pass: Pass) -> f64 {
+        problem.flops(pass) / (self.median() * 1e9)
+    }
+}
+
+/// What came of a run.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    /// Of our kernels, in the order given.
+    pub ours: Vec<Times>,
+    /// Of the peers that ran.
+    pub peers: BTreeMap<String, Times>,
+    /// Why the others did not.
+    pub peer_errors: BTreeMap<String, String>,
+}
+
+impl<'d, T: Half> Runner<'d, T> {
+    /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact rows.
+    /// `any` is one of the kernels; each gets room for its workspace when it is checked.
+    ///
+    /// # Errors
+    /// Above all for want of device memory.
+    pub fn new(gpu: &'d Gpu, problem: &Problem, any: &Bound) -> Result<Runner<'d, T>> {
+        let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
+        let (rows, head, calls) = match any {
+            Bound::Forward(forward) => {
+                (SampleRows::new(&inputs, 2)?, None, calls(gpu, forward, None, &inputs)?)
+            }
+            Bound::Backward(backward) => {
+                let dout = random_dout(&inputs, 1);
+                let forward = gpu.forward(problem, None)?;
+                let calls = calls(gpu, &forward, Some((backward, &dout)), &inputs)?;
+                (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)
+            }
+        };
+        Ok(Runner { gpu, calls, turn: 0, rows, head })
+    }
+
+    /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed: all calls get room
+    /// for its workspace here.
+    ///
+    /// # Errors
+    /// What the GPU reports.
+    pub fn check(&mut self, pass: &Bound) -> Result<Judged> {
+        let stream = &self.gpu.stream;
+        self.calls.iter_mut().try_for_each(|call| call.ready(pass, stream))?;
+        let call = &mut self.calls[0];
+        call.run(pass, stream)?;
+        match (&self.head, call.gradients(stream)?) {
+            (Some(head), Some(gradients)) => Ok(head.judge(&gradients)?),
+            _ => Ok(self.rows.judge(&call.output(stream)?)?),
+        }
+    }
+
+    /// Runs `pass` until clocks have settled.
+    ///
+    /// # Errors
+    /// What the GPU reports.
+    pub fn warm_up(&mut self, pass: &Bound) -> Result<(), Error> {
+        let mut spent = 0.0;
+        while spent < WARM_UP_MS {
+            // Something even where events are too coarse to tell.
+            spent += self.sample(pass, LEAD)?.iter().sum::<f64>().max(0.1);
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of `reps` launches of `pass`, each between two events.
+    ///
+    /// # Errors
+    /// What the GPU reports.
+    pub fn sample(&mut self, pass: &Bound, reps: usize) -> Result<Vec<f64>, Error> {
+        let (stream, copies) = (&self.gpu.stream, self.calls.len());
+        time_each(stream, LEAD, reps, || {
+            let call = &mut self.calls[self.turn % copies];
+            self.turn = (self.turn + 1) % copies;
+            call.run(pass, stream)
+        })
+    }
+
+    /// Times `ours` and the peers in turns; all are warm first. Kernels are to be checked before.
+    ///
+    /// # Errors
+    /// What the GPU reports of our kernels; peers that fail are named in the outcome.
+    pub fn run(
+        &mut self,
+        ours: &[Bound],
+        problem: &Problem,
+        mut peers: Option<(&mut Peers, &[String])>,
+        turns: Turns,
+    ) -> Result<Outcome> {
+        let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
+        let mut names = Vec::new();
+        if let Some((peers, wanted)) = &mut peers {
+            let opened = peers.open(problem, wanted, self.head.is_some())?;
+            outcome.peer_errors = opened.errors;
+            names = opened.peers;
+        }
+        ours.iter().try_for_each(|pass| self.warm_up(pass))?;
+        let mut random = Random::new(problem.seqlen_k as u64);
+        for _ in 0..turns.rounds {
+            for candidate in random.order(ours.len() + names.len()) {
+                match ours.get(candidate) {
+                    Some(pass) => outcome.ours[candidate].ms.extend(self.sample(pass, turns.reps)?),
+                    None => {
+                        let name = &names[candidate - ours.len()];
+                        if let Some((peers, _)) = &mut peers {
+                            let times = peers.round(name, turns.reps)?;
+                            outcome.peers.entry(name.clone()).or_default().ms.extend(times);
+                        }
+                    }
+                }
+            }
+        }
+        if let Some((peers, _)) = &mut peers {
+            peers.close()?;
+        }
+        for times in outcome.ours.iter_mut().chain(outcome.peers.values_mut()) {
+            times.ms.sort_by(f64::total_cmp);
+        }
+        outcome.peers.retain(|name, times| {
+            if times.ms.is_empty() {
+                outcome.peer_errors.insert(name.clone(), "it failed while it was timed".to_owned());
+            }
+            !times.ms.is_empty()
+        });
+        Ok(outcome)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_give_at_least_the_launches_asked_for() {
+        for (total, rounds, reps) in [(1, 1, 1), (6, 1, 6), (15, 3, 5), (24, 4, 6), (25, 5, 5), (0, 1, 1)] {
+            assert_eq!(Turns::of(total), Turns { rounds, reps });
+        }
+    }
+
+    #[test]
+    fn an_order_has_every_number_once() {
+        let mut random = Random::new(3);
+        let mut order = random.order(20);
+        assert_ne!(order, (0..20).collect::<Vec<_>>());
+        order.sort_unstable();
+        assert_eq!(order, (0..20).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn rates_are_of_the_median() {
+        let problem = Problem::square(1, 1000, 1, 50, fa_core::Mask::FULL, fa_core::Dtype::Bf16);
+        let times = Times { ms: vec![1.0, 2.0, 30.0] };
+        assert!((times.tflops(&problem, fa_core::Pass::Forward) - 0.1).abs() < 1e-12);
+        assert!((times.tflops(&problem, fa_core::Pass::BACKWARD) - 0.25).abs() < 1e-12);
+        assert_eq!(Times::default().tflops(&problem, fa_core::Pass::Forward), 0.0);
+    }
+}

@@ -1,0 +1,105 @@
+//! A problem's shape, in the words of flags and as the rows of results have it.
+
+use std::str::FromStr;
+
+use fa_core::{Dtype, Problem};
+use serde::{Deserialize, Serialize};
+
+/// `a`, or `a` and `b` where they differ, as in `192-128`.
+pub fn pair(a: usize, b: usize, separator: char) -> String {
+    if a == b { a.to_string() } else { format!("{a}{separator}{b}") }
+}
+
+/// Head dims as in flags: `128`, or `192-128`.
+pub fn head_dims(problem: &Problem) -> String {
+    pair(problem.head_dim, problem.head_dim_v, '-')
+}
+
+/// Head dims of Q and K, and of V and O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadDim {
+    /// Of Q and K.
+    pub qk: usize,
+    /// Of V and O.
+    pub v: usize,
+}
+
+impl FromStr for HeadDim {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        parse_pair(text, '-', "D or D-DV, as in 192-128").map(|(qk, v)| HeadDim { qk, v })
+    }
+}
+
+/// Parses `N` or `N<separator>M`; one number stands for both.
+///
+/// # Errors
+/// What is no number, with the `form` that would be one.
+pub fn parse_pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
+    let number = |part: &str| {
+        part.trim().parse::<usize>().map_err(|_| format!("'{part}' is no whole number: use {form}"))
+    };
+    match text.split_once(separator) {
+        Some((first, second)) => Ok((number(first)?, number(second)?)),
+        None => number(text).map(|n| (n, n)),
+    }
+}
+
+/// What a row of results says about its problem.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Shape {
+    /// Independent sequences.
+    pub batch: usize,
+    /// Query heads.
+    pub heads_q: usize,
+    /// Key/value heads.
+    pub heads_kv: usize,
+    /// Queries per sequence.
+    pub seqlen_q: usize,
+    /// Keys per sequence.
+    pub seqlen_k: usize,
+    /// Of Q and K.
+    pub head_dim: usize,
+    /// Of V and O.
+    pub head_dim_v: usize,
+    /// Whether the mask is the causal one and nothing more.
+    pub causal: bool,
+    /// The mask's name.
+    pub mask: String,
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+impl From<&Problem> for Shape {
+    fn from(problem: &Problem) -> Shape {
+        Shape {
+            batch: problem.batch,
+            heads_q: problem.heads_q,
+            heads_kv: problem.heads_kv,
+            seqlen_q: problem.seqlen_q,
+            seqlen_k: problem.seqlen_k,
+            head_dim: problem.head_dim,
+            head_dim_v: problem.head_dim_v,
+            causal: problem.mask.is_causal(),
+            mask: problem.mask.to_string(),
+            dtype: problem.dtype,
+        }
+    }
+}
+
+impl Shape {
+    /// Head dims as in flags.
+    pub fn head_dims(&self) -> String {
+        pair(self.head_dim, self.head_dim_v, '-')
+    }
+
+    /// Heads as in flags.
+    pub fn heads(&self) -> String {
+        pair(self.heads_q, self.heads_kv, ':')
+    }
+
+    /// Sequence lengths as in flags.
+    pub fn seqlens(&self) -> String {
+        pair(self.seqlen_q, self.seqlen_k, 'x')
+    }
+}

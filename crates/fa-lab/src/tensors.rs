@@ -1,0 +1,152 @@
+//! A problem's tensors on the host: values, and how they are to lie on the GPU.
+
+use fa_attn::device::{Half, Placement, shapes};
+use fa_core::{Problem, Strides, TensorLayout};
+use rayon::prelude::*;
+
+use crate::random::Random;
+
+/// Evaluates an expression with `$T` standing for the Rust type of a 16-bit [`fa_core::Dtype`]; `$other` for the rest.
+macro_rules! with_half {
+    ($dtype:expr, $T:ident => $body:expr, else $other:expr) => {
+        match $dtype {
+            fa_core::Dtype::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            fa_core::Dtype::Bf16 => {
+                type $T = half::bf16;
+                $body
+            }
+            fa_core::Dtype::F32 | fa_core::Dtype::E4m3 => $other,
+        }
+    };
+}
+pub(crate) use with_half;
+
+/// Q, K and V of a problem: values packed `[batch, seqlen, heads, dim]` on the host, and where they are to lie.
+#[derive(Clone, Debug)]
+pub struct Inputs<T> {
+    /// The problem.
+    pub problem: Problem,
+    /// Q, K and V, packed BSHD.
+    pub values: [Vec<T>; 3],
+    /// Where Q, K, V and O lie on the GPU.
+    pub placements: [Placement; 4],
+}
+
+impl<T: Half> Inputs<T> {
+    /// Values as a layer has them (independent, unit variance), the same for the same seed, all packed in `layout`.
+    pub fn random(problem: &Problem, layout: TensorLayout, seed: u64) -> Inputs<T> {
+        Inputs::placed(problem, shapes(problem).map(|shape| Placement::packed(shape, layout)), seed)
+    }
+
+    /// Values as of [`Inputs::random`] for tensors that lie anywhere; along broadcast axes they repeat.
+    pub fn placed(problem: &Problem, placements: [Placement; 4], seed: u64) -> Inputs<T> {
+        let values = [0usize, 1, 2].map(|i| {
+            let mut values = normal(placements[i].elements(), seed.wrapping_mul(3).wrapping_add(i as u64));
+            repeat_broadcast(&mut values, &placements[i]);
+            values
+        });
+        Inputs { problem: *problem, values, placements }
+    }
+}
+
+fn normal<T: Half>(len: usize, seed: u64) -> Vec<T> {
+    const CHUNK: usize = 1 << 14;
+    let mut values = vec![T::default(); len];
+    values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
+        let mut random = Random::new(seed ^ (chunk as u64).wrapping_mul(0xd134_2543_de82_ef95));
+        values.iter_mut().for_each(|value| *value = T::from_f32(random.normal()));
+    });
+    values
+}
+
+/// Copies index 0 along the axes of stride 0 to the other indices: what a kernel reads there.
+fn repeat_broadcast<T: Copy>(values: &mut [T], placement: &Placement) {
+    let [batch, seqlen, heads, dim] = placement.shape;
+    let Strides { batch: sb, seq: ss, head: sh, .. } = placement.strides;
+    if sb != 0 && ss != 0 && sh != 0 || values.is_empty() {
+        return;
+    }
+    let first = |index: usize, stride: i64| if stride == 0 { 0 } else { index };
+    for b in 0..batch {
+        for s in 0..seqlen {
+            for h in 0..heads {
+                let row = |b, s, h| ((b * seqlen + s) * heads + h) * dim;
+                let from = row(first(b, sb), first(s, ss), first(h, sh));
+                values.copy_within(from..from + dim, row(b, s, h));
+            }
+        }
+    }
+}
+
+/// dO of unit variance for `inputs`, packed BSHD, the same for the same seed.
+pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
+    let placement = dout_placement(&inputs.placements);
+    let mut values = normal(placement.elements(), seed ^ 0x5851_f42d_4c95_7f2d);
+    repeat_broadcast(&mut values, &placement);
+    values
+}
+
+/// Where dO lies beside Q, K, V and O: as O does, but broadcast along the axes that K is, as the gradient of a sum is.
+pub(crate) fn dout_placement([_, k, _, out]: &[Placement; 4]) -> Placement {
+    let like_k = |of_k: i64, own: i64| if of_k == 0 { 0 } else { own };
+    let strides = Strides {
+        batch: like_k(k.strides.batch, out.strides.batch),
+        seq: like_k(k.strides.seq, out.strides.seq),
+        head: like_k(k.strides.head, out.strides.head),
+        dim: out.strides.dim,
+    };
+    Placement { strides, ..*out }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+    use half::bf16;
+
+    use super::*;
+
+    #[test]
+    fn broadcast_axes_repeat_their_first_index() {
+        let shape = [2, 3, 2, 8];
+        let placement = Placement { shape, strides: Strides { batch: 0, seq: 16, head: 0, dim: 1 } };
+        let mut values: Vec<usize> = (0..96).collect();
+        repeat_broadcast(&mut values, &placement);
+        let at = |b: usize, s: usize, h: usize| values[((b * 3 + s) * 2 + h) * 8];
+        for b in 0..2 {
+            for s in 0..3 {
+                assert_eq!((at(b, s, 0), at(b, s, 1)), (s * 16, s * 16));
+            }
+        }
+        assert_eq!(placement.span(), 40);
+    }
+
+    #[test]
+    fn random_inputs_repeat_and_have_unit_variance() {
+        let problem = Problem::square(2, 100, 3, 64, fa_core::Mask::FULL, fa_core::Dtype::Bf16);
+        let one = Inputs::<bf16>::random(&problem, TensorLayout::Bhsd, 7);
+        let two = Inputs::<bf16>::random(&problem, TensorLayout::Bhsd, 7);
+        assert!(one.values == two.values && one.values[0] != one.values[1]);
+        let values: Vec<f64> = one.values[2].iter().map(|value| value.to_f64()).collect();
+        let mean = values.iter().sum::<f64>() / values.len() as f64;
+        let variance = values.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / values.len() as f64;
+        assert!(mean.abs() < 0.02 && (variance - 1.0).abs() < 0.03, "{mean} {variance}");
+    }
+
+    #[test]
+    fn dout_is_broadcast_as_keys_are() {
+        let problem = Problem::square(2, 3, 4, 8, Mask::FULL, Dtype::Bf16);
+        let packed = shapes(&problem).map(|shape| Placement::packed(shape, TensorLayout::Bshd));
+        let plain = Inputs::<bf16>::placed(&problem, packed, 1);
+        assert_eq!(dout_placement(&packed), packed[3]);
+        let rows = random_dout(&plain, 1);
+        assert_ne!(rows[..8], rows[8..16]);
+        let mut shared = packed;
+        shared[1].strides.head = 0;
+        let dout = random_dout(&Inputs::<bf16>::placed(&problem, shared, 1), 1);
+        assert!(dout.chunks(4 * 8).all(|heads| heads.chunks(8).all(|row| *row == heads[..8])));
+        assert_ne!(dout[..32], dout[32..64]);
+    }
+}

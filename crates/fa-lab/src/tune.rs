@@ -1,0 +1,136 @@
+//! Kernels measured for a problem, and the winner kept where the library finds it.
+//!
+//! Workers do the measuring, so that a kernel that breaks its context breaks nothing else. What has been measured is
+//! written down as it comes, and not measured again while the kernels' sources stay as they are.
+
+pub mod candidates;
+pub mod measured;
+pub mod report;
+mod supervise;
+pub(crate) mod worker;
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+use fa_attn::device::Gpu;
+use fa_attn::tune::{TuneKey, Tuned, TunedEntry};
+use fa_core::{Family, KernelSpec, Pass, Problem};
+
+use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
+use rayon::prelude::*;
+
+use crate::error::Result;
+use crate::progress::{Progress, Step};
+use crate::record::{Provenance, fingerprint};
+use crate::runner::Turns;
+use crate::worker::Program;
+
+use candidates::Candidate;
+use measured::{Measured, Notebook, Outcome};
+use report::Report;
+
+/// What is tuned.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The problems, of 16-bit types.
+    pub problems: Vec<Problem>,
+    /// Kernels to choose from; where none is given, the fastest that the GPU runs.
+    pub family: Option<Family>,
+    /// The pass.
+    pub pass: Pass,
+    /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again.
+    pub candidates: usize,
+    /// How often each kernel runs.
+    pub turns: Turns,
+    /// Whether to measure again what has been measured.
+    pub fresh: bool,
+    /// Where the winners go; what was measured goes into a file next to it.
+    pub table: PathBuf,
+}
+
+/// Measures the candidates of every problem and writes each winner to the table as it is found.
+///
+/// # Errors
+/// No usable GPU or compiler, problems that no kernel computes, files that cannot be used, workers that cannot be started.
+pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
+    let Options { pass, turns, table, .. } = options;
+    let mut tuned = Tuned::read(table)?;
+    let gpu = Gpu::open()?;
+    let provenance = Provenance::new(&gpu)?;
+    let name = provenance.device.gpu.clone();
+    let arch = gpu.arch();
+    let family = options.family.unwrap_or(Family::native(arch));
+    let mut notebook = Notebook::open(&table.with_extension("measured.jsonl"))?;
+    let mut lists: Vec<(Problem, Vec<Candidate>)> = Vec::new();
+    for problem in &options.problems {
+        lists.push((*problem, candidates::of(problem, arch, family, *pass, options.candidates)?));
+    }
+    let faults = compile(&gpu, &lists, progress)?;
+    // The workers need its memory.
+    drop(gpu);
+
+    progress(Step::Total(lists.len()));
+    let mut results: Vec<Measured> = Vec::new();
+    for (problem, candidates) in lists {
+        progress(Step::Begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask)));
+        let mut found: Vec<Outcome> = Vec::new();
+        for candidate in &candidates {
+            let sources = fingerprint(&candidate.spec, arch)?;
+            let fault = faults.iter().find(|(spec, _)| *spec == candidate.spec);
+            let known = notebook.find(&name, &problem, &candidate.spec, &sources).filter(|_| !options.fresh);
+            found.push(Outcome {
+                ms: known.and_then(|known| known.ms),
+                error: fault
+                    .map(|(_, why)| why.clone())
+                    .or_else(|| known.and_then(|known| known.error.clone())),
+                sources,
+            });
+        }
+        if found.iter().any(|found| found.ms.is_none() && found.error.is_none()) {
+            // Times of one run are compared with one another, so all that can run do.
+            supervise::measure(&problem, &candidates, &mut found, *turns, worker)?;
+            notebook.add(&name, &problem, &candidates, &found)?;
+        }
+        let result = Measured { problem, candidates, found };
+        if let Some((spec, ms)) = result.best() {
+            let entry = TunedEntry {
+                key: TuneKey::of(&problem),
+                spec: spec.clone(),
+                tflops: (problem.flops(*pass) / (ms * 1e9) * 10.0).round() / 10.0,
+            };
+            tuned.set(&name, entry);
+            tuned.write(table)?;
+        }
+        results.push(result);
+        progress(Step::Done);
+    }
+    Ok(Report::new(provenance, *turns, *pass, &results))
+}
+
+/// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile cleanly.
+fn compile(
+    gpu: &Gpu,
+    lists: &[(Problem, Vec<Candidate>)],
+    progress: &mut Progress<'_>,
+) -> Result<Vec<(KernelSpec, String)>> {
+    let mut specs: Vec<&KernelSpec> = Vec::new();
+    for candidate in lists.iter().flat_map(|(_, candidates)| candidates) {
+        if !specs.contains(&&candidate.spec) {
+            specs.push(&candidate.spec);
+        }
+    }
+    let compiler = Compiler::find(CompilerKind::Nvrtc)?;
+    let (arch, headers, cache) = (gpu.arch(), Headers::embedded(), gpu.kernels.cache());
+    progress(Step::Total(specs.len()));
+    let progress = Mutex::new(progress);
+    let compile = |spec: &&KernelSpec| {
+        if let Ok(mut progress) = progress.lock() {
+            progress(Step::Begin(format!("compiling {spec}")));
+            progress(Step::Done);
+        }
+        let source = Source::new(spec, arch, Some(smem_bytes(spec)), &headers);
+        let error = source.and_then(|source| cache.get(&compiler, spec, &source)).err()?;
+        Some(((*spec).clone(), error.to_string()))
+    };
+    Ok(specs.par_iter().filter_map(compile).collect())
+}

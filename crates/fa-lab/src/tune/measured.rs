@@ -1,0 +1,155 @@
+//! What was measured: in memory, and in a file that outlives an interruption.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use fa_core::{KernelSpec, Problem};
+use serde::{Deserialize, Serialize};
+
+use super::candidates::Candidate;
+use crate::error::{Context, Result};
+
+/// What became of one candidate.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// Median milliseconds of a launch.
+    pub ms: Option<f64>,
+    /// Why there is none.
+    pub error: Option<String>,
+    /// Hash of the kernel's sources.
+    pub sources: String,
+}
+
+/// A problem's candidates and what became of them, in the same order.
+#[derive(Clone, Debug)]
+pub struct Measured {
+    /// The problem.
+    pub problem: Problem,
+    /// What was tried.
+    pub candidates: Vec<Candidate>,
+    /// What became of it.
+    pub found: Vec<Outcome>,
+}
+
+impl Measured {
+    /// The fastest and its milliseconds.
+    pub fn best(&self) -> Option<(&KernelSpec, f64)> {
+        let times = self.candidates.iter().zip(&self.found);
+        let times = times.filter_map(|(candidate, found)| Some((&candidate.spec, found.ms?)));
+        times.min_by(|a, b| a.1.total_cmp(&b.1))
+    }
+}
+
+/// One line of the file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Note {
+    gpu: String,
+    problem: Problem,
+    spec: KernelSpec,
+    sources: String,
+    /// Median milliseconds.
+    pub ms: Option<f64>,
+    /// Why there is none.
+    pub error: Option<String>,
+}
+
+/// The file of everything measured, a line of JSON each.
+#[derive(Debug)]
+pub struct Notebook {
+    notes: Vec<Note>,
+    path: PathBuf,
+    file: File,
+}
+
+impl Notebook {
+    /// Reads what is there; a line that was cut off is left out.
+    ///
+    /// # Errors
+    /// When the file cannot be read or written.
+    pub fn open(path: &Path) -> Result<Notebook> {
+        let doing = || format!("cannot use {}", path.display());
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            fs::create_dir_all(folder).context(doing())?;
+        }
+        let mut file = OpenOptions::new().read(true).append(true).create(true).open(path).context(doing())?;
+        let text = fs::read_to_string(path).context(doing())?;
+        if !text.is_empty() && !text.ends_with('\n') {
+            writeln!(file).context(doing())?;
+        }
+        let notes = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        Ok(Notebook { notes, path: path.to_owned(), file })
+    }
+
+    /// The newest note on this kernel, from these sources, for this problem.
+    pub fn find(&self, gpu: &str, problem: &Problem, spec: &KernelSpec, sources: &str) -> Option<&Note> {
+        self.notes.iter().rev().find(|note| {
+            note.gpu == gpu && note.problem == *problem && note.spec == *spec && note.sources == sources
+        })
+    }
+
+    /// Notes what became of a problem's candidates.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn add(
+        &mut self,
+        gpu: &str,
+        problem: &Problem,
+        candidates: &[Candidate],
+        found: &[Outcome],
+    ) -> Result<()> {
+        let mut lines = String::new();
+        for (candidate, found) in candidates.iter().zip(found) {
+            let note = Note {
+                gpu: gpu.to_owned(),
+                problem: *problem,
+                spec: candidate.spec.clone(),
+                sources: found.sources.clone(),
+                ms: found.ms,
+                error: found.error.clone(),
+            };
+            lines += &(serde_json::to_string(&note)? + "\n");
+            self.notes.push(note);
+        }
+        self.file.write_all(lines.as_bytes()).context(format!("cannot write {}", self.path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Arch, Dtype, Family, Mask, Pass};
+
+    use super::super::candidates;
+    use super::*;
+
+    #[test]
+    fn notes_survive_and_a_line_that_was_cut_off_does_no_harm() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("deep/notes.jsonl");
+        let problem = Problem::square(1, 1024, 8, 64, Mask::CAUSAL, Dtype::F16);
+        let all =
+            candidates::of(&problem, Arch::Sm90, Family::Sm90, Pass::Forward, 2).expect("there are plans");
+        let found: Vec<Outcome> = (0..all.len())
+            .map(|i| Outcome {
+                ms: (i != 1).then_some(1.5 + i as f64),
+                error: None,
+                sources: "abc".to_owned(),
+            })
+            .collect();
+        Notebook::open(&path).expect("opened").add("GPU", &problem, &all, &found).expect("noted");
+        let text = fs::read_to_string(&path).expect("read");
+        fs::write(&path, format!("{text}{}", &text[..50])).expect("cut off");
+        let mut notebook = Notebook::open(&path).expect("opened again");
+        assert_eq!(notebook.notes.len(), all.len());
+        let find =
+            |notebook: &Notebook, sources| notebook.find("GPU", &problem, &all[0].spec, sources).cloned();
+        assert_eq!(find(&notebook, "abc").and_then(|note| note.ms), Some(1.5));
+        assert_eq!(find(&notebook, "abd"), None);
+        notebook.add("GPU", &problem, &all[..1], &found[2..3]).expect("noted");
+        let notebook = Notebook::open(&path).expect("opened again");
+        assert_eq!(find(&notebook, "abc").and_then(|note| note.ms), Some(3.5));
+        let measured = Measured { problem, candidates: all.clone(), found };
+        assert_eq!(measured.best(), Some((&all[0].spec, 1.5)));
+    }
+}

@@ -1,0 +1,155 @@
+//! Is what the GPU computes right? The cases run in a worker process, against the CPU oracle.
+
+pub mod configs;
+mod event;
+mod options;
+pub mod sanitize;
+mod select;
+mod supervise;
+pub(crate) mod worker;
+
+use std::time::{Duration, Instant};
+
+use fa_attn::device::Gpu;
+use fa_core::Family;
+use serde::Serialize;
+
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+use crate::record::{self, Fingerprint, Provenance};
+use crate::worker::Program;
+
+pub use event::{CaseResult, Status};
+pub(crate) use options::Job;
+pub use options::{Cases, Options};
+
+/// What a validation found.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// `validate` or `soak`.
+    pub kind: &'static str,
+    /// Whether no case failed.
+    pub passed: bool,
+    /// The machine, the program and the compiler.
+    #[serde(flatten)]
+    pub provenance: Provenance,
+    /// `sm80` or `sm90`: the kernels validated.
+    pub family: String,
+    /// Seconds that it took.
+    pub seconds: f64,
+    /// The cases by kind.
+    pub groups: Vec<Group>,
+    /// Cases that are wrong, hang or crash.
+    pub failed: Vec<CaseResult>,
+    /// Cases that could not be tried here.
+    pub skipped: Vec<CaseResult>,
+    /// Shipped kernels that passed, by the hash of their sources.
+    pub kernels: Vec<Fingerprint>,
+}
+
+/// The cases of one kind.
+#[derive(Debug, Serialize)]
+pub struct Group {
+    /// Their kind: the first part of their names.
+    pub group: String,
+    /// How many there are.
+    pub cases: usize,
+    /// How many are right.
+    pub passed: usize,
+    /// How many are wrong, hang or crash.
+    pub failed: usize,
+    /// How many could not be tried here.
+    pub skipped: usize,
+    /// Kernels that ran.
+    pub kernels: usize,
+    /// The largest error as a share of its tolerance.
+    pub worst: f64,
+}
+
+/// Runs the cases that `options` name and judges them.
+///
+/// # Errors
+/// Without a driver, a GPU or a compiler, when no case is chosen, and when workers are lost again and again.
+pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) -> Result<Report> {
+    // A machine without a GPU says so at once; the context is given back before a worker opens its own.
+    let arch = Gpu::open()?.arch();
+    let family = options.family.unwrap_or(Family::native(arch));
+    let start = Instant::now();
+    let deadline = options.soak_time().map(|time| start + time);
+    let watchdog = Duration::from_secs(u64::from(options.watchdog));
+    let job = Job { options: Options { family: Some(family), ..options.clone() }, finished: Vec::new() };
+    let results = supervise::run(program, job, watchdog, deadline, Vec::new(), progress)?;
+    if results.is_empty() {
+        let filter = options.filter.as_deref().unwrap_or_default();
+        return Err(Error::Request(format!("no case has '{filter}' in its name")));
+    }
+    report(options, family, results, start.elapsed())
+}
+
+fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Duration) -> Result<Report> {
+    let passed = results.iter().all(|result| result.status != Status::Failed);
+    // A filter leaves out cases that a kernel would have to pass, as the other ways to choose cases do.
+    let whole = options.filter.is_none() && matches!(options.cases, Cases::Grid { .. });
+    let kernels = if whole { passed_kernels(&results)? } else { Vec::new() };
+    let mut report = Report {
+        kind: if options.soak_time().is_some() { "soak" } else { "validate" },
+        passed,
+        provenance: Provenance::new(&Gpu::open()?)?,
+        family: family.to_string(),
+        seconds: time.as_secs_f64(),
+        groups: groups(&results),
+        failed: Vec::new(),
+        skipped: Vec::new(),
+        kernels,
+    };
+    for result in results {
+        match result.status {
+            Status::Passed => {}
+            Status::Failed => report.failed.push(result),
+            Status::Skipped => report.skipped.push(result),
+        }
+    }
+    Ok(report)
+}
+
+/// Shipped kernels all of whose cases passed.
+fn passed_kernels(results: &[CaseResult]) -> Result<Vec<Fingerprint>> {
+    let all_right = |kernel: &Fingerprint| {
+        let own: Vec<&CaseResult> = results
+            .iter()
+            .filter(|result| {
+                result.name.starts_with("shipped/") && result.name.ends_with(&format!(" by {}", kernel.file))
+            })
+            .collect();
+        !own.is_empty() && own.iter().all(|result| result.status == Status::Passed)
+    };
+    Ok(record::shipped()?.into_iter().map(|(kernel, ..)| kernel).filter(all_right).collect())
+}
+
+fn groups(results: &[CaseResult]) -> Vec<Group> {
+    let mut groups: Vec<Group> = Vec::new();
+    let mut kernels: Vec<std::collections::HashSet<&str>> = Vec::new();
+    let mut sorted: Vec<&CaseResult> = results.iter().collect();
+    sorted.sort_by(|a, b| a.name.cmp(&b.name));
+    for result in sorted {
+        let name = result.name.split('/').next().unwrap_or_default();
+        if groups.last().is_none_or(|group| group.group != name) {
+            let group = name.to_owned();
+            groups.push(Group { group, cases: 0, passed: 0, failed: 0, skipped: 0, kernels: 0, worst: 0.0 });
+            kernels.push(Default::default());
+        }
+        let (Some(group), Some(kernels)) = (groups.last_mut(), kernels.last_mut()) else { continue };
+        group.cases += 1;
+        match result.status {
+            Status::Passed => group.passed += 1,
+            Status::Failed => group.failed += 1,
+            Status::Skipped => group.skipped += 1,
+        }
+        if !result.kernel.is_empty() {
+            kernels.insert(&result.kernel);
+        }
+        group.kernels = kernels.len();
+        group.worst = group.worst.max(result.ratio);
+    }
+    groups
+}

@@ -1,0 +1,54 @@
+//! What a worker says: which case is on the GPU, and what became of it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::worker::{EXIT_LOST, say};
+
+/// What a worker says to its supervisor, a line of JSON each.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Event {
+    /// So many cases lie ahead.
+    Cases(usize),
+    /// This case is on the GPU from now on.
+    Begin(String),
+    /// This case is through.
+    Done(CaseResult),
+}
+
+/// What became of a case.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct CaseResult {
+    /// The case.
+    pub name: String,
+    /// The kernel.
+    pub kernel: String,
+    /// Its fate.
+    pub status: Status,
+    /// The largest error as a share of its tolerance.
+    pub ratio: f64,
+    /// The figures, or what is wrong.
+    pub detail: String,
+    /// Median milliseconds of a launch, where it was timed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ms: Option<f64>,
+}
+
+/// The fate of a case.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// Right.
+    Passed,
+    /// Wrong.
+    Failed,
+    /// Could not be tried here.
+    Skipped,
+}
+
+pub(super) fn tell(event: &Event) {
+    // Without a supervisor there is nobody to work for.
+    if say(event).is_err() {
+        std::process::exit(EXIT_LOST);
+    }
+}

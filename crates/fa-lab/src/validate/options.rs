@@ -1,0 +1,76 @@
+//! What is validated.
+
+use std::time::Duration;
+
+use fa_core::{Family, KernelSpec, Pass};
+use serde::{Deserialize, Serialize};
+
+use crate::grid::Extent;
+use crate::shape::HeadDim;
+
+/// What is validated, and how.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Options {
+    /// The kernels; where none are named, the fastest that the GPU runs.
+    pub family: Option<Family>,
+    /// The pass; gradients are taken after the forward.
+    pub pass: Pass,
+    /// The cases.
+    pub cases: Cases,
+    /// Only cases whose names contain this.
+    pub filter: Option<String>,
+    /// Seconds after which a case that is on the GPU hangs.
+    pub watchdog: u32,
+}
+
+/// Which cases are run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Cases {
+    /// The grid: by the library's own choice of kernel, by shipped kernels, and by kernels with one switch changed.
+    Grid {
+        /// How much of it.
+        extent: Extent,
+        /// Runs of each repeated case, which must give the same bits.
+        repeat: usize,
+    },
+    /// Cases of one kernel.
+    Spec {
+        /// The kernel.
+        spec: Box<KernelSpec>,
+        /// Runs of the repeated case.
+        repeat: usize,
+    },
+    /// Random problems.
+    Soak {
+        /// For so long.
+        seconds: u32,
+        /// The start of their sequence.
+        seed: u64,
+    },
+    /// The small cases that run under compute-sanitizer.
+    Sanitize,
+    /// Every configuration that the planner lists for these head dims.
+    Configs {
+        /// The head dims.
+        head_dims: Vec<HeadDim>,
+    },
+}
+
+impl Options {
+    /// How long random problems are tried, where they are.
+    pub fn soak_time(&self) -> Option<Duration> {
+        match self.cases {
+            Cases::Soak { seconds, .. } => Some(Duration::from_secs(u64::from(seconds))),
+            Cases::Grid { .. } | Cases::Spec { .. } | Cases::Sanitize | Cases::Configs { .. } => None,
+        }
+    }
+}
+
+/// What a worker does.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Job {
+    /// The cases.
+    pub options: Options,
+    /// Names of cases that are not to be run again.
+    pub finished: Vec<String>,
+}

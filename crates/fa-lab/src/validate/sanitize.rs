@@ -1,0 +1,185 @@
+//! A small part of the grid under the tools of compute-sanitizer.
+
+use std::io::{Seek, Write};
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use fa_attn::device::Gpu;
+use fa_core::{Dtype, Family, Mask, Pass, Problem};
+use fa_kernels::toolchain;
+
+use serde::Serialize;
+use serde_json::json;
+
+use super::options::{Cases, Job, Options};
+use crate::error::{Context, Error, Result};
+use crate::grid::{self, Arrangement, BASE, Case};
+use crate::record::Provenance;
+use crate::worker::Program;
+
+const TOOLS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
+
+/// A tool that takes longer is stopped; the cases are small, so it hangs.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// What a tool found.
+#[derive(Debug, Serialize)]
+pub struct Finding {
+    /// The tool.
+    pub tool: &'static str,
+    /// Whether it found nothing.
+    pub clean: bool,
+    /// Its summary line.
+    pub summary: String,
+    /// The first lines about what it found.
+    pub first: Vec<String>,
+    /// Seconds that it took.
+    pub seconds: f64,
+}
+
+/// The cases: small, and of every kind of tile, mask and placement.
+pub fn cases(pass: Pass) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let small = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
+    for (turn, (head_dim, head_dim_v)) in
+        [(64, 64), (128, 128), (256, 256), (192, 128), (72, 40)].into_iter().enumerate()
+    {
+        for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(40, 9)] {
+            let dtype = [Dtype::Bf16, Dtype::F16][turn % 2];
+            let problem =
+                Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
+            let arrangement = if turn == 4 { Arrangement::Gap(8) } else { Arrangement::Bshd };
+            let case = Case { arrangement, pass, ..grid::case("sanitize", problem) };
+            if pass.is_backward() {
+                cases.push(Case { pass: Pass::DETERMINISTIC_BACKWARD, ..case.clone() });
+            }
+            cases.push(case);
+        }
+    }
+    cases
+}
+
+/// What the tools found.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// `sanitize`.
+    pub kind: &'static str,
+    /// Whether no tool found anything.
+    pub passed: bool,
+    /// The machine, the program and the compiler.
+    #[serde(flatten)]
+    pub provenance: Provenance,
+    /// The family of the kernels.
+    pub family: String,
+    /// What each tool found.
+    pub tools: Vec<Finding>,
+}
+
+/// Runs a worker on [`cases()`] under each tool; of `options`, the family, the pass and the filter count.
+///
+/// # Errors
+/// Without a GPU or compute-sanitizer, or when it does not start.
+pub fn run(options: &Options, program: &Program) -> Result<Report> {
+    let family = options.family.unwrap_or(Family::native(Gpu::open()?.arch()));
+    let sanitizer = find().ok_or_else(|| {
+        Error::Request(
+            "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set CUDA_HOME"
+                .to_owned(),
+        )
+    })?;
+    let options = Options { family: Some(family), cases: Cases::Sanitize, ..options.clone() };
+    let job = Job { options, finished: Vec::new() };
+    let mut tools = Vec::new();
+    for tool in TOOLS {
+        let mut command = Command::new(&sanitizer);
+        command.args(["--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]);
+        command.arg(&program.executable).args(&program.arguments);
+        tools.push(run_tool(tool, command, &job)?);
+    }
+    Ok(Report {
+        kind: "sanitize",
+        passed: tools.iter().all(|finding| finding.clean),
+        provenance: Provenance::new(&Gpu::open()?)?,
+        family: family.to_string(),
+        tools,
+    })
+}
+
+fn find() -> Option<PathBuf> {
+    let usual = ["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"];
+    let usual = usual.map(|folder| PathBuf::from(folder).join("compute-sanitizer"));
+    toolchain::find_tool("compute-sanitizer").or_else(|| usual.into_iter().find(|path| path.is_file()))
+}
+
+fn run_tool(tool: &'static str, mut command: Command, job: &Job) -> Result<Finding> {
+    let start = Instant::now();
+    let log = tempfile::NamedTempFile::new()?;
+    let mut input = tempfile::tempfile()?;
+    writeln!(input, "{}", json!({ "validate": job }))?;
+    input.rewind()?;
+    let mut child = command
+        .stdin(input)
+        .stdout(log.reopen()?)
+        .stderr(log.reopen()?)
+        .spawn()
+        .context("compute-sanitizer does not start")?;
+    let status = loop {
+        match child.try_wait()? {
+            Some(status) => break Some(status),
+            None if start.elapsed() > PATIENCE => {
+                child.kill()?;
+                child.wait()?;
+                break None;
+            }
+            None => std::thread::sleep(Duration::from_millis(100)),
+        }
+    };
+    let text = String::from_utf8_lossy(&std::fs::read(log.path())?).into_owned();
+    let seconds = start.elapsed().as_secs_f64();
+    let Some(status) = status else {
+        let summary = format!("did not end within {} s", PATIENCE.as_secs());
+        return Ok(Finding { tool, clean: false, summary, first: Vec::new(), seconds });
+    };
+    Ok(judge(tool, &text, status.success(), seconds))
+}
+
+fn judge(tool: &'static str, text: &str, success: bool, seconds: f64) -> Finding {
+    let lines: Vec<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("=========")).map(str::trim).collect();
+    let summary = lines.iter().rev().find(|line| line.contains("SUMMARY")).copied();
+    let wrong = text.lines().filter(|line| line.contains("\"status\":\"failed\"")).count();
+    let done = text.lines().filter(|line| line.contains("\"status\":\"passed\"")).count();
+    let quiet = summary.is_some_and(|line| line.contains(": 0 "));
+    let first = lines
+        .iter()
+        .filter(|line| !line.is_empty() && !line.contains("SUMMARY") && !line.contains("COMPUTE-SANITIZER"))
+        .take(12)
+        .map(|line| (*line).to_owned());
+    Finding {
+        tool,
+        clean: quiet && success && wrong == 0 && done > 0,
+        summary: format!("{done} cases right, {wrong} wrong; {}", summary.unwrap_or("no summary")),
+        first: if quiet { Vec::new() } else { first.collect() },
+        seconds,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summaries_are_read() {
+        let done = "{\"done\":{\"status\":\"passed\"}}\n";
+        let clean = format!("========= COMPUTE-SANITIZER\n{done}========= ERROR SUMMARY: 0 errors\n");
+        assert!(judge("memcheck", &clean, true, 1.0).clean);
+        assert!(!judge("memcheck", &clean, false, 1.0).clean);
+        let race = "========= COMPUTE-SANITIZER\n========= Error: Race reported between Write and Read\n\
+                    ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n";
+        let found = judge("racecheck", &format!("{done}{race}"), true, 1.0);
+        assert!(!found.clean && found.first[0].contains("Race reported"));
+        // Nothing ran: nothing is clean.
+        assert!(!judge("memcheck", "========= ERROR SUMMARY: 0 errors\n", true, 1.0).clean);
+    }
+}

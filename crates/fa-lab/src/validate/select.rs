@@ -1,0 +1,78 @@
+//! The cases that are asked for.
+
+use fa_core::{Arch, Family, Pass};
+use fa_planner::plan::account;
+
+use super::options::{Cases, Options};
+use super::{configs, sanitize};
+use crate::error::Result;
+use crate::grid::{self, Action, Case, Extent, knobs};
+use crate::record;
+
+/// The cases of `options` but for a soak, which makes its own, for kernels of `family` on `arch`.
+///
+/// # Errors
+/// A shipped spec that is not valid, and configurations of head dims that the family has no kernels for.
+pub fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>> {
+    let mut chosen = match &options.cases {
+        Cases::Grid { extent, repeat } => of_grid(options.pass, *extent, *repeat, arch, family)?,
+        Cases::Spec { spec, repeat } => {
+            let mut cases = grid::of_spec("spec", &spec.to_string(), spec, Extent::Full);
+            let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
+            cases.extend(repeated.map(|case| Case { action: Action::Repeat(*repeat), ..case }));
+            cases
+        }
+        Cases::Sanitize => sanitize::cases(options.pass),
+        Cases::Configs { head_dims } => {
+            configs::cases(&crate::configs::list(head_dims, options.pass, family, arch)?)
+        }
+        Cases::Soak { .. } => Vec::new(),
+    };
+    if let Some(filter) = &options.filter {
+        chosen.retain(|case| case.name().contains(filter.as_str()));
+    }
+    Ok(chosen)
+}
+
+fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family) -> Result<Vec<Case>> {
+    let library = if pass.is_backward() { grid::gradients } else { grid::library };
+    let mut cases = library(extent, repeat);
+    for (kernel, spec, archs) in record::shipped()? {
+        let of_the_pass = spec.kernel.is_backward() == pass.is_backward();
+        // Records know a kernel by its sources, whatever the target: one that ships for other architectures is
+        // validated where it runs.
+        let runs = archs.contains(&arch) || account(&spec, arch).is_ok();
+        if runs && spec.kernel.family() == family && of_the_pass {
+            cases.extend(grid::of_spec("shipped", &kernel.file, &spec, extent));
+        }
+    }
+    // A backward's switches are all configurations of the planner's: [`Cases::Configs`].
+    let knobs = if pass.is_backward() { Vec::new() } else { knobs::specs(family, arch) };
+    for knob in knobs {
+        cases.extend(grid::of_spec("knobs", &knob.name, &knob.spec, Extent::Quick));
+    }
+    Ok(cases)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_that_ship_for_other_architectures_are_validated_where_they_run() {
+        let options = Options {
+            family: Some(Family::Sm80),
+            pass: Pass::BACKWARD,
+            cases: Cases::Grid { extent: Extent::Quick, repeat: 100 },
+            filter: None,
+            watchdog: 60,
+        };
+        let validated = |arch, file: &str| {
+            let cases = select(&options, arch, Family::Sm80).expect("cases");
+            cases.iter().any(|case| case.name().ends_with(&format!(" by {file}")))
+        };
+        let (small, large) = ("sm80/hd64-causal-bf16-99kb-bwd.ron", "sm80/hd64-causal-bf16-bwd.ron");
+        assert!(validated(Arch::Sm90, small) && validated(Arch::Sm90, large));
+        assert!(validated(Arch::Sm86, small) && !validated(Arch::Sm86, large), "163 KB do not fit");
+    }
+}

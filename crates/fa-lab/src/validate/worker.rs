@@ -1,0 +1,144 @@
+//! The process that works on the GPU: cases in, events out.
+
+mod backward;
+mod forward;
+mod session;
+
+use std::any::Any;
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use fa_attn::device::Half;
+use fa_core::Pass;
+use fa_planner::plan::{PlanOptions, plan};
+use rayon::prelude::*;
+
+use super::event::{CaseResult, Event, Status, tell};
+use super::options::{Cases, Job};
+use super::select::select;
+use crate::error::{Error, Result, message};
+use crate::grid::{Action, Case, NamedSpec, soak};
+use crate::tensors::with_half;
+use crate::worker::EXIT_LOST;
+
+use session::{Found, Session};
+
+/// Runs the cases of a job: the worker's whole life. The process ends early when its GPU context is lost.
+///
+/// # Errors
+/// When there is no GPU. What happens to a case is an event.
+pub(crate) fn work(job: &Job) -> Result<()> {
+    let mut session = Session::open(job.options.family)?;
+    if let (Some(time), Cases::Soak { seed, .. }) = (job.options.soak_time(), &job.options.cases) {
+        run_soak(&session, *seed, time, job.options.pass, job.finished.len());
+        return Ok(());
+    }
+    let finished: HashSet<&String> = job.finished.iter().collect();
+    let mut cases = select(&job.options, session.gpu.arch(), session.family)?;
+    cases.retain(|case| !finished.contains(&case.name()));
+    tell(&Event::Cases(cases.len()));
+    compile(&session, &cases);
+    session.share(shared(&cases)?);
+    cases.par_iter().with_max_len(1).for_each(|case| run_case(&session, case));
+    Ok(())
+}
+
+/// Runs random problems until the time is up, from number `first` on.
+fn run_soak(session: &Session, seed: u64, time: Duration, pass: Pass, first: usize) {
+    let case_of = if pass.is_backward() { soak::gradients } else { soak::case };
+    let start = Instant::now();
+    let mut turn = first as u64;
+    while start.elapsed() < time {
+        let count = 4 * rayon::current_num_threads();
+        tell(&Event::Cases(count));
+        (0..count).into_par_iter().with_max_len(1).for_each(|i| {
+            if start.elapsed() < time {
+                run_case(session, &case_of(seed, turn + i as u64, session.family));
+            }
+        });
+        turn += count as u64;
+    }
+}
+
+/// Compiles the cases' kernels, all cores at once. Failures show up when the cases are run.
+fn compile(session: &Session, cases: &[Case]) {
+    let mut seen = HashSet::new();
+    let new: Vec<_> = cases
+        .iter()
+        .filter_map(|case| first_choice(session, case))
+        .filter(|s| seen.insert(s.to_ron()))
+        .collect();
+    new.par_iter().with_max_len(1).for_each(|spec| drop(session.gpu.kernels.load(spec)));
+}
+
+/// Computes inputs and oracles that several cases share.
+fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>> {
+    let mut users: HashMap<String, (usize, &Case)> = HashMap::new();
+    for case in cases.iter().filter(|case| !matches!(case.action, Action::Measure | Action::Repeat(_))) {
+        users.entry(case.problem_name()).or_insert((0, case)).0 += 1;
+    }
+    let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
+    let made = several.par_iter().with_max_len(1).map(|case| {
+        let made = with_half!(case.problem.dtype, T => {
+            match case.pass {
+                Pass::Forward => Box::new(forward::made::<T>(case)?) as Box<dyn Any + Send + Sync>,
+                Pass::Backward { .. } => Box::new(backward::made::<T>(case)?),
+            }
+        }, else Box::new(()));
+        Ok((case.problem_name(), made))
+    });
+    made.collect()
+}
+
+fn first_choice(session: &Session, case: &Case) -> Option<fa_core::KernelSpec> {
+    match &case.kernel {
+        Some(NamedSpec { spec, .. }) => Some(spec.clone()),
+        None => {
+            let family = Some(session.family);
+            let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
+            let plans = plan(&case.problem, session.gpu.arch(), &options).ok()?;
+            plans.into_iter().next().map(|plan| plan.spec)
+        }
+    }
+}
+
+fn run_case(session: &Session, case: &Case) {
+    let name = case.name();
+    let found = with_half!(case.problem.dtype, T => examine::<T>(session, case), else Err(Error::NotTried(
+        format!("no GPU kernel computes in {}", case.problem.dtype))));
+    let fate = |status, detail| CaseResult {
+        name: name.clone(),
+        kernel: String::new(),
+        status,
+        ratio: 0.0,
+        detail,
+        ms: None,
+    };
+    tell(&Event::Done(match found {
+        Ok(Found { kernel, passed, ratio, detail, ms }) => {
+            let status = if passed { Status::Passed } else { Status::Failed };
+            CaseResult { kernel, ratio, ms, ..fate(status, detail) }
+        }
+        Err(Error::NotTried(why)) => fate(Status::Skipped, why),
+        // A switch that the compiler does not honour here ships nowhere and is none of the library's choices.
+        Err(error) if case.group == "knobs" && is_refused(&error) => fate(Status::Skipped, message(&error)),
+        Err(error) => fate(Status::Failed, message(&error)),
+    }));
+    // After an illegal access nothing works in this process any more.
+    if session.gpu.synchronize().is_err() {
+        std::process::exit(EXIT_LOST);
+    }
+}
+
+fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
+    let forward = session.forward(case)?;
+    session.check_memory(case)?;
+    match case.pass {
+        Pass::Forward => forward::examine::<T>(session, case, forward),
+        Pass::Backward { deterministic } => backward::examine::<T>(session, case, forward, deterministic),
+    }
+}
+
+fn is_refused(error: &Error) -> bool {
+    matches!(error, Error::Kernels(fa_kernels::Error::Refused { .. }))
+}

@@ -1,0 +1,150 @@
+//! Cases of the forward.
+
+use fa_attn::device::{Bound, DeviceOutput, Half};
+use fa_kernels::Forward;
+
+use super::session::{Found, Session};
+use crate::device::place_forward;
+use crate::error::Result;
+use crate::grid::{Action, Case};
+use crate::judge::forward::Oracle;
+use crate::tensors::Inputs;
+
+/// Inputs and oracle of a case.
+pub struct Made<T> {
+    inputs: Inputs<T>,
+    oracle: Oracle<T>,
+}
+
+/// Makes inputs and oracle of a case.
+///
+/// # Errors
+/// Inputs that do not fit their problem.
+pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
+    let inputs = case.inputs::<T>();
+    let oracle = Oracle::new(&inputs, case.seed())?;
+    Ok(Made { inputs, oracle })
+}
+
+/// Runs and judges a case.
+///
+/// # Errors
+/// What the GPU reports.
+pub fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Result<Found> {
+    if case.action == Action::Measure {
+        return session.measure(case, &Bound::Forward(forward), None);
+    }
+    let own;
+    let made = match session.shared::<Made<T>>(case) {
+        Some(shared) => shared,
+        None => {
+            own = made::<T>(case)?;
+            &own
+        }
+    };
+    let runs = {
+        let _gpu = session.begin(case);
+        act(session, case, &forward, &made.inputs)?
+    };
+    let mut found = Found::of(&forward.kernel().spec);
+    for outputs in &runs.outputs {
+        let judged = made.oracle.judge(&case.problem, outputs)?;
+        found.passed &= judged.passed;
+        found.ratio = found.ratio.max(judged.ratio);
+        if found.detail.is_empty() || !judged.passed {
+            found.detail = judged.detail;
+        }
+    }
+    if let Some(fault) = runs.fault {
+        found.passed = false;
+        found.detail = fault;
+    }
+    Ok(found)
+}
+
+fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
+    let stream = &session.gpu.stream;
+    match case.action {
+        Action::Once => {
+            let mut call = place_forward(stream, forward, inputs)?;
+            call.run(forward, stream)?;
+            Ok(Runs::of(call.read(stream)?))
+        }
+        Action::Repeat(times) => {
+            let mut call = place_forward(stream, forward, inputs)?;
+            call.run(forward, stream)?;
+            let first = call.read(stream)?;
+            for turn in 1..times {
+                call.poison(stream)?;
+                call.run(forward, stream)?;
+                if !call.read(stream)?.same_bits(&first) {
+                    let fault = format!("run {} of {times} differs from the first", turn + 1);
+                    return Ok(Runs { outputs: vec![first], fault: Some(fault) });
+                }
+            }
+            Ok(Runs::of(first))
+        }
+        Action::OwnStream => {
+            let stream = session.gpu.context().new_stream()?;
+            let mut call = place_forward(&stream, forward, inputs)?;
+            call.run(forward, &stream)?;
+            Ok(Runs::of(call.read(&stream)?))
+        }
+        Action::Graph => graph(session, forward, inputs),
+        Action::Threads => threads(session, forward, inputs),
+        Action::Measure => unreachable!("examine() sends it to Session::measure()"),
+    }
+}
+
+fn graph<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
+    let stream = session.gpu.context().new_stream()?;
+    let mut call = place_forward(&stream, forward, inputs)?;
+    let graph = call.capture(forward, &stream)?;
+    let mut outputs = Vec::new();
+    let mut fault = None;
+    for turn in 0..5 {
+        call.poison(&stream)?;
+        graph.launch()?;
+        let replayed = call.read(&stream)?;
+        match outputs.first() {
+            None => outputs.push(replayed),
+            Some(first) if !replayed.same_bits(first) => {
+                fault.get_or_insert(format!("replay {} differs from the first", turn + 1));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(Runs { outputs, fault })
+}
+
+fn threads<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
+    const RUNS: usize = 50;
+    let work = || -> Result<_> {
+        let stream = session.gpu.context().new_stream()?;
+        let mut call = place_forward(&stream, forward, inputs)?;
+        for _ in 0..RUNS {
+            call.poison(&stream)?;
+            call.run(forward, &stream)?;
+        }
+        Ok(call.read(&stream)?)
+    };
+    let outputs = std::thread::scope(|scope| {
+        let threads = [scope.spawn(work), scope.spawn(work)];
+        threads.map(|thread| thread.join().expect("a thread that launches does not panic"))
+    });
+    let outputs = outputs.into_iter().collect::<Result<Vec<_>>>()?;
+    let fault = (!outputs[0].same_bits(&outputs[1])).then(|| "the threads' results differ".to_owned());
+    Ok(Runs { outputs, fault })
+}
+
+/// Outputs to be judged, and what else went wrong.
+struct Runs<T> {
+    outputs: Vec<DeviceOutput<T>>,
+    fault: Option<String>,
+}
+
+impl<T> Runs<T> {
+    fn of(outputs: DeviceOutput<T>) -> Runs<T> {
+        Runs { outputs: vec![outputs], fault: None }
+    }
+}

@@ -1,0 +1,142 @@
+//! A worker's GPU, and what its cases share.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use fa_attn::device::{Bound, Gpu};
+use fa_core::{Family, TensorLayout};
+use fa_kernels::Forward;
+use half::bf16;
+
+use crate::device::{PassCall, Timing, calls, median, time};
+use crate::error::{Error, Result};
+use crate::grid::{Arrangement, Case};
+use crate::tensors::{Inputs, random_dout};
+use crate::validate::event::{Event, tell};
+
+pub(super) struct Session {
+    pub gpu: Gpu,
+    pub family: Family,
+    /// One case at a time is on the GPU. Whoever holds it must not start work in rayon: that could take up another case,
+    /// which would wait for the same lock.
+    timed: Mutex<Timed>,
+    /// Inputs and oracles of problems that several cases have, by [`Case::problem_name`].
+    shared: HashMap<String, Box<dyn Any + Send + Sync>>,
+}
+
+/// Tensors of problems that several kernels are timed on.
+type Timed = HashMap<String, Vec<PassCall<bf16>>>;
+
+/// What came of a case.
+pub(super) struct Found {
+    pub kernel: String,
+    pub passed: bool,
+    pub ratio: f64,
+    pub detail: String,
+    pub ms: Option<f64>,
+}
+
+impl Found {
+    /// Of a kernel that nothing is wrong with yet.
+    pub fn of(kernel: &fa_core::KernelSpec) -> Found {
+        Found { kernel: kernel.to_string(), passed: true, ratio: 0.0, detail: String::new(), ms: None }
+    }
+}
+
+impl Session {
+    /// Opens the GPU for kernels of `family`, or of the fastest family that it runs.
+    ///
+    /// # Errors
+    /// Where there is no GPU, or it does not run the family.
+    pub fn open(family: Option<Family>) -> Result<Session> {
+        let gpu = Gpu::open()?;
+        let family = family.unwrap_or(Family::native(gpu.arch()));
+        if !family.runs_on(gpu.arch()) {
+            let arch = gpu.arch();
+            let message = format!("{arch} has no wgmma: use --arch sm80, whose kernels run there");
+            return Err(Error::Request(message));
+        }
+        Ok(Session { gpu, family, timed: Mutex::default(), shared: HashMap::new() })
+    }
+
+    /// Keeps what several cases share, by [`Case::problem_name`].
+    pub fn share(&mut self, shared: HashMap<String, Box<dyn Any + Send + Sync>>) {
+        self.shared = shared;
+    }
+
+    /// What was shared of a case's problem.
+    pub fn shared<M: 'static>(&self, case: &Case) -> Option<&M> {
+        self.shared.get(&case.problem_name())?.downcast_ref()
+    }
+
+    /// Puts a case on the GPU: the only one until the guard is dropped.
+    pub fn begin(&self, case: &Case) -> impl Drop + '_ {
+        let guard: MutexGuard<'_, Timed> = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
+        tell(&Event::Begin(case.name()));
+        guard
+    }
+
+    /// The forward of a case.
+    pub fn forward(&self, case: &Case) -> Result<Forward, fa_attn::Error> {
+        let named = case.kernel.as_ref().filter(|_| !case.pass.is_backward());
+        match named {
+            Some(named) => Ok(self.gpu.kernels.forward_with(&case.problem, &named.spec)?),
+            // The forward before a backward is the library's own.
+            None if case.pass.is_backward() => self.gpu.forward(&case.problem, None),
+            None => self.gpu.forward(&case.problem, self.other_family()),
+        }
+    }
+
+    /// The family that is validated where the library's own choice is of another.
+    pub fn other_family(&self) -> Option<Family> {
+        (self.family != Family::native(self.gpu.arch())).then_some(self.family)
+    }
+
+    /// Times the kernel on tensors that stay on the GPU for the next one.
+    pub fn measure(&self, case: &Case, pass: &Bound, forward: Option<&Forward>) -> Result<Found> {
+        // A thousand and more are measured one after the other: launches of milliseconds need no more samples than this.
+        const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 5, sample_ms: 0.5 };
+        let key = case.problem_name();
+        let inputs = {
+            let timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
+            (!timed.contains_key(&key)).then_some(())
+        }
+        .map(|()| Inputs::<bf16>::random(&case.problem, TensorLayout::Bshd, case.seed()));
+        let mut timed = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
+        tell(&Event::Begin(case.name()));
+        if let Some(inputs) = inputs
+            && !timed.contains_key(&key)
+        {
+            let calls = match (pass, forward) {
+                (Bound::Backward(backward), Some(forward)) => {
+                    let dout = random_dout(&inputs, case.seed());
+                    calls(&self.gpu, forward, Some((backward, &dout)), &inputs)?
+                }
+                (Bound::Forward(forward), _) => calls(&self.gpu, forward, None, &inputs)?,
+                (Bound::Backward(_), None) => unreachable!("gradients are measured after a forward"),
+            };
+            timed.insert(key.clone(), calls);
+        }
+        let calls = timed.get_mut(&key).expect("inserted above, by this thread or another");
+        // Kernels differ in their workspaces.
+        calls.iter_mut().try_for_each(|call| call.ready(pass, &self.gpu.stream))?;
+        let times = time(&self.gpu, pass, calls, TIMING)?;
+        let ms = median(&times);
+        let kernel = pass.spec().to_string();
+        let rate = case.problem.flops(case.pass) / ms / 1e9;
+        let detail = format!("{ms:.4} ms, {rate:.0} TFLOP/s");
+        Ok(Found { kernel, passed: true, ratio: 0.0, detail, ms: Some(ms) })
+    }
+
+    pub fn check_memory(&self, case: &Case) -> Result<()> {
+        let (need, have) = (case.device_bytes(), self.gpu.context().total_mem()? as u64);
+        if need > have / 10 * 8 {
+            return Err(Error::NotTried(format!("needs {need} B of device memory, the GPU has {have} B")));
+        }
+        if case.arrangement == Arrangement::SharedRows && case.problem.seqlen_k == 0 {
+            return Err(Error::NotTried("there are no keys to share".to_owned()));
+        }
+        Ok(())
+    }
+}
