@@ -6,28 +6,35 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{toolkit, workspace};
+use crate::{device, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// Compile every shipped kernel for every architecture, whatever docs/results/compiled.ron lists, and write that list.
+    #[arg(long)]
+    all_archs: bool,
+}
 
 /// A check by name.
 struct Step {
     name: &'static str,
-    run: fn(&mut Tally) -> Result<()>,
+    run: fn(&Args, &mut Tally) -> Result<()>,
 }
 
-const STEPS: [Step; 5] = [
-    Step { name: "format", run: |_| workspace::cargo(&["fmt", "--all", "--check"]) },
+const STEPS: [Step; 7] = [
+    Step { name: "format", run: |_, _| workspace::cargo(&["fmt", "--all", "--check"]) },
+    // The compiler of the shipped kernels, which the tests compile, and clang-format.
+    Step { name: "toolkit", run: |_, _| toolkit::install(false) },
+    Step { name: "device sources", run: |_, _| device::format(true) },
+    // Of all targets: examples and benchmarks are checked here and not built again for the tests.
     Step {
         name: "lint",
-        run: |_| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
+        run: |_, _| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
     },
-    Step { name: "docs", run: |_| docs() },
-    // The tests compile every shipped kernel.
-    Step { name: "toolkit", run: |_| toolkit::install(false) },
-    Step { name: "test", run: |tally| cargo_test(&["test", "--workspace"], tally) },
+    Step { name: "docs", run: |_, _| docs() },
+    Step { name: "test", run: |args, tally| cargo_test(&["--lib", "--bins", "--tests"], args, tally) },
+    Step { name: "test of docs", run: |args, tally| cargo_test(&["--doc"], args, tally) },
 ];
 
 /// Sum of cargo's "test result:" lines.
@@ -54,13 +61,13 @@ impl Tally {
     }
 }
 
-pub fn run(Args {}: &Args) -> Result<()> {
+pub fn run(args: &Args) -> Result<()> {
     let start = Instant::now();
     let mut tally = Tally::default();
     for (i, step) in STEPS.iter().enumerate() {
         let step_start = Instant::now();
         println!("ci [{}/{}] {}", i + 1, STEPS.len(), step.name);
-        (step.run)(&mut tally).with_context(|| format!("ci stopped at {}", step.name))?;
+        (step.run)(args, &mut tally).with_context(|| format!("ci stopped at {}", step.name))?;
         println!("ci [{}/{}] {} ok, {:.0?}", i + 1, STEPS.len(), step.name, step_start.elapsed());
     }
     let Tally { suites, passed, failed, ignored } = tally;
@@ -80,10 +87,14 @@ fn docs() -> Result<()> {
     Ok(())
 }
 
-/// Runs cargo in the workspace's root, shows its output and counts its test results.
-fn cargo_test(args: &[&str], tally: &mut Tally) -> Result<()> {
-    let mut child =
-        workspace::cargo_command(args).stdout(Stdio::piped()).spawn().context("cargo does not start")?;
+/// Runs the workspace's tests of these targets, shows their output and counts their results.
+fn cargo_test(targets: &[&str], args: &Args, tally: &mut Tally) -> Result<()> {
+    let mut command = workspace::cargo_command(&["test", "--workspace"]);
+    command.args(targets).stdout(Stdio::piped());
+    if args.all_archs {
+        command.env("FA_ALL_ARCHS", "1");
+    }
+    let mut child = command.spawn().context("cargo does not start")?;
     let stdout = child.stdout.take().context("cargo's output is not piped")?;
     for line in BufReader::new(stdout).split(b'\n') {
         let line = line.context("cargo's output breaks off")?;
@@ -92,8 +103,8 @@ fn cargo_test(args: &[&str], tally: &mut Tally) -> Result<()> {
         tally.add(&line);
     }
     let status = child.wait().context("cargo does not end")?;
-    ensure!(status.success(), "cargo {} failed ({status})", args.join(" "));
-    ensure!(tally.passed > 0, "cargo {} ran no test", args.join(" "));
+    ensure!(status.success(), "cargo test {} failed ({status})", targets.join(" "));
+    ensure!(tally.passed > 0, "cargo test {} ran no test", targets.join(" "));
     Ok(())
 }
 

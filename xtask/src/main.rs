@@ -3,6 +3,7 @@
 mod build;
 mod ci;
 mod codegen;
+mod device;
 #[cfg(test)]
 mod imports;
 #[cfg(test)]
@@ -25,6 +26,7 @@ enum Task {
     Build(build::Args),
     Ci(ci::Args),
     Codegen(codegen::Args),
+    Device(device::Args),
     Search(search::Args),
     Toolkit(toolkit::Args),
     Validate(validate::Args),
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         Task::Build(args) => build::run(&args),
         Task::Ci(args) => ci::run(&args),
         Task::Codegen(args) => codegen::run(&args),
+        Task::Device(args) => device::run(&args),
         Task::Search(args) => search::run(args),
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Validate(args) => validate::run(&args),

@@ -1,13 +1,14 @@
-//! `cargo xtask toolkit`: NVRTC and the disassemblers from PyPI into the target folder, for machines with no CUDA.
+//! `cargo xtask toolkit`: NVRTC, the disassemblers and clang-format from PyPI into the target folder, for machines with
+//! no CUDA.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::workspace;
 
-/// Install NVRTC, nvdisasm and cuobjdump from PyPI into target/toolkit.
+/// Install NVRTC, nvdisasm, cuobjdump and clang-format from PyPI into target/toolkit.
 #[derive(clap::Args)]
 pub struct Args {
     /// Install again even if the versions wanted are there.
@@ -16,9 +17,13 @@ pub struct Args {
 }
 
 /// NVRTC is held at one minor version, so that the code it makes does not change under us; the disassemblers read the
-/// cubins of every version before their own.
-const PACKAGES: [&str; 3] =
-    ["nvidia-cuda-nvrtc==13.0.*", "nvidia-cuda-nvdisasm>=13,<14", "nvidia-cuda-cuobjdump>=13,<14"];
+/// cubins of every version before their own. Every version of clang-format formats in its own way.
+const PACKAGES: [&str; 4] = [
+    "nvidia-cuda-nvrtc==13.0.*",
+    "nvidia-cuda-nvdisasm>=13,<14",
+    "nvidia-cuda-cuobjdump>=13,<14",
+    "clang-format==19.1.7",
+];
 
 /// Names what was installed, so that a second call is free.
 const STAMP: &str = "packages.txt";
@@ -29,7 +34,7 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Installs the packages unless they are there; with `force`, in any case.
 pub fn install(force: bool) -> Result<()> {
-    let folder = workspace::target_dir().join("toolkit");
+    let folder = folder();
     if !force && is_current(&folder) {
         println!("{} is up to date", folder.display());
         return Ok(());
@@ -48,6 +53,15 @@ pub fn install(force: bool) -> Result<()> {
     std::fs::write(folder.join(STAMP), PACKAGES.join("\n"))?;
     println!("installed {} in {}", PACKAGES.join(", "), folder.display());
     Ok(())
+}
+
+fn folder() -> PathBuf {
+    workspace::target_dir().join("toolkit")
+}
+
+/// clang-format, once installed.
+pub fn clang_format() -> PathBuf {
+    folder().join(format!("clang_format/data/bin/clang-format{}", std::env::consts::EXE_SUFFIX))
 }
 
 fn is_current(folder: &Path) -> bool {

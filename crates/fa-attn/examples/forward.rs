@@ -1,5 +1,5 @@
-//! Attention on the GPU in a handful of lines: a causal problem with grouped heads, by the best kernel, on tensors that stay
-//! in the GPU's memory.
+//! Attention on the GPU in a handful of lines: a causal problem with grouped heads, by the best kernel, on
+//! tensors that stay in the GPU's memory.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example forward

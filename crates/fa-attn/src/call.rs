@@ -3,15 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fa_core::{Dtype, Family, KernelSpec, Problem};
+use fa_core::{Dtype, Family, KernelSpec, Pass, Problem};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{TensorMut, check, reference};
 use serde::Serialize;
 
+use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
-use crate::engine::Cpu;
+use crate::element::Element;
+use crate::error::Error;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
-use crate::{Element, Error, Pass};
 
 /// A pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
 #[derive(Debug)]
@@ -89,7 +90,8 @@ impl Call {
         self.bound().map(Bound::spec)
     }
 
-    /// The bound GPU kernel, for launches on tensors that stay on the GPU ([`crate::device`]); `None` on the CPU.
+    /// The bound GPU kernel, for launches on tensors that stay on the GPU ([`crate::device`]); `None` on the
+    /// CPU.
     pub fn bound(&self) -> Option<&Bound> {
         match &self.implementation {
             Implementation::Gpu(_, bound) => Some(bound),
@@ -138,17 +140,18 @@ impl Call {
         self.bound().is_some()
     }
 
-    /// Computes the pass on host tensors, [`ForwardTensors`] or [`BackwardTensors`]. On the GPU they are copied there and
-    /// back; for tensors that stay there, see [`crate::device`].
+    /// Computes the pass on host tensors, [`ForwardTensors`] or [`BackwardTensors`]. On the GPU they are
+    /// copied there and back; for tensors that stay there, see [`crate::device`].
     ///
     /// # Errors
-    /// [`Error::Pass`] and [`Error::Dtype`] for tensors that the call is not bound to, shapes that are not the problem's, and
-    /// what the GPU reports. Nothing is written to the outputs then.
+    /// [`Error::Pass`] and [`Error::Dtype`] for tensors that the call is not bound to, shapes that are not
+    /// the problem's, and what the GPU reports. Nothing is written to the outputs then.
     pub fn run<'a, T: Element>(&self, tensors: impl Into<Tensors<'a, T>>) -> Result<(), Error> {
         self.execute(tensors.into(), 1).map(drop)
     }
 
-    /// [`Call::run`], and the time of the computation alone. On the GPU that of a second launch: the first loads code.
+    /// [`Call::run`], and the time of the computation alone. On the GPU that of a second launch: the first
+    /// loads code.
     ///
     /// # Errors
     /// As [`Call::run`].

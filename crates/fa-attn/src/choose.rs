@@ -9,10 +9,11 @@ use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 
-use crate::Error;
+use crate::error::Error;
 use crate::tune::Tables;
 
-/// Choices that are remembered at the most, some 4 MB: lengths that never come again must not fill the memory of a server.
+/// Choices that are remembered at the most, some 4 MB: lengths that never come again must not fill the memory
+/// of a server.
 const REMEMBERED: usize = 4096;
 
 /// How many of the planner's best tiles are tried when one does not compile cleanly.
@@ -42,7 +43,8 @@ impl Chooser {
             return Ok(bind(&spec)?);
         }
         let native = Family::native(kernels.arch());
-        // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles cleanly.
+        // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles
+        // cleanly.
         let families = match family {
             Some(family) => vec![family],
             None if native == Family::Sm80 => vec![native],
@@ -164,7 +166,8 @@ fn bundled<P>(
     Some(bind(spec).map(|bound| (bound, spec.clone())))
 }
 
-/// All that a choice depends on, as RON text: plain data, looked up when a problem is bound and not in a launch.
+/// All that a choice depends on, as RON text: plain data, looked up when a problem is bound and not in a
+/// launch.
 fn key(problem: &Problem, family: Option<Family>, pass: Pass) -> String {
     ron::to_string(&(problem, family, pass)).expect("plain structs of numbers and names always serialise")
 }
@@ -182,7 +185,8 @@ impl Choices {
         self.preferred.get(key).or_else(|| self.chosen.get(key))
     }
 
-    /// Keeps `spec`, which may be forgotten: it is chosen again at the cost of planning, a millisecond or two.
+    /// Keeps `spec`, which may be forgotten: it is chosen again at the cost of planning, a millisecond or
+    /// two.
     fn remember(&mut self, key: String, spec: KernelSpec) {
         if self.chosen.len() >= REMEMBERED {
             self.chosen.clear();

@@ -4,16 +4,16 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fa_core::{Mask, Problem};
+use fa_core::{Mask, Pass, Problem};
 use fa_cpu::simd::{Isa, Kernels};
-use fa_cpu::tiled;
 use fa_kernels::driver;
-use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::call::{Call, Implementation};
+use crate::cpu::Cpu;
 use crate::device::Gpu;
-use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, problem_of};
-use crate::{Element, Error, Pass};
+use crate::element::Element;
+use crate::error::Error;
+use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor};
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,14 +41,6 @@ pub struct CpuOptions {
     pub threads: Option<NonZeroUsize>,
 }
 
-/// The CPU's side of an engine.
-#[derive(Clone, Debug)]
-pub(crate) struct Cpu {
-    pub(crate) isa: Isa,
-    /// Threads of its own; `None` for those of the current rayon pool.
-    pub(crate) pool: Option<Arc<ThreadPool>>,
-}
-
 /// Attention on this machine: made once, shared by threads.
 #[derive(Debug)]
 pub struct Engine {
@@ -71,7 +63,8 @@ impl Engine {
     /// An engine on a backend of the caller's choice.
     ///
     /// # Errors
-    /// [`Error::Isa`] for an instruction set that the CPU lacks, [`Error::Threads`], and what opening the GPU reports.
+    /// [`Error::Isa`] for an instruction set that the CPU lacks, [`Error::Threads`], and what opening the GPU
+    /// reports.
     pub fn with(backend: Backend) -> Result<Engine, Error> {
         let best = Isa::detect();
         let (isa, threads) = match backend {
@@ -83,7 +76,7 @@ impl Engine {
             let have = Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect();
             return Err(Error::Isa { wanted: isa, have });
         }
-        let cpu = Cpu { isa, pool: threads.map(pool).transpose()? };
+        let cpu = Cpu::new(isa, threads)?;
         let mut engine = Engine { backend, cpu, gpu: None, no_gpu: None };
         match backend {
             Backend::Gpu => engine.gpu = Some(Arc::new(Gpu::open()?)),
@@ -104,8 +97,8 @@ impl Engine {
         self.gpu.as_deref()
     }
 
-    /// A pass of `problem`, ready to run: planned, compiled, checked and bound once. `Auto` takes the CPU where the GPU does
-    /// not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
+    /// A pass of `problem`, ready to run: planned, compiled, checked and bound once. `Auto` takes the CPU
+    /// where the GPU does not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
     ///
     /// # Errors
     /// [`Error::Problem`]; on [`Backend::Gpu`] those of planning, compiling and loading.
@@ -153,8 +146,8 @@ impl Engine {
         Ok(Call::new(problem, pass, implementation, passed_over))
     }
 
-    /// Attention of `q` on `k` and `v` under `mask`, with the default scale and no soft cap. Allocates the output, in the
-    /// layout of `q`. For anything else, [`Engine::bind`] a [`Problem`].
+    /// Attention of `q` on `k` and `v` under `mask`, with the default scale and no soft cap. Allocates the
+    /// output, in the layout of `q`. For anything else, [`Engine::bind`] a [`Problem`].
     ///
     /// # Errors
     /// Shapes that contradict each other, and those of [`Engine::bind`].
@@ -177,8 +170,8 @@ impl Engine {
         Ok(output)
     }
 
-    /// The gradients of `q`, `k` and `v` from that of the output, `dout`, for an `output` of [`Engine::attention`] on the
-    /// same tensors and mask. Allocates them, in the layout of `q`.
+    /// The gradients of `q`, `k` and `v` from that of the output, `dout`, for an `output` of
+    /// [`Engine::attention`] on the same tensors and mask. Allocates them, in the layout of `q`.
     ///
     /// # Errors
     /// As [`Engine::attention`].
@@ -205,8 +198,9 @@ impl Engine {
         Ok(gradients)
     }
 
-    /// f32 operations per second that multiply-adds in registers reach on all of the CPU's threads together: the peak that
-    /// rates are held against; `None` where no kernel of the CPU computes. Takes about a tenth of a second.
+    /// f32 operations per second that multiply-adds in registers reach on all of the CPU's threads together:
+    /// the peak that rates are held against; `None` where no kernel of the CPU computes. Takes about a tenth
+    /// of a second.
     pub fn fma_peak(&self) -> Option<f64> {
         const ROUNDS: usize = 20_000;
         const TIME: Duration = Duration::from_millis(100);
@@ -228,37 +222,40 @@ impl Engine {
     }
 }
 
-impl Cpu {
-    /// Runs `work` on the threads.
-    pub(crate) fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        match &self.pool {
-            Some(pool) => pool.install(work),
-            None => work(),
-        }
-    }
-
-    /// How many threads there are.
-    pub(crate) fn threads(&self) -> usize {
-        self.pool.as_ref().map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads())
-    }
-
-    pub(crate) fn options(&self) -> tiled::Options {
-        tiled::Options { isa: Some(self.isa), threads: None }
-    }
-
-    /// Runs `work` once on every thread.
-    fn broadcast<R: Send>(&self, work: impl Fn() -> R + Sync) -> Vec<R> {
-        match &self.pool {
-            Some(pool) => pool.broadcast(|_| work()),
-            None => rayon::broadcast(|_| work()),
-        }
-    }
-}
-
-fn pool(threads: NonZeroUsize) -> Result<Arc<ThreadPool>, Error> {
-    let threads = threads.get();
-    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
-    pool.map(Arc::new).map_err(|error| Error::Threads { threads, reason: error.to_string() })
+/// The problem that Q, K and V pose under `mask`, with the default scale and no soft cap.
+///
+/// # Errors
+/// [`Error::Shape`] for shapes that contradict each other, [`Error::Problem`] for those of no problem.
+pub fn problem_of<T: Element>(
+    q: &Tensor<T>,
+    k: &Tensor<T>,
+    v: &Tensor<T>,
+    mask: Mask,
+) -> Result<Problem, Error> {
+    let [batch, seqlen_q, heads_q, head_dim] = q.shape;
+    let [_, seqlen_k, heads_kv, _] = k.shape;
+    let head_dim_v = v.shape[3];
+    let agree = |tensor, got: [usize; 4], need: [usize; 4], why: &str| {
+        let refused = || Error::Shape { tensor, got, need: format!("{why}, so {need:?}") };
+        if got == need { Ok(()) } else { Err(refused()) }
+    };
+    agree("k", k.shape, [batch, seqlen_k, heads_kv, head_dim], "batch and head dim are those of q")?;
+    agree("v", v.shape, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads are those of k")?;
+    let problem = Problem {
+        batch,
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        mask,
+        dtype: T::dtype(),
+        softmax_scale: None,
+        softcap: None,
+    };
+    problem.check()?;
+    Ok(problem)
 }
 
 fn passed_over(error: &Error) -> String {

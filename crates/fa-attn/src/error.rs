@@ -2,13 +2,11 @@
 
 use std::path::PathBuf;
 
-use fa_core::{Dtype, ProblemError};
+use fa_core::{Dtype, Pass, ProblemError};
 use fa_cpu::CpuError;
 use fa_cpu::simd::Isa;
 use fa_kernels::atomic_file::WriteError;
 use fa_planner::plan::PlanError;
-
-use crate::Pass;
 
 /// An error of this crate. Each says what was asked, what the limit is and what would work.
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +76,10 @@ pub enum Error {
         need: String,
     },
     /// A table of tuned kernels cannot be read.
-    #[error("{path} is no table of tuned kernels: {reason}; remove it, or run `fa tune` again", path = .path.display())]
+    #[error(
+        "{path} is no table of tuned kernels: {reason}; remove it, or run `fa tune` again",
+        path = .path.display()
+    )]
     BadTuned {
         /// The file.
         path: PathBuf,

@@ -45,33 +45,37 @@
 //! # Ok::<(), fa_attn::Error>(())
 //! ```
 //!
-//! Tensors that stay on the GPU are [`device`]'s: a [`device::Gpu`] binds a kernel, and its launches allocate nothing and
-//! wait for nothing.
+//! Tensors that stay on the GPU are [`device`]'s: a [`device::Gpu`] binds a kernel, and its launches allocate
+//! nothing and wait for nothing.
 //!
-//! - `engine`, `call`, `tensors`: the three steps above.
+//! - `engine`, `call`, `tensors`: the three steps above; `host`: a call's way to the GPU and back.
 //! - `device`: a GPU, its tensors, launches and their time.
 //! - `choose`, `tune`: which kernel computes a problem.
 //! - `atomic_file`: files that appear whole or not at all.
 //!
-//! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked (fa-planner), and what a
-//! result should be (fa-cpu).
+//! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked
+//! (fa-planner), and what a result should be (fa-cpu).
 
 mod call;
 mod choose;
+mod cpu;
 pub mod device;
+mod element;
 mod engine;
 mod error;
+mod host;
 mod tensors;
 pub mod tune;
 
 pub use call::{Call, Report};
-pub use engine::{Backend, CpuOptions, Engine};
+pub use element::Element;
+pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
 pub use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
 pub use fa_cpu::simd::Isa;
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
-pub use tensors::{BackwardTensors, Element, ForwardTensors, Gradients, Output, Tensor, Tensors, problem_of};
+pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
 
 /// The README's program, compiled and run as a test.
 #[cfg(doctest)]

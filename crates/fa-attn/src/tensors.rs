@@ -1,11 +1,10 @@
 //! Host tensors, and those of one call.
 
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
-use fa_cpu::{TensorMut, TensorRef};
-use half::{bf16, f16};
+use fa_cpu::{Element, TensorMut, TensorRef};
 
-use crate::{Error, Pass};
+use crate::error::Error;
 
 /// A packed tensor in host memory.
 #[derive(Clone, Debug, PartialEq)]
@@ -62,42 +61,6 @@ impl<T: Element> Tensor<T> {
     pub fn view_mut(&mut self, name: &'static str) -> Result<TensorMut<'_, T>, Error> {
         Ok(TensorMut::packed(name, &mut self.data, self.shape, self.layout)?)
     }
-}
-
-/// The problem that Q, K and V pose under `mask`, with the default scale and no soft cap.
-///
-/// # Errors
-/// [`Error::Shape`] for shapes that contradict each other, [`Error::Problem`] for those of no problem.
-pub fn problem_of<T: Element>(
-    q: &Tensor<T>,
-    k: &Tensor<T>,
-    v: &Tensor<T>,
-    mask: Mask,
-) -> Result<Problem, Error> {
-    let [batch, seqlen_q, heads_q, head_dim] = q.shape;
-    let [_, seqlen_k, heads_kv, _] = k.shape;
-    let head_dim_v = v.shape[3];
-    let agree = |tensor, got: [usize; 4], need: [usize; 4], why: &str| {
-        let refused = || Error::Shape { tensor, got, need: format!("{why}, so {need:?}") };
-        if got == need { Ok(()) } else { Err(refused()) }
-    };
-    agree("k", k.shape, [batch, seqlen_k, heads_kv, head_dim], "batch and head dim are those of q")?;
-    agree("v", v.shape, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads are those of k")?;
-    let problem = Problem {
-        batch,
-        seqlen_q,
-        seqlen_k,
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        mask,
-        dtype: T::dtype(),
-        softmax_scale: None,
-        softcap: None,
-    };
-    problem.check()?;
-    Ok(problem)
 }
 
 /// What a forward gives.
@@ -210,71 +173,6 @@ impl<T> Tensors<'_, T> {
         match self {
             Tensors::Forward(_) => Pass::Forward,
             Tensors::Backward(_) => Pass::Backward { deterministic: false },
-        }
-    }
-}
-
-/// An element type of calls: f32, which only the CPU computes in, f16 and bf16.
-pub trait Element: fa_cpu::Element + Default + PartialEq + std::fmt::Debug + private::OnGpu {
-    /// Its name in problems.
-    fn dtype() -> Dtype;
-}
-
-impl Element for f32 {
-    fn dtype() -> Dtype {
-        Dtype::F32
-    }
-}
-
-impl Element for f16 {
-    fn dtype() -> Dtype {
-        Dtype::F16
-    }
-}
-
-impl Element for bf16 {
-    fn dtype() -> Dtype {
-        Dtype::Bf16
-    }
-}
-
-pub(crate) mod private {
-    //! How a type's tensors get to the GPU: of the types of [`super::Element`] alone.
-
-    use std::time::Duration;
-
-    use fa_planner::plan::PlanError;
-
-    use super::{Element, Tensors, bf16, f16};
-    use crate::Error;
-    use crate::device::{Bound, Gpu, host};
-
-    /// Runs host tensors through a kernel.
-    pub trait OnGpu: Sized {
-        /// Copies the inputs, launches `launches` times and copies the results back; the time of the last launch.
-        fn run(
-            gpu: &Gpu,
-            bound: &Bound,
-            tensors: Tensors<'_, Self>,
-            launches: usize,
-        ) -> Result<Duration, Error>;
-    }
-
-    impl OnGpu for f32 {
-        fn run(_: &Gpu, _: &Bound, _: Tensors<'_, f32>, _: usize) -> Result<Duration, Error> {
-            Err(PlanError::Dtype(f32::dtype()).into())
-        }
-    }
-
-    impl OnGpu for f16 {
-        fn run(gpu: &Gpu, bound: &Bound, tensors: Tensors<'_, f16>, n: usize) -> Result<Duration, Error> {
-            host::run(gpu, bound, tensors, n)
-        }
-    }
-
-    impl OnGpu for bf16 {
-        fn run(gpu: &Gpu, bound: &Bound, tensors: Tensors<'_, bf16>, n: usize) -> Result<Duration, Error> {
-            host::run(gpu, bound, tensors, n)
         }
     }
 }

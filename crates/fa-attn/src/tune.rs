@@ -1,7 +1,7 @@
 //! Measured choices: which kernel won for which kind of problem on which GPU.
 //!
-//! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what it chose. A
-//! table is plain RON. One for the H100 ships with the library; the user's own goes before it.
+//! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what
+//! it chose. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
 
 use std::fs;
 use std::io;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use fa_kernels::{atomic_file, cache};
 
-use crate::Error;
+use crate::error::Error;
 
 /// Environment variable with the path of the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
@@ -20,7 +20,8 @@ pub const TUNED_VARIABLE: &str = "FA_TUNED";
 /// The tables that ship, by file name.
 static SHIPPED: &[(&str, &str)] = &[("h100.ron", include_str!("../tuned/h100.ron"))];
 
-/// The most doublings of lengths and heads, taken together, by which a problem may differ from one that was measured.
+/// The most doublings of lengths and heads, taken together, by which a problem may differ from one that was
+/// measured.
 const FARTHEST: u32 = 3;
 
 /// What a choice depends on: all that a kernel is specialised on, and the problem's size by powers of two.
@@ -65,8 +66,8 @@ impl TuneKey {
         }
     }
 
-    /// Doublings between two keys; `None` where a kernel for one does not suit the other. The 16-bit types take the same
-    /// time, so that they stand in for one another.
+    /// Doublings between two keys; `None` where a kernel for one does not suit the other. The 16-bit types
+    /// take the same time, so that they stand in for one another.
     fn distance(&self, other: &TuneKey) -> Option<u32> {
         let same = |key: &TuneKey| (key.head_dim, key.head_dim_v, key.mask, key.softcap, key.group);
         if same(self) != same(other) {
@@ -206,7 +207,8 @@ impl Tuned {
     }
 }
 
-/// Where the user's table lies: FA_TUNED, or `tuned.ron` beside the kernel cache; `None` where there is no place for it.
+/// Where the user's table lies: FA_TUNED, or `tuned.ron` beside the kernel cache; `None` where there is no
+/// place for it.
 pub fn user_table() -> Option<PathBuf> {
     let named = std::env::var_os(TUNED_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from);
     named.or_else(|| Some(cache::default_root()?.parent()?.join("tuned.ron")))
@@ -288,6 +290,21 @@ mod tests {
         }
         assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, Pass::Forward), None);
         assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, Pass::Forward), None);
+    }
+
+    #[test]
+    fn the_users_table_goes_before_those_that_ship() {
+        let table = |rank: usize| {
+            let mut table = Tuned::default();
+            table.set("GPU", entry(&PROBLEM, rank));
+            table
+        };
+        let found = |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward);
+        let (own, shipped) = (table(3), table(0));
+        let (first, second) = (entry(&PROBLEM, 3).spec, entry(&PROBLEM, 0).spec);
+        assert_eq!(found(&Tables { own, shipped: shipped.clone() }), Some(first));
+        assert_eq!(found(&Tables { own: Tuned::default(), shipped }), Some(second));
+        assert_eq!(found(&Tables::default()), None);
     }
 
     #[test]

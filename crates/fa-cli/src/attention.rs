@@ -54,7 +54,8 @@ macro_rules! with_inputs {
 pub(crate) use with_inputs;
 
 impl AnyInputs {
-    /// Reads q, k, v and, if `backward`, dout. All that the header can tell is checked before any data is read.
+    /// Reads q, k, v and, if `backward`, dout. All that the header can tell is checked before any data is
+    /// read.
     ///
     /// # Errors
     /// [`InputError`] or [`fa_core::ProblemError`].
@@ -252,8 +253,8 @@ pub fn describe(p: &Problem) -> String {
     text
 }
 
-/// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone decide, and a
-/// forgotten flag gives a plausible wrong answer.
+/// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone
+/// decide, and a forgotten flag gives a plausible wrong answer.
 pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
     let entry = |key: &str| file.metadata().get(key).map(String::as_str);
     // What an entry says: a number, none, or nothing.

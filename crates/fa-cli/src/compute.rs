@@ -16,8 +16,8 @@ use crate::term::failure::InputError;
 /// The engine that the flags ask for. `auto` with a flag of the CPU is the CPU.
 ///
 /// # Errors
-/// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not know; what
-/// the GPU reports; when the system gives no threads.
+/// [`InputError::Usage`] for an instruction set that the CPU lacks and for flags that the backend does not
+/// know; what the GPU reports; when the system gives no threads.
 pub fn engine(backend: Backend, cpu: &CpuArgs) -> anyhow::Result<Engine> {
     let usage = |message: &str| anyhow::Error::from(InputError::Usage(message.to_owned()));
     let threads = cpu.threads.and_then(|threads| NonZeroUsize::new(threads.into()));
@@ -92,8 +92,8 @@ impl Calls {
         })?)
     }
 
-    /// Computes the gradients from a finished forward; `None` where no backward is bound. The time is that of the
-    /// computation alone.
+    /// Computes the gradients from a finished forward; `None` where no backward is bound. The time is that of
+    /// the computation alone.
     ///
     /// # Errors
     /// What the backend reports.

@@ -1,9 +1,10 @@
-//! Reading and writing safetensors files: an 8-byte little-endian header length, a JSON header, the tensors' bytes.
+//! Reading and writing safetensors files: an 8-byte little-endian header length, a JSON header, the tensors'
+//! bytes.
 //!
-//! Types and entries are those of the `safetensors` crate. Its reader wants the whole file in memory, takes the last of two
-//! tensors of a name and refuses without saying which tensor or number is wrong. Here the untrusted header is checked as a
-//! whole (names, lengths, offsets, overlaps, products) before a byte of data is read or a buffer is allocated, each
-//! refusal names the tensor, and only the tensors asked for are read.
+//! Types and entries are those of the `safetensors` crate. Its reader wants the whole file in memory, takes
+//! the last of two tensors of a name and refuses without saying which tensor or number is wrong. Here the
+//! untrusted header is checked as a whole (names, lengths, offsets, overlaps, products) before a byte of data
+//! is read or a buffer is allocated, each refusal names the tensor, and only the tensors asked for are read.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -72,8 +73,8 @@ impl TensorFile {
     /// Opens `path` and checks its header.
     ///
     /// # Errors
-    /// [`InputError::Read`], or [`InputError::Format`] when the header is too long, no JSON, or contradicts itself or
-    /// the file's length.
+    /// [`InputError::Read`], or [`InputError::Format`] when the header is too long, no JSON, or contradicts
+    /// itself or the file's length.
     pub fn open(path: &Path) -> Result<TensorFile, InputError> {
         // Asked before it is opened: opening a named pipe waits for its writer.
         let about = fs::metadata(path).map_err(InputError::read(path))?;
@@ -158,7 +159,8 @@ impl TensorFile {
     /// A tensor's elements as f64, whichever float type they are stored as.
     ///
     /// # Errors
-    /// [`InputError::MissingTensor`], [`InputError::Dtype`] for a type that is no supported float, [`InputError::Read`].
+    /// [`InputError::MissingTensor`], [`InputError::Dtype`] for a type that is no supported float,
+    /// [`InputError::Read`].
     pub fn read_f64(&self, name: &str) -> Result<Vec<f64>, InputError> {
         fn widen<T: Stored>(values: Vec<T>) -> Vec<f64> {
             values.into_iter().map(T::to_f64).collect()
@@ -316,7 +318,8 @@ fn check_entry(raw: RawEntry) -> Result<TensorInfo, String> {
     Ok(TensorInfo { dtype, shape, data_offsets: (begin, end) })
 }
 
-/// The tensors must cover the data without overlap, gap or excess: anything else is a damaged or crafted file.
+/// The tensors must cover the data without overlap, gap or excess: anything else is a damaged or crafted
+/// file.
 fn check_cover(entries: &BTreeMap<String, TensorInfo>, data_len: u64) -> Result<(), String> {
     let mut by_offset: Vec<(&String, (usize, usize))> =
         entries.iter().map(|(name, entry)| (name, entry.data_offsets)).collect();
@@ -366,8 +369,8 @@ impl NewTensor {
     }
 }
 
-/// Writes a safetensors file: equal tensors and metadata give equal bytes. (The crate's own writer puts the metadata in an
-/// order that differs from run to run.)
+/// Writes a safetensors file: equal tensors and metadata give equal bytes. (The crate's own writer puts the
+/// metadata in an order that differs from run to run.)
 ///
 /// # Errors
 /// What `writer` reports.

@@ -1,4 +1,5 @@
-//! Files that appear whole or not at all: written under a temporary name in the target's folder, then renamed.
+//! Files that appear whole or not at all: written under a temporary name in the target's folder, then
+//! renamed.
 
 use std::fs;
 use std::io::{self, BufWriter, Write};

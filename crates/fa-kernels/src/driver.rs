@@ -1,4 +1,4 @@
-//! The CUDA driver: whether it is there, and contexts that say so instead of panicking.
+//! The CUDA driver: whether it is installed, and contexts that return an error instead of panicking.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, OnceLock};
@@ -11,7 +11,8 @@ use crate::Error;
 /// Tensor maps and the launch attributes of SM90 came with this version (`1000 * major + 10 * minor`).
 const OLDEST_DRIVER: i32 = 12000;
 
-/// Checks that the driver can be loaded: cudarc panics where it cannot, so this comes before every first call.
+/// Checks that the driver can be loaded: cudarc panics where it cannot, so this comes before every first
+/// call.
 ///
 /// # Errors
 /// [`Error::NoDriver`].
@@ -35,7 +36,7 @@ pub fn version() -> Result<i32, Error> {
     Ok(version)
 }
 
-/// The primary context of GPU `ordinal`, for programs that have none of their own.
+/// The primary context of GPU `ordinal`, for programs that have no context yet.
 ///
 /// # Errors
 /// [`Error::NoDriver`], [`Error::OldDriver`], and [`Error::Driver`] when there is no such GPU.

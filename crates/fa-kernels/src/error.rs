@@ -7,7 +7,7 @@ use fa_core::{Arch, Mismatch, ProblemError, SpecError};
 
 use crate::atomic_file::WriteError;
 
-/// An error of this crate. Each says what was asked, what the limit is and what would work.
+/// An error of this crate. Each states the request, the limit and what would work.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file or folder could not be read or written.
@@ -69,10 +69,10 @@ pub enum Error {
         target: String,
         /// The compiler's messages.
         log: String,
-        /// Where the whole log lies, when a folder is writable.
+        /// The file of the whole log, when a folder is writable.
         log_file: Option<PathBuf>,
     },
-    /// The kernel compiles into something that must not ship.
+    /// The compiled kernel has a fault: it spills, its wgmma is serialised or its setmaxnreg ignored.
     #[error("{name} for {target} is refused: {fault}{at}", at = at(.log_file))]
     Refused {
         /// The spec's name.
@@ -81,7 +81,7 @@ pub enum Error {
         target: String,
         /// Why.
         fault: String,
-        /// Where the whole log lies, when a folder is writable.
+        /// The file of the whole log, when a folder is writable.
         log_file: Option<PathBuf>,
     },
     /// A bundle of compiled kernels cannot be read.
@@ -103,10 +103,10 @@ pub enum Error {
         /// `1000 * major + 10 * minor`.
         need: i32,
     },
-    /// The driver refuses.
+    /// The driver returned an error.
     #[error("{doing}: {source}")]
     Driver {
-        /// What was asked of it.
+        /// The operation.
         doing: &'static str,
         /// Its answer.
         source: DriverError,
@@ -149,7 +149,7 @@ pub enum Error {
         /// What was asked.
         problem: String,
     },
-    /// A length is beyond what kernels count with.
+    /// A length exceeds the kernels' 32-bit counters.
     #[error("{name} = {value} is above {limit}: split the problem")]
     TooLong {
         /// What.
@@ -159,13 +159,13 @@ pub enum Error {
         /// The largest.
         limit: usize,
     },
-    /// The softmax scale is not one that GPU kernels use.
+    /// The softmax scale is outside the GPU kernels' range.
     #[error("softmax_scale = {scale:?}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
     Scale {
         /// The scale.
         scale: f64,
     },
-    /// The soft cap is not one that GPU kernels use.
+    /// The soft cap is outside the GPU kernels' range.
     #[error(
         "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, and scale / softcap \
          a normal f32 (the CPU backend takes more; a cap far above the scores can be left out)"
@@ -178,7 +178,7 @@ pub enum Error {
         /// The largest soft cap.
         limit: f64,
     },
-    /// A stride is not one that kernels can walk.
+    /// A stride that the kernels do not support.
     #[error("the {axis} stride of {tensor} is {stride}: it must be {need}")]
     Stride {
         /// The tensor.
@@ -190,7 +190,7 @@ pub enum Error {
         /// What it must be.
         need: &'static str,
     },
-    /// A tensor does not start where copies can.
+    /// A tensor's address is not aligned for copies.
     #[error("{tensor} starts at {address:#x}: it must be a multiple of {align} bytes and not null")]
     Address {
         /// The tensor.
@@ -200,13 +200,13 @@ pub enum Error {
         /// What it must be a multiple of.
         align: u64,
     },
-    /// A stream or a tensor is of another context than the kernel.
+    /// A stream or a tensor belongs to another context than the kernel.
     #[error(
         "{name} is of a context on GPU {have}, the kernel of another one, on GPU {need}: call `Kernels::new` once for each context, \
          and keep its kernels to its own streams and tensors"
     )]
     Context {
-        /// What is elsewhere.
+        /// The stream or tensor.
         name: &'static str,
         /// Its GPU.
         have: usize,

@@ -1,4 +1,5 @@
-//! Kernels of one context: compiled and loaded on first use, kept afterwards. Which kernel to use is the caller's choice.
+//! Kernels of one context: compiled and loaded on first use, kept afterwards. Which kernel to use is the
+//! caller's choice.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -72,7 +73,8 @@ impl Kernels {
     /// The backward pass of `problem` by a kernel of the caller's choice.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling and loading.
+    /// [`Error::Mismatch`] when the kernel does not compute the problem's gradients, and those of compiling
+    /// and loading.
     pub fn backward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Backward, Error> {
         let launches = Launches::backward(spec, problem, self.arch, self.sms)?;
         Ok(Backward::of(self.load(spec)?, problem, launches))
@@ -87,7 +89,8 @@ impl Kernels {
         Ok(Forward::of(self.load(spec)?, problem, launches))
     }
 
-    /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another version.
+    /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another
+    /// version.
     pub fn set_compiler(&self, compiler: Compiler) {
         *lock(&self.compiler) = Some(Arc::new(compiler));
     }
@@ -95,8 +98,8 @@ impl Kernels {
     /// The kernel of `spec`, from memory, the built-in bundle, the cache, or compiled now.
     ///
     /// # Errors
-    /// [`Error::Spec`] for an invalid spec or one that is not for this GPU, [`Error::SharedMemory`] for one that takes
-    /// more than a CTA has here, and those of compiling and loading.
+    /// [`Error::Spec`] for an invalid spec or one that is not for this GPU, [`Error::SharedMemory`] for one
+    /// that takes more than a CTA has here, and those of compiling and loading.
     pub fn load(&self, spec: &KernelSpec) -> Result<Arc<LoadedKernel>, Error> {
         let slot = lock(&self.loaded).entry(key_of(spec)).or_default().clone();
         if let Some(kernel) = slot.get() {

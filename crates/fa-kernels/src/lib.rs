@@ -16,7 +16,8 @@
 //!
 //! let len = 2 * 4096 * 16 * 128;
 //! let strides = TensorLayout::Bshd.strides(4096, 16, 128);
-//! let (q, k, v) = (stream.alloc_zeros::<bf16>(len)?, stream.alloc_zeros::<bf16>(len)?, stream.alloc_zeros::<bf16>(len)?);
+//! let zeros = || stream.alloc_zeros::<bf16>(len);
+//! let (q, k, v) = (zeros()?, zeros()?, zeros()?);
 //! let mut out = stream.alloc_zeros::<bf16>(len)?;
 //! let mut lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
 //! let mut workspace = stream.alloc_zeros::<u8>(forward.workspace_bytes().max(1))?;
@@ -33,7 +34,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Gradients from what that left, in the same way:
+//! Gradients from that output and LSE, in the same way:
 //!
 //! ```no_run
 //! # use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
@@ -51,7 +52,7 @@
 //! # let lse = stream.alloc_zeros::<f32>(2 * 16 * 4096)?;
 //! let spec = ShippedSpec::from_ron(&std::fs::read_to_string("backward.ron")?)?.spec;
 //! let backward = kernels.backward_with(&problem, &spec)?;
-//! // What is in it does not matter; its size follows from the problem, the kernel and the GPU.
+//! // Needs no initialisation; its size depends on the problem, the kernel and the GPU.
 //! let mut workspace = stream.alloc_zeros::<u8>(backward.workspace_bytes().max(1))?;
 //! backward.run(&stream, BackwardArgs {
 //!     q: Input { data: &q, strides },
@@ -68,13 +69,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The way through: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] makes a cubin of it, the [`Cache`] keeps
-//! it, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] or [`Backward`] binds it to a problem. [`Kernels`] does
-//! all of it for a spec of the caller's choice; `fa-attn` chooses the spec for a problem.
-//! A machine without a GPU goes as far as the cubin ([`ship`]); one without a compiler runs what a [`bundle`] holds.
+//! The steps: a [`Source`] is written from a `KernelSpec`, a [`Compiler`] compiles it to a cubin, the
+//! [`Cache`] keeps the cubin, a [`LoadedKernel`] is the cubin in a context, and a [`Forward`] or [`Backward`]
+//! binds it to a problem. [`Kernels`] does all of it for a spec of the caller's choice; `fa-attn` chooses the
+//! spec for a problem. Without a GPU the steps go as far as the cubin ([`ship`]); without a compiler the
+//! kernels of a [`bundle`] run.
 //!
-//! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and any CUDA
-//! library but the driver and NVRTC, both loaded at run time.
+//! What this crate does not know: how kernels are ranked (fa-planner), what a result should be (fa-cpu), and
+//! any CUDA library but the driver and NVRTC, both loaded at run time.
 
 pub mod atomic_file;
 pub mod driver;

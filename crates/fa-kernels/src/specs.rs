@@ -4,7 +4,7 @@ use fa_core::{ShippedSpec, SpecError};
 
 static FILES: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/specs.rs"));
 
-/// A shipped spec and the file that it stands in, below `specs/`.
+/// A shipped spec and its file, below `specs/`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ShippedFile {
     /// The file.

@@ -8,6 +8,7 @@ use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_kernels::{Backward, Error, Forward, driver};
 use serde::Serialize;
 
+use crate::error::{self, gpu_only};
 use crate::machine;
 use crate::tensors::Inputs;
 
@@ -50,6 +51,14 @@ impl DeviceInfo {
             cuda: format!("{}.{}", cuda / 1000, cuda % 1000 / 10),
         })
     }
+}
+
+/// The first GPU, for work that nothing else can do.
+///
+/// # Errors
+/// Without a driver, a GPU, or one that kernels run on: each says what to do.
+pub fn open() -> Result<Gpu, error::Error> {
+    Gpu::open().map_err(gpu_only)
 }
 
 /// The kernel of `spec`, which has to be for `pass`, deterministic or not.

@@ -34,6 +34,19 @@ pub enum Error {
     /// Compiling, loading or launching a kernel, or the driver itself.
     #[error(transparent)]
     Kernels(#[from] fa_kernels::Error),
+    /// There is no CUDA driver, where nothing but a GPU will do.
+    #[error(
+        "no CUDA driver (libcuda) found: install NVIDIA's driver on a machine with a GPU of 8.0 or newer"
+    )]
+    NoDriver,
+    /// No kernel runs on the GPU, and nothing but a GPU will do.
+    #[error("compute capability {major}.{minor} is not supported: use a GPU of 8.0 or newer")]
+    OldGpu {
+        /// Major part.
+        major: i32,
+        /// Minor part.
+        minor: i32,
+    },
     /// The driver, asked directly.
     #[error(transparent)]
     Driver(#[from] DriverError),
@@ -98,7 +111,9 @@ impl Error {
             | Error::Spec(_) => true,
             Error::Kernels(error) => asks_too_much(error),
             Error::Engine(error) => engine_is_asked_too_much(error),
-            Error::Driver(_)
+            Error::NoDriver
+            | Error::OldGpu { .. }
+            | Error::Driver(_)
             | Error::Io(_)
             | Error::Json(_)
             | Error::NotTried(_)
@@ -119,6 +134,15 @@ impl From<fa_attn::Error> for Error {
             fa_attn::Error::Cpu(error) => Error::Oracle(error),
             other => Error::Engine(other),
         }
+    }
+}
+
+/// `error` without advice to use the CPU instead, for work that is about GPUs.
+pub(crate) fn gpu_only(error: fa_attn::Error) -> Error {
+    match error {
+        fa_attn::Error::Kernels(fa_kernels::Error::NoDriver) => Error::NoDriver,
+        fa_attn::Error::Kernels(fa_kernels::Error::Device { major, minor }) => Error::OldGpu { major, minor },
+        other => other.into(),
     }
 }
 
@@ -200,6 +224,18 @@ impl<T, E: std::error::Error + Send + Sync + 'static> Context<T> for std::result
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_advice_names_a_backend_that_validate_tune_and_ladder_lack() {
+        let without = |error: fa_kernels::Error| gpu_only(fa_attn::Error::Kernels(error)).to_string();
+        for error in [fa_kernels::Error::NoDriver, fa_kernels::Error::Device { major: 7, minor: 5 }] {
+            assert!(error.to_string().contains("CPU"), "the engine has one: {error}");
+            let text = without(error);
+            assert!(!text.contains("CPU") && text.contains("8.0 or newer"), "{text}");
+        }
+        let old = fa_kernels::Error::OldDriver { have: 11000, need: 12000 };
+        assert_eq!(without(old), fa_kernels::Error::OldDriver { have: 11000, need: 12000 }.to_string());
+    }
 
     #[test]
     fn causes_are_said_once() {

@@ -9,6 +9,7 @@ use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Family, KernelSpec, Problem};
 use rayon::prelude::*;
 
+use crate::device;
 use crate::error::Result;
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, without_logs};
@@ -37,7 +38,7 @@ pub struct Options {
 /// # Errors
 /// No usable GPU, a family that it does not run, and what the GPU reports.
 pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
-    let gpu = Gpu::open()?;
+    let gpu = device::open()?;
     let arch = gpu.arch();
     let ladders = match options.family {
         Family::Sm80 => sm80::ladders(arch, &options.seqlens)?,

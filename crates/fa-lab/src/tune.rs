@@ -19,6 +19,7 @@ use fa_core::{Family, KernelSpec, Pass, Problem};
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use rayon::prelude::*;
 
+use crate::device;
 use crate::error::Result;
 use crate::progress::{Progress, Step};
 use crate::record::{Provenance, fingerprint};
@@ -55,7 +56,7 @@ pub struct Options {
 pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
     let Options { pass, turns, table, .. } = options;
     let mut tuned = Tuned::read(table)?;
-    let gpu = Gpu::open()?;
+    let gpu = device::open()?;
     let provenance = Provenance::new(&gpu)?;
     let name = provenance.device.gpu.clone();
     let arch = gpu.arch();

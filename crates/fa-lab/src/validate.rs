@@ -10,10 +10,10 @@ pub(crate) mod worker;
 
 use std::time::{Duration, Instant};
 
-use fa_attn::device::Gpu;
 use fa_core::Family;
 use serde::Serialize;
 
+use crate::device;
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use crate::record::{self, Fingerprint, Provenance};
@@ -72,7 +72,7 @@ pub struct Group {
 /// Without a driver, a GPU or a compiler, when no case is chosen, and when workers are lost again and again.
 pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) -> Result<Report> {
     // A machine without a GPU says so at once; the context is given back before a worker opens its own.
-    let arch = Gpu::open()?.arch();
+    let arch = device::open()?.arch();
     let family = options.family.unwrap_or(Family::native(arch));
     let start = Instant::now();
     let deadline = options.soak_time().map(|time| start + time);
@@ -94,7 +94,7 @@ fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Dur
     let mut report = Report {
         kind: if options.soak_time().is_some() { "soak" } else { "validate" },
         passed,
-        provenance: Provenance::new(&Gpu::open()?)?,
+        provenance: Provenance::new(&device::open()?)?,
         family: family.to_string(),
         seconds: time.as_secs_f64(),
         groups: groups(&results),

@@ -1,4 +1,5 @@
-//! The layers around attention, in plain f32, each with its gradient. Matrices are row-major; rows are tokens.
+//! The layers around attention, in plain f32, each with its gradient. Matrices are row-major; rows are
+//! tokens.
 
 /// A parameter with its gradient and Adam's two moments.
 pub struct Param {

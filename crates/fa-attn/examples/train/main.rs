@@ -1,7 +1,9 @@
-//! Trains a two-layer causal transformer on a short text with our forward and backward, and prints its losses beside torch's.
+//! Trains a two-layer causal transformer on a short text with our forward and backward, and prints its losses
+//! beside torch's.
 //!
-//! `cargo run --release -p fa-attn --example train [-- cuda]`: on the CPU in f32, or attention on the GPU in bf16. Exits with an
-//! error when a loss strays from torch's curve (`scripts/train_torch.py`) by more than the backend's precision explains.
+//! `cargo run --release -p fa-attn --example train [-- cuda]`: on the CPU in f32, or attention on the GPU in
+//! bf16. Exits with an error when a loss strays from torch's curve (`scripts/train_torch.py`) by more than
+//! the backend's precision explains.
 
 mod attention;
 mod layers;
@@ -27,7 +29,8 @@ fn main() -> attention::Result<()> {
         if step % 10 == 0 || step + 1 == TORCH.lines().count() {
             println!("{step:>4}  {loss:.4}  {torch:.4}");
         }
-        // Differences of rounding grow from step to step; relative to the loss they stay small while it falls a hundredfold.
+        // Differences of rounding grow from step to step; relative to the loss they stay small while it falls
+        // a hundredfold.
         if (loss - torch).abs() > tolerance * torch.max(1.0) {
             return Err(format!("step {step}: loss {loss} is not torch's {torch} within {tolerance}").into());
         }

@@ -1,7 +1,7 @@
 //! A causal transformer of two pre-norm blocks that learns a short text by heart.
 //!
-//! `scripts/train_torch.py` is the same model in torch, from the same start: parameters are drawn, in the order in which they
-//! are declared here, from one generator that both sides implement.
+//! `scripts/train_torch.py` is the same model in torch, from the same start: parameters are drawn, in the
+//! order in which they are declared here, from one generator that both sides implement.
 
 use super::attention::{Attention, Result, Shape};
 use super::layers::{self, Param};
@@ -58,8 +58,8 @@ pub struct Model {
     steps: i32,
 }
 
-/// The numbers that parameters start from: a linear congruential generator modulo 2^32 (Numerical Recipes' constants), of
-/// whose states the upper 24 bits become a number from -1 to 1.
+/// The numbers that parameters start from: a linear congruential generator modulo 2^32 (Numerical Recipes'
+/// constants), of whose states the upper 24 bits become a number from -1 to 1.
 struct Generator(u32);
 
 impl Generator {

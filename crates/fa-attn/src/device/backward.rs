@@ -7,8 +7,8 @@ use fa_core::{Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs};
 
-use super::Half;
 use super::forward::{DeviceForward, capture};
+use super::half::Half;
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
 
 /// dO, the gradients and the workspace of one backward.
@@ -43,8 +43,8 @@ impl<T: Half> DeviceGradients<T> {
 }
 
 impl<T: Half> DeviceBackward<T> {
-    /// Next to `dout`: gradients that hold NaN, placed as Q, K and V are (packed BSHD for those with broadcast axes), and a
-    /// workspace that holds NaN.
+    /// Next to `dout`: gradients that hold NaN, placed as Q, K and V are (packed BSHD for those with
+    /// broadcast axes), and a workspace that holds NaN.
     ///
     /// # Errors
     /// [`Error::Driver`], above all for want of memory.
@@ -132,8 +132,8 @@ impl<T: Half> DeviceBackward<T> {
         }
     }
 
-    /// The launches on `stream` (not the default one) captured as a CUDA graph, which must not outlive these tensors and the
-    /// forward's.
+    /// The launches on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
+    /// tensors and the forward's.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -144,7 +144,8 @@ impl<T: Half> DeviceBackward<T> {
         stream: &Arc<CudaStream>,
     ) -> Result<CudaGraph, Error> {
         let args = self.raw(forward, stream);
-        // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the graph.
+        // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the
+        // graph.
         capture(stream, || unsafe { backward.run_raw(stream, &args) })
     }
 

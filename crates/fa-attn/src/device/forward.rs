@@ -9,7 +9,7 @@ use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstre
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DriverError};
 use fa_kernels::{Error, Forward, ForwardArgs, RawForwardArgs};
 
-use super::Half;
+use super::half::Half;
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
 
 /// Q, K, V, O, LSE and workspace of one forward.
@@ -70,8 +70,8 @@ impl<T: Half> DeviceForward<T> {
         DeviceForward::of(stream, problem, workspace_bytes, inputs, DeviceTensor::nan(stream, out)?)
     }
 
-    /// Q, K and V of `values`, packed `[batch, seqlen, heads, dim]`, and O, placed as `placements` say: NaN in the gaps and
-    /// in O and LSE.
+    /// Q, K and V of `values`, packed `[batch, seqlen, heads, dim]`, and O, placed as `placements` say: NaN
+    /// in the gaps and in O and LSE.
     ///
     /// # Errors
     /// [`Error::Driver`], above all for want of memory.
@@ -147,13 +147,15 @@ impl<T: Half> DeviceForward<T> {
         }
     }
 
-    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these tensors.
+    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
+    /// tensors.
     ///
     /// # Errors
     /// [`Error::Driver`].
     pub fn capture(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
         let args = self.raw(stream);
-        // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the graph.
+        // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the
+        // graph.
         capture(stream, || unsafe { forward.run_raw(stream, &args) })
     }
 

@@ -10,7 +10,7 @@ use fa_kernels::cudarc::driver::{
 };
 use fa_kernels::{Error, Input, Output, RawTensor};
 
-use super::Half;
+use super::half::Half;
 
 /// Where a tensor's elements lie in device memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -92,8 +92,8 @@ pub struct DeviceTensor<T> {
     pub placement: Placement,
 }
 
-/// Spans above this are filled and read batch entry by batch entry (inputs whose entries are above it row by row), and what
-/// lies between entries is not looked at.
+/// Spans above this are filled and read batch entry by batch entry (inputs whose entries are above it row by
+/// row), and what lies between entries is not looked at.
 const WHOLE_LIMIT: usize = 1 << 28;
 
 impl<T: Half> DeviceTensor<T> {
@@ -225,8 +225,8 @@ impl<T: Half> DeviceTensor<T> {
         Ok(())
     }
 
-    /// The tensor packed `[batch, seqlen, heads, dim]`, and how many elements between its rows are not NaN: written, though
-    /// they are no part of it. Waits for the stream.
+    /// The tensor packed `[batch, seqlen, heads, dim]`, and how many elements between its rows are not NaN:
+    /// written, though they are no part of it. Waits for the stream.
     ///
     /// # Errors
     /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
@@ -305,7 +305,7 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
         .map(move |i| [i / (seqlen * heads * dim), i / (heads * dim) % seqlen, i / dim % heads, i % dim])
 }
 
-pub(super) fn doing(doing: &'static str) -> impl Fn(DriverError) -> Error {
+pub(crate) fn doing(doing: &'static str) -> impl Fn(DriverError) -> Error {
     move |source| Error::Driver { doing, source }
 }
 

@@ -1,4 +1,5 @@
-//! Gradients: right, wholly written from a poisoned workspace, captured in a graph, and bit-equal where that is asked for.
+//! Gradients: right, wholly written from a poisoned workspace, captured in a graph, and bit-equal where that
+//! is asked for.
 
 use std::sync::Arc;
 
@@ -12,7 +13,8 @@ use half::{bf16, f16};
 use super::case::{BASE, Case, GQA, PROBLEMS};
 use super::gpu;
 
-/// The device tensors of one backward call: those of our own forward, which has run, and dO with poisoned gradients.
+/// The device tensors of one backward call: those of our own forward, which has run, and dO with poisoned
+/// gradients.
 struct Tensors<T> {
     forward: DeviceForward<T>,
     backward: DeviceBackward<T>,

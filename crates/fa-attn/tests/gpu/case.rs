@@ -46,7 +46,8 @@ impl Case {
         self.verify(&tensors.read(&gpu.stream).unwrap());
     }
 
-    /// Q, K and V of [`Case::values`] on the GPU, NaN between their rows (nobody may read it), and poisoned outputs.
+    /// Q, K and V of [`Case::values`] on the GPU, NaN between their rows (nobody may read it), and poisoned
+    /// outputs.
     pub fn tensors<T: Half>(&self, forward: &Forward, stream: &Arc<CudaStream>) -> DeviceForward<T> {
         let host = [0, 1, 2].map(|i| self.values::<T>(i));
         let values = host.each_ref().map(Vec::as_slice);

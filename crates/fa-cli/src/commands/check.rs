@@ -30,8 +30,8 @@ pub struct CheckArgs {
     /// Compare this tensor (may be repeated) [default: those of out, lse, dq, dk, dv that both files have]
     #[arg(long = "tensor", value_name = "NAME")]
     pub tensors: Vec<String>,
-    /// File with q, k, v (and dout): both outputs are judged against an f64 computation on them [default: A or B, when
-    /// one of them holds q, k and v]
+    /// File with q, k, v (and dout): both outputs are judged against an f64 computation on them [default: A
+    /// or B, when one of them holds q, k and v]
     #[arg(long, value_name = "FILE", conflicts_with_all = ["atol", "rtol"])]
     pub inputs: Option<PathBuf>,
     #[command(flatten)]
@@ -292,8 +292,8 @@ fn judge_by_inputs(
         // LSE has no axis of the head dim, which stands first as 1.
         let (axes, from) = if pair.is_lse() { ("heads, seqlen_q", 1) } else { ("seqlen, heads, dim", 0) };
         let need = format!(
-            "so it is as [batch, {axes}] in {} and {}, but the inputs of {} give {:?}: give the inputs that they were \
-             computed from",
+            "so it is as [batch, {axes}] in {} and {}, but the inputs of {} give {:?}: give the inputs that they \
+             were computed from",
             a.path().display(),
             b.path().display(),
             file.path().display(),

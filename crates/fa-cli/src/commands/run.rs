@@ -26,7 +26,8 @@ use clap::Args;
 pub struct RunArgs {
     /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16
     pub input: PathBuf,
-    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is computed
+    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is
+    /// computed
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
     #[command(flatten)]

@@ -1,6 +1,6 @@
 //! Bad input: one line that names the fault, exit code 2, and no file left behind.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -474,15 +474,33 @@ fn what_only_a_gpu_can_measure_says_so() {
         .unwrap()
         .iter()
         .any(|check| check["name"] == "driver" && check["status"] == "ok");
-    for line in
-        ["ladder", "ladder --arch sm90", "tune --headdim 128", "doctor --time", "bench --backend cuda"]
-    {
+    for (line, has_a_cpu_backend) in [
+        ("ladder", false),
+        ("ladder --arch sm90", false),
+        ("tune --headdim 128", false),
+        ("validate", false),
+        ("validate --sanitize", false),
+        ("validate --all-configs", false),
+        ("doctor --time", false),
+        ("bench --backend cuda", true),
+    ] {
         if !driver {
             let outcome = fa(line);
             assert_eq!((outcome.code, outcome.stdout.as_str()), (1, ""), "{line}");
             assert!(outcome.stderr.contains("no CUDA driver"), "{line}: {}", outcome.stderr);
+            assert_eq!(
+                outcome.stderr.contains("CPU backend"),
+                has_a_cpu_backend,
+                "{line}: {}",
+                outcome.stderr
+            );
         }
     }
+    let mut worker = command(&["worker"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    worker.stdin.take().unwrap().write_all(b"{\"paint\": 1}\n").unwrap();
+    let done = worker.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.code() == Some(1) && said.contains("no job of a worker"), "{said}");
     refused(&fa("ladder --headdim 64"), &["head dim 128", "leave --headdim out"], "ladder --headdim");
     refused(&fa("tune --dtype f32"), &["use bf16 or f16"], "tune --dtype f32");
     refused(&fa("tune --family sm100"), &["--family sm80"], "tune --family sm100");

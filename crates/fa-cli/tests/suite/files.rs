@@ -72,7 +72,8 @@ fn a_named_pipe_is_refused_at_once() {
     }
 }
 
-/// Two entries of one name that agree in all: the format forbids them, and readers differ in which one they take.
+/// Two entries of one name that agree in all: the format forbids them, and readers differ in which one they
+/// take.
 #[test]
 fn names_that_are_there_twice_are_refused() {
     let folder = tempfile::tempdir().unwrap();

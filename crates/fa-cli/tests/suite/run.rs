@@ -210,3 +210,26 @@ fn verbose_traces_go_to_standard_error() {
     assert!(loud.stderr.contains("opened") && loud.stderr.contains("tiled forward"), "{}", loud.stderr);
     loud.json();
 }
+
+#[test]
+fn what_ran_is_named_and_no_plan_for_another_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("in");
+    write(&input, &small("F32"), &[]);
+    for (flags, line) in [
+        ("--backend cpu --isa portable --threads 2", "cpu, portable, 2 threads, tiles of "),
+        ("--backend reference --threads 1", "reference, 1 threads"),
+        // f32 is computed on the CPU whether or not there is a GPU.
+        ("--threads 1 --backward", "cpu, "),
+    ] {
+        let report = fa(&format!("run {} --json {flags}", text(&input))).json();
+        let fields: Vec<&String> = report.as_object().unwrap().keys().collect();
+        assert!(!fields.iter().any(|field| field.contains("gpu") || field.contains("kernel")), "{fields:?}");
+        assert_eq!(report["backend"], line.split(',').next().unwrap(), "{flags}");
+        assert_eq!(report["cpu_plan"].is_object(), line.starts_with("cpu"), "{flags}");
+        assert_eq!(report["backward"].is_object(), flags.contains("--backward"), "{flags}");
+        let said = fa(&format!("run {} {flags}", text(&input))).good();
+        assert!(said.contains(&format!("backend   {line}")), "{flags}: {said}");
+        assert!(!said.contains("gpu plan") && !said.contains("sm90"), "{flags}: {said}");
+    }
+}

@@ -150,7 +150,7 @@ impl Launches {
         problem.check()?;
         spec.serves(problem)?;
         let kernel = LaunchShape::of(spec)?;
-        let splits = head_splits(problem, kernel.tile_n, kernel.is_deterministic, sms);
+        let splits = head_splits(problem, spec, arch, sms);
         let params = params(&kernel, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
         let tile = (kernel.tile_m, kernel.tile_n);

@@ -1,6 +1,7 @@
 //! Tests that need no GPU. Those that compile need NVRTC: `cargo xtask toolkit` installs it.
 
 mod cache;
+mod compiled;
 mod device_sources;
 mod errors;
 mod generated;

@@ -1,19 +1,20 @@
 //! Every shipped kernel compiles for each of its architectures: no spill, no forbidden warning, resources within the plan.
 
 use std::collections::HashSet;
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
-use fa_core::{Family, KernelSpec, ShippedSpec};
-use fa_kernels::bundle::Manifest;
+use fa_core::{Arch, Family, ShippedSpec};
+use fa_kernels::bundle::{BundledKernel, Manifest};
 use fa_kernels::{Cache, Headers, ship, specs, toolchain};
+use rayon::prelude::*;
 
+use crate::compiled::{Compiled, LIST};
 use crate::nvrtc;
 
-fn shipped() -> Vec<ShippedSpec> {
-    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
-    files.into_iter().map(|file| file.shipped).collect()
-}
+/// Compiles every shipped spec for all of its architectures, and writes the list of what compiled.
+const ALL_ARCHS: &str = "FA_ALL_ARCHS";
 
 #[test]
 fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
@@ -28,53 +29,100 @@ fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
     }
 }
 
+/// Compiles each shipped spec for its first architecture, and for every other one that [`Compiled`] does not list with
+/// these very sources. With [`ALL_ARCHS`], all are compiled and the list is written.
 #[test]
 fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     // Kept between runs, by content: a kernel is compiled again when its sources change.
     let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
     let compiler = nvrtc();
-    let built = ship::build(&shipped(), &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
-    let failures: Vec<String> =
+    let all = std::env::var_os(ALL_ARCHS).is_some();
+    let list = Compiled::read(&compiler);
+    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
+    let wanted: Vec<ShippedSpec> = files
+        .iter()
+        .map(|file| {
+            let ShippedSpec { archs, spec } = &file.shipped;
+            let known = list.find(file);
+            known.iter().for_each(|known| known.check(file));
+            let needed = |(i, arch): (usize, &Arch)| {
+                let listed = known.is_some_and(|known| known.registers.contains_key(arch));
+                (all || i == 0 || !listed).then_some(*arch)
+            };
+            let archs = archs.iter().enumerate().filter_map(needed).collect();
+            ShippedSpec { archs, spec: spec.clone() }
+        })
+        .collect();
+    let jobs: usize = wanted.iter().map(|shipped| shipped.archs.len()).sum();
+    if !all && jobs > wanted.len() {
+        // Past the test's capture: it explains the time that CI takes.
+        let more = jobs - wanted.len();
+        let _ = writeln!(
+            std::io::stderr(),
+            "{more} compilations are not in {LIST}: `cargo xtask ci --all-archs` lists them"
+        );
+    }
+
+    // Threads of its own: a compilation takes seconds, and other tests wait for the threads that all share.
+    let pool = rayon::ThreadPoolBuilder::new().build().unwrap();
+    let built = pool
+        .install(|| ship::build(&wanted, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()))
+        .unwrap();
+    let mut failures: Vec<String> =
         built.failures.iter().map(|f| format!("{} on {}: {}", f.name, f.arch, f.reason)).collect();
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
     for row in &built.rows {
-        assert_eq!((row.report.spill_stores, row.report.spill_loads), (0, 0), "{}", row.name);
-        assert!(row.actual_blocks >= row.planned_blocks, "{} on {}", row.name, row.arch);
-        assert!(row.report.registers <= row.arch.limits().regs_per_thread, "{}", row.name);
-        assert!(row.smem <= row.arch.limits().smem_per_block && row.report.static_smem == 0, "{}", row.name);
+        let name = format!("{} on {}", row.name, row.arch);
+        let report = &row.report;
+        let mut expect = |holds: bool, what: &str| {
+            if !holds {
+                failures.push(format!("{name}: {what}"));
+            }
+        };
+        expect((report.spill_stores, report.spill_loads) == (0, 0), "spills");
+        expect(row.actual_blocks >= row.planned_blocks, "fewer blocks per SM than planned");
+        expect(report.registers <= row.arch.limits().regs_per_thread, "too many registers");
+        expect(row.smem <= row.arch.limits().smem_per_block, "too much shared memory");
+        expect(report.static_smem == 0, "static shared memory");
     }
 
     let folder = tempfile::tempdir().unwrap();
     let written = ship::write_bundle(&built, &compiler, folder.path()).unwrap();
     assert_eq!(written.kernels.len(), built.rows.len());
     assert_eq!(Manifest::read(folder.path()).unwrap(), written);
-    for kernel in &written.kernels {
-        check_machine_code(&folder.path().join(&kernel.file), &kernel.spec);
-    }
+    let of_code = |kernel: &BundledKernel| check_machine_code(&folder.path().join(&kernel.file), kernel);
+    failures.extend(pool.install(|| written.kernels.par_iter().flat_map(of_code).collect::<Vec<_>>()));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+
     let cubin = folder.path().join(&written.kernels[0].file);
     std::fs::write(&cubin, b"damaged").unwrap();
     let error = Manifest::read(folder.path()).unwrap_err().to_string();
     assert!(error.contains("checksum") && error.contains("cargo xtask build"), "{error}");
+    if all {
+        Compiled::of(&compiler, &files, &built.rows).write();
+    }
 }
 
-/// What the machine code of a kernel must hold, and local memory, which nothing may touch whatever the log says of spills.
-fn check_machine_code(cubin: &Path, spec: &KernelSpec) {
+/// What is wrong with the machine code of a kernel: instructions that it must hold, and local memory, which nothing may touch
+/// whatever the log says of spills.
+fn check_machine_code(cubin: &Path, kernel: &BundledKernel) -> Vec<String> {
     // `cargo xtask ci` installs it beside NVRTC; without it the log's word is taken.
-    let Some(tool) = toolchain::find_tool("nvdisasm") else { return };
+    let Some(tool) = toolchain::find_tool("nvdisasm") else { return Vec::new() };
+    let name = format!("{} on {}", kernel.name, kernel.arch);
     let done = Command::new(tool).arg("-c").arg(cubin).output().unwrap();
-    assert!(done.status.success(), "{spec}: {}", String::from_utf8_lossy(&done.stderr));
+    if !done.status.success() {
+        return vec![format!("{name}: nvdisasm: {}", String::from_utf8_lossy(&done.stderr))];
+    }
     let text = String::from_utf8_lossy(&done.stdout);
-    let holds =
-        |instruction: &str| text.split_whitespace().any(|word| word.split('.').next() == Some(instruction));
-    let wanted: &[&str] = match spec.kernel.family() {
+    let words: HashSet<&str> = text.split_whitespace().filter_map(|word| word.split('.').next()).collect();
+    let wanted: &[&str] = match kernel.spec.kernel.family() {
         Family::Sm80 => &["HMMA", "LDSM", "LDGSTS"],
         Family::Sm90 => &["HGMMA", "UTMALDG", "USETMAXREG"],
     };
-    let missing: Vec<&str> = wanted.iter().copied().filter(|instruction| !holds(instruction)).collect();
-    assert!(missing.is_empty(), "{spec}: no {missing:?} in {}", cubin.display());
-    for local in ["LDL", "STL"] {
-        assert!(!holds(local), "{spec}: {local} in {}", cubin.display());
-    }
+    let missing =
+        wanted.iter().filter(|word| !words.contains(*word)).map(|word| format!("{name}: no {word}"));
+    let local =
+        ["LDL", "STL"].into_iter().filter(|word| words.contains(word)).map(|word| format!("{name}: {word}"));
+    missing.chain(local).collect()
 }
 
 /// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is compiled.
@@ -88,7 +136,8 @@ fn the_built_in_bundle_holds_every_shipped_kernel() {
         // Built without a bundle at hand: the build script has said so.
         return;
     }
-    for ShippedSpec { archs, spec } in shipped() {
+    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
+    for ShippedSpec { archs, spec } in files.into_iter().map(|file| file.shipped) {
         for arch in archs {
             let source = Source::new(&spec, arch, Some(smem_bytes(&spec)), &Headers::embedded()).unwrap();
             let cubin =

@@ -4,7 +4,7 @@ use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{KernelSpec, Problem};
 use serde::{Deserialize, Serialize};
 
-use crate::device::bind_spec;
+use crate::device::{self, bind_spec};
 use crate::error::{Error, Result};
 use crate::record::without_logs;
 use crate::runner::{Runner, Turns};
@@ -36,7 +36,7 @@ pub(crate) enum Event {
 /// # Errors
 /// What the GPU reports.
 pub(crate) fn work(job: &Job) -> Result<()> {
-    let gpu = Gpu::open()?;
+    let gpu = device::open()?;
     with_half!(
         job.problem.dtype,
         T => measure::<T>(&gpu, job),

@@ -4,7 +4,6 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use fa_attn::device::Gpu;
 use fa_core::Family;
 use fa_kernels::{Compiler, CompilerKind, Report};
 use fa_planner::cost::rank_correlation;
@@ -14,6 +13,7 @@ use super::event::{CaseResult, Status};
 use super::options::{Cases, Job, Options};
 use super::supervise;
 use crate::configs::{self, Built, Config, SEQLEN};
+use crate::device;
 use crate::error::Result;
 use crate::grid::{self, Action, Case, Extent, NamedSpec, of_spec};
 use crate::progress::Progress;
@@ -107,7 +107,7 @@ pub fn run(
     program: &Program,
     progress: &mut Progress<'_>,
 ) -> Result<Record> {
-    let arch = Gpu::open()?.arch();
+    let arch = device::open()?.arch();
     let family = options.family.unwrap_or(Family::native(arch));
     let configs = configs::list(head_dims, options.pass, family, arch)?;
     let reports = configs::compile(&configs, arch, &Compiler::find(CompilerKind::Nvrtc)?, progress);
@@ -132,7 +132,7 @@ pub fn run(
         configs.iter().zip(&reports).map(|(config, report)| row(config, report, &by_name)).collect();
     let summaries = summaries(&rows);
     let passed = rows.iter().all(|row| row.right != Some(false));
-    let provenance = Provenance::new(&Gpu::open()?)?;
+    let provenance = Provenance::new(&device::open()?)?;
     Ok(Record { kind: "configs", passed, provenance, seqlen: SEQLEN, summaries, rows, family, cases })
 }
 

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fa_attn::device::Gpu;
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 use fa_kernels::toolchain;
 
@@ -13,6 +12,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::options::{Cases, Job, Options};
+use crate::device;
 use crate::error::{Context, Error, Result};
 use crate::grid::{self, Arrangement, BASE, Case};
 use crate::record::Provenance;
@@ -81,7 +81,7 @@ pub struct Report {
 /// # Errors
 /// Without a GPU or compute-sanitizer, or when it does not start.
 pub fn run(options: &Options, program: &Program) -> Result<Report> {
-    let family = options.family.unwrap_or(Family::native(Gpu::open()?.arch()));
+    let family = options.family.unwrap_or(Family::native(device::open()?.arch()));
     let sanitizer = find().ok_or_else(|| {
         Error::Request(
             "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set CUDA_HOME"
@@ -100,7 +100,7 @@ pub fn run(options: &Options, program: &Program) -> Result<Report> {
     Ok(Report {
         kind: "sanitize",
         passed: tools.iter().all(|finding| finding.clean),
-        provenance: Provenance::new(&Gpu::open()?)?,
+        provenance: Provenance::new(&device::open()?)?,
         family: family.to_string(),
         tools,
     })

@@ -1,19 +1,167 @@
 //! How many CTAs share the query heads of a K/V head in the backward: a launch decision that the cost model knows.
 
-use fa_core::Problem;
+use fa_core::{Arch, ArchLimits, Family, KernelSpec, Pass, Problem};
 
-/// Query heads of a K/V head are divided into as few tiles as fill the GPU: how many parts.
+use crate::cost::constants::CostConstants;
+use crate::cost::schedule::{Queue, TileClass, Work};
+
+/// Clocks of a CTA outside its steps (`Sm90BwdConstants::block`, fitted).
+const CTA_CLOCKS: f64 = 1790.0;
+
+/// Bytes per clock that an SM adds to f32 accumulators in the L2.
+const ADDED_BYTES: f64 = 32.0;
+
+/// Share of the tensor cores' peak that the products of a step reach.
+const TENSOR_EFFICIENCY: f64 = 0.75;
+
+/// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between two uses.
+const L2_SHARE: f64 = 0.3;
+
+/// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
+const BANDWIDTH: [f64; 2] = [0.93, 0.4];
+
+/// Fewer parts are kept unless more are faster by this factor: parts take a workspace of dK and dV in f32.
+const GAIN: f64 = 1.01;
+
+/// Parts into which the query heads of a K/V head are divided, each a CTA of its own per tile of keys: 1 to the group's size.
 ///
-/// 1 where the order of sums must not depend on it, and where there is nothing to sum.
-pub fn head_splits(problem: &Problem, tile_n: u32, deterministic: bool, sms: u32) -> usize {
-    let group = problem.group_size().max(1);
-    let tiles = problem
-        .seqlen_k
-        .div_ceil(tile_n as usize)
-        .saturating_mul(problem.heads_kv)
-        .saturating_mul(problem.batch);
-    if deterministic || tiles == 0 || problem.seqlen_q == 0 {
-        return 1;
+/// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see different numbers of
+/// queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer holds what is in use (NB-052). Parts
+/// keep them together and fill the GPU, but dK and dV are then summed up in f32 in device memory. The number with the least
+/// estimated time is taken; the constants reproduce the measured choice (`tests/splits.rs`), not the rates.
+///
+/// 1 where the order of sums must not depend on it, and where there is nothing to sum. `sms` is the number of SMs of the GPU at hand.
+pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
+    Split::choose(problem, spec, arch, sms).parts
+}
+
+/// A number of parts and what it costs in memory traffic.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Split {
+    /// CTAs per tile of keys of a K/V head.
+    pub parts: usize,
+    /// Bytes of dK and dV that a CTA adds to accumulators.
+    pub added: f64,
+    /// Bytes of the f32 accumulators of dK and dV.
+    pub sums: f64,
+    /// Bytes of Q, dO and dQ that are read from device memory again, or written there, because the L2 has lost them.
+    pub missed: f64,
+}
+
+impl Split {
+    /// The split with the least estimated time: see [`head_splits`].
+    pub fn choose(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Split {
+        let group = problem.group_size().max(1);
+        let is_empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
+        if group == 1 || is_empty {
+            return Split { parts: 1, added: 0.0, sums: 0.0, missed: 0.0 };
+        }
+        let model = Model::new(problem, spec, arch, sms);
+        let mut best = model.split(1);
+        if spec.traits().pass != Pass::BACKWARD {
+            return best;
+        }
+        let mut least = model.seconds(&best);
+        let mut heads = group;
+        while heads > 1 {
+            // The fewest parts with fewer heads each.
+            let parts = group.div_ceil(heads - 1);
+            heads = group.div_ceil(parts);
+            let split = model.split(parts);
+            let seconds = model.seconds(&split);
+            if seconds * GAIN < least {
+                (best, least) = (split, seconds);
+            }
+        }
+        best
     }
-    (sms as usize).div_ceil(tiles).clamp(1, group)
+}
+
+/// What the estimate needs of the problem, cut into one tile of keys per CTA with all query heads of a group in one part.
+struct Model<'a> {
+    problem: &'a Problem,
+    limits: &'static ArchLimits,
+    /// All query heads in parts of one.
+    single_heads: Work,
+    /// CTAs that run at once.
+    slots: f64,
+    /// Clocks of a step.
+    step: f64,
+    /// Elements of Q and K rows and of V and O rows, padded to the tile.
+    head_dims: [f64; 2],
+    tile: [f64; 2],
+}
+
+impl Model<'_> {
+    fn new<'a>(problem: &'a Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Model<'a> {
+        let limits = arch.limits();
+        let traits = spec.traits();
+        let (tile_m, tile_n) = traits.tile;
+        let tile = [tile_m, tile_n].map(f64::from);
+        let head_dims = [spec.head_dim, spec.head_dim_v].map(f64::from);
+        let resident = f64::from(traits.blocks_per_sm);
+        let rate = match traits.family {
+            Family::Sm90 => limits.tensor_flops,
+            Family::Sm80 => limits.tensor_flops * CostConstants::of(arch).mma_sync_rate,
+        };
+        let products = 2.0 * tile[0] * tile[1] * (3.0 * head_dims[0] + 2.0 * head_dims[1]);
+        Model {
+            problem,
+            limits,
+            single_heads: Work::of_keys(problem, tile_m, tile_n, problem.group_size()),
+            slots: f64::from(sms) * resident,
+            step: resident * products / (rate * TENSOR_EFFICIENCY),
+            head_dims,
+            tile,
+        }
+    }
+
+    /// The traffic of `parts` parts.
+    fn split(&self, parts: usize) -> Split {
+        let Model { problem, limits, .. } = self;
+        let [hd, hdv] = self.head_dims;
+        let [tile_m, tile_n] = self.tile;
+        let heads = problem.group_size().div_ceil(parts) as f64;
+        // What CTAs of the same part share while they are in step: Q, dO and the f32 accumulators of dQ of a head.
+        let shared = problem.seqlen_q as f64 * (2.0 * (hd + hdv) + 4.0 * hd);
+        let n_tiles = (problem.seqlen_k as f64 / tile_n).ceil();
+        let all_parts = (problem.batch * problem.heads_kv * parts) as f64;
+        let in_step = (self.slots / n_tiles).min(all_parts).max(1.0) * shared;
+        // Tiles of unequal lengths drift apart over the heads: under a causal mask over half of them on average.
+        let mean = self.single_heads.steps() / self.single_heads.tiles;
+        let drift = 1.0 - mean / self.single_heads.longest.steps.max(mean).max(1.0);
+        let in_use = in_step * (1.0 + (heads - 1.0) * drift);
+        let room = (limits.l2_bytes as f64 * L2_SHARE).max(in_step);
+        let share = (1.0 - room / in_use).max(0.0);
+        let step_bytes = tile_m * (2.0 * (hd + hdv) + 8.0 * hd);
+        let missed = share * self.single_heads.steps() * step_bytes;
+        if parts == 1 {
+            return Split { parts, added: 0.0, sums: 0.0, missed };
+        }
+        let keys = (problem.batch * problem.heads_kv * problem.seqlen_k) as f64;
+        Split { parts, added: tile_n * (hd + hdv) * 4.0, sums: keys * (hd + hdv) * 4.0, missed }
+    }
+
+    /// The estimated time of the launches, less what does not depend on the split.
+    fn seconds(&self, split: &Split) -> f64 {
+        let Model { problem, limits, .. } = self;
+        let group = problem.group_size();
+        let heads = group.div_ceil(split.parts) as f64;
+        let share = split.parts as f64 / group as f64;
+        let classes = self.single_heads.classes.iter();
+        let work = Work {
+            tiles: self.single_heads.tiles * share,
+            classes: classes.map(|c| TileClass { count: c.count * share, ..*c }).collect(),
+            longest: self.single_heads.longest,
+        };
+        let length =
+            |class: &TileClass| CTA_CLOCKS + split.added / ADDED_BYTES + class.steps * heads * self.step;
+        let (_, end) = work.makespan(self.slots, Queue::LongestFirst, length);
+        let busy = end / (limits.clock_ghz * 1e9);
+        let accumulators = problem.rows() * self.head_dims[0] * 4.0;
+        let bytes = problem.bytes_backward() + 2.0 * accumulators + split.missed;
+        let traffic = bytes / (limits.hbm_bytes_per_s * BANDWIDTH[0]);
+        // dK and dV in f32 are zeroed before the main launch, and read and converted after it.
+        (busy.powi(3) + traffic.powi(3)).cbrt() + 2.5 * split.sums / (limits.hbm_bytes_per_s * BANDWIDTH[1])
+    }
 }

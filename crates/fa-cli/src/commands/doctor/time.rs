@@ -13,7 +13,7 @@ use fa_attn::device::Gpu;
 use fa_core::{Dtype, Mask, Problem, TensorLayout};
 use fa_kernels::cache::CACHE_VARIABLE;
 use fa_kernels::{Kernels, driver};
-use fa_lab::device::{DeviceInfo, median, place_forward};
+use fa_lab::device::{self, DeviceInfo, median, place_forward};
 use fa_lab::tensors::Inputs;
 use half::bf16;
 use serde::{Deserialize, Serialize};
@@ -78,7 +78,7 @@ fn problem() -> Problem {
 /// No usable GPU, or no compiler.
 pub fn command(json: bool) -> anyhow::Result<Verdict> {
     // What is missing is better said here than by a child.
-    let info = DeviceInfo::of(&Gpu::open()?)?;
+    let info = DeviceInfo::of(&device::open()?)?;
     let cache = tempfile::tempdir().context("no place for a cache")?;
     let cold = child(cache.path())?;
     let warm = (0..WARM).map(|_| child(cache.path())).collect::<anyhow::Result<Vec<_>>>()?;

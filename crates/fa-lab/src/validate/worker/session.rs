@@ -9,7 +9,7 @@ use fa_core::{Family, TensorLayout};
 use fa_kernels::Forward;
 use half::bf16;
 
-use crate::device::{PassCall, Timing, calls, median, time};
+use crate::device::{self, PassCall, Timing, calls, median, time};
 use crate::error::{Error, Result};
 use crate::grid::{Arrangement, Case};
 use crate::tensors::{Inputs, random_dout};
@@ -50,7 +50,7 @@ impl Session {
     /// # Errors
     /// Where there is no GPU, or it does not run the family.
     pub fn open(family: Option<Family>) -> Result<Session> {
-        let gpu = Gpu::open()?;
+        let gpu = device::open()?;
         let family = family.unwrap_or(Family::native(gpu.arch()));
         if !family.runs_on(gpu.arch()) {
             let arch = gpu.arch();

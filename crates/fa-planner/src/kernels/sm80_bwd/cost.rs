@@ -3,7 +3,7 @@
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
-use crate::account::splits::head_splits;
+use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
@@ -37,8 +37,8 @@ pub(crate) fn predict(
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let splits = head_splits(problem, kernel.tile_n, kernel.deterministic, limits.sms);
-    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, splits);
+    let split = Split::choose(problem, spec, arch, limits.sms);
+    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
     let resident = resident_blocks(&work, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;

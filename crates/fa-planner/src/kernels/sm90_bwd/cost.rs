@@ -8,7 +8,7 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
-use crate::account::splits::head_splits;
+use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, Terms, overlap, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
@@ -56,10 +56,11 @@ pub(crate) fn predict(
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
 
-    let splits = head_splits(problem, kernel.tile_n, kernel.deterministic, limits.sms);
-    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, splits);
+    let split = Split::choose(problem, spec, arch, limits.sms);
+    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
     // The test of a mask falls under the products.
-    let length = |class: &TileClass| c.block + class.steps * step;
+    let added = split.added / c.atomic_bytes;
+    let length = |class: &TileClass| c.block + added + class.steps * step;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
         (_, TileOrder::LongestFirst) => Queue::LongestFirst,
@@ -73,10 +74,12 @@ pub(crate) fn predict(
 
     let rows = problem.rows();
     let accumulators = rows * hd * 4.0;
-    let hbm = (problem.bytes_backward() + accumulators) / (limits.hbm_bytes_per_s * c.main_bandwidth);
+    let hbm = (problem.bytes_backward() + accumulators + split.missed)
+        / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
-    let prepare = (rows * 2.0 * hdv * 2.0 + accumulators) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
-    let finish = (rows * hd * 2.0 + accumulators)
+    let prepare =
+        (rows * 2.0 * hdv * 2.0 + accumulators + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
+    let finish = (rows * hd * 2.0 + accumulators + 1.5 * split.sums)
         / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
     let outer = prepare + finish + 3.0 * constants.launch_s;
 

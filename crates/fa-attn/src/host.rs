@@ -2,14 +2,12 @@
 
 use std::time::Duration;
 
-use fa_core::Problem;
+use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_kernels::Error as KernelError;
 
-use super::forward::DeviceForward;
-use super::tensor::{DeviceTensor, Placement, doing};
-use super::{Bound, DeviceBackward, Gpu, Half};
+use crate::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Gpu, Half, Placement, doing};
+use crate::error::Error;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
-use crate::{Error, Pass};
 
 /// Runs a bound kernel on host tensors; the time of the last of `launches` launches, on the GPU alone.
 ///
@@ -32,10 +30,9 @@ pub(crate) fn run<T: Half>(
 }
 
 /// O's placement: that of the host where it is packed, so that it is copied as it is.
-fn out_placement(shape: [usize; 4], strides: fa_core::Strides) -> Placement {
+fn out_placement(shape: [usize; 4], strides: Strides) -> Placement {
     let given = Placement { shape, strides };
-    let packed = fa_core::TensorLayout::Bshd;
-    if given.is_packed() { given } else { Placement::packed(shape, packed) }
+    if given.is_packed() { given } else { Placement::packed(shape, TensorLayout::Bshd) }
 }
 
 fn forward<T: Half>(

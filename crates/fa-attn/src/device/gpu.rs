@@ -1,0 +1,204 @@
+//! A GPU: its kernels, a stream, and the choice among kernels.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
+use fa_kernels::cudarc::driver::sys::CUevent_flags;
+use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
+use fa_kernels::{Backward, Forward, Kernels, LoadedKernel, driver};
+
+use crate::choose::Chooser;
+use crate::error::Error;
+
+/// A kernel bound to a problem.
+#[derive(Debug)]
+// A handful exist at a time; a box would only be in the way.
+#[allow(clippy::large_enum_variant)]
+pub enum Bound {
+    /// O and LSE.
+    Forward(Forward),
+    /// dQ, dK and dV.
+    Backward(Backward),
+}
+
+impl Bound {
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        match self {
+            Bound::Forward(forward) => forward.kernel(),
+            Bound::Backward(backward) => backward.kernel(),
+        }
+    }
+
+    /// What it was made from.
+    pub fn spec(&self) -> &KernelSpec {
+        &self.kernel().spec
+    }
+
+    /// Bytes of workspace that a call needs.
+    pub fn workspace_bytes(&self) -> usize {
+        match self {
+            Bound::Forward(forward) => forward.workspace_bytes(),
+            Bound::Backward(backward) => backward.workspace_bytes(),
+        }
+    }
+}
+
+/// A GPU with its kernels and a stream. Shared by threads.
+pub struct Gpu {
+    /// Compiles and loads kernels, and keeps them.
+    pub kernels: Kernels,
+    /// The stream of copies, launches and timings.
+    pub stream: Arc<CudaStream>,
+    chooser: Chooser,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gpu").field("arch", &self.arch()).finish_non_exhaustive()
+    }
+}
+
+impl Gpu {
+    /// The first GPU.
+    ///
+    /// # Errors
+    /// Without a driver, a GPU, or one that kernels run on: each says what to do.
+    pub fn open() -> Result<Gpu, Error> {
+        Gpu::nth(0)
+    }
+
+    /// GPU `ordinal`, in the driver's order from 0.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn nth(ordinal: usize) -> Result<Gpu, Error> {
+        let context = driver::context(ordinal)?;
+        Ok(Gpu::with(Kernels::new(&context)?))
+    }
+
+    /// The GPU of `kernels`, with the default stream of their context.
+    pub fn with(kernels: Kernels) -> Gpu {
+        Gpu { stream: kernels.context().default_stream(), kernels, chooser: Chooser::default() }
+    }
+
+    /// The context.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        self.kernels.context()
+    }
+
+    /// The architecture.
+    pub fn arch(&self) -> Arch {
+        self.kernels.arch()
+    }
+
+    /// The product's name, with its architecture.
+    pub fn name(&self) -> String {
+        let name = self.context().name().unwrap_or_else(|_| "unnamed GPU".to_owned());
+        format!("{name} ({})", self.arch())
+    }
+
+    /// The kernel for a pass of `problem`, bound to it: the one preferred for it ([`Gpu::prefer`]), or else
+    /// the one that won when such problems were measured on this GPU ([`crate::tune`]), or else the planner's
+    /// best that compiles cleanly, or else, where there is no compiler, the best of the built-in bundle. The
+    /// first call for a kernel compiles it, in a second or so, or reads it from the cache; a choice is
+    /// remembered.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] with what would work when no kernel computes the problem, and those of compiling and
+    /// loading.
+    pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Bound, Error> {
+        self.bind_of(problem, pass, None)
+    }
+
+    /// [`Gpu::bind`] with a kernel of `family`, whether or not it is the fastest here.
+    ///
+    /// # Errors
+    /// As [`Gpu::bind`]; a family that does not run here has no plan.
+    pub fn bind_of(&self, problem: &Problem, pass: Pass, family: Option<Family>) -> Result<Bound, Error> {
+        match pass {
+            Pass::Forward => {
+                let bind = |spec: &KernelSpec| self.kernels.forward_with(problem, spec);
+                self.chooser.choose(&self.kernels, problem, family, pass, bind).map(Bound::Forward)
+            }
+            Pass::Backward { .. } => {
+                let bind = |spec: &KernelSpec| self.kernels.backward_with(problem, spec);
+                self.chooser.choose(&self.kernels, problem, family, pass, bind).map(Bound::Backward)
+            }
+        }
+    }
+
+    /// [`Gpu::bind_of`] for the forward.
+    ///
+    /// # Errors
+    /// As [`Gpu::bind_of`].
+    pub fn forward(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
+        let bind = |spec: &KernelSpec| self.kernels.forward_with(problem, spec);
+        self.chooser.choose(&self.kernels, problem, family, Pass::Forward, bind)
+    }
+
+    /// [`Gpu::bind_of`] for the backward.
+    ///
+    /// # Errors
+    /// As [`Gpu::bind_of`].
+    pub fn backward(
+        &self,
+        problem: &Problem,
+        deterministic: bool,
+        family: Option<Family>,
+    ) -> Result<Backward, Error> {
+        let bind = |spec: &KernelSpec| self.kernels.backward_with(problem, spec);
+        self.chooser.choose(&self.kernels, problem, family, Pass::Backward { deterministic }, bind)
+    }
+
+    /// A kernel of the caller's choice, bound to `problem`.
+    ///
+    /// # Errors
+    /// [`fa_kernels::Error::Mismatch`] when the kernel does not compute it, and those of compiling and
+    /// loading.
+    pub fn bind_spec(&self, problem: &Problem, spec: &KernelSpec) -> Result<Bound, Error> {
+        Ok(if spec.kernel.is_backward() {
+            Bound::Backward(self.kernels.backward_with(problem, spec)?)
+        } else {
+            Bound::Forward(self.kernels.forward_with(problem, spec)?)
+        })
+    }
+
+    /// Makes [`Gpu::bind`] use `spec` for its pass of exactly this problem from now on.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] for a problem that contradicts itself, [`fa_kernels::Error::Mismatch`] when the
+    /// kernel does not compute it.
+    pub fn prefer(&self, problem: &Problem, spec: KernelSpec) -> Result<(), Error> {
+        self.chooser.prefer(problem, spec)
+    }
+
+    /// The time on the GPU of what `launch` enqueues, waited for.
+    ///
+    /// # Errors
+    /// What `launch` and the driver report.
+    pub fn time(
+        &self,
+        launch: impl FnOnce(&Arc<CudaStream>) -> Result<(), fa_kernels::Error>,
+    ) -> Result<Duration, Error> {
+        let event = || {
+            let flags = Some(CUevent_flags::CU_EVENT_DEFAULT);
+            self.stream.record_event(flags).map_err(Error::driver("recording an event"))
+        };
+        let begin = event()?;
+        launch(&self.stream)?;
+        let end = event()?;
+        self.synchronize()?;
+        let ms = begin.elapsed_ms(&end).map_err(Error::driver("reading the time"))?;
+        Ok(Duration::from_secs_f64(f64::from(ms) * 1e-3))
+    }
+
+    /// Waits until the stream is idle.
+    ///
+    /// # Errors
+    /// What went wrong on the GPU meanwhile.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.stream.synchronize().map_err(Error::driver("waiting for the GPU"))
+    }
+}

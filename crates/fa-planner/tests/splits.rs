@@ -1,0 +1,68 @@
+//! The number of parts of a K/V head's query heads beside measured rates (`data/splits-h100.txt`).
+//! `cargo test -p fa-planner --test splits -- --nocapture` prints the table.
+
+use fa_core::{Arch, Dtype, Mask, Pass, Problem};
+use fa_planner::account::head_splits;
+use fa_planner::plan::{PlanOptions, plan};
+
+/// A problem and its measured `(parts, TFLOP/s)`.
+struct Measured {
+    line: &'static str,
+    problem: Problem,
+    rates: Vec<(usize, f64)>,
+}
+
+fn measured() -> Vec<Measured> {
+    let lines = include_str!("data/splits-h100.txt").lines().filter(|line| !line.starts_with('#'));
+    lines.map(parse).collect()
+}
+
+fn parse(line: &'static str) -> Measured {
+    let words: Vec<&str> = line.split(' ').collect();
+    let number = |at: usize| words[at].parse::<usize>().expect("head_dim batch seqlen heads_q heads_kv");
+    let mask = match words[5] {
+        "full" => Mask::FULL,
+        "causal" => Mask::CAUSAL,
+        window => Mask::causal_window(window.trim_start_matches("window").parse().expect("keys to the left")),
+    };
+    let square = Problem::square(number(1), number(2), number(3), number(0), mask, Dtype::Bf16);
+    let rate = |word: &&str| {
+        let (parts, rate) = word.split_once(':').expect("parts:rate");
+        (parts.parse().expect("a count"), rate.parse().expect("a rate"))
+    };
+    let problem = Problem { heads_kv: number(4), ..square };
+    Measured { line, problem, rates: words[6..].iter().map(rate).collect() }
+}
+
+fn chosen(problem: &Problem, pass: Pass) -> usize {
+    let options = PlanOptions { pass, ..PlanOptions::default() };
+    let first = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0);
+    head_splits(problem, &first.spec, Arch::Sm90, Arch::Sm90.limits().sms)
+}
+
+#[test]
+fn the_chosen_parts_are_near_the_best_measured() {
+    let mut logs = 0.0;
+    let all = measured();
+    for Measured { line, problem, rates } in &all {
+        let parts = chosen(problem, Pass::BACKWARD);
+        let best = rates.iter().map(|&(_, rate)| rate).fold(0.0, f64::max);
+        // A number that was not measured counts as the worse of its neighbours.
+        let below = rates.iter().rev().find(|(measured, _)| *measured <= parts);
+        let above = rates.iter().find(|(measured, _)| *measured >= parts);
+        let rate = [below, above].into_iter().flatten().map(|&(_, rate)| rate).fold(f64::MAX, f64::min);
+        println!("{line}: {parts} parts, {:.3} of the best", rate / best);
+        assert!(rate / best > 0.9, "{line}: {parts} parts");
+        logs += (rate / best).ln();
+    }
+    let mean = (logs / all.len() as f64).exp();
+    assert!(mean > 0.97, "geometric mean {mean:.3}");
+}
+
+#[test]
+fn deterministic_backwards_and_single_heads_have_one_part() {
+    for Measured { problem, .. } in measured() {
+        assert_eq!(chosen(&problem, Pass::DETERMINISTIC_BACKWARD), 1);
+        assert_eq!(chosen(&Problem { heads_kv: problem.heads_q, ..problem }, Pass::BACKWARD), 1);
+    }
+}
