@@ -52,7 +52,8 @@ struct Thread {
     const void* waits_on = nullptr;   // what wakes it
     Order order;
     std::unique_ptr<Order> fenced;  // what the last __threadfence covers
-    Groups copies, bulk;
+    Groups copies;
+    Groups bulk_reads, bulk;  // bulk reductions whose shared memory has been read, that are done
     int copies_slot = -1;
     std::vector<Operand> operands;
     const u32* polled = nullptr;  // the word that ld.acquire read last, and what it held
@@ -90,7 +91,7 @@ struct Warp {
     std::deque<WgmmaOp> queue;
     std::vector<u64> issued;  // a word for each product, to compare with the other warps of the group
     bool fenced = false;
-    int wgmma_slot = -1, bulk_slot = -1;
+    int wgmma_slot = -1, bulk_read_slot = -1, bulk_slot = -1;
     int registers, wants = 0;
 };
 
@@ -145,7 +146,8 @@ struct Cluster {
 struct Agent {
     Cta* cta;
     std::function<void()> run;
-    u64 due;  // the step at which a paced schedule runs it
+    u64 due;        // the step at which a paced schedule runs it
+    bool outlives;  // needs nothing of its CTA, which may end before
 };
 
 enum class Pace : u32 { Eager, Lazy, Random, Paced };
@@ -156,6 +158,7 @@ struct Options {
     bool order = true;    // happens-before, uninitialised reads and proxy fences
     bool poison = true;   // NaN where something is on its way
     bool hazards = true;  // registers of products in flight
+    bool ordered_additions = false;  // of floating-point numbers in device memory: of a deterministic kernel
     int trace_cta = -1;
     u64 step_limit = 0;   // 0 for none
     void (*progress)(void* context, u32 done, u32 all) = nullptr;
@@ -223,7 +226,7 @@ void yield();
 // A word of device memory changes.
 void wake_pollers(const void* word);
 [[noreturn]] void leave();
-void add_agent(Cta& cta, u64 latency, std::function<void()> run);
+void add_agent(Cta& cta, u64 latency, std::function<void()> run, bool outlives = false);
 Slot new_slot(Cluster& cluster, const std::string& name);
 std::string slot_name(const Cta& cta, Slot slot);
 std::string actor_name(const Cta& cta, const Actor& actor);

@@ -24,7 +24,7 @@ constexpr u32 kRegisterFile = 65536;
 void check_thread_exit(Thread& thread) {
     Warp& warp = *thread.warp;
     if (!thread.copies.idle()) report("exit in flight", me() + " ends with cp.async copies in flight");
-    if (!thread.bulk.idle()) report("exit in flight", me() + " ends while its bulk copies still read shared memory");
+    if (!thread.bulk_reads.idle()) report("exit in flight", me() + " ends while its bulk copies still read shared memory");
     if (!warp.queue.empty()) report("exit in flight", me() + " ends with wgmma in flight");
     if (warp.arrived > 0) {
         Finding& found = report("divergence", me() + " ends while " + std::to_string(warp.arrived) +
@@ -188,9 +188,9 @@ void wake_on(Cta& cta, const void* on) {
     }
 }
 
-void add_agent(Cta& cta, u64 latency, std::function<void()> run) {
-    ++cta.agents;
-    machine->agents.push_back({&cta, std::move(run), machine->step + latency});
+void add_agent(Cta& cta, u64 latency, std::function<void()> run, bool outlives) {
+    if (!outlives) ++cta.agents;
+    machine->agents.push_back({&cta, std::move(run), machine->step + latency, outlives});
 }
 
 Slot new_slot(Cluster& cluster, const std::string& name) {
@@ -284,7 +284,7 @@ bool run(Machine& machine) {
             Agent own = std::move(agents[chosen]);
             agents[chosen] = std::move(agents.back());
             agents.pop_back();
-            --own.cta->agents;
+            if (!own.outlives) --own.cta->agents;
             ++machine.counters.agents;
             machine.progress = machine.step;
             own.run();
@@ -301,8 +301,14 @@ bool run(Machine& machine) {
                 ++i;
                 continue;
             }
-            // What a CTA left in flight would write to memory that is gone.
-            std::erase_if(agents, [&](const Agent& agent) { return agent.cta->cluster == machine.resident[i].get(); });
+            // What a CTA left in flight would write to memory that is gone; sums for device memory still get there.
+            std::vector<Agent> left;
+            std::erase_if(agents, [&](Agent& agent) {
+                const bool own = agent.cta->cluster == machine.resident[i].get();
+                if (own && agent.outlives) left.push_back(std::move(agent));
+                return own;
+            });
+            for (Agent& agent : left) agent.run();
             retire(machine, *machine.resident[i]);
             machine.resident.erase(machine.resident.begin() + long(i));
             if (options.progress) options.progress(options.context, next - u32(machine.resident.size()) * width, launch.grid);

@@ -38,7 +38,7 @@ mod symbols;
 mod unit;
 
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
-pub use emulator::Emulator;
+pub use emulator::{Emulator, source};
 pub use error::Error;
 pub use machine::version;
 pub use options::{Options, Pace, Progress};

@@ -94,6 +94,7 @@ impl Unit {
             order: options.order,
             poison: options.poison,
             hazards: options.hazards,
+            ordered_additions: self.spec.kernel.pass().deterministic(),
             trace_cta: options.trace_cta,
             step_limit: options.step_limit,
             progress: options.progress,

@@ -1,5 +1,6 @@
 //! The emulation, proven: kernels against the oracle, injected faults, and every shipped spec at awkward shapes.
 
+mod faults;
 mod shipped;
 mod values;
 
