@@ -10,7 +10,8 @@ Standard error is for people. The first line it prints is
 with null for what is not there, and in errors why a peer is not in the list. Then, one reply a request, in order:
 
     {"cmd": "time", "mode": "fwd"|"bwd", "batch": 1, "heads_q": 16, "heads_kv": 16, "seqlen_q": 8192, "seqlen_k": 8192,
-     "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30}
+     "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30,
+     "window": [1023, 0], "softcap": 50.0}        the last two only where there are any; null is an open side
         -> {"peers": {"fa2": 3.1, "cudnn": 1.9}, "errors": {"fa3": "forward only"}}      median milliseconds
     {"cmd": "open", ... as "time"}
         -> {"peers": ["fa2", "cudnn"], "errors": {"fa3": "forward only"}}    checked and warm; replaces what was open
@@ -89,12 +90,14 @@ class Sdpa:
         self.sdpa_kernel = sdpa_kernel
 
     def refuse(self, request):
+        if request.get("window") or request.get("softcap"):
+            raise Refused("torch's fused kernels take no window and no soft cap")
         if request["causal"] and request["seqlen_q"] not in (1, request["seqlen_k"]):
             raise Refused("torch aligns a causal mask top-left; seqlen_q must be seqlen_k (or 1)")
 
-    def __call__(self, q, k, v, causal):
+    def __call__(self, q, k, v, request):
         # One query at the bottom right sees every key; torch's top-left mask would leave it only the first.
-        causal = causal and q.shape[1] > 1
+        causal = request["causal"] and q.shape[1] > 1
         grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
         heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
         with self.sdpa_kernel(self.backend):
@@ -105,8 +108,9 @@ class Sdpa:
 class Function:
     """A package's flash_attn_func: BSHD in and out, causal aligned bottom-right."""
 
-    def __init__(self, function, forward_only=False, dtypes=("bf16", "f16")):
+    def __init__(self, function, open_side, forward_only=False, dtypes=("bf16", "f16")):
         self.function = function
+        self.open_side = open_side
         self.forward_only = forward_only
         self.dtypes = dtypes
 
@@ -116,8 +120,13 @@ class Function:
         if request["dtype"] not in self.dtypes:
             raise Refused(f"this build does not take {request['dtype']}, only {', '.join(self.dtypes)}")
 
-    def __call__(self, q, k, v, causal):
-        out = self.function(q, k, v, causal=causal)
+    def __call__(self, q, k, v, request):
+        options = {"causal": request["causal"]}
+        if request.get("window"):
+            options["window_size"] = tuple(self.open_side if side is None else side for side in request["window"])
+        if request.get("softcap"):
+            options["softcap"] = request["softcap"]
+        out = self.function(q, k, v, **options)
         # Some versions return (out, lse).
         return out[0] if isinstance(out, (tuple, list)) else out
 
@@ -127,19 +136,19 @@ def load_fa3(_torch):
         # Importing the module registers its operators; the wheel is built without the backward and without f16.
         from fa3_fwd_interface import flash_attn_func
 
-        return Function(flash_attn_func, forward_only=True, dtypes=("bf16",))
+        return Function(flash_attn_func, open_side=-1, forward_only=True, dtypes=("bf16",))
     except ImportError as wheel_error:
         try:
             from flash_attn_interface import flash_attn_func
         except ImportError as error:
             raise ImportError(f"{wheel_error}; {error}") from error
-        return Function(flash_attn_func)
+        return Function(flash_attn_func, open_side=-1)
 
 
 def load_fa4(_torch):
     from flash_attn.cute import flash_attn_func
 
-    return Function(flash_attn_func)
+    return Function(flash_attn_func, open_side=None)
 
 
 LOADERS = {
@@ -249,7 +258,6 @@ class Inputs:
 def make_call(torch, peer, request, inputs):
     """A call that takes the next input set each time and returns what to compare, by name: out, or dq, dk and dv."""
     turn = 0
-    causal = request["causal"]
     if request["mode"] == "fwd":
 
         def call():
@@ -257,14 +265,14 @@ def make_call(torch, peer, request, inputs):
             tensors = inputs.sets[turn % len(inputs.sets)]
             turn += 1
             with torch.no_grad():
-                return {"out": peer(tensors["q"], tensors["k"], tensors["v"], causal)}
+                return {"out": peer(tensors["q"], tensors["k"], tensors["v"], request)}
 
         return call
 
     graphs = []
     for tensors in inputs.sets:
         leaves = [tensors[name] for name in ("q", "k", "v")]
-        graphs.append((peer(*leaves, causal), leaves, tensors["dout"]))
+        graphs.append((peer(*leaves, request), leaves, tensors["dout"]))
 
     def call():
         nonlocal turn
@@ -293,6 +301,14 @@ def checked_request(request):
     for name, allowed in (("mode", ("fwd", "bwd")), ("dtype", ("bf16", "f16")), ("causal", (True, False))):
         if request.get(name) not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, not {request.get(name)!r}")
+    window = request.get("window")
+    if window is not None:
+        is_side = [side is None or type(side) is int and side >= 0 for side in window]
+        if len(is_side) != 2 or not all(is_side) or request["causal"]:
+            raise ValueError(f"window must be two sides, each null or at least 0, without causal, not {window!r}")
+    softcap = request.get("softcap")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
+        raise ValueError(f"softcap must be above 0, not {softcap!r}")
     return request
 
 

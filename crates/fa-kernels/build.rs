@@ -15,7 +15,8 @@ fn main() -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the manifest's text and an array of `(file, bytes)` of the cubins of the bundle at FA_BUNDLE, or `dist/`.
+/// Writes the manifest's text and an array of `(file, bytes)` of the cubins of the bundle at FA_BUNDLE, or
+/// `dist/`.
 fn bundle(root: &Path, to: &Path) -> io::Result<()> {
     println!("cargo::rerun-if-env-changed=FA_BUNDLE");
     let folder = std::env::var_os("FA_BUNDLE").map_or_else(|| root.join("../../dist"), PathBuf::from);
@@ -41,8 +42,8 @@ fn name_below(folder: &Path, file: &Path) -> String {
     name.replace('\\', "/")
 }
 
-/// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their paths. A
-/// library without any would build and know no kernel: that is an error.
+/// Writes an array of `(path under folder, text)` of the files that end in `extension`, in the order of their
+/// paths. A library without any would build and know no kernel: that is an error.
 fn embed(folder: &Path, extension: &str, to: &Path) -> io::Result<()> {
     println!("cargo::rerun-if-changed={}", folder.display());
     let mut files = Vec::new();

@@ -60,6 +60,11 @@ impl Unit {
         &self.spec
     }
 
+    /// The architecture that it is compiled for.
+    pub fn arch(&self) -> Arch {
+        self.arch
+    }
+
     /// [`Source::fingerprint`] of the kernel.
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint

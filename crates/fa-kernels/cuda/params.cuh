@@ -10,7 +10,8 @@
 
 namespace fa {
 
-// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim is contiguous.
+// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim
+// is contiguous.
 struct RowStrides {
     // Between batch entries.
     long long batch;
@@ -64,7 +65,8 @@ struct ShapeParams {
     int head_dim;
     // Elements of a value or output row: a multiple of 8 up to the config's `head_dim_v`.
     int head_dim_v;
-    // Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels only.
+    // Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels
+    // only.
     int window_left;
     // Visible keys right of the diagonal; -1 for all. Window kernels only.
     int window_right;
@@ -122,11 +124,13 @@ struct FwdParams {
     ShapeParams shape;
     // From products to scores.
     ScoreParams score;
-    // Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to `cluster_m`.
+    // Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to
+    // `cluster_m`.
     int m_blocks;
     // Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
     int num_tiles;
-    // Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of `LongestFirst`.
+    // Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of
+    // `LongestFirst`.
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
@@ -165,18 +169,21 @@ struct BwdParams {
     MutTensor dv;
     // LSE of the forward, `[batch, heads_q, seqlen_q]` packed, natural logarithm.
     const float* lse;
-    // Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf beyond the end.
+    // Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf
+    // beyond the end.
     float* lse_log2;
     // Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
     float* dpsum;
-    // Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, each
-    // tile in the register order of the kernel that adds to it.
+    // Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before
+    // its scale, each tile in the register order of the kernel that adds to it.
     float* dq_accum;
-    // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits > 1.
+    // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits >
+    // 1.
     float* dk_accum;
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
     float* dv_accum;
-    // Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null unless deterministic.
+    // Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null
+    // unless deterministic.
     unsigned* dq_semaphores;
     // Workspace: the next tile to be drawn; null unless deterministic.
     unsigned* tile_counter;
@@ -188,12 +195,13 @@ struct BwdParams {
     int m_blocks;
     // Tiles of `tile_n` keys of a head.
     int n_blocks;
-    // Parts into which the query heads of a K/V head are divided, each a tile of its own: 1 to `group_size`.
+    // Parts into which the query heads of a K/V head are divided, each a tile of its own: 1 to
+    // `group_size`.
     int head_splits;
     // Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
     int num_tiles;
-    // K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the
-    // sections of `LongestFirst`.
+    // K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2
+    // cache together: the sections of `LongestFirst`.
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;

@@ -1,5 +1,4 @@
-// Fixed-width names and the few values that every header needs. No header of the CUDA toolkit is included
-// anywhere.
+// Fixed-width names and the few values that every header needs. No CUDA toolkit header is included.
 #pragma once
 
 namespace fa {

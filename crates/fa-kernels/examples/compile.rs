@@ -4,9 +4,10 @@
 //! cargo run -p fa-kernels --example compile -- SPEC.ron sm90 [--out DIR] [--sass] [--nvcc]
 //! ```
 //!
-//! `SPEC.ron` holds a `KernelSpec` or a `ShippedSpec`; `-` reads it from standard input. The headers are read from the
-//! `cuda` folder as they are now, so nothing is rebuilt between two tries. `--out` keeps the unit, the log and the cubin;
-//! `--sass` prints the machine code (nvdisasm from `cargo xtask toolkit`). NVRTC is found as in `fa_kernels::toolchain`.
+//! `SPEC.ron` holds a `KernelSpec` or a `ShippedSpec`; `-` reads it from standard input. The headers are read
+//! from the `cuda` folder as they are now, so nothing is rebuilt between two tries. `--out` keeps the unit,
+//! the log and the cubin; `--sass` prints the machine code (nvdisasm from `cargo xtask toolkit`). NVRTC is
+//! found as in `fa_kernels::toolchain`.
 
 use std::error::Error;
 use std::io::Read;

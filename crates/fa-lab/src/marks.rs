@@ -1,9 +1,11 @@
 //! The shapes that the kernels are measured by, fixed so that results can be compared over time.
 
+mod models;
+
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-use fa_core::{Dtype, Family, Mask, Problem};
+use fa_core::{Dtype, Family, Mask, Pass, Problem};
 
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,11 +18,15 @@ pub enum Marks {
     Sm80Bwd,
     /// Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90
     Sm90Bwd,
+    /// Layers of released models, either pass, by the fastest kernels that the GPU runs
+    Models,
 }
 
 /// A shape to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wanted {
+    /// The model that it is of, for tables.
+    pub name: Option<&'static str>,
     /// The problem.
     pub problem: Problem,
     /// Rows are summed up by this.
@@ -32,7 +38,7 @@ pub struct Wanted {
 impl Wanted {
     /// A shape with nothing to go with it.
     pub fn new(problem: Problem, group: &'static str) -> Wanted {
-        Wanted { problem, group, recorded: BTreeMap::new() }
+        Wanted { name: None, problem, group, recorded: BTreeMap::new() }
     }
 }
 
@@ -49,7 +55,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 4] = [Marks::Sm80, Marks::Sm90, Marks::Sm80Bwd, Marks::Sm90Bwd];
+    pub const ALL: [Marks; 5] = [Marks::Sm80, Marks::Sm90, Marks::Sm80Bwd, Marks::Sm90Bwd, Marks::Models];
 
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
@@ -58,6 +64,7 @@ impl Marks {
             Marks::Sm90 => "sm90",
             Marks::Sm80Bwd => "sm80-bwd",
             Marks::Sm90Bwd => "sm90-bwd",
+            Marks::Models => "models",
         }
     }
 
@@ -73,20 +80,33 @@ impl Marks {
             }
             Marks::Sm80Bwd => "Gradients by mma.sync kernels beside FlashAttention 2: as sm80",
             Marks::Sm90Bwd => "Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90",
+            Marks::Models => {
+                "Layers of released models, with --mode fwd or bwd, by the fastest kernels that the GPU runs"
+            }
         }
     }
 
-    /// The kernels that are measured.
-    pub const fn family(self) -> Family {
+    /// The kernels that are measured; `None` for the fastest that the GPU runs.
+    pub const fn family(self) -> Option<Family> {
         match self {
-            Marks::Sm80 | Marks::Sm80Bwd => Family::Sm80,
-            Marks::Sm90 | Marks::Sm90Bwd => Family::Sm90,
+            Marks::Sm80 | Marks::Sm80Bwd => Some(Family::Sm80),
+            Marks::Sm90 | Marks::Sm90Bwd => Some(Family::Sm90),
+            Marks::Models => None,
         }
     }
 
-    /// Whether gradients are measured.
-    pub const fn backward(self) -> bool {
-        matches!(self, Marks::Sm80Bwd | Marks::Sm90Bwd)
+    /// Checks that these shapes are measured for `pass`.
+    ///
+    /// # Errors
+    /// What to ask for instead.
+    pub fn check_pass(self, pass: Pass) -> Result<(), String> {
+        let measured = match self {
+            Marks::Sm80 | Marks::Sm90 => !pass.is_backward(),
+            Marks::Sm80Bwd | Marks::Sm90Bwd => pass.is_backward(),
+            Marks::Models => true,
+        };
+        let why = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd, models with either";
+        if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
     /// The peers that are asked; all, if empty.
@@ -94,7 +114,7 @@ impl Marks {
         match self {
             // Also made of mma.sync; the others use what only newer GPUs have.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
-            Marks::Sm90 | Marks::Sm90Bwd => Vec::new(),
+            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models => Vec::new(),
         }
     }
 
@@ -103,6 +123,7 @@ impl Marks {
         let (dims, shortest): (&[_], usize) = match self {
             Marks::Sm80 | Marks::Sm80Bwd => (&HEADS[..2], 1024),
             Marks::Sm90 | Marks::Sm90Bwd => (&HEADS, 512),
+            Marks::Models => return models::shapes(),
         };
         let mut shapes = Vec::new();
         for &(head_dim, head_dim_v, heads) in dims {
@@ -116,10 +137,10 @@ impl Marks {
             }
         }
         if self == Marks::Sm90 {
-            shapes.extend(CUTILE.map(|(seqlen, rate)| Wanted {
-                problem: Problem::square(4, seqlen, 32, 128, Mask::CAUSAL, Dtype::F16),
-                group: "f16, batch 4",
-                recorded: BTreeMap::from([("cutile".to_owned(), rate)]),
+            shapes.extend(CUTILE.map(|(seqlen, rate)| {
+                let problem = Problem::square(4, seqlen, 32, 128, Mask::CAUSAL, Dtype::F16);
+                let recorded = BTreeMap::from([("cutile".to_owned(), rate)]);
+                Wanted { recorded, ..Wanted::new(problem, "f16, batch 4") }
             }));
         }
         shapes
@@ -138,6 +159,9 @@ impl FromStr for Marks {
 
 #[cfg(test)]
 mod tests {
+    use fa_core::Arch;
+    use fa_planner::plan::{PlanOptions, plan};
+
     use super::*;
 
     #[test]
@@ -148,8 +172,33 @@ mod tests {
         assert_eq!(Marks::Sm80Bwd.shapes(), Marks::Sm80.shapes());
         assert_eq!(Marks::Sm90Bwd.shapes(), shapes[..48]);
         for shape in &shapes[..48] {
-            assert_eq!(shape.problem.batch * shape.problem.seqlen_q, TOKENS);
+            assert_eq!(shape.problem.lengths.sequences() * shape.problem.lengths.max_q(), TOKENS);
             shape.problem.check().expect("a valid problem");
         }
+    }
+    #[test]
+    fn every_model_has_a_name_and_a_plan_for_both_passes() {
+        let shapes = Marks::Models.shapes();
+        for Wanted { name, problem, .. } in &shapes {
+            let name = name.expect("a model");
+            assert_eq!(
+                shapes.iter().filter(|other| other.name == Some(name)).count(),
+                1,
+                "{name} stands twice"
+            );
+            for pass in [Pass::Forward, Pass::BACKWARD] {
+                assert_eq!(Marks::Models.check_pass(pass), Ok(()));
+                let options = PlanOptions { pass, ..PlanOptions::default() };
+                plan(problem, Arch::Sm90, &options).unwrap_or_else(|error| panic!("{name}: {error}"));
+            }
+        }
+        assert!(shapes.iter().filter(|wanted| wanted.problem.group_size() > 1).count() > shapes.len() / 2);
+    }
+
+    #[test]
+    fn marks_of_one_pass_refuse_the_other() {
+        assert!(Marks::Sm90.check_pass(Pass::BACKWARD).is_err_and(|why| why.contains("--mode fwd")));
+        assert!(Marks::Sm80Bwd.check_pass(Pass::Forward).is_err());
+        assert_eq!(Marks::Sm90Bwd.check_pass(Pass::DETERMINISTIC_BACKWARD), Ok(()));
     }
 }

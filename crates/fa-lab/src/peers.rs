@@ -126,24 +126,26 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
-    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone; a window or a cap they do not compute.
+    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone. Those that do not
+    /// compute it (a window, a soft cap) say so in the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
     pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> Result<Opened> {
         let mask = &problem.mask;
-        if !(mask.is_full() || mask.is_causal()) || problem.softcap.is_some() {
-            let why = format!("not asked: mask {mask}, soft cap {:?}", problem.softcap);
-            let errors = self.hello.peers.iter().map(|name| (name.clone(), why.clone())).collect();
-            return Ok(Opened { peers: Vec::new(), errors });
-        }
         let mut request = json!({
             "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
-            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-            "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+            "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
             "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-            "causal": problem.mask.is_causal(), "dtype": problem.dtype.to_string(),
+            "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
         });
+        if !(mask.is_full() || mask.is_causal()) {
+            request["window"] = json!([mask.left, mask.right]);
+        }
+        if let Some(softcap) = problem.score.softcap {
+            request["softcap"] = json!(softcap);
+        }
         if !wanted.is_empty() {
             request["peers"] = json!(wanted);
         }

@@ -1,8 +1,9 @@
 //! From a problem to ranked kernels: candidates, account, predicted time.
 //!
-//! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
+//! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
+//! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError};
 use serde::Serialize;
 
 pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
@@ -13,7 +14,7 @@ use crate::occupancy::Occupancy;
 use crate::smem::SmemPlan;
 use crate::tally::{Tally, tally};
 
-/// A kernel that computes the problem and fits the GPU, with what it takes and the time that it is predicted to take.
+/// A kernel that computes the problem and fits the GPU, with its account and its predicted time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Plan {
     /// The kernel.
@@ -22,17 +23,17 @@ pub struct Plan {
     pub smem: SmemPlan,
     /// Registers of a computing thread.
     pub regs: Registers,
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub threads: u32,
-    /// Blocks per SM by each resource.
+    /// CTAs per SM by each resource.
     pub occupancy: Occupancy,
-    /// Blocks per SM that the plan counts on.
+    /// CTAs per SM that the plan counts on.
     pub blocks_per_sm: u32,
     /// Predicted time.
     pub cost: Cost,
 }
 
-/// A candidate that is no plan.
+/// A candidate that does not fit.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RejectedSpec {
     /// The candidate.
@@ -69,7 +70,7 @@ pub fn padded(family: Family, name: &'static str, head_dim: usize) -> Result<u32
         .ok_or(PlanError::HeadDim { name, value: head_dim })
 }
 
-/// Choices of the caller.
+/// What to plan for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
     /// Kernels to choose from; `None` for the fastest that the architecture runs.
@@ -113,7 +114,7 @@ pub enum PlanError {
         /// The architecture.
         arch: Arch,
     },
-    /// SM100 planning for an architecture without tensor memory.
+    /// SM100 planned for an architecture without tensor memory.
     #[error("{arch} has no tensor memory: SM100 plans are for sm100 and sm103")]
     NoTensorMemory {
         /// The architecture.
@@ -156,14 +157,15 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
     Ok(set.plans)
 }
 
-/// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the reason.
+/// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the
+/// reason.
 ///
 /// # Errors
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     problem.check()?;
-    if !problem.dtype.is_half() {
-        return Err(PlanError::Dtype(problem.dtype));
+    if !problem.types.qkv.is_half() {
+        return Err(PlanError::Dtype(problem.types.qkv));
     }
     let family = options.family.unwrap_or(Family::native(arch));
     if !family.runs_on(arch) {
@@ -237,10 +239,11 @@ pub fn sweep(
     options: &PlanOptions,
     seqlens: &[usize],
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
-    let square = problem.seqlen_q == problem.seqlen_k;
+    let square = problem.lengths.max_q() == problem.lengths.max_k();
     let best = |seqlen: usize| {
-        let seqlen_q = if square { seqlen } else { problem.seqlen_q };
-        let problem = Problem { seqlen_q, seqlen_k: seqlen, ..*problem };
+        let seqlen_q = if square { seqlen } else { problem.lengths.max_q() };
+        let problem =
+            Problem { lengths: Lengths::uniform(problem.lengths.sequences(), seqlen_q, seqlen), ..*problem };
         let plans = plan(&problem, arch, options)?;
         Ok((seqlen, plans.into_iter().next().expect("a plan without error is not empty")))
     };

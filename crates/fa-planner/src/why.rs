@@ -16,7 +16,7 @@ pub struct Why {
     pub rejected: Vec<RejectedSpec>,
 }
 
-/// A plan with its place.
+/// A plan with its rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Ranked {
     /// 1 for the best of all.

@@ -97,17 +97,14 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
 /// The pass that is tuned.
 fn pass(args: &TuneArgs) -> Result<Pass, InputError> {
     let pass = pass_of(args.mode, args.deterministic)?;
-    if args.marks.is_some_and(|marks| marks.backward() != pass.is_backward()) {
-        let message = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd";
-        return Err(InputError::Usage(message.to_owned()));
-    }
+    args.marks.map_or(Ok(()), |marks| marks.check_pass(pass)).map_err(InputError::Usage)?;
     Ok(pass)
 }
 
 fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
     if let Some(marks) = args.marks {
         let problems = marks.shapes().into_iter().map(|wanted| wanted.problem).collect();
-        return Ok((problems, Some(marks.family())));
+        return Ok((problems, marks.family()));
     }
     let problems = args.shapes.problems_of_halves()?;
     Ok((problems, args.family.map(PlanFamily::kernels).transpose()?))

@@ -33,7 +33,7 @@ __device__ __forceinline__ void convert_rows(const float* accum, u16* out, i64 s
 }
 
 // dQ: one CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the last tiles
-// were accumulated last and are likely still in L2. C is an Sm80BwdConfig or an Sm90BwdConfig, Layout its
+// were accumulated last and are likely still in L2. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its
 // BwdLayout.
 template <auto C, class Layout>
 __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {

@@ -34,8 +34,7 @@ __device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int col
 }
 
 // One CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the main kernel
-// starts with what was read and written last and is likely still in L2. C is an Sm80BwdConfig or an
-// Sm90BwdConfig.
+// starts with what was read and written last and is likely still in L2. C is a backward's config.
 template <auto C>
 __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     const int tile = cta_count() - 1 - cta_index();

@@ -8,8 +8,7 @@
 namespace fa {
 
 // For the keys [first, first + TileN), of which those before the sequence's end exist. In the tiles
-// [full_begin, full_end) every query sees every key; queries past the end need no mask, their LSE of +inf
-// hides them.
+// [full_begin, full_end) every query sees every key; queries past the end are hidden by their LSE.
 template <int TileM, int TileN, MaskKind Mask>
 __device__ __forceinline__ BlockRange query_blocks(const Visibility<Mask>& visible, int first) {
     const Seqlen& seqlen = visible.seqlen;

@@ -1,5 +1,4 @@
-// Modifiers of scores, between the product Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or
-// none.
+// Modifiers of scores, between Q K^T and the mask: the soft cap, cap * tanh(scale * s / cap), or none.
 #pragma once
 #include "params.cuh"
 #include "ptx/math.cuh"

@@ -10,8 +10,7 @@ struct TensorView {
     Element* data;
     const RowStrides& strides;  // of the parameters
 
-    // The row of `head` at `position` of sequence `batch`; the next position is strides.seq elements further
-    // on.
+    // The row of `head` at `position` of sequence `batch`; the next position is strides.seq elements on.
     __device__ __forceinline__ Element* row(int batch, int position, int head) const {
         return data + batch * strides.batch + position * strides.seq + head * strides.head;
     }

@@ -1,5 +1,4 @@
-// Atomics in global memory, and the acquire and release that semaphores need (PTX ISA, "atom", "red",
-// "ld.acquire").
+// Atomics in global memory; acquire and release for semaphores (PTX ISA, "atom", "red", "ld.acquire").
 #pragma once
 #include "types.cuh"
 

@@ -16,8 +16,7 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes,
         : "memory");
 }
 
-// Adds `bytes` of f32 in shared memory to device memory. What was written to shared memory before needs a
-// proxy fence.
+// Adds `bytes` of f32 in shared memory to global memory. Earlier writes to shared memory need a proxy fence.
 __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
                  "r"(src), "r"(bytes)

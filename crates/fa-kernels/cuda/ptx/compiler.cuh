@@ -7,8 +7,7 @@ namespace fa {
 // Memory accesses are not moved across it.
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// Makes `value` unknown to the compiler: what is computed from it is computed after this point, not ahead of
-// a loop.
+// Makes `value` unknown to the compiler: nothing that depends on it is hoisted above this point.
 __device__ __forceinline__ void opaque(u32& value) { asm volatile("" : "+r"(value)); }
 
 }  // namespace fa

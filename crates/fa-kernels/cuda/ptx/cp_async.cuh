@@ -5,8 +5,7 @@
 
 namespace fa {
 
-// 16 bytes, both addresses aligned to 16, past the L1 cache. With `bytes` 0 nothing is read and zeros are
-// written.
+// 16 bytes, both addresses aligned to 16, past the L1 cache. With `bytes` 0 it writes zeros.
 __device__ __forceinline__ void cp_async_16(u32 dst, const void* src, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                  : "memory");

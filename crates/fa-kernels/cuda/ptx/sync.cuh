@@ -7,8 +7,7 @@ namespace fa {
 // Waits for all threads of the CTA: barrier 0.
 __device__ __forceinline__ void cta_sync() { __syncthreads(); }
 
-// Waits until `threads` threads have arrived at barrier `id`, 1 to 15. All threads of a warp execute it
-// together.
+// Waits until `threads` threads have arrived at barrier `id`, 1 to 15. The warp executes it together.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -22,8 +22,7 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 // The warp within its CTA, in a form that the compiler knows to be equal in all lanes.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
-// thread_index(), read again at each call: neither it nor what is computed from it stays in a register across
-// a loop.
+// thread_index(), read again at each call: no register holds it, or what follows from it, across a loop.
 __device__ __forceinline__ int thread_index_volatile() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

@@ -1,5 +1,4 @@
-// Instructions of a whole, converged warp: shuffles, votes, election (PTX ISA, "shfl.sync", "vote.sync",
-// "elect.sync").
+// Instructions of a converged warp (PTX ISA, "shfl.sync", "vote.sync", "elect.sync").
 #pragma once
 #include "types.cuh"
 

@@ -30,8 +30,7 @@ __device__ __forceinline__ void pin(float (&regs)[N]) {
 template <Dtype T, int N>
 struct Mma;
 
-// Operand lists by the number of accumulators: FA_Rk is the text "%0, ..., %(k-1)", FA_Dk the constraints of
-// d[0..k].
+// Operand lists by the number of accumulators: FA_Rk is "%0, ..., %(k-1)", FA_Dk the constraints of d[0..k].
 #define FA_R8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define FA_R16 FA_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define FA_R20 FA_R16 ",%16,%17,%18,%19"

@@ -72,14 +72,12 @@ enum BwdBarrier : int {
     kBarrierGroup,      // the threads of one group: this one the P warps, the next one the dS warps
 };
 
-// A thread's warp and lane in its group, computed again wherever they are needed: registers are scarcer than
-// instructions.
+// A thread's warp and lane in its group, computed again at each use: registers are scarcer than instructions.
 template <int GroupWarps>
 struct Place {
     int warp, lane;
 
-    // `m_block` is not negative, which the compiler does not know: it cannot compute this once before the
-    // main loop.
+    // `m_block` is not negative, which the compiler does not know: it cannot hoist this above the main loop.
     __device__ __forceinline__ explicit Place(int m_block = 0) {
         const int thread = thread_index_volatile() + (u32(m_block) >> 31);
         warp = thread / 32 % GroupWarps;
@@ -102,8 +100,7 @@ struct BwdGroup {
     const BwdTile& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Where a warp has many fragments of A in S and dP there are no registers for those of two contraction
-    // steps.
+    // Warps with many fragments of A in S and dP have no registers for those of two contraction steps.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
     // ---- Copies ---------------------------------------------------------------------------------
@@ -183,8 +180,7 @@ struct BwdGroup {
         step_barrier();
     }
 
-    // The thread's copies are in; past the barrier all threads' are, and what was read before it may be
-    // overwritten.
+    // The thread's copies are in; past the barrier all are, and what was read before may be overwritten.
     __device__ __forceinline__ void step_barrier() const {
         cp_async_wait<0>();
         named_barrier_sync_unaligned(kBarrierBlock, L::kThreads);

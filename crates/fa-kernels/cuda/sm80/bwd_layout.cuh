@@ -38,8 +38,7 @@ struct WarpCut {
         return warp * kShare + reg / kVector * (32 * kVector) + lane * kVector + reg % kVector;
     }
 
-    // A lane's first element of a warp's share of the tile at `accum`, and the adding of the share in kParts
-    // parts.
+    // A lane's first element of a warp's share of the tile at `accum`, and adding the share in kParts parts.
     static constexpr int kParts = kFragments * kRegisters / 4;
     __device__ __forceinline__ static float* place(float* accum, int warp, int lane) {
         return accum + warp * kShare + lane * kVector;
@@ -97,8 +96,8 @@ struct BwdLayout {
 
     using DkOrder = CutDk;
     using DvOrder = CutDv;
-    // Where an element of dQ is among a tile's accumulators in device memory: the groups' parts one after the
-    // other.
+    // Where an element of dQ is among a tile's accumulators in device memory: first one group's part, then
+    // the other's.
     struct DqOrder {
         __device__ __forceinline__ static int offset(int row, int column) {
             if constexpr (kDqFirst > 0) {

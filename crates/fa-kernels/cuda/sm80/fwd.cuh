@@ -1,5 +1,5 @@
-// Attention forward for SM80 and later: all warps load by cp.async and multiply by mma.sync; each owns its
-// query rows.
+// Attention forward for SM80 and later: all warps load by cp.async and multiply by mma.sync, each for its
+// rows.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
@@ -139,8 +139,7 @@ struct VOperand {
     }
 };
 
-// P, packed from the registers of S: their order is that of an A operand already (PTX ISA, mma.m16n8k16
-// fragments).
+// P, packed from the registers of S, which are in the order of an A operand (PTX ISA, mma.m16n8k16).
 template <Sm80FwdConfig C>
 struct POperand {
     using T = Traits<C>;
@@ -332,8 +331,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             cp_async_wait<0>();
             cta_sync();
         } else {
-            // All but the newest groups are in; and, past the barrier, the stage before this one is free
-            // again.
+            // All but the newest groups are in; past the barrier the stage before this one is free.
             cp_async_wait<C.stages - 2>();
             cta_sync();
         }

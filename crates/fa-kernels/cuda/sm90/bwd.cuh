@@ -36,8 +36,7 @@ template <Sm90BwdConfig C>
 struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of
-    // 8).
+    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8.
     static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
     static constexpr int kStatBytes = C.tile_m * 4;

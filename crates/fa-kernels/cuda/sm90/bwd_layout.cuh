@@ -1,4 +1,4 @@
-// The shapes of the SM90 backward: products, their shares of a warpgroup, tiles, and the order of dQ's
+// The shapes of the SM90 backward: products, warpgroups' shares of them, tiles, the order of dQ's
 // accumulators.
 #pragma once
 #include "config.cuh"
@@ -6,8 +6,7 @@
 
 namespace fa::sm90 {
 
-// A product's output [Rows, Columns] cut among warpgroups, as the tensor cores see it: transposed if operands
-// are swapped.
+// A product's output [Rows, Columns] cut among warpgroups, as the tensor cores see it: transposed if swapped.
 template <int Rows, int Columns, int NumWg, int AtomRows, bool Swap>
 struct Cut {
     static constexpr int kAtomM = Swap ? NumWg / AtomRows : AtomRows;
@@ -20,8 +19,7 @@ struct Cut {
     __device__ __forceinline__ static int first_n(int wg) { return kAtomN > 1 ? wg * kN : 0; }
 };
 
-// The widest panel that divides both a tile's rows and a warpgroup's share of them, where they are read in
-// shares.
+// The widest panel that divides both a tile's rows and a warpgroup's share of them, if read in shares.
 __host__ __device__ constexpr int shared_panel(int columns, int share) {
     return min_of(widest_panel(columns), widest_panel(share));
 }

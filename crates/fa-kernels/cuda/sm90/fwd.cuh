@@ -1,5 +1,4 @@
-// Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma and own 64 query rows
-// each.
+// Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma, 64 query rows each.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
@@ -52,8 +51,7 @@ struct Traits {
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what is left of 64K when the loaders keep a few (multiples of
-    // 8).
+    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8.
     static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
     static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160;
 
@@ -446,8 +444,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                         wgmma::wait<0>();
                         release_v();
                         softmax.exponentials_by_current_max(s, kEarly, scale_log2, late, block_sum);
-                        // p is an operand of the running product until the wait: nothing may be packed into
-                        // it before.
+                        // p is an operand of the running product until the wait: it is packed only now.
 #pragma unroll
                         for (int i = 0; i < kEarly / 2; ++i)
                             p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
@@ -566,8 +563,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);
-        // The other CTAs' consumers may still arrive at this CTA's barriers. (Warps that have exited count as
-        // arrived.)
+        // The other CTAs' consumers may still arrive at this CTA's barriers. (Exited warps count as arrived.)
         if constexpr (C.cluster_m > 1) cluster_sync();
     }
 }

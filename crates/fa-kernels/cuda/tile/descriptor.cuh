@@ -1,5 +1,4 @@
-// wgmma's 64-bit shared-memory matrix descriptors (PTX ISA, "Matrix descriptor"): address, the two byte
-// offsets, swizzle.
+// wgmma's 64-bit shared-memory matrix descriptors (PTX ISA, "Matrix descriptor"): address, offsets, swizzle.
 #pragma once
 #include "ptx/compiler.cuh"
 #include "types.cuh"
@@ -38,15 +37,13 @@ __host__ __device__ constexpr u32 descriptor_high() {
 // The address field has 14 bits of 16 bytes; the bits above are the CTA's rank in its cluster.
 __device__ __forceinline__ u32 descriptor_address(u32 address) { return (address & 0x3ffff) >> 4; }
 
-// Operand whose contraction (K) axis is contiguous: groups of 8 rows follow each other; the leading offset is
-// unused.
+// Operand whose contraction (K) axis is contiguous: groups of 8 rows are adjacent; no leading offset.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_k_major(u32 address) {
     return {descriptor_address(address) | 1u << 16, descriptor_high<Tile::kRowBytes>()};
 }
 
-// Operand whose M or N axis is contiguous: panels of that axis lie kPanelBytes apart, groups of 8 k follow
-// each other.
+// Operand whose M or N axis is contiguous: its panels lie kPanelBytes apart, groups of 8 k are adjacent.
 template <class Tile>
 __device__ __forceinline__ Descriptor descriptor_mn_major(u32 address) {
     static_assert(Tile::kPanelBytes >> 4 < 1 << 14);

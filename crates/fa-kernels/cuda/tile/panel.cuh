@@ -24,8 +24,8 @@ struct PanelTile {
         return column / kPanel * kPanelBytes + column % kPanel * 2;
     }
 
-    // Byte offset of row `row` (a multiple of 8) in panel 0: where an MN-major k16 step, or a warpgroup's
-    // rows, start.
+    // Byte offset of row `row` (a multiple of 8) in panel 0: where an MN-major k16 step or a warpgroup
+    // starts.
     __host__ __device__ static constexpr int row_offset(int row) { return row * kRowBytes; }
 };
 

@@ -4,8 +4,8 @@
 
 namespace fa {
 
-// A role's position in the ring. The producer waits for the inverted phase, so that its first round does not
-// wait.
+// A role's position in the ring. The producer starts with the inverted phase, so that its first round does
+// not wait.
 template <int Stages>
 struct PipelineState {
     int stage = 0;

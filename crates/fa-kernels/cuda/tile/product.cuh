@@ -1,5 +1,4 @@
-// A warpgroup's share of a matrix product whose operands lie in shared memory as panel tiles, in either
-// orientation.
+// A warpgroup's share of a matrix product of panel tiles in shared memory, in either orientation.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tile/descriptor.cuh"
@@ -16,8 +15,7 @@ template <class Tile, Along A>
 struct OperandView {
     static constexpr int kTranspose = A == Along::Columns;
 
-    // Bytes from the tile's start to the operand's row `row` (of 8, or of a panel) and contraction step `k`
-    // (of 16).
+    // Bytes from the tile to row `row` (of 8, or of a panel) and contraction step `k` (of 16).
     __host__ __device__ static constexpr u32 offset(int row, int k) {
         return A == Along::Rows ? Tile::row_offset(row) + Tile::column_offset(k)
                                 : Tile::column_offset(row) + Tile::row_offset(k);

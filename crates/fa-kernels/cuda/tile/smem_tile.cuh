@@ -23,8 +23,7 @@ struct SmemTile {
         return Swizzled ? row * kRowBytes / 128 % kChunks : 0;
     }
 
-    // Byte offset of the panel of column `column` (a multiple of 8), and its chunk number there before the
-    // XOR.
+    // Byte offset of the panel of column `column` (a multiple of 8), and its chunk there before the XOR.
     __host__ __device__ static constexpr u32 panel_offset(int column) {
         return column / kPanel * kPanelBytes;
     }

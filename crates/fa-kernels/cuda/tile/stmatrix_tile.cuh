@@ -1,5 +1,4 @@
-// Accumulators of a 64-row tile, rounded to 16 bits and stored as a panel tile that wgmma can read as its A
-// operand.
+// Accumulators of a 64-row tile, rounded to 16 bits and stored as a panel tile: an A operand of wgmma.
 #pragma once
 #include "ptx/math.cuh"
 #include "ptx/stmatrix.cuh"

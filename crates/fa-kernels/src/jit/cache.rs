@@ -340,7 +340,8 @@ fn discard(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// The folder of [`Cache::open_default`]: FA_CACHE_DIR, or one of the user's caches; `None` where there is neither.
+/// The folder of [`Cache::open_default`]: FA_CACHE_DIR, or one of the user's caches; `None` where there is
+/// neither.
 pub fn default_root() -> Option<PathBuf> {
     let from =
         |variable: &str| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from);

@@ -1,5 +1,5 @@
-//! The parameters of a launch, declared once: these structs are the host's side, and `params.cuh` is written from
-//! their field tables, with sizes and offsets asserted there and here.
+//! The parameters of a launch, declared once: these structs are the host's side, and `params.cuh` is written
+//! from their field tables, with sizes and offsets asserted there and here.
 
 /// A pointer that a kernel reads through; `const void*` in CUDA. 0 is null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -102,7 +102,8 @@ macro_rules! param_struct {
 }
 
 param_struct! {
-    /// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim is contiguous.
+    /// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim
+    /// is contiguous.
     pub struct RowStrides {
         /// Between batch entries.
         pub batch: i64,
@@ -152,7 +153,8 @@ param_struct! {
         pub head_dim: i32,
         /// Elements of a value or output row: a multiple of 8 up to the config's `head_dim_v`.
         pub head_dim_v: i32,
-        /// Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels only.
+        /// Visible keys left of the diagonal (key = query + seqlen_k - seqlen_q); -1 for all. Window kernels
+        /// only.
         pub window_left: i32,
         /// Visible keys right of the diagonal; -1 for all. Window kernels only.
         pub window_right: i32,
@@ -196,11 +198,13 @@ param_struct! {
         pub shape: ShapeParams,
         /// From products to scores.
         pub score: ScoreParams,
-        /// Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to `cluster_m`.
+        /// Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to
+        /// `cluster_m`.
         pub m_blocks: i32,
         /// Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
         pub num_tiles: i32,
-        /// Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of `LongestFirst`.
+        /// Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of
+        /// `LongestFirst`.
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
@@ -228,18 +232,21 @@ param_struct! {
         pub dv: MutTensor,
         /// LSE of the forward, `[batch, heads_q, seqlen_q]` packed, natural logarithm.
         pub lse: ConstF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf beyond the end.
+        /// Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf
+        /// beyond the end.
         pub lse_log2: MutF32Ptr,
         /// Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
         pub dpsum: MutF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before its scale, each
-        /// tile in the register order of the kernel that adds to it.
+        /// Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before
+        /// its scale, each tile in the register order of the kernel that adds to it.
         pub dq_accum: MutF32Ptr,
-        /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits > 1.
+        /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim]`, as dq_accum; null unless head_splits >
+        /// 1.
         pub dk_accum: MutF32Ptr,
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null unless deterministic.
+        /// Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null
+        /// unless deterministic.
         pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,
@@ -251,12 +258,13 @@ param_struct! {
         pub m_blocks: i32,
         /// Tiles of `tile_n` keys of a head.
         pub n_blocks: i32,
-        /// Parts into which the query heads of a K/V head are divided, each a tile of its own: 1 to `group_size`.
+        /// Parts into which the query heads of a K/V head are divided, each a tile of its own: 1 to
+        /// `group_size`.
         pub head_splits: i32,
         /// Tiles in all: `n_blocks * heads_kv * head_splits * batch`.
         pub num_tiles: i32,
-        /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2 cache together: the
-        /// sections of `LongestFirst`.
+        /// K/V heads (times `head_splits`), counted through all sequences, whose Q, dO and dQ fit the L2
+        /// cache together: the sections of `LongestFirst`.
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,

@@ -42,8 +42,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// The source of `spec` for `arch`. With `smem_bytes`, the unit asserts that the kernel's shared storage has that
-    /// size, so that a plan that accounts differently from the kernel does not compile.
+    /// The source of `spec` for `arch`. With `smem_bytes`, the unit asserts that the kernel's shared storage
+    /// has that size, so that a plan that accounts differently from the kernel does not compile.
     ///
     /// # Errors
     /// What [`KernelSpec::check`] and [`KernelSpec::check_arch`] find, and [`Error::MissingHeader`].
@@ -64,9 +64,9 @@ impl Source {
         Ok(Source { unit, headers, target: target(spec, arch) })
     }
 
-    /// A hash (SHA-256 in hex) of the code of the unit and of every header that it reaches, by which records of
-    /// validations and measurements show whether a kernel has changed since. Comments, white space and the target do not
-    /// count; the headers' names do.
+    /// A hash (SHA-256 in hex) of the code of the unit and of every header that it reaches, by which records
+    /// of validations and measurements show whether a kernel has changed since. Comments, white space and the
+    /// target do not count; the headers' names do.
     pub fn fingerprint(&self) -> String {
         let mut parts = vec![code::canonical(&self.unit)];
         for (name, text) in &self.headers {
@@ -92,7 +92,8 @@ impl Source {
     }
 }
 
-/// The architecture-specific target (`a`) only where the kernel needs it: its code runs on no other architecture.
+/// The architecture-specific target (`a`) only where the kernel needs it: its code runs on no other
+/// architecture.
 fn target(spec: &KernelSpec, arch: Arch) -> String {
     let (major, minor) = arch.compute_capability();
     let suffix = match spec.traits().family {

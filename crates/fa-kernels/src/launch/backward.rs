@@ -8,8 +8,8 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use fa_core::spec::TileOrder;
-use fa_core::{Arch, Kernel, KernelSpec, Problem};
+use fa_core::spec::{TileOrder, Traits};
+use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
 use fa_planner::HeadDims;
 use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
@@ -137,7 +137,7 @@ impl Backward {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
         let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace) };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
-        unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
 }
 
@@ -149,12 +149,16 @@ impl Launches {
     pub fn backward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         problem.check()?;
         spec.serves(problem)?;
-        let kernel = LaunchShape::of(spec)?;
+        let traits = spec.traits();
+        let Pass::Backward { deterministic } = traits.pass else {
+            let (kernel, problem) = ("the forward".into(), "the backward".into());
+            return Err(Error::Mismatch { what: "pass", kernel, problem });
+        };
+        let panels = panels(spec);
         let splits = head_splits(problem, spec, arch, sms);
-        let params = params(&kernel, problem, (arch, sms), splits)?;
+        let params = params(&traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let tile = (kernel.tile_m, kernel.tile_n);
-        let workspace = Workspace::backward(problem, head_dims, tile, kernel.is_deterministic, splits)?;
+        let workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
         let tiles = |heads: i32, blocks: i32| (heads * blocks * params.shape.batch) as u32;
         let m_tiles = tiles(params.shape.heads_q, params.m_blocks);
         let n_tiles = tiles(params.shape.heads_kv, params.n_blocks);
@@ -172,10 +176,10 @@ impl Launches {
         let main = Step::Launch(Launch {
             entry: ENTRY,
             grid: params.num_tiles as u32,
-            threads: spec.threads(),
+            threads: traits.threads,
             smem: smem_bytes(spec),
             cluster: 1,
-            takes_maps: kernel.panels.is_some(),
+            takes_maps: panels.is_some(),
         });
         let mut steps = Vec::new();
         if m_tiles > 0 {
@@ -193,51 +197,33 @@ impl Launches {
         if n_tiles > 0 && splits > 1 {
             steps.push(process(POSTPROCESS_KV, n_tiles));
         }
-        let panels = kernel.panels.filter(|_| n_tiles > 0);
+        let panels = panels.filter(|_| n_tiles > 0);
         Ok(Launches {
             tensors: tensors(problem),
             workspace,
             steps,
             params: Params::Backward(params),
-            maps: panels.map_or_else(Vec::new, |panels| maps(&kernel, &panels, problem)),
+            maps: panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, problem)),
         })
     }
 }
 
-/// What the launches need to know of either backward kernel.
-struct LaunchShape {
-    tile_m: u32,
-    tile_n: u32,
-    tile_order: TileOrder,
-    is_deterministic: bool,
-    blocks_per_sm: usize,
-    /// Panels of the tiles that it loads by TMA; `None` without TMA.
-    panels: Option<BwdPanels>,
-}
-
-impl LaunchShape {
-    fn of(spec: &KernelSpec) -> Result<LaunchShape, Error> {
-        let (tile_m, tile_n) = spec.tile();
-        let (tile_order, is_deterministic, blocks_per_sm, panels) = match &spec.kernel {
-            Kernel::Sm80Bwd(kernel) => {
-                (kernel.tile_order, kernel.deterministic, kernel.blocks_per_sm as usize, None)
-            }
-            Kernel::Sm90Bwd(kernel) => {
-                let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
-                (kernel.tile_order, kernel.deterministic, 1, Some(BwdPanels::of(dims, kernel)))
-            }
-            Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => {
-                let (kernel, problem) = ("the forward".into(), "the backward".into());
-                return Err(Error::Mismatch { what: "pass", kernel, problem });
-            }
-        };
-        Ok(LaunchShape { tile_m, tile_n, tile_order, is_deterministic, blocks_per_sm, panels })
+/// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
+fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
+    match &spec.kernel {
+        Kernel::Sm90Bwd(kernel) => {
+            let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
+            Some(BwdPanels::of(dims, kernel))
+        }
+        Kernel::Sm80Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
     }
 }
 
 /// q, k, v, out, dout, dq, dk and dv.
 fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let (batch, seqlen_q, seqlen_k) =
+        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k());
     let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
     let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
     vec![
@@ -253,42 +239,43 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
 }
 
 /// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
-fn maps(kernel: &LaunchShape, panels: &BwdPanels, problem: &Problem) -> Vec<MapTemplate> {
+fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> Vec<MapTemplate> {
     let (k, v) = (1, 2);
     // Without queries Q and dO are not loaded and their addresses are unchecked, but a map needs valid
     // memory: use K's and V's.
-    let (q, dout) = if problem.seqlen_q == 0 { (k, v) } else { (0, 4) };
+    let (q, dout) = if problem.lengths.max_q() == 0 { (k, v) } else { (0, 4) };
     let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None };
     vec![
-        map("q", q, panels.q, kernel.tile_m),
-        map("k", k, panels.k, kernel.tile_n),
-        map("v", v, panels.v, kernel.tile_n),
-        map("dout", dout, panels.dout, kernel.tile_m),
+        map("q", q, panels.q, tile_m),
+        map("k", k, panels.k, tile_n),
+        map("v", v, panels.v, tile_n),
+        map("dout", dout, panels.dout, tile_m),
     ]
 }
 
 /// The parameters that the problem alone decides.
 fn params(
-    kernel: &LaunchShape,
+    traits: &Traits,
     problem: &Problem,
     (arch, sms): (Arch, u32),
     splits: usize,
 ) -> Result<BwdParams, Error> {
     let score = score_params(problem)?;
-    let m_blocks = problem.seqlen_q.div_ceil(kernel.tile_m as usize);
-    let n_blocks = problem.seqlen_k.div_ceil(kernel.tile_n as usize);
-    let heads = problem.heads_kv.saturating_mul(problem.batch).saturating_mul(splits);
-    let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.batch);
+    let (tile_m, tile_n) = traits.tile;
+    let m_blocks = problem.lengths.max_q().div_ceil(tile_m as usize);
+    let n_blocks = problem.lengths.max_k().div_ceil(tile_n as usize);
+    let heads = problem.heads_kv.saturating_mul(problem.lengths.sequences()).saturating_mul(splits);
+    let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.lengths.sequences());
     count("tiles of queries", m_tiles)?;
     // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in
     // the L2. On an H100 anything from a twentieth to a third of it measured the same.
-    let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes() + problem.head_dim * 4;
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
     let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
     let head_bytes =
-        (problem.seqlen_q as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
-    let slots = sms as usize * kernel.blocks_per_sm;
+        (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
+    let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
-    let order = match kernel.tile_order {
+    let order = match traits.tile_order {
         TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room),
         TileOrder::Natural => Sections { heads, sections: 0 },
     };

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
-use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, Problem};
+use fa_core::spec::{Scheduler, TileOrder, Traits};
+use fa_core::{Arch, Family, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
 
 use crate::Error;
@@ -117,7 +117,7 @@ impl Forward {
         let tensors = [args.q, args.k, args.v, args.out];
         let at = Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
-        unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
 }
 
@@ -129,76 +129,48 @@ impl Launches {
     pub fn forward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         problem.check()?;
         spec.serves(problem)?;
-        let kernel = LaunchShape::of(spec)?;
-        let params = params(spec, &kernel, problem, arch, sms)?;
+        let traits = spec.traits();
+        if traits.pass.is_backward() {
+            let (kernel, problem) = ("the backward".into(), "the forward".into());
+            return Err(Error::Mismatch { what: "pass", kernel, problem });
+        }
+        let uses_tma = match traits.family {
+            Family::Sm80 => false,
+            Family::Sm90 => true,
+        };
+        let params = params(&traits, problem, arch, sms)?;
         let tiles = params.num_tiles as u32;
-        let grid =
-            if kernel.is_persistent { tiles.min(sms / kernel.cluster * kernel.cluster) } else { tiles };
+        // Persistent CTAs compute tiles until none is left.
+        let resident = sms / traits.cluster * traits.cluster;
+        let (grid, draws_tiles) = match traits.scheduler {
+            Scheduler::PerTile => (tiles, false),
+            Scheduler::Static => (tiles.min(resident), false),
+            Scheduler::Dynamic => (tiles.min(resident), true),
+        };
         let launch = Launch {
             entry: ENTRY,
             grid,
-            threads: spec.threads(),
+            threads: traits.threads,
             smem: smem_bytes(spec),
-            cluster: kernel.cluster,
-            takes_maps: kernel.uses_tma,
+            cluster: traits.cluster,
+            takes_maps: uses_tma,
         };
         let has_work = grid > 0;
         Ok(Launches {
             tensors: tensors(problem),
-            workspace: Workspace::forward(kernel.is_dynamic),
+            workspace: Workspace::forward(draws_tiles),
             steps: if has_work { vec![Step::Launch(launch)] } else { Vec::new() },
             params: Params::Forward(params),
-            maps: if has_work && kernel.uses_tma { maps(spec, &kernel, problem) } else { Vec::new() },
+            maps: if has_work && uses_tma { maps(spec, &traits, problem) } else { Vec::new() },
         })
-    }
-}
-
-/// What a launch needs to know of either forward kernel.
-struct LaunchShape {
-    is_longest_first: bool,
-    blocks_per_sm: usize,
-    /// CTAs of a cluster.
-    cluster: u32,
-    packs_gqa: bool,
-    /// Whether a CTA is persistent: it computes tiles until none is left.
-    is_persistent: bool,
-    /// Whether a persistent CTA draws its tiles from a counter.
-    is_dynamic: bool,
-    uses_tma: bool,
-}
-
-impl LaunchShape {
-    fn of(spec: &KernelSpec) -> Result<LaunchShape, Error> {
-        match &spec.kernel {
-            Kernel::Sm80Fwd(kernel) => Ok(LaunchShape {
-                is_longest_first: kernel.reverse_blocks,
-                blocks_per_sm: kernel.blocks_per_sm as usize,
-                cluster: 1,
-                packs_gqa: false,
-                is_persistent: false,
-                is_dynamic: false,
-                uses_tma: false,
-            }),
-            Kernel::Sm90Fwd(kernel) => Ok(LaunchShape {
-                is_longest_first: kernel.tile_order == TileOrder::LongestFirst,
-                blocks_per_sm: 1,
-                cluster: kernel.cluster_m,
-                packs_gqa: kernel.pack_gqa,
-                is_persistent: kernel.scheduler != Scheduler::PerTile,
-                is_dynamic: kernel.scheduler == Scheduler::Dynamic,
-                uses_tma: true,
-            }),
-            Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {
-                let (kernel, problem) = ("the backward".into(), "the forward".into());
-                Err(Error::Mismatch { what: "pass", kernel, problem })
-            }
-        }
     }
 }
 
 /// q, k, v and out.
 fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let (batch, seqlen_q, seqlen_k) =
+        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k());
     let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
     let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
     vec![
@@ -210,15 +182,15 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
 }
 
 /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows.
-fn maps(spec: &KernelSpec, kernel: &LaunchShape, problem: &Problem) -> Vec<MapTemplate> {
-    let (tile_m, tile_n) = spec.tile();
+fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem) -> Vec<MapTemplate> {
+    let (tile_m, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
-    let group = kernel.packs_gqa.then_some(problem.group_size() as u32);
+    let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.
-    let (k, v) = if problem.seqlen_k == 0 { (0, 0) } else { (1, 2) };
+    let (k, v) = if problem.lengths.max_k() == 0 { (0, 0) } else { (1, 2) };
     // CTAs of a cluster load an equal share of each K and V tile.
-    let share = tile_n / kernel.cluster;
+    let share = tile_n / traits.cluster;
     vec![
         MapTemplate { name: "q", tensor: 0, panel, rows: tile_m, group },
         MapTemplate { name: "k", tensor: k, panel, rows: share, group: None },
@@ -227,25 +199,19 @@ fn maps(spec: &KernelSpec, kernel: &LaunchShape, problem: &Problem) -> Vec<MapTe
 }
 
 /// The parameters that the problem alone decides.
-fn params(
-    spec: &KernelSpec,
-    kernel: &LaunchShape,
-    problem: &Problem,
-    arch: Arch,
-    sms: u32,
-) -> Result<FwdParams, Error> {
-    let (tile_m, _) = spec.tile();
+fn params(traits: &Traits, problem: &Problem, arch: Arch, sms: u32) -> Result<FwdParams, Error> {
+    let (tile_m, _) = traits.tile;
     let group = problem.group_size();
-    let (rows, heads) = if kernel.packs_gqa {
-        (problem.seqlen_q.saturating_mul(group), problem.heads_kv)
+    let (rows, heads) = if traits.packs_gqa {
+        (problem.lengths.max_q().saturating_mul(group), problem.heads_kv)
     } else {
-        (problem.seqlen_q, problem.heads_q)
+        (problem.lengths.max_q(), problem.heads_q)
     };
-    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(kernel.cluster as usize);
-    let all_heads = heads.saturating_mul(problem.batch);
+    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(traits.cluster as usize);
+    let all_heads = heads.saturating_mul(problem.lengths.sequences());
     let score = score_params(problem)?;
     count("query rows of a head", rows)?;
-    let order = sections(kernel, problem, (arch, sms), all_heads, m_blocks);
+    let order = sections(traits, problem, (arch, sms), all_heads, m_blocks);
     Ok(FwdParams {
         shape: shape_params(problem)?,
         score,
@@ -259,19 +225,20 @@ fn params(
 
 /// The sections of the kernel's tile order.
 fn sections(
-    kernel: &LaunchShape,
+    traits: &Traits,
     problem: &Problem,
     (arch, sms): (Arch, u32),
     all_heads: usize,
     m_blocks: usize,
 ) -> Sections {
-    if !kernel.is_longest_first {
-        return Sections { heads: all_heads, sections: 0 };
+    match traits.tile_order {
+        TileOrder::Natural => return Sections { heads: all_heads, sections: 0 },
+        TileOrder::LongestFirst => {}
     }
-    let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes();
-    let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64);
-    let group = if kernel.packs_gqa { 1 } else { problem.group_size() };
-    let slots = sms as usize * kernel.blocks_per_sm;
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes();
+    let head_bytes = (problem.lengths.max_k() as u64).saturating_mul(row as u64);
+    let group = if traits.packs_gqa { 1 } else { problem.group_size() };
+    let slots = sms as usize * traits.blocks_per_sm as usize;
     // A twelfth of the L2 measured best on an H100 (NB-008): each half of the L2 keeps a copy of what its SMs
     // read, and Q, O and the neighbouring sections pass through as well.
     let room = arch.limits().l2_bytes / 12;

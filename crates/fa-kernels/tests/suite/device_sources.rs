@@ -35,8 +35,8 @@ fn words(code: &str) -> impl Iterator<Item = &str> {
     code.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty())
 }
 
-/// Whether only `ptx/` may say `word`: inline PTX, CUDA's built-in variables and its intrinsics, of which the host emulation has twins
-/// only as functions of `ptx/`.
+/// Whether only `ptx/` may say `word`: inline PTX, CUDA's built-in variables and its intrinsics, of which the
+/// host emulation has twins only as functions of `ptx/`.
 fn is_machine_word(word: &str) -> bool {
     const MARKS: [&str; 3] = ["__device__", "__host__", "__forceinline__"];
     const WORDS: [&str; 10] = [

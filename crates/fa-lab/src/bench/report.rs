@@ -66,6 +66,9 @@ impl PeersRecord {
 pub struct Row {
     /// `fwd` or `bwd`.
     pub kind: &'static str,
+    /// The model that the shape is of, where it is one's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<&'static str>,
     /// What the row is summed up by.
     pub group: &'static str,
     /// The problem's shape.
@@ -122,6 +125,7 @@ impl Row {
         let problem = &wanted.problem;
         Row {
             kind: pass.short_name(),
+            name: wanted.name,
             group: wanted.group,
             shape: Shape::from(problem),
             spec: spec.to_owned(),
@@ -166,7 +170,10 @@ impl Row {
         }
     }
 
-    fn name(&self) -> String {
+    fn label(&self) -> String {
+        if let Some(name) = self.name {
+            return name.to_owned();
+        }
         let Shape { mask, dtype, .. } = &self.shape;
         format!("hd {} N {} {mask} {dtype}", self.shape.head_dims(), self.shape.seqlens())
     }
@@ -212,7 +219,7 @@ impl Report {
             rows: ratios.len(),
             geometric_mean: (logs / ratios.len() as f64).exp(),
             lowest: *lowest,
-            lowest_row: lowest_row.name(),
+            lowest_row: lowest_row.label(),
             below_one: ratios.iter().filter(|(ratio, _)| *ratio < 1.0).count(),
         })
     }

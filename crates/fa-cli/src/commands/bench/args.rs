@@ -46,6 +46,7 @@ Examples:
   fa bench --json - --seqlen 1x16384 --heads 32:8
   fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
   fa bench --backend cuda --marks sm90 --peers --json marks.json
+  fa bench --backend cuda --marks models --mode bwd --peers
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
 

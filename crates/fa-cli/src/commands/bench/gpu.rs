@@ -44,15 +44,11 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
         return Err(usage("--seconds is the CPU's; on the GPU give --reps"));
     }
     if let Some(marks) = args.gpu.marks {
-        if marks.backward() != pass.is_backward() {
-            return Err(usage(
-                "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd",
-            ));
-        }
+        marks.check_pass(pass).map_err(InputError::Usage)?;
         return Ok(Options {
             shapes: marks.shapes(),
             specs: Vec::new(),
-            family: Some(marks.family()),
+            family: marks.family(),
             pass,
             peers: args.gpu.peers,
             peer_names: marks.peers(),

@@ -9,7 +9,9 @@ use crate::term::output;
 /// For people: the rows, then the summary.
 pub fn table(report: &Report) -> String {
     let names = report.peer_names();
-    let mut header = vec!["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", "TFLOP/s"];
+    let with_name = report.rows.iter().any(|row| row.name.is_some());
+    let mut header = if with_name { vec!["model"] } else { Vec::new() };
+    header.extend(["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", "TFLOP/s"]);
     header.extend(names.iter().map(String::as_str));
     let with_ratio = !names.is_empty();
     let with_recorded = report.rows.iter().any(|row| !row.recorded.is_empty());
@@ -17,7 +19,9 @@ pub fn table(report: &Report) -> String {
     header.extend(with_recorded.then_some("recorded"));
     let mut table = output::table(&header);
     for row in &report.rows {
-        let mut cells = vec![
+        let name = row.name.unwrap_or("-").to_owned();
+        let mut cells = if with_name { vec![name] } else { Vec::new() };
+        cells.extend([
             row.shape.head_dims(),
             row.shape.heads(),
             row.shape.batch.to_string(),
@@ -25,7 +29,7 @@ pub fn table(report: &Report) -> String {
             row.shape.mask.clone(),
             row.shape.dtype.to_string(),
             row.spec.clone(),
-        ];
+        ]);
         match &row.error {
             Some(error) => cells.push(error.clone()),
             None => {

@@ -1,0 +1,81 @@
+//! Attention as released models compute it: heads, head dims and masks from their public cards or configurations, at the
+//! lengths that they are trained and served at.
+
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
+
+use super::Wanted;
+
+/// Rows are summed up by this.
+const GROUP: &str = "models, bf16";
+
+/// A model's layer: name, batch, queries x keys, query and K/V heads, head dims, mask, soft cap.
+struct Layer {
+    name: &'static str,
+    batch: usize,
+    seqlens: (usize, usize),
+    heads: (usize, usize),
+    head_dims: (usize, usize),
+    mask: Mask,
+    softcap: Option<f64>,
+}
+
+const fn layer(
+    name: &'static str,
+    batch: usize,
+    seqlens: (usize, usize),
+    heads: (usize, usize),
+    head_dim: usize,
+    mask: Mask,
+) -> Layer {
+    Layer { name, batch, seqlens, heads, head_dims: (head_dim, head_dim), mask, softcap: None }
+}
+
+const CAUSAL: Mask = Mask::CAUSAL;
+const FULL: Mask = Mask::FULL;
+
+/// The layers. Windows count the query's own key among the window's keys, as the models' configurations do.
+const LAYERS: [Layer; 24] = [
+    layer("Llama 3 8B", 2, (8192, 8192), (32, 8), 128, CAUSAL),
+    layer("Llama 3 8B, short", 8, (1024, 1024), (32, 8), 128, CAUSAL),
+    layer("Llama 3 8B, chunked prefill", 1, (512, 16384), (32, 8), 128, CAUSAL),
+    layer("Llama 3 70B", 2, (4096, 4096), (64, 8), 128, CAUSAL),
+    layer("Qwen2.5 7B", 4, (4096, 4096), (28, 4), 128, CAUSAL),
+    layer("Qwen3 32B", 1, (16384, 16384), (64, 8), 128, CAUSAL),
+    layer("Qwen3 30B-A3B", 4, (2048, 2048), (32, 4), 128, CAUSAL),
+    layer("Mistral 7B, window 4096", 1, (16384, 16384), (32, 8), 128, Mask::causal_window(4095)),
+    Layer { softcap: Some(50.0), ..layer("Gemma 2 9B", 1, (8192, 8192), (16, 8), 256, CAUSAL) },
+    layer("Gemma 3 12B, global", 1, (8192, 8192), (16, 8), 256, CAUSAL),
+    layer("Gemma 3 12B, window 1024", 1, (8192, 8192), (16, 8), 256, Mask::causal_window(1023)),
+    layer("Phi-3 mini", 4, (4096, 4096), (32, 32), 96, CAUSAL),
+    layer("Falcon 7B", 4, (2048, 2048), (71, 1), 64, CAUSAL),
+    layer("StarCoder", 1, (8192, 8192), (48, 1), 128, CAUSAL),
+    Layer { head_dims: (192, 128), ..layer("DeepSeek-V3", 1, (4096, 4096), (128, 128), 192, CAUSAL) },
+    layer("BERT large", 32, (512, 512), (16, 16), 64, FULL),
+    layer("ViT-L/16 at 384", 32, (577, 577), (16, 16), 64, FULL),
+    layer("SigLIP So400m at 384", 32, (729, 729), (16, 16), 72, FULL),
+    layer("InternViT-6B at 448", 16, (1025, 1025), (25, 25), 128, FULL),
+    layer("EVA-CLIP g at 224", 64, (257, 257), (16, 16), 88, FULL),
+    layer("SDXL, self", 8, (4096, 4096), (10, 10), 64, FULL),
+    layer("SDXL, 77 text keys", 8, (4096, 77), (10, 10), 64, FULL),
+    layer("CogVideoX 5B", 1, (17776, 17776), (48, 48), 64, FULL),
+    layer("Wan 2.1 14B at 480p", 1, (32760, 32760), (40, 40), 128, FULL),
+];
+
+/// The problems with their models' names.
+pub fn shapes() -> Vec<Wanted> {
+    let wanted = |layer: &Layer| {
+        let (seqlen_q, seqlen_k) = layer.seqlens;
+        let (heads_q, heads_kv) = layer.heads;
+        let (head_dim, head_dim_v) = layer.head_dims;
+        let square = Problem::square(layer.batch, seqlen_q, heads_q, head_dim, layer.mask, Dtype::Bf16);
+        let problem = Problem {
+            lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), seqlen_k),
+            heads_kv,
+            head_dim_v,
+            score: ScoreMod { softcap: layer.softcap },
+            ..square
+        };
+        Wanted { name: Some(layer.name), ..Wanted::new(problem, GROUP) }
+    };
+    LAYERS.iter().map(wanted).collect()
+}
