@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
+use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
 use fa_lab::marks::Marks;
 use fa_lab::shape::{HeadDim, parse_pair};
@@ -114,17 +114,15 @@ impl ProblemArgs {
             _ => self.seqlen,
         };
         let problem = Problem {
-            batch: self.batch,
-            seqlen_q: seqlen.q,
-            seqlen_k: seqlen.k,
+            lengths: Lengths::uniform(self.batch, seqlen.q, seqlen.k),
             heads_q: self.heads.q,
             heads_kv: self.heads.kv,
             head_dim: self.headdim.qk,
             head_dim_v: self.headdim.v,
             mask: self.mask.mask(),
-            dtype: self.dtype,
+            types: Types::same(self.dtype),
             softmax_scale: None,
-            softcap: self.softcap,
+            score: ScoreMod { softcap: self.softcap },
         };
         problem.check()?;
         Ok(problem)
@@ -262,17 +260,15 @@ impl ShapeArgs {
                         None => self.batch.unwrap_or(1),
                     };
                     let problem = Problem {
-                        batch,
-                        seqlen_q,
-                        seqlen_k,
+                        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
                         heads_q: self.heads.q,
                         heads_kv: self.heads.kv,
                         head_dim: qk,
                         head_dim_v: v,
                         mask,
-                        dtype,
+                        types: Types::same(dtype),
                         softmax_scale: None,
-                        softcap: None,
+                        score: ScoreMod::NONE,
                     };
                     problem.check()?;
                     problems.push(problem);

@@ -63,6 +63,27 @@ impl Dtype {
     }
 }
 
+/// The element types of a problem's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Types {
+    /// Of Q, K and V, and of their gradients.
+    pub qkv: Dtype,
+    /// Of O, and of its gradient.
+    pub out: Dtype,
+}
+
+impl Types {
+    /// One type for all tensors.
+    pub const fn same(dtype: Dtype) -> Types {
+        Types { qkv: dtype, out: dtype }
+    }
+
+    /// The type of O where it is not that of Q, K and V.
+    pub(crate) fn differing_out(self) -> Option<Dtype> {
+        (self.out != self.qkv).then_some(self.out)
+    }
+}
+
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())

@@ -12,20 +12,24 @@ pub mod arch;
 pub mod dtype;
 pub mod family;
 pub mod layout;
+pub mod lengths;
 pub mod mask;
 pub mod pass;
 pub mod problem;
+pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
 pub mod tensor;
 
 pub use arch::{Arch, ArchLimits};
-pub use dtype::Dtype;
+pub use dtype::{Dtype, Types};
 pub use family::Family;
 pub use layout::Layout;
+pub use lengths::Lengths;
 pub use mask::{BlockRange, Mask};
 pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
+pub use score_mod::{ScoreKind, ScoreMod};
 pub use spec::{
     Kernel, KernelSpec, MaskKind, Mismatch, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError,
     Traits,

@@ -7,7 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Dtype, Family, Mask, Pass, Problem};
+use crate::{Arch, Dtype, Family, Mask, Pass, Problem, ScoreKind, Types};
 use check::multiple;
 
 /// Which masking code a kernel holds.
@@ -52,23 +52,52 @@ impl MaskKind {
 /// A kernel's compile-time parameters.
 ///
 /// `head_dim` and `head_dim_v` are the extents of the kernel's tiles: it computes every problem whose head dims are
-/// multiples of 8 up to them, padding with zeros.
+/// multiples of 8 up to them, padding with zeros. As text (JSON, RON) a spec is flat: `dtype` for the types, `softcap` for the
+/// change of scores.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(from = "Flat", into = "Flat")]
 pub struct KernelSpec {
-    /// Type of Q, K, V and O.
-    pub dtype: Dtype,
+    /// Types of the tensors.
+    pub types: Types,
     /// Tile extent of the head dim of Q and K.
     pub head_dim: u32,
     /// Tile extent of the head dim of V and O.
     pub head_dim_v: u32,
     /// Masking code.
     pub mask: MaskKind,
-    /// Whether scores pass through `cap * tanh(s / cap)`.
-    #[serde(default)]
-    pub softcap: bool,
+    /// Code that changes scores before the mask.
+    pub score: ScoreKind,
     /// The kernel and its own parameters.
     pub kernel: Kernel,
+}
+
+/// A spec as text.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "KernelSpec", deny_unknown_fields)]
+struct Flat {
+    dtype: Dtype,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    out_dtype: Option<Dtype>,
+    head_dim: u32,
+    head_dim_v: u32,
+    mask: MaskKind,
+    #[serde(default)]
+    softcap: bool,
+    kernel: Kernel,
+}
+
+impl From<Flat> for KernelSpec {
+    fn from(Flat { dtype, out_dtype, head_dim, head_dim_v, mask, softcap, kernel }: Flat) -> KernelSpec {
+        let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
+        KernelSpec { types, head_dim, head_dim_v, mask, score: ScoreKind { softcap }, kernel }
+    }
+}
+
+impl From<KernelSpec> for Flat {
+    fn from(KernelSpec { types, head_dim, head_dim_v, mask, score, kernel }: KernelSpec) -> Flat {
+        let (dtype, out_dtype) = (types.qkv, types.differing_out());
+        Flat { dtype, out_dtype, head_dim, head_dim_v, mask, softcap: score.softcap, kernel }
+    }
 }
 
 /// The kernels that exist, each with the parameters that only it has.
@@ -417,8 +446,14 @@ impl KernelSpec {
     /// # Errors
     /// The first [`SpecError`] found.
     pub fn check(&self) -> Result<(), SpecError> {
-        if !self.dtype.is_half() {
-            return Err(SpecError::Dtype { dtype: self.dtype, kernel: self.kernel.name() });
+        let Types { qkv, out } = self.types;
+        if !qkv.is_half() {
+            return Err(SpecError::Dtype { dtype: qkv, kernel: self.kernel.name() });
+        }
+        if qkv != out {
+            let why =
+                format!("out_dtype = {out} beside dtype = {qkv}: kernels write O in the type of Q, K and V");
+            return Err(SpecError::Conflict(why));
         }
         multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
         multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
@@ -453,8 +488,12 @@ impl KernelSpec {
     /// The first [`Mismatch`] found.
     pub fn serves(&self, problem: &Problem) -> Result<(), Mismatch> {
         let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
-        if self.dtype != problem.dtype {
-            return differs("dtype", self.dtype.to_string(), problem.dtype.to_string());
+        for (what, have, need) in
+            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
+        {
+            if have != need {
+                return differs(what, have.to_string(), need.to_string());
+            }
         }
         for (what, have, need) in [
             ("head_dim", self.head_dim, problem.head_dim),
@@ -467,9 +506,10 @@ impl KernelSpec {
         if !self.mask.serves(&problem.mask) {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }
-        if self.softcap != problem.softcap.is_some() {
+        let (have, need) = (self.score, problem.score.kind());
+        if have.softcap != need.softcap {
             let text = |on: bool| if on { "a softcap" } else { "no softcap" };
-            return differs("softcap", text(self.softcap).into(), text(problem.softcap.is_some()).into());
+            return differs("softcap", text(have.softcap).into(), text(need.softcap).into());
         }
         let Traits { packs_gqa, tile: (tile_m, _), .. } = self.traits();
         let group = problem.group_size();
@@ -493,6 +533,11 @@ impl KernelSpec {
     /// Query rows and keys of a tile.
     pub const fn tile(&self) -> (u32, u32) {
         self.traits().tile
+    }
+
+    /// Bytes of an element of Q, K and V.
+    pub const fn elem_bytes(&self) -> u32 {
+        self.types.qkv.bytes() as u32
     }
 
     /// Reads and checks a spec from RON text.
@@ -543,8 +588,8 @@ impl fmt::Display for KernelSpec {
         } else {
             format!("{}-{}", self.head_dim, self.head_dim_v)
         };
-        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.dtype, self.mask.name())?;
-        if self.softcap {
+        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.qkv, self.mask.name())?;
+        if self.score.softcap {
             f.write_str("-softcap")?;
         }
         write!(f, "-{tile_m}x{tile_n}")?;
@@ -611,14 +656,15 @@ impl fmt::Display for KernelSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ScoreMod;
 
     fn sm80() -> KernelSpec {
         KernelSpec {
-            dtype: Dtype::F16,
+            types: Types::same(Dtype::F16),
             head_dim: 128,
             head_dim_v: 128,
             mask: MaskKind::Causal,
-            softcap: false,
+            score: ScoreKind::NONE,
             kernel: Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, tile_n: 64, ..Sm80Fwd::default() }),
         }
     }
@@ -760,11 +806,11 @@ mod tests {
         for spec in [sm80(), sm90(), backward(), backward_sm80()] {
             assert_eq!(spec.serves(&base), Ok(()));
             assert_eq!(spec.serves(&Problem { head_dim: 104, head_dim_v: 8, heads_kv: 2, ..base }), Ok(()));
-            differs(&spec, Problem { dtype: Dtype::Bf16, ..base }, "dtype");
+            differs(&spec, Problem { types: Types::same(Dtype::Bf16), ..base }, "dtype");
             differs(&spec, Problem { head_dim: 136, ..base }, "head_dim");
             differs(&spec, Problem { head_dim_v: 100, ..base }, "head_dim_v");
             differs(&spec, Problem { mask: Mask::FULL, ..base }, "mask");
-            differs(&spec, Problem { softcap: Some(1.0), ..base }, "softcap");
+            differs(&spec, Problem { score: ScoreMod::softcap(1.0), ..base }, "softcap");
             let window = KernelSpec { mask: MaskKind::Window, ..spec };
             assert_eq!(window.serves(&Problem { mask: Mask::window(3, 4), ..base }), Ok(()));
         }

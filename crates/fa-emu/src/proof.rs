@@ -101,10 +101,10 @@ impl Trial {
     /// # Panics
     /// On a dtype that kernels do not take.
     pub fn new(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
-        match problem.dtype {
+        match problem.types.qkv {
             Dtype::F16 => Trial::of::<f16>(problem, pass, placing),
             Dtype::Bf16 => Trial::of::<bf16>(problem, pass, placing),
-            Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.dtype),
+            Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
         }
     }
 
@@ -169,7 +169,7 @@ impl Trial {
             .extend(outputs.map(|shape| Given::Output(self.placing.len(shape), self.placing.strides(shape))));
         let lse = (self.pass != Pass::Forward).then_some(&self.lse[..]);
         let outcome = unit.run(&self.problem, &Call { tensors, lse }, options)?;
-        Ok(match self.problem.dtype {
+        Ok(match self.problem.types.qkv {
             Dtype::F16 => self.judge::<f16>(outcome),
             _ => self.judge::<bf16>(outcome),
         })
@@ -184,13 +184,14 @@ impl Trial {
                 stray.push(own.name);
             }
             let low: Vec<T> = own.low.iter().map(|&bits| T::of_bits(bits)).collect();
-            let found = compare(own.shape, self.problem.dtype, &packed, &own.exact, Some(&low));
+            let found = compare(own.shape, self.problem.types.qkv, &packed, &own.exact, Some(&low));
             values.push((own.name, found.expect("of the same shape")));
         }
         if finished && self.pass == Pass::Forward {
-            let Problem { batch, heads_q, .. } = self.problem;
+            let Problem { heads_q, .. } = self.problem;
+            let batch = self.problem.lengths.sequences();
             let shape = [batch, heads_q, lse_len(&self.problem) / (batch * heads_q).max(1)];
-            let found = compare_lse(shape, self.problem.dtype, &outcome.lse, &self.expected_lse);
+            let found = compare_lse(shape, self.problem.types.qkv, &outcome.lse, &self.expected_lse);
             values.push(("lse", found.expect("of the same shape")));
         }
         let texts: Vec<String> = outcome

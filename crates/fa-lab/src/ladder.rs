@@ -54,9 +54,9 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
     progress(Step::Total(ladders.len()));
     for ladder in &ladders {
-        progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.seqlen_k)));
+        progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.lengths.max_k())));
         let rows = with_half!(
-            ladder.problem.dtype,
+            ladder.problem.types.qkv,
             T => measure::<T>(&gpu, ladder, options.turns, &mut report),
             else unreachable!("ladders are of 16-bit types")
         )?;

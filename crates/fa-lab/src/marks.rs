@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(Marks::Sm80Bwd.shapes(), Marks::Sm80.shapes());
         assert_eq!(Marks::Sm90Bwd.shapes(), shapes[..48]);
         for shape in &shapes[..48] {
-            assert_eq!(shape.problem.batch * shape.problem.seqlen_q, TOKENS);
+            assert_eq!(shape.problem.lengths.sequences() * shape.problem.lengths.max_q(), TOKENS);
             shape.problem.check().expect("a valid problem");
         }
     }

@@ -135,15 +135,15 @@ impl Peers {
         let mask = &problem.mask;
         let mut request = json!({
             "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
-            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-            "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+            "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
             "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-            "causal": mask.is_causal(), "dtype": problem.dtype.to_string(),
+            "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
         });
         if !(mask.is_full() || mask.is_causal()) {
             request["window"] = json!([mask.left, mask.right]);
         }
-        if let Some(softcap) = problem.softcap {
+        if let Some(softcap) = problem.score.softcap {
             request["softcap"] = json!(softcap);
         }
         if !wanted.is_empty() {

@@ -165,7 +165,7 @@ impl<'d, T: Half> Runner<'d, T> {
             names = opened.peers;
         }
         ours.iter().try_for_each(|pass| self.warm_up(pass))?;
-        let mut random = Random::new(problem.seqlen_k as u64);
+        let mut random = Random::new(problem.lengths.max_k() as u64);
         for _ in 0..turns.rounds {
             for candidate in random.order(ours.len() + names.len()) {
                 match ours.get(candidate) {

@@ -73,7 +73,12 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
     progress(Step::Total(lists.len()));
     let mut results: Vec<Measured> = Vec::new();
     for (problem, candidates) in lists {
-        progress(Step::Begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask)));
+        progress(Step::Begin(format!(
+            "N {} hd {} {}",
+            problem.lengths.max_k(),
+            problem.head_dim,
+            problem.mask
+        )));
         let mut found: Vec<Outcome> = Vec::new();
         for candidate in &candidates {
             let sources = fingerprint(&candidate.spec, arch)?;

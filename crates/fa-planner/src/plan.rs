@@ -3,7 +3,7 @@
 //! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
 //! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError};
 use serde::Serialize;
 
 pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
@@ -164,8 +164,8 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     problem.check()?;
-    if !problem.dtype.is_half() {
-        return Err(PlanError::Dtype(problem.dtype));
+    if !problem.types.qkv.is_half() {
+        return Err(PlanError::Dtype(problem.types.qkv));
     }
     let family = options.family.unwrap_or(Family::native(arch));
     if !family.runs_on(arch) {
@@ -239,10 +239,11 @@ pub fn sweep(
     options: &PlanOptions,
     seqlens: &[usize],
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
-    let square = problem.seqlen_q == problem.seqlen_k;
+    let square = problem.lengths.max_q() == problem.lengths.max_k();
     let best = |seqlen: usize| {
-        let seqlen_q = if square { seqlen } else { problem.seqlen_q };
-        let problem = Problem { seqlen_q, seqlen_k: seqlen, ..*problem };
+        let seqlen_q = if square { seqlen } else { problem.lengths.max_q() };
+        let problem =
+            Problem { lengths: Lengths::uniform(problem.lengths.sequences(), seqlen_q, seqlen), ..*problem };
         let plans = plan(&problem, arch, options)?;
         Ok((seqlen, plans.into_iter().next().expect("a plan without error is not empty")))
     };

@@ -91,7 +91,7 @@ impl Default for Sm80Bwd {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Dtype, Kernel, KernelSpec, MaskKind};
+    use crate::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Types};
 
     #[test]
     fn every_base_is_valid() {
@@ -101,8 +101,9 @@ mod tests {
             Kernel::Sm90Bwd(Default::default()),
             Kernel::Sm80Bwd(Default::default()),
         ] {
-            let (dtype, mask) = (Dtype::Bf16, MaskKind::Causal);
-            let spec = KernelSpec { dtype, head_dim: 64, head_dim_v: 64, mask, softcap: false, kernel };
+            let (types, mask) = (Types::same(Dtype::Bf16), MaskKind::Causal);
+            let score = ScoreKind::NONE;
+            let spec = KernelSpec { types, head_dim: 64, head_dim_v: 64, mask, score, kernel };
             assert_eq!(spec.check(), Ok(()), "{spec}");
         }
     }

@@ -75,9 +75,9 @@ struct Sizes {
 impl Sizes {
     fn new(problem: &Problem, kernels: Kernels, workers: usize) -> Sizes {
         let tile_m = PANELS * kernels.panel();
-        let m_tiles = problem.seqlen_q.div_ceil(tile_m);
-        let n_tiles = problem.seqlen_k.div_ceil(TILE_N);
-        let heads = problem.batch * problem.heads_kv;
+        let m_tiles = problem.lengths.max_q().div_ceil(tile_m);
+        let n_tiles = problem.lengths.max_k().div_ceil(TILE_N);
+        let heads = problem.lengths.sequences() * problem.heads_kv;
         // Splitting costs a dQ for each part, so only as far as every worker has something to do.
         let parts = if heads.is_multiple_of(workers) || heads >= 4 * workers {
             1
@@ -93,7 +93,7 @@ impl Sizes {
             columns_q: problem.head_dim.next_multiple_of(kernels.lanes()),
             columns_o: problem.head_dim_v.next_multiple_of(kernels.lanes()),
             keys,
-            parts: problem.seqlen_k.div_ceil(keys).max(1),
+            parts: problem.lengths.max_k().div_ceil(keys).max(1),
             dq_len: m_tiles * problem.head_dim * tile_m,
         }
     }
@@ -110,7 +110,7 @@ impl Scratch {
             lse: Buffer::new(tile_m),
             delta: Buffer::new(tile_m),
         };
-        let keys = sizes.keys.min(problem.seqlen_k);
+        let keys = sizes.keys.min(problem.lengths.max_k());
         Scratch {
             queries: (0..sizes.m_tiles).map(|_| tile()).collect(),
             dk: Buffer::new(keys * ldq),
@@ -140,7 +140,7 @@ pub(super) fn run<T: Element>(
     let dk = Scatter::new(dk, sizes.keys);
     let dv = Scatter::new(dv, sizes.keys);
 
-    let items = problem.batch * problem.heads_kv * sizes.parts;
+    let items = problem.lengths.sequences() * problem.heads_kv * sizes.parts;
     // dQt of every (item, head of its group), where items of one head have to be added up.
     let partial: Vec<OnceLock<Buffer>> = match sizes.parts {
         1 => Vec::new(),
@@ -153,7 +153,7 @@ pub(super) fn run<T: Element>(
         |(scratch, own_dq), item| {
             let (index, part) = (item / sizes.parts, item % sizes.parts);
             let (batch, kv_head) = (index / problem.heads_kv, index % problem.heads_kv);
-            let keys = part * sizes.keys..problem.seqlen_k.min((part + 1) * sizes.keys);
+            let keys = part * sizes.keys..problem.lengths.max_k().min((part + 1) * sizes.keys);
             scratch.dk.fill(0.0);
             scratch.dv.fill(0.0);
             for member in 0..group {
@@ -201,7 +201,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     fn rows(&self, tile: usize) -> Range<usize> {
-        tile * self.sizes.tile_m..self.problem.seqlen_q.min((tile + 1) * self.sizes.tile_m)
+        tile * self.sizes.tile_m..self.problem.lengths.max_q().min((tile + 1) * self.sizes.tile_m)
     }
 
     fn read_queries<T: Element>(
@@ -226,7 +226,7 @@ impl Job<'_> {
         self.kernels.transpose([rows.len(), hdv], &to.dout, ldo, &mut to.dot, tile_m);
         to.lse.fill(f32::INFINITY);
         to.delta.fill(0.0);
-        let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.seqlen_q..];
+        let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.lengths.max_q()..];
         for (i, query) in rows.enumerate() {
             let at = [batch, query, head];
             let dout = &to.dout[i * ldo..][..hdv];
@@ -242,7 +242,7 @@ impl Job<'_> {
     fn walk(&self, scratch: &mut Scratch, keys: &Range<usize>, [k, v]: [(&[f32], usize); 2], dq: &mut [f32]) {
         let Job { problem, sizes, .. } = *self;
         let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
-        let seen_by = |key| transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
+        let seen_by = |key| transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
         for key in keys.clone().step_by(GROUP * TILE_N) {
             let group = key..keys.end.min(key + GROUP * TILE_N);
             let seen = seen_by(group.start).start..seen_by(group.end - 1).end;
@@ -337,7 +337,7 @@ impl Job<'_> {
         let Job { problem, sizes, .. } = *self;
         let (group, len) = (problem.group_size(), problem.head_dim * sizes.tile_m);
         schedule::run(
-            problem.batch * problem.heads_q * sizes.m_tiles,
+            problem.lengths.sequences() * problem.heads_q * sizes.m_tiles,
             threads,
             || [Buffer::new(len), Buffer::new(sizes.tile_m * sizes.ldq)],
             |[sum, rows], item| {

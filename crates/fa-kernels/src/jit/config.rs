@@ -2,7 +2,7 @@
 //! `config.cuh` and the initialisers of a translation unit are written.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, Types};
 
 /// A type that a config may hold.
 trait ConfigValue {
@@ -82,13 +82,13 @@ macro_rules! fields {
 
 /// The fields of a spec's config: those of every kernel, then the kernel's own.
 pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
-    let KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel } = spec;
+    let KernelSpec { types, head_dim, head_dim_v, mask, score, kernel } = spec;
     let mut fields = vec![
-        field("dtype", dtype),
+        field("dtype", &types.qkv),
         field("head_dim", head_dim),
         field("head_dim_v", head_dim_v),
         field("mask", mask),
-        field("softcap", softcap),
+        field("softcap", &score.softcap),
     ];
     fields.extend(match kernel {
         Kernel::Sm80Fwd(own) => fields!(
@@ -179,11 +179,11 @@ pub(crate) fn struct_name(kernel: &Kernel) -> &'static str {
 /// A spec of every kernel, in the order in which `config.cuh` declares them. Only the fields' types are read.
 pub(crate) fn samples() -> Vec<KernelSpec> {
     let spec = |kernel| KernelSpec {
-        dtype: Dtype::Bf16,
+        types: Types::same(Dtype::Bf16),
         head_dim: 64,
         head_dim_v: 64,
         mask: MaskKind::Full,
-        softcap: false,
+        score: ScoreKind::NONE,
         kernel,
     };
     vec![

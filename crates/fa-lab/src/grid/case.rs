@@ -143,15 +143,15 @@ impl Case {
         let p = &self.problem;
         let mut name = format!(
             "b{} {}x{} h{} hd{} {} {}",
-            p.batch,
-            p.seqlen_q,
-            p.seqlen_k,
+            p.lengths.sequences(),
+            p.lengths.max_q(),
+            p.lengths.max_k(),
             pair(p.heads_q, p.heads_kv, ':'),
             head_dims(p),
             p.mask,
-            p.dtype
+            p.types.qkv
         );
-        if let Some(cap) = p.softcap {
+        if let Some(cap) = p.score.softcap {
             name += &format!(" cap {cap}");
         }
         if let Some(scale) = p.softmax_scale {
@@ -207,7 +207,8 @@ impl Case {
     /// The inputs.
     pub fn inputs<T: Half>(&self) -> Inputs<T> {
         let mut inputs = Inputs::<T>::placed(&self.problem, self.placements(), self.seed());
-        let Problem { seqlen_k, heads_kv, head_dim, .. } = self.problem;
+        let Problem { heads_kv, head_dim, .. } = self.problem;
+        let seqlen_k = self.problem.lengths.max_k();
         let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
             for (row, values) in inputs.values[tensor].chunks_mut(head_dim).enumerate() {
                 let factor = factor(row);
@@ -231,7 +232,7 @@ impl Case {
     /// Bytes of device memory that the tensors take.
     pub fn device_bytes(&self) -> u64 {
         let elements: u64 = self.placements().iter().map(|placement| placement.span() as u64).sum();
-        let tensors = elements * self.problem.dtype.bytes() as u64;
+        let tensors = elements * self.problem.types.qkv.bytes() as u64;
         if !self.pass.is_backward() {
             return tensors;
         }

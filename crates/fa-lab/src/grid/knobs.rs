@@ -1,7 +1,7 @@
 //! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses it.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
 use fa_planner::plan::account;
 
 use super::case::NamedSpec;
@@ -16,7 +16,14 @@ pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
 }
 
 fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
-    KernelSpec { dtype: Dtype::Bf16, head_dim, head_dim_v: head_dim, mask, softcap: false, kernel }
+    KernelSpec {
+        types: Types::same(Dtype::Bf16),
+        head_dim,
+        head_dim_v: head_dim,
+        mask,
+        score: ScoreKind::NONE,
+        kernel,
+    }
 }
 
 fn sm90() -> Vec<NamedSpec> {

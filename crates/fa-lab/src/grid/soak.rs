@@ -1,6 +1,6 @@
 //! Random problems, the same for the same seed.
 
-use fa_core::{Dtype, Family, Mask, Pass, Problem};
+use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_planner::plan::head_dims;
 
 use super::case::{self, Action, Arrangement, Case, Values};
@@ -58,16 +58,14 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
         Arrangement::SharedHeads,
     ]);
     let problem = Problem {
-        batch: random.of(&[1, 1, 2, 3, 9]),
-        seqlen_q,
-        seqlen_k,
+        lengths: Lengths::uniform(random.of(&[1, 1, 2, 3, 9]), seqlen_q, seqlen_k),
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v,
         mask,
-        dtype: random.of(&[Dtype::Bf16, Dtype::F16]),
-        softcap,
+        types: Types::same(random.of(&[Dtype::Bf16, Dtype::F16])),
+        score: ScoreMod { softcap },
         softmax_scale,
     };
     let values = match arrangement {
@@ -94,7 +92,7 @@ mod tests {
         assert!(names.len() > 490, "{}", names.len());
         assert_ne!(case(2, 0, Family::Sm90).name(), cases[0].name());
         assert!(cases.iter().any(|case| case.problem.mask.left.is_some()));
-        assert!(cases.iter().any(|case| case.problem.seqlen_k == 0));
+        assert!(cases.iter().any(|case| case.problem.lengths.max_k() == 0));
     }
 
     #[test]
@@ -106,7 +104,7 @@ mod tests {
                     let p = &case.problem;
                     case.pass == Pass::Backward { deterministic }
                         && (p.group_size(), p.heads_kv) == (group, heads_kv)
-                        && (p.seqlen_q != p.seqlen_k)
+                        && (p.lengths.max_q() != p.lengths.max_k())
                 });
                 assert!(found, "{group} on {heads_kv}, {deterministic}");
             }

@@ -4,7 +4,7 @@
 use std::sync::OnceLock;
 
 use fa_attn::device::{DeviceGradients, Half};
-use fa_core::{Problem, Strides};
+use fa_core::{Lengths, Problem, Strides};
 use fa_cpu::compare::{self, Verdict};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
@@ -33,7 +33,12 @@ pub struct GradientOracle<T> {
 
 /// One K/V head with its query heads as a problem of its own.
 fn part(problem: &Problem) -> Problem {
-    Problem { batch: 1, heads_q: problem.group_size(), heads_kv: 1, ..*problem }
+    Problem {
+        lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
+        heads_q: problem.group_size(),
+        heads_kv: 1,
+        ..*problem
+    }
 }
 
 /// Heads, sequence and dim of dQ, dK and dV of a part and of the whole.
@@ -128,7 +133,7 @@ impl<T: Half> GradientOracle<T> {
             }
             let shape = [self.heads.len(), seqlen, heads, dim];
             let compare = |low: &[T]| -> Result<_, CpuError> {
-                let found = compare::compare(shape, problem.dtype, &values, &self.exact[i], Some(low))?;
+                let found = compare::compare(shape, problem.types.qkv, &values, &self.exact[i], Some(low))?;
                 Ok(found.allowing(self.noise[i]))
             };
             let mut found = compare(&self.low[i])?;
@@ -168,7 +173,8 @@ impl<T: Half> GradientOracle<T> {
 
 /// The first query that sees no key, or key that no query sees, that has a gradient.
 fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> {
-    let Problem { seqlen_q, seqlen_k, mask, .. } = *problem;
+    let Problem { mask, .. } = *problem;
+    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
     let blind = |row: usize| mask.keys(row, seqlen_q, seqlen_k).is_empty();
     let unseen = |key: usize| mask.m_blocks(key..key + 1, seqlen_q, seqlen_k, 1).is_empty();
     let is_alone: [&(dyn Fn(usize) -> bool + Sync); 3] = [&blind, &unseen, &unseen];
@@ -184,7 +190,8 @@ fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> 
 }
 
 fn choose(problem: &Problem, seed: u64) -> Vec<(usize, usize)> {
-    let Problem { batch, heads_kv, .. } = *problem;
+    let Problem { heads_kv, .. } = *problem;
+    let batch = problem.lengths.sequences();
     let all = batch * heads_kv;
     if all == 0 {
         return Vec::new();
@@ -230,8 +237,8 @@ impl<'a, T: Half> Head<'a, T> {
             let from = (batch * seqlen * heads + head * own_heads) * dim;
             TensorRef::new(name, from_of(values, from), [1, seqlen, own_heads, dim], strides)
         };
-        let (group, Problem { seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. }) =
-            (whole.group_size(), *whole);
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, .. } = *whole;
+        let (group, seqlen_q, seqlen_k) = (whole.group_size(), lengths.max_q(), lengths.max_k());
         Ok(Head {
             problem: part(whole),
             q: view("q", &inputs.values[0], seqlen_q, heads_q, group, head_dim)?,
@@ -270,8 +277,13 @@ mod tests {
         let base = Problem { heads_kv: 2, ..Problem::square(2, 37, 6, 16, Mask::CAUSAL, Dtype::Bf16) };
         for problem in [
             base,
-            Problem { mask: Mask::FULL, seqlen_k: 20, head_dim_v: 8, ..base },
-            Problem { seqlen_q: 50, ..base },
+            Problem {
+                mask: Mask::FULL,
+                lengths: Lengths::uniform(base.lengths.sequences(), base.lengths.max_q(), 20),
+                head_dim_v: 8,
+                ..base
+            },
+            Problem { lengths: Lengths::uniform(base.lengths.sequences(), 50, base.lengths.max_k()), ..base },
         ] {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let dout = random_dout::<bf16>(&inputs, 5);
@@ -320,8 +332,15 @@ mod tests {
     fn a_row_in_no_pair_has_no_gradient() {
         let square = Problem::square(1, 3, 1, 8, Mask::CAUSAL, Dtype::Bf16);
         // Queries 0 and 1 see no key; of a window of one, keys 0 and 1 are seen by no query.
-        let blind = Problem { seqlen_q: 5, ..square };
-        let unseen = Problem { seqlen_k: 5, mask: Mask::window(0, 0), ..square };
+        let blind = Problem {
+            lengths: Lengths::uniform(square.lengths.sequences(), 5, square.lengths.max_k()),
+            ..square
+        };
+        let unseen = Problem {
+            lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 5),
+            mask: Mask::window(0, 0),
+            ..square
+        };
         for (problem, tensors) in [(blind, &[0][..]), (unseen, &[1, 2])] {
             let mut gradients = shapes(&problem).map(|shape| vec![bf16::ONE; shape.iter().product()]);
             tensors.iter().for_each(|&i| gradients[i][..2 * 8].fill(bf16::ZERO));
@@ -340,6 +359,15 @@ mod tests {
         let problem = Problem::square(4, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
         let heads = choose(&problem, 3);
         assert!(!heads.is_empty() && heads.len() < 16 && heads.contains(&(3, 15)));
-        assert_eq!(choose(&Problem { batch: 0, ..problem }, 3), []);
+        assert_eq!(
+            choose(
+                &Problem {
+                    lengths: Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k()),
+                    ..problem
+                },
+                3
+            ),
+            []
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is timed.
 
 use fa_attn::device::{DeviceGradients, Half, shapes};
-use fa_core::{Dtype, Problem, TensorLayout};
+use fa_core::{Dtype, Lengths, Problem, TensorLayout, Types};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
@@ -21,7 +21,13 @@ pub struct SampleHead {
 
 /// The head as a problem of its own.
 fn part(problem: &Problem) -> Problem {
-    Problem { batch: 1, heads_q: problem.group_size(), heads_kv: 1, dtype: Dtype::F32, ..*problem }
+    Problem {
+        lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
+        heads_q: problem.group_size(),
+        heads_kv: 1,
+        types: Types::same(Dtype::F32),
+        ..*problem
+    }
 }
 
 /// Copies the last `own` heads of the last batch entry of a packed BSHD tensor.
@@ -43,7 +49,7 @@ impl SampleHead {
     pub fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SampleHead, CpuError> {
         let problem = inputs.problem;
         let own = part(&problem);
-        if problem.batch == 0 || problem.heads_kv == 0 {
+        if problem.lengths.sequences() == 0 || problem.heads_kv == 0 {
             return Ok(SampleHead { problem, gradients: Default::default() });
         }
         let [q, k, v, out] = shapes(&problem);
@@ -91,7 +97,7 @@ impl SampleHead {
             let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
             let of_head = [1, shape[1], heads, shape[3]];
             let found =
-                compare::compare::<T, T>(of_head, self.problem.dtype, &own, &self.gradients[i], None)?
+                compare::compare::<T, T>(of_head, self.problem.types.qkv, &own, &self.gradients[i], None)?
                     .allowing(SHARE * largest);
             worst.passed &= found.passed();
             worst.rows += shape[1] * heads;

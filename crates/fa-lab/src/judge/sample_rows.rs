@@ -1,7 +1,7 @@
 //! Is an output right? Judged on a few rows, so that a large problem is checked in a moment before it is timed.
 
 use fa_attn::device::{DeviceOutput, Half};
-use fa_core::{Mask, Problem, Strides};
+use fa_core::{Lengths, Mask, Problem, Strides};
 use fa_cpu::compare::{self, Comparison};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
@@ -56,7 +56,8 @@ impl SampleRows {
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, seed: u64) -> Result<SampleRows, CpuError> {
         let problem = inputs.problem;
-        let Problem { batch, heads_q, seqlen_q, .. } = problem;
+        let Problem { heads_q, .. } = problem;
+        let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
         if batch == 0 || seqlen_q == 0 {
             return Ok(SampleRows { problem, blocks: Vec::new() });
         }
@@ -81,7 +82,8 @@ impl SampleRows {
     /// # Errors
     /// [`CpuError`] when the output does not have the problem's size.
     pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
-        let Problem { heads_q, seqlen_q, head_dim_v, dtype, .. } = self.problem;
+        let Problem { heads_q, head_dim_v, .. } = self.problem;
+        let (seqlen_q, dtype) = (self.problem.lengths.max_q(), self.problem.types.qkv);
         fa_cpu::check::check_len(
             "out",
             outputs.out.len(),
@@ -126,18 +128,18 @@ fn block<T: Half>(
     let whole = &inputs.problem;
     let kv_head = head / whole.group_size();
     // Full masks have no diagonal. Others: the keys that the last of these rows may see, if its right side were 0.
-    let diagonal = (first + rows + whole.seqlen_k).saturating_sub(whole.seqlen_q);
+    let diagonal = (first + rows + whole.lengths.max_k()).saturating_sub(whole.lengths.max_q());
     let seqlen_k = match whole.mask {
-        Mask { left: None, right: None } => whole.seqlen_k,
-        Mask { right: Some(0), .. } => diagonal.min(whole.seqlen_k),
+        Mask { left: None, right: None } => whole.lengths.max_k(),
+        Mask { right: Some(0), .. } => diagonal.min(whole.lengths.max_k()),
         // With a window to the right only the last rows can stand by themselves.
-        _ => whole.seqlen_k,
+        _ => whole.lengths.max_k(),
     };
     let first = match whole.mask {
         Mask { left: None, right: None } | Mask { right: Some(0), .. } => first,
-        _ => whole.seqlen_q - rows,
+        _ => whole.lengths.max_q() - rows,
     };
-    let problem = Problem { batch: 1, heads_q: 1, heads_kv: 1, seqlen_q: rows, seqlen_k, ..*whole };
+    let problem = Problem { lengths: Lengths::uniform(1, rows, seqlen_k), heads_q: 1, heads_kv: 1, ..*whole };
     let [q, k, v] = &inputs.values;
     let (hd, hdv) = (whole.head_dim, whole.head_dim_v);
     let row = |seqlen: usize, heads: usize, dim: usize, first: usize, head: usize| {
@@ -146,19 +148,19 @@ fn block<T: Half>(
     let strides = |heads: usize, dim: usize| Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
     let q = TensorRef::new(
         "q",
-        &q[row(whole.seqlen_q, whole.heads_q, hd, first, head)..],
+        &q[row(whole.lengths.max_q(), whole.heads_q, hd, first, head)..],
         [1, rows, 1, hd],
         strides(whole.heads_q, hd),
     )?;
     let k = TensorRef::new(
         "k",
-        &k[row(whole.seqlen_k, whole.heads_kv, hd, 0, kv_head)..],
+        &k[row(whole.lengths.max_k(), whole.heads_kv, hd, 0, kv_head)..],
         [1, seqlen_k, 1, hd],
         strides(whole.heads_kv, hd),
     )?;
     let v = TensorRef::new(
         "v",
-        &v[row(whole.seqlen_k, whole.heads_kv, hdv, 0, kv_head)..],
+        &v[row(whole.lengths.max_k(), whole.heads_kv, hdv, 0, kv_head)..],
         [1, seqlen_k, 1, hdv],
         strides(whole.heads_kv, hdv),
     )?;

@@ -1,6 +1,8 @@
 //! The two published ladders, step by step with the mma.sync kernel's switches.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, Sm80Fwd};
+use fa_core::{
+    Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, ScoreKind, Sm80Fwd, Types,
+};
 use fa_planner::plan::PlanError;
 
 use super::rungs::{Ladder, Rung};
@@ -37,11 +39,11 @@ pub fn ladders(arch: Arch, seqlens: &[usize]) -> Result<Vec<Ladder>, PlanError> 
 
 fn spec(problem: &Problem, kernel: &Sm80Fwd) -> KernelSpec {
     KernelSpec {
-        dtype: problem.dtype,
+        types: Types::same(problem.types.qkv),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         mask: MaskKind::of(&problem.mask),
-        softcap: false,
+        score: ScoreKind::NONE,
         kernel: Kernel::Sm80Fwd(kernel.clone()),
     }
 }

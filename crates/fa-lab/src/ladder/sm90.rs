@@ -1,7 +1,7 @@
 //! The wgmma kernel's knobs, each turned alone.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Problem, Sm90Fwd};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Problem, Sm90Fwd};
 use fa_planner::plan::{PlanOptions, account, plan};
 
 use super::rungs::{Ladder, Rung};
@@ -111,7 +111,12 @@ fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
 /// Sixteen queries of eight heads per K/V head: one by one they fill an eighth of a tile.
 fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> Result<Ladder> {
     let square = Problem::square(16, 16, 64, head_dim, Mask::CAUSAL, Dtype::Bf16);
-    let problem = Problem { seqlen_k: 8192, heads_kv: 8, head_dim_v, ..square };
+    let problem = Problem {
+        lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 8192),
+        heads_kv: 8,
+        head_dim_v,
+        ..square
+    };
     let (spec, own) = base(arch, &problem)?;
     // A group of eight has to divide the rows of a tile: all do.
     let with = |pack_gqa| KernelSpec {

@@ -18,7 +18,7 @@ pub fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>
         Cases::Grid { extent, repeat } => of_grid(options.pass, *extent, *repeat, arch, family)?,
         Cases::Spec { spec, repeat } => {
             let mut cases = grid::of_spec("spec", &spec.to_string(), spec, Extent::Full);
-            let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
+            let repeated = cases.iter().max_by_key(|case| case.problem.lengths.max_q().min(1024)).cloned();
             cases.extend(repeated.map(|case| Case { action: Action::Repeat(*repeat), ..case }));
             cases
         }

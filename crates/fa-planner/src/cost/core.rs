@@ -203,7 +203,7 @@ pub(crate) fn evaluate(
     let power = steps * 2.0 * scores * width / (limits.peak_tensor_flops() * c.power_cap);
     let tensor = alone(model.tensor).max(power);
 
-    let element = problem.dtype.bytes() as f64;
+    let element = problem.types.qkv.bytes() as f64;
     let tile_bytes = f64::from(tile_m) * width * element;
     let l2_bytes = steps * f64::from(tile_n) * width * element / model.sharing + work.tiles * tile_bytes;
     let busy = work.tiles.min(sms).max(1.0);
@@ -238,12 +238,12 @@ pub(crate) fn evaluate(
 
 /// Compulsory bytes, and for every further wave of a head's tiles the part of K and V that L2 does not hold.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
-    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.dtype.bytes() as f64;
+    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.types.qkv.bytes() as f64;
     if work.tiles == 0.0 {
         return 0.0;
     }
-    let heads = problem.batch as f64 * problem.heads_kv as f64;
-    let kv_head = problem.seqlen_k as f64 * width;
+    let heads = problem.lengths.sequences() as f64 * problem.heads_kv as f64;
+    let kv_head = problem.lengths.max_k() as f64 * width;
     if kv_head == 0.0 {
         return problem.bytes_forward();
     }

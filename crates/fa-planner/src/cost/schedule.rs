@@ -50,8 +50,8 @@ impl Work {
     /// K/V head's query heads lie together: row `r` is query `r / group_size`.
     pub fn of(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
-        let heads = problem.batch as f64 * (problem.heads_q / group) as f64;
-        let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
+        let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
+        let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         Work::cut(problem, (seqlen_q * group).div_ceil(tile_m), heads, |tile| {
             let first = tile * tile_m / group;
@@ -64,9 +64,9 @@ impl Work {
     /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile loops
     /// over the queries of one of `splits` parts of its K/V head's query heads.
     pub fn of_keys(problem: &Problem, tile_m: u32, tile_n: u32, splits: usize) -> Work {
-        let heads = problem.batch as f64 * (problem.heads_kv * splits) as f64;
+        let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * splits) as f64;
         let walks = problem.group_size().div_ceil(splits.max(1));
-        let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
+        let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         Work::cut(problem, seqlen_k.div_ceil(tile_n), heads, |tile| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
@@ -158,7 +158,7 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Lengths, Mask};
 
     fn lengths(classes: &[(f64, f64)]) -> Work {
         let classes =
@@ -235,7 +235,7 @@ mod tests {
     #[test]
     fn packing_folds_a_group_into_the_rows() {
         let decode = Problem {
-            seqlen_q: 1,
+            lengths: Lengths::uniform(2, 1, 4096),
             heads_kv: 8,
             ..Problem::square(2, 4096, 32, 128, Mask::CAUSAL, Dtype::F16)
         };

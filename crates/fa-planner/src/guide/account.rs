@@ -2,7 +2,7 @@
 //! leave out.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Sm90Fwd};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Sm90Fwd, Types};
 use serde::Serialize;
 
 use crate::head_dims::HeadDims;
@@ -65,7 +65,14 @@ pub fn bwd(dims: HeadDims, config: &BwdConfig) -> Account {
 }
 
 fn spec(head_dim: u32, head_dim_v: u32, kernel: Kernel) -> KernelSpec {
-    KernelSpec { dtype: Dtype::Bf16, head_dim, head_dim_v, mask: MaskKind::Full, softcap: false, kernel }
+    KernelSpec {
+        types: Types::same(Dtype::Bf16),
+        head_dim,
+        head_dim_v,
+        mask: MaskKind::Full,
+        score: ScoreKind::NONE,
+        kernel,
+    }
 }
 
 fn of(smem: SmemPlan, num_wg: u32) -> Account {

@@ -14,8 +14,8 @@ fn rows(report: &Report) -> Vec<[String; 10]> {
         [
             head_dims(problem),
             problem.mask.to_string(),
-            problem.dtype.to_string(),
-            format!("{}x{}x{}", problem.batch, problem.heads_q, problem.seqlen_k),
+            problem.types.qkv.to_string(),
+            format!("{}x{}x{}", problem.lengths.sequences(), problem.heads_q, problem.lengths.max_k()),
             p.winner.clone().unwrap_or_else(|| "-".into()),
             number(p.tflops, 0),
             p.first_choice.clone().unwrap_or_else(|| "-".into()),

@@ -134,7 +134,7 @@ impl Session {
         if need > have / 10 * 8 {
             return Err(Error::NotTried(format!("needs {need} B of device memory, the GPU has {have} B")));
         }
-        if case.arrangement == Arrangement::SharedRows && case.problem.seqlen_k == 0 {
+        if case.arrangement == Arrangement::SharedRows && case.problem.lengths.max_k() == 0 {
             return Err(Error::NotTried("there are no keys to share".to_owned()));
         }
         Ok(())

@@ -42,7 +42,7 @@ fn model(
     let smem = resident * (reads + tile_n * (hd + hdv)) * bytes / limits.smem_bytes;
     // Scores that do not fit the registers are read twice: once for the maximum, once for the exponentials.
     let passes = if account.softmax_chunk < tile.tile_n { 1.0 } else { 0.0 };
-    let (cap_mufu, cap_ops) = if problem.softcap.is_some() { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if problem.score.softcap.is_some() { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
     let ops = c.softmax_ops + c.sm100_poly * c.poly_ops + cap_ops + passes;
     let exp = resident * scores * softmax_clocks(limits, 1.0 - c.sm100_poly + cap_mufu, ops);
     let products = overlap([tensor, smem], 4.0);

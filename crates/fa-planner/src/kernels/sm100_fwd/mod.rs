@@ -74,8 +74,8 @@ pub fn explore(
     constants: Option<CostConstants>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
-    if !problem.dtype.is_half() {
-        return Err(PlanError::Dtype(problem.dtype));
+    if !problem.types.qkv.is_half() {
+        return Err(PlanError::Dtype(problem.types.qkv));
     }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });

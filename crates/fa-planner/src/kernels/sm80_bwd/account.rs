@@ -36,7 +36,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("do", kernel.do_stages * tile_m * hdv * 2, align);
     plan.push("k", tile_n * hd * 2, align);
     plan.push("v", tile_n * hdv * 2, align);
-    plan.push("p", if spec.softcap { 2 } else { 1 } * tile_m * tile_n * 2, align);
+    plan.push("p", if spec.score.softcap { 2 } else { 1 } * tile_m * tile_n * 2, align);
     plan.push("ds", tile_m * tile_n * 2, align);
     plan.push("lse", kernel.q_stages * tile_m * 4, align);
     plan.push("dpsum", kernel.do_stages * tile_m * 4, align);

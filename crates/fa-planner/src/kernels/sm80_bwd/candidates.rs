@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm80Bwd, Types};
 
 use crate::occupancy::WARP;
 
@@ -77,7 +77,7 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
-    let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
+    let (dtype, softcap) = (problem.types.qkv, problem.score.softcap.is_some());
     TILE_M
         .into_iter()
         .flat_map(|tile_m| TILE_N.into_iter().map(move |tile_n| (tile_m, tile_n)))
@@ -105,7 +105,14 @@ pub fn candidates(
                 tile_order,
                 deterministic,
             });
-            Some(KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel })
+            Some(KernelSpec {
+                types: Types::same(dtype),
+                head_dim,
+                head_dim_v,
+                mask,
+                score: ScoreKind { softcap },
+                kernel,
+            })
         })
         .filter(move |spec| {
             let Kernel::Sm80Bwd(kernel) = &spec.kernel else { return false };

@@ -47,10 +47,10 @@ pub(crate) fn predict(
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;
     // Operands and P, read; P (with a soft cap twice) and dS stored; Q and dO copied in.
     let loads = 2.0 * tile_m * (hd + hdv);
-    let stored = if spec.softcap { 6.0 } else { 4.0 } * scores;
+    let stored = if spec.score.softcap { 6.0 } else { 4.0 } * scores;
     let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
     let smem = bytes / limits.smem_bytes;
-    let (cap_mufu, cap_ops) = if spec.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.sm80_bwd_ops + cap_ops);
     let per_scheduler = resident * warps / 4.0;
     // A scheduler with a single warp issues nothing while that warp waits for its products or for the other

@@ -7,7 +7,7 @@
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Bwd, Types};
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
@@ -33,10 +33,17 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
-    let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
+    let (dtype, softcap) = (problem.types.qkv, problem.score.softcap.is_some());
     let spec_of = move |kernel: Sm90Bwd| {
         let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, ..kernel });
-        KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel }
+        KernelSpec {
+            types: Types::same(dtype),
+            head_dim,
+            head_dim_v,
+            mask,
+            score: ScoreKind { softcap },
+            kernel,
+        }
     };
     let dims = HeadDims { head_dim, head_dim_v };
     let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);

@@ -44,7 +44,8 @@ pub(crate) fn predict(
     let loads = tile_m * (hd + hdv) * 2.0;
     let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + loads) / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
-    let (cap_mufu, cap_ops) = if spec.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) =
+        if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.ops + cap_ops);
     let products = overlap([tensor, smem], c.smem_overlap);
     let exposed = c.step

@@ -21,7 +21,7 @@ pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 /// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of
 /// whichever swizzle its row width allows. The total is a multiple of 1024.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
-    let bytes = spec.dtype.bytes() as u32;
+    let bytes = spec.types.qkv.bytes() as u32;
     let Sm90Fwd { tile_m, tile_n, q_stages, kv_stages, .. } = *kernel;
     let mut plan = SmemPlan::default();
     plan.push("q", q_stages * tile_m * spec.head_dim * bytes, TILE_ALIGN);
@@ -88,7 +88,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Kernel, MaskKind};
+    use fa_core::{Dtype, Kernel, MaskKind, ScoreKind, Types};
 
     use super::*;
 
@@ -106,11 +106,11 @@ mod tests {
             ..Sm90Fwd::default()
         };
         let spec = KernelSpec {
-            dtype: Dtype::Bf16,
+            types: Types::same(Dtype::Bf16),
             head_dim: 128,
             head_dim_v: 128,
             mask: MaskKind::Full,
-            softcap: false,
+            score: ScoreKind::NONE,
             kernel: Kernel::Sm90Fwd(kernel.clone()),
         };
         let offsets = |plan: &SmemPlan| -> Vec<(String, u32)> {

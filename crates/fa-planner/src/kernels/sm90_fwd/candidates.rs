@@ -1,7 +1,7 @@
 //! The SM90 forwards that are tried for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Fwd, Types};
 
 use super::account::smem;
 
@@ -18,7 +18,8 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 /// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
 /// group packed or not.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, softcap, dtype) = (MaskKind::of(&problem.mask), problem.softcap.is_some(), problem.dtype);
+    let (mask, softcap, dtype) =
+        (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
     let problem = *problem;
     // Tiles of equal length are assigned statically; others dynamically, the longest first.
     let (scheduler, tile_order) = if mask == MaskKind::Full {
@@ -52,11 +53,11 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 pack_gqa,
             };
             with_room_for_q(KernelSpec {
-                dtype,
+                types: Types::same(dtype),
                 head_dim,
                 head_dim_v,
                 mask,
-                softcap,
+                score: ScoreKind { softcap },
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
@@ -72,7 +73,7 @@ fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]
-    } else if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) {
+    } else if tiles(problem.lengths.max_q() * group) < group * tiles(problem.lengths.max_q()) {
         &[true]
     } else {
         &[false]

@@ -46,7 +46,7 @@ fn model(
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
     let lazy = k.rescale_threshold > 0;
     let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
-    let (cap_mufu, cap_ops) = if spec.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if spec.score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
     let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
 
@@ -65,7 +65,7 @@ fn model(
     // A warpgroup skips the key tiles that only the rows of the warpgroups below it see (64 keys less for
     // each), and the whole tile if it has no rows.
     let (passed, busy) = if masked && (64..k.tile_m).contains(&k.tile_n) && k.kv_stages > 1 {
-        let rows = problem.seqlen_q * if k.pack_gqa { problem.group_size() } else { 1 };
+        let rows = problem.lengths.max_q() * if k.pack_gqa { problem.group_size() } else { 1 };
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         (32.0 * (num_wg - 1.0) / tile_n, rows.div_ceil(64) as f64 / groups.max(1) as f64)
     } else {
