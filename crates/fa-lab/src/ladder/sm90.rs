@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::marks::TOKENS;
 use crate::shape::HeadDim;
 
-/// A length at which tiles are many and long enough for every knob to tell.
+/// A length at which tiles are many and long enough for every knob to show.
 const SEQLEN: usize = 4096;
 
 /// A ladder for each head dim, mask and length, and one with grouped heads for packing.
