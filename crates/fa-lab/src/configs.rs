@@ -5,8 +5,9 @@ use std::sync::Mutex;
 
 use fa_core::{Arch, Dtype, Family, KernelSpec, Mask, Pass, Problem};
 use fa_kernels::{Cache, Compiler, Error, Headers, Report, Source, smem_bytes};
+use fa_planner::account::Reason;
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{PlanOptions, Reason, explore};
+use fa_planner::plan::{PlanOptions, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 

@@ -3,7 +3,7 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
-use fa_planner::plan::account;
+use fa_planner::account::account;
 
 use super::case::NamedSpec;
 

@@ -130,7 +130,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
 
 #[cfg(test)]
 mod tests {
-    use fa_planner::plan::account;
+    use fa_planner::account::account;
 
     use super::*;
 

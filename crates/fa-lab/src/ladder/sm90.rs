@@ -2,7 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Problem, Sm90Fwd};
-use fa_planner::plan::{PlanOptions, account, plan};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanOptions, plan};
 
 use super::rungs::{Ladder, Rung};
 use crate::error::{Error, Result};

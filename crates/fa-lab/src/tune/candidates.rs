@@ -2,7 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem};
-use fa_planner::plan::{PlanError, PlanOptions, account, plan, plan_spec};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanError, PlanOptions, plan, plan_spec};
 use serde::{Deserialize, Serialize};
 
 /// A kernel to measure.

@@ -1,7 +1,7 @@
 //! The cases that are asked for.
 
 use fa_core::{Arch, Family, Pass};
-use fa_planner::plan::account;
+use fa_planner::account::account;
 
 use super::options::{Cases, Options};
 use super::{configs, sanitize};
