@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         Ok(Verdict::Bad) => ExitCode::from(EXIT_FAILURE),
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Standard error may be closed too; then there is nobody to tell.
+            // Standard error may be closed too; then nobody reads.
             let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&error));
             ExitCode::from(failure::exit_code(&error))
         }
