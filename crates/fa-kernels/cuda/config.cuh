@@ -87,18 +87,19 @@ struct Sm90FwdConfig {
     int cluster_m;
     // Of 16 exponentials, how many are polynomials on the FMA units: 0 to 16.
     int exp_poly_of_16;
-    // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0 rescales
-    // whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a tile's
-    // probabilities P shows that it grew that far. Beyond 15, P would leave f16.
+    // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
+    // rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
+    // tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
     int rescale_threshold;
     // Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
     bool pack_gqa;
 };
 
-// Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m` queries that see
-// them.
+// Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
+// queries that see them.
 //
-// Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16 blocks.
+// Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16
+// blocks.
 struct Sm80BwdConfig {
     // Type of Q, K, V and O.
     Dtype dtype;
@@ -126,8 +127,8 @@ struct Sm80BwdConfig {
     int atom_layout_n_dkv;
     // Warps of a half along `tile_m` in dQ; divides `num_warps / 2`.
     int atom_layout_m_dq;
-    // Columns of dQ that the first half of the warps computes, fewer than the head dim; the second half computes
-    // the others.
+    // Columns of dQ that the first half of the warps computes, fewer than the head dim; the second half
+    // computes the others.
     int dq_first;
     // Resident CTAs per SM that the register budget is set for, 1 to 4.
     int blocks_per_sm;
@@ -137,11 +138,12 @@ struct Sm80BwdConfig {
     bool deterministic;
 };
 
-// Parameters of the SM90 backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m` queries that see them.
+// Parameters of the SM90 backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m` queries
+// that see them.
 //
 // A step has five products: S and dP (`[tile_m, tile_n]`), dK and dV (`[tile_n, head dim]`) and dQ
-// (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are divided among the
-// warpgroups (atom layout).
+// (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are
+// divided among the warpgroups (atom layout).
 struct Sm90BwdConfig {
     // Type of Q, K, V and O.
     Dtype dtype;
@@ -179,7 +181,8 @@ struct Sm90BwdConfig {
     int atom_layout_m_dq;
     // P and dS as register operands of dV and dK instead of through shared memory.
     bool mma_dkv_is_rs;
-    // dQ is added to device memory from shared memory by TMA; otherwise by vector atomics from registers.
+    // dQ is added to device memory from shared memory by TMA; otherwise by vector atomics from
+    // registers.
     bool dq_via_smem;
     // Parts in which dQ is computed, one after the other in the same registers: 1 or 2.
     int dq_slices;
