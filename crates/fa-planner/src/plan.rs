@@ -6,11 +6,12 @@
 use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError};
 use serde::Serialize;
 
-pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
-
+use crate::account::reason::Reason;
+use crate::account::{Account, account};
 use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
+use crate::registers::Registers;
 use crate::smem::SmemPlan;
 use crate::tally::{Tally, tally};
 
