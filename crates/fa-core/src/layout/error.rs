@@ -76,7 +76,8 @@ pub enum LayoutError {
         /// Steps from one end of the mode to the other.
         steps: u64,
     },
-    /// Composition: the modes of the inner layout together carry from one mode of the outer layout to the next.
+    /// Composition: the modes of the inner layout together carry from one mode of the outer layout to the
+    /// next.
     #[error(
         "the inner modes add up to {reach} in an outer mode of extent {extent}: they carry into the next mode"
     )]
