@@ -38,7 +38,8 @@ pub enum CpuError {
     },
     /// Two elements of an output would share storage.
     #[error(
-        "{tensor} is written, so no two of its elements may share storage: strides {strides:?} do not allow it"
+        "{tensor} is written, so no two of its elements may share storage: strides {strides:?} do not allow \
+         it"
     )]
     Overlap {
         /// The tensor.
@@ -58,8 +59,8 @@ pub enum CpuError {
     },
     /// Scale and soft cap leave the numbers that sums are held in.
     #[error(
-        "softmax_scale = {scale:?}{}: the tiled implementation computes in f32, which ends at 3.4e38 and 1.2e-38 (the \
-         reference takes any)",
+        "softmax_scale = {scale:?}{}: the tiled implementation computes in f32, which ends at 3.4e38 and \
+         1.2e-38 (the reference takes any)",
         softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}"))
     )]
     Range {

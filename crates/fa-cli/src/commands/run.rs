@@ -58,9 +58,10 @@ Examples:
   fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
   fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
 
-Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
-head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
-logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
+Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
+heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
+heads_q, seqlen_q] (natural logarithm). Masks are aligned at the bottom right: query i sits on key i + \
+seqlen_k - seqlen_q.";
 
 /// What is printed.
 #[derive(Debug, Serialize)]

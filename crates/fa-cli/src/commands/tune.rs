@@ -42,7 +42,8 @@ pub struct TuneArgs {
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
     /// Launches of each kernel that count, in turns of about six
-    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    #[arg(long, value_name = "N", default_value_t = 24)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: u16,
     /// Measure again what has been measured
     #[arg(long)]
@@ -66,8 +67,8 @@ Examples:
   fa tune --mode bwd --marks sm90-bwd
   fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
 
-A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over all sequences \
-rounded up to powers of two. Interrupted, it goes on where it was.";
+A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over \
+all sequences rounded up to powers of two. Interrupted, it goes on where it was.";
 
 /// Runs the command.
 ///

@@ -1,4 +1,5 @@
-//! The forward in bf16 with f32 sums: the same walk as [`super::forward`], on tiles that AMX and AVX512-BF16 read.
+//! The forward in bf16 with f32 sums: the same walk as [`super::forward`], on tiles that AMX and AVX512-BF16
+//! read.
 //!
 //! Weights are rounded to bf16 before they meet V, as GPU kernels do; their sum is taken before the rounding.
 
