@@ -253,7 +253,8 @@ impl Tables {
 #[cfg(test)]
 mod tests {
     use fa_core::{Arch, Lengths, Mask, ScoreMod};
-    use fa_planner::plan::{PlanOptions, account, plan};
+    use fa_planner::account::account;
+    use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
 

@@ -63,11 +63,11 @@ impl MaskArgs {
 /// Flags of the CPU implementation.
 #[derive(Clone, Debug, Default, Args)]
 pub struct CpuArgs {
-    /// CPU threads [default: all cores]
+    /// CPU threads, at most 64 or 4 a core [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
-    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the best
-    /// that this CPU has]
+    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the
+    /// best that this CPU has]
     #[arg(long)]
     pub isa: Option<Isa>,
 }

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// Element type of an attention problem's tensors.
 ///
-/// `E4m3` is named so that specs and plans can speak of it; what does not compute in it says so with an error.
+/// `E4m3` is named so that specs and plans can speak of it; what does not compute in it says so with an
+/// error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -52,7 +53,8 @@ impl Dtype {
         }
     }
 
-    /// Half the distance between 1 and the next larger number: the largest relative rounding error of a normal number.
+    /// Half the distance between 1 and the next larger number: the largest relative rounding error of a
+    /// normal number.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             Dtype::F32 => 1.0 / (1u64 << 24) as f64,

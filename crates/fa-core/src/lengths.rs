@@ -2,8 +2,8 @@
 
 /// The sequences of a batch: how many there are, and the queries and keys of each.
 ///
-/// Callers ask for what they need (the longest sequence, or all of them together) and not for how the batch is laid out:
-/// for one tile grid, [`Lengths::max_q`]; for sizes of memory, [`Lengths::total_q`].
+/// Callers ask for what they need (the longest sequence, or all of them together) and not for how the batch
+/// is laid out: for one tile grid, [`Lengths::max_q`]; for sizes of memory, [`Lengths::total_q`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Lengths {
     /// All sequences are of the same lengths.

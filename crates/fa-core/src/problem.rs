@@ -6,12 +6,12 @@ use crate::{Dtype, Lengths, Mask, Pass, ScoreMod, Types};
 
 /// `O = softmax(mask(score(scale * Q K^T))) V` for each query head of each sequence.
 ///
-/// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V
-/// `[batch, seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
+/// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V `[batch,
+/// seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
 /// head `h` reads K and V head `h / (heads_q / heads_kv)`.
 ///
-/// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths, `dtype` for the types,
-/// `softcap` for the change of scores.
+/// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths, `dtype` for the
+/// types, `softcap` for the change of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Flat", into = "Flat")]
 pub struct Problem {
@@ -175,8 +175,8 @@ impl Problem {
         }
     }
 
-    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero outputs; beside them the other
-    /// lengths keep the bound that they have beside 1.
+    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero
+    /// outputs; beside them the other lengths keep the bound that they have beside 1.
     ///
     /// # Errors
     /// The first [`ProblemError`] found.
@@ -249,8 +249,9 @@ impl Problem {
         2.0 * self.pairs() * (self.head_dim + self.head_dim_v) as f64
     }
 
-    /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five products of
-    /// a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs * (3 hd + 2 hdv)`.)
+    /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five
+    /// products of a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs
+    /// * (3 hd + 2 hdv)`.)
     pub fn flops_backward(&self) -> f64 {
         2.5 * self.flops_forward()
     }

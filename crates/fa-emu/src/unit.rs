@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::Source;
-use fa_planner::smem::SmemPlan;
+use fa_planner::account::SmemPlan;
 use libloading::Library;
 
 use crate::compiler::Compiler;

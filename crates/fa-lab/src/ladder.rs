@@ -27,7 +27,8 @@ pub struct Options {
     pub family: Family,
     /// Sequence lengths; where there are none, 1k to 16k for SM80 and 4096 for SM90.
     pub seqlens: Vec<usize>,
-    /// Head dims of the SM90 kernels; where there are none, 128. The SM80 ladder has head dim 128, as published.
+    /// Head dims of the SM90 kernels; where there are none, 128. The SM80 ladder has head dim 128, as
+    /// published.
     pub head_dims: Vec<HeadDim>,
     /// How often each step runs.
     pub turns: Turns,

@@ -10,13 +10,14 @@ use fa_core::{Dtype, Family, Mask, Pass, Problem};
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
-    /// mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long
+    /// mma.sync kernels next to FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long
     Sm80,
-    /// wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long; and f16 causal
+    /// wgmma kernels next to all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long;
+    /// and f16 causal
     Sm90,
-    /// Gradients by mma.sync kernels beside FlashAttention 2: as sm80
+    /// Gradients by mma.sync kernels next to FlashAttention 2: as sm80
     Sm80Bwd,
-    /// Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90
+    /// Gradients by wgmma kernels next to all peers: the bf16 shapes of sm90
     Sm90Bwd,
     /// Layers of released models, either pass, by the fastest kernels that the GPU runs
     Models,
@@ -48,8 +49,8 @@ pub const TOKENS: usize = 16384;
 /// Query heads and K/V heads by head dims: 2048 columns, or what models with that head dim have.
 const HEADS: [(usize, usize, usize); 4] = [(64, 64, 32), (128, 128, 16), (256, 256, 8), (192, 128, 16)];
 
-/// f16, causal, B = 4, 32 heads, head dim 128: what TileGym's cuTile kernel reaches on an H100 (tileiras 13.4, the best of
-/// five tiles) by sequence length.
+/// f16, causal, B = 4, 32 heads, head dim 128: what TileGym's cuTile kernel reaches on an H100 (tileiras
+/// 13.4, the best of five tiles) by sequence length.
 const CUTILE: [(usize, f64); 5] =
     [(1024, 322.0), (2048, 433.0), (4096, 483.0), (8192, 487.0), (16384, 495.0)];
 

@@ -3,14 +3,15 @@
 //! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
 //! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError};
 use serde::Serialize;
 
-pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
-
+use crate::account::reason::Reason;
+use crate::account::{Account, account};
 use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
+use crate::registers::Registers;
 use crate::smem::SmemPlan;
 use crate::tally::{Tally, tally};
 
@@ -248,30 +249,4 @@ pub fn sweep(
         Ok((seqlen, plans.into_iter().next().expect("a plan without error is not empty")))
     };
     seqlens.iter().copied().map(best).collect()
-}
-
-/// A field of a spec's kernel by name, as text; `None` where the kernel has no such field.
-pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
-    macro_rules! by_name {
-        ($kernel:expr; $($field:ident),*) => {
-            match name {
-                $(stringify!($field) => Some($kernel.$field.to_string()),)*
-                _ => None,
-            }
-        };
-    }
-    match &spec.kernel {
-        Kernel::Sm80Fwd(k) => by_name!(k; tile_m, tile_n, num_warps, stages, q_in_regs, blocks_per_sm),
-        Kernel::Sm90Fwd(k) => {
-            by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, q_stages, kv_stages, ping_pong, pack_gqa)
-        }
-        Kernel::Sm80Bwd(k) => by_name!(
-            k; tile_m, tile_n, num_warps, q_stages, do_stages, atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq,
-            dq_first, blocks_per_sm
-        ),
-        Kernel::Sm90Bwd(k) => by_name!(
-            k; tile_m, tile_n, num_wg, q_stages, do_stages, pds_stages, sdp_swap_ab, dkv_swap_ab, dq_swap_ab,
-            atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq, mma_dkv_is_rs, dq_via_smem, dq_slices
-        ),
-    }
 }

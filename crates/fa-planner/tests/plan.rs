@@ -1,9 +1,9 @@
 //! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
 
 use fa_core::{Arch, Dtype, Family, Kernel, Lengths, Mask, Problem, ScoreMod, Types};
-use fa_planner::account::smem;
+use fa_planner::account::{Reason, smem};
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
-use fa_planner::plan::{Plan, PlanError, PlanOptions, Reason, explore, plan, plan_spec, sweep};
+use fa_planner::plan::{Plan, PlanError, PlanOptions, explore, plan, plan_spec, sweep};
 use proptest::prelude::*;
 
 const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);

@@ -189,7 +189,7 @@ fn the_driver_agrees_with_the_plan() {
     for mask in [Mask::CAUSAL, Mask::FULL] {
         let forward = gpu.forward(&Problem { mask, ..BASE }, None).unwrap();
         let kernel = forward.kernel();
-        let plan = fa_planner::plan::account(&kernel.spec, kernel.arch).unwrap();
+        let plan = fa_planner::account::account(&kernel.spec, kernel.arch).unwrap();
         assert_eq!(kernel.smem, plan.smem.total);
         assert!(kernel.blocks_per_sm().unwrap() >= plan.blocks_per_sm, "{}", kernel.spec);
     }

@@ -95,7 +95,7 @@ Examples:
   fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html
   fa plan --guide --headdim 192-128 --mode bwd --explain";
 
-/// Plans that a table shows unless told otherwise.
+/// Plans that a table shows by default.
 const TABLE_ROWS: usize = 10;
 
 /// What is printed as JSON or RON.

@@ -127,16 +127,23 @@ pub(super) fn sees_all(problem: &Problem, queries: &Range<usize>, keys: &Range<u
     seen(queries.end - 1).start <= keys.start && keys.end <= seen(queries.start).end
 }
 
-/// Sets what the mask hides to -inf in a tile of scores, `keys` down and `queries` across at stride `ld`.
-pub(super) fn hide(problem: &Problem, queries: &Range<usize>, keys: &Range<usize>, s: &mut [f32], ld: usize) {
+/// Sets what the mask hides to `value` in a tile, `keys` down and `queries` across at stride `ld`: -inf for scores.
+pub(super) fn hide(
+    problem: &Problem,
+    queries: &Range<usize>,
+    keys: &Range<usize>,
+    s: &mut [f32],
+    ld: usize,
+    value: f32,
+) {
     // Key j is seen by a band of queries: the mask with its sides exchanged.
     let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
     let clamp = |query: usize| query.clamp(queries.start, queries.end) - queries.start;
     for (row, key) in s.chunks_mut(ld).zip(keys.clone()) {
         let seen = transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
         let row = &mut row[..queries.len()];
-        row[..clamp(seen.start)].fill(f32::NEG_INFINITY);
-        row[clamp(seen.end)..].fill(f32::NEG_INFINITY);
+        row[..clamp(seen.start)].fill(value);
+        row[clamp(seen.end)..].fill(value);
     }
 }
 
@@ -297,7 +304,7 @@ impl Job<'_> {
                 }
                 let hiding = !sees_all(problem, &queries, &keys);
                 if hiding {
-                    hide(problem, &queries, &keys, s, width);
+                    hide(problem, &queries, &keys, s, width, f32::NEG_INFINITY);
                 }
                 let shape = TileShape { keys: keys.len(), queries: columns, ld: width };
                 let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);

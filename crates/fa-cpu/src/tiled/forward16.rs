@@ -188,7 +188,7 @@ impl Job<'_> {
                 }
                 let real = keys.start..keys.end.min(problem.lengths.max_k());
                 if !sees_all(problem, &queries, &real) {
-                    hide(problem, &queries, &real, s, PANEL);
+                    hide(problem, &queries, &real, s, PANEL, f32::NEG_INFINITY);
                 }
                 s[real.len() * PANEL..keys.len() * PANEL].fill(f32::NEG_INFINITY);
                 let shape = TileShape { keys: keys.len(), queries: PANEL, ld: PANEL };

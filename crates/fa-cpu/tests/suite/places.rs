@@ -11,7 +11,9 @@ use proptest::prelude::*;
 
 use crate::gradients::masks;
 use crate::inputs::{Inputs, Views, assert_close, bshd};
-use crate::tiled::{Case, Expected, Results, check, check_against, describe, isas, one_rounding_from_f64};
+use crate::tiled::{
+    Case, Expected, Results, check, check_against, check_all, describe, isas, one_rounding_from_f64,
+};
 
 const SMALL: Problem = Problem {
     heads_kv: 2,
@@ -332,6 +334,65 @@ fn nan_and_infinity_where_the_oracle_has_them() {
             }
         }
     }
+}
+
+/// What the mask hides takes no part in any gradient, whatever it holds: the oracle's NaN and infinities, and no other.
+#[test]
+fn what_is_not_seen_leaks_into_no_gradient() {
+    let masks = [Mask::CAUSAL, Mask::window(3, 2), Mask::window(0, 0), Mask { left: Some(40), right: None }];
+    let shapes = [(5, 5), (5, 9), (9, 5), (150, 300)];
+    for (mask, (seqlen_q, seqlen_k)) in masks.into_iter().flat_map(|mask| shapes.map(|shape| (mask, shape))) {
+        let problem = Problem { mask, lengths: Lengths::uniform(1, seqlen_q, seqlen_k), ..SMALL };
+        for bad in [f32::NAN, f32::INFINITY] {
+            for (name, first) in
+                [("q", true), ("k", true), ("v", true), ("dout", true), ("q", false), ("dout", false)]
+            {
+                let mut inputs = Inputs::<f32>::random(&problem, 11);
+                let values = match name {
+                    "q" => &mut inputs.q,
+                    "k" => &mut inputs.k,
+                    "v" => &mut inputs.v,
+                    _ => &mut inputs.dout,
+                };
+                let at = if first { 3 } else { values.len() / 2 };
+                values[at] = bad;
+                let expected = Expected::compute(&problem, &inputs, true);
+                let name = format!("{bad} in {name} at {at}, {}", describe(&problem));
+                for isa in isas() {
+                    let failures = check_against(&name, &problem, &inputs, &expected, isa);
+                    assert!(failures.is_empty(), "{}", failures.join("\n"));
+                }
+            }
+        }
+    }
+}
+
+/// With few keys, what a 16-bit O has lost is not averaged away: delta comes from P and dP there.
+#[test]
+fn gradients_of_few_keys_keep_the_rule() {
+    let mut cases = vec![];
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for seqlen_k in 1..=6 {
+            for (i, head_dim) in [8, 13, 32, 64, 128].into_iter().enumerate() {
+                for (j, head_dim_v) in [8, 32, 128].into_iter().enumerate() {
+                    for seqlen_q in [1, 2, 5] {
+                        let mask = if (i + j) % 2 == 0 { Mask::FULL } else { Mask::CAUSAL };
+                        let score = ScoreMod { softcap: (i == 1).then_some(10.0) };
+                        let lengths = Lengths::uniform(1, seqlen_q, seqlen_k);
+                        let square = Problem::square(1, 1, 1, head_dim, mask, dtype);
+                        let problem = Problem { lengths, head_dim_v, score, ..square };
+                        cases.push(Case { problem, with_backward: true, all_isas: false });
+                    }
+                }
+            }
+        }
+    }
+    // Windows of few keys in a long sequence.
+    cases.extend([2, 4, 16].map(|left| {
+        let problem = Problem::square(1, 300, 2, 64, Mask::window(left, 0), Dtype::F16);
+        Case { problem, with_backward: true, all_isas: true }
+    }));
+    check_all(cases);
 }
 
 /// A row of terms of 1.6 that cancel to 0.0002: what f32 arithmetic loses is relative to the terms.

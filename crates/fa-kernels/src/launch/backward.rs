@@ -10,7 +10,6 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{TileOrder, Traits};
 use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
-use fa_planner::HeadDims;
 use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
 
@@ -211,10 +210,7 @@ impl Launches {
 /// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
 fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
     match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => {
-            let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
-            Some(BwdPanels::of(dims, kernel))
-        }
+        Kernel::Sm90Bwd(kernel) => Some(BwdPanels::of(spec, kernel)),
         Kernel::Sm80Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
     }
 }

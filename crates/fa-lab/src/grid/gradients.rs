@@ -7,9 +7,10 @@ use fa_core::{Dtype, Lengths, Mask, Pass, Problem, Types};
 use super::case::{Action, BASE, Case, Extent, MASKS, case};
 use super::library::library;
 
-/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where they are long
-/// and fewer columns where they are longest, for a head's gradients take the oracle seconds there. What is repeated is deterministic,
-/// and so are two of seven others: of no list here do mask, head dims, heads or lengths repeat after seven.
+/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where
+/// they are long and fewer columns where they are longest, for a head's gradients take the oracle seconds
+/// there. What is repeated is deterministic, and so are two of seven others: of no list here do mask, head
+/// dims, heads or lengths repeat after seven.
 pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     const LONG: usize = 1 << 19;
     const LONGEST: usize = 1 << 22;

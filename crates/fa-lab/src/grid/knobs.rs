@@ -1,8 +1,9 @@
-//! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses it.
+//! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses
+//! it.
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
-use fa_planner::plan::account;
+use fa_planner::account::account;
 
 use super::case::NamedSpec;
 
@@ -65,7 +66,8 @@ fn sm90() -> Vec<NamedSpec> {
         .into_iter()
         .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm90Fwd(kernel)) })
         .collect();
-    // Clusters walk the same keys side by side, so they are for the full mask and tiles that are not drawn.
+    // The CTAs of a cluster read the same keys at the same time, so they are for the full mask and tiles that
+    // are not drawn.
     for scheduler in [Scheduler::PerTile, Scheduler::Static] {
         let kernel = Sm90Fwd { cluster_m: 2, scheduler, ..base.clone() };
         let name = format!("cluster_m 2 {scheduler:?}").to_lowercase();

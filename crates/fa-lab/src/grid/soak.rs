@@ -6,7 +6,8 @@ use fa_planner::plan::head_dims;
 use super::case::{self, Action, Arrangement, Case, Values};
 use crate::random::Random;
 
-/// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
+/// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one
+/// deterministic.
 pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     let mut case = case(seed, turn, family);
     let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
@@ -18,7 +19,7 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
 /// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
 pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9) ^ turn);
-    // The first few bits of neighbouring seeds are far apart already, but not independent of the turn.
+    // The first few bits of neighbouring seeds differ already, but not independent of the turn.
     random.bits();
     let most = *head_dims(family).last().expect("a family has head dims") as usize;
     let common = [64, 96, 128, 192, 256];

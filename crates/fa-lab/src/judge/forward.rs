@@ -1,19 +1,18 @@
-//! What a result should be, and whether it is: the f64 oracle and its low-precision twin on all rows, or, where that
-//! would take long, on rows chosen from everywhere.
-
-use std::ops::Range;
+//! What a result should be, and whether it is: the f64 oracle and its low-precision twin on all rows, or,
+//! where that would take long, on rows chosen from everywhere.
 
 use fa_attn::device::{DeviceOutput, Half};
-use fa_core::{Lengths, Mask, Problem, Strides};
+use fa_core::Problem;
+use fa_cpu::CpuError;
 use fa_cpu::compare::{self, Comparison, Verdict};
-use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
+use super::rows::{Rows, expected};
 use crate::random::Random;
 use crate::tensors::Inputs;
 
-/// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most, by and large.
+/// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most,
+/// roughly.
 const BUDGET: f64 = 3e8;
 
 /// Rows of a block where all rows are computed.
@@ -21,14 +20,6 @@ const BLOCK: usize = 64;
 
 /// Rows of a block where rows are chosen.
 const CHOSEN_BLOCK: usize = 4;
-
-/// Query rows of one head.
-#[derive(Clone, Debug, PartialEq)]
-struct Rows {
-    batch: usize,
-    head: usize,
-    rows: Range<usize>,
-}
 
 /// The expected results of some or all rows.
 pub struct Oracle<T> {
@@ -69,8 +60,8 @@ impl<T: Half> Oracle<T> {
         Ok(oracle)
     }
 
-    /// Compares what a call wrote: the chosen rows by the rule of [`compare`], and of all others that they are written
-    /// and that those without a key are 0 and -inf.
+    /// Compares what a call wrote: the chosen rows by the rule of [`compare`], and of all others that they
+    /// are written and that those without a key are 0 and -inf.
     ///
     /// # Errors
     /// Outputs that do not fit the problem.
@@ -153,7 +144,8 @@ fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<St
     fault.or_else(|| (!written).then(|| "LSE has another length than there are rows".to_owned()))
 }
 
-/// All rows if the budget allows, or else the first, the last and random ones of the first, the last and random heads.
+/// All rows if the budget allows, or else the first, the last and random ones of the first, the last and
+/// random heads.
 fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
     let Problem { heads_q, .. } = *problem;
     let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
@@ -200,51 +192,11 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
     blocks
 }
 
-/// The problem of some rows of one head by itself: keys that none of them sees are cut off behind, and the mask is moved so
-/// that the rows keep their positions on the diagonal.
-fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
-    let behind = problem.lengths.max_q() - rows.end;
-    let (seqlen_k, moved) = match problem.mask.right {
-        None => (problem.lengths.max_k(), behind),
-        Some(right) => {
-            let end = problem.lengths.max_k() as i128 - behind as i128 + i128::from(right);
-            let kept = end.clamp(0, problem.lengths.max_k() as i128) as usize;
-            (kept, (kept as i128 - end + i128::from(right)).max(0) as usize)
-        }
-    };
-    let side = |side: usize| u32::try_from(side).unwrap_or(u32::MAX);
-    let mask = Mask {
-        left: problem.mask.left.map(|left| side(left as usize + moved)),
-        right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
-    };
-    Problem { lengths: Lengths::uniform(1, rows.len(), seqlen_k), heads_q: 1, heads_kv: 1, mask, ..*problem }
-}
-
-type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
-
-fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expected<T>, CpuError> {
-    let problem = &inputs.problem;
-    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
-    let own = part(problem, &block.rows);
-    let head_kv = block.head / problem.group_size();
-    let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
-        let strides = Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
-        let from = first.min(inputs.values[i].len());
-        TensorRef::new(name, &inputs.values[i][from..], shape, strides)
-    };
-    let first_q = ((block.batch * seqlen_q + block.rows.start) * heads_q + block.head) * head_dim;
-    let first_kv = block.batch * seqlen_k * heads_kv + head_kv;
-    let q = view("q", 0, first_q, [1, own.lengths.max_q(), 1, head_dim], heads_q, head_dim)?;
-    let k = view("k", 1, first_kv * head_dim, [1, own.lengths.max_k(), 1, head_dim], heads_kv, head_dim)?;
-    let v =
-        view("v", 2, first_kv * head_dim_v, [1, own.lengths.max_k(), 1, head_dim_v], heads_kv, head_dim_v)?;
-    Ok((reference::forward(&own, &q, &k, &v)?, low_precision::forward(&own, &q, &k, &v)?))
-}
-
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, TensorLayout};
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
+    use fa_cpu::TensorRef;
+    use fa_cpu::reference::low_precision;
     use half::bf16;
 
     use super::*;
@@ -272,23 +224,6 @@ mod tests {
                 })
             })
             .collect()
-    }
-
-    #[test]
-    fn parts_see_what_their_rows_see() {
-        for problem in problems() {
-            for first in 0..problem.lengths.max_q() {
-                for end in first + 1..=problem.lengths.max_q() {
-                    let own = part(&problem, &(first..end));
-                    for row in first..end {
-                        let whole = problem.mask.keys(row, problem.lengths.max_q(), problem.lengths.max_k());
-                        let keys = own.mask.keys(row - first, own.lengths.max_q(), own.lengths.max_k());
-                        let same = keys == whole || keys.is_empty() && whole.is_empty();
-                        assert!(same, "{problem:?} rows {first}..{end} row {row}: {keys:?}, not {whole:?}");
-                    }
-                }
-            }
-        }
     }
 
     #[test]

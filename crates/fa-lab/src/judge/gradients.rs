@@ -1,20 +1,23 @@
-//! What gradients should be, and whether they are: the f64 oracle and its low-precision twin, a K/V head with all of its query
-//! heads at a time; all of them, or, where that would take long, the first, the last and some between.
+//! What gradients should be, and whether they are: the f64 oracle and its low-precision twin, a K/V head with
+//! all of its query heads at a time; all of them, or, where that would take long, the first, the last and
+//! some between.
 
 use std::sync::OnceLock;
 
 use fa_attn::device::{DeviceGradients, Half};
-use fa_core::{Lengths, Problem, Strides};
+use fa_core::{Problem, Strides};
 use fa_cpu::compare::{self, Verdict};
 use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
 use super::forward::Judgement;
+use super::heads::part;
 use crate::random::Random;
 use crate::tensors::Inputs;
 
-/// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most, by and large.
+/// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most,
+/// roughly.
 const BUDGET: f64 = 2e9;
 
 const NAMES: [&str; 3] = ["dQ", "dK", "dV"];
@@ -29,16 +32,6 @@ pub struct GradientOracle<T> {
     /// The worst of all draws, where the first has not been enough.
     worst: OnceLock<[Vec<T>; 3]>,
     noise: [f64; 3],
-}
-
-/// One K/V head with its query heads as a problem of its own.
-fn part(problem: &Problem) -> Problem {
-    Problem {
-        lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
-        heads_q: problem.group_size(),
-        heads_kv: 1,
-        ..*problem
-    }
 }
 
 /// Heads, sequence and dim of dQ, dK and dV of a part and of the whole.
@@ -106,8 +99,9 @@ impl<T: Half> GradientOracle<T> {
         Ok(self.worst.get_or_init(|| worst))
     }
 
-    /// Compares what a backward wrote: the chosen heads by the rule of [`compare`], and of all others that they are written and
-    /// that queries without a key and keys without a query have the gradient 0. `inputs` and `dout` are those of [`GradientOracle::new`].
+    /// Compares what a backward wrote: the chosen heads by the rule of [`compare`], and of all others that
+    /// they are written and that queries without a key and keys without a query have the gradient 0. `inputs`
+    /// and `dout` are those of [`GradientOracle::new`].
     ///
     /// # Errors
     /// Gradients that do not fit the problem.
@@ -213,7 +207,8 @@ fn choose(problem: &Problem, seed: u64) -> Vec<(usize, usize)> {
     chosen.into_iter().map(|i| (i / heads_kv, i % heads_kv)).collect()
 }
 
-/// Where a kernel may hold the weights of the forward when it rounds them, against the row's maximum; a factor of two changes nothing.
+/// Where a kernel may scale the probabilities when it rounds them, against the row's maximum; a factor of two
+/// changes nothing.
 const HELD_AT: [f32; 3] = [1.0, 1.26, 1.587];
 
 /// One K/V head with its query heads.
@@ -266,7 +261,7 @@ fn from_of<T>(values: &[T], from: usize) -> &[T] {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask, TensorLayout};
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
     use half::bf16;
 
     use super::*;
@@ -317,8 +312,8 @@ mod tests {
         }
     }
 
-    /// What failed was held to the worst of all draws, which is nowhere nearer than the first; somewhere farther, but in dV,
-    /// which does not depend on O.
+    /// What failed was held to the worst of all draws, which is nowhere nearer than the first; somewhere
+    /// farther, but in dV, which does not depend on O.
     fn assert_farther(oracle: &GradientOracle<bf16>, tensor: usize) {
         let worst = &oracle.worst.get().expect("it failed by the first draw")[tensor];
         let off = |value: bf16, exact: f64| (value.to_f64() - exact).abs();

@@ -2,14 +2,15 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Problem, Sm90Fwd};
-use fa_planner::plan::{PlanOptions, account, plan};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanOptions, plan};
 
 use super::rungs::{Ladder, Rung};
 use crate::error::{Error, Result};
 use crate::marks::TOKENS;
 use crate::shape::HeadDim;
 
-/// A length at which tiles are many and long enough for every knob to tell.
+/// A length at which tiles are many and long enough for every knob to show.
 const SEQLEN: usize = 4096;
 
 /// A ladder for each head dim, mask and length, and one with grouped heads for packing.

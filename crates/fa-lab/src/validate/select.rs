@@ -1,7 +1,7 @@
 //! The cases that are asked for.
 
 use fa_core::{Arch, Family, Pass};
-use fa_planner::plan::account;
+use fa_planner::account::account;
 
 use super::options::{Cases, Options};
 use super::{configs, sanitize};
@@ -39,8 +39,8 @@ fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family
     let mut cases = library(extent, repeat);
     for (kernel, spec, archs) in record::shipped()? {
         let of_the_pass = spec.kernel.is_backward() == pass.is_backward();
-        // Records know a kernel by its sources, whatever the target: one that ships for other architectures is
-        // validated where it runs.
+        // Records know a kernel by its sources, whatever the target: one that ships for other architectures
+        // is validated where it runs.
         let runs = archs.contains(&arch) || account(&spec, arch).is_ok();
         if runs && spec.kernel.family() == family && of_the_pass {
             cases.extend(grid::of_spec("shipped", &kernel.file, &spec, extent));

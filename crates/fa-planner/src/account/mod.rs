@@ -12,8 +12,9 @@ use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
 
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
-use crate::occupancy::{Occupancy, register_ceiling};
+use crate::occupancy::register_ceiling;
 
+pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
 pub use panels::BwdPanels;

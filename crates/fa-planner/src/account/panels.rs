@@ -5,7 +5,7 @@
 //! copies a panel row by row, so narrow panels take longer: layouts with the same count of bytes differ by up
 //! to a fifth.
 
-use fa_core::Sm90Bwd;
+use fa_core::{KernelSpec, Sm90Bwd};
 
 use crate::head_dims::HeadDims;
 
@@ -35,7 +35,11 @@ pub const fn widest(columns: u32) -> u32 {
 
 impl BwdPanels {
     /// The panels of a kernel that passed its check.
-    pub fn of(dims: HeadDims, kernel: &Sm90Bwd) -> BwdPanels {
+    pub fn of(spec: &KernelSpec, kernel: &Sm90Bwd) -> BwdPanels {
+        BwdPanels::new(HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v }, kernel)
+    }
+
+    fn new(dims: HeadDims, kernel: &Sm90Bwd) -> BwdPanels {
         let HeadDims { head_dim, head_dim_v } = dims;
         // Warpgroups that do not split the rows of a product split these columns, unless it is transposed.
         let across = |columns: u32, swap: bool, atoms: u32| {
@@ -60,7 +64,7 @@ mod tests {
     use crate::guide::kernel::kernel_of;
 
     fn panels(dims: HeadDims, spec: &BwdSpec) -> BwdPanels {
-        BwdPanels::of(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))
+        BwdPanels::new(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))
     }
 
     #[test]

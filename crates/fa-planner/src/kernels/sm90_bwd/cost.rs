@@ -40,7 +40,7 @@ pub(crate) fn predict(
     // The guide counts a store and a read of the f32 tile of dQ; without its buffer dQ leaves from registers.
     let dq_tile = tile_m * hd * 4.0;
     let dq_bytes = if kernel.dq_via_smem { 0.0 } else { 2.0 * dq_tile };
-    let panels = BwdPanels::of(dims, kernel);
+    let panels = BwdPanels::of(spec, kernel);
     let loads = tile_m * (hd + hdv) * 2.0;
     let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + loads) / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
