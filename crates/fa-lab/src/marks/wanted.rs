@@ -1,4 +1,4 @@
-//! A shape to measure, with what goes with it.
+//! One shape of a list.
 
 use std::collections::BTreeMap;
 
