@@ -2,6 +2,10 @@
 
 use fa_core::{Dtype, ProblemError};
 
+/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range
+/// is for both. Beyond it a query that overflows would give NaN with a key of 0.
+pub(crate) const MAX_FACTOR: f32 = 1e30;
+
 /// Why an attention call was refused. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CpuError {
@@ -57,11 +61,13 @@ pub enum CpuError {
         /// The length needed.
         need: usize,
     },
-    /// Scale and soft cap leave the numbers that sums are held in.
+    /// Scale and soft cap leave no room for scores in f32.
     #[error(
-        "softmax_scale = {scale:?}{}: the tiled implementation computes in f32, which ends at 3.4e38 and \
-         1.2e-38 (the reference takes any)",
-        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}"))
+        "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be \
+         at most {:e} (the reference takes any)",
+        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
+        if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
+        MAX_FACTOR
     )]
     Range {
         /// The softmax scale.

@@ -8,7 +8,7 @@ use super::buffer::Buffer;
 use super::pack::{HeadRows, all_finite, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
-use crate::error::CpuError;
+use crate::error::{CpuError, MAX_FACTOR};
 use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::{TensorMut, TensorRef};
@@ -34,13 +34,13 @@ impl Scores {
         }
     }
 
-    /// Scale and soft cap are numbers of f32.
+    /// The factor on products leaves room for them in f32, and the soft cap is a normal number of f32.
     ///
     /// # Errors
     /// [`CpuError::Range`].
     pub(super) fn check(problem: &Problem) -> Result<(), CpuError> {
         let Scores { scale, cap } = Scores::new(problem);
-        if scale.is_finite() && cap.is_none_or(f32::is_normal) {
+        if scale.abs() <= MAX_FACTOR && cap.is_none_or(f32::is_normal) {
             return Ok(());
         }
         Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap })

@@ -3,6 +3,7 @@
 
 mod faults;
 mod shipped;
+mod subjects;
 mod values;
 
 use std::path::Path;

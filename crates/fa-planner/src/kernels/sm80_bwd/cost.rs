@@ -119,7 +119,8 @@ impl Launches<'_> {
         // Preprocess reads O and dO and zeroes the accumulators; postprocess reads them and writes dQ.
         let rows = problem.rows();
         let accumulators = rows * hd * 4.0;
-        let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators;
+        let (qkv, out) = (problem.types.qkv.bytes() as f64, problem.types.out.bytes() as f64);
+        let around = rows * (2.0 * hdv * out + hd * qkv) + 2.0 * accumulators;
         let hbm = (around + problem.bytes_backward()) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
         let outer = around / (limits.hbm_bytes_per_s * c.hbm_efficiency) + 3.0 * c.launch_s;
         let seconds = main + outer;
