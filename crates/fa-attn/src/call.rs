@@ -160,7 +160,7 @@ impl Call {
     }
 
     fn execute<T: Element>(&self, tensors: Tensors<'_, T>, launches: usize) -> Result<Duration, Error> {
-        let dtype: Dtype = self.problem.dtype;
+        let dtype: Dtype = self.problem.types.qkv;
         if T::dtype() != dtype {
             return Err(Error::Dtype { got: T::dtype(), need: dtype });
         }

@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use fa_cpu::simd::Isa;
+use fa_cpu::threads::most;
 use fa_cpu::tiled;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -18,7 +19,7 @@ pub(crate) struct Cpu {
 }
 
 impl Cpu {
-    /// Threads of its own where a number is given.
+    /// Threads of its own where a number is given, as many as are of use at the most.
     pub(crate) fn new(isa: Isa, threads: Option<NonZeroUsize>) -> Result<Cpu, Error> {
         Ok(Cpu { isa, pool: threads.map(pool).transpose()? })
     }
@@ -50,7 +51,7 @@ impl Cpu {
 }
 
 fn pool(threads: NonZeroUsize) -> Result<Arc<ThreadPool>, Error> {
-    let threads = threads.get();
+    let threads = threads.get().min(most());
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
     pool.map(Arc::new).map_err(|error| Error::Threads { threads, reason: error.to_string() })
 }

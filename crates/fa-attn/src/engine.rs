@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fa_core::{Mask, Pass, Problem};
+use fa_core::{Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_cpu::simd::{Isa, Kernels};
 use fa_kernels::driver;
 
@@ -98,8 +98,8 @@ impl Engine {
         self.gpu.as_deref()
     }
 
-    /// Switches tuning on or off: kernels measured in the background of the first calls, the winners used from
-    /// the next bind on. [`Tuning`] says what happens when.
+    /// Switches tuning on or off: kernels measured in the background of the first calls, the winners used
+    /// from the next bind on. [`Tuning`] says what happens when.
     ///
     /// # Errors
     /// [`Error::NothingToTune`] for an engine without a GPU, unless tuning is switched off; else as
@@ -267,17 +267,15 @@ pub fn problem_of<T: Element>(
     agree("k", k.shape, [batch, seqlen_k, heads_kv, head_dim], "batch and head dim are those of q")?;
     agree("v", v.shape, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads are those of k")?;
     let problem = Problem {
-        batch,
-        seqlen_q,
-        seqlen_k,
+        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v,
         mask,
-        dtype: T::dtype(),
+        types: Types::same(T::dtype()),
         softmax_scale: None,
-        softcap: None,
+        score: ScoreMod::NONE,
     };
     problem.check()?;
     Ok(problem)

@@ -78,8 +78,8 @@ pub enum Error {
     },
     /// Tuning is asked of an engine that runs no GPU kernels.
     #[error(
-        "the {backend} has nothing to tune: tuning chooses among GPU kernels; leave it off, or use a machine with a \
-         GPU of 8.0 or newer"
+        "the {backend} has nothing to tune: tuning chooses among GPU kernels; leave it off, or use a \
+         machine with a GPU of 8.0 or newer"
     )]
     NothingToTune {
         /// What computes instead.
@@ -100,8 +100,8 @@ pub enum Error {
     NoTunedTable,
     /// The budget of tuning was spent before there was anything to compare.
     #[error(
-        "tuning: {measured} of {candidates} kernels were measured within {budget:?}, it takes at least 2: allow more \
-         time, or run `fa tune`"
+        "tuning: {measured} of {candidates} kernels were measured within {budget:?}, it takes at least 2: allow \
+         more time, or run `fa tune`"
     )]
     TuningBudget {
         /// The time allowed.
@@ -119,8 +119,8 @@ pub enum Error {
     },
     /// The tensors that kernels are timed on would take too much of the GPU's memory.
     #[error(
-        "tuning: {need} bytes of device memory are needed beside the caller's, {limit} are allowed (half of what is \
-         free): tune when more is free, or run `fa tune`"
+        "tuning: {need} bytes of device memory are needed besides the caller's, {limit} are allowed (half of \
+         what is free): tune when more is free, or run `fa tune`"
     )]
     TuningMemory {
         /// Bytes needed.

@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem};
+use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem, Types};
 use serde::{Deserialize, Serialize};
 
 use fa_kernels::{atomic_file, cache};
@@ -54,15 +54,15 @@ impl TuneKey {
         // Lengths are bounded by the problem's check: their next power of two exists.
         let bucket = |n: usize| n.max(1).checked_next_power_of_two().unwrap_or(usize::MAX);
         TuneKey {
-            dtype: problem.dtype,
+            dtype: problem.types.qkv,
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
             mask: MaskKind::of(&problem.mask),
-            softcap: problem.softcap.is_some(),
+            softcap: problem.score.softcap.is_some(),
             group: problem.group_size(),
-            seqlen_q: bucket(problem.seqlen_q),
-            seqlen_k: bucket(problem.seqlen_k),
-            heads: bucket(problem.batch.saturating_mul(problem.heads_q)),
+            seqlen_q: bucket(problem.lengths.max_q()),
+            seqlen_k: bucket(problem.lengths.max_k()),
+            heads: bucket(problem.lengths.sequences().saturating_mul(problem.heads_q)),
         }
     }
 
@@ -188,8 +188,8 @@ impl Tuned {
         }
     }
 
-    /// Whether a kernel of `family` for `pass` was measured for problems with exactly this one's key, be it of the
-    /// other 16-bit type.
+    /// Whether a kernel of `family` for `pass` was measured for problems with exactly this one's key, be it
+    /// of the other 16-bit type.
     pub fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
         let key = TuneKey::of(problem);
         let entries = self.gpus.iter().filter(|known| known.gpu == gpu).flat_map(|known| &known.entries);
@@ -209,7 +209,11 @@ impl Tuned {
             .filter(|entry| entry.spec.kernel.family() == wanted && entry.spec.kernel.pass() == pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
             .map(|(doublings, other_type, entry)| {
-                (doublings, other_type, KernelSpec { dtype: problem.dtype, ..entry.spec.clone() })
+                (
+                    doublings,
+                    other_type,
+                    KernelSpec { types: Types::same(problem.types.qkv), ..entry.spec.clone() },
+                )
             })
             .filter(|(_, _, spec)| spec.serves(problem).is_ok())
             .min_by_key(|(doublings, other_type, _)| (*doublings, *other_type))
@@ -254,8 +258,8 @@ impl Tables {
     /// Puts `entry` into the user's table, here and at `path`, where others may have added theirs meanwhile.
     ///
     /// # Errors
-    /// As [`Tuned::read`], after which nothing is changed, and as [`Tuned::write`], after which the entry is in
-    /// use here.
+    /// As [`Tuned::read`], after which nothing is changed, and as [`Tuned::write`], after which the entry is
+    /// in use here.
     pub(crate) fn keep(&mut self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
         let mut own = Tuned::read(path)?;
         own.set(gpu, entry);
@@ -283,8 +287,9 @@ impl Tables {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Arch, Mask};
-    use fa_planner::plan::{PlanOptions, account, plan};
+    use fa_core::{Arch, Lengths, Mask, ScoreMod};
+    use fa_planner::account::account;
+    use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
 
@@ -302,7 +307,7 @@ mod tests {
 
     #[test]
     fn the_nearest_measured_problem_decides() {
-        let longer = Problem { batch: 1, seqlen_q: 8192, seqlen_k: 8192, ..PROBLEM };
+        let longer = Problem { lengths: Lengths::uniform(1, 8192, 8192), ..PROBLEM };
         let mut table = Tuned::default();
         table.set("GPU", entry(&PROBLEM, 0));
         // The two differ however the planner ranks either problem.
@@ -310,15 +315,31 @@ mod tests {
         table.set("GPU", TunedEntry { spec: far.clone(), ..entry(&longer, 0) });
         let spec = |rank| Some(entry(&PROBLEM, rank).spec);
         assert_eq!(found(&table, &PROBLEM), spec(0));
-        assert_eq!(found(&table, &Problem { seqlen_q: 3000, seqlen_k: 2500, ..PROBLEM }), spec(0));
-        assert_eq!(found(&table, &Problem { seqlen_q: 16000, seqlen_k: 8000, ..longer }), Some(far));
-        let half = found(&table, &Problem { dtype: Dtype::F16, ..PROBLEM }).expect("types stand in");
-        assert_eq!((half.dtype, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
+        assert_eq!(
+            found(
+                &table,
+                &Problem { lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 3000, 2500), ..PROBLEM }
+            ),
+            spec(0)
+        );
+        assert_eq!(
+            found(
+                &table,
+                &Problem { lengths: Lengths::uniform(longer.lengths.sequences(), 16000, 8000), ..longer }
+            ),
+            Some(far)
+        );
+        let half =
+            found(&table, &Problem { types: Types::same(Dtype::F16), ..PROBLEM }).expect("types stand in");
+        assert_eq!((half.types.qkv, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
         for other in [
-            Problem { seqlen_q: 1, ..PROBLEM },
+            Problem {
+                lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 1, PROBLEM.lengths.max_k()),
+                ..PROBLEM
+            },
             Problem { head_dim: 120, ..PROBLEM },
             Problem { mask: Mask::FULL, ..PROBLEM },
-            Problem { softcap: Some(3.0), ..PROBLEM },
+            Problem { score: ScoreMod::softcap(3.0), ..PROBLEM },
             Problem { heads_kv: 8, ..PROBLEM },
         ] {
             assert_eq!(found(&table, &other), None, "{other:?}");

@@ -1,7 +1,7 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
 use fa_attn::{Element, Tensor};
-use fa_core::{Dtype, Problem, TensorLayout};
+use fa_core::{Dtype, Lengths, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::TensorRef;
 use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
@@ -63,7 +63,7 @@ impl AnyInputs {
         let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
         let problem = problem_of(file, args, layout, backward)?;
         check_memory(&problem, backward)?;
-        Ok(match problem.dtype {
+        Ok(match problem.types.qkv {
             Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, layout, backward)?),
             Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, layout, backward)?),
             Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, layout, backward)?),
@@ -121,7 +121,7 @@ pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError>
     let tensors: u64 =
         [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
     let copies = if backward { 2 } else { 1 };
-    let need = copies * tensors * problem.dtype.bytes() as u64 + 4 * lse_len(problem) as u64;
+    let need = copies * tensors * problem.types.qkv.bytes() as u64 + 4 * lse_len(problem) as u64;
     match machine::available_memory() {
         Some(have) if need > have => Err(InputError::Usage(format!(
             "the problem's tensors take {}, {} of memory are free: split the batch or the heads",
@@ -160,17 +160,15 @@ fn problem_of(
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
     let problem = Problem {
-        batch,
-        seqlen_q,
-        seqlen_k,
+        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v,
         mask: args.mask.mask(),
-        dtype,
+        types: Types::same(dtype),
         softmax_scale: args.scale,
-        softcap: args.softcap,
+        score: ScoreMod { softcap: args.softcap },
     };
     problem.check()?;
     Ok(problem)
@@ -238,16 +236,16 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
 pub fn describe(p: &Problem) -> String {
     let mut text = format!(
         "batch {}, queries x keys {}x{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
-        p.batch,
-        p.seqlen_q,
-        p.seqlen_k,
+        p.lengths.sequences(),
+        p.lengths.max_q(),
+        p.lengths.max_k(),
         pair(p.heads_q, p.heads_kv, ':'),
         head_dims(p),
         p.mask,
-        p.dtype,
+        p.types.qkv,
         p.scale()
     );
-    if let Some(cap) = p.softcap {
+    if let Some(cap) = p.score.softcap {
         text += &format!(", soft cap {cap}");
     }
     text
@@ -278,7 +276,7 @@ pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
         ("causal", "--causal", causal_differs),
         ("window_left", "--window", other("window_left", side(problem.mask.left))),
         ("window_right", "--window", right_differs),
-        ("softcap", "--softcap", other("softcap", problem.softcap)),
+        ("softcap", "--softcap", other("softcap", problem.score.softcap)),
         ("scale", "--scale", scale.is_some_and(|n| (n - problem.scale()).abs() > 1e-6 * n.abs())),
     ];
     let differ: Vec<String> = differs

@@ -15,8 +15,8 @@ use crate::commands::validate::args::ValidateArgs;
 
 /// Plan, run, check and measure attention.
 ///
-/// `fa` plans an attention problem for a GPU architecture (which tiles fit, which is best, and why the others are not)
-/// and computes it on the machine at hand.
+/// `fa` plans an attention problem for a GPU architecture (which tiles fit, which is best, and why the others
+/// are not) and computes it on the machine at hand.
 #[derive(Debug, Parser)]
 #[command(name = "fa", version, arg_required_else_help = true, max_term_width = 110, after_help = TOP_EXAMPLES)]
 pub struct Cli {

@@ -144,7 +144,11 @@ impl<T: Element + Stored> Outputs<T> {
         let Output { out, lse } = &self.output;
         let mut tensors = vec![
             NewTensor::of("out", out),
-            NewTensor::new("lse", &[problem.batch, problem.heads_q, problem.seqlen_q], lse),
+            NewTensor::new(
+                "lse",
+                &[problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()],
+                lse,
+            ),
         ];
         if let Some(Gradients { dq, dk, dv }) = &self.gradients {
             tensors.extend(

@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
+use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
 use fa_lab::marks::Marks;
 use fa_lab::shape::{HeadDim, parse_pair};
@@ -63,11 +63,11 @@ impl MaskArgs {
 /// Flags of the CPU implementation.
 #[derive(Clone, Debug, Default, Args)]
 pub struct CpuArgs {
-    /// CPU threads [default: all cores]
+    /// CPU threads, at most 64 or 4 a core [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
-    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the best
-    /// that this CPU has]
+    /// Instruction set of the CPU kernels: portable, neon, avx2, avx512, avx512-bf16, amx-bf16 [default: the
+    /// best that this CPU has]
     #[arg(long)]
     pub isa: Option<Isa>,
 }
@@ -114,17 +114,15 @@ impl ProblemArgs {
             _ => self.seqlen,
         };
         let problem = Problem {
-            batch: self.batch,
-            seqlen_q: seqlen.q,
-            seqlen_k: seqlen.k,
+            lengths: Lengths::uniform(self.batch, seqlen.q, seqlen.k),
             heads_q: self.heads.q,
             heads_kv: self.heads.kv,
             head_dim: self.headdim.qk,
             head_dim_v: self.headdim.v,
             mask: self.mask.mask(),
-            dtype: self.dtype,
+            types: Types::same(self.dtype),
             softmax_scale: None,
-            softcap: self.softcap,
+            score: ScoreMod { softcap: self.softcap },
         };
         problem.check()?;
         Ok(problem)
@@ -262,17 +260,15 @@ impl ShapeArgs {
                         None => self.batch.unwrap_or(1),
                     };
                     let problem = Problem {
-                        batch,
-                        seqlen_q,
-                        seqlen_k,
+                        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
                         heads_q: self.heads.q,
                         heads_kv: self.heads.kv,
                         head_dim: qk,
                         head_dim_v: v,
                         mask,
-                        dtype,
+                        types: Types::same(dtype),
                         softmax_scale: None,
-                        softcap: None,
+                        score: ScoreMod::NONE,
                     };
                     problem.check()?;
                     problems.push(problem);

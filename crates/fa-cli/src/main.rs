@@ -23,12 +23,13 @@ use crate::term::failure::{EXIT_FAILURE, Verdict};
 fn main() -> ExitCode {
     let cli = Cli::parse();
     show_traces(cli.verbose);
+    fa_cpu::threads::limit_global_pool();
     match dispatch(cli.command) {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Bad) => ExitCode::from(EXIT_FAILURE),
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Standard error may be closed too; then there is nobody to tell.
+            // Standard error may be closed too; then nobody reads.
             let _ = writeln!(std::io::stderr(), "error: {}", failure::message(&error));
             ExitCode::from(failure::exit_code(&error))
         }

@@ -24,6 +24,7 @@ h2 { font-size: 18px; margin: 0 0 4px; }
 p { margin: 0 0 12px; max-width: 80ch; }
 .lead, .note { color: #5b6372; }
 .note { font-size: 13.5px; }
+.warning { background: #fff4d6; border: 1px solid #d9a800; border-radius: 8px; padding: 10px 14px; margin-top: 16px; }
 section { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 20px 24px; margin-top: 20px; }
 .scroll { overflow-x: auto; }
 svg { display: block; }
@@ -62,6 +63,9 @@ pub fn page(planned: &Planned) -> anyhow::Result<String> {
         si(limits.peak_tensor_flops(), "FLOP/s"),
         si(limits.hbm_bytes_per_s, "B/s"),
     )?;
+    if let Some(no_kernel) = planned.no_kernel() {
+        writeln!(body, "<p class=\"warning\"><b>Note:</b> {}.</p>", escape(&no_kernel))?;
+    }
     if let Some(forward) = &planned.forward {
         forward_sections(&mut body, planned, forward)?;
     }

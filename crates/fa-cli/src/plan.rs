@@ -1,5 +1,6 @@
 //! What `fa plan` found, and its presentation.
 
 pub mod backward;
+pub mod guide;
 pub mod planned;
 pub mod tried;

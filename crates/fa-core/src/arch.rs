@@ -1,8 +1,9 @@
 //! GPU architectures: one table of limits and rates.
 //!
-//! Limits are those of the CUDA C++ Programming Guide's table of technical specifications per compute capability;
-//! rates are those of the named board's datasheet or architecture whitepaper, per SM and clock where the datasheet
-//! gives a total (total / SMs / boost clock). They rank candidates; `fa plan` calibrates them by measurement.
+//! Limits are those of the CUDA C++ Programming Guide's table of technical specifications per compute
+//! capability; rates are those of the named board's datasheet or architecture whitepaper, per SM and clock
+//! where the datasheet gives a total (total / SMs / boost clock). They rank candidates; `fa plan` calibrates
+//! them by measurement.
 
 use std::fmt;
 use std::str::FromStr;
@@ -74,8 +75,9 @@ pub struct ArchLimits {
     pub hbm_bytes_per_s: f64,
 }
 
-/// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 9.0; rates: H100 SXM5 datasheet and
-/// the Hopper whitepaper (989.4 TFLOP/s dense bf16 at 1.83 GHz on 132 SMs = 4096 per SM and clock, 3.35 TB/s, 50 MB L2).
+/// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", 9.0; rates: H100 SXM5
+/// datasheet and the Hopper whitepaper (989.4 TFLOP/s dense bf16 at 1.83 GHz on 132 SMs = 4096 per SM and
+/// clock, 3.35 TB/s, 50 MB L2).
 const SM90: ArchLimits = ArchLimits {
     board: "H100 SXM5",
     sms: 132,
@@ -112,7 +114,8 @@ const SM80: ArchLimits = ArchLimits {
     ..SM90
 };
 
-/// Same guide, 8.6; rates: NVIDIA A10 datasheet and the GA102 whitepaper (125 TFLOP/s at 1.695 GHz on 72 SMs, 600 GB/s).
+/// Same guide, 8.6; rates: NVIDIA A10 datasheet and the GA102 whitepaper (125 TFLOP/s at 1.695 GHz on 72 SMs,
+/// 600 GB/s).
 const SM86: ArchLimits = ArchLimits {
     board: "A10",
     sms: 72,
@@ -129,8 +132,8 @@ const SM86: ArchLimits = ArchLimits {
     ..SM90
 };
 
-/// Same guide, 8.9; rates: Ada whitepaper, GeForce RTX 4090 (165.2 TFLOP/s with f32 accumulation at 2.52 GHz on 128 SMs,
-/// 1008 GB/s, 72 MB L2).
+/// Same guide, 8.9; rates: Ada whitepaper, GeForce RTX 4090 (165.2 TFLOP/s with f32 accumulation at 2.52 GHz
+/// on 128 SMs, 1008 GB/s, 72 MB L2).
 const SM89: ArchLimits = ArchLimits {
     board: "GeForce RTX 4090",
     sms: 128,
@@ -143,8 +146,9 @@ const SM89: ArchLimits = ArchLimits {
     ..SM86
 };
 
-/// Same guide, 10.0; tensor memory: PTX ISA, "Tensor Memory" (512 columns); rates: B200 datasheet (2.25 PFLOP/s dense bf16
-/// = 8192 per SM and clock on 148 SMs at 1.85 GHz, 8 TB/s) and public microbenchmarks (126 MB L2).
+/// Same guide, 10.0; tensor memory: PTX ISA, "Tensor Memory" (512 columns); rates: B200 datasheet (2.25
+/// PFLOP/s dense bf16 = 8192 per SM and clock on 148 SMs at 1.85 GHz, 8 TB/s) and public microbenchmarks (126
+/// MB L2).
 const SM100: ArchLimits = ArchLimits {
     board: "B200",
     sms: 148,
@@ -160,8 +164,8 @@ const SM100: ArchLimits = ArchLimits {
 /// As 10.0; Blackwell Ultra doubles the special-function rate (B300 architecture overview).
 const SM103: ArchLimits = ArchLimits { board: "B300", mufu: 32.0, ..SM100 };
 
-/// Same guide, 12.0; rates: RTX Blackwell whitepaper, GeForce RTX 5090 (209.5 TFLOP/s with f32 accumulation at 2.407 GHz on
-/// 170 SMs, 1792 GB/s, 96 MB L2).
+/// Same guide, 12.0; rates: RTX Blackwell whitepaper, GeForce RTX 5090 (209.5 TFLOP/s with f32 accumulation
+/// at 2.407 GHz on 170 SMs, 1792 GB/s, 96 MB L2).
 const SM120: ArchLimits = ArchLimits {
     board: "GeForce RTX 5090",
     sms: 170,

@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// Element type of an attention problem's tensors.
 ///
-/// `E4m3` is named so that specs and plans can speak of it; what does not compute in it says so with an error.
+/// `E4m3` is named so that specs and plans can speak of it; what does not compute in it says so with an
+/// error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -52,7 +53,8 @@ impl Dtype {
         }
     }
 
-    /// Half the distance between 1 and the next larger number: the largest relative rounding error of a normal number.
+    /// Half the distance between 1 and the next larger number: the largest relative rounding error of a
+    /// normal number.
     pub const fn unit_roundoff(self) -> f64 {
         match self {
             Dtype::F32 => 1.0 / (1u64 << 24) as f64,
@@ -60,6 +62,27 @@ impl Dtype {
             Dtype::Bf16 => 1.0 / (1u64 << 8) as f64,
             Dtype::E4m3 => 1.0 / (1u64 << 4) as f64,
         }
+    }
+}
+
+/// The element types of a problem's tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Types {
+    /// Of Q, K and V, and of their gradients.
+    pub qkv: Dtype,
+    /// Of O, and of its gradient.
+    pub out: Dtype,
+}
+
+impl Types {
+    /// One type for all tensors.
+    pub const fn same(dtype: Dtype) -> Types {
+        Types { qkv: dtype, out: dtype }
+    }
+
+    /// The type of O where it is not that of Q, K and V.
+    pub(crate) fn differing_out(self) -> Option<Dtype> {
+        (self.out != self.qkv).then_some(self.out)
     }
 }
 

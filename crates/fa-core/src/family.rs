@@ -29,7 +29,8 @@ impl Family {
         }
     }
 
-    /// The family of the fastest kernels on `arch`. (There are no tcgen05 kernels: SM100 runs those of [`Family::Sm80`].)
+    /// The family of the fastest kernels on `arch`. (There are no tcgen05 kernels: SM100 runs those of
+    /// [`Family::Sm80`].)
     pub fn native(arch: Arch) -> Family {
         if Family::Sm90.runs_on(arch) { Family::Sm90 } else { Family::Sm80 }
     }

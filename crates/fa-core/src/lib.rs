@@ -7,25 +7,52 @@
 //! - masks are bottom-right aligned: query `i` sits on key `i + seqlen_k - seqlen_q`;
 //! - LSE is the natural logarithm of the sum of exponentials, f32, `[batch, heads_q, seqlen_q]`;
 //! - a row that sees no key gives `O = 0` and `LSE = -inf`.
+//!
+//! ```
+//! use fa_core::{Dtype, KernelSpec, Mask, Problem, ShippedSpec};
+//!
+//! // Batch 2, 4096 queries and keys, 16 heads of 128 on 2 K/V heads, causal, bf16.
+//! let problem = Problem { heads_kv: 2, ..Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16) };
+//! problem.check()?;
+//! assert_eq!(problem.lengths.total_q(), 8192);
+//! // Bottom-right aligned: with 5 queries and 8 keys, query 2 sits on key 2 + 8 - 5.
+//! assert_eq!(Mask::CAUSAL.keys(2, 5, 8), 0..6);
+//!
+//! // A kernel is plain data, RON on disk.
+//! let spec: KernelSpec = ShippedSpec::from_ron(
+//!     "(archs: [sm90], spec: (dtype: bf16, head_dim: 128, head_dim_v: 128, mask: causal, kernel: Sm80Fwd((
+//!         tile_m: 128, tile_n: 64, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1,
+//!         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true,
+//!     ))))",
+//! )?.spec;
+//! assert_eq!(spec.serves(&problem), Ok(()));
+//! let full = Problem { mask: Mask::FULL, ..problem };
+//! println!("{}", spec.serves(&full).unwrap_err());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 pub mod arch;
 pub mod dtype;
 pub mod family;
 pub mod layout;
+pub mod lengths;
 pub mod mask;
 pub mod pass;
 pub mod problem;
+pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
 pub mod tensor;
 
 pub use arch::{Arch, ArchLimits};
-pub use dtype::Dtype;
+pub use dtype::{Dtype, Types};
 pub use family::Family;
 pub use layout::Layout;
+pub use lengths::Lengths;
 pub use mask::{BlockRange, Mask};
 pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
+pub use score_mod::{ScoreKind, ScoreMod};
 pub use spec::{
     Kernel, KernelSpec, MaskKind, Mismatch, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError,
     Traits,

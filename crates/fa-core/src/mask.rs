@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 /// A band of visible keys around the diagonal, aligned to the bottom right corner.
 ///
-/// With `d = i + seqlen_k - seqlen_q`, query `i` sees the keys `j` with `d - left <= j <= d + right` (a side that is
-/// `None` has no limit). Causal is `right = 0`.
+/// With `d = i + seqlen_k - seqlen_q`, query `i` sees the keys `j` with `d - left <= j <= d + right` (a side
+/// that is `None` has no limit). Causal is `right = 0`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mask {
@@ -20,8 +20,8 @@ pub struct Mask {
 
 /// The tiles of `tile_n` keys that a range of queries has to visit.
 ///
-/// `begin..end` holds a visible pair or may hold one; inside it, `full_begin..full_end` needs no mask at all. Tiles
-/// outside `full_begin..full_end` need per-element masking. Empty ranges have `begin == end`.
+/// `begin..end` holds a visible pair or may hold one; inside it, `full_begin..full_end` needs no mask at all.
+/// Tiles outside `full_begin..full_end` need per-element masking. Empty ranges have `begin == end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockRange {
     /// First tile to visit.
@@ -94,7 +94,8 @@ impl Mask {
     /// The number of visible (query, key) pairs.
     pub fn pairs(&self, seqlen_q: usize, seqlen_k: usize) -> u128 {
         let (sq, sk) = (seqlen_q as i128, seqlen_k as i128);
-        // Row i ends at clamp(i + end) and begins at clamp(i + begin), so the count is a difference of two clamped sums.
+        // Row i ends at clamp(i + end) and begins at clamp(i + begin), so the count is a difference of two
+        // clamped sums.
         let end = self.right.map_or(sk * sq, |right| clamped_sum(sk - sq + i128::from(right) + 1, sq, sk));
         let begin = self.left.map_or(0, |left| clamped_sum(sk - sq - i128::from(left), sq, sk));
         (end - begin) as u128
@@ -119,7 +120,8 @@ impl Mask {
         blocks(first.start..last.end, last.start..first.end, seqlen_k, tile_n)
     }
 
-    /// The tiles of `tile_m` queries that the keys `columns` (within `0..seqlen_k`) have to visit: the backward's walk.
+    /// The tiles of `tile_m` queries that the keys `columns` (within `0..seqlen_k`) have to visit: the
+    /// backward's walk.
     ///
     /// # Panics
     /// If `tile_m` is 0.
@@ -133,7 +135,8 @@ impl Mask {
         if columns.is_empty() {
             return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
         }
-        // Seen from the keys the mask is itself a band with its sides exchanged: key j lies on query j + sq - sk.
+        // Seen from the keys the mask is itself a band with its sides exchanged: key j lies on query j + sq -
+        // sk.
         let transposed = Mask { left: self.right, right: self.left };
         transposed.n_blocks(columns, seqlen_k, seqlen_q, tile_m)
     }
@@ -242,7 +245,8 @@ mod tests {
         });
     }
 
-    /// The turns of a deterministic backward count on it: each tile of keys that a tile of queries names comes to it, and no other.
+    /// The turns of a deterministic backward count on it: each tile of keys that a tile of queries names
+    /// comes to it, and no other.
     #[test]
     fn tiles_of_keys_and_of_queries_visit_one_another() {
         for_each_case(|mask, sq, sk| {

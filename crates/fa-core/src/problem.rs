@@ -2,22 +2,21 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Dtype, Mask, Pass};
+use crate::{Dtype, Lengths, Mask, Pass, ScoreMod, Types};
 
-/// `O = softmax(mask(cap(scale * Q K^T))) V` for `batch x heads_q` independent heads.
+/// `O = softmax(mask(score(scale * Q K^T))) V` for each query head of each sequence.
 ///
-/// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V
-/// `[batch, seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
+/// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V `[batch,
+/// seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
 /// head `h` reads K and V head `h / (heads_q / heads_kv)`.
+///
+/// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths, `dtype` for the
+/// types, `softcap` for the change of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(from = "Flat", into = "Flat")]
 pub struct Problem {
-    /// Independent sequences.
-    pub batch: usize,
-    /// Queries per sequence.
-    pub seqlen_q: usize,
-    /// Keys per sequence.
-    pub seqlen_k: usize,
+    /// Sequences, with the queries and keys of each.
+    pub lengths: Lengths,
     /// Query heads.
     pub heads_q: usize,
     /// Key and value heads; divides `heads_q`.
@@ -28,14 +27,73 @@ pub struct Problem {
     pub head_dim_v: usize,
     /// Which keys a query sees.
     pub mask: Mask,
-    /// Type of Q, K, V and O.
-    pub dtype: Dtype,
+    /// Types of the tensors.
+    pub types: Types,
     /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
-    #[serde(default)]
     pub softmax_scale: Option<f64>,
-    /// `cap * tanh(s / cap)` on the scaled scores, before the mask; `None` for no cap.
+    /// What is done to the scaled scores, before the mask.
+    pub score: ScoreMod,
+}
+
+/// A problem as text.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "Problem", deny_unknown_fields)]
+struct Flat {
+    batch: usize,
+    seqlen_q: usize,
+    seqlen_k: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    mask: Mask,
+    dtype: Dtype,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    out_dtype: Option<Dtype>,
     #[serde(default)]
-    pub softcap: Option<f64>,
+    softmax_scale: Option<f64>,
+    #[serde(default)]
+    softcap: Option<f64>,
+}
+
+impl From<Flat> for Problem {
+    fn from(flat: Flat) -> Problem {
+        Problem {
+            lengths: Lengths::uniform(flat.batch, flat.seqlen_q, flat.seqlen_k),
+            heads_q: flat.heads_q,
+            heads_kv: flat.heads_kv,
+            head_dim: flat.head_dim,
+            head_dim_v: flat.head_dim_v,
+            mask: flat.mask,
+            types: Types { qkv: flat.dtype, out: flat.out_dtype.unwrap_or(flat.dtype) },
+            softmax_scale: flat.softmax_scale,
+            score: ScoreMod { softcap: flat.softcap },
+        }
+    }
+}
+
+impl From<Problem> for Flat {
+    fn from(problem: Problem) -> Flat {
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
+            problem;
+        let (batch, seqlen_q, seqlen_k) = match lengths {
+            Lengths::Uniform(_) => (lengths.sequences(), lengths.max_q(), lengths.max_k()),
+        };
+        Flat {
+            batch,
+            seqlen_q,
+            seqlen_k,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            mask,
+            dtype: types.qkv,
+            out_dtype: types.differing_out(),
+            softmax_scale,
+            softcap: score.softcap,
+        }
+    }
 }
 
 /// What is wrong with a [`Problem`].
@@ -56,6 +114,16 @@ pub enum ProblemError {
         heads_q: usize,
         /// Key and value heads.
         heads_kv: usize,
+    },
+    /// O is asked for in another type than that of Q, K and V.
+    #[error(
+        "out_dtype is {out} beside dtype = {qkv}: O is written in the type of Q, K and V, leave out_dtype out"
+    )]
+    Types {
+        /// Type of Q, K and V.
+        qkv: Dtype,
+        /// Type of O.
+        out: Dtype,
     },
     /// A tensor would have more elements than can be addressed.
     #[error(
@@ -95,22 +163,20 @@ impl Problem {
         dtype: Dtype,
     ) -> Self {
         Problem {
-            batch,
-            seqlen_q: seqlen,
-            seqlen_k: seqlen,
+            lengths: Lengths::uniform(batch, seqlen, seqlen),
             heads_q: heads,
             heads_kv: heads,
             head_dim,
             head_dim_v: head_dim,
             mask,
-            dtype,
+            types: Types::same(dtype),
             softmax_scale: None,
-            softcap: None,
+            score: ScoreMod::NONE,
         }
     }
 
-    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero outputs; beside them the other
-    /// lengths keep the bound that they have beside 1.
+    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero
+    /// outputs; beside them the other lengths keep the bound that they have beside 1.
     ///
     /// # Errors
     /// The first [`ProblemError`] found.
@@ -127,11 +193,17 @@ impl Problem {
         if !self.heads_q.is_multiple_of(self.heads_kv) {
             return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
         }
+        let Types { qkv, out } = self.types;
+        if qkv != out {
+            return Err(ProblemError::Types { qkv, out });
+        }
+        let (batch, seqlen_q, seqlen_k) =
+            (self.lengths.sequences(), self.lengths.max_q(), self.lengths.max_k());
         for (tensor, [b, s, h, d]) in [
-            ("q", [self.batch, self.seqlen_q, self.heads_q, self.head_dim]),
-            ("k", [self.batch, self.seqlen_k, self.heads_kv, self.head_dim]),
-            ("v", [self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v]),
-            ("out", [self.batch, self.seqlen_q, self.heads_q, self.head_dim_v]),
+            ("q", [batch, seqlen_q, self.heads_q, self.head_dim]),
+            ("k", [batch, seqlen_k, self.heads_kv, self.head_dim]),
+            ("v", [batch, seqlen_k, self.heads_kv, self.head_dim_v]),
+            ("out", [batch, seqlen_q, self.heads_q, self.head_dim_v]),
         ] {
             let elements = [b, s, h, d].iter().try_fold(1u64, |n, &len| n.checked_mul(len.max(1) as u64));
             if elements.is_none_or(|n| n >> ELEMENT_BITS != 0) {
@@ -142,7 +214,7 @@ impl Problem {
         if let Some(value) = self.softmax_scale.filter(|scale| !scale.is_finite()) {
             return Err(ProblemError::BadScalar { name: "softmax_scale", value, need: "finite" });
         }
-        if let Some(value) = self.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+        if let Some(value) = self.score.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
         }
         Ok(())
@@ -163,7 +235,12 @@ impl Problem {
 
     /// Visible (query, key) pairs over all heads and sequences.
     pub fn pairs(&self) -> f64 {
-        self.batch as f64 * self.heads_q as f64 * self.mask.pairs(self.seqlen_q, self.seqlen_k) as f64
+        match self.lengths {
+            Lengths::Uniform(_) => {
+                let pairs = self.mask.pairs(self.lengths.max_q(), self.lengths.max_k());
+                self.lengths.sequences() as f64 * self.heads_q as f64 * pairs as f64
+            }
+        }
     }
 
     /// Floating-point operations of the forward: two products of 2 operations per pair and element,
@@ -172,8 +249,9 @@ impl Problem {
         2.0 * self.pairs() * (self.head_dim + self.head_dim_v) as f64
     }
 
-    /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five products of
-    /// a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs * (3 hd + 2 hdv)`.)
+    /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five
+    /// products of a tile for the forward's two. (With `head_dim != head_dim_v` the exact count is `2 * pairs
+    /// * (3 hd + 2 hdv)`.)
     pub fn flops_backward(&self) -> f64 {
         2.5 * self.flops_forward()
     }
@@ -197,22 +275,31 @@ impl Problem {
     /// Fewest bytes the forward moves: Q, K, V read once, O and the f32 LSE written once.
     pub fn bytes_forward(&self) -> f64 {
         let (q, k, v, o) = self.elements();
-        self.dtype.bytes() as f64 * (q + k + v + o) + 4.0 * self.rows()
+        let (qkv, out) = (self.types.qkv.bytes() as f64, self.types.out.bytes() as f64);
+        qkv * (q + k + v) + out * o + 4.0 * self.rows()
     }
 
     /// Fewest bytes the backward moves: Q, K, V, O, dO and LSE read once, dQ, dK and dV written once.
     pub fn bytes_backward(&self) -> f64 {
         let (q, k, v, o) = self.elements();
-        self.dtype.bytes() as f64 * (2.0 * (q + k + v) + 2.0 * o) + 4.0 * self.rows()
+        let (qkv, out) = (self.types.qkv.bytes() as f64, self.types.out.bytes() as f64);
+        2.0 * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
     }
 
     /// Query rows over all heads and sequences: the number of LSE values.
     pub fn rows(&self) -> f64 {
-        self.batch as f64 * self.heads_q as f64 * self.seqlen_q as f64
+        self.heads_q as f64 * self.total(Lengths::max_q)
+    }
+
+    /// A length summed over the sequences.
+    fn total(&self, length: fn(&Lengths) -> usize) -> f64 {
+        match self.lengths {
+            Lengths::Uniform(_) => self.lengths.sequences() as f64 * length(&self.lengths) as f64,
+        }
     }
 
     fn elements(&self) -> (f64, f64, f64, f64) {
-        let keys = self.batch as f64 * self.heads_kv as f64 * self.seqlen_k as f64;
+        let keys = self.heads_kv as f64 * self.total(Lengths::max_k);
         let (hd, hdv) = (self.head_dim as f64, self.head_dim_v as f64);
         (self.rows() * hd, keys * hd, keys * hdv, self.rows() * hdv)
     }
@@ -241,17 +328,56 @@ mod tests {
             assert!(text.contains(part), "{text} does not name {part}");
         };
         assert_eq!(BASE.check(), Ok(()));
-        assert_eq!(Problem { batch: 0, seqlen_q: 0, ..BASE }.check(), Ok(()));
+        assert_eq!(Problem { lengths: Lengths::uniform(0, 0, 1024), ..BASE }.check(), Ok(()));
         refused(Problem { head_dim: 0, ..BASE }, "head_dim is 0");
         refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
         refused(Problem { heads_kv: 0, ..BASE }, "heads_kv is 0");
         assert_eq!(Problem { heads_kv: 0, ..BASE }.group_size(), 0);
+        refused(Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..BASE }, "out_dtype is f32");
         refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
-        refused(Problem { softcap: Some(0.0), ..BASE }, "softcap is 0");
-        refused(Problem { seqlen_k: usize::MAX, ..BASE }, "k has");
+        refused(Problem { score: ScoreMod::softcap(0.0), ..BASE }, "softcap is 0");
+        refused(Problem { lengths: Lengths::uniform(2, 1024, usize::MAX), ..BASE }, "k has");
         refused(
-            Problem { batch: 0, seqlen_k: usize::MAX, ..BASE },
+            Problem { lengths: Lengths::uniform(0, 1024, usize::MAX), ..BASE },
             "k has the shape 0 x 18446744073709551615",
         );
+    }
+
+    #[test]
+    fn text_is_flat() {
+        const JSON: &str =
+            r#"{"batch":2,"seqlen_q":1024,"seqlen_k":512,"heads_q":16,"heads_kv":16,"head_dim":128,"#;
+        let base = Problem { lengths: Lengths::uniform(2, 1024, 512), ..BASE };
+        let json = |problem: &Problem| serde_json::to_string(problem).unwrap();
+        let plain = r#""head_dim_v":128,"mask":{"left":null,"right":null},"dtype":"bf16","softmax_scale":null,"softcap":null}"#;
+        assert_eq!(json(&base), format!("{JSON}{plain}"));
+        let other = Problem {
+            mask: Mask::window(3, 4),
+            types: Types::same(Dtype::F16),
+            softmax_scale: Some(0.5),
+            score: ScoreMod::softcap(30.0),
+            ..base
+        };
+        let text = r#""head_dim_v":128,"mask":{"left":3,"right":4},"dtype":"f16","softmax_scale":0.5,"softcap":30.0}"#;
+        assert_eq!(json(&other), format!("{JSON}{text}"));
+        let ron = "(batch:2,seqlen_q:1024,seqlen_k:512,heads_q:16,heads_kv:16,head_dim:128,head_dim_v:128,\
+                   mask:(left:Some(3),right:Some(4)),dtype:f16,softmax_scale:Some(0.5),softcap:Some(30.0))";
+        assert_eq!(ron::to_string(&other).unwrap(), ron);
+        let mixed = Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..base };
+        for problem in [base, other, mixed] {
+            assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
+            assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
+        }
+        let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
+        assert_eq!(named, other);
+        // What may be left out, and what may not.
+        let short = ron.replace(",softmax_scale:Some(0.5),softcap:Some(30.0)", "");
+        let read: Problem = ron::from_str(&short).unwrap();
+        assert_eq!(read, Problem { softmax_scale: None, score: ScoreMod::NONE, ..other });
+        let error = ron::from_str::<Problem>(&ron.replace("batch:2,", "")).unwrap_err().to_string();
+        assert!(error.contains("batch"), "{error}");
+        let error =
+            ron::from_str::<Problem>(&ron.replace("batch:2,", "batch:2,bias:1,")).unwrap_err().to_string();
+        assert!(error.contains("bias"), "{error}");
     }
 }

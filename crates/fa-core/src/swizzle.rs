@@ -1,11 +1,13 @@
 //! Swizzles: permutations of shared-memory offsets by exclusive or.
 //!
-//! `Swizzle<B, M, S>` takes the `B` bits from bit `M + S` up and xors them into the `B` bits from bit `M` up. With
-//! rows of `2^(M+B)` offsets and chunks of `2^M`, `S = B` xors the row number into the chunk number: 8 rows of one
-//! column then lie in 8 different chunks, which is what keeps `ldmatrix` and `wgmma` free of bank conflicts.
+//! `Swizzle<B, M, S>` takes the `B` bits from bit `M + S` up and xors them into the `B` bits from bit `M` up.
+//! With rows of `2^(M+B)` offsets and chunks of `2^M`, `S = B` xors the row number into the chunk number: 8
+//! rows of one column then lie in 8 different chunks, which is what keeps `ldmatrix` and `wgmma` free of bank
+//! conflicts.
 //!
-//! The unit of an offset is up to the user, bytes or elements; [`Swizzle::scaled`] changes between them. The TMA
-//! and `wgmma` modes ([`SwizzleMode`]) are defined on byte addresses: PTX ISA, "Swizzling modes" of tensor copies.
+//! The unit of an offset is up to the user, bytes or elements; [`Swizzle::scaled`] changes between them. The
+//! TMA and `wgmma` modes ([`SwizzleMode`]) are defined on byte addresses: PTX ISA, "Swizzling modes" of
+//! tensor copies.
 
 use std::fmt;
 
@@ -56,8 +58,8 @@ pub enum SwizzleError {
     },
 }
 
-/// `Swizzle<B, M, S>`: xor of `bits` bits at `base + shift` into those at `base`; for a negative shift, of those at
-/// `base` into those at `base - shift`.
+/// `Swizzle<B, M, S>`: xor of `bits` bits at `base + shift` into those at `base`; for a negative shift, of
+/// those at `base` into those at `base - shift`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Swizzle {
@@ -87,8 +89,8 @@ impl Swizzle {
         Ok(())
     }
 
-    /// Where an offset goes. Never panics; the laws hold for a swizzle that passes [`Swizzle::check`]: it is its
-    /// own inverse, keeps every aligned block of [`Swizzle::period`] offsets, and keeps aligned runs of
+    /// Where an offset goes. Never panics; the laws hold for a swizzle that passes [`Swizzle::check`]: it is
+    /// its own inverse, keeps every aligned block of [`Swizzle::period`] offsets, and keeps aligned runs of
     /// [`Swizzle::vector`] offsets together and in order.
     pub fn apply(&self, offset: u64) -> u64 {
         let ones = 1u64.checked_shl(self.bits).map_or(u64::MAX, |bit| bit - 1);
@@ -103,9 +105,9 @@ impl Swizzle {
         offset ^ change
     }
 
-    /// Length of the aligned blocks that are permuted within themselves, and the alignment that a buffer needs so
-    /// that swizzling addresses and swizzling offsets into it agree. `None` if it does not fit 64 bits (refused by
-    /// [`Swizzle::check`]).
+    /// Length of the aligned blocks that are permuted within themselves, and the alignment that a buffer
+    /// needs so that swizzling addresses and swizzling offsets into it agree. `None` if it does not fit 64
+    /// bits (refused by [`Swizzle::check`]).
     pub fn period(&self) -> Option<u64> {
         if self.bits == 0 {
             Some(1)
@@ -114,14 +116,14 @@ impl Swizzle {
         }
     }
 
-    /// Length of the longest aligned runs of offsets that stay contiguous: `2^base`. `None` if it does not fit 64
-    /// bits or if nothing moves.
+    /// Length of the longest aligned runs of offsets that stay contiguous: `2^base`. `None` if it does not
+    /// fit 64 bits or if nothing moves.
     pub fn vector(&self) -> Option<u64> {
         if self.bits == 0 { None } else { 1u64.checked_shl(self.base) }
     }
 
-    /// The same permutation in units `unit` times as large: a swizzle of bytes with `unit = 2` is one of 16-bit
-    /// elements, so that `<3,4,3>` becomes `<3,3,3>`.
+    /// The same permutation in units `unit` times as large: a swizzle of bytes with `unit = 2` is one of
+    /// 16-bit elements, so that `<3,4,3>` becomes `<3,3,3>`.
     ///
     /// # Errors
     /// `Unit` unless `unit` is a power of two of at most `2^base`.
@@ -186,8 +188,8 @@ impl SwizzleMode {
         Swizzle { bits, base: 4, shift: 3 }
     }
 
-    /// Bytes after which the pattern repeats, and the alignment in bytes that a buffer needs: 8 rows (1024, 512 or
-    /// 256), 16 without swizzle.
+    /// Bytes after which the pattern repeats, and the alignment in bytes that a buffer needs: 8 rows (1024,
+    /// 512 or 256), 16 without swizzle.
     pub fn alignment(self) -> u64 {
         match self {
             Self::None => 16,
@@ -211,8 +213,8 @@ impl SwizzleMode {
     }
 }
 
-/// A layout seen through a swizzle: `i -> swizzle(offset + layout(i))`. Not a layout itself, as a rule: the xor is
-/// not linear in the coordinates.
+/// A layout seen through a swizzle: `i -> swizzle(offset + layout(i))`. Not a layout itself, as a rule: the
+/// xor is not linear in the coordinates.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SwizzledLayout {
@@ -251,8 +253,8 @@ impl SwizzledLayout {
         self.finish(self.layout.at_modes(indices)?)
     }
 
-    /// Offsets to reserve: the end of the last block of the swizzle's period that the layout touches (exact without
-    /// a swizzle). `None` if it does not fit 64 bits.
+    /// Offsets to reserve: the end of the last block of the swizzle's period that the layout touches (exact
+    /// without a swizzle). `None` if it does not fit 64 bits.
     pub fn span(&self) -> Option<u64> {
         let end = self.offset.checked_add(self.layout.cosize())?;
         end.checked_next_multiple_of(self.swizzle.period()?)

@@ -32,7 +32,8 @@ pub struct Strides {
 impl TensorLayout {
     /// The strides of a packed tensor of this layout.
     ///
-    /// The product of the lengths must fit an `i64`, which [`crate::Problem::check`] guarantees for its tensors.
+    /// The product of the lengths must fit an `i64`, which [`crate::Problem::check`] guarantees for its
+    /// tensors.
     pub const fn strides(self, seqlen: usize, heads: usize, head_dim: usize) -> Strides {
         let (s, h, d) = (seqlen as i64, heads as i64, head_dim as i64);
         match self {

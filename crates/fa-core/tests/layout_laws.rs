@@ -1,5 +1,5 @@
-//! The layout algebra by its laws: every operation against the function it is defined by, at every index of every
-//! layout of a small domain, then on random nested layouts.
+//! The layout algebra by its laws: every operation against the function it is defined by, at every index of
+//! every layout of a small domain, then on random nested layouts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -207,7 +207,8 @@ fn binary_laws_hold_over_all_pairs() {
     assert!(composed > 10_000 && divided > 1_000 && multiplied > 5_000, "{composed} {divided} {multiplied}");
 }
 
-/// Nothing that a shape and a stride of one mode can express is refused but for CuTe's divisibility conditions.
+/// Nothing that a shape and a stride of one mode can express is refused but for CuTe's divisibility
+/// conditions.
 #[test]
 fn composition_with_one_mode_is_refused_only_for_divisibility() {
     for a in family(3, &[2, 3, 4], &[1, 2, 5, 12]) {
@@ -279,8 +280,8 @@ fn worked_examples() {
     assert_eq!(inverse("4:2"), "1:0");
 }
 
-/// A 128x128 tile of 16-bit elements as two 64-wide panels, each built of 8x64 atoms, in terms of products; and
-/// its 16x16 blocks by division.
+/// A 128x128 tile of 16-bit elements as two 64-wide panels, each built of 8x64 atoms, in terms of products;
+/// and its 16x16 blocks by division.
 #[test]
 fn attention_tile_by_products_and_division() {
     let atom = Layout::row_major(&[8, 64]).unwrap();

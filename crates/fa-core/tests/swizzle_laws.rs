@@ -75,7 +75,8 @@ fn period_and_vector_are_tight() {
     }
 }
 
-/// 8 rows of `2^(M+B)` offsets: each column of chunks is spread over all chunks, which is what a swizzle is for.
+/// 8 rows of `2^(M+B)` offsets: each column of chunks is spread over all chunks, which is what a swizzle is
+/// for.
 #[test]
 fn every_column_of_chunks_is_spread() {
     for bits in 1..=4u32 {

@@ -8,27 +8,27 @@ use crate::view::TensorRef;
 
 /// Shape of Q and dQ: `[batch, seqlen_q, heads_q, head_dim]`.
 pub const fn q_shape(problem: &Problem) -> [usize; 4] {
-    [problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim]
+    [problem.lengths.sequences(), problem.lengths.max_q(), problem.heads_q, problem.head_dim]
 }
 
 /// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
-    [problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim]
+    [problem.lengths.sequences(), problem.lengths.max_k(), problem.heads_kv, problem.head_dim]
 }
 
 /// Shape of V and dV: `[batch, seqlen_k, heads_kv, head_dim_v]`.
 pub const fn v_shape(problem: &Problem) -> [usize; 4] {
-    [problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim_v]
+    [problem.lengths.sequences(), problem.lengths.max_k(), problem.heads_kv, problem.head_dim_v]
 }
 
 /// Shape of O and dO: `[batch, seqlen_q, heads_q, head_dim_v]`.
 pub const fn out_shape(problem: &Problem) -> [usize; 4] {
-    [problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v]
+    [problem.lengths.sequences(), problem.lengths.max_q(), problem.heads_q, problem.head_dim_v]
 }
 
 /// Number of LSE values: `batch * heads_q * seqlen_q`, laid out `[batch, heads_q, seqlen_q]`.
 pub const fn lse_len(problem: &Problem) -> usize {
-    problem.batch * problem.heads_q * problem.seqlen_q
+    problem.lengths.sequences() * problem.heads_q * problem.lengths.max_q()
 }
 
 /// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have its shapes.
@@ -42,8 +42,8 @@ pub fn check_forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    if T::DTYPE.is_some_and(|dtype| dtype != problem.dtype) {
-        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.dtype });
+    if T::DTYPE.is_some_and(|dtype| dtype != problem.types.qkv) {
+        return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.qkv });
     }
     check_shape("q", q.shape(), q_shape(problem))?;
     check_shape("k", k.shape(), k_shape(problem))?;
@@ -99,7 +99,7 @@ pub fn check_len(buffer: &'static str, got: usize, need: usize) -> Result<(), Cp
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask, ProblemError, TensorLayout};
+    use fa_core::{Dtype, Mask, ProblemError, TensorLayout, Types};
 
     use super::*;
 
@@ -115,7 +115,7 @@ mod tests {
             check_forward(&problem, &q, &v, &v),
             Err(CpuError::Shape { tensor: "k", got: [1, 3, 1, 2], need: [1, 3, 1, 4] })
         );
-        let sixteen = Problem { dtype: Dtype::F16, ..problem };
+        let sixteen = Problem { types: Types::same(Dtype::F16), ..problem };
         assert_eq!(
             check_forward(&sixteen, &q, &k, &v),
             Err(CpuError::Dtype { got: Some(Dtype::F32), need: Dtype::F16 })

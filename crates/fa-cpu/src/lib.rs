@@ -4,6 +4,7 @@
 //! - [`reference`](mod@reference): by the formula and in f64, made to be read; the oracle for everything else.
 //! - [`compare`]: how far an output is from the oracle, and whether that is within tolerance.
 //! - [`grid`]: the shapes, head dims and heads that an implementation is to be tried on.
+//! - [`threads`]: how many are of use.
 //! - [`softmax`], [`merge`]: the online softmax of one row; results over parts of the keys combined into one.
 //!
 //! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16.
@@ -44,6 +45,7 @@ pub mod real;
 pub mod reference;
 pub mod simd;
 pub mod softmax;
+pub mod threads;
 pub mod tiled;
 pub mod view;
 

@@ -15,7 +15,7 @@ struct EmuOptions {
     u32 pace;  // of emu::Pace
     u32 order, poison, hazards;
     int trace_cta;
-    u32 reserved;
+    u32 ordered_additions;
     u64 step_limit;
     void (*progress)(void* context, u32 done, u32 all);
     void* context;
@@ -92,7 +92,7 @@ extern "C" {
 EMU_EXPORT void* emu_open(const EmuOptions* options) {
     auto* session = new Session;
     session->machine.options = {options->seed,           Pace(options->pace),  options->order != 0,
-                                options->poison != 0,    options->hazards != 0, options->trace_cta,
+                                options->poison != 0,    options->hazards != 0, options->ordered_additions != 0, options->trace_cta,
                                 options->step_limit,     options->progress,     options->context};
     return session;
 }

@@ -52,19 +52,23 @@ void Global::next_launch() {
 void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing, const Author& author) {
     Region::Cell& cell = region.cells[index];
     const u32 own = current->cta->cluster->id;
+    const std::string what = std::string(" ") + doing + " " + region.name + " +" + std::to_string(4 * index);
     auto found = [&](const char* kind, u32 cluster, Slot slot, u16 site, const char* did) {
-        Finding& finding = report(kind, me() + " " + doing + " " + region.name + " +" + std::to_string(4 * index) +
-                                            " with no order after who " + did);
-        if (finding.others.empty()) finding.others.push_back({author_name(cluster, slot) + ", which " + did, site_stack(site), 1});
+        const std::string by = std::string("the ") + did + " by " + author_name(cluster, slot);
+        Finding& finding = report(kind, me() + what + "; nothing orders it after " + by);
+        if (finding.others.empty()) finding.others.push_back({by, site_stack(site), 1});
     };
+    const bool adds = use == Use::Atomic || use == Use::Add;
     if (cell.kind == kNobody) {
         if (use != Use::Write) {
-            report("uninitialised read", me() + " " + doing + " " + region.name + " +" + std::to_string(4 * index) + ", which nobody has written");
+            report("uninitialised read", me() + what + ", which nobody has written");
         }
-    } else if (cell.kind == kWritten || (cell.kind == kAdded && use != Use::Atomic)) {
+    } else if (cell.kind == kWritten || (cell.kind == kAdded && !adds)) {
         if ((cell.mask & mask) && !ordered(cell.cluster, cell.slot, cell.clock)) {
-            found("data race", cell.cluster, cell.slot, cell.site, cell.kind == kAdded ? "added to it" : "wrote it");
+            found("data race", cell.cluster, cell.slot, cell.site, cell.kind == kAdded ? "addition" : "write");
         }
+    } else if (cell.kind == kAdded && use == Use::Add && machine->options.ordered_additions) {
+        if (!ordered(cell.cluster, cell.slot, cell.clock)) found("unordered addition", cell.cluster, cell.slot, cell.site, "addition");
     }
     if (use == Use::Read) {
         cell.read_clock = author.clock;
@@ -74,7 +78,7 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
         return;
     }
     if (cell.read_clock && !ordered(cell.read_cluster, cell.read_slot, cell.read_clock)) {
-        found("data race", cell.read_cluster, cell.read_slot, cell.read_site, "read it");
+        found("data race", cell.read_cluster, cell.read_slot, cell.read_site, "read");
     }
     cell.read_clock = 0;
     cell.mask = cell.kind == kWritten && cell.slot == author.slot && cell.cluster == own ? cell.mask | mask : mask;
@@ -82,7 +86,7 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
     cell.cluster = own;
     cell.slot = author.slot;
     cell.site = site_of(pc);
-    cell.kind = use == Use::Atomic ? kAdded : kWritten;
+    cell.kind = adds ? kAdded : kWritten;
 }
 
 void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Author* copy) {
@@ -102,6 +106,7 @@ void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Au
         if (use != Use::Read) fatal("write to an input", me() + " " + doing + " " + region.name);
         return;
     }
+    if (use == Use::Write && bytes == 4) wake_pollers(reinterpret_cast<const void*>(address));
     if (!machine->options.order) return;
     const Author own{current->slot, current->clock()};
     const u64 first = address - region.begin, end = first + bytes;
@@ -132,13 +137,20 @@ void Global::acquire(u64 address, Order& order, u32 cluster) const {
     if (found->second.size() > (own != found->second.end())) order.learn(std::make_shared<const Remote>(found->second));
 }
 
+void wake_pollers(const void* word) {
+    if (machine->polling == 0) return;
+    for (auto& cluster : machine->resident) {
+        for (auto& cta : cluster->ctas) wake_on(*cta, word);
+    }
+}
+
 // ---- Instructions ----
 
 void add_global(float* to, const float* values, int count) {
     ENTER();
     const u32 bytes = u32(count) * 4;
     if (u64(to) % bytes) fatal("misaligned", me() + ": red.global of " + std::to_string(bytes) + " bytes");
-    machine->global.access(u64(to), bytes, Use::Atomic, "adds to");
+    machine->global.access(u64(to), bytes, Use::Add, "adds to");
     machine->counters.red_bytes += bytes;
     for (int i = 0; i < count; ++i) to[i] += values[i];
 }
@@ -155,14 +167,25 @@ u32 atomic_add(u32* to, u32 value) {
     machine->progress = machine->step;
     const u32 old = *to;
     *to += value;
+    wake_pollers(to);
     return old;
 }
 
+// A loop that reads the same value again waits for the word to change.
 u32 load_acquire(const u32* from) {
     ENTER();
-    yield();
+    Thread& thread = *current;
+    if (thread.polled == from && thread.polled_value == *from) {
+        ++machine->polling;
+        wait_until("ld.acquire in a loop", from, [&] { return *from != thread.polled_value; });
+        --machine->polling;
+    } else {
+        yield();
+    }
     machine->global.access(u64(from), 4, Use::Atomic, "reads");
-    machine->global.acquire(u64(from), current->order, current->cta->cluster->id);
+    machine->global.acquire(u64(from), thread.order, thread.cta->cluster->id);
+    thread.polled = from;
+    thread.polled_value = *from;
     return *from;
 }
 
@@ -174,6 +197,7 @@ void add_release(u32* to, u32 value) {
     thread.tick();
     machine->progress = machine->step;
     *to += value;
+    wake_pollers(to);
 }
 
 void fence_device() {

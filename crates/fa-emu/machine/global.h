@@ -29,7 +29,8 @@ struct Region {
     bool holds(u64 address, u64 count) const { return address >= begin && address + count <= begin + bytes; }
 };
 
-enum class Use : u8 { Read, Write, Atomic };
+// Add: of floating-point numbers, whose order is in the sum; Atomic: of integers, and acquiring reads.
+enum class Use : u8 { Read, Write, Atomic, Add };
 
 // Who accesses device memory: the thread that runs, or a copy that it issues.
 struct Author {

@@ -52,9 +52,12 @@ struct Thread {
     const void* waits_on = nullptr;   // what wakes it
     Order order;
     std::unique_ptr<Order> fenced;  // what the last __threadfence covers
-    Groups copies, bulk;
+    Groups copies;
+    Groups bulk_reads, bulk;  // bulk reductions whose shared memory has been read, that are done
     int copies_slot = -1;
     std::vector<Operand> operands;
+    const u32* polled = nullptr;  // the word that ld.acquire read last, and what it held
+    u32 polled_value = 0;
     u64 blocked_at = 0;
 
     u32 clock() const { return order.before[slot]; }
@@ -88,7 +91,7 @@ struct Warp {
     std::deque<WgmmaOp> queue;
     std::vector<u64> issued;  // a word for each product, to compare with the other warps of the group
     bool fenced = false;
-    int wgmma_slot = -1, bulk_slot = -1;
+    int wgmma_slot = -1, bulk_read_slot = -1, bulk_slot = -1;
     int registers, wants = 0;
 };
 
@@ -143,7 +146,8 @@ struct Cluster {
 struct Agent {
     Cta* cta;
     std::function<void()> run;
-    u64 due;  // the step at which a paced schedule runs it
+    u64 due;        // the step at which a paced schedule runs it
+    bool outlives;  // needs nothing of its CTA, which may end before
 };
 
 enum class Pace : u32 { Eager, Lazy, Random, Paced };
@@ -154,6 +158,7 @@ struct Options {
     bool order = true;    // happens-before, uninitialised reads and proxy fences
     bool poison = true;   // NaN where something is on its way
     bool hazards = true;  // registers of products in flight
+    bool ordered_additions = false;  // of floating-point numbers in device memory: of a deterministic kernel
     int trace_cta = -1;
     u64 step_limit = 0;   // 0 for none
     void (*progress)(void* context, u32 done, u32 all) = nullptr;
@@ -186,6 +191,7 @@ struct Machine {
     void* scheduler_stack = nullptr;
     std::mt19937_64 rng;
     bool aborting = false;
+    u32 polling = 0;  // threads that wait for a word of device memory to change
     u64 step = 0, progress = 0;
 
     std::vector<Finding> findings;
@@ -217,8 +223,10 @@ template <class Done> void wait_until(const char* waits_for, const void* on, Don
 void wake(Thread& thread);
 void wake_on(Cta& cta, const void* on);
 void yield();
+// A word of device memory changes.
+void wake_pollers(const void* word);
 [[noreturn]] void leave();
-void add_agent(Cta& cta, u64 latency, std::function<void()> run);
+void add_agent(Cta& cta, u64 latency, std::function<void()> run, bool outlives = false);
 Slot new_slot(Cluster& cluster, const std::string& name);
 std::string slot_name(const Cta& cta, Slot slot);
 std::string actor_name(const Cta& cta, const Actor& actor);

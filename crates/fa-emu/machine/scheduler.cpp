@@ -17,14 +17,14 @@ namespace {
 
 // Without a thread going on or an operation finishing for so long, what spins will spin for ever.
 constexpr u64 kLivelockSteps = 400000;
-// A priority is drawn again when nothing has gone on for so long: who spins may be waiting for a warp below it.
+// When nothing has gone on for so long, who spins may be waiting for a warp of lower priority or for an operation in flight.
 constexpr u64 kStarvedSteps = 1000;
 constexpr u32 kRegisterFile = 65536;
 
 void check_thread_exit(Thread& thread) {
     Warp& warp = *thread.warp;
     if (!thread.copies.idle()) report("exit in flight", me() + " ends with cp.async copies in flight");
-    if (!thread.bulk.idle()) report("exit in flight", me() + " ends while its bulk copies still read shared memory");
+    if (!thread.bulk_reads.idle()) report("exit in flight", me() + " ends while its bulk copies still read shared memory");
     if (!warp.queue.empty()) report("exit in flight", me() + " ends with wgmma in flight");
     if (warp.arrived > 0) {
         Finding& found = report("divergence", me() + " ends while " + std::to_string(warp.arrived) +
@@ -114,33 +114,38 @@ void retire(Machine& machine, Cluster& cluster) {
 }
 
 void report_stuck(Machine& machine, const char* kind) {
+    // Threads of a CTA that wait at one place, by their warps.
     struct Waiting {
-        std::string who;
+        u32 cta;
+        std::string what;
         Stack stack;
-        int threads = 0;
+        std::vector<int> warps;
+        int threads;
     };
     std::vector<Waiting> all;
     for (auto& cluster : machine.resident) {
         for (auto& cta : cluster->ctas) {
             for (Thread& thread : cta->threads) {
                 if (thread.state == State::Done) continue;
-                const char* what = thread.state == State::Blocked ? thread.waits_for : "spinning";
-                std::string who = "CTA " + std::to_string(cta->index) + " warp " + std::to_string(thread.view.warp) + ": " + what;
+                const std::string what = thread.state == State::Blocked ? thread.waits_for : "a loop that goes on";
                 Stack stack = walk(frame_of(thread.fiber), thread.fiber.stack);
-                if (!all.empty() && all.back().who == who && all.back().stack == stack) {
-                    ++all.back().threads;
-                } else {
-                    all.push_back({std::move(who), std::move(stack), 1});
-                }
+                auto same = [&](const Waiting& own) { return own.cta == cta->index && own.what == what && own.stack == stack; };
+                auto known = std::find_if(all.begin(), all.end(), same);
+                if (known == all.end()) known = all.insert(all.end(), {cta->index, what, std::move(stack), {}, 0});
+                if (known->warps.empty() || known->warps.back() != thread.view.warp) known->warps.push_back(thread.view.warp);
+                ++known->threads;
             }
         }
     }
-    std::string text = std::to_string(all.size()) + " groups of threads wait and nothing is in flight";
-    if (!strcmp(kind, "livelock")) text = "nothing has gone on for " + std::to_string(kLivelockSteps) + " steps";
+    std::string text = std::to_string(all.size()) + " groups of threads wait, and no operation is in flight";
+    if (!strcmp(kind, "livelock")) text = "no thread has passed a wait and no operation has finished for " + std::to_string(kLivelockSteps) + " steps";
+    if (!strcmp(kind, "step limit")) text = "given up after " + std::to_string(machine.options.step_limit) + " steps";
     Finding& found = report(kind, text);
     for (Waiting& waiting : all) {
-        if (found.others.size() == 24) break;
-        found.others.push_back({std::move(waiting.who), std::move(waiting.stack), waiting.threads});
+        std::string who = "CTA " + std::to_string(waiting.cta) + " warp";
+        if (waiting.warps.size() > 1) who += "s";
+        for (size_t i = 0; i < waiting.warps.size(); ++i) who += (i ? ", " : " ") + std::to_string(waiting.warps[i]);
+        found.others.push_back({who + ": " + waiting.what, std::move(waiting.stack), waiting.threads});
     }
 }
 
@@ -183,9 +188,9 @@ void wake_on(Cta& cta, const void* on) {
     }
 }
 
-void add_agent(Cta& cta, u64 latency, std::function<void()> run) {
-    ++cta.agents;
-    machine->agents.push_back({&cta, std::move(run), machine->step + latency});
+void add_agent(Cta& cta, u64 latency, std::function<void()> run, bool outlives) {
+    if (!outlives) ++cta.agents;
+    machine->agents.push_back({&cta, std::move(run), machine->step + latency, outlives});
 }
 
 Slot new_slot(Cluster& cluster, const std::string& name) {
@@ -216,6 +221,7 @@ bool run(Machine& machine) {
     machine.slots = (launch.threads * width * (launch.cp_async ? 2 : 1) + width * (launch.threads / 16 + 96) + 15) / 16 * 16;
     machine.rng.seed(options.seed * 7919 + 1);
     machine.aborting = false;
+    machine.polling = 0;
     machine.step = machine.progress = 0;
     machine.agents.clear();
     machine.resident.clear();
@@ -262,13 +268,14 @@ bool run(Machine& machine) {
             break;
         }
         size_t chosen = 0;
-        bool agent = !agents.empty() && (!best || options.pace == Pace::Eager);
+        const bool starved = machine.step - machine.progress > kStarvedSteps;
+        bool agent = !agents.empty() && (!best || starved || options.pace == Pace::Eager);
         if (options.pace == Pace::Paced && !agents.empty()) {
             for (size_t i = 1; i < agents.size(); ++i) {
                 if (agents[i].due < agents[chosen].due) chosen = i;
             }
             if (!best) machine.step = std::max(machine.step, agents[chosen].due);
-            agent = agents[chosen].due <= machine.step;
+            agent = agent || agents[chosen].due <= machine.step;
         } else if (by_chance && !agents.empty()) {
             agent = agent || chance(machine.rng) < agents_share;
             chosen = machine.rng() % agents.size();
@@ -277,7 +284,7 @@ bool run(Machine& machine) {
             Agent own = std::move(agents[chosen]);
             agents[chosen] = std::move(agents.back());
             agents.pop_back();
-            --own.cta->agents;
+            if (!own.outlives) --own.cta->agents;
             ++machine.counters.agents;
             machine.progress = machine.step;
             own.run();
@@ -285,7 +292,7 @@ bool run(Machine& machine) {
             run_warp(machine, *best);
             if (!by_chance) {
                 best->priority = ~machine.step;  // in turn
-            } else if (chance(machine.rng) < redraw || machine.step - machine.progress > kStarvedSteps) {
+            } else if (chance(machine.rng) < redraw || starved) {
                 best->priority = machine.rng();
             }
         }
@@ -294,8 +301,14 @@ bool run(Machine& machine) {
                 ++i;
                 continue;
             }
-            // What a CTA left in flight would write to memory that is gone.
-            std::erase_if(agents, [&](const Agent& agent) { return agent.cta->cluster == machine.resident[i].get(); });
+            // What a CTA left in flight would write to memory that is gone; sums for device memory still get there.
+            std::vector<Agent> left;
+            std::erase_if(agents, [&](Agent& agent) {
+                const bool own = agent.cta->cluster == machine.resident[i].get();
+                if (own && agent.outlives) left.push_back(std::move(agent));
+                return own;
+            });
+            for (Agent& agent : left) agent.run();
             retire(machine, *machine.resident[i]);
             machine.resident.erase(machine.resident.begin() + long(i));
             if (options.progress) options.progress(options.context, next - u32(machine.resident.size()) * width, launch.grid);

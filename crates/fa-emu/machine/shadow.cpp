@@ -11,10 +11,13 @@ namespace {
 
 u8 byte_mask(u32 begin, u32 end) { return u8((1u << end) - (1u << begin)); }
 
-void race(Cta& cta, u32 index, const Actor& actor, const Access& other, const char* did, const char* kind) {
-    Finding& found = report(kind, actor_name(cta, actor) + " " + actor.doing + " shared memory +" + std::to_string(4 * index) +
-                                      " with no order after the " + did);
-    if (found.others.empty()) found.others.push_back({slot_name(cta, other.slot) + ", which " + did, site_stack(other.site), 1});
+std::string place(u32 index) { return " shared memory +" + std::to_string(4 * index); }
+
+// `did`: "read" or "write".
+void race(Cta& cta, u32 index, const Actor& actor, const Access& other, const char* did) {
+    const std::string by = std::string("the ") + did + " by " + slot_name(cta, other.slot);
+    Finding& found = report("data race", actor_name(cta, actor) + " " + actor.doing + place(index) + "; nothing orders it after " + by);
+    if (found.others.empty()) found.others.push_back({by, site_stack(other.site), 1});
 }
 
 }  // namespace
@@ -70,28 +73,24 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
     Cell& cell = cells_[index];
     const auto& before = actor.order->before;
     if (cell.proxy == Proxy::Barrier) {
-        report("mbarrier overwritten", actor_name(cta, actor) + " " + actor.doing + " shared memory +" + std::to_string(4 * index) +
-                                           ", where an mbarrier lives");
+        report("mbarrier overwritten", actor_name(cta, actor) + " " + actor.doing + place(index) + ", where an mbarrier lives");
         return;
     }
     if (cell.proxy == Proxy::None) {
         if (!write) {
-            report("uninitialised read", actor_name(cta, actor) + " " + actor.doing + " shared memory +" + std::to_string(4 * index) +
-                                             ", which nobody has written");
+            report("uninitialised read", actor_name(cta, actor) + " " + actor.doing + place(index) + ", which nobody has written");
         }
     } else if ((cell.bytes & mask) != 0) {
         const bool own = actor.in_order && cell.write.slot == actor.slot;
         if (!own && cell.write.clock > before[cell.write.slot]) {
-            race(cta, index, actor, cell.write, "wrote it", "data race");
+            race(cta, index, actor, cell.write, "write");
         } else if (actor.proxy == Proxy::Async && cell.proxy == Proxy::Generic &&
                    cell.write.clock > actor.order->visible[cell.write.slot]) {
-            Finding& found = report("missing proxy fence", actor_name(cta, actor) + " " + actor.doing + " shared memory +" +
-                                                               std::to_string(4 * index) +
-                                                               " through the async proxy after a generic write that no "
-                                                               "fence.proxy.async has made visible to it");
-            if (found.others.empty()) {
-                found.others.push_back({slot_name(cta, cell.write.slot) + ", which wrote it", site_stack(cell.write.site), 1});
-            }
+            const std::string by = "the write by " + slot_name(cta, cell.write.slot);
+            Finding& found = report("missing proxy fence",
+                                    actor_name(cta, actor) + " " + actor.doing + place(index) +
+                                        " through the async proxy; no fence.proxy.async has made visible to it " + by);
+            if (found.others.empty()) found.others.push_back({by, site_stack(cell.write.site), 1});
         }
     }
     if (!write) {
@@ -100,7 +99,7 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
     }
     for_reads(cell, [&](const Access& read) {
         if (!(actor.in_order && read.slot == actor.slot) && read.clock > before[read.slot]) {
-            race(cta, index, actor, read, "reads it", "data race");
+            race(cta, index, actor, read, "read");
         }
     });
     if (cell.more) {

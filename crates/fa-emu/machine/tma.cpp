@@ -121,42 +121,56 @@ void bulk_add(float* dst, u32 src, u32 bytes) {
     Warp& warp = *thread.warp;
     const u8* const from = shared(src, bytes, 16);
     if (bytes % 16 || u64(dst) % 16) fatal("misaligned", me() + ": a bulk reduction takes multiples of 16 bytes");
-    if (warp.bulk_slot < 0) warp.bulk_slot = new_slot(*cta.cluster, "the bulk reduction of warp " + std::to_string(warp.id));
+    if (warp.bulk_slot < 0) {
+        const std::string name = "the bulk reduction of warp " + std::to_string(warp.id);
+        warp.bulk_read_slot = new_slot(*cta.cluster, name);
+        warp.bulk_slot = new_slot(*cta.cluster, name);
+    }
     const u32 group = thread.bulk.start();
+    thread.bulk_reads.start();
     if (machine->options.order) {
         cta.shadow.access(cta, src - kSharedBase, bytes, false,
-                          {Slot(warp.bulk_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
+                          {Slot(warp.bulk_read_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
     }
     const Author copy{Slot(warp.bulk_slot), group};
-    machine->global.access(u64(dst), bytes, Use::Atomic, "adds by a bulk reduction", &copy);
+    machine->global.access(u64(dst), bytes, Use::Add, "adds by a bulk reduction to", &copy);
     machine->counters.red_bytes += bytes;
     const bool traced = int(cta.index) == machine->options.trace_cta;
     const u64 issued = machine->step;
     Stack stack = traced ? stack_here() : Stack{};
-    add_agent(cta, 40, [=, &thread, stack = std::move(stack)] {
-        for (u32 i = 0; i < bytes / 4; ++i) {
-            float value;
-            memcpy(&value, from + 4 * i, 4);
-            dst[i] += value;
-        }
-        if (traced) machine->trace.add({"copy engine", "bulk add", issued, machine->step, stack});
-        thread.bulk.finish(group);
-        if (thread.waits_on == &thread.bulk) wake(thread);
+    // It reads shared memory, and some time later adds what it has read.
+    add_agent(cta, 20, [=, &thread, &cta, stack = std::move(stack)] {
+        std::vector<float> values(bytes / 4);
+        memcpy(values.data(), from, bytes);
+        auto add = [=, &thread, values = std::move(values)] {
+            for (size_t i = 0; i < values.size(); ++i) dst[i] += values[i];
+            if (traced) machine->trace.add({"copy engine", "bulk add", issued, machine->step, stack});
+            thread.bulk.finish(group);
+            if (thread.waits_on == &thread.bulk) wake(thread);
+        };
+        add_agent(cta, 20, std::move(add), true);
+        thread.bulk_reads.finish(group);
+        if (thread.waits_on == &thread.bulk_reads) wake(thread);
     });
 }
 
 void bulk_commit() {
     ENTER();
+    current->bulk_reads.commit();
     current->bulk.commit();
 }
 
 void bulk_wait(bool read_only) {
     ENTER();
     Thread& thread = *current;
-    const u32 due = thread.bulk.due(0);
-    wait_until(read_only ? "cp.async.bulk.wait_group.read" : "cp.async.bulk.wait_group", &thread.bulk,
-               [&] { return thread.bulk.done(due); });
-    if (thread.warp->bulk_slot >= 0) thread.order.reach(Slot(thread.warp->bulk_slot), due);
+    Warp& warp = *thread.warp;
+    Groups& groups = read_only ? thread.bulk_reads : thread.bulk;
+    const u32 due = groups.due(0);
+    wait_until(read_only ? "cp.async.bulk.wait_group.read" : "cp.async.bulk.wait_group", &groups,
+               [&] { return groups.done(due); });
+    if (warp.bulk_slot < 0) return;
+    thread.order.reach(Slot(warp.bulk_read_slot), due);
+    if (!read_only) thread.order.reach(Slot(warp.bulk_slot), due);
 }
 
 }  // namespace emu

@@ -100,7 +100,7 @@ impl Compiler {
         let output = Command::new(&self.program)
             .current_dir(folder.path())
             .args(["-std=c++20", "-fPIC", "-shared", "-g1", "-w", "-fno-omit-frame-pointer"])
-            .arg(format!("-ffile-prefix-map={}/=", folder.path().display()))
+            .arg(format!("-ffile-prefix-map={}=.", folder.path().display()))
             .args(&flags)
             .args(["-I", ".", "-x", "c++", main, "-x", "none", "-o", "out.so"])
             .output()

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use fa_core::{Arch, KernelSpec};
-use fa_kernels::Headers;
+use fa_kernels::{Headers, Source};
 
 use crate::compiler::{Compiler, default_root};
 use crate::error::Error;
@@ -48,6 +48,22 @@ impl Emulator {
     /// # Errors
     /// Those of the spec, [`Error::NoTwin`] and [`Error::Compile`].
     pub fn unit(&self, spec: &KernelSpec, arch: Arch, headers: &Headers) -> Result<Unit, Error> {
-        Unit::load(&self.compiler, self.machine.clone(), spec, arch, headers)
+        self.unit_of(spec, arch, &source(spec, arch, headers)?)
     }
+
+    /// The kernel of a source that may differ from the spec's own: a fault put in, say.
+    ///
+    /// # Errors
+    /// As [`Emulator::unit`].
+    pub fn unit_of(&self, spec: &KernelSpec, arch: Arch, source: &Source) -> Result<Unit, Error> {
+        Unit::load(&self.compiler, self.machine.clone(), spec, arch, source)
+    }
+}
+
+/// The source of `spec` for `arch`, which asserts the planner's account of shared memory.
+///
+/// # Errors
+/// Those of the spec.
+pub fn source(spec: &KernelSpec, arch: Arch, headers: &Headers) -> Result<Source, Error> {
+    Ok(Source::new(spec, arch, Some(fa_planner::account::smem(spec).total), headers)?)
 }

@@ -94,6 +94,7 @@ impl Unit {
             order: options.order,
             poison: options.poison,
             hazards: options.hazards,
+            ordered_additions: self.spec.kernel.pass().deterministic(),
             trace_cta: options.trace_cta,
             step_limit: options.step_limit,
             progress: options.progress,
@@ -101,7 +102,7 @@ impl Unit {
         memory.name_regions(&session, &launches);
         let mut params = launches.params(&addresses);
         let maps: Vec<EmulatedMap> =
-            launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.dtype)).collect();
+            launches.maps(&addresses).map(|map| EmulatedMap::of(&map, problem.types.qkv)).collect();
         for step in &launches.steps {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
@@ -152,12 +153,13 @@ impl Unit {
         } else {
             symbols::resolve(&self.path, addresses.into_iter())
         };
+        // Of the twins and of how a unit is called, nothing is of interest to a reader.
         let stack = |addresses: &[u64]| -> Vec<Frame> {
             let frames = addresses.iter().filter_map(|address| symbols.get(address)).flatten();
-            let frames: Vec<Frame> =
-                frames.filter(|frame| !frame.file.starts_with("cuda.h")).cloned().collect();
-            let own = frames.iter().position(|frame| !frame.file.starts_with("ptx/")).unwrap_or(0);
-            frames[own..].to_vec()
+            let own = |frame: &&Frame| {
+                !frame.file.starts_with("ptx/") && frame.file != "cuda.h" && frame.file != "kernel.cu"
+            };
+            frames.filter(own).cloned().collect()
         };
         let party = |party: RawParty| Party {
             who: self.name_buffers(&party.who),

@@ -53,7 +53,7 @@ fn parse(text: &str, symbols: &mut Symbols) {
             if file == "??" {
                 continue;
             }
-            let file = file.trim_start_matches("/./").trim_start_matches("./").trim_start_matches('/');
+            let file = file.trim_start_matches(['.', '/']);
             frames.push(Frame {
                 function: short(function),
                 file: file.to_owned(),

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use fa_core::{Arch, KernelSpec};
-use fa_kernels::{Headers, Source};
-use fa_planner::smem::SmemPlan;
+use fa_kernels::Source;
+use fa_planner::account::SmemPlan;
 use libloading::Library;
 
 use crate::compiler::Compiler;
@@ -33,11 +33,10 @@ impl Unit {
         machine: Arc<Machine>,
         spec: &KernelSpec,
         arch: Arch,
-        headers: &Headers,
+        source: &Source,
     ) -> Result<Unit, Error> {
         let smem = fa_planner::account::smem(spec);
-        let source = Source::new(spec, arch, Some(smem.total), headers)?;
-        let files = files(&source)?;
+        let files = files(source)?;
         let (major, minor) = arch.compute_capability();
         let flags = [
             "-O1",
@@ -59,6 +58,11 @@ impl Unit {
     /// The spec.
     pub fn spec(&self) -> &KernelSpec {
         &self.spec
+    }
+
+    /// The architecture that it is compiled for.
+    pub fn arch(&self) -> Arch {
+        self.arch
     }
 
     /// [`Source::fingerprint`] of the kernel.

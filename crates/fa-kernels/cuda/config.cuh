@@ -12,90 +12,183 @@ enum class Scheduler { PerTile, Static, Dynamic };
 
 enum class TileOrder { Natural, LongestFirst };
 
+// Parameters of the SM80-class forward. Each optimisation is a switch, so that it can be measured alone.
 struct Sm80FwdConfig {
+    // Type of Q, K, V and O.
     Dtype dtype;
+    // Tile extent of the head dim of Q and K.
     int head_dim;
+    // Tile extent of the head dim of V and O.
     int head_dim_v;
+    // Masking code.
     MaskKind mask;
+    // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
     int tile_m;
+    // Keys of a step; a multiple of 16 up to 256.
     int tile_n;
+    // Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
     int num_warps;
+    // K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
     int stages;
+    // Keep the Q fragments in registers for the whole main loop.
     bool q_in_regs;
+    // Resident CTAs per SM that the compiler is asked to leave registers for, 1 to 8.
     int blocks_per_sm;
+    // XOR-swizzled shared memory instead of plain row-major rows.
     bool swizzle;
+    // ldmatrix instead of plain 32-bit fragment loads.
     bool ldmatrix;
+    // exp2 with the scale folded into one multiply-add instead of exp of scaled scores.
     bool exp2;
+    // Flush-to-zero exponentials and approximate division.
     bool fast_math;
+    // Separate loops for masked and unmasked tiles instead of a mask on every tile.
     bool loop_split;
+    // Last query tiles first, so that the causal mask's longest tiles start earliest.
     bool reverse_blocks;
 };
 
+// Parameters of the SM90 forward.
 struct Sm90FwdConfig {
+    // Type of Q, K, V and O.
     Dtype dtype;
+    // Tile extent of the head dim of Q and K.
     int head_dim;
+    // Tile extent of the head dim of V and O.
     int head_dim_v;
+    // Masking code.
     MaskKind mask;
+    // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Query rows of a CTA: `64 * num_wg`.
     int tile_m;
+    // Keys of a step; a multiple of 16 up to 256.
     int tile_n;
+    // Warpgroups that compute, 1 to 3; one more loads.
     int num_wg;
+    // P as a register operand of P V instead of through shared memory.
     bool pv_is_rs;
+    // Issue S of the next step before P V of this one (overlap within a warpgroup).
     bool overlap_wg;
+    // Q buffers, 1 or 2: with 2, the next tile's Q is loaded while this one's is in use.
     int q_stages;
+    // K and V buffers in flight, 1 to 4.
     int kv_stages;
+    // Warpgroups take turns at the tensor cores: the softmax of one runs under the products of another.
     bool ping_pong;
+    // How tiles are given to CTAs.
     Scheduler scheduler;
+    // The order of tiles.
     TileOrder tile_order;
+    // CTAs of a cluster, which share K/V loads by multicast: 1 or 2 (2 under the full mask only, where
+    // neighbours load the same keys).
     int cluster_m;
+    // Of 16 exponentials, how many are polynomials on the FMA units: 0 to 16.
     int exp_poly_of_16;
+    // Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
+    // rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
+    // tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
     int rescale_threshold;
+    // Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
     bool pack_gqa;
 };
 
+// Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
+// queries that see them.
+//
+// Each of the five products of a step (see `Sm90Bwd`) is divided among the warps into whole 16 x 16
+// blocks.
 struct Sm80BwdConfig {
+    // Type of Q, K, V and O.
     Dtype dtype;
+    // Tile extent of the head dim of Q and K.
     int head_dim;
+    // Tile extent of the head dim of V and O.
     int head_dim_v;
+    // Masking code.
     MaskKind mask;
+    // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Queries of a step; a multiple of 16 up to 128.
     int tile_m;
+    // Keys of a CTA; a multiple of 16 up to 128.
     int tile_n;
+    // Warps, an even number from 2 to 8: half of them compute P and dV, half dS and dK.
     int num_warps;
+    // Q buffers, 2 or 3: P is a step ahead. With 2 the next Q arrives during the step that needs it.
     int q_stages;
+    // dO buffers, 1 or 2.
     int do_stages;
+    // Warps of a half along `tile_m` in S and dP; divides `num_warps / 2`.
     int atom_layout_m_sdp;
+    // Warps of a half along `tile_n` in dK and dV; divides `num_warps / 2`.
     int atom_layout_n_dkv;
+    // Warps of a half along `tile_m` in dQ; divides `num_warps / 2`.
     int atom_layout_m_dq;
+    // Columns of dQ that the first half of the warps computes, fewer than the head dim; the second half
+    // computes the others.
     int dq_first;
+    // Resident CTAs per SM that the register budget is set for, 1 to 4.
     int blocks_per_sm;
+    // The order of tiles.
     TileOrder tile_order;
+    // Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
     bool deterministic;
 };
 
+// Parameters of the SM90 backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m` queries
+// that see them.
+//
+// A step has five products: S and dP (`[tile_m, tile_n]`), dK and dV (`[tile_n, head dim]`) and dQ
+// (`[tile_m, head dim]`). Each can be computed transposed (swap_ab), and its rows or its columns are
+// divided among the warpgroups (atom layout).
 struct Sm90BwdConfig {
+    // Type of Q, K, V and O.
     Dtype dtype;
+    // Tile extent of the head dim of Q and K.
     int head_dim;
+    // Tile extent of the head dim of V and O.
     int head_dim_v;
+    // Masking code.
     MaskKind mask;
+    // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Queries of a step; a multiple of 16 up to 128.
     int tile_m;
+    // Keys of a CTA; a multiple of 16 up to 128.
     int tile_n;
+    // Warpgroups that compute, 2 or 3; one more loads, and adds dQ to device memory.
     int num_wg;
+    // Q buffers, 1 or 2.
     int q_stages;
+    // dO buffers, 1 or 2.
     int do_stages;
+    // Buffers of P and dS, 1 or 2; with 2 a step has one barrier over the warpgroups instead of two.
     int pds_stages;
+    // Compute S and dP transposed.
     bool sdp_swap_ab;
+    // Compute dK and dV transposed.
     bool dkv_swap_ab;
+    // Compute dQ transposed.
     bool dq_swap_ab;
+    // Warpgroups along `tile_m` in S and dP: 1 or `num_wg`.
     int atom_layout_m_sdp;
+    // Warpgroups along `tile_n` in dK and dV: 1 or `num_wg`.
     int atom_layout_n_dkv;
+    // Warpgroups along `tile_m` in dQ: 1 or `num_wg`.
     int atom_layout_m_dq;
+    // P and dS as register operands of dV and dK instead of through shared memory.
     bool mma_dkv_is_rs;
+    // dQ is added to device memory from shared memory by TMA; otherwise by vector atomics from
+    // registers.
     bool dq_via_smem;
+    // Parts in which dQ is computed, one after the other in the same registers: 1 or 2.
     int dq_slices;
+    // The order of tiles.
     TileOrder tile_order;
+    // Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
     bool deterministic;
 };
 

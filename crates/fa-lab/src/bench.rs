@@ -59,11 +59,16 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     progress(Step::Total(options.shapes.len()));
     for wanted in &options.shapes {
         let problem = &wanted.problem;
-        progress(Step::Begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask)));
+        progress(Step::Begin(format!(
+            "N {} hd {} {}",
+            problem.lengths.max_k(),
+            problem.head_dim,
+            problem.mask
+        )));
         let peers = peers.as_mut().map(|peers| (peers, options.peer_names.as_slice()));
         let rows = match bound(&gpu, problem, options) {
             Ok(bound) => with_half!(
-                problem.dtype,
+                problem.types.qkv,
                 T => measure_shape::<T>(&gpu, wanted, bound, peers, options.turns, &mut report.kernels),
                 else unreachable!("no kernel is found for other types")
             )?,

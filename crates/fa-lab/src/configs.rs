@@ -1,11 +1,13 @@
-//! Every configuration that the planner lists for a few head dims, compiled: what it predicts beside what comes out.
+//! Every configuration that the planner lists for a few head dims, compiled: predicted and actual registers,
+//! spills and shared memory.
 
 use std::sync::Mutex;
 
 use fa_core::{Arch, Dtype, Family, KernelSpec, Mask, Pass, Problem};
 use fa_kernels::{Cache, Compiler, Error, Headers, Report, Source, smem_bytes};
+use fa_planner::account::Reason;
 use fa_planner::cost::{CostConstants, predict};
-use fa_planner::plan::{PlanOptions, Reason, explore};
+use fa_planner::plan::{PlanOptions, explore};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -13,7 +15,8 @@ use crate::error::Result;
 use crate::progress::{Progress, Step};
 use crate::shape::{HeadDim, head_dims};
 
-/// Candidates that miss the register limit by more than this share are not compiled: the compiler cannot help them.
+/// Candidates that miss the register limit by more than this share are not compiled: the compiler cannot help
+/// them.
 pub const NEAR_MISS: f64 = 0.15;
 
 /// Keys and queries of the problems; with them, 16,384 tokens and a width of 2,048.
@@ -59,7 +62,7 @@ pub struct Built {
     pub registers_planned: u32,
     /// See above.
     pub register_limit: u32,
-    /// Registers at launch, as compiled; setmaxnreg shares them out anew.
+    /// Registers at launch, as compiled; setmaxnreg redistributes them.
     pub registers: Option<u32>,
     /// Bytes spilled, stores and loads.
     pub spills: Option<u32>,
@@ -117,7 +120,7 @@ impl Config {
         format!("hd{} {}", head_dims(&self.problem), self.problem.mask)
     }
 
-    /// The configuration beside what compiling said about it.
+    /// The configuration with what compiling said about it.
     pub fn built(&self, report: &Result<Report, String>) -> Built {
         let spills = |report: &Report| report.spill_stores + report.spill_loads;
         Built {

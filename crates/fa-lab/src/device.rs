@@ -64,7 +64,8 @@ pub fn open() -> Result<Gpu, error::Error> {
 /// The kernel of `spec`, which has to be for `pass`, deterministic or not.
 ///
 /// # Errors
-/// [`Error::Mismatch`] when it does not compute the problem or is for the other pass, and those of compiling and loading.
+/// [`Error::Mismatch`] when it does not compute the problem or is for the other pass, and those of compiling
+/// and loading.
 pub fn bind_spec(
     gpu: &Gpu,
     problem: &Problem,
@@ -79,8 +80,8 @@ pub fn bind_spec(
     gpu.bind_spec(problem, spec)
 }
 
-/// Copies of one call, and of that of its backward with a dO, so many that together they exceed the L2 twice: timed in turn,
-/// none finds its inputs there.
+/// Copies of one call, and of that of its backward with a dO, so many that together they exceed the L2 twice:
+/// timed in turn, none finds its inputs there.
 ///
 /// # Errors
 /// [`Error::Driver`], above all for want of memory.

@@ -2,5 +2,7 @@
 
 pub mod forward;
 pub mod gradients;
+mod heads;
+mod rows;
 pub mod sample_head;
 pub mod sample_rows;

@@ -27,7 +27,8 @@ pub struct Options {
     pub family: Family,
     /// Sequence lengths; where there are none, 1k to 16k for SM80 and 4096 for SM90.
     pub seqlens: Vec<usize>,
-    /// Head dims of the SM90 kernels; where there are none, 128. The SM80 ladder has head dim 128, as published.
+    /// Head dims of the SM90 kernels; where there are none, 128. The SM80 ladder has head dim 128, as
+    /// published.
     pub head_dims: Vec<HeadDim>,
     /// How often each step runs.
     pub turns: Turns,
@@ -54,9 +55,9 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     let mut report = Report::new(Provenance::new(&gpu)?, options.family, options.turns);
     progress(Step::Total(ladders.len()));
     for ladder in &ladders {
-        progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.seqlen_k)));
+        progress(Step::Begin(format!("{}, N {}", ladder.name, ladder.problem.lengths.max_k())));
         let rows = with_half!(
-            ladder.problem.dtype,
+            ladder.problem.types.qkv,
             T => measure::<T>(&gpu, ladder, options.turns, &mut report),
             else unreachable!("ladders are of 16-bit types")
         )?;

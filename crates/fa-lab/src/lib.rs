@@ -1,14 +1,15 @@
 //! The lab: is what the kernels compute right, and how fast are they?
 //!
-//! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on rows from everywhere.
+//! - `judge`: results and gradients against the f64 oracle of `fa-cpu`, on all rows or on a sample of them.
 //! - `grid`: the cases, from lengths of 0 to offsets beyond 2^31.
 //! - `validate`: the grid, random problems, all configurations, compute-sanitizer.
-//! - `bench`: rates beside other libraries in the same run; `runner` takes the turns.
+//! - `bench`: rates next to other libraries' in the same run; `runner` alternates the candidates.
 //! - `tune`: candidates measured, the winner kept; `ladder`: what each optimisation step brings.
 //! - `record`: which kernels were validated where, by the hash of their sources.
 //!
-//! Functions take plain options, show their [`Step`]s and return reports that serialize. What may hang or break its GPU
-//! context runs in a [`worker`] process: the program that is started again hands its standard input to [`serve()`].
+//! Functions take plain options, show their [`Step`]s and return reports that serialize. What may hang or
+//! break its GPU context runs in a [`worker`] process: the program that is started again hands its standard
+//! input to [`serve()`].
 
 pub mod bench;
 pub mod configs;

@@ -11,7 +11,8 @@ pub struct Cpu {
     pub name: String,
     /// Logical cores available to this process.
     pub threads: usize,
-    /// Instruction set extensions that matter here and exist on this kind of CPU, and whether this one has them.
+    /// Instruction set extensions that matter here and exist on this kind of CPU, and whether this one has
+    /// them.
     pub features: Vec<Feature>,
 }
 
@@ -33,7 +34,7 @@ pub fn cpu() -> Cpu {
     }
 }
 
-/// Bytes of memory that a program may still take, where the system tells.
+/// Bytes of memory that a program may still take, where the system says.
 pub fn available_memory() -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = info.lines().find(|line| line.starts_with("MemAvailable:"))?;

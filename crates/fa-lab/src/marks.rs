@@ -10,14 +10,15 @@ use fa_core::{Dtype, Family, Mask, Pass, Problem};
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
-    /// mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and grouped
-    /// heads and real shapes, summed up separately
+    /// mma.sync kernels next to FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and
+    /// grouped heads and real shapes, summed up separately
     Sm80,
-    /// wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long; and f16 causal
+    /// wgmma kernels next to all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long;
+    /// and f16 causal
     Sm90,
-    /// Gradients by mma.sync kernels beside FlashAttention 2: as sm80
+    /// Gradients by mma.sync kernels next to FlashAttention 2: as sm80
     Sm80Bwd,
-    /// Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90
+    /// Gradients by wgmma kernels next to all peers: the bf16 shapes of sm90
     Sm90Bwd,
     /// Layers of released models, either pass, by the fastest kernels that the GPU runs
     Models,
@@ -65,8 +66,8 @@ const SM80_OTHERS: [Square; 9] = [
     (4, 4096, (8, 8), 256, Mask::CAUSAL),
 ];
 
-/// f16, causal, B = 4, 32 heads, head dim 128: what TileGym's cuTile kernel reaches on an H100 (tileiras 13.4, the best of
-/// five tiles) by sequence length.
+/// f16, causal, B = 4, 32 heads, head dim 128: what TileGym's cuTile kernel reaches on an H100 (tileiras
+/// 13.4, the best of five tiles) by sequence length.
 const CUTILE: [(usize, f64); 5] =
     [(1024, 322.0), (2048, 433.0), (4096, 483.0), (8192, 487.0), (16384, 495.0)];
 
@@ -206,7 +207,7 @@ mod tests {
             }
         }
         for shape in &shapes[..48] {
-            assert_eq!(shape.problem.batch * shape.problem.seqlen_q, TOKENS);
+            assert_eq!(shape.problem.lengths.sequences() * shape.problem.lengths.max_q(), TOKENS);
             shape.problem.check().expect("a valid problem");
         }
     }

@@ -1,4 +1,4 @@
-//! Other attention kernels, timed by a Python helper that runs beside this program.
+//! Other attention kernels, timed by a Python helper in a child process.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -22,8 +22,9 @@ pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
 /// Importing torch and the peers takes this long at the most.
 const START: Duration = Duration::from_secs(180);
 
-/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then, which has taken more than
-/// two minutes, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them from a run before.
+/// Readying the peers for one shape takes this long at the most. FlashAttention 4 compiles its kernels then,
+/// which has taken more than two minutes, unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 had it keep them
+/// from a run before.
 const READY: Duration = Duration::from_secs(900);
 
 /// Timing a peer takes this long at the most.
@@ -79,7 +80,8 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Starts the helper with the interpreter named by FA_PYTHON, or else `python3`, and waits for its first line.
+    /// Starts the helper with the interpreter named by FA_PYTHON, or else `python3`, and waits for its first
+    /// line.
     ///
     /// # Errors
     /// Where there is no such interpreter, or no peer at all, with the reasons.
@@ -126,8 +128,8 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
-    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone. Those that do not
-    /// compute it (a window, a soft cap) say so in the errors.
+    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone. Those that
+    /// do not compute it (a window, a soft cap) say so in the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
@@ -135,15 +137,15 @@ impl Peers {
         let mask = &problem.mask;
         let mut request = json!({
             "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
-            "batch": problem.batch, "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-            "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+            "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
             "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-            "causal": mask.is_causal(), "dtype": problem.dtype.to_string(),
+            "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
         });
         if !(mask.is_full() || mask.is_causal()) {
             request["window"] = json!([mask.left, mask.right]);
         }
-        if let Some(softcap) = problem.softcap {
+        if let Some(softcap) = problem.score.softcap {
             request["softcap"] = json!(softcap);
         }
         if !wanted.is_empty() {

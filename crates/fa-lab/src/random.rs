@@ -1,4 +1,5 @@
-//! Random numbers for inputs: the same on every machine and in every version, so that a case can be run again.
+//! Random numbers for inputs: the same on every machine and in every version, so that a case can be run
+//! again.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Clone, Debug)]

@@ -112,7 +112,7 @@ pub fn shipped() -> Result<Vec<(Fingerprint, KernelSpec, Vec<Arch>)>> {
 /// SHA-256 over a kernel's translation unit, which holds the spec, and every header that it reaches.
 ///
 /// # Errors
-/// A spec that is none, or not for `arch`.
+/// An invalid spec, or one that is not for `arch`.
 pub fn fingerprint(spec: &KernelSpec, arch: Arch) -> Result<String, fa_kernels::Error> {
     Ok(Source::new(spec, arch, Some(smem_bytes(spec)), &Headers::embedded())?.fingerprint())
 }
@@ -132,7 +132,7 @@ impl KernelRecord {
     /// Adds the kernel of `spec` to `kernels` unless it is there.
     ///
     /// # Errors
-    /// A spec that is none, or not for `arch`.
+    /// An invalid spec, or one that is not for `arch`.
     pub fn add(kernels: &mut Vec<KernelRecord>, spec: &KernelSpec, arch: Arch) -> Result<()> {
         if kernels.iter().all(|known| known.spec != *spec) {
             let sources = fingerprint(spec, arch)?;
@@ -255,7 +255,7 @@ fn here(argument: &str) -> String {
     name.map_or_else(|| argument.to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-/// `text` without the places of compilation logs, which lead nowhere on another machine.
+/// `text` without the paths of compilation logs, which lead nowhere on another machine.
 pub fn without_logs(text: &str) -> String {
     let mut parts = text.split(" (log: ");
     let first = parts.next().unwrap_or_default();
@@ -263,7 +263,7 @@ pub fn without_logs(text: &str) -> String {
     std::iter::once(first).chain(rest).collect()
 }
 
-/// Writes a record's `text` to `results/folder/name`, making the folders; places of logs are left out.
+/// Writes a record's `text` to `results/folder/name`, making the folders; paths of logs are left out.
 ///
 /// # Errors
 /// When that cannot be written.

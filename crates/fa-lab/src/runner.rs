@@ -1,8 +1,9 @@
-//! The benchmark runner: kernels timed against one another on one problem, in turns, in another order each time, on the same inputs.
+//! The benchmark runner: kernels timed against one another on one problem, in turns, in another order each
+//! time, on the same inputs.
 //!
-//! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the next. So every
-//! turn begins with launches that do not count, every launch that counts stands between two events, and what is compared
-//! are medians over turns that are spread over the run.
+//! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
+//! next. So every turn begins with launches that do not count, every launch that counts stands between two
+//! events, and what is compared are medians over turns that are spread over the run.
 
 use std::collections::BTreeMap;
 
@@ -83,8 +84,8 @@ pub struct Outcome {
 }
 
 impl<'d, T: Half> Runner<'d, T> {
-    /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact rows.
-    /// `any` is one of the kernels; each gets room for its workspace when it is checked.
+    /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact
+    /// rows. `any` is one of the kernels; each gets room for its workspace when it is checked.
     ///
     /// # Errors
     /// Above all for want of device memory.
@@ -104,8 +105,8 @@ impl<'d, T: Half> Runner<'d, T> {
         Ok(Runner { gpu, calls, turn: 0, rows, head })
     }
 
-    /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed: all calls get room
-    /// for its workspace here.
+    /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed:
+    /// all calls get room for its workspace here.
     ///
     /// # Errors
     /// What the GPU reports.
@@ -127,7 +128,7 @@ impl<'d, T: Half> Runner<'d, T> {
     pub fn warm_up(&mut self, pass: &Bound) -> Result<(), Error> {
         let mut spent = 0.0;
         while spent < WARM_UP_MS {
-            // Something even where events are too coarse to tell.
+            // At least something where events are too coarse.
             spent += self.sample(pass, LEAD)?.iter().sum::<f64>().max(0.1);
         }
         Ok(())
@@ -165,7 +166,7 @@ impl<'d, T: Half> Runner<'d, T> {
             names = opened.peers;
         }
         ours.iter().try_for_each(|pass| self.warm_up(pass))?;
-        let mut random = Random::new(problem.seqlen_k as u64);
+        let mut random = Random::new(problem.lengths.max_k() as u64);
         for _ in 0..turns.rounds {
             for candidate in random.order(ours.len() + names.len()) {
                 match ours.get(candidate) {

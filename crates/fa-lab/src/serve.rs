@@ -15,8 +15,9 @@ enum Job {
     Tune(tune::worker::Job),
 }
 
-/// Does the job that `input` holds as one line of JSON, and says on standard output what comes of it: the whole life of a
-/// process that [`crate::Program`] starts. It ends the process when its GPU context is lost or its parent is gone.
+/// Does the job that `input` holds as one line of JSON, and says on standard output what comes of it: the
+/// whole life of a process that [`crate::Program`] starts. It ends the process when its GPU context is lost
+/// or its parent is gone.
 ///
 /// # Errors
 /// No job, no usable GPU, and what the GPU reports.

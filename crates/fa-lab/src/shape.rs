@@ -73,16 +73,16 @@ pub struct Shape {
 impl From<&Problem> for Shape {
     fn from(problem: &Problem) -> Shape {
         Shape {
-            batch: problem.batch,
+            batch: problem.lengths.sequences(),
             heads_q: problem.heads_q,
             heads_kv: problem.heads_kv,
-            seqlen_q: problem.seqlen_q,
-            seqlen_k: problem.seqlen_k,
+            seqlen_q: problem.lengths.max_q(),
+            seqlen_k: problem.lengths.max_k(),
             head_dim: problem.head_dim,
             head_dim_v: problem.head_dim_v,
             causal: problem.mask.is_causal(),
             mask: problem.mask.to_string(),
-            dtype: problem.dtype,
+            dtype: problem.types.qkv,
         }
     }
 }

@@ -6,7 +6,8 @@ use rayon::prelude::*;
 
 use crate::random::Random;
 
-/// Evaluates an expression with `$T` standing for the Rust type of a 16-bit [`fa_core::Dtype`]; `$other` for the rest.
+/// Evaluates an expression with `$T` standing for the Rust type of a 16-bit [`fa_core::Dtype`]; `$other` for
+/// the rest.
 macro_rules! with_half {
     ($dtype:expr, $T:ident => $body:expr, else $other:expr) => {
         match $dtype {
@@ -24,7 +25,8 @@ macro_rules! with_half {
 }
 pub(crate) use with_half;
 
-/// Q, K and V of a problem: values packed `[batch, seqlen, heads, dim]` on the host, and where they are to lie.
+/// Q, K and V of a problem: values packed `[batch, seqlen, heads, dim]` on the host, and where they are to
+/// lie.
 #[derive(Clone, Debug)]
 pub struct Inputs<T> {
     /// The problem.
@@ -36,7 +38,8 @@ pub struct Inputs<T> {
 }
 
 impl<T: Half> Inputs<T> {
-    /// Values as a layer has them (independent, unit variance), the same for the same seed, all packed in `layout`.
+    /// Values as a layer has them (independent, unit variance), the same for the same seed, all packed in
+    /// `layout`.
     pub fn random(problem: &Problem, layout: TensorLayout, seed: u64) -> Inputs<T> {
         Inputs::placed(problem, shapes(problem).map(|shape| Placement::packed(shape, layout)), seed)
     }
@@ -89,7 +92,7 @@ pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
     values
 }
 
-/// Where dO lies beside Q, K, V and O: as O does, but broadcast along the axes that K is, as the gradient of a sum is.
+/// The placement of dO: that of O, but broadcast along the axes that K is, as the gradient of a sum is.
 pub(crate) fn dout_placement([_, k, _, out]: &[Placement; 4]) -> Placement {
     let like_k = |of_k: i64, own: i64| if of_k == 0 { 0 } else { own };
     let strides = Strides {

@@ -1,7 +1,7 @@
 //! Kernels measured for a problem, and the winner kept where the library finds it.
 //!
-//! Workers do the measuring, so that a kernel that breaks its context breaks nothing else. What has been measured is
-//! written down as it comes, and not measured again while the kernels' sources stay as they are.
+//! Workers do the measuring, so that a kernel that breaks its context breaks nothing else. What has been
+//! measured is written down as it comes, and not measured again while the kernels' sources stay as they are.
 
 pub mod candidates;
 pub mod draw;
@@ -69,7 +69,8 @@ pub struct Options {
 /// Measures the candidates of every problem and writes each winner to the table as it is found.
 ///
 /// # Errors
-/// No usable GPU or compiler, problems that no kernel computes, files that cannot be used, workers that cannot be started.
+/// No usable GPU or compiler, problems that no kernel computes, files that cannot be used, workers that
+/// cannot be started.
 pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
     let Options { turns, table, .. } = options;
     let mut tuned = Tuned::read(table)?;
@@ -96,7 +97,12 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
     let mut results: Vec<Measured> = Vec::new();
     for (wanted, candidates) in lists {
         let Wanted { problem, pass, .. } = wanted;
-        progress(Step::Begin(format!("N {} hd {} {}", problem.seqlen_k, problem.head_dim, problem.mask)));
+        progress(Step::Begin(format!(
+            "N {} hd {} {}",
+            problem.lengths.max_k(),
+            problem.head_dim,
+            problem.mask
+        )));
         let mut found: Vec<Outcome> = Vec::new();
         for candidate in &candidates {
             let sources = fingerprint(&candidate.spec, arch)?;
@@ -131,7 +137,8 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
     Ok(Report::new(provenance, *turns, seed, &results))
 }
 
-/// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile cleanly.
+/// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile
+/// cleanly.
 fn compile(
     gpu: &Gpu,
     lists: &[(Wanted, Vec<Candidate>)],

@@ -1,5 +1,5 @@
-//! Worker processes: the GPU work that may hang or break its context runs in a child, which takes a job as one line of
-//! JSON on its standard input and answers in lines of JSON on its standard output.
+//! Worker processes: the GPU work that may hang or break its context runs in a child, which takes a job as
+//! one line of JSON on its standard input and answers in lines of JSON on its standard output.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -15,7 +15,8 @@ use crate::error::{Context, Error, Result};
 /// Exit code of a worker whose GPU context is lost.
 pub const EXIT_LOST: i32 = 3;
 
-/// Lines of a worker's standard error that are kept: the last ones say why it ended, warnings before them are many.
+/// Lines of a worker's standard error that are kept: the last ones say why it ended, warnings before them are
+/// many.
 const KEPT_LINES: usize = 5;
 
 /// How a worker is started: a program and the arguments that make it call `serve()`.

@@ -1,15 +1,15 @@
 //! Shared-memory bank conflicts, counted from a layout, a swizzle and an access.
 //!
-//! The model. Shared memory is 32 banks of 4 bytes (CUDA C++ Programming Guide, "Shared Memory" of every compute
-//! capability from 5.0): word `w` lies in bank `w mod 32`. A warp's access is split into phases of at most 128
-//! bytes: all 32 lanes of an access of up to 4 bytes, half a warp of 8 bytes, a quarter of 16 bytes. `ldmatrix` and
-//! `stmatrix` go matrix by matrix: 8 row addresses of 16 bytes, which is a quarter warp of 16 bytes each. Within a
-//! phase, lanes that touch the same word are served together; a phase takes one wavefront for every word of its
-//! busiest bank. One wavefront per phase is ideal.
+//! The model. Shared memory is 32 banks of 4 bytes (CUDA C++ Programming Guide, "Shared Memory" of every
+//! compute capability from 5.0): word `w` lies in bank `w mod 32`. A warp's access is split into phases of at
+//! most 128 bytes: all 32 lanes of an access of up to 4 bytes, half a warp of 8 bytes, a quarter of 16 bytes.
+//! `ldmatrix` and `stmatrix` go matrix by matrix: 8 row addresses of 16 bytes, which is a quarter warp of 16
+//! bytes each. Within a phase, lanes that touch the same word are served together; a phase takes one
+//! wavefront for every word of its busiest bank. One wavefront per phase is ideal.
 //!
-//! A count covers a whole tile: the access is repeated block by block until it has touched every element, so that
-//! conflicts that only some rows or columns meet are not missed. The tile is taken to start at a multiple of the
-//! swizzle's period.
+//! A count covers a whole tile: the access is repeated block by block until it has touched every element, so
+//! that conflicts that only some rows or columns meet are not missed. The tile is taken to start at a
+//! multiple of the swizzle's period.
 
 use std::fmt;
 
@@ -88,7 +88,7 @@ pub enum BankError {
         /// The refused number.
         lanes: u64,
     },
-    /// A vector whose elements the layout tears apart.
+    /// A vector whose elements are not contiguous in the layout.
     #[error("{access}: the {width} bytes from row {row}, column {col} are not contiguous in shared memory")]
     Torn {
         /// The access.
@@ -118,12 +118,14 @@ pub enum BankError {
     },
 }
 
-/// How the lanes of a warp go over a tile of `rows x cols` elements. Fragments are those of `mma.m16n8k16` (PTX ISA,
-/// "Matrix Fragments for mma.m16n8k16"): lane `l` has group `g = l / 4` and thread-in-group `t = l mod 4`.
+/// How the lanes of a warp go over a tile of `rows x cols` elements. Fragments are those of `mma.m16n8k16`
+/// (PTX ISA, "Matrix Fragments for mma.m16n8k16"): lane `l` has group `g = l / 4` and thread-in-group `t = l
+/// mod 4`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub enum Access {
-    /// `cp.async` of 16 bytes per lane: `lanes_per_row` neighbouring lanes along a row, the next ones a row below.
+    /// `cp.async` of 16 bytes per lane: `lanes_per_row` neighbouring lanes along a row, the next ones a row
+    /// below.
     CpAsync16 {
         /// 1, 2, 4, 8, 16 or 32.
         lanes_per_row: u64,
@@ -133,11 +135,11 @@ pub enum Access {
         /// 1, 2, 4, 8, 16 or 32.
         lanes_per_row: u64,
     },
-    /// `ldmatrix.x4` over blocks of 16 rows x 32 bytes: an A operand stored `[m][k]`, or two n-blocks of a B operand
-    /// stored `[n][k]` (K).
+    /// `ldmatrix.x4` over blocks of 16 rows x 32 bytes: an A operand stored `[m][k]`, or two n-blocks of a B
+    /// operand stored `[n][k]` (K).
     Ldmatrix,
-    /// `ldmatrix.x4.trans` over blocks of 16 x 16 16-bit elements: a B operand stored `[k][n]` (V), or an A operand
-    /// stored `[k][m]` (P or dS transposed).
+    /// `ldmatrix.x4.trans` over blocks of 16 x 16 16-bit elements: a B operand stored `[k][n]` (V), or an A
+    /// operand stored `[k][m]` (P or dS transposed).
     LdmatrixTrans,
     /// `stmatrix.x4` over blocks of 16 x 16 16-bit elements (sm_90 and later): P, dS or an output tile.
     Stmatrix,
@@ -149,8 +151,8 @@ pub enum Access {
     FragmentB,
     /// The B operand by plain 16-bit loads of a tile stored `[k][n]` (V): row `2t`, column `g`.
     FragmentBTrans,
-    /// Accumulators by plain loads or stores of two neighbours: row `g`, columns `2t, 2t+1`; 32 bits for 16-bit
-    /// elements, 64 bits for f32.
+    /// Accumulators by plain loads or stores of two neighbours: row `g`, columns `2t, 2t+1`; 32 bits for
+    /// 16-bit elements, 64 bits for f32.
     FragmentC,
 }
 
@@ -215,8 +217,9 @@ impl SmemLayout {
         Self::checked(Layout::from_modes(&[(rows, stride), (cols, 1)])?, Swizzle::NONE, elem_bytes)
     }
 
-    /// Panels as TMA writes them: columns are cut into panels of the mode's row, each panel holds all rows one after
-    /// another and is swizzled. Without a swizzle the panels are 16 bytes wide (8x16-byte core matrices).
+    /// Panels as TMA writes them: columns are cut into panels of the mode's row, each panel holds all rows
+    /// one after another and is swizzled. Without a swizzle the panels are 16 bytes wide (8x16-byte core
+    /// matrices).
     ///
     /// # Errors
     /// [`SwizzleError::Row`] if a row is not a whole number of panels; otherwise as
@@ -243,7 +246,7 @@ impl SmemLayout {
         Self::panels(rows, cols, mode, elem_bytes)
     }
 
-    /// Refuses layouts that are not matrices, swizzles that are none, element sizes other than 1, 2, 4, 8 and 16
+    /// Refuses layouts that are not matrices, invalid swizzles, element sizes other than 1, 2, 4, 8 and 16
     /// bytes, and tiles of more than [`MAX_TILE_BYTES`].
     ///
     /// # Errors
@@ -275,7 +278,8 @@ impl SmemLayout {
         self.tile.layout.modes().get(1).map_or(0, Layout::size)
     }
 
-    /// Bytes to reserve, padding included; `None` if they do not fit 64 bits (refused by [`SmemLayout::check`]).
+    /// Bytes to reserve, padding included; `None` if they do not fit 64 bits (refused by
+    /// [`SmemLayout::check`]).
     pub fn bytes(&self) -> Option<u64> {
         self.tile.span()?.checked_mul(self.elem_bytes)
     }
@@ -283,7 +287,7 @@ impl SmemLayout {
     /// Byte at which an element starts.
     ///
     /// # Errors
-    /// `Layout` for a place outside the tile or an offset beyond 64 bits.
+    /// `Layout` for coordinates outside the tile or an offset beyond 64 bits.
     pub fn byte_of(&self, row: u64, col: u64) -> Result<u64, BankError> {
         let offset = self.tile.at_modes(&[row, col])?;
         Ok(offset.checked_mul(self.elem_bytes).ok_or(LayoutError::Overflow { what: "a byte offset" })?)
@@ -319,7 +323,7 @@ pub struct Conflicts {
     pub wavefronts: u64,
     /// Wavefronts without conflicts: one per phase.
     pub ideal_wavefronts: u64,
-    /// The worst phase: n words of one bank, an n-way conflict; 1 is none.
+    /// The worst phase: n words of one bank, an n-way conflict; 1 means no conflict.
     pub ways: u64,
     /// Bytes moved, each lane's counted.
     pub bytes: u64,
@@ -353,8 +357,8 @@ impl Conflicts {
         self.wavefronts as f64 / self.ideal_wavefronts as f64
     }
 
-    /// Share of the 128 bytes per wavefront that is used, 0 to 1 (above 1 only where lanes read the same bytes).
-    /// Unlike [`Conflicts::slowdown`] it also counts what narrow loads leave idle.
+    /// Share of the 128 bytes per wavefront that is used, 0 to 1 (above 1 only where lanes read the same
+    /// bytes). Unlike [`Conflicts::slowdown`] it also counts what narrow loads leave idle.
     pub fn bandwidth_share(&self) -> f64 {
         self.bytes as f64 / (self.wavefronts * BANKS * BANK_BYTES) as f64
     }
@@ -363,8 +367,8 @@ impl Conflicts {
 /// Counts the bank conflicts of `access` over the whole tile.
 ///
 /// # Errors
-/// [`BankError`] if the layout does not pass its check, if the access does not fit the tile or its element size, or
-/// if a lane's bytes are not contiguous and aligned, which the instruction requires.
+/// [`BankError`] if the layout does not pass its check, if the access does not fit the tile or its element
+/// size, or if a lane's bytes are not contiguous and aligned, which the instruction requires.
 pub fn conflicts(layout: &SmemLayout, access: Access) -> Result<Conflicts, BankError> {
     layout.check()?;
     let pattern = Pattern::of(access, layout.elem_bytes)?;
@@ -399,7 +403,8 @@ pub fn conflicts(layout: &SmemLayout, access: Access) -> Result<Conflicts, BankE
     })
 }
 
-/// Counts every kind of access on one tile: for a report. What does not apply to the tile is there with the reason.
+/// Counts every kind of access on one tile: for a report. What does not apply to the tile is there with the
+/// reason.
 pub fn survey(layout: &SmemLayout) -> Vec<(Access, Result<Conflicts, BankError>)> {
     let row_bytes = layout.cols().saturating_mul(layout.elem_bytes);
     [
@@ -440,7 +445,7 @@ impl Pattern {
                 Err(BankError::AccessElem { access, need, have: elem_bytes })
             }
         };
-        // `count` instructions; the closure places lane (g, t) of instruction i.
+        // `count` instructions; the closure gives the position of lane (g, t) of instruction i.
         let fragment = |count: u64, place: fn(u64, u64, u64) -> (u64, u64)| -> Vec<Lanes> {
             (0..count).map(|i| (0..WARP).map(|lane| place(i, lane / 4, lane % 4)).collect()).collect()
         };
@@ -462,7 +467,8 @@ impl Pattern {
                 if access != Access::Ldmatrix {
                     takes(&[2], "2")?;
                 }
-                // Matrix i is addressed by lanes 8i to 8i + 7: the first two below each other, then 16 bytes on.
+                // Matrix i is addressed by lanes 8i to 8i + 7: the first two below each other, then 16 bytes
+                // on.
                 let all = (0..WARP).map(|lane| (lane % 16, lane / 16 * chunk)).collect();
                 Self { block_rows: 16, block_cols: 2 * chunk, width: 16, instructions: vec![all] }
             }
@@ -504,7 +510,8 @@ impl Pattern {
     }
 }
 
-/// Element addresses from two tables: a layout adds up over its modes, so that only the swizzle is left to do.
+/// Element addresses from two tables: a layout adds up over its modes, so that only the swizzle is left to
+/// do.
 struct Addresses {
     rows: Vec<u64>,
     cols: Vec<u64>,

@@ -1,10 +1,11 @@
 //! Enumerates, checks and ranks kernel configurations.
 //!
-//! - [`plan`](plan()): from a problem to ranked kernels, with their accounts of registers and shared memory, and reasons
-//!   for the others; [`why`] asks about single candidates;
+//! - [`plan`](mod@plan): from a problem to ranked kernels, with their accounts of registers and shared
+//!   memory, and reasons for the others; [`why`] asks about single candidates;
 //! - [`kernels`]: for each kernel its candidates, account, known spills and cost;
 //! - [`account`]: what launching a kernel needs to know of it, the part that `fa-kernels` uses;
-//! - [`cost`]: predicted time, with its bottleneck; [`banks`]: conflicts in shared memory; [`occupancy`]: CTAs per SM;
+//! - [`cost`]: predicted time, with its bottleneck; [`banks`]: conflicts in shared memory; [`occupancy`]:
+//!   CTAs per SM;
 //! - [`guide`]: the model of the SM90 block size tuning guide, and its search.
 //!
 //! No I/O and no CUDA: a plan is made of a [`fa_core::Problem`] and the limits of a [`fa_core::Arch`].

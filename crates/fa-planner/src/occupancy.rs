@@ -1,13 +1,14 @@
-//! How many blocks of a kernel an SM holds at once, and which resource says so.
+//! How many CTAs of a kernel an SM holds at once, and which resource limits them.
 //!
-//! The rules are those of the CUDA C++ Programming Guide ("Hardware Implementation", "Technical Specifications per
-//! Compute Capability") and the occupancy calculator: shared memory is given out in 128 B units after the system's own
-//! share per block; registers are given to warps, in units of 256, from four equal partitions.
+//! The rules are those of the CUDA C++ Programming Guide ("Hardware Implementation", "Technical
+//! Specifications per Compute Capability") and the occupancy calculator: shared memory is allocated in units
+//! of 128 B after the system's reserve per CTA; registers are allocated to warps, in units of 256, from four
+//! equal partitions.
 
 use fa_core::ArchLimits;
 use serde::Serialize;
 
-/// Shared memory is given to blocks in multiples of this many bytes.
+/// Shared memory is allocated in multiples of this many bytes.
 const SMEM_UNIT: u32 = 128;
 
 /// Register files of an SM; a warp's registers all lie in one.
@@ -26,13 +27,13 @@ pub enum Limiter {
     Registers,
     /// Resident threads.
     Threads,
-    /// Resident blocks.
+    /// Resident CTAs.
     Blocks,
     /// Tensor memory columns.
     Tmem,
 }
 
-/// Blocks per SM by each resource alone.
+/// CTAs per SM by each resource alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Occupancy {
     /// By shared memory.
@@ -41,7 +42,7 @@ pub struct Occupancy {
     pub by_registers: u32,
     /// By threads.
     pub by_threads: u32,
-    /// By the limit on blocks.
+    /// By the limit on resident CTAs.
     pub by_blocks: u32,
     /// By tensor memory; `None` for kernels that use none.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -49,7 +50,7 @@ pub struct Occupancy {
 }
 
 impl Occupancy {
-    /// Blocks of `threads` threads with `regs` registers each and `smem` bytes that an SM of `limits` holds.
+    /// CTAs of `threads` threads with `regs` registers each and `smem` bytes that an SM of `limits` holds.
     pub fn of(limits: &ArchLimits, smem: u32, regs: u32, threads: u32) -> Occupancy {
         let warps = threads.div_ceil(WARP).max(1);
         let per_block = (smem + limits.smem_reserved_per_block).next_multiple_of(SMEM_UNIT);
@@ -64,12 +65,12 @@ impl Occupancy {
         }
     }
 
-    /// The same with `columns` of tensor memory allocated per block.
+    /// The same with `columns` of tensor memory allocated per CTA.
     pub fn with_tmem(self, limits: &ArchLimits, columns: u32) -> Occupancy {
         Occupancy { by_tmem: Some(limits.tmem_columns / columns.max(1)), ..self }
     }
 
-    /// The scarcest resource and the blocks that it allows.
+    /// The scarcest resource and the CTAs that it allows.
     pub fn tightest(&self) -> (Limiter, u32) {
         [
             (Limiter::Smem, self.by_smem),
@@ -83,14 +84,14 @@ impl Occupancy {
         .expect("the list is not empty")
     }
 
-    /// Blocks that are resident at once.
+    /// CTAs that are resident at once.
     pub fn blocks(&self) -> u32 {
         self.tightest().1
     }
 }
 
-/// The most registers that a thread may have so that `blocks` blocks of `threads` threads are resident: the ceiling that
-/// `__launch_bounds__(threads, blocks)` gives the compiler.
+/// The most registers that a thread may have so that `blocks` CTAs of `threads` threads are resident: the
+/// ceiling that `__launch_bounds__(threads, blocks)` gives the compiler.
 pub fn register_ceiling(limits: &ArchLimits, threads: u32, blocks: u32) -> u32 {
     let per_thread = limits.regs_per_sm / (threads * blocks).max(1);
     (per_thread / 8 * 8).min(limits.regs_per_thread)
@@ -133,7 +134,7 @@ mod tests {
                 for blocks in 1..=4 {
                     let regs = register_ceiling(limits, warps * WARP, blocks);
                     assert!(regs <= limits.regs_per_thread);
-                    // Partitions hold whole warps: the promise is kept where the warps divide evenly.
+                    // Partitions hold whole warps: the ceiling is exact where the warps divide evenly.
                     if (warps * blocks).is_multiple_of(PARTITIONS) {
                         let held = Occupancy::of(limits, 0, regs, warps * WARP).by_registers;
                         assert!(held >= blocks, "{arch}: {held} of {blocks} blocks of {warps} warps");

@@ -1,19 +1,21 @@
 //! From a problem to ranked kernels: candidates, account, predicted time.
 //!
-//! The three steps are separate: `candidates` have no opinion, [`account()`] knows no problem, [`cost::predict`] no limits.
+//! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
+//! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError};
 use serde::Serialize;
 
-pub use crate::account::{Account, Reason, Registers, SetMaxNReg, account};
-
+use crate::account::reason::Reason;
+use crate::account::{Account, account};
 use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
+use crate::registers::Registers;
 use crate::smem::SmemPlan;
 use crate::tally::{Tally, tally};
 
-/// A kernel that computes the problem and fits the GPU, with what it takes and the time that it is predicted to take.
+/// A kernel that computes the problem and fits the GPU, with its account and its predicted time.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Plan {
     /// The kernel.
@@ -22,17 +24,17 @@ pub struct Plan {
     pub smem: SmemPlan,
     /// Registers of a computing thread.
     pub regs: Registers,
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub threads: u32,
-    /// Blocks per SM by each resource.
+    /// CTAs per SM by each resource.
     pub occupancy: Occupancy,
-    /// Blocks per SM that the plan counts on.
+    /// CTAs per SM that the plan counts on.
     pub blocks_per_sm: u32,
     /// Predicted time.
     pub cost: Cost,
 }
 
-/// A candidate that is no plan.
+/// A candidate that does not fit.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RejectedSpec {
     /// The candidate.
@@ -69,7 +71,7 @@ pub fn padded(family: Family, name: &'static str, head_dim: usize) -> Result<u32
         .ok_or(PlanError::HeadDim { name, value: head_dim })
 }
 
-/// Choices of the caller.
+/// What to plan for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
     /// Kernels to choose from; `None` for the fastest that the architecture runs.
@@ -113,7 +115,7 @@ pub enum PlanError {
         /// The architecture.
         arch: Arch,
     },
-    /// SM100 planning for an architecture without tensor memory.
+    /// SM100 planned for an architecture without tensor memory.
     #[error("{arch} has no tensor memory: SM100 plans are for sm100 and sm103")]
     NoTensorMemory {
         /// The architecture.
@@ -156,14 +158,15 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
     Ok(set.plans)
 }
 
-/// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the reason.
+/// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the
+/// reason.
 ///
 /// # Errors
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     problem.check()?;
-    if !problem.dtype.is_half() {
-        return Err(PlanError::Dtype(problem.dtype));
+    if !problem.types.qkv.is_half() {
+        return Err(PlanError::Dtype(problem.types.qkv));
     }
     let family = options.family.unwrap_or(Family::native(arch));
     if !family.runs_on(arch) {
@@ -237,38 +240,13 @@ pub fn sweep(
     options: &PlanOptions,
     seqlens: &[usize],
 ) -> Result<Vec<(usize, Plan)>, PlanError> {
-    let square = problem.seqlen_q == problem.seqlen_k;
+    let square = problem.lengths.max_q() == problem.lengths.max_k();
     let best = |seqlen: usize| {
-        let seqlen_q = if square { seqlen } else { problem.seqlen_q };
-        let problem = Problem { seqlen_q, seqlen_k: seqlen, ..*problem };
+        let seqlen_q = if square { seqlen } else { problem.lengths.max_q() };
+        let problem =
+            Problem { lengths: Lengths::uniform(problem.lengths.sequences(), seqlen_q, seqlen), ..*problem };
         let plans = plan(&problem, arch, options)?;
         Ok((seqlen, plans.into_iter().next().expect("a plan without error is not empty")))
     };
     seqlens.iter().copied().map(best).collect()
-}
-
-/// A field of a spec's kernel by name, as text; `None` where the kernel has no such field.
-pub(crate) fn field(spec: &KernelSpec, name: &str) -> Option<String> {
-    macro_rules! by_name {
-        ($kernel:expr; $($field:ident),*) => {
-            match name {
-                $(stringify!($field) => Some($kernel.$field.to_string()),)*
-                _ => None,
-            }
-        };
-    }
-    match &spec.kernel {
-        Kernel::Sm80Fwd(k) => by_name!(k; tile_m, tile_n, num_warps, stages, q_in_regs, blocks_per_sm),
-        Kernel::Sm90Fwd(k) => {
-            by_name!(k; tile_m, tile_n, num_wg, pv_is_rs, overlap_wg, q_stages, kv_stages, ping_pong, pack_gqa)
-        }
-        Kernel::Sm80Bwd(k) => by_name!(
-            k; tile_m, tile_n, num_warps, q_stages, do_stages, atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq,
-            dq_first, blocks_per_sm
-        ),
-        Kernel::Sm90Bwd(k) => by_name!(
-            k; tile_m, tile_n, num_wg, q_stages, do_stages, pds_stages, sdp_swap_ab, dkv_swap_ab, dq_swap_ab,
-            atom_layout_m_sdp, atom_layout_n_dkv, atom_layout_m_dq, mma_dkv_is_rs, dq_via_smem, dq_slices
-        ),
-    }
 }

@@ -2,24 +2,24 @@
 
 use serde::Serialize;
 
-/// Registers per thread of the threads that compute, as predicted.
+/// Predicted registers of a thread that computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Registers {
     /// Score accumulators.
     pub s: u32,
-    /// P as operand fragments, where they live beside the scores.
+    /// P as operand fragments, where they are live together with the scores.
     pub p: u32,
     /// Output accumulators.
     pub o: u32,
     /// Q fragments, where they are kept.
     pub q: u32,
-    /// Addresses, row statistics, other fragments: an allowance.
+    /// An allowance for addresses, row statistics and other fragments.
     pub other: u32,
     /// Sum of the above.
     pub total: u32,
-    /// What a thread may have.
+    /// Registers that a thread may have.
     pub limit: u32,
-    /// How setmaxnreg shares the registers out, on kernels with roles.
+    /// The registers of each role, on kernels that use setmaxnreg.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub setmaxnreg: Option<SetMaxNReg>,
 }
@@ -27,13 +27,13 @@ pub struct Registers {
 /// Registers per thread by role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct SetMaxNReg {
-    /// Of the warp groups that issue matrix products.
+    /// Of the consumer warpgroups, which issue the matrix products.
     pub mma: u32,
-    /// Of the warp group that loads.
+    /// Of the producer warpgroup, which loads.
     pub producer: u32,
 }
 
-/// The registers that setmaxnreg gives each role, by number of MMA warp groups (1, 2, 3): FlashAttention-3's split.
+/// Registers of each role after setmaxnreg, by number of MMA warpgroups (1, 2, 3): FlashAttention-3's split.
 pub const SETMAXNREG: [SetMaxNReg; 3] = [
     SetMaxNReg { mma: 256, producer: 56 },
     SetMaxNReg { mma: 240, producer: 24 },
@@ -41,7 +41,7 @@ pub const SETMAXNREG: [SetMaxNReg; 3] = [
 ];
 
 impl SetMaxNReg {
-    /// The split for `num_wg` MMA warpgroups; outside 1 to 3 that of the nearest.
+    /// The split for `num_wg` MMA warpgroups, clamped to 1 to 3.
     pub const fn of(num_wg: u32) -> SetMaxNReg {
         match num_wg {
             0 | 1 => SETMAXNREG[0],

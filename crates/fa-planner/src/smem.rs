@@ -1,6 +1,7 @@
-//! Where every shared-memory buffer of a kernel lies: the one account that host and device agree on.
+//! The shared-memory layout of a kernel, buffer by buffer.
 //!
-//! A kernel's `SharedStorage` asserts that its size is [`SmemPlan::total`], so a number is added up once, here.
+//! A kernel's `SharedStorage` asserts that its size is [`SmemPlan::total`], so sizes are added up once, on
+//! the host.
 
 use std::borrow::Cow;
 
@@ -18,12 +19,13 @@ pub struct SmemBuffer {
     pub offset: u32,
     /// The offset is a multiple of this.
     pub align: u32,
-    /// The buffer whose memory this one reuses once that one's content is spent; `None` for memory of its own.
+    /// The buffer whose memory this one reuses after its last read; `None` where it shares no memory.
     #[serde(default)]
     pub alias_of: Option<Cow<'static, str>>,
 }
 
-/// The buffers of a kernel in the order of their declaration, and the bytes of dynamic shared memory it asks for.
+/// The buffers of a kernel in the order of their declaration, and the bytes of dynamic shared memory it asks
+/// for.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SmemPlan {
@@ -33,7 +35,8 @@ pub struct SmemPlan {
     pub total: u32,
 }
 
-/// Alignment of a tile that TMA writes or wgmma reads under the 128-byte swizzle: one swizzle atom of 8 rows x 128 B.
+/// Alignment of a tile that TMA writes or wgmma reads under the 128-byte swizzle: one swizzle atom of 8 rows
+/// x 128 B.
 pub const TILE_ALIGN: u32 = 1024;
 
 /// Bytes of an mbarrier object (PTX ISA, "mbarrier": 64-bit opaque, 8-byte aligned).
@@ -53,7 +56,8 @@ impl SmemPlan {
         self.push(name, count * MBARRIER_BYTES, MBARRIER_BYTES)
     }
 
-    /// Lets `name` reuse the memory of the newest buffer, which grows in place when the alias is the larger of the two.
+    /// Lets `name` reuse the memory of the newest buffer, which grows in place when the alias is the larger
+    /// of the two.
     ///
     /// # Panics
     /// When there is no buffer yet.

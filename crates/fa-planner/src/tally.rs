@@ -11,8 +11,8 @@ pub struct Tally<K, T> {
     pub nearest: T,
 }
 
-/// Counts `misses`, each with the limit that it breaks, by how much (in a unit that is the limit's own), and the candidate
-/// itself. The limits come in the order in which they first appear.
+/// Counts `misses`, each with the limit that it breaks, by how much (in a unit that is the limit's own), and
+/// the candidate itself. The limits come in the order in which they first appear.
 pub fn tally<K: PartialEq, T>(misses: impl IntoIterator<Item = (K, f64, T)>) -> Vec<Tally<K, T>> {
     let mut limits: Vec<(Tally<K, T>, f64)> = Vec::new();
     for (limit, excess, miss) in misses {

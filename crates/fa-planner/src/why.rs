@@ -3,7 +3,7 @@
 use fa_core::KernelSpec;
 use serde::Serialize;
 
-use crate::plan::{Plan, PlanSet, RejectedSpec, field};
+use crate::plan::{Plan, PlanSet, RejectedSpec};
 
 /// The candidates that a query selects.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -16,7 +16,7 @@ pub struct Why {
     pub rejected: Vec<RejectedSpec>,
 }
 
-/// A plan with its place.
+/// A plan with its rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Ranked {
     /// 1 for the best of all.
@@ -56,35 +56,6 @@ pub enum WhyError {
     Combination(String),
 }
 
-/// Fields that a query may name.
-const FIELDS: [&str; 25] = [
-    "tile_m",
-    "tile_n",
-    "num_wg",
-    "pv_is_rs",
-    "overlap_wg",
-    "q_stages",
-    "kv_stages",
-    "ping_pong",
-    "pack_gqa",
-    "num_warps",
-    "stages",
-    "q_in_regs",
-    "blocks_per_sm",
-    "do_stages",
-    "pds_stages",
-    "sdp_swap_ab",
-    "dkv_swap_ab",
-    "dq_swap_ab",
-    "atom_layout_m_sdp",
-    "atom_layout_n_dkv",
-    "atom_layout_m_dq",
-    "mma_dkv_is_rs",
-    "dq_via_smem",
-    "dq_slices",
-    "dq_first",
-];
-
 /// What became of the candidates for which every `field=value` of `query` holds.
 ///
 /// # Errors
@@ -102,8 +73,7 @@ pub fn why(set: &PlanSet, query: &str) -> Result<Why, WhyError> {
     for (name, value) in &conditions {
         let values = tried(set, name);
         if values.is_empty() {
-            let known: Vec<&str> = FIELDS.into_iter().filter(|name| !tried(set, name).is_empty()).collect();
-            return Err(WhyError::Field { name: name.clone(), known: known.join(", ") });
+            return Err(WhyError::Field { name: name.clone(), known: known(set).join(", ") });
         }
         if !values.iter().any(|tried| tried == value) {
             return Err(WhyError::Value {
@@ -114,7 +84,7 @@ pub fn why(set: &PlanSet, query: &str) -> Result<Why, WhyError> {
         }
     }
     let selects =
-        |spec: &KernelSpec| conditions.iter().all(|(name, v)| field(spec, name).as_deref() == Some(v));
+        |spec: &KernelSpec| conditions.iter().all(|(name, v)| field(spec, name).as_deref() == Some(*v));
     let best = set.plans.first().map_or(0.0, |plan| plan.cost.seconds);
     let feasible: Vec<Ranked> = set
         .plans
@@ -130,10 +100,29 @@ pub fn why(set: &PlanSet, query: &str) -> Result<Why, WhyError> {
     Ok(Why { query: query.to_owned(), feasible, rejected })
 }
 
+fn specs(set: &PlanSet) -> impl Iterator<Item = &KernelSpec> {
+    set.plans.iter().map(|p| &p.spec).chain(set.rejected.iter().map(|r| &r.spec))
+}
+
+/// A parameter of a spec's kernel, as its text form writes it.
+fn field(spec: &KernelSpec, name: &str) -> Option<String> {
+    spec.kernel.param(name).map(|value| value.to_string())
+}
+
+/// The parameters that a query may name: those of the kernels that were tried.
+fn known(set: &PlanSet) -> Vec<&'static str> {
+    let mut names: Vec<&'static str> = Vec::new();
+    for param in specs(set).flat_map(|spec| spec.kernel.params()) {
+        if !names.contains(&param.name) {
+            names.push(param.name);
+        }
+    }
+    names
+}
+
 /// The values of a field over all that was tried, in ascending order of numbers.
 fn tried(set: &PlanSet, name: &str) -> Vec<String> {
-    let specs = set.plans.iter().map(|p| &p.spec).chain(set.rejected.iter().map(|r| &r.spec));
-    let mut values: Vec<String> = specs.filter_map(|spec| field(spec, name)).collect();
+    let mut values: Vec<String> = specs(set).filter_map(|spec| field(spec, name)).collect();
     values.sort_by_key(|value| (value.parse::<u32>().unwrap_or(0), value.clone()));
     values.dedup();
     values
@@ -158,6 +147,7 @@ mod tests {
             ("tile_n=", "form"),
             ("tile_o=3", "tile_m, tile_n, num_wg"),
             ("tile_n=72", "64, 80, 96"),
+            ("scheduler=Static", "there are Dynamic"),
             ("num_wg=2,tile_m=192", "together"),
         ] {
             let error = why(&set, query).expect_err(query).to_string();

@@ -1,4 +1,5 @@
-//! Bank conflicts: known cases as data, closed forms over whole ranges of paddings, and a count by definition.
+//! Bank conflicts: known cases as data, closed forms over whole ranges of paddings, and a count by
+//! definition.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -118,8 +119,8 @@ fn widest_swizzle_is_conflict_free_for_every_head_dim() {
     }
 }
 
-/// The swizzle works on 64-element panels: 3 bits xored in at 128-element rows keep the 8 rows apart only if the
-/// source bits are those of the row.
+/// The swizzle works on 64-element panels: 3 bits xored in at 128-element rows keep the 8 rows apart only if
+/// the source bits are those of the row.
 #[test]
 fn a_swizzle_must_take_its_bits_from_the_row() {
     let rows_of_128 = |swizzle| SmemLayout {
@@ -311,7 +312,8 @@ fn bad_input_is_refused_by_name() {
     assert!(serde_json::from_str::<SmemLayout>(r#"{"tile":1,"elem_bytes":2,"colour":"red"}"#).is_err());
 }
 
-/// `ldmatrix` of one 8-row matrix after another, by definition: distinct words per bank, the most of any bank.
+/// `ldmatrix` of one 8-row matrix after another, by definition: distinct words per bank, the most of any
+/// bank.
 fn ldmatrix_by_definition(smem: &SmemLayout) -> u64 {
     let mut total = 0;
     for (top, left) in
@@ -327,8 +329,8 @@ fn ldmatrix_by_definition(smem: &SmemLayout) -> u64 {
     total
 }
 
-/// What Nsight Compute counted on an H100 for the SM80-class forward (NB-032): B = 2, 8 heads, N = 1024, head dim
-/// 128, f16, no mask, tiles of 64 x 64 over four warps, Q read from shared memory at every step.
+/// What Nsight Compute counted on an H100 for the SM80-class forward (NB-032): B = 2, 8 heads, N = 1024, head
+/// dim 128, f16, no mask, tiles of 64 x 64 over four warps, Q read from shared memory at every step.
 #[test]
 fn counts_are_those_of_the_gpu() {
     // Heads, tiles of queries, warps, and steps over tiles of keys.
@@ -337,8 +339,8 @@ fn counts_are_those_of_the_gpu() {
         (true, [Access::Ldmatrix, Access::Ldmatrix, Access::LdmatrixTrans]),
         (false, [Access::FragmentA, Access::FragmentB, Access::FragmentBTrans]),
     ];
-    // Instructions, and wavefronts as plain rows and swizzled. The GPU's are 8 to 12 thousand above the count, whatever the
-    // kernel: loads that meet the copies of other warps.
+    // Instructions, and wavefronts as plain rows and swizzled. The GPU's are 8 to 12 thousand above the
+    // count, whatever the kernel: loads that meet the copies of other warps.
     let counted = [(1_179_648, 37_760_631, 4_726_263), (6_815_744, 37_760_587, 6_818_462)];
     for ((ldmatrix, [of_q, of_k, of_v]), (instructions, plain, swizzled)) in accesses.into_iter().zip(counted)
     {

@@ -1,5 +1,5 @@
-//! The cost model of the SM90 backward against the measured rates of this project's own kernels (`data/sm90-bwd-h100.txt`).
-//! `cargo test -p fa-planner --test bwd_rates -- --nocapture` prints the table.
+//! The cost model of the SM90 backward against the measured rates of this project's own kernels
+//! (`data/sm90-bwd-h100.txt`). `cargo test -p fa-planner --test bwd_rates -- --nocapture` prints the table.
 
 use std::collections::HashMap;
 
@@ -51,11 +51,13 @@ fn problem(head: &str, seqlen: usize) -> Problem {
     Problem { head_dim_v: number(2), ..square }
 }
 
-/// The planner's kernels by the name that the lines give them: what follows the mask, without the order of tiles.
+/// The planner's kernels by the name that the lines give them: what follows the mask, without the order of
+/// tiles.
 fn kernels(problem: &Problem) -> HashMap<String, KernelSpec> {
     let options = PlanOptions { pass: Pass::BACKWARD, ..PlanOptions::default() };
     let set = explore(problem, Arch::Sm90, &options).expect("candidates");
-    // With one Q buffer at head dim 256 some were measured that spill since LSE comes with dO, and are no plans any more.
+    // With one Q buffer at head dim 256 some were measured that spill since LSE comes with dO, and are no
+    // plans any more.
     let measured_before = |spec: &KernelSpec| {
         spec.head_dim == 256 && matches!(&spec.kernel, Kernel::Sm90Bwd(kernel) if kernel.q_stages == 1)
     };

@@ -1,4 +1,5 @@
-//! The SM90 guide's published examples, and its rules written down a second time and compared over many head dims.
+//! The SM90 guide's published examples, and its rules written down a second time and compared over many head
+//! dims.
 
 use std::collections::BTreeSet;
 
@@ -42,8 +43,8 @@ fn hd128_backward_example() {
     assert!(matching.iter().all(|c| (c.num_wg, c.smem_bytes, c.total_regs) == (2, 204 * KIB, 208)));
 }
 
-/// The guide's prose calls this the only tile_n above 64. Its rules also admit 2 warp groups with tile_n 80 and 96, so
-/// what is asked here is that tile_n 96 is the widest, and that 3 warp groups have no other.
+/// The guide's prose calls this the only tile_n above 64. Its rules also admit 2 warp groups with tile_n 80
+/// and 96, so what is asked here is that tile_n 96 is the widest, and that 3 warp groups have no other.
 #[test]
 fn hd192_backward_example() {
     let result = found("192");
@@ -58,8 +59,8 @@ fn hd192_backward_example() {
     assert_eq!(atoms, BTreeSet::from([1, 3]));
 }
 
-/// The prose gives 168 KiB for tile_n 64, the sum with one stage of dO; by the rule that dO has two stages where they
-/// fit, it is 16 KiB more.
+/// The prose gives 168 KiB for tile_n 64, the sum with one stage of dO; by the rule that dO has two stages
+/// where they fit, it is 16 KiB more.
 #[test]
 fn hd192_128_backward_example() {
     let result = found("192-128");
@@ -163,7 +164,8 @@ fn sizes_out_of_range_are_refused() {
 
 /// The rules once more, as plain loops over plain integers: (tile_n, tile_m, traffic, everything else).
 mod rules {
-    /// Rows and columns of an output and warp groups along both, by the guide's swap; `None` when shapes do not divide.
+    /// Rows and columns of an output and warp groups along both, by the guide's swap; `None` when shapes do
+    /// not divide.
     fn product(m: i64, n: i64, wg: i64, atom: i64, swap: bool) -> Option<[i64; 3]> {
         let (m, n, am) = if swap { (n, m, wg / atom) } else { (m, n, atom) };
         let an = wg / am;

@@ -1,5 +1,6 @@
-//! The planner against what was measured: its first choice among the configurations of tests/data/sm90-fwd-h100.csv is as
-//! good as the best of them, and what it prefers to all of them is in there.
+//! The planner against what was measured: its first choice among the configurations of
+//! tests/data/sm90-fwd-h100.csv is as good as the best of them, and what it prefers to all of them is in
+//! there.
 
 use std::collections::BTreeMap;
 

@@ -1,9 +1,9 @@
 //! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
 
-use fa_core::{Arch, Dtype, Family, Kernel, Mask, Problem};
-use fa_planner::account::smem;
+use fa_core::{Arch, Dtype, Family, Kernel, Lengths, Mask, Problem, ScoreMod, Types};
+use fa_planner::account::{Reason, smem};
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
-use fa_planner::plan::{Plan, PlanError, PlanOptions, Reason, explore, plan, plan_spec, sweep};
+use fa_planner::plan::{Plan, PlanError, PlanOptions, explore, plan, plan_spec, sweep};
 use proptest::prelude::*;
 
 const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
@@ -51,17 +51,15 @@ fn problems() -> impl Strategy<Value = Problem> {
     let lengths = (0usize..5, 0usize..20_000, 0usize..20_000);
     (lengths, 1usize..5, 1usize..9, (1usize..33, 1usize..33), mask, dtype, cap).prop_map(
         |((batch, seqlen_q, seqlen_k), heads_kv, group, (hd, hdv), mask, dtype, softcap)| Problem {
-            batch,
-            seqlen_q,
-            seqlen_k,
+            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
             heads_q: heads_kv * group,
             heads_kv,
             head_dim: 8 * hd,
             head_dim_v: 8 * hdv,
             mask,
-            dtype,
+            types: Types::same(dtype),
             softmax_scale: None,
-            softcap,
+            score: ScoreMod { softcap },
         },
     )
 }
@@ -83,12 +81,13 @@ proptest! {
         }
     }
 
-    /// Longer sequences take longer, with one kernel and with the best of all; only a length that happens to fill its last
-    /// tile saves the test of a mask there, and more tiles can come out more even over the SMs: some percent.
+    /// Longer sequences take longer, with one kernel and with the best of all; only a length that happens to
+    /// fill its last tile saves the test of a mask there, and more tiles can come out more even over the SMs:
+    /// some percent.
     #[test]
     fn time_grows_with_length(problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec())) {
-        let short = Problem { seqlen_k: problem.seqlen_q, ..problem };
-        let long = Problem { seqlen_q: short.seqlen_q + by, seqlen_k: short.seqlen_k + by, ..short };
+        let short = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_q()), ..problem };
+        let long = Problem { lengths: Lengths::uniform(short.lengths.sequences(), short.lengths.max_q() + by, short.lengths.max_k() + by), ..short };
         for options in families(arch) {
             let (a, b) = (explore(&short, arch, &options).unwrap(), explore(&long, arch, &options).unwrap());
             if let (Some(a), Some(b)) = (a.plans.first(), b.plans.first()) {
@@ -103,8 +102,8 @@ proptest! {
     }
 }
 
-/// Through a window of one key a tile of 32 queries of six heads sees fewer keys than one of 192 queries of one head, whether or not
-/// the rows fill fewer tiles (at 4,225 they do).
+/// Through a window of one key a tile of 32 queries of six heads sees fewer keys than one of 192 queries of
+/// one head, whether or not the rows fill fewer tiles (at 4,225 they do).
 #[test]
 fn narrow_windows_pack_the_heads_of_a_group() {
     let packs = |problem: &Problem| {
@@ -115,12 +114,20 @@ fn narrow_windows_pack_the_heads_of_a_group() {
     let one_key =
         Problem { heads_kv: 1, ..Problem::square(1, 4209, 6, 128, Mask::window(0, 0), Dtype::Bf16) };
     assert!(packs(&one_key));
-    assert!(packs(&Problem { seqlen_q: 4225, seqlen_k: 4225, ..one_key }));
-    assert!(!packs(&Problem { seqlen_q: 6144, seqlen_k: 6144, heads_kv: 2, ..BASE }));
+    assert!(packs(&Problem {
+        lengths: Lengths::uniform(one_key.lengths.sequences(), 4225, 4225),
+        ..one_key
+    }));
+    assert!(!packs(&Problem {
+        lengths: Lengths::uniform(BASE.lengths.sequences(), 6144, 6144),
+        heads_kv: 2,
+        ..BASE
+    }));
 }
 
-/// Every forward that the tuning guide's model calls feasible also fits by the exact account, but for two corrections: P as a
-/// register operand counts without overlap as well, and what the compiler is known to spill is no plan.
+/// Every forward that the tuning guide's model calls feasible also fits by the exact account, but for two
+/// corrections: P as a register operand counts without overlap as well, and what the compiler is known to
+/// spill is no plan.
 #[test]
 fn the_exact_account_accepts_what_the_guide_accepts() {
     for (hd, hdv) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (64, 256)] {
@@ -156,21 +163,33 @@ fn bottlenecks_follow_the_problem() {
     };
     assert_eq!(named(&Problem { mask: Mask::FULL, ..BASE }), Bottleneck::Tensor);
     assert_eq!(
-        named(&Problem { head_dim: 64, head_dim_v: 64, softcap: Some(30.0), ..BASE }),
+        named(&Problem { head_dim: 64, head_dim_v: 64, score: ScoreMod::softcap(30.0), ..BASE }),
         Bottleneck::Exp
     );
-    let decode = Problem { batch: 64, seqlen_q: 1, heads_q: 32, heads_kv: 8, mask: Mask::FULL, ..BASE };
+    let decode = Problem {
+        lengths: Lengths::uniform(64, 1, BASE.lengths.max_k()),
+        heads_q: 32,
+        heads_kv: 8,
+        mask: Mask::FULL,
+        ..BASE
+    };
     assert_eq!(named(&decode), Bottleneck::Hbm);
-    assert_eq!(named(&Problem { batch: 1, seqlen_k: 65536, ..decode }), Bottleneck::Waves);
     assert_eq!(
-        named(&Problem { batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 1, heads_kv: 1, ..BASE }),
+        named(&Problem { lengths: Lengths::uniform(1, decode.lengths.max_q(), 65536), ..decode }),
+        Bottleneck::Waves
+    );
+    assert_eq!(
+        named(&Problem { lengths: Lengths::uniform(1, 64, 64), heads_q: 1, heads_kv: 1, ..BASE }),
         Bottleneck::Latency
     );
 }
 
 #[test]
 fn empty_problems_cost_a_launch() {
-    for problem in [Problem { batch: 0, ..BASE }, Problem { seqlen_q: 0, ..BASE }] {
+    for problem in [
+        Problem { lengths: Lengths::uniform(0, BASE.lengths.max_q(), BASE.lengths.max_k()), ..BASE },
+        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()), ..BASE },
+    ] {
         for (arch, options) in
             Arch::ALL.into_iter().flat_map(|a| families(a).into_iter().map(move |o| (a, o)))
         {
@@ -228,7 +247,11 @@ fn sweeps_keep_a_decode_problems_query() {
     let square = sweep(&BASE, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans");
     assert_eq!(square.iter().map(|(n, _)| *n).collect::<Vec<_>>(), lengths);
     assert!(square.windows(2).all(|w| w[0].1.cost.tflops < w[1].1.cost.tflops));
-    let decode = Problem { seqlen_q: 1, heads_kv: 4, ..BASE };
+    let decode = Problem {
+        lengths: Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()),
+        heads_kv: 4,
+        ..BASE
+    };
     for (seqlen, plan) in sweep(&decode, Arch::Sm90, &PlanOptions::default(), &lengths).expect("plans") {
         assert_eq!(plan.cost.tiles, 16.0, "N = {seqlen}: one packed tile per K/V head");
     }
@@ -248,8 +271,13 @@ fn refusals_say_what_works() {
     let options = PlanOptions::default();
     let wide = Problem { head_dim: 264, ..BASE };
     for (problem, arch, options, part) in [
-        (Problem { dtype: Dtype::F32, ..BASE }, Arch::Sm90, options.clone(), "use f16 or bf16"),
-        (Problem { dtype: Dtype::E4m3, ..BASE }, Arch::Sm80, options.clone(), "computes in e4m3"),
+        (Problem { types: Types::same(Dtype::F32), ..BASE }, Arch::Sm90, options.clone(), "use f16 or bf16"),
+        (
+            Problem { types: Types::same(Dtype::E4m3), ..BASE },
+            Arch::Sm80,
+            options.clone(),
+            "computes in e4m3",
+        ),
         (wide, Arch::Sm90, options.clone(), "head_dim = 264"),
         (Problem { head_dim_v: 260, head_dim: 64, ..BASE }, Arch::Sm80, options.clone(), "head_dim_v = 260"),
         (Problem { head_dim: 33, ..BASE }, Arch::Sm90, options.clone(), "multiples of 8"),
@@ -280,10 +308,10 @@ fn a_given_spec_must_serve_the_problem() {
             plan_spec(&problem, &spec, Arch::Sm90, &PlanOptions::default()).expect_err("must be refused");
         assert!(reason.to_string().contains(part), "{reason} does not name {part}");
     };
-    refused(Problem { dtype: Dtype::F16, ..BASE }, "dtype bf16");
+    refused(Problem { types: Types::same(Dtype::F16), ..BASE }, "dtype bf16");
     refused(Problem { head_dim: 136, ..BASE }, "head_dim multiples of 8 up to 128");
     refused(Problem { mask: Mask::FULL, ..BASE }, "mask causal");
-    refused(Problem { softcap: Some(1.0), ..BASE }, "softcap no softcap");
+    refused(Problem { score: ScoreMod::softcap(1.0), ..BASE }, "softcap no softcap");
     let narrow = Problem { head_dim: 104, head_dim_v: 72, ..BASE };
     assert!(plan_spec(&narrow, &spec, Arch::Sm90, &PlanOptions::default()).is_ok());
     let elsewhere = plan_spec(&BASE, &spec, Arch::Sm80, &PlanOptions::default()).expect_err("no wgmma");
@@ -292,7 +320,12 @@ fn a_given_spec_must_serve_the_problem() {
 
 #[test]
 fn packed_heads_that_do_not_divide_the_tile_are_never_planned() {
-    let problem = Problem { heads_q: 6, heads_kv: 1, seqlen_q: 1, ..BASE };
+    let problem = Problem {
+        heads_q: 6,
+        heads_kv: 1,
+        lengths: Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()),
+        ..BASE
+    };
     let mut spec = plan(&BASE, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0).spec;
     let Kernel::Sm90Fwd(kernel) = &mut spec.kernel else { panic!("an SM90 forward") };
     (kernel.num_wg, kernel.tile_m, kernel.pack_gqa) = (2, 128, true);

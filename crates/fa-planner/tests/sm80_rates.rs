@@ -11,7 +11,8 @@ const BACKWARD: &str = include_str!("data/sm80-bwd-h100.txt");
 /// Name, predicted and measured rate.
 type Rate = (String, f64, f64);
 
-/// The measured configurations of each problem that the planner lists, in its order. A head line without a length is of N = 8192.
+/// The measured configurations of each problem that the planner lists, in its order. A head line without a
+/// length is of N = 8192.
 fn groups(text: &'static str, pass: Pass) -> Vec<(&'static str, Vec<Rate>, f64)> {
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
     let heads = lines.iter().enumerate().filter(|(_, line)| line.starts_with("head_dim"));
@@ -44,7 +45,8 @@ fn groups(text: &'static str, pass: Pass) -> Vec<(&'static str, Vec<Rate>, f64)>
         .collect()
 }
 
-/// Every group has `count` configurations at least, a rank correlation above `rho` and a typical error below `error`.
+/// Every group has `count` configurations at least, a rank correlation above `rho` and a typical error below
+/// `error`.
 fn check(groups: &[(&str, Vec<Rate>, f64)], count: usize, least_rho: f64, most_error: f64) {
     for (head, rates, _) in groups {
         assert!(rates.len() >= count, "{head}: {} configurations", rates.len());

@@ -29,31 +29,31 @@ pub(crate) use tuner::{Job, Tuner};
 /// ```
 ///
 /// Where the model of the planner cannot tell which of its best kernels is the fastest, measuring can. With
-/// [`Tuning::OnFirstUse`], the first bind of a problem and pass gives the kernel that it would give without, at
-/// once, and hands the problem to a thread. There, one problem at a time:
+/// [`Tuning::OnFirstUse`], the first bind of a problem and pass gives the kernel that it would give without,
+/// at once, and hands the problem to a thread. There, one problem at a time:
 ///
-/// 1. The bound kernel and the best of the planner's other tiles, `candidates` kernels in all, are compiled, as
-///    far as the cache does not have them. One that does not compile cleanly is skipped.
-/// 2. They are timed in turns on a problem of the same shape, with inputs, outputs and workspace that belong to
-///    the thread, on its own stream; each counts with its fastest sample, as calls in between slow others down.
-///    The bound kernel stays unless another one is faster by 2 %.
+/// 1. The bound kernel and the best of the planner's other tiles, `candidates` kernels in all, are compiled,
+///    as far as the cache does not have them. One that does not compile cleanly is skipped.
+/// 2. They are timed in turns on a problem of the same shape, with inputs, outputs and workspace that belong
+///    to the thread, on its own stream; each counts with its fastest sample, as calls in between slow others
+///    down. The bound kernel stays unless another one is faster by 2 %.
 /// 3. The winner goes into the user's table of tuned kernels (`FA_TUNED`, or `tuned.ron` beside the kernel
 ///    cache), which is replaced in one step, and is used from the next bind on: in this process and in later
 ///    ones. Calls that are bound already keep their kernel.
 ///
 /// A problem that has an entry of exactly its [`crate::tune::TuneKey`] is not measured, in the table or among
-/// those that ship, nor one whose kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for another
-/// family's. Threads that bind the same problem at once have it measured once.
+/// those that ship, nor one whose kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for
+/// another family's. Threads that bind the same problem at once have it measured once.
 ///
 /// What the caller notices: his tensors and streams are not touched, and nothing of his is waited for or
-/// captured. The GPU's SMs, its memory (at most half of what is free) and a CPU core are shared while it lasts;
-/// loading a module may make the driver wait for the context, as with any kernel's first use. While the stream of
-/// the [`crate::device::Gpu`] is being captured nothing is begun, the next bind begins it. Candidates run in the
-/// caller's context, so that a fault in one would be the context's.
+/// captured. The GPU's SMs, its memory (at most half of what is free) and a CPU core are shared while it
+/// lasts; loading a module may make the driver wait for the context, as with any kernel's first use. While
+/// the stream of the [`crate::device::Gpu`] is being captured nothing is begun, the next bind begins it.
+/// Candidates run in the caller's context, so that a fault in one would be the context's.
 ///
 /// The budget is wall-clock time per problem and pass, compiling included. When it is spent no candidate is
-/// begun and no sample taken; the one at hand is finished. The fastest of at least two that were measured wins;
-/// with fewer nothing is kept, but what was compiled is in the cache for the next process.
+/// begun and no sample taken; the one at hand is finished. The fastest of at least two that were measured
+/// wins; with fewer nothing is kept, but what was compiled is in the cache for the next process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tuning {
     /// The table's kernel, or the planner's first choice.

@@ -1,7 +1,6 @@
 //! Candidates compiled and timed on a GPU, on a stream and tensors of the thread that measures.
 #![allow(unsafe_code)]
 
-use std::f64::consts::LN_2;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,8 +41,8 @@ impl Scratch {
         // invalidate a capture of another thread.
         unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode).result() }
             .map_err(Error::driver("setting the capture mode"))?;
-        // SAFETY: all that is allocated by this handle is used on the one stream. With tracking, making the stream
-        // would wait for the default one.
+        // SAFETY: all that is allocated by this handle is used on the one stream. With tracking, making the
+        // stream would wait for the default one.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(Error::driver("making a stream"))?;
         Ok(Scratch { kernels: like.on(&context)?, stream })
@@ -94,7 +93,7 @@ impl<T: Half> Tensors<T> {
         let [q, k, v, out] = shapes(problem);
         let rows = fa_cpu::check::lse_len(problem);
         // Probabilities of a size as they are where scores are normally distributed.
-        let lse = (problem.seqlen_k.max(1) as f64).log2() * LN_2 + 0.5;
+        let lse = (problem.lengths.max_k().max(1) as f64).ln() + 0.5;
         let lse =
             stream.clone_htod(&vec![lse as f32; rows.max(1)]).map_err(Error::driver("copying to the GPU"))?;
         let empty = || stream.alloc_zeros::<u8>(16).map_err(&made);
@@ -132,7 +131,8 @@ fn fill<T: Half>(stream: &Arc<CudaStream>, to: &mut CudaSlice<T>, block: &[T]) -
     Ok(())
 }
 
-/// Of variance 1 and nearly normal, by number: four uniform numbers of SplitMix64 (Steele, Lea and Flood, 2014).
+/// Of variance 1 and nearly normal, by number: four uniform numbers of SplitMix64 (Steele, Lea and Flood,
+/// 2014).
 fn normal(at: u64) -> f64 {
     let mut z = at.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

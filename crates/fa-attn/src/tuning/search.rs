@@ -118,8 +118,8 @@ mod tests {
 
     const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
 
-    /// Kernel `i` takes `ms[i]` (with up to 50 % on top in the first round), or fails to compile. Compiling takes a
-    /// second, a sample a tenth.
+    /// Kernel `i` takes `ms[i]` (with up to 50 % on top in the first round), or fails to compile. Compiling
+    /// takes a second, a sample a tenth.
     struct Fake {
         specs: Vec<KernelSpec>,
         ms: Vec<Option<f64>>,

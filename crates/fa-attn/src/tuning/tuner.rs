@@ -96,8 +96,8 @@ impl Tuner {
         Ok(Tuner { shared, jobs: Some(Mutex::new(jobs)), thread: Some(thread) })
     }
 
-    /// Gives it a job, unless it had one with the same key and `skip` does not hold: that is asked only then, and a
-    /// job that is skipped can be offered again. Whether it was taken.
+    /// Gives it a job, unless it had one with the same key and `skip` does not hold: that is asked only then,
+    /// and a job that is skipped can be offered again. Whether it was taken.
     pub(crate) fn offer(&self, job: Job, skip: impl FnOnce() -> bool) -> bool {
         let key = job.key();
         let mut state = self.shared.state();
@@ -148,7 +148,7 @@ impl Drop for Tuner {
 mod tests {
     use std::sync::atomic::AtomicUsize;
 
-    use fa_core::{Arch, Dtype, Mask};
+    use fa_core::{Arch, Dtype, Lengths, Mask};
     use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
@@ -180,7 +180,8 @@ mod tests {
                 scope.spawn(|| {
                     // Of the same key, though not the same problem.
                     for seqlen in [3000, 4096, 2049] {
-                        let problem = Problem { seqlen_q: seqlen, seqlen_k: seqlen, ..PROBLEM };
+                        let lengths = Lengths::uniform(2, seqlen, seqlen);
+                        let problem = Problem { lengths, ..PROBLEM };
                         let is_taken = tuner.offer(job(problem), || false);
                         taken.fetch_add(usize::from(is_taken), Ordering::Relaxed);
                     }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use fa_attn::device::{DeviceBackward, DeviceForward, DeviceGradients, DeviceTensor, Gpu, Half};
-use fa_core::{Dtype, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Lengths, Problem, Strides, TensorLayout, Types};
 use fa_cpu::{compare, reference};
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{Backward, Error, RawBackwardArgs, RawTensor};
@@ -50,7 +50,7 @@ pub fn verify<T: Half>(case: &Case, results: &DeviceGradients<T>) {
     let low = reference::low_precision::backward(problem, &q, &k, &v, &dout).unwrap();
     let expected = [(exact.dq, low.dq), (exact.dk, low.dk), (exact.dv, low.dv)];
     for (i, (found, (exact, low))) in results.values.iter().zip(expected).enumerate() {
-        let found = compare::compare(case.shapes()[i], problem.dtype, found, &exact, Some(&low)).unwrap();
+        let found = compare::compare(case.shapes()[i], problem.types.qkv, found, &exact, Some(&low)).unwrap();
         assert!(found.passed(), "{case:?}: gradient {i}: {found}");
     }
 }
@@ -68,16 +68,16 @@ fn check<T: Half>(gpu: &Gpu, case: Case, deterministic: bool) {
 fn gradients_are_right_and_wholly_written() {
     let gpu = gpu();
     let more = [
-        Problem { batch: 1, heads_q: 8, heads_kv: 1, seqlen_k: 130, ..BASE },
-        Problem { seqlen_q: 500, ..GQA },
-        Problem { seqlen_q: 0, ..BASE },
-        Problem { seqlen_q: 0, ..GQA },
+        Problem { lengths: Lengths::uniform(1, BASE.lengths.max_q(), 130), heads_q: 8, heads_kv: 1, ..BASE },
+        Problem { lengths: Lengths::uniform(GQA.lengths.sequences(), 500, GQA.lengths.max_k()), ..GQA },
+        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()), ..BASE },
+        Problem { lengths: Lengths::uniform(GQA.lengths.sequences(), 0, GQA.lengths.max_k()), ..GQA },
     ];
     for problem in PROBLEMS.into_iter().chain(more) {
         for (layout, deterministic) in [(TensorLayout::Bshd, false), (TensorLayout::Bhsd, true)] {
             check::<bf16>(&gpu, Case { problem, layout, pad: 0 }, deterministic);
         }
-        let problem = Problem { dtype: Dtype::F16, ..problem };
+        let problem = Problem { types: Types::same(Dtype::F16), ..problem };
         check::<f16>(&gpu, Case { problem, layout: TensorLayout::Bshd, pad: 24 }, false);
     }
 }
@@ -88,7 +88,11 @@ fn deterministic_gradients_are_bit_equal() {
     let gpu = gpu();
     let stream = &gpu.stream;
     for seqlen_k in [1111, 2000] {
-        let problem = Problem { seqlen_q: 1111, seqlen_k, heads_q: 8, ..BASE };
+        let problem = Problem {
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 1111, seqlen_k),
+            heads_q: 8,
+            ..BASE
+        };
         let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
         let backward = gpu.backward(&problem, true, None).unwrap();
         let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, stream);
@@ -126,7 +130,14 @@ fn a_captured_backward_gives_the_same_result_when_replayed() {
 #[ignore = "needs a GPU"]
 fn without_queries_keys_get_zeros_from_any_thread() {
     let gpu = gpu();
-    let case = Case { problem: Problem { seqlen_q: 0, ..BASE }, layout: TensorLayout::Bshd, pad: 0 };
+    let case = Case {
+        problem: Problem {
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()),
+            ..BASE
+        },
+        layout: TensorLayout::Bshd,
+        pad: 0,
+    };
     for deterministic in [false, true] {
         let backward = gpu.backward(&case.problem, deterministic, None).unwrap();
         let stream = &gpu.context().new_stream().unwrap();

@@ -1,7 +1,7 @@
 //! One problem in one memory layout, its values, and the oracle's judgement.
 
 use fa_attn::device::{DeviceForward, DeviceOutput, Gpu, Half, Placement, shapes};
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, TensorLayout};
 use fa_cpu::{TensorRef, compare, reference};
 use fa_kernels::Forward;
 use fa_kernels::cudarc::driver::CudaStream;
@@ -18,15 +18,15 @@ pub const PROBLEMS: [Problem; 12] = [
     BASE,
     Problem { mask: Mask::FULL, ..BASE },
     GQA,
-    Problem { seqlen_q: 1, ..BASE },
+    Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 1, BASE.lengths.max_k()), ..BASE },
     Problem { head_dim: 64, head_dim_v: 64, ..BASE },
     Problem { head_dim: 40, head_dim_v: 72, mask: Mask::FULL, ..BASE },
     Problem { head_dim: 192, ..BASE },
     Problem { head_dim: 256, head_dim_v: 256, ..BASE },
     Problem { mask: Mask::window(70, 9), ..BASE },
-    Problem { softcap: Some(5.0), ..BASE },
+    Problem { score: ScoreMod::softcap(5.0), ..BASE },
     Problem { softmax_scale: Some(0.3), ..BASE },
-    Problem { seqlen_k: 0, ..BASE },
+    Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 0), ..BASE },
 ];
 
 /// A problem, how its tensors lie, and how many elements stand between their rows.
@@ -94,10 +94,10 @@ impl Case {
         let low = reference::low_precision::forward(problem, &q, &k, &v).unwrap();
         let shape = self.shapes()[3];
         let found =
-            compare::compare(shape, problem.dtype, &output.out, &expected.out, Some(&low.out)).unwrap();
+            compare::compare(shape, problem.types.qkv, &output.out, &expected.out, Some(&low.out)).unwrap();
         assert!(found.passed(), "{self:?}: {found}");
-        let rows = [problem.batch, problem.heads_q, problem.seqlen_q];
-        let found = compare::compare_lse(rows, problem.dtype, &output.lse, &expected.lse).unwrap();
+        let rows = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
+        let found = compare::compare_lse(rows, problem.types.qkv, &output.lse, &expected.lse).unwrap();
         assert!(found.passed(), "{self:?}: LSE {found}");
         assert_eq!(output.strays, 0, "{self:?}: written between rows");
     }

@@ -10,7 +10,7 @@ mod tuning;
 use fa_attn::device::{DeviceForward, DeviceGradients, DeviceOutput, Gpu};
 use fa_attn::{Backend, Engine, Error, Output, Tensor, problem_of};
 use fa_core::spec::Scheduler;
-use fa_core::{Dtype, Kernel, Mask, Pass, Problem, TensorLayout};
+use fa_core::{Dtype, Kernel, Lengths, Mask, Pass, Problem, TensorLayout, Types};
 use fa_kernels::{
     Cache, Error as KernelError, ForwardArgs, Headers, Input, Kernels, RawForwardArgs, RawTensor, driver,
 };
@@ -27,16 +27,24 @@ fn gpu() -> Gpu {
 fn outputs_are_right_and_wholly_written() {
     let gpu = gpu();
     let more = [
-        Problem { seqlen_q: 77, ..GQA },
-        Problem { seqlen_q: 500, ..BASE },
-        Problem { mask: Mask::causal_window(33), seqlen_q: 128, ..BASE },
+        Problem { lengths: Lengths::uniform(GQA.lengths.sequences(), 77, GQA.lengths.max_k()), ..GQA },
+        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 500, BASE.lengths.max_k()), ..BASE },
+        Problem {
+            mask: Mask::causal_window(33),
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 128, BASE.lengths.max_k()),
+            ..BASE
+        },
     ];
     for problem in PROBLEMS.into_iter().chain(more) {
         for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
             Case { problem, layout, pad: 0 }.check::<bf16>(&gpu);
         }
-        Case { problem: Problem { dtype: Dtype::F16, ..problem }, layout: TensorLayout::Bshd, pad: 24 }
-            .check::<f16>(&gpu);
+        Case {
+            problem: Problem { types: Types::same(Dtype::F16), ..problem },
+            layout: TensorLayout::Bshd,
+            pad: 24,
+        }
+        .check::<f16>(&gpu);
     }
 }
 
@@ -45,7 +53,7 @@ fn outputs_are_right_and_wholly_written() {
 fn runs_are_bit_equal() {
     let gpu = gpu();
     let case = Case {
-        problem: Problem { seqlen_q: 1111, seqlen_k: 1111, ..BASE },
+        problem: Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 1111, 1111), ..BASE },
         layout: TensorLayout::Bshd,
         pad: 0,
     };
@@ -89,7 +97,11 @@ fn two_threads_with_a_stream_each_get_right_answers_at_once() {
             let gpu = &gpu;
             scope.spawn(move || {
                 let mask = if thread % 2 == 0 { Mask::CAUSAL } else { Mask::FULL };
-                let problem = Problem { mask, seqlen_q: 400 + 100 * thread, seqlen_k: 900, ..BASE };
+                let problem = Problem {
+                    mask,
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), 400 + 100 * thread, 900),
+                    ..BASE
+                };
                 let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
                 let forward = gpu.forward(&problem, None).unwrap();
                 let stream = &gpu.context().new_stream().unwrap();
@@ -129,7 +141,7 @@ fn what_does_not_fit_is_refused_before_anything_is_launched() {
 
     let wrong_type = run_as_f16(&gpu, &forward, &tensors).unwrap_err().to_string();
     assert!(wrong_type.contains("dtype"), "{wrong_type}");
-    let f32_problem = Problem { dtype: Dtype::F32, ..BASE };
+    let f32_problem = Problem { types: Types::same(Dtype::F32), ..BASE };
     assert!(gpu.forward(&f32_problem, None).unwrap_err().to_string().contains("use f16 or bf16"));
     let wide = Problem { head_dim: 264, ..BASE };
     assert!(gpu.forward(&wide, None).unwrap_err().to_string().contains("head_dim = 264"));
@@ -178,7 +190,7 @@ fn the_driver_agrees_with_the_plan() {
     for mask in [Mask::CAUSAL, Mask::FULL] {
         let forward = gpu.forward(&Problem { mask, ..BASE }, None).unwrap();
         let kernel = forward.kernel();
-        let plan = fa_planner::plan::account(&kernel.spec, kernel.arch).unwrap();
+        let plan = fa_planner::account::account(&kernel.spec, kernel.arch).unwrap();
         assert_eq!(kernel.smem, plan.smem.total);
         assert!(kernel.blocks_per_sm().unwrap() >= plan.blocks_per_sm, "{}", kernel.spec);
     }
@@ -197,7 +209,12 @@ fn an_unwritable_cache_still_gives_kernels() {
 #[ignore = "needs a GPU"]
 fn host_tensors_go_there_and_back() {
     let engine = Engine::with(Backend::Gpu).unwrap();
-    for problem in [BASE, GQA, Problem { seqlen_k: 0, ..BASE }, Problem { seqlen_q: 0, ..BASE }] {
+    for problem in [
+        BASE,
+        GQA,
+        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 0), ..BASE },
+        Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 0, BASE.lengths.max_k()), ..BASE },
+    ] {
         let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
         let [q, k, v, dout] =
             [0, 1, 2, 3].map(|i| Tensor::new(case.shapes()[i], case.values::<bf16>(i)).unwrap());
@@ -217,8 +234,11 @@ fn host_tensors_go_there_and_back() {
         assert_eq!(call.spec().unwrap().kernel.pass(), pass);
     }
     // What the GPU does not compute goes to the CPU, which says so.
-    let report =
-        Engine::new().unwrap().bind(&Problem { dtype: Dtype::F32, ..BASE }, Pass::Forward).unwrap().report();
+    let report = Engine::new()
+        .unwrap()
+        .bind(&Problem { types: Types::same(Dtype::F32), ..BASE }, Pass::Forward)
+        .unwrap()
+        .report();
     assert_eq!((report.backend, report.kernel), ("cpu", None));
     assert!(report.gpu_passed_over.unwrap().contains("use f16 or bf16"));
 }

@@ -1,5 +1,6 @@
 //! The engine where there is no GPU to count on: every backend of the CPU, layouts, and what is refused.
 
+use fa_core::Types;
 use std::num::NonZeroUsize;
 
 use fa_attn::{
@@ -29,7 +30,9 @@ fn tensor<T: Element>(shape: [usize; 4], layout: TensorLayout, seed: f64) -> Ten
 
 /// Q, K, V and dO of [`PROBLEM`].
 fn tensors<T: Element>(layout: TensorLayout) -> [Tensor<T>; 4] {
-    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = PROBLEM;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = PROBLEM;
+    let (batch, seqlen_q, seqlen_k) =
+        (PROBLEM.lengths.sequences(), PROBLEM.lengths.max_q(), PROBLEM.lengths.max_k());
     [
         tensor([batch, seqlen_q, heads_q, head_dim], layout, 0.37),
         tensor([batch, seqlen_k, heads_kv, head_dim], layout, 0.71),
@@ -41,7 +44,10 @@ fn tensors<T: Element>(layout: TensorLayout) -> [Tensor<T>; 4] {
 fn both<T: Element>(backend: Backend, layout: TensorLayout) -> (Output<T>, Gradients<T>) {
     let engine = Engine::with(backend).unwrap();
     let [q, k, v, dout] = tensors::<T>(layout);
-    assert_eq!(problem_of(&q, &k, &v, Mask::CAUSAL).unwrap(), Problem { dtype: T::dtype(), ..PROBLEM });
+    assert_eq!(
+        problem_of(&q, &k, &v, Mask::CAUSAL).unwrap(),
+        Problem { types: Types::same(T::dtype()), ..PROBLEM }
+    );
     let output = engine.attention(&q, &k, &v, Mask::CAUSAL).unwrap();
     let gradients = engine.gradients([&q, &k, &v], Mask::CAUSAL, &output, &dout).unwrap();
     (output, gradients)
@@ -138,7 +144,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
         })
     };
     refused(forward(&mut output).unwrap_err(), "the call computes the backward");
-    let halves = engine.bind(&Problem { dtype: Dtype::F16, ..PROBLEM }, Pass::Forward).unwrap();
+    let halves = engine.bind(&Problem { types: Types::same(Dtype::F16), ..PROBLEM }, Pass::Forward).unwrap();
     let error = halves.run(ForwardTensors {
         q: q.view("q").unwrap(),
         k: k.view("k").unwrap(),

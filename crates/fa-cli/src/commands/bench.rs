@@ -98,8 +98,8 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let mut rows = Vec::new();
     let mut steps = Steps::new(problems.len());
     for problem in &problems {
-        steps.begin(format!("N {} hd {}", problem.seqlen_k, problem.head_dim));
-        let measured = match problem.dtype {
+        steps.begin(format!("N {} hd {}", problem.lengths.max_k(), problem.head_dim));
+        let measured = match problem.types.qkv {
             Dtype::F32 => measure::<f32>(args, &engine, problem),
             Dtype::F16 => measure::<f16>(args, &engine, problem),
             Dtype::Bf16 => measure::<bf16>(args, &engine, problem),

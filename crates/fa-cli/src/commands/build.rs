@@ -1,4 +1,5 @@
-//! `fa build`: the shipped kernels compiled for their architectures, or all that the planner lists; planned against actual.
+//! `fa build`: the shipped kernels compiled for their architectures, or all that the planner lists; planned
+//! against actual.
 
 mod every;
 
@@ -32,8 +33,8 @@ pub struct BuildArgs {
     /// Folder of specs in RON (default: those that ship with this program)
     #[arg(long, value_name = "DIR", conflicts_with = "all_configs")]
     pub specs: Option<PathBuf>,
-    /// Compile instead every configuration that the planner lists, beside those that miss its register limit by little, and
-    /// say what it predicts and what comes out; nothing is written
+    /// Compile instead every configuration that the planner lists, beside those that miss its register limit
+    /// by little, and say what it predicts and what comes out; nothing is written
     #[arg(long)]
     pub all_configs: bool,
     /// Head dims of --all-configs, each D or D-DV

@@ -317,9 +317,9 @@ fn judge_by_inputs(
             ))
             .into());
         };
-        let found = pair.compare(problem.dtype, &pair.a, exact, Some(low))?;
+        let found = pair.compare(problem.types.qkv, &pair.a, exact, Some(low))?;
         rows.push(pair.row("A to f64", found.allowing(*noise)));
-        let found = pair.compare(problem.dtype, &pair.b, exact, Some(low))?;
+        let found = pair.compare(problem.types.qkv, &pair.b, exact, Some(low))?;
         rows.push(pair.row("B to f64", found.allowing(*noise)));
     }
     Ok((problem, rows))
@@ -330,7 +330,7 @@ fn shape_in(problem: &Problem, name: &str) -> Option<[usize; 4]> {
     use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
     match name {
         "out" => Some(out_shape(problem)),
-        "lse" => Some([1, problem.batch, problem.heads_q, problem.seqlen_q]),
+        "lse" => Some([1, problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()]),
         "dq" => Some(q_shape(problem)),
         "dk" => Some(k_shape(problem)),
         "dv" => Some(v_shape(problem)),

@@ -20,7 +20,8 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  fa doctor\n  fa doctor --json\n  fa doctor --time")]
 pub struct DoctorArgs {
-    /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and of the host
+    /// Measure instead what starting up and a call cost on the GPU: with a warm cache, with an empty one, and
+    /// of the host
     #[arg(long)]
     pub time: bool,
     /// Start up once and say how long it took: the part of --time that runs in a process of its own
@@ -132,7 +133,7 @@ fn attention_check() -> Check {
         let reference = compute(Backend::Reference { threads: None })?;
         let exact: Vec<f64> = reference.into_iter().map(f64::from).collect();
         let shape = fa_cpu::check::out_shape(&problem);
-        Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.dtype, &out, &exact, None)?)
+        Ok(fa_cpu::compare::compare::<f32, f32>(shape, problem.types.qkv, &out, &exact, None)?)
     });
     match judged {
         Ok(found) if found.passed() => {
@@ -244,7 +245,8 @@ fn cache_check() -> Check {
             format!("kernels are compiled anew by every process: set {CACHE_VARIABLE}, or HOME"),
         );
     };
-    // The cache makes its folder when it stores a kernel, so the nearest folder that is there must be writable.
+    // The cache makes its folder when it stores a kernel, so the nearest folder that is there must be
+    // writable.
     let nearest = root.ancestors().find(|folder| folder.exists());
     let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());
     let kib = cache.size().div_ceil(1024);

@@ -7,15 +7,16 @@ use fa_attn::atomic_file::AtomicFile;
 use fa_core::{Arch, Pass, Problem};
 use fa_lab::read_text;
 use fa_lab::spec_file::read_spec;
-use fa_planner::Mode;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::why::{self, Why};
+use fa_planner::{Mode, guide};
 use serde::Serialize;
 
 use crate::attention;
 use crate::flags::{PlanFamily, ProblemArgs, passes};
 use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
+use crate::plan::guide::GuideArgs;
 use crate::plan::planned::Planned;
 use crate::plan::tried::{self, Tried, TriedReport};
 use crate::term::failure::{InputError, Verdict};
@@ -54,14 +55,14 @@ pub struct PlanArgs {
     /// Judge the one kernel in this RON file instead of searching
     #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
     pub spec: Option<PathBuf>,
-    /// Which pass to plan
-    #[arg(long, value_parser = passes(), default_value = "fwd")]
-    pub mode: Mode,
+    /// Which pass to plan [default: fwd; with --guide both]
+    #[arg(long, value_parser = passes())]
+    pub mode: Option<Mode>,
     /// Plan a backward whose gradients have the same bits in every run
     #[arg(long)]
     pub deterministic: bool,
     /// List at most this many plans (tables default to 10, JSON and RON to all)
-    #[arg(short = 'n', value_name = "N")]
+    #[arg(short = 'n', long = "num-results", value_name = "N")]
     pub limit: Option<usize>,
     /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
     #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["report", "limit"])]
@@ -75,6 +76,15 @@ pub struct PlanArgs {
     /// Short for --format json
     #[arg(long, conflicts_with = "format")]
     pub json: bool,
+    #[command(flatten)]
+    pub guide: GuideArgs,
+}
+
+impl PlanArgs {
+    /// The passes to plan of a problem.
+    fn mode(&self) -> Mode {
+        self.mode.unwrap_or(Mode::Fwd)
+    }
 }
 
 const PLAN_EXAMPLES: &str = "\
@@ -82,9 +92,10 @@ Examples:
   fa plan --headdim 128 --seqlen 8192 --heads 16 --causal
   fa plan --headdim 192-128 --mode bwd -n 5 --json
   fa plan --headdim 128 --why tile_n=192
-  fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html";
+  fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html
+  fa plan --guide --headdim 192-128 --mode bwd --explain";
 
-/// Plans that a table shows unless told otherwise.
+/// Plans that a table shows by default.
 const TABLE_ROWS: usize = 10;
 
 /// What is printed as JSON or RON.
@@ -93,6 +104,9 @@ struct Report<'a> {
     arch: Arch,
     board: &'static str,
     problem: &'a Problem,
+    /// That no kernel computes the forward's plans, where that is so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    no_kernel: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     forward: Option<TriedReport<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -115,9 +129,12 @@ struct WhyReport {
 /// # Errors
 /// Bad input or an unwritable report.
 pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
+    let format = if args.json { Format::Json } else { args.format };
+    if args.guide.guide {
+        return list_tiles(args, format);
+    }
     let problem = problem(args)?;
     let target = args.report.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
-    let format = if args.json { Format::Json } else { args.format };
     let planned = plan_for(args, problem)?;
     if let Some(query) = &args.why {
         let report = explain(&planned, query)?;
@@ -133,6 +150,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
         arch: planned.arch,
         board: planned.arch.limits().board,
         problem: &planned.problem,
+        no_kernel: planned.no_kernel(),
         forward: planned.forward.as_ref().map(|forward| forward.report(limit)),
         backward: planned.backward.as_ref().map(|backward| backward.report(limit)),
     };
@@ -140,6 +158,17 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
         || planned.backward.as_ref().is_some_and(|b| b.tried.fits().is_empty());
     Ok(if nothing { Verdict::Bad } else { Verdict::Good })
+}
+
+/// `--guide`. Finding nothing is an answer.
+fn list_tiles(args: &PlanArgs, format: Format) -> anyhow::Result<Verdict> {
+    let mode = args.mode.unwrap_or(Mode::Both);
+    let report = args.guide.search(args.problem.headdim, mode, args.arch, args.limit)?;
+    if format != Format::Table {
+        eprint!("{}", report.nothing_found());
+    }
+    print(format, &report, guide::report::Report::text)?;
+    Ok(Verdict::Good)
 }
 
 fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> String) -> anyhow::Result<()> {
@@ -166,7 +195,7 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
     let mut planned = Planned { arch, problem, forward: None, backward: None };
     if let Some(path) = &args.spec {
         let (judged, backward) = judge_spec(path, &problem, arch)?;
-        let other = match (args.mode, backward) {
+        let other = match (args.mode(), backward) {
             (Mode::Both, _) => Some("one kernel"),
             (Mode::Bwd, false) => Some("a forward kernel"),
             _ => None,
@@ -181,14 +210,14 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
         }
         return Ok(planned);
     }
-    if args.deterministic && args.mode == Mode::Fwd {
+    if args.deterministic && args.mode() == Mode::Fwd {
         let message = "--deterministic is about gradients: use it with --mode bwd or both".to_owned();
         return Err(InputError::Usage(message).into());
     }
-    if args.mode != Mode::Bwd {
+    if args.mode() != Mode::Bwd {
         planned.forward = Some(Tried::explore(&problem, arch, args.family, Pass::Forward)?);
     }
-    if args.mode != Mode::Fwd {
+    if args.mode() != Mode::Fwd {
         let pass = Pass::Backward { deterministic: args.deterministic };
         planned.backward = Some(Backward::explore(&problem, arch, args.family, pass)?);
     }
@@ -223,6 +252,9 @@ fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
 
 fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
+    if let Some(no_kernel) = planned.no_kernel() {
+        writeln!(text, "note      {no_kernel}").expect("writing to a string cannot fail");
+    }
     if let Some(forward) = &planned.forward {
         text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);
     }

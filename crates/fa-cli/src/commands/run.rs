@@ -276,7 +276,7 @@ fn difference_from_own_out<T: Element + Stored>(
     }
     let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
     let theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
-    let found = compare::compare::<T, T>(shape, inputs.problem.dtype, &ours, &theirs, None)?;
+    let found = compare::compare::<T, T>(shape, inputs.problem.types.qkv, &ours, &theirs, None)?;
     Ok(Some(Difference::of(&found)))
 }
 
@@ -291,7 +291,7 @@ fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<
         ("window_left", side(problem.mask.left)),
         ("window_right", side(problem.mask.right)),
         ("scale", problem.scale().to_string()),
-        ("softcap", problem.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
+        ("softcap", problem.score.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
     ];
     entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }

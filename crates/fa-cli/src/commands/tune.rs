@@ -57,7 +57,8 @@ pub struct TuneArgs {
     /// Measure again what has been measured
     #[arg(long)]
     pub fresh: bool,
-    /// Where the winners go [default: FA_TUNED, or tuned.ron beside the kernel cache, where the library looks]
+    /// Where the winners go [default: FA_TUNED, or tuned.ron beside the kernel cache, where the library
+    /// looks]
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
     /// Write everything measured beside its prediction as JSON, '-' for standard output instead of the table

@@ -14,7 +14,7 @@ pub struct Series {
     pub points: Vec<(f64, f64)>,
     /// Index into the palette; lines that belong together share one.
     pub color: usize,
-    /// Dashed, to tell two lines of a colour apart.
+    /// Dashed, to distinguish two lines of one colour.
     pub dashed: bool,
 }
 
@@ -49,7 +49,7 @@ impl Series {
 }
 
 impl Chart {
-    /// The chart as a document of its own.
+    /// The chart as a whole document.
     ///
     /// # Errors
     /// What the drawing library reports.

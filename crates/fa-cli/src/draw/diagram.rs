@@ -51,7 +51,7 @@ pub fn line([x1, y1, x2, y2]: [f64; 4]) -> Line {
     Line::new().set("x1", pixels(x1)).set("y1", pixels(y1)).set("x2", pixels(x2)).set("y2", pixels(y2))
 }
 
-/// A text that starts at `x`, or is anchored there as told, with its baseline at `y`.
+/// A text that starts at `x`, unless its anchor is set, with its baseline at `y`.
 pub fn text((x, y): (f64, f64), text: impl Into<String>) -> Text {
     Text::new(text).set("x", pixels(x)).set("y", pixels(y))
 }

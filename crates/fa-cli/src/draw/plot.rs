@@ -89,7 +89,8 @@ pub fn text(pixels: f64, color: RGBColor) -> TextStyle<'static> {
     font(pixels, FontStyle::Normal).color(&color)
 }
 
-/// Room that a text of a height in pixels may take: the viewer chooses the font, so this is an estimate for a wide one.
+/// Room that a text of a height in pixels may take: the viewer chooses the font, so this is an estimate for a
+/// wide one.
 ///
 /// # Errors
 /// What the drawing library reports.
@@ -191,12 +192,13 @@ pub fn sheet(heading: &str, columns: usize, panels: &[Box<dyn Panel>]) -> anyhow
         }
         root.present()?;
     }
-    // XML has no place for control characters, not even escaped.
+    // XML admits no control characters, not even escaped.
     svg.retain(|c| !c.is_control() || c == '\n');
     Ok(svg)
 }
 
-/// The texts of an SVG document, which has to be well-formed, with finite numbers and no text outside of its view.
+/// The texts of an SVG document, which has to be well-formed, with finite numbers and no text outside of its
+/// view.
 #[cfg(test)]
 pub fn texts_of(svg: &str) -> Vec<String> {
     let document = roxmltree::Document::parse(svg).unwrap();

@@ -1,6 +1,6 @@
 //! Predicted times: by resource, and by sequence length.
 
-use fa_core::{Pass, Problem};
+use fa_core::{Lengths, Pass, Problem};
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
 use svg::Node;
 
@@ -80,14 +80,17 @@ pub fn terms(cost: &Cost) -> String {
 /// When a length has no plan although this problem has, which would be the planner's fault.
 pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
     let problem = &planned.problem;
-    let square = problem.seqlen_q == problem.seqlen_k;
+    let square = problem.lengths.max_q() == problem.lengths.max_k();
     let mut lengths: Vec<usize> = SEQLENS.into();
-    lengths.push(problem.seqlen_k.max(1));
+    lengths.push(problem.lengths.max_k().max(1));
     lengths.sort_unstable();
     lengths.dedup();
     let at = |seqlen: usize| Problem {
-        seqlen_q: if square { seqlen } else { problem.seqlen_q },
-        seqlen_k: seqlen,
+        lengths: Lengths::uniform(
+            problem.lengths.sequences(),
+            if square { seqlen } else { problem.lengths.max_q() },
+            seqlen,
+        ),
         ..*problem
     };
     let family = match forward {

@@ -1,9 +1,9 @@
 //! The map of tiles: what fits, how fast it is predicted to be, and which limit rejects the rest.
 
 use fa_core::Problem;
+use fa_planner::account::Reason;
 use fa_planner::guide::reject::Reason as GuideReason;
 use fa_planner::guide::why;
-use fa_planner::plan::Reason;
 use fa_planner::{HeadDims, Mode};
 use svg::Node;
 use svg::node::element::{Group as Together, Rectangle, SVG};

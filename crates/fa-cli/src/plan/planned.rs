@@ -17,3 +17,16 @@ pub struct Planned {
     /// The backward, when asked for.
     pub backward: Option<Backward>,
 }
+
+impl Planned {
+    /// That no kernel computes the forward's plans, where that is so, and what to plan instead.
+    pub fn no_kernel(&self) -> Option<String> {
+        let arch = self.arch;
+        matches!(self.forward, Some(Tried::Sm100(_))).then(|| {
+            format!(
+                "no kernel computes these forwards yet, and none has been measured: they are shapes for tcgen05 that would fit, with \
+                 predicted rates; --family sm80 plans the kernels that run on {arch} today"
+            )
+        })
+    }
+}

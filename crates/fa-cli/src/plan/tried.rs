@@ -4,10 +4,11 @@ use std::fmt::Write;
 
 use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::HeadDims;
+use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
 use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set, Sm100Tile};
 use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::{self, Plan, PlanOptions, PlanSet, Reason};
+use fa_planner::plan::{self, Plan, PlanOptions, PlanSet};
 use fa_planner::smem::SmemPlan;
 use fa_planner::tally::{Tally, tally};
 use fa_planner::why::{Ranked, Why};

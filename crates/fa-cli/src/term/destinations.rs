@@ -1,4 +1,5 @@
-//! Where a command's results go: JSON to a file or standard output, a drawing or a page to a file, else a table.
+//! Where a command's results go: JSON to a file or standard output, a drawing or a page to a file, else a
+//! table.
 
 use std::path::Path;
 

@@ -1,4 +1,5 @@
-//! Progress on standard error for what takes over a second: a bar on a terminal, elsewhere a line every half minute.
+//! Progress on standard error for what takes over a second: a bar on a terminal, elsewhere a line every half
+//! minute.
 
 use std::io::IsTerminal;
 use std::sync::mpsc;

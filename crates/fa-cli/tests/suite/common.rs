@@ -45,7 +45,12 @@ pub fn fa(line: &str) -> Outcome {
 
 #[track_caller]
 pub fn fa_args(args: &[&str]) -> Outcome {
-    let done = command(args).output().expect("the program starts");
+    fa_with(args, &[])
+}
+
+/// Runs `fa` with these arguments and environment variables.
+pub fn fa_with(args: &[&str], variables: &[(&str, &str)]) -> Outcome {
+    let done = command(args).envs(variables.iter().copied()).output().expect("the program starts");
     Outcome {
         code: done.status.code().unwrap_or_else(|| panic!("{args:?} was killed: {}", done.status)),
         stdout: String::from_utf8(done.stdout).expect("text"),

@@ -1,6 +1,11 @@
 //! `fa plan`: tables, JSON, RON, why, and the report.
 
-use crate::common::{fa, text};
+use fa_core::Arch;
+use fa_planner::guide::report::Query;
+use fa_planner::guide::search::SearchResult;
+use fa_planner::{HeadDims, Mode};
+
+use crate::common::{fa, fa_args, text};
 
 #[test]
 fn json_lists_everything_and_n_limits_it() {
@@ -184,5 +189,89 @@ fn reports_are_one_self_contained_page() {
             "{flags}: {}",
             count("circle")
         );
+    }
+}
+
+#[test]
+fn plans_without_a_kernel_say_so_first() {
+    const NOTE: &str = "no kernel computes these forwards yet";
+    for line in ["plan --arch sm100", "plan --arch sm103 --mode both", "plan --arch sm100 --family sm100"] {
+        let text = fa(line).good();
+        let note = text.lines().nth(2).unwrap();
+        assert!(note.contains(NOTE) && note.contains("--family sm80"), "{line}: {note}");
+        let json = fa(&format!("{line} -n 1 --json")).json();
+        assert!(json["no_kernel"].as_str().unwrap().contains(NOTE), "{line}");
+    }
+    for line in ["plan", "plan --arch sm100 --family sm80", "plan --arch sm100 --mode bwd"] {
+        assert!(!fa(line).good().contains(NOTE), "{line}");
+        assert!(fa(&format!("{line} -n 1 --json")).json().get("no_kernel").is_none(), "{line}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let page = |arch: &str| {
+        let path = folder.path().join(format!("{arch}.html"));
+        fa_args(&["plan", "--arch", arch, "--report", path.to_str().unwrap()]).good();
+        std::fs::read_to_string(path).unwrap()
+    };
+    let sm100 = page("sm100");
+    assert!(sm100.find(NOTE).unwrap() < sm100.find("<section>").unwrap());
+    assert!(!page("sm90").contains(NOTE));
+}
+
+#[test]
+fn the_guide_lists_tiles_without_a_problem() {
+    let found = fa("plan --guide --headdim 192-128 --json").json();
+    let count = |found: &serde_json::Value, pass: &str| found[pass].as_array().unwrap().len();
+    assert_eq!((count(&found, "fwd"), count(&found, "bwd")), (28, 18));
+    assert!(found.get("explain").is_none());
+    let cut = fa("plan --guide --mode bwd -n 3 --explain --json").json();
+    assert_eq!((count(&cut, "fwd"), count(&cut, "bwd")), (0, 3));
+    assert_eq!(cut["explain"]["bwd"]["feasible"], 142);
+    let listed =
+        fa("plan --guide --headdim 192 --mode bwd --tile-m 64,80 --tile-n 64,96 --format ron").good();
+    let query = Query {
+        head_dims: HeadDims::square(192),
+        mode: Mode::Bwd,
+        arch: Arch::Sm90,
+        tile_m: Some(vec![64, 80]),
+        tile_n: Some(vec![64, 96]),
+        limit: None,
+        explain: false,
+    };
+    let report = query.clone().run().unwrap();
+    let in_json: SearchResult = serde_json::from_value(serde_json::to_value(&report).unwrap()).unwrap();
+    assert_eq!(ron::from_str::<SearchResult>(&listed).unwrap(), in_json);
+    for arch in [Arch::Sm90, Arch::Sm80, Arch::Sm100] {
+        let query = Query {
+            arch,
+            explain: true,
+            head_dims: HeadDims::square(128),
+            tile_m: None,
+            tile_n: Some(vec![64, 96]),
+            ..query.clone()
+        };
+        let table = fa(&format!("plan --guide --arch {arch} --mode bwd --tile-n 64,96 --explain")).good();
+        assert_eq!(table, query.run().unwrap().text(), "{arch}");
+    }
+    // Finding nothing is an answer.
+    assert!(fa("plan --guide --headdim 256 --mode bwd").good().contains("no configuration fits"));
+}
+
+#[test]
+fn flags_of_the_guide_and_of_a_problem_do_not_mix() {
+    for (line, part) in [
+        ("plan --guide --causal", "--causal"),
+        ("plan --guide --seqlen 512", "--seqlen"),
+        ("plan --guide --why tile_n=64", "--why"),
+        ("plan --explain", "--guide"),
+        ("plan --tile-n 64", "--guide"),
+        ("plan --guide --headdim 513", "1 to 512"),
+        ("plan --guide --headdim 99999999999", "1 to 512"),
+        ("plan --guide --tile-n 0", "1 to 1024"),
+        ("plan --guide -n 0", "at least 1"),
+        ("plan --guide --headdim 100 --arch sm80", "multiples of 8"),
+    ] {
+        let outcome = fa(line);
+        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
+        assert!(outcome.stderr.contains(part) && outcome.stdout.is_empty(), "{line}: {outcome:?}");
     }
 }

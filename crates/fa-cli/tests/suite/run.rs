@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::common::{Tensor, fa, fa_args, listing, metadata, noise, read, repository, text, write};
+use crate::common::{Tensor, fa, fa_args, fa_with, listing, metadata, noise, read, repository, text, write};
 
 /// The flags that a golden file's metadata stand for.
 fn flags(path: &Path) -> Vec<String> {
@@ -209,6 +209,24 @@ fn verbose_traces_go_to_standard_error() {
     assert!(!loud.stderr.contains('\u{1b}'), "colours where no terminal is: {}", loud.stderr);
     assert!(loud.stderr.contains("opened") && loud.stderr.contains("tiled forward"), "{}", loud.stderr);
     loud.json();
+}
+
+/// A pool of thousands of threads takes half a minute to start; no more are made than are of use.
+#[test]
+fn thousands_of_threads_are_not_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("in");
+    write(&input, &small("F32"), &[]);
+    let cores = std::thread::available_parallelism().unwrap().get();
+    for backend in ["cpu", "reference"] {
+        let args = ["run", text(&input), "--backend", backend, "--json"];
+        let asked = fa_args(&[&args[..], &["--threads", "4096"]].concat()).json();
+        let variable = fa_with(&args, &[("RAYON_NUM_THREADS", "5000")]).json();
+        for report in [asked, variable] {
+            let threads = report["threads"].as_u64().unwrap() as usize;
+            assert!(threads <= 64.max(4 * cores), "{backend}: {threads} threads");
+        }
+    }
 }
 
 #[test]

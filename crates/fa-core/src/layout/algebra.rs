@@ -3,8 +3,8 @@
 use super::{IntTuple, Layout, LayoutError, Mode};
 
 impl Layout {
-    /// The same function on `0..size()` with the fewest modes: extents of 1 go, and neighbours that continue each
-    /// other merge.
+    /// The same function on `0..size()` with the fewest modes: extents of 1 go, and neighbours that continue
+    /// each other merge.
     ///
     /// Law: same size, and `coalesce(A)(i) = A(i)` for every `i`.
     pub fn coalesce(&self) -> Layout {
@@ -26,10 +26,10 @@ impl Layout {
     /// Law: `compose(A, B)(i) = A(B(i))` for every `i < size(B)`.
     ///
     /// # Errors
-    /// `OutOfDomain` if `inner` reaches past the domain of `self`. `StrideIndivisible`, `ExtentIndivisible` or
-    /// `Carry` if the function is not mode by mode a shape and a stride. The last is a condition that CuTe leaves
-    /// to its user: modes of `inner` that are fine one at a time may together carry over the end of a mode of
-    /// `self`, as in `(4,8):(8,1)` after `(2,2):(2,2)`.
+    /// `OutOfDomain` if `inner` reaches past the domain of `self`. `StrideIndivisible`, `ExtentIndivisible`
+    /// or `Carry` if the function is not mode by mode a shape and a stride. The last is a condition that CuTe
+    /// leaves to its user: modes of `inner` that are fine one at a time may together carry over the end of a
+    /// mode of `self`, as in `(4,8):(8,1)` after `(2,2):(2,2)`.
     pub fn compose(&self, inner: &Layout) -> Result<Layout, LayoutError> {
         if inner.cosize() > self.size() {
             return Err(LayoutError::OutOfDomain { index: inner.cosize() - 1, size: self.size() });
@@ -40,12 +40,12 @@ impl Layout {
         Layout::new(shape, stride)
     }
 
-    /// The layout of the smallest offsets that `self` leaves out: shifted copies of `self`, one per offset of the
-    /// complement, do not overlap and together cover `0..bound`.
+    /// The layout of the smallest offsets that `self` leaves out: shifted copies of `self`, one per offset of
+    /// the complement, do not overlap and together cover `0..bound`.
     ///
-    /// Laws, for `C = complement(A, bound)`: `A(i) + C(j)` takes no value twice (up to what `A` itself repeats);
-    /// every offset below `bound` is such a sum; `C` is strictly increasing. Where `bound` is not a multiple of
-    /// the block that `A` and the gaps in it fill, the last copy goes past it.
+    /// Laws, for `C = complement(A, bound)`: `A(i) + C(j)` takes no value twice (up to what `A` itself
+    /// repeats); every offset below `bound` is such a sum; `C` is strictly increasing. Where `bound` is not a
+    /// multiple of the block that `A` and the gaps in it fill, the last copy goes past it.
     ///
     /// # Errors
     /// `NotComplementable` if the strides of `self` overlap or interleave unevenly; `Overflow`.
@@ -74,8 +74,8 @@ impl Layout {
 
     /// The longest layout `R` that undoes `self` from the right.
     ///
-    /// Law: `A(R(j)) = j` for every `j < size(R)`. `size(R)` is the length of the contiguous run of offsets from 0
-    /// that whole modes of `A` make; it is `size(A)` exactly if `A` is a bijection onto `0..size(A)`.
+    /// Law: `A(R(j)) = j` for every `j < size(R)`. `size(R)` is the length of the contiguous run of offsets
+    /// from 0 that whole modes of `A` make; it is `size(A)` exactly if `A` is a bijection onto `0..size(A)`.
     pub fn right_inverse(&self) -> Layout {
         let mut index_step = 1;
         let mut steps = Vec::new();
@@ -146,11 +146,12 @@ fn compose_tuple(
 
 /// Walks `extent` steps of `stride` through the index space of `outer` (coalesced).
 ///
-/// An index is a number whose digits are the coordinates of `outer`. A step that is a multiple of an extent leaves
-/// that digit alone. A step within a digit is worth `step * stride` until the digit is full, after which the walk
-/// goes on by single steps of the next digit, provided that steps and digit end together. `reach` sums up the
-/// largest digit that each mode of the inner layout attains: while no sum exceeds its digit, adding offsets mode by
-/// mode is the same as adding indices, which is what makes the result right for the modes together.
+/// An index is a number whose digits are the coordinates of `outer`. A step that is a multiple of an extent
+/// leaves that digit alone. A step within a digit is worth `step * stride` until the digit is full, after
+/// which the walk goes on by single steps of the next digit, provided that steps and digit end together.
+/// `reach` sums up the largest digit that each mode of the inner layout attains: while no sum exceeds its
+/// digit, adding offsets mode by mode is the same as adding indices, which is what makes the result right for
+/// the modes together.
 fn compose_mode(
     outer: &[Mode],
     reach: &mut [u64],

@@ -1,14 +1,14 @@
 //! The shape:stride layout algebra.
 //!
 //! A [`Layout`] is a function from a small index space to offsets: a shape says how an index splits into
-//! coordinates (first mode fastest), a stride says what each coordinate is worth, and the offset is their inner
-//! product. `(8,64):(64,1)` is eight rows of 64 elements stored row after row. Modes nest, so that a mode that is
-//! itself walked in two steps, `((2,4),64):((64,512),1)`, is still one mode to its user.
+//! coordinates (first mode fastest), a stride says what each coordinate is worth, and the offset is their
+//! inner product. `(8,64):(64,1)` is eight rows of 64 elements stored row after row. Modes nest, so that a
+//! mode that is itself walked in two steps, `((2,4),64):((64,512),1)`, is still one mode to its user.
 //!
-//! The notation and the operations are those of CuTe ("CuTe Layout Algebra", CUTLASS documentation). Where CuTe
-//! leaves a precondition to its user, this module checks it: an operation either returns a layout for which its
-//! law holds at every index, or says what does not divide. In particular a layout is defined on its own
-//! `0..size()` only; the last mode does not go on past its extent.
+//! The notation and the operations are those of CuTe ("CuTe Layout Algebra", CUTLASS documentation). Where
+//! CuTe leaves a precondition to its user, this module checks it: an operation either returns a layout for
+//! which its law holds at every index, or says what does not divide. In particular a layout is defined on its
+//! own `0..size()` only; the last mode does not go on past its extent.
 //!
 //! * [`mod@tuple`]: nested tuples of numbers and their notation
 //! * [`algebra`]: coalesce, composition, complement, right inverse
@@ -99,7 +99,8 @@ pub enum LayoutError {
         /// Steps from one end of the mode to the other.
         steps: u64,
     },
-    /// Composition: the modes of the inner layout together carry from one mode of the outer layout to the next.
+    /// Composition: the modes of the inner layout together carry from one mode of the outer layout to the
+    /// next.
     #[error(
         "the inner modes add up to {reach} in an outer mode of extent {extent}: they carry into the next mode"
     )]
@@ -127,9 +128,9 @@ pub enum LayoutError {
     },
 }
 
-/// A function from `0..size()` to offsets, by shape and stride. Always well formed: shape and stride are nested
-/// alike, no extent is 0, and neither size nor cosize overflows, so evaluating it within its domain cannot fail.
-/// In text and in serde formats it is its notation, `"(4,8):(8,1)"`.
+/// A function from `0..size()` to offsets, by shape and stride. Always well formed: shape and stride are
+/// nested alike, no extent is 0, and neither size nor cosize overflows, so evaluating it within its domain
+/// cannot fail. In text and in serde formats it is its notation, `"(4,8):(8,1)"`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Layout {
@@ -179,8 +180,8 @@ impl Layout {
         Ok(Self { shape, stride, size, cosize })
     }
 
-    /// A flat layout from `(extent, stride)` pairs, the first varying fastest; one pair gives a bare mode, none
-    /// gives `1:0`.
+    /// A flat layout from `(extent, stride)` pairs, the first varying fastest; one pair gives a bare mode,
+    /// none gives `1:0`.
     ///
     /// # Errors
     /// As [`Layout::new`].
@@ -206,8 +207,8 @@ impl Layout {
         )
     }
 
-    /// Compact layout of the given extents with the last one contiguous (C order): `[rows, cols]` is stored row
-    /// after row.
+    /// Compact layout of the given extents with the last one contiguous (C order): `[rows, cols]` is stored
+    /// row after row.
     ///
     /// # Errors
     /// `ZeroExtent` or `Overflow`.
@@ -306,8 +307,8 @@ impl Layout {
         }
     }
 
-    /// Offset of a coordinate. The coordinate may be nested like the shape or stop earlier: a number in the place
-    /// of a nested mode is a linear index into it.
+    /// Offset of a coordinate. The coordinate may be nested like the shape or stop earlier: a number in the
+    /// place of a nested mode is a linear index into it.
     ///
     /// # Errors
     /// `RankMismatch` where the coordinate's tuples do not match the modes, `OutOfDomain` past a mode.

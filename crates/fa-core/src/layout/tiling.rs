@@ -5,8 +5,8 @@ use super::{Layout, LayoutError};
 impl Layout {
     /// Splits the index space by `tile`: rank 2, mode 0 runs within a tile, mode 1 over the tiles.
     ///
-    /// Laws, for `D = divide(A, T)`: mode 0 of `D` is `compose(A, T)`; `D` has the size of `A` and takes the same
-    /// offsets the same number of times: it is `A` in another order.
+    /// Laws, for `D = divide(A, T)`: mode 0 of `D` is `compose(A, T)`; `D` has the size of `A` and takes the
+    /// same offsets the same number of times: it is `A` in another order.
     ///
     /// # Errors
     /// `NotATiling` if copies of the tile do not fill `0..size()` exactly, or what [`Layout::complement`] and
@@ -19,9 +19,9 @@ impl Layout {
         self.compose(&Layout::concat(&[tile.clone(), over_tiles])?)
     }
 
-    /// Divides each top-level mode by its own tile and sorts the parts: mode 0 runs within a tile (one mode per
-    /// mode of `self`), mode 1 over the tiles (likewise). `(128,64):(64,1)` by `[16:1, 16:1]` is 16x16 tiles, and
-    /// `at_modes(&[i, t])` is element `i` of tile `t`, both counted with the first mode fastest.
+    /// Divides each top-level mode by its own tile and sorts the parts: mode 0 runs within a tile (one mode
+    /// per mode of `self`), mode 1 over the tiles (likewise). `(128,64):(64,1)` by `[16:1, 16:1]` is 16x16
+    /// tiles, and `at_modes(&[i, t])` is element `i` of tile `t`, both counted with the first mode fastest.
     ///
     /// # Errors
     /// `RankMismatch` unless there is a tile per mode; otherwise as [`Layout::logical_divide`].
@@ -39,7 +39,8 @@ impl Layout {
         Layout::concat(&[Layout::concat(&within)?, Layout::concat(&over)?])
     }
 
-    /// [`Layout::zipped_divide`] with the tile counts as modes of their own: `((tile..), tiles_0, tiles_1, ..)`.
+    /// [`Layout::zipped_divide`] with the tile counts as modes of their own:
+    /// `((tile..), tiles_0, tiles_1, ..)`.
     ///
     /// # Errors
     /// As [`Layout::zipped_divide`].
@@ -53,11 +54,12 @@ impl Layout {
         Layout::concat(&modes)
     }
 
-    /// Repeats `self` as `by` says: rank 2, mode 0 is `self`, mode 1 runs over the copies in the order of `by`.
+    /// Repeats `self` as `by` says: rank 2, mode 0 is `self`, mode 1 runs over the copies in the order of
+    /// `by`.
     ///
-    /// Laws, for `P = product(A, B)`: mode 0 is `A`; the shape of mode 1 is compatible with that of `B`; copies do
-    /// not overlap, so `P` is injective if `A` and `B` are; copy `j` starts where entry `B(j)` of the complement
-    /// of `A` does.
+    /// Laws, for `P = product(A, B)`: mode 0 is `A`; the shape of mode 1 is compatible with that of `B`;
+    /// copies do not overlap, so `P` is injective if `A` and `B` are; copy `j` starts where entry `B(j)` of
+    /// the complement of `A` does.
     ///
     /// # Errors
     /// `Overflow`, or what [`Layout::complement`] and [`Layout::compose`] refuse.
@@ -70,9 +72,9 @@ impl Layout {
         Layout::concat(&[self.clone(), copies])
     }
 
-    /// The product with modes paired up: mode `i` is (mode `i` of the block, mode `i` of the grid), so that the
-    /// block's elements stay together. A 8x64 row-major atom by a grid of `(16,2):(1,16)` is a 128x128 tile of two
-    /// 64-wide panels. Modes are coalesced.
+    /// The product with modes paired up: mode `i` is (mode `i` of the block, mode `i` of the grid), so that
+    /// the block's elements stay together. A 8x64 row-major atom by a grid of `(16,2):(1,16)` is a 128x128
+    /// tile of two 64-wide panels. Modes are coalesced.
     ///
     /// # Errors
     /// `RankMismatch` unless both have the same rank; otherwise as [`Layout::logical_product`].
@@ -80,8 +82,8 @@ impl Layout {
         self.paired_product(grid, |block, grid| [block, grid])
     }
 
-    /// As [`Layout::blocked_product`], with the copies interleaved: mode `i` is (mode `i` of the grid, mode `i` of
-    /// the block).
+    /// As [`Layout::blocked_product`], with the copies interleaved: mode `i` is (mode `i` of the grid, mode
+    /// `i` of the block).
     ///
     /// # Errors
     /// As [`Layout::blocked_product`].

@@ -52,8 +52,8 @@ impl IntTuple {
         }
     }
 
-    /// Whether every coordinate into a shape `self` is also one into `other`: the sizes agree where `self` stops
-    /// nesting, and `other` may nest on from there.
+    /// Whether every coordinate into a shape `self` is also one into `other`: the sizes agree where `self`
+    /// stops nesting, and `other` may nest on from there.
     pub fn compatible(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Int(extent), _) => *extent == other.product(),

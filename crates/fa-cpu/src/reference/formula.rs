@@ -101,7 +101,7 @@ fn forward<R: Real>(problem: &Problem, tensors: &Tensors<'_, R>) -> Forward<R> {
         for_each_head(problem, |b, h| widest(OneForward { head: Head::gather(problem, tensors, b, h) }));
     let out: Vec<&[R]> = heads.iter().map(|head| &head.out[..]).collect();
     Forward {
-        out: interleave(&out, problem.heads_q, problem.seqlen_q, problem.head_dim_v),
+        out: interleave(&out, problem.heads_q, problem.lengths.max_q(), problem.head_dim_v),
         lse: heads.iter().flat_map(|head| &head.lse).copied().collect(),
         out_terms: heads.iter().flat_map(|head| &head.out_terms).copied().collect(),
     }
@@ -152,11 +152,11 @@ fn backward<R: Real>(
     });
     let of_queries = |field: fn(&Gradients<R>) -> &[R], dim| {
         let per_head: Vec<&[R]> = heads.iter().map(field).collect();
-        interleave(&per_head, problem.heads_q, problem.seqlen_q, dim)
+        interleave(&per_head, problem.heads_q, problem.lengths.max_q(), dim)
     };
     let of_keys = |field: fn(&Gradients<R>) -> &[R], dim| {
         let groups = heads.chunks(problem.group_size()).map(|group| sum(group.iter().map(field)));
-        interleave(&groups.collect::<Vec<_>>(), problem.heads_kv, problem.seqlen_k, dim)
+        interleave(&groups.collect::<Vec<_>>(), problem.heads_kv, problem.lengths.max_k(), dim)
     };
     Gradients {
         dq: of_queries(|head| &head.dq, problem.head_dim),
@@ -208,7 +208,7 @@ impl<'a, R: Real> Head<'a, R> {
             v: (tensors.v)(b, kv),
             round: tensors.round,
             scale: R::from_f64(problem.scale()),
-            softcap: problem.softcap.map(R::from_f64),
+            softcap: problem.score.softcap.map(R::from_f64),
         }
     }
 
@@ -227,7 +227,8 @@ impl<'a, R: Real> Head<'a, R> {
     /// The softmaxes of some queries.
     #[inline(always)]
     fn rows(&self, queries: Range<usize>) -> Vec<Row<R>> {
-        let Problem { seqlen_q, seqlen_k, mask, .. } = *self.problem;
+        let Problem { mask, .. } = *self.problem;
+        let (seqlen_q, seqlen_k) = (self.problem.lengths.max_q(), self.problem.lengths.max_k());
         let keys: Vec<Range<usize>> = queries.clone().map(|i| mask.keys(i, seqlen_q, seqlen_k)).collect();
         let mut scores: Vec<Vec<R>> = keys.iter().map(|keys| Vec::with_capacity(keys.len())).collect();
         for block in key_blocks(keys.iter()) {
@@ -270,7 +271,8 @@ impl<'a, R: Real> Head<'a, R> {
     /// The forward of this query head alone.
     #[inline(always)]
     fn forward(&self) -> Forward<R> {
-        let Problem { seqlen_q, head_dim, head_dim_v, .. } = *self.problem;
+        let Problem { head_dim, head_dim_v, .. } = *self.problem;
+        let seqlen_q = self.problem.lengths.max_q();
         let (q, k) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let v = Norms::of(&self.v, head_dim_v);
         let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
@@ -291,7 +293,8 @@ impl<'a, R: Real> Head<'a, R> {
     /// The gradients of this query head alone.
     #[inline(always)]
     fn gradients(&self, dout: &[R], held: R) -> Gradients<R> {
-        let Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = *self.problem;
+        let Problem { head_dim, head_dim_v, .. } = *self.problem;
+        let (seqlen_q, seqlen_k) = (self.problem.lengths.max_q(), self.problem.lengths.max_k());
         let mut dq = vec![R::ZERO; self.q.len()];
         let mut dk = vec![R::ZERO; self.k.len()];
         let mut dv = vec![R::ZERO; self.v.len()];
@@ -374,7 +377,7 @@ fn abs<R: Real>(value: R) -> R {
 
 /// `compute(batch, query head)` for all of them, in parallel, in order.
 fn for_each_head<A: Send>(problem: &Problem, compute: impl Fn(usize, usize) -> A + Sync) -> Vec<A> {
-    (0..problem.batch * problem.heads_q)
+    (0..problem.lengths.sequences() * problem.heads_q)
         .into_par_iter()
         .map(|index| compute(index / problem.heads_q, index % problem.heads_q))
         .collect()

@@ -11,7 +11,7 @@ use fa_core::{Mask, Problem};
 use super::buffer::Buffer;
 use super::forward::{Scores, hide, sees_all, visible_keys};
 use super::inputs::BackwardInputs;
-use super::pack::{HeadRows, dot, read_row, read_rows, row_stride};
+use super::pack::{HeadRows, all_finite, dot, is_finite, read_row, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -24,6 +24,8 @@ const TILE_N: usize = 128;
 const GROUP: usize = 2;
 /// Panels of queries in a tile.
 const PANELS: usize = 2;
+/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent of the row's.
+const FEW_KEYS: usize = 16;
 
 /// A tile of queries, in the forms that the five products read.
 struct QueryTile {
@@ -39,6 +41,10 @@ struct QueryTile {
     lse: Buffer,
     /// Row sums of dO * O.
     delta: Buffer,
+    /// Rows without any probability: they see no key, or all their scores are -inf. Q and dO hold zeros for them.
+    dead: Vec<usize>,
+    /// Rows where Q or dO holds infinities or NaN, as far as that matters: where the mask hides something.
+    wild: Vec<usize>,
 }
 
 /// What one worker keeps.
@@ -75,9 +81,9 @@ struct Sizes {
 impl Sizes {
     fn new(problem: &Problem, kernels: Kernels, workers: usize) -> Sizes {
         let tile_m = PANELS * kernels.panel();
-        let m_tiles = problem.seqlen_q.div_ceil(tile_m);
-        let n_tiles = problem.seqlen_k.div_ceil(TILE_N);
-        let heads = problem.batch * problem.heads_kv;
+        let m_tiles = problem.lengths.max_q().div_ceil(tile_m);
+        let n_tiles = problem.lengths.max_k().div_ceil(TILE_N);
+        let heads = problem.lengths.sequences() * problem.heads_kv;
         // Splitting costs a dQ for each part, so only as far as every worker has something to do.
         let parts = if heads.is_multiple_of(workers) || heads >= 4 * workers {
             1
@@ -93,7 +99,7 @@ impl Sizes {
             columns_q: problem.head_dim.next_multiple_of(kernels.lanes()),
             columns_o: problem.head_dim_v.next_multiple_of(kernels.lanes()),
             keys,
-            parts: problem.seqlen_k.div_ceil(keys).max(1),
+            parts: problem.lengths.max_k().div_ceil(keys).max(1),
             dq_len: m_tiles * problem.head_dim * tile_m,
         }
     }
@@ -109,8 +115,10 @@ impl Scratch {
             dout: Buffer::new(tile_m * ldo),
             lse: Buffer::new(tile_m),
             delta: Buffer::new(tile_m),
+            dead: Vec::new(),
+            wild: Vec::new(),
         };
-        let keys = sizes.keys.min(problem.seqlen_k);
+        let keys = sizes.keys.min(problem.lengths.max_k());
         Scratch {
             queries: (0..sizes.m_tiles).map(|_| tile()).collect(),
             dk: Buffer::new(keys * ldq),
@@ -135,12 +143,13 @@ pub(super) fn run<T: Element>(
     let group = problem.group_size();
     let (k, v) = (HeadRows::new(&inputs.k, threads), HeadRows::new(&inputs.v, threads));
     let scores = Scores::new(problem);
-    let job = Job { kernels, problem, scores: &scores, sizes };
+    let finite_k = problem.mask.is_full() || all_finite(&k, inputs.k.shape(), threads);
+    let job = Job { kernels, problem, scores: &scores, sizes, finite_k };
     let dq = Scatter::new(dq, sizes.tile_m);
     let dk = Scatter::new(dk, sizes.keys);
     let dv = Scatter::new(dv, sizes.keys);
 
-    let items = problem.batch * problem.heads_kv * sizes.parts;
+    let items = problem.lengths.sequences() * problem.heads_kv * sizes.parts;
     // dQt of every (item, head of its group), where items of one head have to be added up.
     let partial: Vec<OnceLock<Buffer>> = match sizes.parts {
         1 => Vec::new(),
@@ -153,15 +162,18 @@ pub(super) fn run<T: Element>(
         |(scratch, own_dq), item| {
             let (index, part) = (item / sizes.parts, item % sizes.parts);
             let (batch, kv_head) = (index / problem.heads_kv, index % problem.heads_kv);
-            let keys = part * sizes.keys..problem.seqlen_k.min((part + 1) * sizes.keys);
+            let keys = part * sizes.keys..problem.lengths.max_k().min((part + 1) * sizes.keys);
             scratch.dk.fill(0.0);
             scratch.dv.fill(0.0);
             for member in 0..group {
                 let head = kv_head * group + member;
+                let tensors = [k.head(batch, kv_head), v.head(batch, kv_head)];
                 for (tile, queries) in scratch.queries.iter_mut().enumerate() {
                     job.read_queries(inputs, batch, head, tile, queries, &mut scratch.rows);
+                    if size_of::<T>() == 2 {
+                        job.exact_deltas(job.rows(tile), queries, tensors);
+                    }
                 }
-                let tensors = [k.head(batch, kv_head), v.head(batch, kv_head)];
                 if sizes.parts == 1 {
                     own_dq.fill(0.0);
                     job.walk(scratch, &keys, tensors, own_dq);
@@ -192,16 +204,25 @@ pub(super) fn run<T: Element>(
     }
 }
 
+/// `to += factor * from`, as far as `to` goes.
+fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) {
+    for (to, &from) in to.iter_mut().zip(from) {
+        *to += factor * from;
+    }
+}
+
 struct Job<'a> {
     kernels: Kernels,
     problem: &'a Problem,
     scores: &'a Scores,
     sizes: Sizes,
+    /// Whether K holds neither infinities nor NaN, as far as that matters.
+    finite_k: bool,
 }
 
 impl Job<'_> {
     fn rows(&self, tile: usize) -> Range<usize> {
-        tile * self.sizes.tile_m..self.problem.seqlen_q.min((tile + 1) * self.sizes.tile_m)
+        tile * self.sizes.tile_m..self.problem.lengths.max_q().min((tile + 1) * self.sizes.tile_m)
     }
 
     fn read_queries<T: Element>(
@@ -226,15 +247,47 @@ impl Job<'_> {
         self.kernels.transpose([rows.len(), hdv], &to.dout, ldo, &mut to.dot, tile_m);
         to.lse.fill(f32::INFINITY);
         to.delta.fill(0.0);
-        let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.seqlen_q..];
+        to.dead.clear();
+        to.wild.clear();
+        let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.lengths.max_q()..];
+        let hides = !problem.mask.is_full();
         for (i, query) in rows.enumerate() {
-            let at = [batch, query, head];
-            let dout = &to.dout[i * ldo..][..hdv];
-            read_row(&inputs.out, at, &mut row[..hdv]);
-            to.delta[i] = dot(&row[..hdv], dout);
-            if lse[query] != f32::NEG_INFINITY {
-                to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
+            let (q, dout) = (&mut to.q[i * ldq..][..hd], &mut to.dout[i * ldo..][..hdv]);
+            if lse[query] == f32::NEG_INFINITY {
+                q.fill(0.0);
+                dout.fill(0.0);
+                to.dead.push(i);
+                continue;
             }
+            if hides && !(is_finite(q) && is_finite(dout)) {
+                to.wild.push(i);
+            }
+            read_row(&inputs.out, [batch, query, head], &mut row[..hdv]);
+            to.delta[i] = dot(&row[..hdv], dout);
+            to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
+        }
+    }
+
+    /// Takes delta from P and dP in rows that see few keys. `sum_j P dP = dO . O` holds for the exact O; an O of 16 bits is off
+    /// by its rounding, all of which is an error of dS where few terms cancel.
+    fn exact_deltas(&self, rows: Range<usize>, tile: &mut QueryTile, [k, v]: [(&[f32], usize); 2]) {
+        let (problem, Sizes { ldq, ldo, .. }) = (self.problem, self.sizes);
+        for (i, query) in rows.enumerate() {
+            let keys = problem.mask.keys(query, problem.lengths.max_q(), problem.lengths.max_k());
+            if keys.len() > FEW_KEYS || tile.lse[i] == f32::INFINITY {
+                continue;
+            }
+            let q = &tile.q[i * ldq..][..problem.head_dim];
+            let dout = &tile.dout[i * ldo..][..problem.head_dim_v];
+            let (mut sum, mut delta) = (0.0, 0.0);
+            for key in keys {
+                let score = self.scores.scale * dot(q, &k.0[key * k.1..][..problem.head_dim]);
+                let score = self.scores.cap.map_or(score, |cap| cap * score.tanh());
+                let p = (score - tile.lse[i]).exp2();
+                sum += p;
+                delta += p * dot(dout, &v.0[key * v.1..][..problem.head_dim_v]);
+            }
+            tile.delta[i] = delta / sum;
         }
     }
 
@@ -242,7 +295,7 @@ impl Job<'_> {
     fn walk(&self, scratch: &mut Scratch, keys: &Range<usize>, [k, v]: [(&[f32], usize); 2], dq: &mut [f32]) {
         let Job { problem, sizes, .. } = *self;
         let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
-        let seen_by = |key| transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
+        let seen_by = |key| transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
         for key in keys.clone().step_by(GROUP * TILE_N) {
             let group = key..keys.end.min(key + GROUP * TILE_N);
             let seen = seen_by(group.start).start..seen_by(group.end - 1).end;
@@ -259,6 +312,12 @@ impl Job<'_> {
                         self.tile(scratch, m_tile, &queries, &tile, keys.start, k, v, dq);
                     }
                 }
+            }
+        }
+        // 0 times an infinity of K is NaN, but a row without probabilities has no gradient.
+        for (tile, dq) in scratch.queries.iter().zip(dq.chunks_mut(problem.head_dim * sizes.tile_m)) {
+            for column in dq.chunks_mut(sizes.tile_m) {
+                tile.dead.iter().for_each(|&query| column[query] = 0.0);
             }
         }
     }
@@ -292,22 +351,74 @@ impl Job<'_> {
 
         let (scores, weights) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
         product(scores, (k, ldk), Order::Rows, (&tile.qt, tile_m), (s, tile_m), Init::Zero);
-        if !sees_all(problem, queries, keys) {
-            hide(problem, queries, keys, s, tile_m);
+        let hiding = !sees_all(problem, queries, keys);
+        if hiding {
+            hide(problem, queries, keys, s, tile_m, f32::NEG_INFINITY);
         }
         product(weights, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap);
+        // P and dS are 0 where nothing is seen, even where 0 was multiplied by NaN.
+        for tile_of in [&mut *s, &mut *ds] {
+            if hiding {
+                hide(problem, queries, keys, tile_of, tile_m, 0.0);
+            }
+            for row in tile_of.chunks_mut(tile_m).take(rows) {
+                tile.dead.iter().for_each(|&query| row[query] = 0.0);
+            }
+        }
 
+        // 0 times what is not finite is NaN too: where a tile hides something, such rows of Q, dO and K come in by themselves,
+        // for those who see them.
+        let seen = |query: usize, key: usize| {
+            problem.mask.visible(
+                queries.start + query,
+                keys.start + key,
+                problem.lengths.max_q(),
+                problem.lengths.max_k(),
+            )
+        };
         let first = keys.start - first_key;
-        let values = [rows, sizes.columns_o, queries.len()];
-        let dv = &mut dv[first * ldo..];
-        product(values, (s, tile_m), Order::Rows, (&tile.dout, ldo), (dv, ldo), Init::Add);
-        let values = [rows, sizes.columns_q, queries.len()];
-        let dk = &mut dk[first * ldq..];
-        product(values, (ds, tile_m), Order::Rows, (&tile.q, ldq), (dk, ldq), Init::Add);
-        let values = [problem.head_dim, columns, rows];
-        product(values, (k, ldk), Order::Columns, (ds, tile_m), (dq, tile_m), Init::Add);
+        let (dv, dk) = (&mut dv[first * ldo..], &mut dk[first * ldq..]);
+        let mut from = 0;
+        for to in tile.wild.iter().copied().filter(|_| hiding).chain([queries.len()]) {
+            if from < to {
+                let dout = &tile.dout[from * ldo..];
+                let values = [rows, sizes.columns_o, to - from];
+                product(values, (&s[from..], tile_m), Order::Rows, (dout, ldo), (dv, ldo), Init::Add);
+                let values = [rows, sizes.columns_q, to - from];
+                let q = &tile.q[from * ldq..];
+                product(values, (&ds[from..], tile_m), Order::Rows, (q, ldq), (dk, ldq), Init::Add);
+            }
+            if to < queries.len() {
+                for key in (0..rows).filter(|&key| seen(to, key)) {
+                    let at = key * tile_m + to;
+                    add_scaled(&mut dv[key * ldo..][..sizes.columns_o], s[at], &tile.dout[to * ldo..]);
+                    add_scaled(&mut dk[key * ldq..][..sizes.columns_q], ds[at], &tile.q[to * ldq..]);
+                }
+            }
+            from = to + 1;
+        }
+        let is_wild =
+            |key: &usize| hiding && !self.finite_k && !is_finite(&k[key * ldk..][..problem.head_dim]);
+        let mut from = 0;
+        while from < rows {
+            let to = (from..rows).find(is_wild).unwrap_or(rows);
+            if from < to {
+                let values = [problem.head_dim, columns, to - from];
+                let (k, ds) = (&k[from * ldk..], &ds[from * tile_m..]);
+                product(values, (k, ldk), Order::Columns, (ds, tile_m), (dq, tile_m), Init::Add);
+            }
+            if to < rows {
+                for query in (0..queries.len()).filter(|&query| seen(query, to)) {
+                    let sums = dq[query..].iter_mut().step_by(tile_m);
+                    for (sum, value) in sums.zip(&k[to * ldk..][..problem.head_dim]) {
+                        *sum += ds[to * tile_m + query] * value;
+                    }
+                }
+            }
+            from = to + 1;
+        }
     }
 
     /// Writes one tile of dQ from dQt, by way of `rows`.
@@ -337,7 +448,7 @@ impl Job<'_> {
         let Job { problem, sizes, .. } = *self;
         let (group, len) = (problem.group_size(), problem.head_dim * sizes.tile_m);
         schedule::run(
-            problem.batch * problem.heads_q * sizes.m_tiles,
+            problem.lengths.sequences() * problem.heads_q * sizes.m_tiles,
             threads,
             || [Buffer::new(len), Buffer::new(sizes.tile_m * sizes.ldq)],
             |[sum, rows], item| {

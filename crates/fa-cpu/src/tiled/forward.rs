@@ -28,7 +28,7 @@ pub(super) struct Scores {
 impl Scores {
     pub(super) fn new(problem: &Problem) -> Scores {
         let log2e = std::f64::consts::LOG2_E;
-        match problem.softcap {
+        match problem.score.softcap {
             None => Scores { scale: (problem.scale() * log2e) as f32, cap: None },
             Some(cap) => Scores { scale: (problem.scale() / cap) as f32, cap: Some((cap * log2e) as f32) },
         }
@@ -43,7 +43,7 @@ impl Scores {
         if scale.is_finite() && cap.is_none_or(f32::is_normal) {
             return Ok(());
         }
-        Err(CpuError::Range { scale: problem.scale(), softcap: problem.softcap })
+        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap })
     }
 }
 
@@ -89,25 +89,25 @@ impl Scratch {
 /// How many panels of `width` queries make a tile: as many as `most`, but fewer where threads would have nothing to do, and
 /// so that all tiles are about equally long.
 pub(super) fn panels_in_tile(problem: &Problem, width: usize, most: usize, workers: usize) -> usize {
-    let panels = problem.seqlen_q.div_ceil(width).max(1);
-    let heads = (problem.batch * problem.heads_q).max(1);
+    let panels = problem.lengths.max_q().div_ceil(width).max(1);
+    let heads = (problem.lengths.sequences() * problem.heads_q).max(1);
     let tiles = panels.div_ceil(most).max((4 * workers).div_ceil(heads)).min(panels);
     panels.div_ceil(tiles)
 }
 
 /// (batch, query head, tile of queries), most work first.
 pub(super) fn items(problem: &Problem, tile_m: usize) -> Vec<(usize, usize, usize)> {
-    let tiles = problem.seqlen_q.div_ceil(tile_m);
-    let mut items = Vec::with_capacity(problem.batch * problem.heads_q * tiles);
-    for batch in 0..problem.batch {
+    let tiles = problem.lengths.max_q().div_ceil(tile_m);
+    let mut items = Vec::with_capacity(problem.lengths.sequences() * problem.heads_q * tiles);
+    for batch in 0..problem.lengths.sequences() {
         for head in 0..problem.heads_q {
             items.extend((0..tiles).map(|tile| (batch, head, tile)));
         }
     }
     if !problem.mask.is_full() {
         let cost = |tile: usize| {
-            let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
-            problem.mask.n_blocks(rows, problem.seqlen_q, problem.seqlen_k, 1).len()
+            let rows = tile * tile_m..problem.lengths.max_q().min((tile + 1) * tile_m);
+            problem.mask.n_blocks(rows, problem.lengths.max_q(), problem.lengths.max_k(), 1).len()
         };
         items.sort_by_key(|&(_, _, tile)| std::cmp::Reverse(cost(tile)));
     }
@@ -116,27 +116,34 @@ pub(super) fn items(problem: &Problem, tile_m: usize) -> Vec<(usize, usize, usiz
 
 /// The keys that at least one of `queries` (not empty) sees.
 pub(super) fn visible_keys(problem: &Problem, queries: &Range<usize>) -> Range<usize> {
-    let keys = |query| problem.mask.keys(query, problem.seqlen_q, problem.seqlen_k);
+    let keys = |query| problem.mask.keys(query, problem.lengths.max_q(), problem.lengths.max_k());
     let (first, last) = (keys(queries.start), keys(queries.end - 1));
     first.start..last.end.max(first.start)
 }
 
 /// Whether every one of `queries` sees every one of `keys`.
 pub(super) fn sees_all(problem: &Problem, queries: &Range<usize>, keys: &Range<usize>) -> bool {
-    let seen = |query| problem.mask.keys(query, problem.seqlen_q, problem.seqlen_k);
+    let seen = |query| problem.mask.keys(query, problem.lengths.max_q(), problem.lengths.max_k());
     seen(queries.end - 1).start <= keys.start && keys.end <= seen(queries.start).end
 }
 
-/// Sets what the mask hides to -inf in a tile of scores, `keys` down and `queries` across at stride `ld`.
-pub(super) fn hide(problem: &Problem, queries: &Range<usize>, keys: &Range<usize>, s: &mut [f32], ld: usize) {
+/// Sets what the mask hides to `value` in a tile, `keys` down and `queries` across at stride `ld`: -inf for scores.
+pub(super) fn hide(
+    problem: &Problem,
+    queries: &Range<usize>,
+    keys: &Range<usize>,
+    s: &mut [f32],
+    ld: usize,
+    value: f32,
+) {
     // Key j is seen by a band of queries: the mask with its sides exchanged.
     let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
     let clamp = |query: usize| query.clamp(queries.start, queries.end) - queries.start;
     for (row, key) in s.chunks_mut(ld).zip(keys.clone()) {
-        let seen = transposed.keys(key, problem.seqlen_k, problem.seqlen_q);
+        let seen = transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
         let row = &mut row[..queries.len()];
-        row[..clamp(seen.start)].fill(f32::NEG_INFINITY);
-        row[clamp(seen.end)..].fill(f32::NEG_INFINITY);
+        row[..clamp(seen.start)].fill(value);
+        row[clamp(seen.end)..].fill(value);
     }
 }
 
@@ -155,7 +162,7 @@ fn add_seen(
     o: &mut [f32],
 ) {
     for (column, query) in queries.clone().enumerate() {
-        if problem.mask.visible(query, key, problem.seqlen_q, problem.seqlen_k) {
+        if problem.mask.visible(query, key, problem.lengths.max_q(), problem.lengths.max_k()) {
             for (sum, value) in o[column..].iter_mut().step_by(weights.len()).zip(value) {
                 *sum += weights[column] * value;
             }
@@ -193,7 +200,7 @@ pub(super) fn run<T: Element>(
         || Scratch::new(problem, width, tile_m / width),
         |scratch, item| {
             let (batch, head, tile) = items[item];
-            let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
+            let rows = tile * tile_m..problem.lengths.max_q().min((tile + 1) * tile_m);
             let kv_head = head / problem.group_size();
             let job = Job { kernels, problem, scores: &scores, width, finite_v };
             let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
@@ -238,10 +245,15 @@ pub(super) fn natural_lse(max: f32, sum: f32) -> f32 {
 
 /// The LSE buffer as a tensor of head dim 1.
 pub(super) fn lse_tensor<'a>(problem: &Problem, lse: &'a mut [f32]) -> TensorMut<'a, f32> {
-    let (seqlen, heads) = (problem.seqlen_q as i64, problem.heads_q as i64);
+    let (seqlen, heads) = (problem.lengths.max_q() as i64, problem.heads_q as i64);
     let strides = Strides { batch: heads * seqlen, seq: 1, head: seqlen, dim: 1 };
-    TensorMut::new("lse", lse, [problem.batch, problem.seqlen_q, problem.heads_q, 1], strides)
-        .expect("the length was checked against the problem")
+    TensorMut::new(
+        "lse",
+        lse,
+        [problem.lengths.sequences(), problem.lengths.max_q(), problem.heads_q, 1],
+        strides,
+    )
+    .expect("the length was checked against the problem")
 }
 
 struct Job<'a> {
@@ -292,7 +304,7 @@ impl Job<'_> {
                 }
                 let hiding = !sees_all(problem, &queries, &keys);
                 if hiding {
-                    hide(problem, &queries, &keys, s, width);
+                    hide(problem, &queries, &keys, s, width, f32::NEG_INFINITY);
                 }
                 let shape = TileShape { keys: keys.len(), queries: columns, ld: width };
                 let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);

@@ -90,7 +90,7 @@ pub(super) fn run(
         || job.scratch(tile_m / PANEL),
         |scratch, item| {
             let (batch, head, tile) = items[item];
-            let rows = tile * tile_m..problem.seqlen_q.min((tile + 1) * tile_m);
+            let rows = tile * tile_m..problem.lengths.max_q().min((tile + 1) * tile_m);
             for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(PANEL)) {
                 let count = PANEL.min(rows.end - first);
                 read_rows(q, [batch, first, head], count, &mut scratch.rows, words);
@@ -186,9 +186,9 @@ impl Job<'_> {
                     self.kernels.softcap(s, cap);
                     scale = 1.0;
                 }
-                let real = keys.start..keys.end.min(problem.seqlen_k);
+                let real = keys.start..keys.end.min(problem.lengths.max_k());
                 if !sees_all(problem, &queries, &real) {
-                    hide(problem, &queries, &real, s, PANEL);
+                    hide(problem, &queries, &real, s, PANEL, f32::NEG_INFINITY);
                 }
                 s[real.len() * PANEL..keys.len() * PANEL].fill(f32::NEG_INFINITY);
                 let shape = TileShape { keys: keys.len(), queries: PANEL, ld: PANEL };

@@ -98,15 +98,19 @@ pub(super) fn all_finite(rows: &HeadRows<'_>, shape: [usize; 4], threads: Option
         || (),
         |(), item| {
             let (values, ld) = rows.head(item / heads, item % heads);
-            // No early exit: the largest of all bits (without the sign) vectorises.
-            let largest = |row: &[f32]| row.iter().fold(0, |max, value| max.max(value.to_bits() << 1));
-            let largest = values.chunks(ld).take(seqlen).map(|row| largest(&row[..dims])).fold(0, u32::max);
-            if largest >= f32::INFINITY.to_bits() << 1 {
+            if !values.chunks(ld).take(seqlen).all(|row| is_finite(&row[..dims])) {
                 finite.store(false, Ordering::Relaxed);
             }
         },
     );
     finite.into_inner()
+}
+
+/// Whether all values are neither infinities nor NaN.
+pub(super) fn is_finite(values: &[f32]) -> bool {
+    // No early exit: the largest of all bits (without the sign) vectorises.
+    let largest = values.iter().fold(0, |max, value| max.max(value.to_bits() << 1));
+    largest < f32::INFINITY.to_bits() << 1
 }
 
 /// Row `(batch, seq, head)` as f32.

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::threads;
+
 /// Runs `work` on the items `0..count`, in order of their start, on at most `threads` threads of the current rayon pool.
 /// Each worker makes its scratch once.
 pub(super) fn run<S>(
@@ -34,7 +36,7 @@ pub(super) fn run<S>(
 }
 
 /// Threads that a call may use.
-pub(super) fn workers(threads: Option<usize>) -> usize {
-    let pool = rayon::current_num_threads();
-    threads.map_or(pool, |limit| limit.clamp(1, pool))
+pub(super) fn workers(limit: Option<usize>) -> usize {
+    let pool = rayon::current_num_threads().min(threads::most());
+    limit.map_or(pool, |limit| limit.clamp(1, pool))
 }

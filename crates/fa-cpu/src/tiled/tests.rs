@@ -1,6 +1,6 @@
 //! The tiled forward and backward on every instruction set against the oracle.
 
-use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use half::{bf16, f16};
 
 use super::*;
@@ -45,9 +45,9 @@ fn check<T: Element + std::fmt::Debug>(problem: &Problem, options: Options) {
     let passed = |what: &str, comparison: Comparison| {
         assert!(comparison.passed(), "{what} of {problem:?} with {options:?}: {comparison}");
     };
-    let dtype = problem.dtype;
+    let dtype = problem.types.qkv;
     passed("out", compare::<T, T>(out_shape, dtype, &out, &oracle.out, None).unwrap());
-    let lse_shape = [problem.batch, problem.heads_q, problem.seqlen_q];
+    let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
     passed("lse", compare_lse(lse_shape, dtype, &lse, &oracle.lse).unwrap());
 
     let dout: Vec<T> = noise(4, len(out_shape));
@@ -92,7 +92,7 @@ fn every_isa(check: impl Fn(Options)) {
 }
 
 fn base(sq: usize, sk: usize, mask: Mask) -> Problem {
-    Problem { seqlen_k: sk, ..Problem::square(1, sq, 2, 40, mask, Dtype::F32) }
+    Problem { lengths: Lengths::uniform(1, sq, sk), ..Problem::square(1, sq, 2, 40, mask, Dtype::F32) }
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn head_dims_and_groups() {
         for (hd, hdv) in [(1, 1), (8, 5), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {
             for (heads_q, heads_kv) in [(2, 2), (6, 2), (5, 1)] {
                 let problem = Problem {
-                    batch: 2,
+                    lengths: Lengths::uniform(2, 70, 81),
                     heads_q,
                     heads_kv,
                     head_dim: hd,
@@ -132,10 +132,14 @@ fn sixteen_bit_types_scale_and_cap() {
     every_isa(|options| {
         for softcap in [None, Some(1.5)] {
             for softmax_scale in [None, Some(0.4), Some(-0.3), Some(0.0)] {
-                let problem = Problem { softcap, softmax_scale, ..base(130, 150, Mask::window(50, 9)) };
+                let problem = Problem {
+                    score: ScoreMod { softcap },
+                    softmax_scale,
+                    ..base(130, 150, Mask::window(50, 9))
+                };
                 check::<f32>(&problem, options);
-                check::<f16>(&Problem { dtype: Dtype::F16, ..problem }, options);
-                check::<bf16>(&Problem { dtype: Dtype::Bf16, ..problem }, options);
+                check::<f16>(&Problem { types: Types::same(Dtype::F16), ..problem }, options);
+                check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..problem }, options);
             }
         }
     });
@@ -145,7 +149,10 @@ fn sixteen_bit_types_scale_and_cap() {
 fn empty_problems_write_what_there_is() {
     every_isa(|options| {
         for (batch, sq, sk) in [(0, 4, 4), (1, 0, 4), (1, 4, 0), (2, 0, 0)] {
-            check::<f32>(&Problem { batch, ..base(sq, sk, Mask::CAUSAL) }, options);
+            check::<f32>(
+                &Problem { lengths: Lengths::uniform(batch, sq, sk), ..base(sq, sk, Mask::CAUSAL) },
+                options,
+            );
         }
     });
 }
@@ -165,7 +172,7 @@ fn few_heads_on_many_threads_split_the_keys() {
 #[test]
 fn any_strides() {
     // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with gaps.
-    let problem = Problem { batch: 2, ..base(37, 45, Mask::CAUSAL) };
+    let problem = Problem { lengths: Lengths::uniform(2, 37, 45), ..base(37, 45, Mask::CAUSAL) };
     let (q, k, v) = (noise::<f32>(1, 40 * 37 * 4), noise(2, 45 * 2 * 40), noise(3, 45 * 100 * 2));
     let strides = |[batch, seq, head, dim]: [i64; 4]| Strides { batch, seq, head, dim };
     let q = TensorRef::new("q", &q, [2, 37, 2, 40], strides([74, 1, 37, 148])).unwrap();
@@ -242,13 +249,19 @@ fn bf16_of_every_form() {
     every_isa(|options| {
         for (sq, sk) in [(1, 1), (31, 33), (1, 200), (128, 128), (130, 257), (300, 290)] {
             for mask in MASKS {
-                check::<bf16>(&Problem { dtype: Dtype::Bf16, ..base(sq, sk, mask) }, options);
+                check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..base(sq, sk, mask) }, options);
             }
         }
         for (hd, hdv) in [(1, 1), (33, 17), (64, 64), (72, 128), (192, 128), (128, 256)] {
             for (heads_q, heads_kv) in [(2, 2), (6, 2), (5, 1)] {
                 let head_dims = Problem { head_dim: hd, head_dim_v: hdv, ..base(70, 81, Mask::CAUSAL) };
-                let problem = Problem { batch: 2, heads_q, heads_kv, dtype: Dtype::Bf16, ..head_dims };
+                let problem = Problem {
+                    lengths: Lengths::uniform(2, head_dims.lengths.max_q(), head_dims.lengths.max_k()),
+                    heads_q,
+                    heads_kv,
+                    types: Types::same(Dtype::Bf16),
+                    ..head_dims
+                };
                 check::<bf16>(&problem, options);
             }
         }
@@ -270,14 +283,14 @@ fn hidden_keys_and_values_may_hold_anything() {
         let mut view = packed_mut("out", &mut out, shapes[0]);
         forward_with(options, problem, &q, &k, &v, &mut view, None).unwrap();
         let oracle = reference::forward(problem, &q, &k, &v).unwrap();
-        let comparison = compare::<T, T>(shapes[0], problem.dtype, &out, &oracle.out, None).unwrap();
+        let comparison = compare::<T, T>(shapes[0], problem.types.qkv, &out, &oracle.out, None).unwrap();
         assert!(comparison.passed(), "{problem:?} with {options:?}: {comparison}");
     }
     every_isa(|options| {
         for mask in MASKS {
             let problem = base(120, 120, mask);
             check_one::<f32>(&problem, options);
-            check_one::<bf16>(&Problem { dtype: Dtype::Bf16, ..problem }, options);
+            check_one::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..problem }, options);
         }
     });
 }

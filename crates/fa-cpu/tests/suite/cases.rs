@@ -3,7 +3,7 @@
 //! The lists cross every shape with every type and causal or not; head dims, head counts and batches rotate through the
 //! shapes, then stand in lists of their own.
 
-use fa_core::{Dtype, Mask, Problem};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
 use crate::tiled::{Case, check_all};
@@ -28,27 +28,40 @@ fn problem(
     dtype: Dtype,
 ) -> Problem {
     Problem {
-        batch: 1,
-        seqlen_q: lengths.0,
-        seqlen_k: lengths.1,
+        lengths: Lengths::uniform(1, lengths.0, lengths.1),
         heads_q: heads.0,
         heads_kv: heads.1,
         head_dim: dims.0,
         head_dim_v: dims.1,
         mask,
-        dtype,
+        types: Types::same(dtype),
         softmax_scale: None,
-        softcap: None,
+        score: ScoreMod::NONE,
     }
 }
 
 fn within_budget(problem: Problem) -> Problem {
     let smaller = [
         problem,
-        Problem { batch: 1, ..problem },
-        Problem { batch: 1, heads_q: 6.min(problem.heads_q), heads_kv: 1, ..problem },
-        Problem { batch: 1, heads_q: 2, heads_kv: 1, ..problem },
-        Problem { batch: 1, heads_q: 1, heads_kv: 1, ..problem },
+        Problem { lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()), ..problem },
+        Problem {
+            lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
+            heads_q: 6.min(problem.heads_q),
+            heads_kv: 1,
+            ..problem
+        },
+        Problem {
+            lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
+            heads_q: 2,
+            heads_kv: 1,
+            ..problem
+        },
+        Problem {
+            lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
+            heads_q: 1,
+            heads_kv: 1,
+            ..problem
+        },
     ];
     let fits = |problem: &Problem| problem.flops_forward() <= 2.0 * BUDGET;
     let least = Problem { head_dim: 64, head_dim_v: 64, ..smaller[4] };
@@ -63,7 +76,10 @@ fn shapes(shapes: &[(usize, usize)]) -> impl Iterator<Item = Case> {
     cases.zip(head_dims().cycle()).enumerate().map(|(turn, ((lengths, mask, dtype), dims))| {
         let batch = BATCHES[(turn / 2) % BATCHES.len()];
         let problem = problem(lengths, HEADS[turn % HEADS.len()], dims, mask, dtype);
-        let problem = within_budget(Problem { batch, ..problem });
+        let problem = within_budget(Problem {
+            lengths: Lengths::uniform(batch, problem.lengths.max_q(), problem.lengths.max_k()),
+            ..problem
+        });
         Case { problem, with_backward: true, all_isas: false }
     })
 }
@@ -112,7 +128,8 @@ fn every_head_count_and_batch() {
         BATCHES.into_iter().flat_map(move |batch| {
             CAUSAL.into_iter().flat_map(move |mask| {
                 DTYPES.map(|dtype| {
-                    let problem = Problem { batch, ..problem((33, 48), heads, (16, 24), mask, dtype) };
+                    let problem = problem((33, 48), heads, (16, 24), mask, dtype);
+                    let problem = Problem { lengths: Lengths::uniform(batch, 33, 48), ..problem };
                     Case { problem, with_backward: true, all_isas: false }
                 })
             })
@@ -137,7 +154,7 @@ fn windows_caps_and_scales() {
         let problem = problem(lengths, (4, 2), (48, 32), mask, DTYPES[turn % 3]);
         let softmax_scale = [None, Some(0.5), Some(-0.25), Some(0.0)][turn % 4];
         let softcap = [None, Some(2.0), Some(30.0)][turn / 2 % 3];
-        let problem = Problem { softmax_scale, softcap, ..problem };
+        let problem = Problem { softmax_scale, score: ScoreMod { softcap }, ..problem };
         Case { problem, with_backward: true, all_isas: true }
     }));
 }
@@ -145,7 +162,8 @@ fn windows_caps_and_scales() {
 /// Thousands of sequences, and more keys than 16 or 22 bits count.
 #[test]
 fn large_batch_and_millions_of_keys() {
-    let many = Problem { batch: 8300, ..problem((2, 3), (2, 1), (4, 4), Mask::CAUSAL, Dtype::Bf16) };
+    let many = problem((2, 3), (2, 1), (4, 4), Mask::CAUSAL, Dtype::Bf16);
+    let many = Problem { lengths: Lengths::uniform(8300, 2, 3), ..many };
     let long = problem((1, (1 << 22) + 3), (1, 1), (2, 1), Mask::CAUSAL, Dtype::F16);
     check_all([many, long].map(|problem| Case { problem, with_backward: true, all_isas: false }));
 }

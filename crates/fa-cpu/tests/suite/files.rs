@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use fa_core::{Dtype, Mask, Problem};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::Element;
 use half::{bf16, f16};
 use safetensors::{Dtype as FileDtype, SafeTensors};
@@ -84,9 +84,7 @@ impl File {
         let scalar = |key: &str| optional(key).map(|text| text.parse::<f64>().unwrap());
         let causal = self.text("causal") == "true";
         Problem {
-            batch: number("batch"),
-            seqlen_q: number("seqlen_q"),
-            seqlen_k: number("seqlen_k"),
+            lengths: Lengths::uniform(number("batch"), number("seqlen_q"), number("seqlen_k")),
             heads_q: number("heads_q"),
             heads_kv: number("heads_kv"),
             head_dim: number("head_dim"),
@@ -95,9 +93,9 @@ impl File {
                 left: side("window_left"),
                 right: if causal { Some(0) } else { side("window_right") },
             },
-            dtype: self.text("dtype").parse().unwrap(),
+            types: Types::same(self.text("dtype").parse().unwrap()),
             softmax_scale: scalar("scale"),
-            softcap: scalar("softcap"),
+            score: ScoreMod { softcap: scalar("softcap") },
         }
     }
 

@@ -1,6 +1,6 @@
 //! The oracle's gradients against central finite differences of its own forward, all in f64.
 
-use fa_core::{Dtype, Mask, Problem};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::reference;
 use proptest::prelude::*;
 
@@ -49,10 +49,7 @@ prop_compose! {
         softmax_scale in prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)],
         softcap in prop_oneof![Just(None), (0.5f64..5.0).prop_map(Some)],
     ) -> Problem {
-        Problem {
-            batch, seqlen_q, seqlen_k, heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask,
-            dtype: Dtype::F32, softmax_scale, softcap,
-        }
+        Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, types: Types::same(Dtype::F32), softmax_scale, score: ScoreMod { softcap } }
     }
 }
 

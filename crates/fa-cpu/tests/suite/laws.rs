@@ -1,6 +1,6 @@
 //! Laws of online softmax and of merging, on random rows with the values that break implementations.
 
-use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, v_shape};
 use fa_cpu::compare::rounding_step;
 use fa_cpu::merge::{merge, merge_row};
@@ -163,10 +163,7 @@ prop_compose! {
         batch in 1usize..3, seqlen_q in 1usize..5, seqlen_k in 1usize..24, heads_kv in 1usize..3, group in 1usize..3,
         head_dim in 1usize..9, head_dim_v in 1usize..9,
     ) -> Problem {
-        Problem {
-            batch, seqlen_q, seqlen_k, heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v,
-            mask: Mask::FULL, dtype: Dtype::F32, softmax_scale: None, softcap: None,
-        }
+        Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask: Mask::FULL, types: Types::same(Dtype::F32), softmax_scale: None, score: ScoreMod::NONE }
     }
 }
 
@@ -189,11 +186,11 @@ proptest! {
         let inputs = Inputs::<f64>::random(&problem, seed);
         let views = inputs.views(&problem);
         let whole = reference::forward(&problem, &views.q, &views.k, &views.v).unwrap();
-        let order: Vec<usize> = order.into_iter().filter(|&j| j < problem.seqlen_k).collect();
+        let order: Vec<usize> = order.into_iter().filter(|&j| j < problem.lengths.max_k()).collect();
         let mut out = vec![0.0; whole.out.len()];
         let mut lse = vec![f64::NEG_INFINITY; lse_len(&problem)];
         for keys in cut(&order, &cuts) {
-            let part = Problem { seqlen_k: keys.len(), ..problem };
+            let part = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), keys.len()), ..problem };
             let k = reordered(&inputs.k, k_shape(&problem), keys);
             let v = reordered(&inputs.v, v_shape(&problem), keys);
             let [k, v] = [bshd("k", &k, k_shape(&part)), bshd("v", &v, v_shape(&part))];
@@ -218,7 +215,7 @@ proptest! {
         assert_close("out", &there.out, &here.out, 1e-12);
         let mut expected = here.lse.clone();
         for (index, lse) in expected.iter_mut().enumerate() {
-            let (row, i) = (index / problem.seqlen_q, index % problem.seqlen_q);
+            let (row, i) = (index / problem.lengths.max_q(), index % problem.lengths.max_q());
             let (b, h) = (row / problem.heads_q, row % problem.heads_q);
             let sum: f64 = (0..problem.head_dim).map(|d| views.q.at(b, i, h, d)).sum();
             *lse += problem.scale() * offset * sum;
@@ -231,8 +228,8 @@ proptest! {
     fn rows_that_see_nothing_are_zero_and_give_no_gradient(
         full in full_problems(), seqlen_q in 1usize..30, mask in masks(), seed: u64,
     ) {
-        let problem = Problem { seqlen_q, mask, ..full };
-        let (sq, sk) = (problem.seqlen_q, problem.seqlen_k);
+        let problem = Problem { lengths: Lengths::uniform(full.lengths.sequences(), seqlen_q, full.lengths.max_k()), mask, ..full };
+        let (sq, sk) = (problem.lengths.max_q(), problem.lengths.max_k());
         let mut inputs = Inputs::<f64>::random(&problem, seed);
         let seen = |j: usize| (0..sq).any(|i| mask.visible(i, j, sq, sk));
         for (data, row) in [
@@ -295,8 +292,11 @@ fn infinite_and_nan_inputs_stay_in_their_rows() {
 /// Strides say where an element lies, not what it is: a broadcast view is the tensor that it repeats.
 #[test]
 fn broadcast_strides_give_the_packed_result() {
-    let problem =
-        Problem { heads_kv: 2, seqlen_k: 5, ..Problem::square(2, 4, 4, 3, Mask::CAUSAL, Dtype::F32) };
+    let problem = Problem {
+        heads_kv: 2,
+        lengths: Lengths::uniform(2, 4, 5),
+        ..Problem::square(2, 4, 4, 3, Mask::CAUSAL, Dtype::F32)
+    };
     let k_one_head: Vec<f32> = (0..2 * 5 * 3).map(|i| (i as f32 * 0.7).sin()).collect();
     let broadcast = Strides { batch: 15, seq: 3, head: 0, dim: 1 };
     let shape = k_shape(&problem);

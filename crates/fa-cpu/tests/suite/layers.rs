@@ -40,7 +40,7 @@ fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
             differences.fold(0.0, f64::max),
         );
         assert!(
-            worst <= model_error(problem.dtype),
+            worst <= model_error(problem.types.qkv),
             "{}: off by {worst}, outputs up to {largest}",
             file.name
         );
@@ -58,7 +58,7 @@ fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
     let layers = layers();
     assert_eq!(layers.len(), 3);
     for (file, problem) in &layers {
-        match problem.dtype {
+        match problem.types.qkv {
             Dtype::F32 => check::<f32>(file, problem),
             _ => check::<bf16>(file, problem),
         }

@@ -1,6 +1,6 @@
 //! Places where known implementations failed, one test each, on the tiled one.
 
-use fa_core::{Dtype, Mask, Problem, Strides, TensorLayout};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::merge::merge;
 use fa_cpu::tiled::{self, Options};
@@ -11,11 +11,13 @@ use proptest::prelude::*;
 
 use crate::gradients::masks;
 use crate::inputs::{Inputs, Views, assert_close, bshd};
-use crate::tiled::{Case, Expected, Results, check, check_against, describe, isas, one_rounding_from_f64};
+use crate::tiled::{
+    Case, Expected, Results, check, check_against, check_all, describe, isas, one_rounding_from_f64,
+};
 
 const SMALL: Problem = Problem {
     heads_kv: 2,
-    seqlen_k: 45,
+    lengths: Lengths::uniform(2, 37, 45),
     head_dim_v: 9,
     ..Problem::square(2, 37, 4, 13, Mask::CAUSAL, Dtype::F32)
 };
@@ -26,17 +28,17 @@ fn exact(values: &[f32]) -> Vec<f64> {
 
 #[test]
 fn more_queries_than_keys_under_causal() {
-    let problem = Problem { seqlen_q: 300, seqlen_k: 41, ..SMALL };
+    let problem = Problem { lengths: Lengths::uniform(SMALL.lengths.sequences(), 300, 41), ..SMALL };
     let inputs = Inputs::<f32>::random(&problem, 1);
     let results = Results::compute(Options::default(), &problem, &inputs, true);
-    let blind = problem.seqlen_q - problem.seqlen_k;
+    let blind = problem.lengths.max_q() - problem.lengths.max_k();
     for (index, lse) in results.lse.iter().enumerate() {
-        assert_eq!(*lse == f32::NEG_INFINITY, index % problem.seqlen_q < blind, "row {index}");
+        assert_eq!(*lse == f32::NEG_INFINITY, index % problem.lengths.max_q() < blind, "row {index}");
     }
     for (values, dim) in [(&results.out, problem.head_dim_v), (&results.dq, problem.head_dim)] {
         for (position, row) in values.chunks(problem.heads_q * dim).enumerate() {
             let zero = row.iter().all(|&value| value == 0.0);
-            assert_eq!(zero, position % problem.seqlen_q < blind, "position {position}");
+            assert_eq!(zero, position % problem.lengths.max_q() < blind, "position {position}");
         }
     }
     assert!(results.dk.iter().chain(&results.dv).all(|value| value.is_finite()));
@@ -46,7 +48,7 @@ fn more_queries_than_keys_under_causal() {
 fn nothing_to_see_and_nothing_to_do() {
     for (batch, seqlen_q, seqlen_k) in [(0, 5, 5), (2, 0, 5), (2, 5, 0), (0, 0, 0)] {
         for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(2, 2)] {
-            let problem = Problem { batch, seqlen_q, seqlen_k, mask, ..SMALL };
+            let problem = Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), mask, ..SMALL };
             let inputs = Inputs::<f32>::random(&problem, 2);
             let results = Results::compute(Options::default(), &problem, &inputs, true);
             let Results { out, lse, dq, dk, dv } = results;
@@ -191,7 +193,13 @@ fn offsets_past_two_to_the_31_elements() {
         eprintln!("not enough memory for tensors of 4 GiB: nothing checked");
         return;
     }
-    let problem = Problem { dtype: Dtype::Bf16, heads_kv: 4, seqlen_k: 37, head_dim_v: 13, ..SMALL };
+    let problem = Problem {
+        types: Types::same(Dtype::Bf16),
+        heads_kv: 4,
+        lengths: Lengths::uniform(SMALL.lengths.sequences(), SMALL.lengths.max_q(), 37),
+        head_dim_v: 13,
+        ..SMALL
+    };
     let shape = q_shape(&problem);
     let one = shape[1] * shape[2] * shape[3];
     let inputs = Inputs::<bf16>::random(&problem, 5);
@@ -242,7 +250,11 @@ fn available_memory() -> Option<u64> {
 
 #[test]
 fn a_thousand_runs_give_the_same_bits() {
-    let problem = Problem { seqlen_q: 70, seqlen_k: 150, mask: Mask::window(60, 9), ..SMALL };
+    let problem = Problem {
+        lengths: Lengths::uniform(SMALL.lengths.sequences(), 70, 150),
+        mask: Mask::window(60, 9),
+        ..SMALL
+    };
     let inputs = Inputs::<f32>::random(&problem, 6);
     let first = Results::compute(Options::default(), &problem, &inputs, true).bits();
     for run in 0..1000 {
@@ -253,7 +265,7 @@ fn a_thousand_runs_give_the_same_bits() {
 
 #[test]
 fn calls_from_several_threads_at_once() {
-    let problem = Problem { seqlen_q: 130, seqlen_k: 260, ..SMALL };
+    let problem = Problem { lengths: Lengths::uniform(SMALL.lengths.sequences(), 130, 260), ..SMALL };
     let inputs = Inputs::<f32>::random(&problem, 8);
     let alone = Results::compute(Options::default(), &problem, &inputs, true).bits();
     std::thread::scope(|scope| {
@@ -279,7 +291,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let mut out = vec![7f32; inputs.dout.len()];
     let mut lse = vec![7f32; lse_len(&SMALL)];
     let mut view = TensorMut::packed("out", &mut out, out_shape(&SMALL), TensorLayout::Bshd).unwrap();
-    let bad = Problem { dtype: Dtype::Bf16, ..SMALL };
+    let bad = Problem { types: Types::same(Dtype::Bf16), ..SMALL };
     let wrong_type = tiled::forward(&bad, &q, &k, &v, &mut view, Some(&mut lse));
     assert_eq!(wrong_type, Err(CpuError::Dtype { got: Some(Dtype::F32), need: Dtype::Bf16 }));
     let swapped = tiled::forward(&SMALL, &q, &v, &k, &mut view, Some(&mut lse));
@@ -290,7 +302,7 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     let bad = Problem { softmax_scale: Some(f64::INFINITY), ..SMALL };
     assert!(matches!(tiled::forward(&bad, &q, &k, &v, &mut view, None), Err(CpuError::Problem(_))));
     for (scale, softcap) in [(1e39, None), (0.1, Some(1e39)), (0.1, Some(1e-40)), (1e20, Some(1e-20))] {
-        let beyond = Problem { softmax_scale: Some(scale), softcap, ..SMALL };
+        let beyond = Problem { softmax_scale: Some(scale), score: ScoreMod { softcap }, ..SMALL };
         let refused = tiled::forward(&beyond, &q, &k, &v, &mut view, Some(&mut lse));
         assert_eq!(refused, Err(CpuError::Range { scale, softcap }));
         assert!(reference::forward(&beyond, &q, &k, &v).is_ok());
@@ -304,7 +316,8 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
 /// NaN and infinity in one query or one key end up where the oracle has them.
 #[test]
 fn nan_and_infinity_where_the_oracle_has_them() {
-    let problem = Problem { mask: Mask::FULL, seqlen_q: 20, seqlen_k: 200, ..SMALL };
+    let problem =
+        Problem { mask: Mask::FULL, lengths: Lengths::uniform(SMALL.lengths.sequences(), 20, 200), ..SMALL };
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut of_query = Inputs::<f32>::random(&problem, 10);
         of_query.q[5 * 4 * 13 + 3] = bad;
@@ -323,13 +336,72 @@ fn nan_and_infinity_where_the_oracle_has_them() {
     }
 }
 
+/// What the mask hides takes no part in any gradient, whatever it holds: the oracle's NaN and infinities, and no other.
+#[test]
+fn what_is_not_seen_leaks_into_no_gradient() {
+    let masks = [Mask::CAUSAL, Mask::window(3, 2), Mask::window(0, 0), Mask { left: Some(40), right: None }];
+    let shapes = [(5, 5), (5, 9), (9, 5), (150, 300)];
+    for (mask, (seqlen_q, seqlen_k)) in masks.into_iter().flat_map(|mask| shapes.map(|shape| (mask, shape))) {
+        let problem = Problem { mask, lengths: Lengths::uniform(1, seqlen_q, seqlen_k), ..SMALL };
+        for bad in [f32::NAN, f32::INFINITY] {
+            for (name, first) in
+                [("q", true), ("k", true), ("v", true), ("dout", true), ("q", false), ("dout", false)]
+            {
+                let mut inputs = Inputs::<f32>::random(&problem, 11);
+                let values = match name {
+                    "q" => &mut inputs.q,
+                    "k" => &mut inputs.k,
+                    "v" => &mut inputs.v,
+                    _ => &mut inputs.dout,
+                };
+                let at = if first { 3 } else { values.len() / 2 };
+                values[at] = bad;
+                let expected = Expected::compute(&problem, &inputs, true);
+                let name = format!("{bad} in {name} at {at}, {}", describe(&problem));
+                for isa in isas() {
+                    let failures = check_against(&name, &problem, &inputs, &expected, isa);
+                    assert!(failures.is_empty(), "{}", failures.join("\n"));
+                }
+            }
+        }
+    }
+}
+
+/// With few keys, what a 16-bit O has lost is not averaged away: delta comes from P and dP there.
+#[test]
+fn gradients_of_few_keys_keep_the_rule() {
+    let mut cases = vec![];
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for seqlen_k in 1..=6 {
+            for (i, head_dim) in [8, 13, 32, 64, 128].into_iter().enumerate() {
+                for (j, head_dim_v) in [8, 32, 128].into_iter().enumerate() {
+                    for seqlen_q in [1, 2, 5] {
+                        let mask = if (i + j) % 2 == 0 { Mask::FULL } else { Mask::CAUSAL };
+                        let score = ScoreMod { softcap: (i == 1).then_some(10.0) };
+                        let lengths = Lengths::uniform(1, seqlen_q, seqlen_k);
+                        let square = Problem::square(1, 1, 1, head_dim, mask, dtype);
+                        let problem = Problem { lengths, head_dim_v, score, ..square };
+                        cases.push(Case { problem, with_backward: true, all_isas: false });
+                    }
+                }
+            }
+        }
+    }
+    // Windows of few keys in a long sequence.
+    cases.extend([2, 4, 16].map(|left| {
+        let problem = Problem::square(1, 300, 2, 64, Mask::window(left, 0), Dtype::F16);
+        Case { problem, with_backward: true, all_isas: true }
+    }));
+    check_all(cases);
+}
+
 /// A row of terms of 1.6 that cancel to 0.0002: what f32 arithmetic loses is relative to the terms.
 #[test]
 fn terms_that_cancel() {
     let problem = Problem {
         head_dim_v: 66,
         softmax_scale: Some(-0.956_926_843_308_316_7),
-        seqlen_k: 199,
+        lengths: Lengths::uniform(1, 132, 199),
         mask: Mask { left: Some(1), right: None },
         ..Problem::square(1, 132, 2, 68, Mask::FULL, Dtype::Bf16)
     };
@@ -346,10 +418,7 @@ prop_compose! {
         softmax_scale in prop_oneof![3 => Just(None), 1 => (-1f64..1.0).prop_map(Some)],
         softcap in prop_oneof![3 => Just(None), 1 => (1f64..50.0).prop_map(Some)],
     ) -> Problem {
-        Problem {
-            batch, seqlen_q, seqlen_k, heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, dtype,
-            softmax_scale, softcap,
-        }
+        Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale, score: ScoreMod { softcap } }
     }
 }
 
@@ -364,10 +433,10 @@ proptest! {
 
     #[test]
     fn sixteen_bit_outputs_are_one_rounding_from_f64_of_f64(problem in problems(), seed: u64) {
-        let failures = match problem.dtype {
+        let failures = match problem.types.qkv {
             Dtype::F16 => one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, seed)),
             _ => {
-                let problem = Problem { dtype: Dtype::Bf16, ..problem };
+                let problem = Problem { types: Types::same(Dtype::Bf16), ..problem };
                 one_rounding_from_f64(&problem, &Inputs::<bf16>::random(&problem, seed))
             }
         };
@@ -377,13 +446,13 @@ proptest! {
     /// Parts of the keys computed apart and merged, as a decoder splits its cache.
     #[test]
     fn parts_of_the_keys_merge_to_the_whole(problem in problems(), seed: u64, cut in 0f64..1.0) {
-        let problem = Problem { mask: Mask::FULL, dtype: Dtype::F32, ..problem };
+        let problem = Problem { mask: Mask::FULL, types: Types::same(Dtype::F32), ..problem };
         let inputs = Inputs::<f32>::random(&problem, seed);
         let Views { q, k, v, .. } = inputs.views(&problem);
         let whole = Results::compute(Options::default(), &problem, &inputs, false);
-        let middle = (cut * problem.seqlen_k as f64) as usize;
+        let middle = (cut * problem.lengths.max_k() as f64) as usize;
         let part = |keys: std::ops::Range<usize>| {
-            let part = Problem { seqlen_k: keys.len(), ..problem };
+            let part = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), keys.len()), ..problem };
             let rows = |tensor: &TensorRef<'_, f32>, shape: [usize; 4]| {
                 let rows = (0..shape[0]).flat_map(|b| keys.clone().map(move |j| (b, j)));
                 let at = |(b, j)| (0..shape[2] * shape[3]).map(move |i| tensor.at(b, j, i / shape[3], i % shape[3]));
@@ -398,7 +467,7 @@ proptest! {
             (out, lse)
         };
         let (mut out, mut lse) = part(0..middle);
-        let (other_out, other_lse) = part(middle..problem.seqlen_k);
+        let (other_out, other_lse) = part(middle..problem.lengths.max_k());
         let mut view = TensorMut::packed("out", &mut out, out_shape(&problem), TensorLayout::Bshd).unwrap();
         merge(&mut view, &mut lse, &bshd("other", &other_out, out_shape(&problem)), &other_lse).unwrap();
         assert_close("out", &exact(&out), &exact(&whole.out), 4e-6);

@@ -82,8 +82,8 @@ impl<T: Element> Results<T> {
 
     /// One line for each tensor that breaks the rule.
     pub fn failures(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
-        let dtype = problem.dtype;
-        let lse_shape = [problem.batch, problem.heads_q, problem.seqlen_q];
+        let dtype = problem.types.qkv;
+        let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
         let of = |shape, ours: &[T], exact: &[f64], low: &[T], noise: f64| {
             compare(shape, dtype, ours, exact, Some(low)).unwrap().allowing(noise)
         };
@@ -142,7 +142,7 @@ pub fn check(case: &Case) -> Vec<String> {
         let isas: Vec<Isa> = if case.all_isas { isas().collect() } else { vec![Isa::detect()] };
         isas.iter().flat_map(|&isa| check_against(&name, problem, &inputs, &expected, isa)).collect()
     }
-    match case.problem.dtype {
+    match case.problem.types.qkv {
         Dtype::F32 => typed::<f32>(case),
         Dtype::F16 => typed::<f16>(case),
         Dtype::Bf16 => typed::<bf16>(case),
@@ -162,9 +162,10 @@ pub fn check_all(cases: impl IntoIterator<Item = Case>) {
 }
 
 pub fn describe(problem: &Problem) -> String {
-    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, mask, dtype, .. } =
-        problem;
-    let cap = problem.softcap.map_or(String::new(), |cap| format!(" cap {cap}"));
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, mask, .. } = problem;
+    let (batch, seqlen_q, seqlen_k, dtype) =
+        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k(), problem.types.qkv);
+    let cap = problem.score.softcap.map_or(String::new(), |cap| format!(" cap {cap}"));
     format!(
         "{dtype} b{batch} {seqlen_q}x{seqlen_k} h{heads_q}:{heads_kv} d{head_dim}-{head_dim_v} {mask}{cap} scale {:.3}",
         problem.scale()
@@ -179,7 +180,7 @@ fn rounds_weights(isa: Isa, dtype: Dtype) -> bool {
 /// Every 16-bit output is the f64 result with one rounding: of itself, and of each weight where these are rounded. f32 sums
 /// of values up to 4 leave a little of their own.
 pub fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) -> Vec<String> {
-    let dtype = problem.dtype;
+    let dtype = problem.types.qkv;
     let Views { q, k, v, .. } = inputs.views(problem);
     let exact = reference::forward(problem, &q, &k, &v).unwrap().out;
     let magnitudes: Vec<T> = inputs.v.iter().map(|value| T::from_f64(value.to_f64().abs())).collect();

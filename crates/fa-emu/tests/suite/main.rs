@@ -1,5 +1,7 @@
 //! The emulation, proven: kernels against the oracle, injected faults, and every shipped spec at awkward shapes.
 
+mod faults;
+mod shipped;
 mod values;
 
 use std::path::Path;

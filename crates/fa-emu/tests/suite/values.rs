@@ -19,7 +19,7 @@ fn check(test: &str, part: &str) {
         let arch = file.shipped.archs[0];
         let unit = emulator.unit(spec, arch, &headers).unwrap_or_else(|error| panic!("{error}"));
         let problem =
-            Problem { heads_kv: 2, ..Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.dtype) };
+            Problem { heads_kv: 2, ..Problem::square(1, 300, 4, 64, fa_core::Mask::CAUSAL, spec.types.qkv) };
         let pass = spec.kernel.pass();
         let trial = Trial::new(&problem, pass, Placing::PACKED);
         for seed in 0..3 {

@@ -41,8 +41,11 @@ fn config_cuh() -> String {
         let _ = write!(text, "\nenum class {} {{ {} }};\n", item.name, item.variants.join(", "));
     }
     for spec in config::samples() {
-        let _ = write!(text, "\nstruct {} {{\n", config::struct_name(&spec.kernel));
-        for ConfigField { name, cuda_type, .. } in config::fields_of(&spec) {
+        text.push('\n');
+        comment(&mut text, "", spec.kernel.doc());
+        let _ = writeln!(text, "struct {} {{", config::struct_name(&spec.kernel));
+        for ConfigField { name, cuda_type, doc, .. } in config::fields_of(&spec) {
+            comment(&mut text, "    ", doc);
             let _ = writeln!(text, "    {cuda_type} {name};");
         }
         text.push_str("};\n");

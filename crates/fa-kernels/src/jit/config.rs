@@ -1,32 +1,8 @@
-//! The kernels' compile-time parameters as CUDA sees them: one list of fields, from which both the structs of
-//! `config.cuh` and the initialisers of a translation unit are written.
+//! The kernels' compile-time parameters as CUDA sees them: the structs of `config.cuh` and the initialisers of a
+//! translation unit, both written from the parameters that `fa_core` declares.
 
-use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
-
-/// A type that a config may hold.
-trait ConfigValue {
-    const CUDA_TYPE: &'static str;
-
-    fn literal(&self) -> String;
-}
-
-/// Sizes are `int` in CUDA: index arithmetic there is signed.
-impl ConfigValue for u32 {
-    const CUDA_TYPE: &'static str = "int";
-
-    fn literal(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl ConfigValue for bool {
-    const CUDA_TYPE: &'static str = "bool";
-
-    fn literal(&self) -> String {
-        self.to_string()
-    }
-}
+use fa_core::spec::{Param, ParamValue, Scheduler, TileOrder};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Types};
 
 /// An enum that `config.cuh` declares.
 pub(crate) struct ConfigEnum {
@@ -34,15 +10,22 @@ pub(crate) struct ConfigEnum {
     pub variants: &'static [&'static str],
 }
 
+/// A value as CUDA writes it: its type and a literal.
+trait CudaEnum {
+    const NAME: &'static str;
+
+    fn literal(self) -> &'static str;
+}
+
 macro_rules! config_enums {
     ($($name:ident { $($variant:ident),+ })+) => {
-        $(impl ConfigValue for $name {
-            const CUDA_TYPE: &'static str = stringify!($name);
+        $(impl CudaEnum for $name {
+            const NAME: &'static str = stringify!($name);
 
             // Exhaustive, so that a variant added in fa-core does not compile until it is listed here.
-            fn literal(&self) -> String {
+            fn literal(self) -> &'static str {
                 match self {
-                    $($name::$variant => concat!(stringify!($name), "::", stringify!($variant)).to_owned()),+
+                    $($name::$variant => concat!(stringify!($name), "::", stringify!($variant))),+
                 }
             }
         })+
@@ -60,110 +43,36 @@ config_enums! {
     TileOrder { Natural, LongestFirst }
 }
 
-/// One field of a config: its name, its CUDA type and the literal of its value.
+/// One field of a config: its name, its CUDA type, the literal of its value and the lines of its comment.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct ConfigField {
     pub name: &'static str,
     pub cuda_type: &'static str,
     pub literal: String,
+    pub doc: &'static [&'static str],
 }
 
-fn field<T: ConfigValue>(name: &'static str, value: &T) -> ConfigField {
-    ConfigField { name, cuda_type: T::CUDA_TYPE, literal: value.literal() }
-}
-
-/// The fields of a struct in the order given; a field that is missing or too much does not compile.
-macro_rules! fields {
-    ($struct:ident { $($name:ident),+ $(,)? } = $value:expr) => {{
-        let $struct { $($name),+ } = $value;
-        vec![$(field(stringify!($name), $name)),+]
-    }};
+impl ConfigField {
+    fn of(Param { name, doc, value }: Param) -> ConfigField {
+        fn of_enum<T: CudaEnum>(value: T) -> (&'static str, String) {
+            (T::NAME, value.literal().to_owned())
+        }
+        let (cuda_type, literal) = match value {
+            // Sizes are `int` in CUDA: index arithmetic there is signed.
+            ParamValue::Count(count) => ("int", count.to_string()),
+            ParamValue::Switch(on) => ("bool", on.to_string()),
+            ParamValue::Dtype(dtype) => of_enum(dtype),
+            ParamValue::Mask(mask) => of_enum(mask),
+            ParamValue::Scheduler(scheduler) => of_enum(scheduler),
+            ParamValue::TileOrder(order) => of_enum(order),
+        };
+        ConfigField { name, cuda_type, literal, doc }
+    }
 }
 
 /// The fields of a spec's config: those of every kernel, then the kernel's own.
 pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
-    let KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel } = spec;
-    let mut fields = vec![
-        field("dtype", dtype),
-        field("head_dim", head_dim),
-        field("head_dim_v", head_dim_v),
-        field("mask", mask),
-        field("softcap", softcap),
-    ];
-    fields.extend(match kernel {
-        Kernel::Sm80Fwd(own) => fields!(
-            Sm80Fwd {
-                tile_m,
-                tile_n,
-                num_warps,
-                stages,
-                q_in_regs,
-                blocks_per_sm,
-                swizzle,
-                ldmatrix,
-                exp2,
-                fast_math,
-                loop_split,
-                reverse_blocks,
-            } = own
-        ),
-        Kernel::Sm90Fwd(own) => fields!(
-            Sm90Fwd {
-                tile_m,
-                tile_n,
-                num_wg,
-                pv_is_rs,
-                overlap_wg,
-                q_stages,
-                kv_stages,
-                ping_pong,
-                scheduler,
-                tile_order,
-                cluster_m,
-                exp_poly_of_16,
-                rescale_threshold,
-                pack_gqa,
-            } = own
-        ),
-        Kernel::Sm80Bwd(own) => fields!(
-            Sm80Bwd {
-                tile_m,
-                tile_n,
-                num_warps,
-                q_stages,
-                do_stages,
-                atom_layout_m_sdp,
-                atom_layout_n_dkv,
-                atom_layout_m_dq,
-                dq_first,
-                blocks_per_sm,
-                tile_order,
-                deterministic,
-            } = own
-        ),
-        Kernel::Sm90Bwd(own) => fields!(
-            Sm90Bwd {
-                tile_m,
-                tile_n,
-                num_wg,
-                q_stages,
-                do_stages,
-                pds_stages,
-                sdp_swap_ab,
-                dkv_swap_ab,
-                dq_swap_ab,
-                atom_layout_m_sdp,
-                atom_layout_n_dkv,
-                atom_layout_m_dq,
-                mma_dkv_is_rs,
-                dq_via_smem,
-                dq_slices,
-                tile_order,
-                deterministic,
-            } = own
-        ),
-    });
-    fields
+    spec.params().into_iter().map(ConfigField::of).collect()
 }
 
 /// The name of a kernel's config struct.
@@ -177,19 +86,13 @@ pub(crate) fn struct_name(kernel: &Kernel) -> &'static str {
 }
 
 /// A spec of every kernel, in the order in which `config.cuh` declares them. Only the fields' types are read.
-pub(crate) fn samples() -> Vec<KernelSpec> {
-    let spec = |kernel| KernelSpec {
-        dtype: Dtype::Bf16,
+pub(crate) fn samples() -> impl Iterator<Item = KernelSpec> {
+    Kernel::defaults().into_iter().map(|kernel| KernelSpec {
+        types: Types::same(Dtype::Bf16),
         head_dim: 64,
         head_dim_v: 64,
         mask: MaskKind::Full,
-        softcap: false,
+        score: ScoreKind::NONE,
         kernel,
-    };
-    vec![
-        spec(Kernel::Sm80Fwd(Sm80Fwd::default())),
-        spec(Kernel::Sm90Fwd(Sm90Fwd::default())),
-        spec(Kernel::Sm80Bwd(Sm80Bwd::default())),
-        spec(Kernel::Sm90Bwd(Sm90Bwd::default())),
-    ]
+    })
 }

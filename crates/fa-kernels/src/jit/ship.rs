@@ -3,8 +3,7 @@
 use std::path::Path;
 
 use fa_core::{Arch, KernelSpec, ShippedSpec};
-use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::account;
+use fa_planner::account::{Occupancy, account};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 

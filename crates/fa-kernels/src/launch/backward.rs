@@ -10,7 +10,6 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{TileOrder, Traits};
 use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
-use fa_planner::HeadDims;
 use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
 
@@ -137,7 +136,7 @@ impl Backward {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
         let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace) };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
-        unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
 }
 
@@ -211,17 +210,16 @@ impl Launches {
 /// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
 fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
     match &spec.kernel {
-        Kernel::Sm90Bwd(kernel) => {
-            let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
-            Some(BwdPanels::of(dims, kernel))
-        }
+        Kernel::Sm90Bwd(kernel) => Some(BwdPanels::of(spec, kernel)),
         Kernel::Sm80Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => None,
     }
 }
 
 /// q, k, v, out, dout, dq, dk and dv.
 fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let (batch, seqlen_q, seqlen_k) =
+        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k());
     let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
     let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
     vec![
@@ -241,7 +239,7 @@ fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> 
     let (k, v) = (1, 2);
     // Without queries Q and dO are not loaded and their addresses are unchecked, but a map needs valid
     // memory: use K's and V's.
-    let (q, dout) = if problem.seqlen_q == 0 { (k, v) } else { (0, 4) };
+    let (q, dout) = if problem.lengths.max_q() == 0 { (k, v) } else { (0, 4) };
     let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None };
     vec![
         map("q", q, panels.q, tile_m),
@@ -260,17 +258,17 @@ fn params(
 ) -> Result<BwdParams, Error> {
     let score = score_params(problem)?;
     let (tile_m, tile_n) = traits.tile;
-    let m_blocks = problem.seqlen_q.div_ceil(tile_m as usize);
-    let n_blocks = problem.seqlen_k.div_ceil(tile_n as usize);
-    let heads = problem.heads_kv.saturating_mul(problem.batch).saturating_mul(splits);
-    let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.batch);
+    let m_blocks = problem.lengths.max_q().div_ceil(tile_m as usize);
+    let n_blocks = problem.lengths.max_k().div_ceil(tile_n as usize);
+    let heads = problem.heads_kv.saturating_mul(problem.lengths.sequences()).saturating_mul(splits);
+    let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.lengths.sequences());
     count("tiles of queries", m_tiles)?;
     // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in
     // the L2. On an H100 anything from a twentieth to a third of it measured the same.
-    let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes() + problem.head_dim * 4;
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
     let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
     let head_bytes =
-        (problem.seqlen_q as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
+        (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {

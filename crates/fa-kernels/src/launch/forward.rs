@@ -117,7 +117,7 @@ impl Forward {
         let tensors = [args.q, args.k, args.v, args.out];
         let at = Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
-        unsafe { enqueue(&self.kernel, &self.launches, self.problem.dtype, stream, &at) }
+        unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
 }
 
@@ -168,7 +168,9 @@ impl Launches {
 
 /// q, k, v and out.
 fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let (batch, seqlen_q, seqlen_k) =
+        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k());
     let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
     let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
     vec![
@@ -186,7 +188,7 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem) -> Vec<MapTemplat
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.
-    let (k, v) = if problem.seqlen_k == 0 { (0, 0) } else { (1, 2) };
+    let (k, v) = if problem.lengths.max_k() == 0 { (0, 0) } else { (1, 2) };
     // CTAs of a cluster load an equal share of each K and V tile.
     let share = tile_n / traits.cluster;
     vec![
@@ -201,12 +203,12 @@ fn params(traits: &Traits, problem: &Problem, arch: Arch, sms: u32) -> Result<Fw
     let (tile_m, _) = traits.tile;
     let group = problem.group_size();
     let (rows, heads) = if traits.packs_gqa {
-        (problem.seqlen_q.saturating_mul(group), problem.heads_kv)
+        (problem.lengths.max_q().saturating_mul(group), problem.heads_kv)
     } else {
-        (problem.seqlen_q, problem.heads_q)
+        (problem.lengths.max_q(), problem.heads_q)
     };
     let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(traits.cluster as usize);
-    let all_heads = heads.saturating_mul(problem.batch);
+    let all_heads = heads.saturating_mul(problem.lengths.sequences());
     let score = score_params(problem)?;
     count("query rows of a head", rows)?;
     let order = sections(traits, problem, (arch, sms), all_heads, m_blocks);
@@ -233,8 +235,8 @@ fn sections(
         TileOrder::Natural => return Sections { heads: all_heads, sections: 0 },
         TileOrder::LongestFirst => {}
     }
-    let row = (problem.head_dim + problem.head_dim_v) * problem.dtype.bytes();
-    let head_bytes = (problem.seqlen_k as u64).saturating_mul(row as u64);
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes();
+    let head_bytes = (problem.lengths.max_k() as u64).saturating_mul(row as u64);
     let group = if traits.packs_gqa { 1 } else { problem.group_size() };
     let slots = sms as usize * traits.blocks_per_sm as usize;
     // A twelfth of the L2 measured best on an H100 (NB-008): each half of the L2 keeps a copy of what its SMs

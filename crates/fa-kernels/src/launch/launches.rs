@@ -236,16 +236,16 @@ pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
 /// The lengths, counts and window of `problem`.
 pub(crate) fn shape_params(problem: &Problem) -> Result<ShapeParams, Error> {
     Ok(ShapeParams {
-        batch: count("batch", problem.batch)?,
+        batch: count("batch", problem.lengths.sequences())?,
         heads_q: count("heads_q", problem.heads_q)?,
         heads_kv: count("heads_kv", problem.heads_kv)?,
         group_size: count("heads_q / heads_kv", problem.group_size())?,
-        seqlen_q: count("seqlen_q", problem.seqlen_q)?,
-        seqlen_k: count("seqlen_k", problem.seqlen_k)?,
+        seqlen_q: count("seqlen_q", problem.lengths.max_q())?,
+        seqlen_k: count("seqlen_k", problem.lengths.max_k())?,
         head_dim: count("head_dim", problem.head_dim)?,
         head_dim_v: count("head_dim_v", problem.head_dim_v)?,
-        window_left: side(problem.mask.left, problem.seqlen_k),
-        window_right: side(problem.mask.right, problem.seqlen_q),
+        window_left: side(problem.mask.left, problem.lengths.max_k()),
+        window_right: side(problem.mask.right, problem.lengths.max_q()),
     })
 }
 
@@ -272,7 +272,7 @@ pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
         return Err(Error::Scale { scale });
     }
     let params = ScoreParams { scale: scale as f32, scale_log2: scale_log2 as f32, ..ScoreParams::default() };
-    let Some(softcap) = problem.softcap else { return Ok(params) };
+    let Some(softcap) = problem.score.softcap else { return Ok(params) };
     if softcap > MAX_SOFTCAP || !usable(softcap) || !usable(2.0 * scale_log2 / softcap) {
         return Err(Error::Softcap { softcap, scale, limit: MAX_SOFTCAP });
     }
@@ -288,7 +288,7 @@ pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Mask, ScoreMod};
 
     use super::*;
 
@@ -296,7 +296,7 @@ mod tests {
     fn scales_and_soft_caps_that_spoil_scores_are_refused() {
         let check = |softmax_scale, softcap| {
             let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
-            score_params(&Problem { softmax_scale, softcap, ..problem })
+            score_params(&Problem { softmax_scale, score: ScoreMod { softcap }, ..problem })
         };
         assert_eq!(check(None, None).unwrap().scale, 0.125);
         for softcap in [1e-3, 30.0, MAX_SOFTCAP] {

@@ -91,10 +91,10 @@ impl<'a> Buffer<'a> {
 /// # Errors
 /// [`Error::Mismatch`].
 pub(crate) fn check_element<T: Element>(problem: &Problem) -> Result<(), Error> {
-    if T::DTYPE == problem.dtype {
+    if T::DTYPE == problem.types.qkv {
         return Ok(());
     }
-    let (kernel, problem) = (problem.dtype.to_string(), T::DTYPE.to_string());
+    let (kernel, problem) = (problem.types.qkv.to_string(), T::DTYPE.to_string());
     Err(Error::Mismatch { what: "dtype", kernel, problem })
 }
 

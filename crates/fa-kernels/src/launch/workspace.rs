@@ -77,10 +77,20 @@ impl Workspace {
         deterministic: bool,
         splits: usize,
     ) -> Option<Workspace> {
-        let m_blocks = problem.seqlen_q.div_ceil(tile_m);
-        let n_blocks = problem.seqlen_k.div_ceil(tile_n);
-        let rows = problem.batch.checked_mul(problem.heads_q)?.checked_mul(m_blocks)?.checked_mul(tile_m)?;
-        let keys = problem.batch.checked_mul(problem.heads_kv)?.checked_mul(n_blocks)?.checked_mul(tile_n)?;
+        let m_blocks = problem.lengths.max_q().div_ceil(tile_m);
+        let n_blocks = problem.lengths.max_k().div_ceil(tile_n);
+        let rows = problem
+            .lengths
+            .sequences()
+            .checked_mul(problem.heads_q)?
+            .checked_mul(m_blocks)?
+            .checked_mul(tile_m)?;
+        let keys = problem
+            .lengths
+            .sequences()
+            .checked_mul(problem.heads_kv)?
+            .checked_mul(n_blocks)?
+            .checked_mul(tile_n)?;
         let mut end = 0usize;
         // Of 4-byte elements.
         let mut part = |elements: usize| -> Option<Part> {

@@ -8,8 +8,7 @@ use fa_core::Arch;
 use fa_kernels::ship::Row;
 use fa_kernels::specs::ShippedFile;
 use fa_kernels::{Compiler, Headers, Source, smem_bytes};
-use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::account;
+use fa_planner::account::{Occupancy, account};
 use serde::{Deserialize, Serialize};
 
 /// The list's file in the workspace.

@@ -1,7 +1,9 @@
 //! What passes launch, as data.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, Problem, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout};
+use fa_core::{
+    Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
+};
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawTensor, smem_bytes};
 
@@ -92,7 +94,16 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
 #[test]
 fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     let spec = backward_spec(false);
-    let launches = Launches::of(&spec, &Problem { batch: 1, ..problem() }, Arch::Sm90, SMS).unwrap();
+    let launches = Launches::of(
+        &spec,
+        &Problem {
+            lengths: Lengths::uniform(1, problem().lengths.max_q(), problem().lengths.max_k()),
+            ..problem()
+        },
+        Arch::Sm90,
+        SMS,
+    )
+    .unwrap();
     let (m_tiles, n_tiles) = (8 * 1000u32.div_ceil(64), 2 * 1000u32.div_ceil(128));
     let tensors = tensors(&launches);
     let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40) };
@@ -120,7 +131,11 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
 
 #[test]
 fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
-    let none = Problem { seqlen_q: 0, mask: Mask::FULL, ..problem() };
+    let none = Problem {
+        lengths: Lengths::uniform(problem().lengths.sequences(), 0, problem().lengths.max_k()),
+        mask: Mask::FULL,
+        ..problem()
+    };
     let spec = KernelSpec { mask: fa_core::MaskKind::Full, ..backward_spec(true) };
     let launches = Launches::of(&spec, &none, Arch::Sm90, SMS).unwrap();
     let counter = launches.workspace.tile_counter.expect("tiles are drawn");
@@ -137,7 +152,16 @@ fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
 #[test]
 fn nothing_to_compute_is_nothing_to_launch() {
     for spec in [sm80_spec(), sm90_spec()] {
-        let launches = Launches::of(&spec, &Problem { batch: 0, ..problem() }, Arch::Sm90, SMS).unwrap();
+        let launches = Launches::of(
+            &spec,
+            &Problem {
+                lengths: Lengths::uniform(0, problem().lengths.max_q(), problem().lengths.max_k()),
+                ..problem()
+            },
+            Arch::Sm90,
+            SMS,
+        )
+        .unwrap();
         assert_eq!((launches.steps.len(), launches.maps(&empty()).len()), (0, 0));
     }
 }

@@ -12,7 +12,7 @@ mod toolchain;
 
 use std::process::Command;
 
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
 use fa_kernels::{Compiler, CompilerKind, Source};
 
 /// NVRTC, or a failure that says how to get it.
@@ -36,11 +36,11 @@ fn small_source(salt: u32) -> Source {
 
 fn sm80_spec() -> KernelSpec {
     KernelSpec {
-        dtype: Dtype::Bf16,
+        types: Types::same(Dtype::Bf16),
         head_dim: 64,
         head_dim_v: 64,
         mask: MaskKind::Causal,
-        softcap: false,
+        score: ScoreKind::NONE,
         kernel: Kernel::Sm80Fwd(Sm80Fwd::default()),
     }
 }

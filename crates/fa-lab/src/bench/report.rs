@@ -34,7 +34,7 @@ pub struct Report {
     pub summary: Vec<Summary>,
 }
 
-/// Who ran beside ours.
+/// The other libraries of the run.
 #[derive(Debug, Serialize)]
 pub struct PeersRecord {
     /// torch's version.

@@ -25,8 +25,8 @@ fn doing(doing: &'static str) -> impl Fn(DriverError) -> Error {
     move |source| Error::Driver { doing, source }
 }
 
-/// Milliseconds of `count` calls of `work`, each between two events on `stream`, after `lead` calls that do not count. All are
-/// enqueued before the first time is read, so that the host stays ahead of the GPU.
+/// Milliseconds of `count` calls of `work`, each between two events on `stream`, after `lead` calls that do
+/// not count. All are enqueued before the first time is read, so that the host stays ahead of the GPU.
 ///
 /// # Errors
 /// [`Error::Driver`], and what `work` reports.
@@ -54,7 +54,8 @@ pub fn time_each(
     events.iter().map(elapsed).collect()
 }
 
-/// Milliseconds of one of the launches that `run` makes (it is told how many), one figure per sample, ascending.
+/// Milliseconds of one of the launches that `run` makes (its argument says how many), one figure per sample,
+/// ascending.
 ///
 /// # Errors
 /// [`Error::Driver`], and what `run` reports.

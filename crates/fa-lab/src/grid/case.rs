@@ -52,26 +52,27 @@ pub enum Arrangement {
     SharedHeads,
     /// One K and V row for all positions (seq stride 0).
     SharedRows,
-    /// Batch entries more than 2^31 elements apart, in every tensor.
+    /// Batch entries more than 2^31 elements from each other, in every tensor.
     FarBatch,
-    /// Keys and values 2^25 + 8 elements apart, so that offsets within a head exceed 2^31.
+    /// Keys and values at a stride of 2^25 + 8 elements, so that offsets within a head exceed 2^31.
     FarKeys,
 }
 
-/// What Q, K and V hold. Where maxima are tracked, guessed or left behind, the course of scores along the keys matters.
+/// What Q, K and V hold. Where maxima are tracked, guessed or left behind, the course of scores along the
+/// keys matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
     /// Independent, of unit variance.
     Normal,
-    /// Keys grow along the sequence: each step of a walk from the front finds a new maximum.
+    /// Keys grow along the sequence: each step from the front finds a new maximum.
     Rising,
-    /// Keys shrink along the sequence: the same for a walk from the back.
+    /// Keys shrink along the sequence: the same for a loop from the back.
     Falling,
     /// Every 97th key is 30 times as large.
     Spikes,
-    /// All keys are 0: every weight is the same.
+    /// All keys are 0: every probability is the same.
     Equal,
-    /// Queries and keys are 8 times as large: nearly all weight is on one key.
+    /// Queries and keys are 8 times as large: nearly all probability is on one key.
     Sharp,
 }
 
@@ -86,7 +87,7 @@ pub enum Action {
     Graph,
     /// A run on a stream of the caller's.
     OwnStream,
-    /// Two threads at once, each with a stream, tensors and many runs of its own.
+    /// Two threads at once, each with a stream, tensors and many runs.
     Threads,
     /// Timed runs, whose outputs are not compared.
     Measure,
@@ -138,20 +139,21 @@ impl Case {
         name
     }
 
-    /// The problem and where its tensors lie; cases of one such name share their inputs and the oracle's results.
+    /// The problem and where its tensors lie; cases of one such name share their inputs and the oracle's
+    /// results.
     pub fn problem_name(&self) -> String {
         let p = &self.problem;
         let mut name = format!(
             "b{} {}x{} h{} hd{} {} {}",
-            p.batch,
-            p.seqlen_q,
-            p.seqlen_k,
+            p.lengths.sequences(),
+            p.lengths.max_q(),
+            p.lengths.max_k(),
             pair(p.heads_q, p.heads_kv, ':'),
             head_dims(p),
             p.mask,
-            p.dtype
+            p.types.qkv
         );
-        if let Some(cap) = p.softcap {
+        if let Some(cap) = p.score.softcap {
             name += &format!(" cap {cap}");
         }
         if let Some(scale) = p.softmax_scale {
@@ -207,7 +209,8 @@ impl Case {
     /// The inputs.
     pub fn inputs<T: Half>(&self) -> Inputs<T> {
         let mut inputs = Inputs::<T>::placed(&self.problem, self.placements(), self.seed());
-        let Problem { seqlen_k, heads_kv, head_dim, .. } = self.problem;
+        let Problem { heads_kv, head_dim, .. } = self.problem;
+        let seqlen_k = self.problem.lengths.max_k();
         let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
             for (row, values) in inputs.values[tensor].chunks_mut(head_dim).enumerate() {
                 let factor = factor(row);
@@ -231,7 +234,7 @@ impl Case {
     /// Bytes of device memory that the tensors take.
     pub fn device_bytes(&self) -> u64 {
         let elements: u64 = self.placements().iter().map(|placement| placement.span() as u64).sum();
-        let tensors = elements * self.problem.dtype.bytes() as u64;
+        let tensors = elements * self.problem.types.qkv.bytes() as u64;
         if !self.pass.is_backward() {
             return tensors;
         }

@@ -2,14 +2,15 @@
 
 use std::collections::HashSet;
 
-use fa_core::{Dtype, Mask, Pass, Problem};
+use fa_core::{Dtype, Lengths, Mask, Pass, Problem, Types};
 
 use super::case::{Action, BASE, Case, Extent, MASKS, case};
 use super::library::library;
 
-/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where they are long
-/// and fewer columns where they are longest, for a head's gradients take the oracle seconds there. What is repeated is deterministic,
-/// and so are two of seven others: of no list here do mask, head dims, heads or lengths repeat after seven.
+/// The cases of gradients by the library's own choice of kernel: those of the forward, with fewer heads where
+/// they are long and fewer columns where they are longest, for a head's gradients take the oracle seconds
+/// there. What is repeated is deterministic, and so are two of seven others: of no list here do mask, head
+/// dims, heads or lengths repeat after seven.
 pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     const LONG: usize = 1 << 19;
     const LONGEST: usize = 1 << 22;
@@ -20,29 +21,45 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
         .enumerate()
         .map(|(index, mut case)| {
             let p = &mut case.problem;
-            if p.seqlen_k >= LONGEST {
-                (p.seqlen_q, p.head_dim, p.head_dim_v) = (2, 8, 8);
-            } else if p.seqlen_q * p.seqlen_k > LONG {
+            let (batch, seqlen_q, seqlen_k) = (p.lengths.sequences(), p.lengths.max_q(), p.lengths.max_k());
+            if seqlen_k >= LONGEST {
+                p.lengths = Lengths::uniform(batch, 2, seqlen_k);
+                (p.head_dim, p.head_dim_v) = (8, 8);
+            } else if seqlen_q * seqlen_k > LONG {
                 (p.heads_q, p.heads_kv) = if p.heads_q == p.heads_kv { (2, 2) } else { (4, 2) };
-                p.batch = p.batch.min(1);
+                p.lengths = Lengths::uniform(batch.min(1), seqlen_q, seqlen_k);
             }
             Case { pass: pass(2 * index % 7 < 2), ..case }
         })
         .collect();
-    let one = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
+    let one = Problem {
+        lengths: Lengths::uniform(1, BASE.lengths.max_q(), BASE.lengths.max_k()),
+        heads_q: 2,
+        heads_kv: 1,
+        ..BASE
+    };
     let mut repeated = Vec::new();
     for (seqlen_q, seqlen_k) in [(4224, 4224), (2000, 4000)] {
-        repeated.extend(MASKS.map(|mask| Problem { seqlen_q, seqlen_k, mask, ..one }));
+        repeated.extend(MASKS.map(|mask| Problem {
+            lengths: Lengths::uniform(one.lengths.sequences(), seqlen_q, seqlen_k),
+            mask,
+            ..one
+        }));
     }
     // Other head dims have other ways to add to dQ.
-    let ragged = Problem { seqlen_q: 1111, seqlen_k: 1111, ..one };
+    let ragged = Problem { lengths: Lengths::uniform(one.lengths.sequences(), 1111, 1111), ..one };
     repeated.push(Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged });
-    repeated.push(Problem { head_dim: 256, head_dim_v: 256, dtype: Dtype::F16, ..ragged });
+    repeated.push(Problem { head_dim: 256, head_dim_v: 256, types: Types::same(Dtype::F16), ..ragged });
     cases.extend(repeated.into_iter().map(|problem| {
         let action = Action::Repeat(repeat);
         Case { action, pass: pass(true), ..case("repeat", problem) }
     }));
-    let ragged = Problem { seqlen_q: 555, seqlen_k: 777, heads_q: 6, heads_kv: 3, ..BASE };
+    let ragged = Problem {
+        lengths: Lengths::uniform(BASE.lengths.sequences(), 555, 777),
+        heads_q: 6,
+        heads_kv: 3,
+        ..BASE
+    };
     for problem in [ragged, Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged }] {
         for action in [Action::Graph, Action::OwnStream, Action::Threads] {
             for deterministic in [false, true] {
@@ -53,14 +70,14 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     if extent == Extent::Full {
         // More than 2^31 numbers in dQ's accumulators, whose rows are as wide as the tile.
         let (head_dim, head_dim_v) = (40, 8);
-        let wide = Problem { batch: 520, seqlen_q: 1 << 14, seqlen_k: 64, head_dim, head_dim_v, ..BASE };
+        let wide = Problem { lengths: Lengths::uniform(520, 1 << 14, 64), head_dim, head_dim_v, ..BASE };
         let problem = Problem { mask: Mask::FULL, ..wide };
         cases.push(Case { pass: pass(false), ..case("sizes", problem) });
     }
     // Many query heads on one K/V head and few tiles of keys: heads are split over blocks.
     for (heads_q, heads_kv) in [(16, 1), (64, 2)] {
         for mask in MASKS {
-            let problem = Problem { heads_q, heads_kv, batch: 1, seqlen_q: 500, seqlen_k: 300, mask, ..BASE };
+            let problem = Problem { heads_q, heads_kv, lengths: Lengths::uniform(1, 500, 300), mask, ..BASE };
             cases.push(Case { pass: pass(false), ..case("head splits", problem) });
         }
     }
@@ -84,8 +101,10 @@ mod tests {
             let of = |f: &dyn Fn(&Case) -> bool| cases.iter().any(|case| case.pass == pass && f(case));
             for mask in MASKS {
                 for (q, k) in SHAPES {
-                    let found =
-                        of(&|c| c.problem.mask == mask && (c.problem.seqlen_q, c.problem.seqlen_k) == (q, k));
+                    let found = of(&|c| {
+                        c.problem.mask == mask
+                            && (c.problem.lengths.max_q(), c.problem.lengths.max_k()) == (q, k)
+                    });
                     assert!(found, "{q}x{k} {mask} {pass:?}");
                 }
                 for (d, dv) in HEAD_DIMS {
@@ -105,7 +124,7 @@ mod tests {
                 assert!(found, "{d}-{dv} {pass:?}");
             }
             for batch in BATCHES {
-                assert!(of(&|c| c.problem.batch == batch), "batch {batch} {pass:?}");
+                assert!(of(&|c| c.problem.lengths.sequences() == batch), "batch {batch} {pass:?}");
             }
             for group in ["windows", "softcap", "scale", "values", "strides", "empty", "sizes", "launch"] {
                 assert!(of(&|c| c.group == group), "{group} {pass:?}");
@@ -116,7 +135,7 @@ mod tests {
             ("far batch", cases.iter().any(|c| c.arrangement == Arrangement::FarBatch)),
             ("far keys", cases.iter().any(|c| c.arrangement == Arrangement::FarKeys)),
             ("accumulators", cases.iter().any(|c| c.problem.rows() * 64.0 > f64::from(1u32 << 31))),
-            ("keys", cases.iter().any(|c| c.problem.seqlen_k == 4 << 20)),
+            ("keys", cases.iter().any(|c| c.problem.lengths.max_k() == 4 << 20)),
         ] {
             assert!(found, "{what}");
         }

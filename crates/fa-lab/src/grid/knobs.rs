@@ -1,8 +1,9 @@
-//! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses it.
+//! Kernels that differ in one field each: every switch must be right alone, whether or not the planner uses
+//! it.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Sm80Fwd, Sm90Fwd};
-use fa_planner::plan::account;
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
+use fa_planner::account::account;
 
 use super::case::NamedSpec;
 
@@ -16,7 +17,14 @@ pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
 }
 
 fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
-    KernelSpec { dtype: Dtype::Bf16, head_dim, head_dim_v: head_dim, mask, softcap: false, kernel }
+    KernelSpec {
+        types: Types::same(Dtype::Bf16),
+        head_dim,
+        head_dim_v: head_dim,
+        mask,
+        score: ScoreKind::NONE,
+        kernel,
+    }
 }
 
 fn sm90() -> Vec<NamedSpec> {
@@ -58,7 +66,8 @@ fn sm90() -> Vec<NamedSpec> {
         .into_iter()
         .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm90Fwd(kernel)) })
         .collect();
-    // Clusters walk the same keys side by side, so they are for the full mask and tiles that are not drawn.
+    // The CTAs of a cluster read the same keys at the same time, so they are for the full mask and tiles that
+    // are not drawn.
     for scheduler in [Scheduler::PerTile, Scheduler::Static] {
         let kernel = Sm90Fwd { cluster_m: 2, scheduler, ..base.clone() };
         let name = format!("cluster_m 2 {scheduler:?}").to_lowercase();

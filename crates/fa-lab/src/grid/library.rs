@@ -1,6 +1,6 @@
 //! The cases of the forward: by the library's own choice of kernel, and by a kernel that is named.
 
-use fa_core::{Dtype, Mask, Problem};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
 use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, NamedSpec, Values, case};
@@ -35,15 +35,13 @@ fn shapes_and_dims(full: bool) -> Vec<Case> {
                 let (heads_q, heads_kv) = HEADS[turn / 2 % 5];
                 let batch = if seqlen_q.max(seqlen_k) >= 1023 { 1 } else { BATCHES[turn / 3 % 3] };
                 let problem = Problem {
-                    batch,
-                    seqlen_q,
-                    seqlen_k,
+                    lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
                     heads_q,
                     heads_kv,
                     head_dim,
                     head_dim_v,
                     mask,
-                    dtype: DTYPES[turn / 5 % 2],
+                    types: Types::same(DTYPES[turn / 5 % 2]),
                     ..BASE
                 };
                 cases.push(case("shapes", problem));
@@ -61,7 +59,14 @@ fn padded(full: bool) -> Vec<Case> {
             let lengths = if full { &lengths[..] } else { &lengths[index % 2..=index % 2] };
             for &(seqlen_q, seqlen_k) in lengths {
                 let dtype = DTYPES[(index + turn) % 2];
-                let problem = Problem { seqlen_q, seqlen_k, head_dim, head_dim_v, mask, dtype, ..BASE };
+                let problem = Problem {
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
+                    head_dim,
+                    head_dim_v,
+                    mask,
+                    types: Types::same(dtype),
+                    ..BASE
+                };
                 cases.push(case("padded", problem));
             }
         }
@@ -75,7 +80,14 @@ fn heads() -> Vec<Case> {
         for mask in MASKS {
             for (turn, (seqlen_q, seqlen_k)) in [(113, 203), (1, 300), (20, 500)].into_iter().enumerate() {
                 let dtype = DTYPES[turn % 2];
-                let problem = Problem { heads_q, heads_kv, seqlen_q, seqlen_k, mask, dtype, ..BASE };
+                let problem = Problem {
+                    heads_q,
+                    heads_kv,
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
+                    mask,
+                    types: Types::same(dtype),
+                    ..BASE
+                };
                 cases.push(case("heads", problem));
             }
         }
@@ -103,7 +115,13 @@ fn windows(full: bool) -> Vec<Case> {
             }
             let (head_dim, head_dim_v) =
                 [(128, 128), (64, 64), (192, 128), (256, 256)][(index + turn) / 2 % 4];
-            let problem = Problem { seqlen_q, seqlen_k, mask, head_dim, head_dim_v, ..BASE };
+            let problem = Problem {
+                lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
+                mask,
+                head_dim,
+                head_dim_v,
+                ..BASE
+            };
             cases.push(case("windows", problem));
         }
     }
@@ -115,14 +133,19 @@ fn scores() -> Vec<Case> {
     let mut cases = Vec::new();
     for (turn, mask) in [Mask::CAUSAL, Mask::FULL, Mask::window(70, 9)].into_iter().enumerate() {
         let dtype = DTYPES[turn % 2];
-        let problem = Problem { seqlen_q: 200, seqlen_k: 333, mask, dtype, ..BASE };
+        let problem = Problem {
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 200, 333),
+            mask,
+            types: Types::same(dtype),
+            ..BASE
+        };
         for cap in [1.0, 5.0, 50.0] {
-            cases.push(case("softcap", Problem { softcap: Some(cap), ..problem }));
+            cases.push(case("softcap", Problem { score: ScoreMod::softcap(cap), ..problem }));
         }
         for scale in [1e-6, 0.3, 1.0, 4.0] {
             cases.push(case("scale", Problem { softmax_scale: Some(scale), ..problem }));
         }
-        let both = Problem { softmax_scale: Some(1.0), softcap: Some(3.0), ..problem };
+        let both = Problem { softmax_scale: Some(1.0), score: ScoreMod::softcap(3.0), ..problem };
         cases.push(case("softcap", Problem { head_dim: 64, head_dim_v: 64, ..both }));
     }
     cases
@@ -136,14 +159,13 @@ fn values() -> Vec<Case> {
             for (head_dim, head_dim_v) in [(64, 64), (128, 128), (256, 256)] {
                 let dtype = DTYPES[turn % 2];
                 let problem = Problem {
-                    seqlen_q: 700,
-                    seqlen_k: 900,
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), 700, 900),
                     heads_q: 2,
                     heads_kv: 2,
                     head_dim,
                     head_dim_v,
                     mask,
-                    dtype,
+                    types: Types::same(dtype),
                     ..BASE
                 };
                 cases.push(Case { values, ..case("values", problem) });
@@ -164,12 +186,27 @@ fn arrangements(full: bool) -> Vec<Case> {
         Arrangement::SharedRows,
     ];
     let mut problems = vec![
-        Problem { seqlen_q: 113, seqlen_k: 203, heads_q: 6, heads_kv: 3, ..BASE },
-        Problem { head_dim: 72, head_dim_v: 40, mask: Mask::FULL, dtype: Dtype::F16, ..BASE },
+        Problem {
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 113, 203),
+            heads_q: 6,
+            heads_kv: 3,
+            ..BASE
+        },
+        Problem { head_dim: 72, head_dim_v: 40, mask: Mask::FULL, types: Types::same(Dtype::F16), ..BASE },
     ];
     if full {
-        problems.push(Problem { head_dim: 256, head_dim_v: 256, seqlen_q: 300, ..BASE });
-        problems.push(Problem { head_dim: 192, seqlen_k: 999, mask: Mask::window(100, 3), ..BASE });
+        problems.push(Problem {
+            head_dim: 256,
+            head_dim_v: 256,
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 300, BASE.lengths.max_k()),
+            ..BASE
+        });
+        problems.push(Problem {
+            head_dim: 192,
+            lengths: Lengths::uniform(BASE.lengths.sequences(), BASE.lengths.max_q(), 999),
+            mask: Mask::window(100, 3),
+            ..BASE
+        });
     }
     let mut cases = Vec::new();
     for problem in problems {
@@ -185,15 +222,24 @@ fn empties() -> Vec<Case> {
         let problem = Problem { mask, ..BASE };
         cases.extend(
             [
-                Problem { seqlen_k: 0, ..problem },
-                Problem { seqlen_q: 0, ..problem },
-                Problem { batch: 0, ..problem },
-                Problem { seqlen_q: 0, seqlen_k: 0, ..problem },
-                Problem { seqlen_q: 1, seqlen_k: 1, batch: 1, heads_q: 1, heads_kv: 1, ..problem },
+                Problem {
+                    lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), 0),
+                    ..problem
+                },
+                Problem {
+                    lengths: Lengths::uniform(problem.lengths.sequences(), 0, problem.lengths.max_k()),
+                    ..problem
+                },
+                Problem {
+                    lengths: Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k()),
+                    ..problem
+                },
+                Problem { lengths: Lengths::uniform(problem.lengths.sequences(), 0, 0), ..problem },
+                Problem { lengths: Lengths::uniform(1, 1, 1), heads_q: 1, heads_kv: 1, ..problem },
                 // Whole tiles of queries without a key.
-                Problem { seqlen_q: 1000, seqlen_k: 5, ..problem },
+                Problem { lengths: Lengths::uniform(problem.lengths.sequences(), 1000, 5), ..problem },
                 // Many more tiles than blocks, nearly all of them empty: a pipeline's phase must not flip in them.
-                Problem { batch: 9, seqlen_q: 3000, seqlen_k: 40, heads_q: 6, heads_kv: 3, ..problem },
+                Problem { lengths: Lengths::uniform(9, 3000, 40), heads_q: 6, heads_kv: 3, ..problem },
             ]
             .map(|problem| case("empty", problem)),
         );
@@ -203,21 +249,35 @@ fn empties() -> Vec<Case> {
 
 /// Counts and offsets beyond what 16 and 32 bits hold.
 fn sizes(full: bool) -> Vec<Case> {
-    let small = Problem { batch: 8300, seqlen_q: 17, seqlen_k: 33, heads_q: 2, heads_kv: 2, ..BASE };
+    let small = Problem { lengths: Lengths::uniform(8300, 17, 33), heads_q: 2, heads_kv: 2, ..BASE };
     let mut cases = vec![
         case("sizes", Problem { head_dim: 64, head_dim_v: 64, ..small }),
         case(
             "sizes",
-            Problem { batch: 1, heads_q: 3000, heads_kv: 1000, seqlen_q: 65, seqlen_k: 65, ..BASE },
+            Problem { lengths: Lengths::uniform(1, 65, 65), heads_q: 3000, heads_kv: 1000, ..BASE },
         ),
-        Case { arrangement: Arrangement::FarBatch, ..case("sizes", Problem { seqlen_q: 200, ..BASE }) },
+        Case {
+            arrangement: Arrangement::FarBatch,
+            ..case(
+                "sizes",
+                Problem {
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), 200, BASE.lengths.max_k()),
+                    ..BASE
+                },
+            )
+        },
     ];
     if full {
-        let far = Problem { seqlen_k: 128, heads_q: 2, heads_kv: 2, batch: 1, ..BASE };
+        let far = Problem {
+            lengths: Lengths::uniform(1, BASE.lengths.max_q(), 128),
+            heads_q: 2,
+            heads_kv: 2,
+            ..BASE
+        };
         cases.push(Case { arrangement: Arrangement::FarKeys, ..case("sizes", far) });
         let narrow = Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..BASE };
         cases.push(Case { arrangement: Arrangement::FarBatch, ..case("sizes", narrow) });
-        let long = Problem { batch: 1, seqlen_q: 16, seqlen_k: 4 << 20, heads_q: 1, heads_kv: 1, ..narrow };
+        let long = Problem { lengths: Lengths::uniform(1, 16, 4 << 20), heads_q: 1, heads_kv: 1, ..narrow };
         cases.push(case("sizes", long));
         cases.push(case("sizes", Problem { mask: Mask::CAUSAL, ..long }));
     }
@@ -226,11 +286,11 @@ fn sizes(full: bool) -> Vec<Case> {
 
 fn actions(repeat: usize) -> Vec<Case> {
     let mut cases = Vec::new();
-    let ragged = Problem { seqlen_q: 1111, seqlen_k: 1111, ..BASE };
+    let ragged = Problem { lengths: Lengths::uniform(BASE.lengths.sequences(), 1111, 1111), ..BASE };
     for problem in [
         ragged,
         Problem { mask: Mask::FULL, head_dim: 64, head_dim_v: 64, ..ragged },
-        Problem { head_dim: 256, head_dim_v: 256, dtype: Dtype::F16, ..ragged },
+        Problem { head_dim: 256, head_dim_v: 256, types: Types::same(Dtype::F16), ..ragged },
     ] {
         cases.push(Case { action: Action::Repeat(repeat), ..case("repeat", problem) });
         for action in [Action::Graph, Action::OwnStream, Action::Threads] {
@@ -259,15 +319,14 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
             let narrow = if turn % 3 == 2 { 8 } else { 0 };
             let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
             let problem = Problem {
-                seqlen_q,
-                seqlen_k,
+                lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
                 heads_q,
                 heads_kv,
                 head_dim: spec.head_dim as usize - narrow,
                 head_dim_v: spec.head_dim_v as usize - narrow,
                 mask,
-                dtype: spec.dtype,
-                softcap: spec.softcap.then_some(7.0),
+                types: Types::same(spec.types.qkv),
+                score: ScoreMod { softcap: spec.score.softcap.then_some(7.0) },
                 ..BASE
             };
             let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];
@@ -278,7 +337,7 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
             }
         }
     }
-    let steep = cases.iter().max_by_key(|case| case.problem.seqlen_k.min(1024)).cloned();
+    let steep = cases.iter().max_by_key(|case| case.problem.lengths.max_k().min(1024)).cloned();
     cases.extend(
         steep
             .into_iter()
@@ -314,10 +373,10 @@ mod tests {
         for cases in [library(Extent::Full, 10), gradients(Extent::Full, 10)] {
             for dtype in DTYPES {
                 let of = |f: &dyn Fn(&Problem) -> bool| {
-                    cases.iter().any(|case| case.problem.dtype == dtype && f(&case.problem))
+                    cases.iter().any(|case| case.problem.types.qkv == dtype && f(&case.problem))
                 };
                 for (q, k) in SHAPES {
-                    assert!(of(&|p| (p.seqlen_q, p.seqlen_k) == (q, k)), "{q}x{k} {dtype}");
+                    assert!(of(&|p| (p.lengths.max_q(), p.lengths.max_k()) == (q, k)), "{q}x{k} {dtype}");
                 }
                 for (d, dv) in HEAD_DIMS.into_iter().chain(PADDED_HEAD_DIMS) {
                     assert!(of(&|p| (p.head_dim, p.head_dim_v) == (d, dv)), "{d}-{dv} {dtype}");

@@ -1,12 +1,13 @@
 //! Random problems, the same for the same seed.
 
-use fa_core::{Dtype, Family, Mask, Pass, Problem};
+use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_planner::plan::head_dims;
 
 use super::case::{self, Action, Arrangement, Case, Values};
 use crate::random::Random;
 
-/// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one deterministic.
+/// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one
+/// deterministic.
 pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     let mut case = case(seed, turn, family);
     let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
@@ -18,7 +19,7 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
 /// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
 pub fn case(seed: u64, turn: u64, family: Family) -> Case {
     let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9) ^ turn);
-    // The first few bits of neighbouring seeds are far apart already, but not independent of the turn.
+    // The first few bits of neighbouring seeds differ already, but not independent of the turn.
     random.bits();
     let most = *head_dims(family).last().expect("a family has head dims") as usize;
     let common = [64, 96, 128, 192, 256];
@@ -58,16 +59,14 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
         Arrangement::SharedHeads,
     ]);
     let problem = Problem {
-        batch: random.of(&[1, 1, 2, 3, 9]),
-        seqlen_q,
-        seqlen_k,
+        lengths: Lengths::uniform(random.of(&[1, 1, 2, 3, 9]), seqlen_q, seqlen_k),
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v,
         mask,
-        dtype: random.of(&[Dtype::Bf16, Dtype::F16]),
-        softcap,
+        types: Types::same(random.of(&[Dtype::Bf16, Dtype::F16])),
+        score: ScoreMod { softcap },
         softmax_scale,
     };
     let values = match arrangement {
@@ -94,7 +93,7 @@ mod tests {
         assert!(names.len() > 490, "{}", names.len());
         assert_ne!(case(2, 0, Family::Sm90).name(), cases[0].name());
         assert!(cases.iter().any(|case| case.problem.mask.left.is_some()));
-        assert!(cases.iter().any(|case| case.problem.seqlen_k == 0));
+        assert!(cases.iter().any(|case| case.problem.lengths.max_k() == 0));
     }
 
     #[test]
@@ -106,7 +105,7 @@ mod tests {
                     let p = &case.problem;
                     case.pass == Pass::Backward { deterministic }
                         && (p.group_size(), p.heads_kv) == (group, heads_kv)
-                        && (p.seqlen_q != p.seqlen_k)
+                        && (p.lengths.max_q() != p.lengths.max_k())
                 });
                 assert!(found, "{group} on {heads_kv}, {deterministic}");
             }

@@ -1,19 +1,18 @@
-//! What a result should be, and whether it is: the f64 oracle and its low-precision twin on all rows, or, where that
-//! would take long, on rows chosen from everywhere.
-
-use std::ops::Range;
+//! What a result should be, and whether it is: the f64 oracle and its low-precision twin on all rows, or,
+//! where that would take long, on rows chosen from everywhere.
 
 use fa_attn::device::{DeviceOutput, Half};
-use fa_core::{Mask, Problem, Strides};
+use fa_core::Problem;
+use fa_cpu::CpuError;
 use fa_cpu::compare::{self, Comparison, Verdict};
-use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
+use super::rows::{Rows, expected};
 use crate::random::Random;
 use crate::tensors::Inputs;
 
-/// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most, by and large.
+/// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most,
+/// roughly.
 const BUDGET: f64 = 3e8;
 
 /// Rows of a block where all rows are computed.
@@ -21,14 +20,6 @@ const BLOCK: usize = 64;
 
 /// Rows of a block where rows are chosen.
 const CHOSEN_BLOCK: usize = 4;
-
-/// Query rows of one head.
-#[derive(Clone, Debug, PartialEq)]
-struct Rows {
-    batch: usize,
-    head: usize,
-    rows: Range<usize>,
-}
 
 /// The expected results of some or all rows.
 pub struct Oracle<T> {
@@ -69,13 +60,14 @@ impl<T: Half> Oracle<T> {
         Ok(oracle)
     }
 
-    /// Compares what a call wrote: the chosen rows by the rule of [`compare`], and of all others that they are written
-    /// and that those without a key are 0 and -inf.
+    /// Compares what a call wrote: the chosen rows by the rule of [`compare`], and of all others that they
+    /// are written and that those without a key are 0 and -inf.
     ///
     /// # Errors
     /// Outputs that do not fit the problem.
     pub fn judge(&self, problem: &Problem, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
-        let Problem { seqlen_q, heads_q, head_dim_v, dtype, .. } = *problem;
+        let Problem { heads_q, head_dim_v, .. } = *problem;
+        let (seqlen_q, dtype) = (problem.lengths.max_q(), problem.types.qkv);
         let mut out = Vec::with_capacity(self.out.len());
         let mut lse = Vec::with_capacity(self.lse.len());
         let mut at = Vec::with_capacity(self.lse.len());
@@ -131,7 +123,8 @@ impl<T: Half> Oracle<T> {
 
 /// The first row that still holds NaN, or sees no key and is not 0 and -inf.
 fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<String> {
-    let Problem { seqlen_q, seqlen_k, heads_q, head_dim_v, mask, .. } = *problem;
+    let Problem { heads_q, head_dim_v, mask, .. } = *problem;
+    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
     let fault = outputs.out.par_chunks(head_dim_v).enumerate().find_map_first(|(index, values)| {
         let (batch, row, head) = (index / heads_q / seqlen_q, index / heads_q % seqlen_q, index % heads_q);
         let lse = outputs.lse[(batch * heads_q + head) * seqlen_q + row];
@@ -147,13 +140,15 @@ fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<St
         };
         Some(format!("batch {batch} row {row} head {head}: {what}"))
     });
-    let written = outputs.lse.len() == problem.batch * heads_q * seqlen_q;
+    let written = outputs.lse.len() == problem.lengths.sequences() * heads_q * seqlen_q;
     fault.or_else(|| (!written).then(|| "LSE has another length than there are rows".to_owned()))
 }
 
-/// All rows if the budget allows, or else the first, the last and random ones of the first, the last and random heads.
+/// All rows if the budget allows, or else the first, the last and random ones of the first, the last and
+/// random heads.
 fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
-    let Problem { batch, seqlen_q, heads_q, .. } = *problem;
+    let Problem { heads_q, .. } = *problem;
+    let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
     if batch == 0 || seqlen_q == 0 {
         return Vec::new();
     }
@@ -182,7 +177,7 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
         }
     }
     let cost = |rows: &Rows| {
-        let keys = |row| problem.mask.keys(row, seqlen_q, problem.seqlen_k).len() as f64;
+        let keys = |row| problem.mask.keys(row, seqlen_q, problem.lengths.max_k()).len() as f64;
         rows.rows.clone().map(keys).sum::<f64>() * 2.0 * (problem.head_dim + problem.head_dim_v) as f64 + 1e4
     };
     let mut spent: f64 = blocks.iter().map(cost).sum();
@@ -197,49 +192,11 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
     blocks
 }
 
-/// The problem of some rows of one head by itself: keys that none of them sees are cut off behind, and the mask is moved so
-/// that the rows keep their positions on the diagonal.
-fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
-    let behind = problem.seqlen_q - rows.end;
-    let (seqlen_k, moved) = match problem.mask.right {
-        None => (problem.seqlen_k, behind),
-        Some(right) => {
-            let end = problem.seqlen_k as i128 - behind as i128 + i128::from(right);
-            let kept = end.clamp(0, problem.seqlen_k as i128) as usize;
-            (kept, (kept as i128 - end + i128::from(right)).max(0) as usize)
-        }
-    };
-    let side = |side: usize| u32::try_from(side).unwrap_or(u32::MAX);
-    let mask = Mask {
-        left: problem.mask.left.map(|left| side(left as usize + moved)),
-        right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
-    };
-    Problem { batch: 1, heads_q: 1, heads_kv: 1, seqlen_q: rows.len(), seqlen_k, mask, ..*problem }
-}
-
-type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
-
-fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expected<T>, CpuError> {
-    let problem = &inputs.problem;
-    let Problem { seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-    let own = part(problem, &block.rows);
-    let head_kv = block.head / problem.group_size();
-    let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
-        let strides = Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
-        let from = first.min(inputs.values[i].len());
-        TensorRef::new(name, &inputs.values[i][from..], shape, strides)
-    };
-    let first_q = ((block.batch * seqlen_q + block.rows.start) * heads_q + block.head) * head_dim;
-    let first_kv = block.batch * seqlen_k * heads_kv + head_kv;
-    let q = view("q", 0, first_q, [1, own.seqlen_q, 1, head_dim], heads_q, head_dim)?;
-    let k = view("k", 1, first_kv * head_dim, [1, own.seqlen_k, 1, head_dim], heads_kv, head_dim)?;
-    let v = view("v", 2, first_kv * head_dim_v, [1, own.seqlen_k, 1, head_dim_v], heads_kv, head_dim_v)?;
-    Ok((reference::forward(&own, &q, &k, &v)?, low_precision::forward(&own, &q, &k, &v)?))
-}
-
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, TensorLayout};
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
+    use fa_cpu::TensorRef;
+    use fa_cpu::reference::low_precision;
     use half::bf16;
 
     use super::*;
@@ -259,25 +216,14 @@ mod tests {
         let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
         masks
             .into_iter()
-            .flat_map(|mask| lengths.map(|(q, k)| Problem { mask, seqlen_q: q, seqlen_k: k, ..BASE }))
+            .flat_map(|mask| {
+                lengths.map(|(q, k)| Problem {
+                    mask,
+                    lengths: Lengths::uniform(BASE.lengths.sequences(), q, k),
+                    ..BASE
+                })
+            })
             .collect()
-    }
-
-    #[test]
-    fn parts_see_what_their_rows_see() {
-        for problem in problems() {
-            for first in 0..problem.seqlen_q {
-                for end in first + 1..=problem.seqlen_q {
-                    let own = part(&problem, &(first..end));
-                    for row in first..end {
-                        let whole = problem.mask.keys(row, problem.seqlen_q, problem.seqlen_k);
-                        let keys = own.mask.keys(row - first, own.seqlen_q, own.seqlen_k);
-                        let same = keys == whole || keys.is_empty() && whole.is_empty();
-                        assert!(same, "{problem:?} rows {first}..{end} row {row}: {keys:?}, not {whole:?}");
-                    }
-                }
-            }
-        }
     }
 
     #[test]
@@ -306,7 +252,11 @@ mod tests {
 
     #[test]
     fn large_problems_are_judged_by_rows_from_everywhere_and_all_must_be_written() {
-        let problem = Problem { seqlen_q: 3000, seqlen_k: 3000, mask: Mask::CAUSAL, ..BASE };
+        let problem = Problem {
+            lengths: Lengths::uniform(BASE.lengths.sequences(), 3000, 3000),
+            mask: Mask::CAUSAL,
+            ..BASE
+        };
         let blocks = choose(&problem, 1e6, 3);
         assert!(blocks.len() < 2 * 2 * 3000 / 8 && blocks.len() > 4);
         assert!(blocks.iter().any(|block| block.rows.start == 0));
@@ -317,7 +267,10 @@ mod tests {
         outputs.out[16 * 77] = bf16::NAN;
         assert!(unwritten(&problem, &outputs).unwrap().contains("row 38 head 1"));
         outputs.out[16 * 77] = bf16::ZERO;
-        let blind = Problem { seqlen_k: 2999, ..problem };
+        let blind = Problem {
+            lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), 2999),
+            ..problem
+        };
         assert!(unwritten(&blind, &outputs).unwrap().contains("row 0 head 0: sees no key"));
     }
 }

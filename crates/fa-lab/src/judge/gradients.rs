@@ -1,5 +1,6 @@
-//! What gradients should be, and whether they are: the f64 oracle and its low-precision twin, a K/V head with all of its query
-//! heads at a time; all of them, or, where that would take long, the first, the last and some between.
+//! What gradients should be, and whether they are: the f64 oracle and its low-precision twin, a K/V head with
+//! all of its query heads at a time; all of them, or, where that would take long, the first, the last and
+//! some between.
 
 use std::sync::OnceLock;
 
@@ -11,10 +12,12 @@ use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 
 use super::forward::Judgement;
+use super::heads::part;
 use crate::random::Random;
 use crate::tensors::Inputs;
 
-/// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most, by and large.
+/// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most,
+/// roughly.
 const BUDGET: f64 = 2e9;
 
 const NAMES: [&str; 3] = ["dQ", "dK", "dV"];
@@ -29,11 +32,6 @@ pub struct GradientOracle<T> {
     /// The worst of all draws, where the first has not been enough.
     worst: OnceLock<[Vec<T>; 3]>,
     noise: [f64; 3],
-}
-
-/// One K/V head with its query heads as a problem of its own.
-fn part(problem: &Problem) -> Problem {
-    Problem { batch: 1, heads_q: problem.group_size(), heads_kv: 1, ..*problem }
 }
 
 /// Heads, sequence and dim of dQ, dK and dV of a part and of the whole.
@@ -101,8 +99,9 @@ impl<T: Half> GradientOracle<T> {
         Ok(self.worst.get_or_init(|| worst))
     }
 
-    /// Compares what a backward wrote: the chosen heads by the rule of [`compare`], and of all others that they are written and
-    /// that queries without a key and keys without a query have the gradient 0. `inputs` and `dout` are those of [`GradientOracle::new`].
+    /// Compares what a backward wrote: the chosen heads by the rule of [`compare`], and of all others that
+    /// they are written and that queries without a key and keys without a query have the gradient 0. `inputs`
+    /// and `dout` are those of [`GradientOracle::new`].
     ///
     /// # Errors
     /// Gradients that do not fit the problem.
@@ -128,7 +127,7 @@ impl<T: Half> GradientOracle<T> {
             }
             let shape = [self.heads.len(), seqlen, heads, dim];
             let compare = |low: &[T]| -> Result<_, CpuError> {
-                let found = compare::compare(shape, problem.dtype, &values, &self.exact[i], Some(low))?;
+                let found = compare::compare(shape, problem.types.qkv, &values, &self.exact[i], Some(low))?;
                 Ok(found.allowing(self.noise[i]))
             };
             let mut found = compare(&self.low[i])?;
@@ -168,7 +167,8 @@ impl<T: Half> GradientOracle<T> {
 
 /// The first query that sees no key, or key that no query sees, that has a gradient.
 fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> {
-    let Problem { seqlen_q, seqlen_k, mask, .. } = *problem;
+    let Problem { mask, .. } = *problem;
+    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
     let blind = |row: usize| mask.keys(row, seqlen_q, seqlen_k).is_empty();
     let unseen = |key: usize| mask.m_blocks(key..key + 1, seqlen_q, seqlen_k, 1).is_empty();
     let is_alone: [&(dyn Fn(usize) -> bool + Sync); 3] = [&blind, &unseen, &unseen];
@@ -184,7 +184,8 @@ fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> 
 }
 
 fn choose(problem: &Problem, seed: u64) -> Vec<(usize, usize)> {
-    let Problem { batch, heads_kv, .. } = *problem;
+    let Problem { heads_kv, .. } = *problem;
+    let batch = problem.lengths.sequences();
     let all = batch * heads_kv;
     if all == 0 {
         return Vec::new();
@@ -206,7 +207,8 @@ fn choose(problem: &Problem, seed: u64) -> Vec<(usize, usize)> {
     chosen.into_iter().map(|i| (i / heads_kv, i % heads_kv)).collect()
 }
 
-/// Where a kernel may hold the weights of the forward when it rounds them, against the row's maximum; a factor of two changes nothing.
+/// Where a kernel may scale the probabilities when it rounds them, against the row's maximum; a factor of two
+/// changes nothing.
 const HELD_AT: [f32; 3] = [1.0, 1.26, 1.587];
 
 /// One K/V head with its query heads.
@@ -230,8 +232,8 @@ impl<'a, T: Half> Head<'a, T> {
             let from = (batch * seqlen * heads + head * own_heads) * dim;
             TensorRef::new(name, from_of(values, from), [1, seqlen, own_heads, dim], strides)
         };
-        let (group, Problem { seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, .. }) =
-            (whole.group_size(), *whole);
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, .. } = *whole;
+        let (group, seqlen_q, seqlen_k) = (whole.group_size(), lengths.max_q(), lengths.max_k());
         Ok(Head {
             problem: part(whole),
             q: view("q", &inputs.values[0], seqlen_q, heads_q, group, head_dim)?,
@@ -259,7 +261,7 @@ fn from_of<T>(values: &[T], from: usize) -> &[T] {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask, TensorLayout};
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
     use half::bf16;
 
     use super::*;
@@ -270,8 +272,13 @@ mod tests {
         let base = Problem { heads_kv: 2, ..Problem::square(2, 37, 6, 16, Mask::CAUSAL, Dtype::Bf16) };
         for problem in [
             base,
-            Problem { mask: Mask::FULL, seqlen_k: 20, head_dim_v: 8, ..base },
-            Problem { seqlen_q: 50, ..base },
+            Problem {
+                mask: Mask::FULL,
+                lengths: Lengths::uniform(base.lengths.sequences(), base.lengths.max_q(), 20),
+                head_dim_v: 8,
+                ..base
+            },
+            Problem { lengths: Lengths::uniform(base.lengths.sequences(), 50, base.lengths.max_k()), ..base },
         ] {
             let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 5);
             let dout = random_dout::<bf16>(&inputs, 5);
@@ -305,8 +312,8 @@ mod tests {
         }
     }
 
-    /// What failed was held to the worst of all draws, which is nowhere nearer than the first; somewhere farther, but in dV,
-    /// which does not depend on O.
+    /// What failed was held to the worst of all draws, which is nowhere nearer than the first; somewhere
+    /// farther, but in dV, which does not depend on O.
     fn assert_farther(oracle: &GradientOracle<bf16>, tensor: usize) {
         let worst = &oracle.worst.get().expect("it failed by the first draw")[tensor];
         let off = |value: bf16, exact: f64| (value.to_f64() - exact).abs();
@@ -320,8 +327,15 @@ mod tests {
     fn a_row_in_no_pair_has_no_gradient() {
         let square = Problem::square(1, 3, 1, 8, Mask::CAUSAL, Dtype::Bf16);
         // Queries 0 and 1 see no key; of a window of one, keys 0 and 1 are seen by no query.
-        let blind = Problem { seqlen_q: 5, ..square };
-        let unseen = Problem { seqlen_k: 5, mask: Mask::window(0, 0), ..square };
+        let blind = Problem {
+            lengths: Lengths::uniform(square.lengths.sequences(), 5, square.lengths.max_k()),
+            ..square
+        };
+        let unseen = Problem {
+            lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 5),
+            mask: Mask::window(0, 0),
+            ..square
+        };
         for (problem, tensors) in [(blind, &[0][..]), (unseen, &[1, 2])] {
             let mut gradients = shapes(&problem).map(|shape| vec![bf16::ONE; shape.iter().product()]);
             tensors.iter().for_each(|&i| gradients[i][..2 * 8].fill(bf16::ZERO));
@@ -340,6 +354,15 @@ mod tests {
         let problem = Problem::square(4, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
         let heads = choose(&problem, 3);
         assert!(!heads.is_empty() && heads.len() < 16 && heads.contains(&(3, 15)));
-        assert_eq!(choose(&Problem { batch: 0, ..problem }, 3), []);
+        assert_eq!(
+            choose(
+                &Problem {
+                    lengths: Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k()),
+                    ..problem
+                },
+                3
+            ),
+            []
+        );
     }
 }

@@ -1,27 +1,25 @@
-//! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is timed.
+//! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is
+//! timed.
 
 use fa_attn::device::{DeviceGradients, Half, shapes};
-use fa_core::{Dtype, Problem, TensorLayout};
+use fa_core::{Dtype, Problem, TensorLayout, Types};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
 
+use super::heads::part;
 use super::sample_rows::Judged;
 use crate::tensors::Inputs;
 
-/// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: weights and their gradients are
-/// rounded to 16 bits before they are summed. `fa validate` holds kernels to the exact rule; this is to find wrong ones.
+/// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: probabilities and
+/// their gradients are rounded to 16 bits before they are summed. `fa validate` holds kernels to the exact
+/// rule; this is to find wrong ones.
 const SHARE: f64 = 1.0 / 64.0;
 
 /// The last K/V head of the last batch entry with its query heads, and its gradients in f32.
 pub struct SampleHead {
     problem: Problem,
     gradients: [Vec<f64>; 3],
-}
-
-/// The head as a problem of its own.
-fn part(problem: &Problem) -> Problem {
-    Problem { batch: 1, heads_q: problem.group_size(), heads_kv: 1, dtype: Dtype::F32, ..*problem }
 }
 
 /// Copies the last `own` heads of the last batch entry of a packed BSHD tensor.
@@ -42,8 +40,8 @@ impl SampleHead {
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SampleHead, CpuError> {
         let problem = inputs.problem;
-        let own = part(&problem);
-        if problem.batch == 0 || problem.heads_kv == 0 {
+        let own = Problem { types: Types::same(Dtype::F32), ..part(&problem) };
+        if problem.lengths.sequences() == 0 || problem.heads_kv == 0 {
             return Ok(SampleHead { problem, gradients: Default::default() });
         }
         let [q, k, v, out] = shapes(&problem);
@@ -91,7 +89,7 @@ impl SampleHead {
             let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
             let of_head = [1, shape[1], heads, shape[3]];
             let found =
-                compare::compare::<T, T>(of_head, self.problem.dtype, &own, &self.gradients[i], None)?
+                compare::compare::<T, T>(of_head, self.problem.types.qkv, &own, &self.gradients[i], None)?
                     .allowing(SHARE * largest);
             worst.passed &= found.passed();
             worst.rows += shape[1] * heads;

@@ -1,20 +1,21 @@
-//! Is an output right? Judged on a few rows, so that a large problem is checked in a moment before it is timed.
+//! Is an output right? Judged on a few rows, so that a large problem is checked in a moment before it is
+//! timed.
 
 use fa_attn::device::{DeviceOutput, Half};
-use fa_core::{Mask, Problem, Strides};
+use fa_core::Problem;
+use fa_cpu::CpuError;
 use fa_cpu::compare::{self, Comparison};
-use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{CpuError, TensorRef};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use super::rows::{Rows, expected};
 use crate::random::Random;
 use crate::tensors::Inputs;
 
 /// Query rows of a block.
 const ROWS: usize = 4;
 
-/// Blocks in heads drawn at random, beside those of the first and the last head.
+/// Heads drawn at random, in addition to the first and the last.
 const DRAWN: usize = 4;
 
 /// Query rows of one head with their exact output.
@@ -56,7 +57,8 @@ impl SampleRows {
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, seed: u64) -> Result<SampleRows, CpuError> {
         let problem = inputs.problem;
-        let Problem { batch, heads_q, seqlen_q, .. } = problem;
+        let Problem { heads_q, .. } = problem;
+        let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
         if batch == 0 || seqlen_q == 0 {
             return Ok(SampleRows { problem, blocks: Vec::new() });
         }
@@ -81,7 +83,8 @@ impl SampleRows {
     /// # Errors
     /// [`CpuError`] when the output does not have the problem's size.
     pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
-        let Problem { heads_q, seqlen_q, head_dim_v, dtype, .. } = self.problem;
+        let Problem { heads_q, head_dim_v, .. } = self.problem;
+        let (seqlen_q, dtype) = (self.problem.lengths.max_q(), self.problem.types.qkv);
         fa_cpu::check::check_len(
             "out",
             outputs.out.len(),
@@ -112,10 +115,7 @@ impl SampleRows {
     }
 }
 
-/// The exact rows `first..first + rows` of one head, as a problem of their own.
-///
-/// Masks are aligned at the bottom right: with the keys behind the last row's diagonal left out, the rows keep their
-/// placements in it. A mask that looks to the right is cut off where its last row ends.
+/// The exact rows `first..first + rows` of one head.
 fn block<T: Half>(
     inputs: &Inputs<T>,
     batch: usize,
@@ -123,47 +123,7 @@ fn block<T: Half>(
     first: usize,
     rows: usize,
 ) -> Result<Block, CpuError> {
-    let whole = &inputs.problem;
-    let kv_head = head / whole.group_size();
-    // Full masks have no diagonal. Others: the keys that the last of these rows may see, if its right side were 0.
-    let diagonal = (first + rows + whole.seqlen_k).saturating_sub(whole.seqlen_q);
-    let seqlen_k = match whole.mask {
-        Mask { left: None, right: None } => whole.seqlen_k,
-        Mask { right: Some(0), .. } => diagonal.min(whole.seqlen_k),
-        // With a window to the right only the last rows can stand by themselves.
-        _ => whole.seqlen_k,
-    };
-    let first = match whole.mask {
-        Mask { left: None, right: None } | Mask { right: Some(0), .. } => first,
-        _ => whole.seqlen_q - rows,
-    };
-    let problem = Problem { batch: 1, heads_q: 1, heads_kv: 1, seqlen_q: rows, seqlen_k, ..*whole };
-    let [q, k, v] = &inputs.values;
-    let (hd, hdv) = (whole.head_dim, whole.head_dim_v);
-    let row = |seqlen: usize, heads: usize, dim: usize, first: usize, head: usize| {
-        ((batch * seqlen + first) * heads + head) * dim
-    };
-    let strides = |heads: usize, dim: usize| Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
-    let q = TensorRef::new(
-        "q",
-        &q[row(whole.seqlen_q, whole.heads_q, hd, first, head)..],
-        [1, rows, 1, hd],
-        strides(whole.heads_q, hd),
-    )?;
-    let k = TensorRef::new(
-        "k",
-        &k[row(whole.seqlen_k, whole.heads_kv, hd, 0, kv_head)..],
-        [1, seqlen_k, 1, hd],
-        strides(whole.heads_kv, hd),
-    )?;
-    let v = TensorRef::new(
-        "v",
-        &v[row(whole.seqlen_k, whole.heads_kv, hdv, 0, kv_head)..],
-        [1, seqlen_k, 1, hdv],
-        strides(whole.heads_kv, hdv),
-    )?;
-    let exact = reference::forward(&problem, &q, &k, &v)?;
-    let low = low_precision::forward(&problem, &q, &k, &v)?;
+    let (exact, low) = expected(inputs, &Rows { batch, head, rows: first..first + rows })?;
     Ok(Block {
         batch,
         head,
@@ -174,4 +134,44 @@ fn block<T: Half>(
         noise: exact.out_noise,
         lse: exact.lse,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_attn::device::shapes;
+    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
+    use fa_cpu::TensorRef;
+    use fa_cpu::reference::low_precision;
+    use half::bf16;
+
+    use super::*;
+
+    #[test]
+    fn rows_are_judged_under_every_mask() {
+        for mask in [Mask::FULL, Mask::CAUSAL, Mask::window(30, 9), Mask::causal_window(20)] {
+            let problem = Problem {
+                lengths: Lengths::uniform(2, 70, 90),
+                ..Problem::square(2, 70, 3, 32, mask, Dtype::Bf16)
+            };
+            let inputs = Inputs::<bf16>::random(&problem, TensorLayout::Bshd, 3);
+            let shapes = shapes(&problem);
+            let view = |i: usize, name| {
+                TensorRef::packed(name, &inputs.values[i], shapes[i], TensorLayout::Bshd).unwrap()
+            };
+            let low = low_precision::forward(&problem, &view(0, "q"), &view(1, "k"), &view(2, "v")).unwrap();
+            let good = DeviceOutput { out: low.out, lse: low.lse, strays: 0 };
+            let sample = SampleRows::new(&inputs, 2).unwrap();
+            let judged = sample.judge(&good).unwrap();
+            assert!(judged.passed && judged.rows == 72, "{mask}: {judged:?}");
+            // The first, a middle and the last row of the first head are among them.
+            for row in [0, 34, 69] {
+                let mut bad = good.clone();
+                bad.out[row * 3 * 32] = bf16::from_f32(bad.out[row * 3 * 32].to_f32() + 1.0);
+                assert!(!sample.judge(&bad).unwrap().passed, "{mask} row {row}");
+            }
+            let mut missing = good.clone();
+            missing.lse[11] = f32::NAN;
+            assert!(!sample.judge(&missing).unwrap().passed, "{mask}");
+        }
+    }
 }

@@ -110,7 +110,7 @@ impl Report {
     /// Notes a kernel that was run.
     ///
     /// # Errors
-    /// A spec that is none.
+    /// An invalid spec.
     pub fn add_kernel(&mut self, spec: &KernelSpec, arch: Arch) -> Result<()> {
         KernelRecord::add(&mut self.kernels, spec, arch)
     }

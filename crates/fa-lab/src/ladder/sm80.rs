@@ -1,16 +1,19 @@
 //! The two published ladders, step by step with the mma.sync kernel's switches.
 
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, Sm80Fwd};
+use fa_core::{
+    Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, ScoreKind, Sm80Fwd, Types,
+};
 use fa_planner::plan::PlanError;
 
 use super::rungs::{Ladder, Rung};
 use crate::tune::candidates;
 
-/// Shared-memory access step by step, B = 2, 8 heads, N = 1024, f16, no mask: a CuTe DSL kernel on an A10G, in TFLOP/s. Its
-/// pipelined version has no ldmatrix and is no step beyond it.
+/// Shared-memory access step by step, B = 2, 8 heads, N = 1024, f16, no mask: a CuTe DSL kernel on an A10G,
+/// in TFLOP/s. Its pipelined version has no ldmatrix and is no step beyond it.
 const MEMORY_PUBLISHED: [Option<f64>; 4] = [Some(20.61), Some(27.93), Some(32.01), None];
 
-/// Tiles and arithmetic, B = 4, 32 heads, f16, causal: cuTile on a B200, in TFLOP/s by sequence length and step.
+/// Tiles and arithmetic, B = 4, 32 heads, f16, causal: cuTile on a B200, in TFLOP/s by sequence length and
+/// step.
 const TILES_PUBLISHED: [(usize, [f64; 6]); 5] = [
     (1024, [330.0, 187.0, 322.0, 373.0, 377.0, 548.0]),
     (2048, [441.0, 268.0, 436.0, 552.0, 560.0, 708.0]),
@@ -37,11 +40,11 @@ pub fn ladders(arch: Arch, seqlens: &[usize]) -> Result<Vec<Ladder>, PlanError> 
 
 fn spec(problem: &Problem, kernel: &Sm80Fwd) -> KernelSpec {
     KernelSpec {
-        dtype: problem.dtype,
+        types: Types::same(problem.types.qkv),
         head_dim: problem.head_dim as u32,
         head_dim_v: problem.head_dim_v as u32,
         mask: MaskKind::of(&problem.mask),
-        softcap: false,
+        score: ScoreKind::NONE,
         kernel: Kernel::Sm80Fwd(kernel.clone()),
     }
 }
@@ -85,8 +88,8 @@ fn memory() -> Ladder {
 
 /// What tiles cost and bring.
 ///
-/// The published large tile is 256 x 128, which tensor memory holds. 128 x 128 over eight warps is the largest that mma.sync
-/// holds in registers with every step off: 256 x 64 spills until the loop is split.
+/// The published large tile is 256 x 128, which tensor memory holds. 128 x 128 over eight warps is the
+/// largest that mma.sync holds in registers with every step off: 256 x 64 spills until the loop is split.
 fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
     let problem = Problem::square(4, seqlen, 32, 128, Mask::CAUSAL, Dtype::F16);
     let small = Sm80Fwd {
@@ -127,7 +130,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
 
 #[cfg(test)]
 mod tests {
-    use fa_planner::plan::account;
+    use fa_planner::account::account;
 
     use super::*;
 

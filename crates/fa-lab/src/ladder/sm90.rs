@@ -1,15 +1,16 @@
 //! The wgmma kernel's knobs, each turned alone.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Mask, Problem, Sm90Fwd};
-use fa_planner::plan::{PlanOptions, account, plan};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Problem, Sm90Fwd};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanOptions, plan};
 
 use super::rungs::{Ladder, Rung};
 use crate::error::{Error, Result};
 use crate::marks::TOKENS;
 use crate::shape::HeadDim;
 
-/// A length at which tiles are many and long enough for every knob to tell.
+/// A length at which tiles are many and long enough for every knob to show.
 const SEQLEN: usize = 4096;
 
 /// A ladder for each head dim, mask and length, and one with grouped heads for packing.
@@ -111,7 +112,12 @@ fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
 /// Sixteen queries of eight heads per K/V head: one by one they fill an eighth of a tile.
 fn grouped(arch: Arch, head_dim: usize, head_dim_v: usize) -> Result<Ladder> {
     let square = Problem::square(16, 16, 64, head_dim, Mask::CAUSAL, Dtype::Bf16);
-    let problem = Problem { seqlen_k: 8192, heads_kv: 8, head_dim_v, ..square };
+    let problem = Problem {
+        lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), 8192),
+        heads_kv: 8,
+        head_dim_v,
+        ..square
+    };
     let (spec, own) = base(arch, &problem)?;
     // A group of eight has to divide the rows of a tile: all do.
     let with = |pack_gqa| KernelSpec {

@@ -1,7 +1,7 @@
 //! Attention as released models compute it: heads, head dims and masks from their public cards or configurations, at the
 //! lengths that they are trained and served at.
 
-use fa_core::{Dtype, Mask, Problem};
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 
 use super::Wanted;
 
@@ -68,7 +68,13 @@ pub fn shapes() -> Vec<Wanted> {
         let (heads_q, heads_kv) = layer.heads;
         let (head_dim, head_dim_v) = layer.head_dims;
         let square = Problem::square(layer.batch, seqlen_q, heads_q, head_dim, layer.mask, Dtype::Bf16);
-        let problem = Problem { seqlen_k, heads_kv, head_dim_v, softcap: layer.softcap, ..square };
+        let problem = Problem {
+            lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), seqlen_k),
+            heads_kv,
+            head_dim_v,
+            score: ScoreMod { softcap: layer.softcap },
+            ..square
+        };
         Wanted { name: Some(layer.name), ..Wanted::new(problem, GROUP) }
     };
     LAYERS.iter().map(wanted).collect()

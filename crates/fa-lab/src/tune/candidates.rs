@@ -2,7 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem};
-use fa_planner::plan::{PlanError, PlanOptions, account, plan, plan_spec};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanError, PlanOptions, plan, plan_spec};
 use serde::{Deserialize, Serialize};
 
 /// A kernel to measure.
@@ -12,15 +13,15 @@ pub struct Candidate {
     pub spec: KernelSpec,
     /// Predicted milliseconds.
     pub predicted_ms: f64,
-    /// Its place in the planner's order, from 0; none for kernels that the planner does not list.
+    /// Its position in the planner's order, from 0; `None` for kernels that the planner does not list.
     pub rank: Option<usize>,
 }
 
 /// The tiles whose knobs are varied.
 const VARIED: usize = 3;
 
-/// Kernels for `pass`: the planner's best kernel of each of the `tiles` best tiles (the best of all first), and
-/// as many variants of the first few with other knobs.
+/// Kernels for `pass`: the planner's best kernel of each of the `tiles` best tiles (the best of all first),
+/// and as many variants of the first few with other knobs.
 ///
 /// # Errors
 /// Where no kernel of the family computes the problem.

@@ -3,7 +3,7 @@
 //! The same seed, number and architecture give the same problem. Passes and families take turns in such a way that the
 //! even- and the odd-numbered problems have as many of each.
 
-use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{PlanOptions, plan};
 
 use super::Wanted;
@@ -97,7 +97,7 @@ fn within(problem: &Problem, pass: Pass) -> bool {
     problem.check().is_ok()
         && (FLOPS[0]..=FLOPS[1]).contains(&flops)
         && problem.bytes(pass) <= MOST_BYTES
-        && problem.seqlen_q * problem.seqlen_k <= MOST_PAIRS
+        && problem.lengths.max_q() * problem.lengths.max_k() <= MOST_PAIRS
 }
 
 /// A length from `least` to `most`, every doubling as likely: any, a multiple of 64, or a power of two.
@@ -135,9 +135,10 @@ fn problem(random: &mut Random, pass: Pass) -> Problem {
         _ => Mask::FULL,
     };
     let dtype = if random.below(4) == 0 { Dtype::F16 } else { Dtype::Bf16 };
-    let softcap = (random.below(16) == 0).then_some(50.0);
+    let score = if random.below(16) == 0 { ScoreMod::softcap(50.0) } else { ScoreMod::NONE };
     let square = Problem::square(batch, seqlen_q, heads_q, head_dim, mask, dtype);
-    Problem { seqlen_k, heads_kv, head_dim_v, softcap, ..square }
+    let lengths = Lengths::uniform(batch, seqlen_q, seqlen_k);
+    Problem { lengths, heads_kv, head_dim_v, score, ..square }
 }
 
 #[cfg(test)]
@@ -182,12 +183,12 @@ mod tests {
                 }
             }
             let any = |is: &dyn Fn(&Problem) -> bool| half.iter().any(|wanted| is(&wanted.problem));
-            assert!(any(&|p| p.seqlen_k % 2 == 1) && any(&|p| p.seqlen_k % 64 == 0));
+            assert!(any(&|p| p.lengths.max_k() % 2 == 1) && any(&|p| p.lengths.max_k() % 64 == 0));
             assert!(any(&|p| p.group_size() > 1) && any(&|p| p.group_size() == 1));
             assert!(any(&|p| p.mask == Mask::FULL) && any(&|p| p.mask.is_causal()));
             assert!(any(&|p| p.mask.left.is_some()), "a window");
         }
-        assert!(drawn.iter().any(|wanted| wanted.problem.softcap.is_some()));
+        assert!(drawn.iter().any(|wanted| wanted.problem.score.softcap.is_some()));
     }
 
     #[test]

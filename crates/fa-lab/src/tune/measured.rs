@@ -16,7 +16,7 @@ use crate::error::{Context, Result};
 pub struct Outcome {
     /// Median milliseconds of a launch.
     pub ms: Option<f64>,
-    /// Why there is none.
+    /// Why nothing was measured.
     pub error: Option<String>,
     /// Hash of the kernel's sources.
     pub sources: String,
@@ -51,7 +51,7 @@ pub struct Note {
     sources: String,
     /// Median milliseconds.
     pub ms: Option<f64>,
-    /// Why there is none.
+    /// Why nothing was measured.
     pub error: Option<String>,
 }
 

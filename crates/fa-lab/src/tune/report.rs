@@ -1,4 +1,4 @@
-//! Predictions beside measurements: does the cost model rank kernels as the GPU does?
+//! Predictions and measurements: does the cost model rank kernels as the GPU does?
 
 use fa_attn::tune::TuneKey;
 use fa_core::{Family, KernelSpec, Pass, Problem};

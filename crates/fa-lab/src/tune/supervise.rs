@@ -1,4 +1,5 @@
-//! Watches over the process that measures: a kernel that hangs or crashes costs its worker, and the others go on without it.
+//! Watches over the process that measures: a kernel that hangs or crashes costs its worker, and the others go
+//! on without it.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,8 @@ use crate::worker::{Program, Received, StandardError, Worker};
 /// A worker that says nothing for this long hangs.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Has workers measure all candidates that have no error; one that is lost is noted as the fault of the kernel that ran.
+/// Has workers measure all candidates that have no error; one that is lost is noted as the fault of the
+/// kernel that ran.
 ///
 /// # Errors
 /// When workers cannot be started, or end before they have begun.

@@ -38,9 +38,9 @@ pub(crate) enum Event {
 pub(crate) fn work(job: &Job) -> Result<()> {
     let gpu = device::open()?;
     with_half!(
-        job.problem.dtype,
+        job.problem.types.qkv,
         T => measure::<T>(&gpu, job),
-        else Err(Error::Request(format!("no GPU kernel computes in {}", job.problem.dtype)))
+        else Err(Error::Request(format!("no GPU kernel computes in {}", job.problem.types.qkv)))
     )
 }
 

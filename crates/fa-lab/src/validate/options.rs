@@ -26,7 +26,8 @@ pub struct Options {
 /// Which cases are run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Cases {
-    /// The grid: by the library's own choice of kernel, by shipped kernels, and by kernels with one switch changed.
+    /// The grid: by the library's own choice of kernel, by shipped kernels, and by kernels with one switch
+    /// changed.
     Grid {
         /// How much of it.
         extent: Extent,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fa_core::{Dtype, Family, Mask, Pass, Problem};
+use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, Types};
 use fa_kernels::toolchain;
 
 use serde::Serialize;
@@ -41,14 +41,25 @@ pub struct Finding {
 /// The cases: small, and of every kind of tile, mask and placement.
 pub fn cases(pass: Pass) -> Vec<Case> {
     let mut cases = Vec::new();
-    let small = Problem { batch: 1, heads_q: 2, heads_kv: 1, ..BASE };
+    let small = Problem {
+        lengths: Lengths::uniform(1, BASE.lengths.max_q(), BASE.lengths.max_k()),
+        heads_q: 2,
+        heads_kv: 1,
+        ..BASE
+    };
     for (turn, (head_dim, head_dim_v)) in
         [(64, 64), (128, 128), (256, 256), (192, 128), (72, 40)].into_iter().enumerate()
     {
         for mask in [Mask::CAUSAL, Mask::FULL, Mask::window(40, 9)] {
             let dtype = [Dtype::Bf16, Dtype::F16][turn % 2];
-            let problem =
-                Problem { seqlen_q: 200, seqlen_k: 333, head_dim, head_dim_v, mask, dtype, ..small };
+            let problem = Problem {
+                lengths: Lengths::uniform(small.lengths.sequences(), 200, 333),
+                head_dim,
+                head_dim_v,
+                mask,
+                types: Types::same(dtype),
+                ..small
+            };
             let arrangement = if turn == 4 { Arrangement::Gap(8) } else { Arrangement::Bshd };
             let case = Case { arrangement, pass, ..grid::case("sanitize", problem) };
             if pass.is_backward() {

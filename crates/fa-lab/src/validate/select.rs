@@ -1,7 +1,7 @@
 //! The cases that are asked for.
 
 use fa_core::{Arch, Family, Pass};
-use fa_planner::plan::account;
+use fa_planner::account::account;
 
 use super::options::{Cases, Options};
 use super::{configs, sanitize};
@@ -18,7 +18,7 @@ pub fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>
         Cases::Grid { extent, repeat } => of_grid(options.pass, *extent, *repeat, arch, family)?,
         Cases::Spec { spec, repeat } => {
             let mut cases = grid::of_spec("spec", &spec.to_string(), spec, Extent::Full);
-            let repeated = cases.iter().max_by_key(|case| case.problem.seqlen_q.min(1024)).cloned();
+            let repeated = cases.iter().max_by_key(|case| case.problem.lengths.max_q().min(1024)).cloned();
             cases.extend(repeated.map(|case| Case { action: Action::Repeat(*repeat), ..case }));
             cases
         }
@@ -39,8 +39,8 @@ fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family
     let mut cases = library(extent, repeat);
     for (kernel, spec, archs) in record::shipped()? {
         let of_the_pass = spec.kernel.is_backward() == pass.is_backward();
-        // Records know a kernel by its sources, whatever the target: one that ships for other architectures is
-        // validated where it runs.
+        // Records know a kernel by its sources, whatever the target: one that ships for other architectures
+        // is validated where it runs.
         let runs = archs.contains(&arch) || account(&spec, arch).is_ok();
         if runs && spec.kernel.family() == family && of_the_pass {
             cases.extend(grid::of_spec("shipped", &kernel.file, &spec, extent));

@@ -16,7 +16,8 @@ const MOST_LOST: usize = 8;
 /// How often it is looked whether a case is on the GPU for too long.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Runs a worker on `job`, and others after it where it is lost, until all cases are through. Cases in `done` are not run.
+/// Runs a worker on `job`, and others after it where it is lost, until all cases are through. Cases in `done`
+/// are not run.
 ///
 /// # Errors
 /// When no worker starts, or the first ends before its first case, with what it says.
@@ -115,7 +116,7 @@ fn watch(
         return Ok(End::Through);
     }
     let said = worker.last_words().collect::<Vec<_>>().join("; ");
-    // The case that is still on the GPU, unless its own result tells what happened.
+    // The case that is still on the GPU, unless its own result says what happened.
     let case = on_gpu.map(|(name, _)| name);
     if case.is_none() && results.last().is_some_and(|result| result.status == Status::Failed) {
         return Ok(End::Lost { case: None, reason: format!("lost its GPU context ({status}): {said}") });
@@ -154,7 +155,7 @@ mod tests {
 
     #[test]
     fn a_case_that_hangs_is_named_and_the_others_go_on() {
-        // The second worker is told of the case that hung and does not start it again.
+        // The second worker gets the name of the case that hung and does not start it again.
         let script = format!(
             "if grep -q a/2; then echo '{DONE}'; else echo '{{\"begin\":\"a/2\"}}'; exec sleep 30; fi"
         );

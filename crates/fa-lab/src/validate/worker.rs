@@ -79,7 +79,7 @@ fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>>
     }
     let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
     let made = several.par_iter().with_max_len(1).map(|case| {
-        let made = with_half!(case.problem.dtype, T => {
+        let made = with_half!(case.problem.types.qkv, T => {
             match case.pass {
                 Pass::Forward => Box::new(forward::made::<T>(case)?) as Box<dyn Any + Send + Sync>,
                 Pass::Backward { .. } => Box::new(backward::made::<T>(case)?),
@@ -104,8 +104,8 @@ fn first_choice(session: &Session, case: &Case) -> Option<fa_core::KernelSpec> {
 
 fn run_case(session: &Session, case: &Case) {
     let name = case.name();
-    let found = with_half!(case.problem.dtype, T => examine::<T>(session, case), else Err(Error::NotTried(
-        format!("no GPU kernel computes in {}", case.problem.dtype))));
+    let found = with_half!(case.problem.types.qkv, T => examine::<T>(session, case), else Err(Error::NotTried(
+        format!("no GPU kernel computes in {}", case.problem.types.qkv))));
     let fate = |status, detail| CaseResult {
         name: name.clone(),
         kernel: String::new(),

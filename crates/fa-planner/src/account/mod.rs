@@ -1,4 +1,8 @@
-//! What a kernel takes of an SM, by the exact account, and why it does not fit.
+//! What a kernel takes of an SM: shared memory and registers, counted exactly, and the limit that it breaks.
+//!
+//! This is the part of the planner that launching needs: the layout of shared memory, the panels of the
+//! operands, and the number of CTAs that share a K/V head. It knows no problem but for that number, and ranks
+//! nothing.
 
 pub mod panels;
 pub(crate) mod reason;
@@ -8,30 +12,32 @@ use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
 
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
-use crate::occupancy::{Occupancy, register_ceiling};
+use crate::occupancy::register_ceiling;
 
+pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
 pub use panels::BwdPanels;
 pub use reason::Reason;
 pub use splits::head_splits;
 
-/// What a block of a kernel takes of an SM.
+/// What a CTA of a kernel takes of an SM.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Account {
     /// Shared memory, buffer by buffer.
     pub smem: SmemPlan,
     /// Registers of a computing thread.
     pub regs: Registers,
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub threads: u32,
-    /// Blocks per SM by each resource.
+    /// CTAs per SM by each resource.
     pub occupancy: Occupancy,
-    /// Blocks per SM that the kernel is planned for: what its launch bounds ask.
+    /// CTAs per SM that the kernel is planned for: what its launch bounds ask.
     pub blocks_per_sm: u32,
 }
 
-/// Accounts for `spec` on `arch`, or says which limit it breaks first: its rules, registers, shared memory, occupancy.
+/// Accounts for `spec` on `arch`, or says which limit it breaks first: its rules, registers, shared memory,
+/// occupancy.
 ///
 /// # Errors
 /// The [`Reason`].
@@ -45,7 +51,8 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
             let regs = sm80_fwd::account::registers(spec, kernel, limits);
             (regs, regs.total, kernel.blocks_per_sm)
         }
-        // A block is launched with an even share and re-divides it: all registers of the SM, so one block.
+        // The launch gives every thread an even share and setmaxnreg redistributes it: a CTA takes all
+        // registers of the SM.
         Kernel::Sm90Fwd(kernel) => {
             (sm90_fwd::account::registers(spec, kernel), register_ceiling(limits, threads, 1), 1)
         }

@@ -1,24 +1,24 @@
 //! The panels of the backward's operands in shared memory.
 //!
-//! A tile of 16-bit elements is stored in panels of 64, 32 or 16 columns, whose bytes are the swizzle (128, 64 or 32). Where a
-//! product reads a tile along its columns and shares them out to warp groups, no panel may straddle two shares. The copy
-//! engine brings a panel row by row, so that narrow ones keep it busy for longer: layouts that are alike in the guide's count
-//! of bytes come to differ by a fifth.
+//! A tile of 16-bit elements is stored in panels of 64, 32 or 16 columns, swizzled over 128, 64 or 32 bytes.
+//! Where a product splits the columns of a tile among warpgroups, a panel belongs to one warpgroup. TMA
+//! copies a panel row by row, so narrow panels take longer: layouts with the same count of bytes differ by up
+//! to a fifth.
 
-use fa_core::Sm90Bwd;
+use fa_core::{KernelSpec, Sm90Bwd};
 
 use crate::head_dims::HeadDims;
 
-/// Columns of a panel of each operand; the kernel's `BwdLayout` has the same.
+/// Columns of a panel of each operand, as in the kernel's `BwdLayout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdPanels {
-    /// Q, which dK reads across.
+    /// Q: dK contracts over its rows.
     pub q: u32,
-    /// K, which dQ reads across.
+    /// K: dQ contracts over its rows.
     pub k: u32,
-    /// V, which no product reads across.
+    /// V: no product contracts over its rows.
     pub v: u32,
-    /// dO, which dV reads across.
+    /// dO: dV contracts over its rows.
     pub dout: u32,
 }
 
@@ -34,10 +34,14 @@ pub const fn widest(columns: u32) -> u32 {
 }
 
 impl BwdPanels {
-    /// The panels of a kernel that has been checked.
-    pub fn of(dims: HeadDims, kernel: &Sm90Bwd) -> BwdPanels {
+    /// The panels of a kernel that passed its check.
+    pub fn of(spec: &KernelSpec, kernel: &Sm90Bwd) -> BwdPanels {
+        BwdPanels::new(HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v }, kernel)
+    }
+
+    fn new(dims: HeadDims, kernel: &Sm90Bwd) -> BwdPanels {
         let HeadDims { head_dim, head_dim_v } = dims;
-        // Warp groups that do not lie along the other side of a product share out these columns, unless it is transposed.
+        // Warpgroups that do not split the rows of a product split these columns, unless it is transposed.
         let across = |columns: u32, swap: bool, atoms: u32| {
             let share = if swap { columns } else { columns * atoms / kernel.num_wg };
             widest(columns).min(widest(share))
@@ -60,7 +64,7 @@ mod tests {
     use crate::guide::kernel::kernel_of;
 
     fn panels(dims: HeadDims, spec: &BwdSpec) -> BwdPanels {
-        BwdPanels::of(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))
+        BwdPanels::new(dims, &kernel_of(&bwd::check(dims, spec).expect("it fits")))
     }
 
     #[test]
@@ -76,7 +80,7 @@ mod tests {
             atom_layout_n_dkv: 1,
             atom_layout_m_dq: 1,
         };
-        // 48 columns of a head dim of 96 are left to a warp group; 64 of 128.
+        // A warpgroup has 48 columns of a head dim of 96, and 64 of 128.
         let hd96 = HeadDims { head_dim: 96, head_dim_v: 96 };
         assert_eq!(panels(hd96, &plain), BwdPanels { q: 16, k: 16, v: 32, dout: 16 });
         let hd128 = HeadDims { head_dim: 128, head_dim_v: 128 };

@@ -1,11 +1,11 @@
-//! Why a kernel is no plan: the limit that it breaks, with the numbers.
+//! Why a kernel is rejected: the limit that it breaks, with the numbers.
 
 use fa_core::Mismatch;
 use serde::Serialize;
 
 use crate::occupancy::Limiter;
 
-/// Why a spec is no plan.
+/// Why a kernel is rejected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
@@ -22,12 +22,12 @@ pub enum Reason {
         /// The problem's value.
         need: String,
     },
-    /// Shared memory of one block.
+    /// Shared memory of one CTA.
     #[error("shared memory: needs {need} B of {have} B ({} B too many)", need - have)]
     Smem {
         /// Bytes needed.
         need: u32,
-        /// Bytes that a block may use.
+        /// Bytes that a CTA may use.
         have: u32,
     },
     /// Registers of one thread.
@@ -38,7 +38,7 @@ pub enum Reason {
         /// Registers that a thread may use.
         have: u32,
     },
-    /// Registers of one thread again: they would fit, and the compiler spills all the same.
+    /// Registers of one thread: the account has room, but the compiler is known to spill.
     #[error("registers: {need} of {have} per thread, but the compiler is known to spill")]
     Spills {
         /// Registers counted.
@@ -46,20 +46,20 @@ pub enum Reason {
         /// Registers that a thread may use.
         have: u32,
     },
-    /// Tensor memory of one block.
+    /// Tensor memory of one CTA.
     #[error("tensor memory: needs {need} of {have} columns ({} too many)", need - have)]
     Tmem {
         /// Columns needed.
         need: u32,
-        /// Columns that a block may use.
+        /// Columns that a CTA may use.
         have: u32,
     },
-    /// Fewer blocks than asked for are resident.
+    /// Fewer CTAs than asked for are resident.
     #[error("occupancy: asks for {need} blocks per SM, {limiter:?} allow {have}")]
     Occupancy {
-        /// Blocks asked for.
+        /// CTAs asked for.
         need: u32,
-        /// Blocks that fit.
+        /// CTAs that fit.
         have: u32,
         /// The resource that is short.
         limiter: Limiter,
@@ -67,7 +67,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// A short name for tables and counts.
+    /// The limit's short name, for tables and counts.
     pub const fn kind(&self) -> &'static str {
         match self {
             Reason::Rule(_) => "rule",
@@ -80,7 +80,7 @@ impl Reason {
         }
     }
 
-    /// What was needed and what there was, for limits that are numbers.
+    /// What is needed and what there is, for limits that are numbers.
     pub const fn need_have(&self) -> Option<(u32, u32)> {
         match self {
             Reason::Smem { need, have }
@@ -91,7 +91,7 @@ impl Reason {
         }
     }
 
-    /// By what share the limit is missed; infinite for rules.
+    /// The excess over the limit as a share of it; infinite for limits that are not numbers.
     pub fn excess(&self) -> f64 {
         self.need_have().map_or(f64::INFINITY, |(need, have)| f64::from(need) / f64::from(have.max(1)) - 1.0)
     }

@@ -1,4 +1,5 @@
-//! How many CTAs share the query heads of a K/V head in the backward: a launch decision that the cost model knows.
+//! How many CTAs share the query heads of a K/V head in the backward: launch and cost model take the same
+//! number.
 
 use fa_core::{Arch, ArchLimits, Family, KernelSpec, Pass, Problem};
 
@@ -12,7 +13,8 @@ const ADDED_BYTES: f64 = 32.0;
 /// 320 TFLOP/s of 613 where all heads have their own K and V (head dim 128).
 const TENSOR_EFFICIENCY: [f64; 2] = [0.52, 0.75];
 
-/// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between two uses.
+/// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between
+/// two uses.
 const L2_SHARE: f64 = 0.3;
 
 /// Share of the device-memory bandwidth of the main launch, and of those that zero and convert accumulators.
@@ -21,14 +23,17 @@ const BANDWIDTH: [f64; 2] = [0.93, 0.4];
 /// Fewer parts are kept unless more are faster by this factor: parts take a workspace of dK and dV in f32.
 const GAIN: f64 = 1.01;
 
-/// Parts into which the query heads of a K/V head are divided, each a CTA of its own per tile of keys: 1 to the group's size.
+/// Parts into which the query heads of a K/V head are divided, each with a CTA per tile of keys: 1 to the
+/// group's size.
 ///
-/// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see different numbers of
-/// queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer holds what is in use (NB-052). Parts
-/// keep them together and fill the GPU, but dK and dV are then summed up in f32 in device memory. The number with the least
-/// estimated time is taken; the constants reproduce the measured choice (`tests/splits.rs`), not the rates.
+/// Without parts the CTAs of a K/V head's tiles step through all its query heads. Under a mask they see
+/// different numbers of queries and drift apart, each in another head's Q, dO and dQ, until the L2 no longer
+/// holds what is in use (NB-052). Parts keep them together and fill the GPU, but dK and dV are then summed up
+/// in f32 in device memory. The number with the least estimated time is taken; the constants reproduce the
+/// measured choice (`tests/splits.rs`), not the rates.
 ///
-/// 1 where the order of sums must not depend on it, and where there is nothing to sum. `sms` is the number of SMs of the GPU at hand.
+/// 1 where the order of sums must not depend on it, and where there is nothing to sum. `sms` is the number of
+/// SMs of the GPU at hand.
 pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
     Split::choose(problem, spec, arch, sms).parts
 }
@@ -42,7 +47,8 @@ pub(crate) struct Split {
     pub added: f64,
     /// Bytes of the f32 accumulators of dK and dV.
     pub sums: f64,
-    /// Bytes of Q, dO and dQ that are read from device memory again, or written there, because the L2 has lost them.
+    /// Bytes of Q, dO and dQ that are read from device memory again, or written there, because the L2 has
+    /// lost them.
     pub missed: f64,
 }
 
@@ -50,7 +56,8 @@ impl Split {
     /// The split with the least estimated time: see [`head_splits`].
     pub fn choose(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Split {
         let group = problem.group_size().max(1);
-        let is_empty = problem.batch == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
+        let is_empty =
+            problem.lengths.sequences() == 0 || problem.lengths.max_q() == 0 || problem.lengths.max_k() == 0;
         if group == 1 || is_empty {
             return Split { parts: 1, added: 0.0, sums: 0.0, missed: 0.0 };
         }
@@ -75,7 +82,8 @@ impl Split {
     }
 }
 
-/// What the estimate needs of the problem, cut into one tile of keys per CTA with all query heads of a group in one part.
+/// What the estimate needs of the problem, cut into one tile of keys per CTA with all query heads of a group
+/// in one part.
 struct Model<'a> {
     problem: &'a Problem,
     limits: &'static ArchLimits,
@@ -127,12 +135,14 @@ impl Model<'_> {
         let [hd, hdv] = self.head_dims;
         let [tile_m, tile_n] = self.tile;
         let heads = problem.group_size().div_ceil(parts) as f64;
-        // What CTAs of the same part share while they are in step: Q, dO and the f32 accumulators of dQ of a head.
-        let shared = problem.seqlen_q as f64 * (2.0 * (hd + hdv) + 4.0 * hd);
-        let n_tiles = (problem.seqlen_k as f64 / tile_n).ceil();
-        let all_parts = (problem.batch * problem.heads_kv * parts) as f64;
+        // What CTAs of the same part share while they are in step: Q, dO and the f32 accumulators of dQ of a
+        // head.
+        let shared = problem.lengths.max_q() as f64 * (2.0 * (hd + hdv) + 4.0 * hd);
+        let n_tiles = (problem.lengths.max_k() as f64 / tile_n).ceil();
+        let all_parts = (problem.lengths.sequences() * problem.heads_kv * parts) as f64;
         let in_step = (self.slots / n_tiles).min(all_parts).max(1.0) * shared;
-        // Tiles of unequal lengths drift apart over the heads: under a causal mask over half of them on average.
+        // Tiles of unequal lengths drift apart over the heads: under a causal mask over half of them on
+        // average.
         let mean = self.single_heads.steps() / self.single_heads.tiles;
         let drift = 1.0 - mean / self.single_heads.longest.steps.max(mean).max(1.0);
         let in_use = in_step * (1.0 + (heads - 1.0) * drift);
@@ -143,7 +153,7 @@ impl Model<'_> {
         if parts == 1 {
             return Split { parts, added: 0.0, sums: 0.0, missed };
         }
-        let keys = (problem.batch * problem.heads_kv * problem.seqlen_k) as f64;
+        let keys = (problem.lengths.sequences() * problem.heads_kv * problem.lengths.max_k()) as f64;
         Split { parts, added: tile_n * (hd + hdv) * 4.0, sums: keys * (hd + hdv) * 4.0, missed }
     }
 

@@ -3,10 +3,11 @@
 use fa_core::Arch;
 use serde::{Deserialize, Serialize};
 
-/// What the cost model assumes beyond [`fa_core::ArchLimits`]. "Clocks" are SM clocks, "per element" means per score.
+/// What the cost model assumes beyond [`fa_core::ArchLimits`]. "Clocks" are SM clocks, "per element" means
+/// per score.
 ///
-/// The sm90 set is fitted to the rates that public kernels reach on an H100 (the table in this crate's
-/// `tests/cost_peers.rs`); the others take over its kernel terms and differ where the hardware does.
+/// The sm90 set is fitted to rates measured on an H100; the others take over its kernel terms and differ
+/// where the hardware does.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CostConstants {
@@ -44,18 +45,19 @@ pub struct CostConstants {
     /// Share of O's rescaling that is left with a rescale threshold.
     pub rescale_left: f64,
 
-    /// f32 instructions per element of the SM90 forward's softmax, as `softmax_ops`: with a maximum in every block, and
-    /// without (`rescale_threshold`).
+    /// f32 instructions per element of the SM90 forward's softmax, as `softmax_ops`: with a maximum in every
+    /// step, and without (`rescale_threshold`).
     pub sm90_softmax_ops: [f64; 2],
     /// Further f32 instructions per element of the SM90 forward where a mask is tested.
     pub sm90_mask_ops: f64,
-    /// How well matrix products and softmax hide behind each other in the SM90 forward, by number of MMA warp groups,
-    /// without and with intra-warp-group overlap: the exponent `p` of `(products^p + softmax^p)^(1/p)`, 1 for one after
-    /// the other.
+    /// How well matrix products and softmax hide behind each other in the SM90 forward, by number of MMA
+    /// warpgroups, without and with intra-warpgroup overlap: the exponent `p` of `(products^p +
+    /// softmax^p)^(1/p)`, 1 for one after the other.
     pub sm90_overlap: [[f64; 2]; 3],
     /// Added to the exponent by ping-pong.
     pub sm90_ping_pong: f64,
-    /// Accumulator registers per thread, by number of MMA warp groups, from which the compiler's schedule suffers.
+    /// Accumulator registers per thread, by number of MMA warpgroups, from which the compiler's schedule
+    /// suffers.
     pub sm90_soft_regs: [u32; 3],
     /// Registers less of the above where a mask is tested inside the loop.
     pub sm90_mask_regs: u32,
@@ -65,55 +67,59 @@ pub struct CostConstants {
     pub sm90_step: f64,
     /// Clocks of a step that storing P for a shared-memory operand adds: fences and a barrier.
     pub sm90_p_store: f64,
-    /// Clocks of a tile outside its steps in a persistent block, whose next loads run under the epilogue.
+    /// Clocks of a tile outside its steps in a persistent CTA, whose next loads overlap the epilogue.
     pub sm90_tile: f64,
-    /// The same where every tile is a block of its own.
+    /// The same with one CTA per tile.
     pub sm90_block: f64,
 
     /// The SM90 backward.
     pub sm90_bwd: Sm90BwdConstants,
 
-    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel of the SM80 class.
+    /// Clocks per step that a deterministic SM80-class backward waits for the dQ semaphore.
     pub bwd_turn: f64,
-    /// Adding a byte of dQ keeps the L2 busy as long as reading so many bytes, in the SM80-class backward.
+    /// L2 cost of one atomically added dQ byte in the SM80-class backward, in read bytes.
     pub bwd_add_weight: f64,
 
     /// Rate of mma.sync that the SM80-class backward's products reach, as a share of `mma_sync_rate`.
     pub sm80_bwd_tensor: f64,
-    /// f32 instructions per element of its softmax and gradient of the scores.
+    /// f32 instructions per element of the SM80-class backward's softmax and gradient of the scores.
     pub sm80_bwd_ops: f64,
-    /// Its products take `2 / w` to this power as long where a scheduler has `w` < 2 warps.
+    /// The SM80-class backward's products take `(2 / w)^x` times as long where a scheduler has `w < 2` warps:
+    /// this `x`.
     pub sm80_bwd_alone: f64,
     /// Clocks of a step that waiting for Q and dO together adds, with two buffers each.
     pub sm80_bwd_wait: f64,
-    /// Clocks of a block of it outside its steps.
+    /// Clocks of an SM80-class backward's CTA outside its steps.
     pub sm80_bwd_block: f64,
-    /// The exponent of the SM80-class backward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per scheduler.
+    /// The exponent of the SM80-class backward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per
+    /// scheduler.
     pub sm80_overlap: f64,
     /// f32 instructions per element of the SM80-class forward's softmax.
     pub sm80_softmax_ops: f64,
-    /// Such instructions per element of O and step: rescaling, where maxima grow, and the copies that the compiler puts in.
+    /// Such instructions per element of O and step: rescaling when maxima grow, and copies that the compiler
+    /// inserts.
     pub sm80_rescale: f64,
-    /// The exponent of the SM80-class forward is `1 + sm80_fwd_overlap * w / (w + 2)` with `w` warps per scheduler ...
+    /// The exponent of the SM80-class forward is `1 + sm80_fwd_overlap * w / (w + 2)` with `w` warps per
+    /// scheduler ...
     pub sm80_fwd_overlap: f64,
-    /// ... and so much more for each further resident block, as blocks do not wait for one another.
+    /// ... plus this for each further resident CTA, since CTAs do not wait for each other.
     pub sm80_apart: f64,
-    /// Clocks of a step of the SM80-class forward that nothing hides, on one resident block.
+    /// Clocks of a step of the SM80-class forward that nothing hides, with one resident CTA.
     pub sm80_fwd_step: f64,
-    /// Clocks that its steps wait for K and V with a single buffer, on one resident block.
+    /// Clocks that a step of it waits for K and V with a single buffer, with one resident CTA.
     pub sm80_wait: f64,
-    /// Clocks of the steps of an SM's resident blocks that nothing hides in the SM80-class backward.
+    /// Clocks of a step of all resident CTAs that nothing hides in the SM80-class backward.
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
     pub load_latency: f64,
-    /// Clocks of a block outside its steps.
+    /// Clocks of a CTA outside its steps.
     pub sm80_block: f64,
     /// Shared-memory reads take this many times longer in row-major rows of 128 B and more.
     pub row_major_conflict: f64,
     /// Shared-memory reads take this many times longer without ldmatrix.
     pub plain_loads: f64,
 
-    /// The exponent of the SM100 forward with one and with two query tiles per block.
+    /// The exponent of the SM100 forward with one and with two query tiles per CTA.
     pub sm100_overlap: [f64; 2],
     /// Share of the SM100 forward's exponentials that run on the FMA units.
     pub sm100_poly: f64,
@@ -123,12 +129,14 @@ pub struct CostConstants {
     pub sm100_tile: f64,
 }
 
-/// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an H100 SXM5
-/// (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first choice is behind the
-/// best one measured; the SM90 backward's to 8,626 (`tests/bwd_rates.rs`); the SM80-class forward's to
-/// 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k (`tests/sm80_rates.rs`). Measured beside them: a plain matrix product at 785 TFLOP/s (79 % of peak; the
-/// fit's cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %). From public
-/// profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100 terms are assumptions.
+/// The SM90 kernel's terms and the power cap are fitted to 1,878 rates of this project's own kernels on an
+/// H100 SXM5 (2026-11-21, head dims 64 to 256, N = 512 to 16k; tests/data), by error and by how far the first
+/// choice is behind the best one measured; the SM90 backward's to 8,626 (`tests/bwd_rates.rs`); the
+/// SM80-class forward's to 923 at N = 8192 and the SM80-class backward's to 498 at N = 1k to 16k
+/// (`tests/sm80_rates.rs`). Measured in the same runs: a plain matrix product at 785 TFLOP/s (79 % of peak;
+/// the fitted cap is a little higher because it is approached, not reached) and a copy at 3.02 TB/s (90 %).
+/// From public profiles: mma.sync at 62 % of wgmma's rate, 5.5-way conflicts on row-major rows. The sm100
+/// terms are assumptions.
 const SM90: CostConstants = CostConstants {
     clock: 1.08,
     tensor_efficiency: 1.0,
@@ -190,7 +198,7 @@ const SM90: CostConstants = CostConstants {
 };
 
 impl CostConstants {
-    /// The constants for `arch`'s board until a measurement on the very GPU replaces them.
+    /// The constants for `arch`'s board, until a measurement on the GPU at hand replaces them.
     pub const fn of(arch: Arch) -> CostConstants {
         match arch {
             Arch::Sm90 => SM90,
@@ -213,16 +221,18 @@ impl CostConstants {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sm90BwdConstants {
-    /// Clock under this load as a share of the board's boost clock; the tensor cores issue at their full rate at it.
+    /// Clock under this load as a share of the board's boost clock; the tensor cores issue at their full rate
+    /// at it.
     pub clock: f64,
     /// f32 instructions per element of softmax and of the gradient of the scores.
     pub ops: f64,
     /// How well the products' shared-memory reads hide behind the tensor cores: the exponent `p` of
     /// `(a^p + b^p)^(1/p)`, 1 for one after the other.
     pub smem_overlap: f64,
-    /// How well products and the rest hide behind each other, with 2 and with 3 MMA warp groups: such exponents.
+    /// How well products and the rest hide behind each other, with 2 and with 3 MMA warpgroups: exponents as
+    /// above.
     pub overlap: [f64; 2],
-    /// Clocks of the copy engine for a row of a panel of Q or dO.
+    /// Clocks of TMA per row of a panel of Q or dO.
     pub copied_row: f64,
     /// Clocks of a step that nothing hides.
     pub step: f64,
@@ -230,32 +240,34 @@ pub struct Sm90BwdConstants {
     pub p_store: f64,
     /// Clocks of a step that a single buffer of P and dS adds: a second barrier.
     pub second_barrier: f64,
-    /// Clocks that S waits for Q with a single buffer of it, beside the copy itself.
+    /// Clocks that S waits for Q with a single buffer of it, in addition to the copy.
     pub q_latency: f64,
-    /// Clocks of a step that waiting for its turn to add to dQ takes a deterministic kernel.
+    /// Clocks per step that a deterministic kernel waits for the dQ semaphore.
     pub turn: f64,
     /// Bytes of dQ per clock that an SM adds to device memory by vector atomics.
     pub atomic_bytes: f64,
-    /// Adding a byte of dQ keeps the L2 busy as long as reading so many bytes.
+    /// L2 cost of one atomically added dQ byte, in read bytes.
     pub add_weight: f64,
-    /// Clocks of a block outside its steps.
+    /// Clocks of a CTA outside its steps.
     pub block: f64,
-    /// Share of the time that idle SMs cost at the end of the main launch: the power that they leave speeds the others up.
+    /// Share of the idle time at the end of the main launch that counts: the power that idle SMs leave speeds
+    /// the others up.
     pub idle: f64,
-    /// Share of device-memory bandwidth that the launch before reaches: O and dO read, accumulators zeroed.
+    /// Share of device-memory bandwidth that preprocess reaches: it reads O and dO and zeroes the
+    /// accumulators.
     pub prepare_bandwidth: f64,
-    /// The same of the launch after, where dQ's product is as it is meant and where it is transposed. It reads accumulators in the
-    /// order that threads held them and writes rows.
+    /// The same of postprocess, for [dQ, dQ^T] (see `Sm90Bwd::dq_swap_ab`): it reads accumulators in the
+    /// order of the threads that held them and writes rows.
     pub finish_bandwidth: [f64; 2],
-    /// The same of the main launch.
+    /// The same of the main kernel.
     pub main_bandwidth: f64,
-    /// How well the main launch's device-memory traffic hides behind the rest of it: an exponent as above.
+    /// How well the main kernel's device-memory traffic hides behind the rest of it: an exponent as above.
     pub main_overlap: f64,
 }
 
 impl Sm90BwdConstants {
-    /// Fitted to the rates in `tests/data/sm90-bwd-h100.txt`, by error and by how far the first choice is behind the best one
-    /// measured; `turn` to deterministic runs at head dim 128.
+    /// Fitted to the rates in `tests/data/sm90-bwd-h100.txt`, by error and by how far the first choice is
+    /// behind the best one measured; `turn` to deterministic runs at head dim 128.
     const H100: Sm90BwdConstants = Sm90BwdConstants {
         clock: 0.96,
         ops: 11.4,

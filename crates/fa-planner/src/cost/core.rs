@@ -1,4 +1,5 @@
-//! What all kernels' times have in common: the resources that a step keeps busy, and how steps add up to a problem.
+//! The part of the model that all kernels share: the resources that a step keeps busy, and how steps add up
+//! to a launch.
 
 use fa_core::{ArchLimits, Problem};
 use serde::Serialize;
@@ -6,12 +7,13 @@ use serde::Serialize;
 use super::constants::CostConstants;
 use super::schedule::{Queue, TileClass, Work};
 
-/// Predicted time of one forward.
+/// Predicted time of one pass.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Cost {
     /// Seconds per launch.
     pub seconds: f64,
-    /// Rate in 10^12 operations per second, by the field's count ([`Problem::flops_forward`]).
+    /// Rate in 10^12 operations per second, by the field's count ([`Problem::flops_forward`],
+    /// [`Problem::flops_backward`]).
     pub tflops: f64,
     /// The largest of `terms`.
     pub bottleneck: Bottleneck,
@@ -27,7 +29,8 @@ pub struct Cost {
     pub masked_steps: f64,
 }
 
-/// Seconds that each resource alone would take with all SMs evenly busy. They overlap, so they do not add up to the total.
+/// Seconds that each resource alone would take with all SMs equally busy. They overlap and do not add up to
+/// the total.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Terms {
     /// Matrix products, at the rate that the power limit sustains.
@@ -40,9 +43,9 @@ pub struct Terms {
     pub l2: f64,
     /// Device-memory traffic.
     pub hbm: f64,
-    /// SMs without a tile: a last wave that is not full, tiles of unequal length, fewer tiles than SMs.
+    /// Idle SMs: a partial last wave, tiles of unequal length, fewer tiles than SMs.
     pub waves: f64,
-    /// Launch, and clocks of tiles and steps that nothing hides.
+    /// Launch, and the clocks of tiles and steps that nothing hides.
     pub latency: f64,
 }
 
@@ -82,7 +85,8 @@ impl Bottleneck {
 }
 
 impl Cost {
-    /// The cost of a backward that takes `seconds`, by the field's count of operations ([`Problem::flops_backward`]).
+    /// The cost of a backward that takes `seconds`, by the field's count of operations
+    /// ([`Problem::flops_backward`]).
     pub(crate) fn of_backward(
         problem: &Problem,
         work: &Work,
@@ -125,16 +129,16 @@ impl Terms {
 
 /// A kernel as the schedule sees it: how its tiles are cut, and the clocks of a step on one SM.
 ///
-/// Clocks are for the tiles of all resident blocks together: `resident` blocks make a step each in `step` clocks.
+/// Clocks are for the tiles of all resident CTAs together: `resident` CTAs make a step each in `step` clocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KernelModel {
     /// Extents that the tiles are padded to.
     pub head_dim: u32,
     pub head_dim_v: u32,
-    /// Blocks that share one copy of K and V from L2.
+    /// CTAs that share one copy of K and V from L2 (multicast).
     pub sharing: f64,
     pub queue: Queue,
-    /// Blocks on an SM.
+    /// CTAs on an SM.
     pub resident: f64,
     pub tensor: f64,
     pub exp: f64,
@@ -149,7 +153,7 @@ pub(crate) struct KernelModel {
     pub tile: f64,
 }
 
-/// Blocks that are on an SM when the tiles are spread over all SMs first.
+/// CTAs that are resident on an SM when the tiles are spread over all SMs first.
 pub(crate) fn resident_blocks(work: &Work, blocks_per_sm: u32, limits: &ArchLimits) -> f64 {
     (work.tiles / f64::from(limits.sms)).ceil().clamp(1.0, f64::from(blocks_per_sm))
 }
@@ -173,7 +177,7 @@ pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
     limits.fp32_flops / 2.0
 }
 
-/// Puts the steps of a kernel together to the time of a problem.
+/// The time of a problem from the clocks of a kernel's steps.
 pub(crate) fn evaluate(
     problem: &Problem,
     tile_m: u32,
@@ -188,7 +192,7 @@ pub(crate) fn evaluate(
     let slots = sms * model.resident;
     let (steps, masked_steps) = (work.steps(), work.masked());
 
-    // `resident` blocks take a step each in `step` clocks, so that is also how long a block takes for its own.
+    // `resident` CTAs make a step each in `step` clocks, so a CTA's step takes as long.
     let length = |class: &TileClass| model.tile + class.steps * model.step + class.masked * model.mask;
     let (total, end) = work.makespan(slots, model.queue, length);
     let (even, compute) = (total / slots / clock, end / clock);
@@ -199,7 +203,7 @@ pub(crate) fn evaluate(
     let power = steps * 2.0 * scores * width / (limits.peak_tensor_flops() * c.power_cap);
     let tensor = alone(model.tensor).max(power);
 
-    let element = problem.dtype.bytes() as f64;
+    let element = problem.types.qkv.bytes() as f64;
     let tile_bytes = f64::from(tile_m) * width * element;
     let l2_bytes = steps * f64::from(tile_n) * width * element / model.sharing + work.tiles * tile_bytes;
     let busy = work.tiles.min(sms).max(1.0);
@@ -232,14 +236,14 @@ pub(crate) fn evaluate(
     }
 }
 
-/// Compulsory bytes, and K and V again for every wave of a head's tiles as far as they do not stay in L2.
+/// Compulsory bytes, and for every further wave of a head's tiles the part of K and V that L2 does not hold.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
-    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.dtype.bytes() as f64;
+    let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.types.qkv.bytes() as f64;
     if work.tiles == 0.0 {
         return 0.0;
     }
-    let heads = problem.batch as f64 * problem.heads_kv as f64;
-    let kv_head = problem.seqlen_k as f64 * width;
+    let heads = problem.lengths.sequences() as f64 * problem.heads_kv as f64;
+    let kv_head = problem.lengths.max_k() as f64 * width;
     if kv_head == 0.0 {
         return problem.bytes_forward();
     }

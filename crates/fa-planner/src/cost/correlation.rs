@@ -1,6 +1,7 @@
 //! How well predictions rank what is measured.
 
-/// Spearman's rank correlation; ties share the mean of their ranks. `None` below three pairs or where all are equal.
+/// Spearman's rank correlation; ties share the mean of their ranks. `None` below three pairs or where all are
+/// equal.
 pub fn rank_correlation(pairs: &[(f64, f64)]) -> Option<f64> {
     if pairs.len() < 3 {
         return None;

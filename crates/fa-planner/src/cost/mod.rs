@@ -1,12 +1,12 @@
 //! How long a kernel will take on a problem, and what it will wait for.
 //!
-//! A roofline with a schedule. A step (one tile of scores) keeps the tensor cores, the softmax pipes and shared memory
-//! busy for so many clocks; how well they hide behind each other is an exponent `p` of `(a^p + b^p)^(1/p)`: 1 for one
-//! after the other, infinity for perfect overlap. Steps add up to tiles, tiles are shared out over the SMs in whole
-//! waves, and the whole is set against L2, device memory and the power limit. Masked tiles that the kernel skips cost
-//! nothing, tiles on the edge cost whole.
+//! A roofline with a schedule. A step (one tile of scores) keeps the tensor cores, the softmax pipes and
+//! shared memory busy for some clocks each; how well they overlap is the exponent `p` of `(a^p + b^p)^(1/p)`:
+//! 1 for one after the other, infinity for perfect overlap. Steps add up to tiles, tiles are distributed over
+//! the SMs in whole waves, and the sum is compared with L2, device memory and the power limit. Fully masked
+//! tiles cost nothing, partly masked ones as much as others.
 //!
-//! The model ranks candidates; its constants ([`CostConstants`]) are there to be calibrated.
+//! The model ranks candidates; its constants ([`CostConstants`]) are calibrated by measurement.
 
 pub(crate) mod constants;
 pub(crate) mod core;
@@ -26,13 +26,14 @@ pub use schedule::{Queue, TileClass, Work};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
-/// An SM80-class kernel is taken to have as many blocks resident as its memory and registers let, an SM90 kernel one. The
-/// spec is taken to be one that computes the problem and fits the GPU: [`crate::plan`] checks that.
+/// Assumes that the spec serves the problem and fits the GPU, which [`crate::plan`] checks. An SM80-class
+/// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
     predict_with(&mut Cuts::default(), problem, spec, arch, constants)
 }
 
-/// A problem cut into the tiles of forwards, by (tile_m, tile_n, packed): most candidates share their tile with others.
+/// A problem cut into the tiles of forwards, by (tile_m, tile_n, packed): most candidates share their tile
+/// with others.
 #[derive(Debug, Default)]
 pub(crate) struct Cuts(HashMap<(u32, u32, bool), Work>);
 

@@ -1,4 +1,4 @@
-//! Tiles and their lengths: what a problem looks like once it is cut, and how long a GPU's slots take for it.
+//! Tiles and their lengths: a problem cut into tiles, and the time that a GPU's slots take for them.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use fa_core::Problem;
 pub struct Work {
     /// Tiles over all heads and sequences.
     pub tiles: f64,
-    /// Tiles that are much alike, each with those of all heads and sequences.
+    /// Classes of similar tiles, over all heads and sequences.
     pub classes: Vec<TileClass>,
     /// The tile with the most steps.
     pub longest: TileClass,
 }
 
-/// Tiles of the same length, or neighbours of much the same.
+/// Tiles of the same length, or neighbours of similar length.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct TileClass {
     /// How many, over all heads and sequences.
@@ -26,32 +26,32 @@ pub struct TileClass {
     pub masked: f64,
 }
 
-/// How tiles come to blocks, as far as the end of the run is concerned.
+/// The order in which CTAs take tiles, as far as it affects the end of the launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Queue {
     /// The longest first, from one queue.
     LongestFirst,
-    /// From one queue (or the hardware's), last the longest of a head.
+    /// From one queue (or the hardware's), the longest of a head last.
     ShortestFirst,
     /// From one queue, the longest of each head first.
     LongestFirstPerHead,
-    /// Shared out beforehand by number.
+    /// Assigned statically by number.
     Fixed,
 }
 
-/// At most so many kinds of tiles, or runs of neighbouring ones, are told apart.
+/// At most so many kinds of tiles, or runs of neighbouring ones, are distinguished.
 const CLASSES: usize = 64;
 
-/// At most so many tiles of a run are counted; of more, so many at even distance.
+/// At most so many tiles of a run are counted, evenly spaced.
 const SAMPLES: usize = 32;
 
 impl Work {
-    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a K/V head's
-    /// query heads lie together: row `r` is query `r / group_size`.
+    /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a
+    /// K/V head's query heads lie together: row `r` is query `r / group_size`.
     pub fn of(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
-        let heads = problem.batch as f64 * (problem.heads_q / group) as f64;
-        let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
+        let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
+        let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         Work::cut(problem, (seqlen_q * group).div_ceil(tile_m), heads, |tile| {
             let first = tile * tile_m / group;
@@ -61,12 +61,12 @@ impl Work {
         })
     }
 
-    /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile walks the queries of a
-    /// K/V head's query heads, of one of `splits` parts of them.
+    /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile loops
+    /// over the queries of one of `splits` parts of its K/V head's query heads.
     pub fn of_keys(problem: &Problem, tile_m: u32, tile_n: u32, splits: usize) -> Work {
-        let heads = problem.batch as f64 * (problem.heads_kv * splits) as f64;
+        let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * splits) as f64;
         let walks = problem.group_size().div_ceil(splits.max(1));
-        let (seqlen_q, seqlen_k) = (problem.seqlen_q, problem.seqlen_k);
+        let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         Work::cut(problem, seqlen_k.div_ceil(tile_n), heads, |tile| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
@@ -75,8 +75,8 @@ impl Work {
         })
     }
 
-    /// Sorts a head's `m_tiles` tiles into classes: tiles that are alike where there are few kinds, or else runs of neighbours. `count`
-    /// tells a tile's steps and those that test a mask.
+    /// Sorts a head's `m_tiles` tiles into classes: equal tiles where there are few kinds, else runs of
+    /// neighbours. `count` gives a tile's steps and those of them that test a mask.
     fn cut(problem: &Problem, m_tiles: usize, heads: f64, count: impl Fn(usize) -> (usize, usize)) -> Work {
         // Without a mask all tiles are alike.
         let counted = if problem.mask.is_full() { m_tiles.min(1) } else { m_tiles };
@@ -126,9 +126,10 @@ impl Work {
 
     /// Total length of all tiles and the time that `slots` slots take for them, in the unit of `length`.
     ///
-    /// For a longest-first queue this is the largest of the even share, the longest tile and, for every `k`, `k` times the shortest of the
-    /// `(k - 1) * slots + 1` longest tiles (some slot must take `k` of those): exact for equal tiles, a lower bound else.
-    /// Other orders add the share of the longest tile by which slots are expected to end apart.
+    /// For a longest-first queue this is the largest of the even share, the longest tile and, for every `k`,
+    /// `k` times the shortest of the `(k - 1) * slots + 1` longest tiles (some slot must take `k` of those):
+    /// exact for equal tiles, a lower bound else. Other orders add the expected spread between the ends of
+    /// slots, a share of the longest tile.
     pub fn makespan(&self, slots: f64, queue: Queue, length: impl Fn(&TileClass) -> f64) -> (f64, f64) {
         let mut lengths: Vec<(f64, f64)> = self.classes.iter().map(|c| (length(c), c.count)).collect();
         lengths.sort_by(|a, b| b.0.total_cmp(&a.0));
@@ -157,7 +158,7 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fa_core::{Dtype, Mask};
+    use fa_core::{Dtype, Lengths, Mask};
 
     fn lengths(classes: &[(f64, f64)]) -> Work {
         let classes =
@@ -211,7 +212,7 @@ mod tests {
 
     #[test]
     fn tiles_of_few_kinds_are_told_apart_however_many_there_are() {
-        // All tiles of a window see 11 blocks of keys but for the first two, and a last one of a single row.
+        // All tiles of a window see 11 key tiles, except the first two and a last one of a single row.
         let mask = Mask::causal_window(193);
         for (seqlen, others) in [(12_769, 2.0), (12_801, 3.0)] {
             let work = Work::of(&Problem::square(1, seqlen, 1, 64, mask, Dtype::F16), 128, 32, false);
@@ -225,7 +226,7 @@ mod tests {
     fn the_backward_is_cut_along_the_keys() {
         let problem = Problem { heads_kv: 2, ..Problem::square(2, 512, 4, 64, Mask::CAUSAL, Dtype::F16) };
         let work = Work::of_keys(&problem, 64, 128, 1);
-        // Each of 4 tiles of keys sees 2 tiles of queries per 128 from its own on, for 2 query heads.
+        // Each of 4 key tiles sees 2 query tiles per 128 queries from its own position on, for 2 query heads.
         assert_eq!((work.tiles, work.steps()), (16.0, 4.0 * 2.0 * (8.0 + 6.0 + 4.0 + 2.0)));
         let split = Work::of_keys(&problem, 64, 128, 2);
         assert_eq!((split.tiles, split.steps()), (32.0, work.steps()));
@@ -234,7 +235,7 @@ mod tests {
     #[test]
     fn packing_folds_a_group_into_the_rows() {
         let decode = Problem {
-            seqlen_q: 1,
+            lengths: Lengths::uniform(2, 1, 4096),
             heads_kv: 8,
             ..Problem::square(2, 4096, 32, 128, Mask::CAUSAL, Dtype::F16)
         };

@@ -1,7 +1,8 @@
-//! What a block of a guide configuration really takes of an SM: beside the guide's sums, with all that they leave out.
+//! What a guide configuration really takes of an SM: with barriers and row statistics, which the guide's sums
+//! leave out.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Sm90Fwd};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Sm90Fwd, Types};
 use serde::Serialize;
 
 use crate::head_dims::HeadDims;
@@ -17,18 +18,18 @@ use super::mma::WG_THREADS;
 use super::search::HEAD_DIM_GRANULE;
 use super::smem;
 
-/// A block's share of an SM.
+/// A CTA's share of an SM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Account {
     /// Shared memory, buffer by buffer.
     pub smem: SmemPlan,
-    /// What a block may use of it, in bytes.
+    /// Bytes of it that a CTA may use.
     pub smem_limit: u32,
     /// Registers per thread by role.
     pub setmaxnreg: SetMaxNReg,
-    /// Threads: the MMA warp groups and one that loads and stores.
+    /// Threads: the MMA warpgroups and one that loads and stores.
     pub threads: u32,
-    /// Blocks per SM by shared memory, registers and threads.
+    /// CTAs per SM by shared memory, registers and threads.
     pub occupancy: Occupancy,
 }
 
@@ -64,13 +65,20 @@ pub fn bwd(dims: HeadDims, config: &BwdConfig) -> Account {
 }
 
 fn spec(head_dim: u32, head_dim_v: u32, kernel: Kernel) -> KernelSpec {
-    KernelSpec { dtype: Dtype::Bf16, head_dim, head_dim_v, mask: MaskKind::Full, softcap: false, kernel }
+    KernelSpec {
+        types: Types::same(Dtype::Bf16),
+        head_dim,
+        head_dim_v,
+        mask: MaskKind::Full,
+        score: ScoreKind::NONE,
+        kernel,
+    }
 }
 
 fn of(smem: SmemPlan, num_wg: u32) -> Account {
     let limits = Arch::Sm90.limits();
     let threads = WG_THREADS * (num_wg + 1);
-    // A block is launched with an even share of the registers, which setmaxnreg then divides anew.
+    // The launch gives every thread an even share of the registers, which setmaxnreg redistributes.
     let occupancy = Occupancy::of(limits, smem.total, register_ceiling(limits, threads, 1), threads);
     let setmaxnreg = SetMaxNReg::of(num_wg);
     Account { smem, smem_limit: limits.smem_per_block, setmaxnreg, threads, occupancy }
@@ -95,7 +103,7 @@ mod tests {
                 let found = search(dims, Mode::Both, &Tiles::default()).expect("in range");
                 for config in &found.fwd {
                     let account = fwd(dims, config);
-                    // The guide stages O where Q lay, and counts the larger of the two.
+                    // The guide stages O in Q's memory, and counts the larger of the two.
                     let larger_o = config.tile_m * head_dim_v.saturating_sub(head_dim) * 2;
                     let sum = tensors(&account.smem, &["q", "k", "v", "p"]) + larger_o;
                     check(dims, &account, sum, config.smem_bytes, config.num_wg);

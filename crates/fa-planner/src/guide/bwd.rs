@@ -9,15 +9,15 @@ use super::mma::BwdMmas;
 use super::reject::Reason;
 use super::{regs, smem, traffic};
 
-/// A feasible backward configuration with its account. Registers are per thread of an MMA warp group.
+/// A feasible backward configuration with its account. Registers are per thread of an MMA warpgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BwdConfig {
     /// Queries per step.
     pub tile_m: u32,
-    /// Key rows of a block.
+    /// Key rows of a CTA.
     pub tile_n: u32,
-    /// MMA warp groups.
+    /// MMA warpgroups.
     pub num_wg: u32,
     /// Buffers of Q.
     pub q_stage: u32,
@@ -31,11 +31,11 @@ pub struct BwdConfig {
     pub dkv_swap_ab: bool,
     /// Compute dQ transposed.
     pub dq_swap_ab: bool,
-    /// Warp groups along tile_m in S and dP.
+    /// Warpgroups along tile_m in S and dP.
     pub atom_layout_m_sdp: u32,
-    /// Warp groups along tile_n in dK and dV.
+    /// Warpgroups along tile_n in dK and dV.
     pub atom_layout_n_dkv: u32,
-    /// Warp groups along tile_m in dQ.
+    /// Warpgroups along tile_m in dQ.
     pub atom_layout_m_dq: u32,
     /// P and dS as register operands of dV and dK.
     pub mma_dkv_is_rs: bool,
@@ -79,7 +79,8 @@ impl BwdConfig {
     }
 }
 
-/// Checks a candidate for head dims in multiples of 32 against shapes, registers and shared memory, in that order.
+/// Checks a candidate for head dims in multiples of 32 against shapes, registers and shared memory, in that
+/// order.
 ///
 /// # Errors
 /// The first limit that it breaks.

@@ -8,11 +8,11 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FwdSpec {
-    /// Query rows of a block: `64 * num_wg`.
+    /// Query rows of a CTA: `64 * num_wg`.
     pub tile_m: u32,
     /// Keys per step.
     pub tile_n: u32,
-    /// MMA warp groups.
+    /// MMA warpgroups.
     pub num_wg: u32,
     /// P as a register operand of P V.
     pub pv_is_rs: bool,
@@ -26,9 +26,9 @@ pub struct FwdSpec {
 pub struct BwdSpec {
     /// Queries per step.
     pub tile_m: u32,
-    /// Key rows of a block.
+    /// Key rows of a CTA.
     pub tile_n: u32,
-    /// MMA warp groups.
+    /// MMA warpgroups.
     pub num_wg: u32,
     /// Compute S and dP transposed.
     pub sdp_swap_ab: bool,
@@ -36,15 +36,15 @@ pub struct BwdSpec {
     pub dkv_swap_ab: bool,
     /// Compute dQ transposed.
     pub dq_swap_ab: bool,
-    /// Warp groups along tile_m in S and dP.
+    /// Warpgroups along tile_m in S and dP.
     pub atom_layout_m_sdp: u32,
-    /// Warp groups along tile_n in dK and dV.
+    /// Warpgroups along tile_n in dK and dV.
     pub atom_layout_n_dkv: u32,
-    /// Warp groups along tile_m in dQ.
+    /// Warpgroups along tile_m in dQ.
     pub atom_layout_m_dq: u32,
 }
 
-/// MMA warp groups that the guide has a register budget for.
+/// MMA warpgroups that the guide has a register budget for.
 pub const NUM_WG: [u32; 2] = [2, 3];
 
 /// The guide's forward tile_n: 64 to 192 in steps of 16.
@@ -70,8 +70,8 @@ pub fn fwd(tile_n: &[u32]) -> Vec<FwdSpec> {
     specs
 }
 
-/// Backward candidates: num_wg, tile_m, tile_n, the three swaps (false first), then the three atom layouts over the
-/// divisors of num_wg; the last named varies fastest.
+/// Backward candidates: num_wg, tile_m, tile_n, the three swaps (false first), then the three atom layouts
+/// over the divisors of num_wg; the last named varies fastest.
 pub fn bwd(tile_m: &[u32], tile_n: &[u32]) -> Vec<BwdSpec> {
     let mut specs = Vec::with_capacity(NUM_WG.len() * tile_m.len() * tile_n.len() * 64);
     for num_wg in NUM_WG {
@@ -114,8 +114,9 @@ fn push_atom_layouts(spec: BwdSpec, specs: &mut Vec<BwdSpec>) {
 }
 
 impl BwdSpec {
-    /// Whether P and dS stay in registers as the A operand of dV and dK: S and dP transposed put a whole row of P^T
-    /// into one warp group, which must own the same rows of dV and dK, and these must not be transposed themselves.
+    /// Whether P and dS stay in registers as the A operand of dV and dK: S and dP transposed put a whole row
+    /// of P^T into one warpgroup, which must own the same rows of dV and dK, and these must not be transposed
+    /// themselves.
     pub const fn mma_dkv_is_rs(&self) -> bool {
         self.atom_layout_m_sdp == 1
             && self.atom_layout_n_dkv == self.num_wg

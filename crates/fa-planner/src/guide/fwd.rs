@@ -9,15 +9,15 @@ use super::mma::FwdMmas;
 use super::reject::Reason;
 use super::{regs, smem, traffic};
 
-/// A feasible forward configuration with its account. Registers are per thread of an MMA warp group.
+/// A feasible forward configuration with its account. Registers are per thread of an MMA warpgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FwdConfig {
-    /// Query rows of a block.
+    /// Query rows of a CTA.
     pub tile_m: u32,
     /// Keys per step.
     pub tile_n: u32,
-    /// MMA warp groups.
+    /// MMA warpgroups.
     pub num_wg: u32,
     /// P as a register operand of P V.
     pub pv_is_rs: bool,
@@ -52,7 +52,8 @@ impl FwdConfig {
     }
 }
 
-/// Checks a candidate for head dims in multiples of 32 against shapes, registers and shared memory, in that order.
+/// Checks a candidate for head dims in multiples of 32 against shapes, registers and shared memory, in that
+/// order.
 ///
 /// # Errors
 /// The first limit that it breaks.

@@ -1,11 +1,11 @@
-//! One wgmma product of a block: its shape rule, its accumulators and what it reads from shared memory.
+//! The wgmma products of a CTA: their shape rule, their accumulators, and what they read from shared memory.
 
 use crate::head_dims::HeadDims;
 
 use super::candidates::{BwdSpec, FwdSpec};
 use super::reject::{Axis, MmaName, Reason};
 
-/// A product as the tensor cores see it: after the operands are swapped, if they are.
+/// A product as the tensor cores see it, after a swap of its operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mma {
     /// Which product.
@@ -14,9 +14,9 @@ pub struct Mma {
     pub m: u32,
     /// Columns of the output.
     pub n: u32,
-    /// Warp groups along the rows.
+    /// Warpgroups along the rows.
     pub atom_m: u32,
-    /// Warp groups along the columns.
+    /// Warpgroups along the columns.
     pub atom_n: u32,
 }
 
@@ -26,12 +26,12 @@ pub const WGMMA_M: u32 = 64;
 /// wgmma's N is a multiple of this (same section).
 pub const WGMMA_N_STEP: u32 = 8;
 
-/// Threads of a warp group.
+/// Threads of a warpgroup.
 pub const WG_THREADS: u32 = 128;
 
 impl Mma {
-    /// The product with output `(m, n)` by `num_wg` warp groups, `atom_m` of them along `m` (a divisor of `num_wg`).
-    /// `swap` transposes output and warp groups alike.
+    /// The product with output `(m, n)` by `num_wg` warpgroups, `atom_m` of them along `m` (a divisor of
+    /// `num_wg`). `swap` transposes output and warpgroups alike.
     pub const fn new(name: MmaName, (m, n): (u32, u32), num_wg: u32, atom_m: u32, swap: bool) -> Mma {
         let atom_n = num_wg / atom_m;
         if swap {
@@ -41,7 +41,8 @@ impl Mma {
         }
     }
 
-    /// Checks that every warp group gets whole instructions: rows in multiples of 64, columns in multiples of 8.
+    /// Checks that every warpgroup gets whole instructions: rows in multiples of 64, columns in multiples of
+    /// 8.
     pub const fn check(&self) -> Result<(), Reason> {
         let (need_m, need_n) = (WGMMA_M * self.atom_m, WGMMA_N_STEP * self.atom_n);
         if !self.m.is_multiple_of(need_m) {
@@ -58,8 +59,9 @@ impl Mma {
         self.m * self.n / (WG_THREADS * self.atom_m * self.atom_n)
     }
 
-    /// Bytes of shared memory read by all instructions of the product with `k` summed elements of 16 bits: each of the
-    /// `m / 64 * atom_n` instructions reads its 64 rows of A (none when A is in registers) and its share of B's columns.
+    /// Bytes of shared memory read by all instructions of the product with `k` summed elements of 16 bits:
+    /// each of the `m / 64 * atom_n` instructions reads its 64 rows of A (none when A is in registers) and
+    /// its share of B's columns.
     pub const fn smem_reads(&self, k: u32, a_in_regs: bool) -> u32 {
         let instructions = self.m / WGMMA_M * self.atom_n;
         let a = if a_in_regs { 0 } else { WGMMA_M * k * 2 };
@@ -77,7 +79,7 @@ pub struct FwdMmas {
 }
 
 impl FwdMmas {
-    /// The products of a candidate: every warp group owns 64 rows of both.
+    /// The products of a candidate: every warpgroup owns 64 rows of both.
     pub fn new(dims: HeadDims, spec: &FwdSpec) -> FwdMmas {
         let mma = |name, n| Mma::new(name, (spec.tile_m, n), spec.num_wg, spec.num_wg, false);
         FwdMmas { s: mma(MmaName::S, spec.tile_n), o: mma(MmaName::O, dims.head_dim_v) }
@@ -141,7 +143,7 @@ mod tests {
         let mma = Mma::new(MmaName::S, (128, 96), 2, 2, false);
         assert_eq!(mma.smem_reads(64, false), 2 * (64 * 64 * 2 + 96 * 64 * 2));
         assert_eq!(mma.smem_reads(64, true), 2 * 96 * 64 * 2);
-        // Warp groups side by side read all of A twice and half of B each.
+        // Two warpgroups along the columns each read all of A and half of B.
         let wide = Mma::new(MmaName::S, (128, 96), 2, 1, false);
         assert_eq!(wide.smem_reads(64, false), 4 * (64 * 64 * 2 + 48 * 64 * 2));
     }

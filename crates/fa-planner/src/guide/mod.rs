@@ -1,8 +1,9 @@
-//! SM90 (Hopper): the tuning guide's model of tiles and matrix products, and the exact account beside it.
+//! The model of the published "SM90 Block Size Tuning Guide", and its search.
 //!
-//! The model is that of the published "SM90 Block Size Tuning Guide": [`candidates`] enumerates, [`fwd::check`] and
-//! [`bwd::check`] judge, [`rank`] orders, [`search()`](search::search) runs all three. It knows tensor buffers and
-//! accumulators only; [`account`](crate::account) and [`account`] add up what a kernel really declares.
+//! [`candidates`] enumerates, [`fwd::check`] and [`bwd::check`] judge, [`rank`] orders,
+//! [`search()`](search::search) runs all three. The model counts tensor buffers and accumulators only;
+//! [`account`] adds up what a kernel really declares. [`report`] is what `fa plan --guide` and `cargo xtask
+//! search` print; on other architectures it lists the planner's own tiles ([`other_archs`]).
 
 pub mod account;
 pub mod bwd;

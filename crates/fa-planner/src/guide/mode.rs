@@ -1,4 +1,4 @@
-//! Which direction to plan.
+//! The direction to plan.
 
 use std::str::FromStr;
 
@@ -17,18 +17,18 @@ pub enum Mode {
     Both,
 }
 
-/// A name that is no [`Mode`].
+/// The name of no [`Mode`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown mode '{0}': use fwd, bwd or both")]
 pub struct ParseModeError(pub String);
 
 impl Mode {
-    /// Whether the forward is asked for.
+    /// Whether it includes the forward.
     pub const fn has_fwd(self) -> bool {
         matches!(self, Mode::Fwd | Mode::Both)
     }
 
-    /// Whether the backward is asked for.
+    /// Whether it includes the backward.
     pub const fn has_bwd(self) -> bool {
         matches!(self, Mode::Bwd | Mode::Both)
     }

@@ -1,4 +1,5 @@
-//! The same search for the architectures that the guide does not cover: tiles by the planner's own account and cost model.
+//! The same search for the architectures that the guide does not cover: tiles by the planner's own account
+//! and cost model.
 
 use std::fmt::Write;
 
@@ -47,17 +48,17 @@ pub struct Explain {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Row {
-    /// Query rows of a block.
+    /// Query rows of a CTA.
     pub tile_m: u32,
     /// Keys per step.
     pub tile_n: u32,
-    /// Warps of a block.
+    /// Warps of a CTA.
     pub num_warps: u32,
     /// K/V buffers in flight.
     pub stages: u32,
     /// Q fragments live in registers (SM80-class only).
     pub q_in_regs: bool,
-    /// Resident blocks per SM.
+    /// Resident CTAs per SM.
     pub blocks_per_sm: u32,
     /// Predicted registers of a thread that does softmax.
     pub regs: u32,
@@ -75,9 +76,9 @@ pub struct Row {
 pub struct BwdRow {
     /// Queries per step.
     pub tile_m: u32,
-    /// Keys of a block.
+    /// Keys of a CTA.
     pub tile_n: u32,
-    /// Warps of a block.
+    /// Warps of a CTA.
     pub num_warps: u32,
     /// Q buffers in flight.
     pub q_stages: u32,
@@ -89,7 +90,7 @@ pub struct BwdRow {
     pub atom_layout_n_dkv: u32,
     /// Warps along tile_m in dQ.
     pub atom_layout_m_dq: u32,
-    /// Resident blocks per SM.
+    /// Resident CTAs per SM.
     pub blocks_per_sm: u32,
     /// Predicted registers of a thread.
     pub regs: u32,
@@ -238,8 +239,8 @@ fn limits<'a, T: 'a>(
 }
 
 impl Found {
-    /// The first `n` rows of each pass as a table, and what was rejected with `explain`, or the nearest misses where nothing
-    /// fits.
+    /// The first `n` rows of each pass as a table, and what was rejected with `explain`, or the nearest
+    /// misses where nothing fits.
     pub fn table(&self, mode: Mode, n: usize, explain: bool) -> String {
         let mut text = String::new();
         let limits = self.explain.clone().unwrap_or_default();
@@ -257,7 +258,7 @@ impl Found {
         text
     }
 
-    /// What is said of one pass; `rows` are all that fit.
+    /// The text of one pass; `rows` are all that fit.
     fn pass<const N: usize>(
         &self,
         name: &str,

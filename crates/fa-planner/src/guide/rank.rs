@@ -13,7 +13,8 @@ pub fn fwd(configs: &mut [FwdConfig]) {
     });
 }
 
-/// Backward: larger tile_n, larger tile_m, then less traffic per element of S; equals stay as they were enumerated.
+/// Backward: larger tile_n, larger tile_m, then less traffic per element of S; equals stay as they were
+/// enumerated.
 pub fn bwd(configs: &mut [BwdConfig]) {
     configs.sort_by(|a, b| {
         let traffic = |c: &BwdConfig| (c.smem_traffic, c.tile_m * c.tile_n);

@@ -1,16 +1,17 @@
-//! Registers per thread of an MMA warp group.
+//! Registers per thread of an MMA warpgroup.
 
-/// The guide's budget for accumulators and P per thread: setmaxnreg's 240 or 160 less 24 or 32 for everything else.
+/// The guide's budget for accumulators and P per thread: setmaxnreg's 240 or 160 less 24 or 32 for everything
+/// else.
 pub const fn limit(num_wg: u32) -> u32 {
     if num_wg <= 2 { 240 - 24 } else { 160 - 32 }
 }
 
-/// Forward: S and O, and with overlap P beside the next S (16-bit, two values to a register).
+/// Forward: S and O, and with overlap also P while the next S is computed (16-bit, two values to a register).
 pub const fn fwd(regs_s: u32, regs_p: u32, regs_o: u32, overlap_wg: bool) -> u32 {
     regs_s + regs_o + if overlap_wg { regs_p } else { 0 }
 }
 
-/// Backward: S and dP together, or dQ that takes their place, beside dK and dV, which live through the whole walk.
+/// Backward: dK and dV, which live through the main loop, and S with dP or dQ, whichever is larger.
 pub fn bwd(regs_sdp: u32, regs_dk: u32, regs_dv: u32, regs_dq: u32) -> u32 {
     (2 * regs_sdp).max(regs_dq) + regs_dk + regs_dv
 }

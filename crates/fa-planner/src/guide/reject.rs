@@ -26,16 +26,16 @@ pub enum MmaName {
 /// An axis of a product's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Axis {
-    /// Rows: 64 per instruction and warp group.
+    /// Rows: 64 per instruction and warpgroup.
     M,
-    /// Columns: multiples of 8 per warp group.
+    /// Columns: multiples of 8 per warpgroup.
     N,
 }
 
 /// The limit that a candidate breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reason {
-    /// A product's side cannot be shared out over the warp groups in whole instructions.
+    /// A product's side cannot be shared out over the warpgroups in whole instructions.
     MmaShape {
         /// The product.
         mma: MmaName,
@@ -82,7 +82,8 @@ pub struct Limit<S> {
     pub nearest: Option<Rejected<S>>,
 }
 
-/// How many candidates there were, and what became of them. A candidate counts for the first limit that it breaks.
+/// How many candidates there were, and what became of them. A candidate counts for the first limit that it
+/// breaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Explain<S> {
@@ -90,7 +91,7 @@ pub struct Explain<S> {
     pub candidates: usize,
     /// Those that fit.
     pub feasible: usize,
-    /// Checked first: whole instructions per warp group.
+    /// Checked first: whole instructions per warpgroup.
     pub mma_shape: Limit<S>,
     /// Checked second: registers per thread.
     pub registers: Limit<S>,
@@ -115,7 +116,8 @@ impl Reason {
         }
     }
 
-    /// By how much the limit is missed, in the limit's own unit: to the nearest multiple, or above the budget.
+    /// By how much the limit is missed, in the limit's own unit: to the nearest multiple, or above the
+    /// budget.
     pub const fn shortfall(&self) -> u32 {
         match *self {
             Reason::MmaShape { need, have, .. } => {

@@ -1,4 +1,5 @@
-//! The report of a search for feasible tiles: on SM90 by the tuning guide's model, elsewhere by the planner's own.
+//! The report of a search for feasible tiles: on SM90 by the tuning guide's model, elsewhere by the planner's
+//! own.
 
 use std::fmt::Write;
 
@@ -25,8 +26,8 @@ pub struct Query {
     pub mode: Mode,
     /// The architecture.
     pub arch: Arch,
-    /// tile_m of the backward in place of the guide's, each 1 to 1024; on architectures other than sm90 only tiles with one
-    /// of these are listed, in both directions.
+    /// tile_m of the backward in place of the guide's, each 1 to 1024; on architectures other than sm90 only
+    /// tiles with one of these are listed, in both directions.
     pub tile_m: Option<Vec<u32>>,
     /// tile_n in place of the guide's, each 1 to 1024; on architectures other than sm90 as `tile_m`.
     pub tile_n: Option<Vec<u32>>,
@@ -47,7 +48,8 @@ pub enum QueryError {
     Plan(#[from] PlanError),
 }
 
-/// What was found. It serializes as a [`SearchResult`] on sm90 and as a [`Found`] elsewhere, cut to what the query lists.
+/// What was found. It serializes as a [`SearchResult`] on sm90 and as a [`Found`] elsewhere, cut to what the
+/// query lists.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
     query: Query,
@@ -83,7 +85,8 @@ impl Query {
 }
 
 impl Report {
-    /// For people: a table of each direction, with the nearest misses where nothing fits or the query asks for them.
+    /// For people: a table of each direction, with the nearest misses where nothing fits or the query asks
+    /// for them.
     pub fn text(&self) -> String {
         let (n, explain) = (self.query.limit.unwrap_or(TABLE_ROWS), self.query.explain);
         match &self.result {
@@ -92,8 +95,8 @@ impl Report {
         }
     }
 
-    /// The nearest misses of each direction in which nothing fits, for people who read the report in another form; empty
-    /// where something does.
+    /// The nearest misses of each direction in which nothing fits, for people who read the report in another
+    /// form; empty where something does.
     pub fn nothing_found(&self) -> String {
         let found = match &self.result {
             Searched::Guide(result) => return text::nothing_found(result),

@@ -46,7 +46,8 @@ pub enum SearchError {
     },
 }
 
-/// The candidates of one direction, parted into those that fit, best first, and those that do not, as enumerated.
+/// The candidates of one direction, parted into those that fit, best first, and those that do not, as
+/// enumerated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome<C, S> {
     /// Configurations with their account, best first.
@@ -94,8 +95,8 @@ impl Default for Tiles {
 }
 
 impl Tiles {
-    /// The guide's choices, with a list of tile_m for the backward and of tile_n for both in place of its own. A value
-    /// given twice counts once.
+    /// The guide's choices, with a list of tile_m for the backward and of tile_n for both in place of its
+    /// own. A value given twice counts once.
     pub fn with_lists(tile_m: Option<&[u32]>, tile_n: Option<&[u32]>) -> Tiles {
         let mut tiles = Tiles::default();
         if let Some(list) = tile_m {

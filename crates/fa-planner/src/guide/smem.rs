@@ -1,11 +1,12 @@
-//! The guide's sum of tensor buffers, in bytes. Barriers, LSE and dPsum are outside it: see [`crate::account`] for the
-//! account that has them.
+//! The guide's sum of tensor buffers, in bytes. Barriers, LSE and dPsum are outside it: see
+//! [`crate::account`] for the account that has them.
 
 use crate::head_dims::HeadDims;
 
 use super::candidates::{BwdSpec, FwdSpec};
 
-/// What the guide leaves for tensor buffers: 228 KiB of an SM, less what LSE, dPsum, barriers and the system take.
+/// What the guide leaves for tensor buffers: 228 KiB of an SM, less what LSE, dPsum, barriers and the system
+/// take.
 pub const LIMIT: u32 = 224 * 1024;
 
 /// K and V stages of the forward.
@@ -26,7 +27,8 @@ pub fn fwd(dims: HeadDims, spec: &FwdSpec) -> u32 {
     qo + kv + p
 }
 
-/// Backward with `do_stages` of dO: two stages of Q, K, V, P unless it stays in registers, dS, and the f32 dQ tile.
+/// Backward with `do_stages` of dO: two stages of Q, K, V, P unless it stays in registers, dS, and the f32 dQ
+/// tile.
 pub const fn bwd(dims: HeadDims, spec: &BwdSpec, do_stages: u32) -> u32 {
     let HeadDims { head_dim: hd, head_dim_v: hdv } = dims;
     let q = Q_STAGES * spec.tile_m * hd * 2;

@@ -11,8 +11,8 @@ use super::fwd::FwdConfig;
 use super::reject::Explain;
 use super::search::{HEAD_DIM_GRANULE, SearchResult};
 
-/// A table of the best `n` of each direction, and with `explain` what the limits rejected and the best one's exact account;
-/// for a direction without any, the nearest misses.
+/// A table of the best `n` of each direction, and with `explain` what the limits rejected and the best one's
+/// exact account; for a direction without any, the nearest misses.
 pub(super) fn table(result: &SearchResult, n: usize, explain: bool) -> String {
     let dims = dims(result);
     let mut text = String::new();

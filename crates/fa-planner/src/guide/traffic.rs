@@ -11,8 +11,8 @@ pub const fn fwd(dims: HeadDims, spec: &FwdSpec, mmas: &FwdMmas) -> u32 {
     mmas.s.smem_reads(dims.head_dim, false) + mmas.o.smem_reads(spec.tile_n, spec.pv_is_rs) + store_p
 }
 
-/// Backward: the five products, the stores of P (unless it stays in registers) and dS, and the f32 dQ tile stored once
-/// and read once by the bulk copy that adds it to device memory.
+/// Backward: the five products, the stores of P (unless it stays in registers) and dS, and the f32 dQ tile
+/// stored once and read once by the bulk copy that adds it to device memory.
 pub const fn bwd(dims: HeadDims, spec: &BwdSpec, mmas: &BwdMmas) -> u32 {
     let rs = spec.mma_dkv_is_rs();
     let products = mmas.sdp.smem_reads(dims.head_dim, false)

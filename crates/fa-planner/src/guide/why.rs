@@ -1,4 +1,5 @@
-//! "Why not?": the candidates that match what is asked about, each with its account or the limit that it breaks.
+//! "Why not?": the candidates that match what is asked about, each with its account or the limit that it
+//! breaks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,7 +44,8 @@ pub enum WhyError {
     Search(#[from] SearchError),
 }
 
-/// The matching candidates of each direction; `None` where the direction was not asked about or lacks a field.
+/// The matching candidates of each direction; `None` where the direction was not asked about or lacks a
+/// field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Why {
     /// Forward.
@@ -124,11 +126,12 @@ impl fmt::Display for Constraint {
     }
 }
 
-/// Answers for all candidates that meet every constraint. Tile sides that the guide does not enumerate are tried as well.
+/// Answers for all candidates that meet every constraint. Tile sides that the guide does not enumerate are
+/// tried as well.
 ///
 /// # Errors
-/// [`WhyError::Field`] when no direction asked about has all the fields, [`WhyError::NoCandidate`] when nothing matches,
-/// [`WhyError::Search`] for head dims and tile sides out of range.
+/// [`WhyError::Field`] when no direction asked about has all the fields, [`WhyError::NoCandidate`] when
+/// nothing matches, [`WhyError::Search`] for head dims and tile sides out of range.
 pub fn why(dims: HeadDims, mode: Mode, constraints: &[Constraint]) -> Result<Why, WhyError> {
     dims.check().map_err(SearchError::from)?;
     let side = |name: &str| constraints.iter().find(|c| c.field == name).map(|c| [c.value]);

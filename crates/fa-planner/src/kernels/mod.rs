@@ -1,5 +1,10 @@
-//! The kernels, one folder each: `candidates` enumerates what is tried for a problem, `account` adds up registers and
-//! shared memory, `spills` lists what the compiler is known to spill, `cost` predicts the time.
+//! The kernels, one folder each, with the same files in each:
+//!
+//! - `candidates` enumerates the configurations that are tried for a problem, without judging them;
+//! - `account` adds up shared memory and registers;
+//! - `spills` lists configurations that the compiler is known to spill although the account has room (none is
+//!   known for `sm80_fwd`, and `sm100_fwd` has no kernel to compile);
+//! - `cost` predicts the time.
 
 pub mod sm100_fwd;
 pub mod sm80_bwd;

@@ -59,7 +59,8 @@ pub struct GpuArgs {
     /// Choose among these kernels, be they the fastest here or not
     #[arg(long, value_parser = PlanFamily::parser())]
     pub family: Option<PlanFamily>,
-    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON) has them
+    /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON)
+    /// has them
     #[arg(long)]
     pub peers: bool,
     /// Measure a fixed list of shapes

@@ -64,7 +64,8 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
     Ok(Options { shapes, specs, family, pass, peers, peer_names: Vec::new(), turns })
 }
 
-/// The kernel of a file, which has to compute at least one of the shapes: it would silently be in no row otherwise.
+/// The kernel of a file, which has to compute at least one of the shapes: it would silently be in no row
+/// otherwise.
 fn spec_for(path: &Path, pass: Pass, shapes: &[Problem]) -> anyhow::Result<KernelSpec> {
     let spec = spec_file::read_spec_of(path, pass)?;
     let mut reasons = shapes.iter().map(|problem| spec.serves(problem).err());

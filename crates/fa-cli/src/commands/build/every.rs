@@ -1,4 +1,5 @@
-//! `fa build --all-configs`: what the planner predicts of every configuration beside what the compiler makes of it.
+//! `fa build --all-configs`: what the planner predicts of every configuration, and what the compiler makes of
+//! it.
 
 use fa_core::{Arch, Family, Pass};
 use fa_lab::configs::{self, Built, NEAR_MISS};
@@ -47,7 +48,8 @@ struct Summary {
 /// Runs the command: a bad verdict when a configuration that fits does not compile cleanly.
 ///
 /// # Errors
-/// Without a compiler, for head dims or families that an architecture has no kernels for, and an unwritable target.
+/// Without a compiler, for head dims or families that an architecture has no kernels for, and an unwritable
+/// target.
 pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     let destinations = Destinations::probe(args.json.as_deref(), None)?;
     let archs = if args.arch.is_empty() { &[Arch::Sm90][..] } else { &args.arch };

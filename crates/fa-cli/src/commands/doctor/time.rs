@@ -1,7 +1,7 @@
-//! `fa doctor --time`: what the library costs beside the GPU's own time.
+//! `fa doctor --time`: what the library costs on top of the GPU's own time.
 //!
-//! Every figure of starting up comes from a fresh process, for a process that has compiled once finds its compiler loaded
-//! and its pages warm. The first one gets an empty cache, the others the cache that it left.
+//! Every figure of starting up comes from a fresh process, for a process that has compiled once finds its
+//! compiler loaded and its pages warm. The first one gets an empty cache, the others the cache that it left.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -108,7 +108,9 @@ pub fn command(json: bool) -> anyhow::Result<Verdict> {
 }
 
 fn text(report: &Report) -> Result<String, std::fmt::Error> {
-    let Problem { batch, seqlen_q, heads_q, head_dim, mask, dtype, .. } = &report.problem;
+    let Problem { heads_q, head_dim, mask, .. } = &report.problem;
+    let (batch, seqlen_q, dtype) =
+        (report.problem.lengths.sequences(), report.problem.lengths.max_q(), report.problem.types.qkv);
     let shape = format!("B {batch} H {heads_q} N {seqlen_q} hd {head_dim} {mask} {dtype}");
     let mut text = format!("{}, {shape}\n", report.gpu);
     let mut line = |what: &str, value: f64, limit: f64, unit: &str| {
@@ -130,7 +132,7 @@ fn text(report: &Report) -> Result<String, std::fmt::Error> {
     Ok(text)
 }
 
-/// A process of its own that starts with this cache.
+/// Runs a fresh process that starts with this cache.
 fn child(cache: &Path) -> anyhow::Result<Start> {
     let program = std::env::current_exe().context("this program does not find itself")?;
     let done = Command::new(program)

@@ -49,7 +49,8 @@ pub fn table(report: &Report) -> String {
     text
 }
 
-/// Steps as ratios to the first, beside what was published; where there are several lengths also rates over them.
+/// Steps as ratios to the first, next to what was published; where there are several lengths also rates over
+/// them.
 ///
 /// # Errors
 /// What the drawing library reports.

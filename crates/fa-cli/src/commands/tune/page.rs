@@ -16,12 +16,12 @@ fn rows(report: &Report) -> Vec<[String; 11]> {
             format!("{} {} {family}", p.number, p.kind),
             head_dims(problem),
             problem.mask.to_string(),
-            problem.dtype.to_string(),
+            problem.types.qkv.to_string(),
             format!(
                 "{}x{}x{}",
-                problem.batch,
+                problem.lengths.sequences(),
                 pair(problem.heads_q, problem.heads_kv, ':'),
-                pair(problem.seqlen_q, problem.seqlen_k, ',')
+                pair(problem.lengths.max_q(), problem.lengths.max_k(), ',')
             ),
             p.winner.clone().unwrap_or_else(|| "-".into()),
             number(p.tflops, 0),

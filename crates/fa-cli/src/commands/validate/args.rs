@@ -47,7 +47,8 @@ pub struct ValidateArgs {
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
     #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]
     pub sanitize: bool,
-    /// Compile, validate and measure every configuration that the planner lists, and hold its predictions against that
+    /// Compile, validate and measure every configuration that the planner lists, and hold its predictions
+    /// against that
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
     pub all_configs: bool,
     /// Of the backward's configurations those whose gradients have the same bits in every run

@@ -1,5 +1,5 @@
-//! `fa validate --all-configs`: every configuration that the planner lists, compiled, validated and measured, and how good
-//! the planner's predictions are.
+//! `fa validate --all-configs`: every configuration that the planner lists, compiled, validated and measured,
+//! and how good the planner's predictions are.
 
 use std::fmt::Write;
 use std::path::Path;

@@ -58,8 +58,8 @@ impl<T: Half> Job<'_, T> {
         Ok((call, gradients))
     }
 
-    /// `times` runs on `stream`, all but the last on poisoned tensors that hold the run before; of a deterministic kernel
-    /// each must have the bits of the first.
+    /// `times` runs on `stream`, all but the last on poisoned tensors that hold the run before; of a
+    /// deterministic kernel each must have the bits of the first.
     fn runs(&self, stream: &Arc<CudaStream>, times: usize) -> Result<Runs<T>, Error> {
         let (call, mut gradients) = self.calls(stream)?;
         gradients.run(&call, self.backward, stream)?;

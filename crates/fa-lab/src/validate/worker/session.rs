@@ -18,8 +18,8 @@ use crate::validate::event::{Event, tell};
 pub(super) struct Session {
     pub gpu: Gpu,
     pub family: Family,
-    /// One case at a time is on the GPU. Whoever holds it must not start work in rayon: that could take up another case,
-    /// which would wait for the same lock.
+    /// One case at a time is on the GPU. Whoever holds it must not start work in rayon: that could take up
+    /// another case, which would wait for the same lock.
     timed: Mutex<Timed>,
     /// Inputs and oracles of problems that several cases have, by [`Case::problem_name`].
     shared: HashMap<String, Box<dyn Any + Send + Sync>>,
@@ -95,7 +95,8 @@ impl Session {
 
     /// Times the kernel on tensors that stay on the GPU for the next one.
     pub fn measure(&self, case: &Case, pass: &Bound, forward: Option<&Forward>) -> Result<Found> {
-        // A thousand and more are measured one after the other: launches of milliseconds need no more samples than this.
+        // A thousand and more are measured one after the other: launches of milliseconds need no more samples
+        // than this.
         const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 5, sample_ms: 0.5 };
         let key = case.problem_name();
         let inputs = {
@@ -134,7 +135,7 @@ impl Session {
         if need > have / 10 * 8 {
             return Err(Error::NotTried(format!("needs {need} B of device memory, the GPU has {have} B")));
         }
-        if case.arrangement == Arrangement::SharedRows && case.problem.seqlen_k == 0 {
+        if case.arrangement == Arrangement::SharedRows && case.problem.lengths.max_k() == 0 {
             return Err(Error::NotTried("there are no keys to share".to_owned()));
         }
         Ok(())

@@ -12,7 +12,7 @@ use super::candidates::{Q_ROWS, Sm100Tile};
 /// Tile extents of the head dims.
 pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
-/// Registers of a softmax thread beside the scores that it holds.
+/// Registers of a softmax thread in addition to the scores that it holds.
 const SOFTMAX_OVERHEAD: u32 = 40;
 
 /// A softmax thread reads scores in pieces of at most this many columns.
@@ -24,7 +24,7 @@ const SMALLEST_CHUNK: u32 = 32;
 /// A range of tensor memory columns.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TmemRegion {
-    /// What lies there.
+    /// The tensor in it.
     pub name: &'static str,
     /// First column.
     pub begin: u32,
@@ -35,7 +35,7 @@ pub struct TmemRegion {
     pub alias_of: Option<&'static str>,
 }
 
-/// Tensor memory of a block.
+/// Tensor memory of a CTA.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TmemPlan {
     /// Every region.
@@ -46,10 +46,10 @@ pub struct TmemPlan {
     pub allocated: u32,
 }
 
-/// Warps with one task.
+/// Warps with one role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Role {
-    /// The task.
+    /// The role.
     pub name: &'static str,
     /// Warps.
     pub warps: u32,
@@ -57,7 +57,7 @@ pub struct Role {
     pub regs: u32,
 }
 
-/// Tensor memory of a block: scores of every query tile, then outputs; P in the upper half of its scores.
+/// Tensor memory of a CTA: scores of every query tile, then outputs; P in the upper half of its scores.
 pub fn tmem(tile: &Sm100Tile) -> TmemPlan {
     const S: [&str; 2] = ["s0", "s1"];
     const P: [&str; 2] = ["p0", "p1"];
@@ -82,8 +82,8 @@ pub fn tmem(tile: &Sm100Tile) -> TmemPlan {
     TmemPlan { regions, used, allocated: used.next_power_of_two().max(32) }
 }
 
-/// Shared memory of a block (16-bit elements): Q tiles, reused by O in the epilogue; one ring of buffers that hold a tile
-/// of K or V each; row maxima and sums on their way from softmax to correction; mbarriers; the tensor memory address.
+/// Shared memory of a CTA (16-bit elements): Q tiles, whose memory O reuses in the epilogue; one ring of K
+/// and V tiles; row maxima and sums, passed from softmax to correction; mbarriers; the tensor memory address.
 pub fn smem(tile: &Sm100Tile) -> SmemPlan {
     let rows = tile.q_tiles * Q_ROWS;
     let mut plan = SmemPlan::default();
@@ -100,12 +100,12 @@ pub fn smem(tile: &Sm100Tile) -> SmemPlan {
     plan.round_up(TILE_ALIGN)
 }
 
-/// Warps by task, with the registers that are left for softmax once the others have theirs.
+/// Warps by role; softmax has the registers that the other roles leave.
 fn roles(tile: &Sm100Tile, limits: &ArchLimits) -> Vec<Role> {
     let softmax_warps = 4 * tile.q_tiles;
     let warps = softmax_warps + 8;
     let launch = register_ceiling(limits, warps * WARP, tile.blocks_per_sm);
-    // One block of two query tiles has 128 registers a thread on average; more threads must make do with less.
+    // One CTA of two query tiles has 128 registers a thread on average, a larger launch fewer.
     let (correction, other) = if launch >= 128 { (80, 48) } else { (64, 24) };
     let left = (launch * warps).saturating_sub(4 * correction + 4 * other) / softmax_warps;
     vec![
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn published_choices_fit() {
         let limits = Arch::Sm100.limits();
-        // 256 x 128 at one block per SM, 128 x 128 at two.
+        // 256 x 128 at one CTA per SM, 128 x 128 at two.
         let one = account(tile((128, 128), 2, 128, 3, 1), limits).expect("256x128");
         assert_eq!((one.threads, one.roles[0].regs, one.softmax_chunk), (512, 192, 128));
         let two = account(tile((128, 128), 1, 128, 2, 2), limits).expect("128x128 twice");

@@ -8,7 +8,7 @@ pub const Q_ROWS: u32 = 128;
 /// Keys per step that are tried; a 16-bit product of 128 rows has N in multiples of 16 up to 256.
 pub const TILE_N: [u32; 6] = [64, 96, 128, 160, 192, 256];
 
-/// K/V buffers that are tried: K and V take turns in one ring.
+/// K/V buffers that are tried: tiles of K and V alternate in one ring.
 pub const STAGES: [u32; 5] = [2, 3, 4, 5, 6];
 
 /// A kernel shape.
@@ -18,24 +18,24 @@ pub struct Sm100Tile {
     pub head_dim: u32,
     /// Tile extent of the head dim of V and O.
     pub head_dim_v: u32,
-    /// Query tiles of 128 rows that a block works on in turn: 1 or 2.
+    /// Query tiles of 128 rows of a CTA: 1 or 2.
     pub q_tiles: u32,
     /// Keys per step.
     pub tile_n: u32,
     /// K/V buffers in flight.
     pub kv_stages: u32,
-    /// Resident blocks per SM.
+    /// Resident CTAs per SM.
     pub blocks_per_sm: u32,
 }
 
 impl Sm100Tile {
-    /// Query rows of a block.
+    /// Query rows of a CTA.
     pub const fn tile_m(&self) -> u32 {
         self.q_tiles * Q_ROWS
     }
 }
 
-/// Every shape that is tried: query tiles, keys per step, stages (most first), blocks per SM.
+/// Every shape that is tried: query tiles, keys per step, stages (most first), CTAs per SM.
 pub fn candidates(head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = Sm100Tile> {
     [2, 1]
         .into_iter()

@@ -1,4 +1,4 @@
-//! The time of a shape of the SM100 forward. The constants are assumptions: there is no kernel to measure.
+//! The time of the SM100 forward. The constants are assumptions: no kernel exists to measure.
 
 use fa_core::{Arch, ArchLimits, MaskKind, Problem};
 
@@ -40,16 +40,16 @@ fn model(
     let bytes = 2.0;
     let reads = rows * hd + q_tiles * tile_n * (hd + hdv);
     let smem = resident * (reads + tile_n * (hd + hdv)) * bytes / limits.smem_bytes;
-    // Scores that do not fit the registers are read twice and their maximum taken apart.
+    // Scores that do not fit the registers are read twice: once for the maximum, once for the exponentials.
     let passes = if account.softmax_chunk < tile.tile_n { 1.0 } else { 0.0 };
-    let (cap_mufu, cap_ops) = if problem.softcap.is_some() { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if problem.score.softcap.is_some() { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
     let ops = c.softmax_ops + c.sm100_poly * c.poly_ops + cap_ops + passes;
     let exp = resident * scores * softmax_clocks(limits, 1.0 - c.sm100_poly + cap_mufu, ops);
     let products = overlap([tensor, smem], 4.0);
     let in_turn = q_tiles * resident >= 2.0;
     let exponent = c.sm100_overlap[usize::from(in_turn)];
     let hidden = overlap([products, exp], exponent);
-    // A ring of fewer than three buffers cannot load ahead while K and V of a step are in use.
+    // A ring of fewer than three buffers cannot prefetch while K and V of a step are in use.
     let wait = if tile.kv_stages < 3 { 0.5 * c.load_latency / resident } else { 0.0 };
     let exposed = c.sm100_step + wait;
     KernelModel {

@@ -1,8 +1,9 @@
-//! Planning for SM100 and SM103 (tcgen05, tensor memory). There is no kernel yet, so a plan is data of its own.
+//! The SM100 forward (tcgen05, tensor memory), for SM100 and SM103. No kernel exists yet, so a plan is a
+//! shape, not a spec.
 //!
-//! The shape is that of the published Blackwell forwards: one or two query tiles of 128 rows per block, their scores and
-//! outputs in tensor memory, one softmax thread per row, and further warps that rescale O, issue the products, load and
-//! store. P is packed into the upper half of its scores' columns.
+//! The shape is that of the published Blackwell forwards: one or two query tiles of 128 rows per CTA, scores
+//! and outputs in tensor memory, one softmax thread per row, and warps that rescale O, issue the products,
+//! load and store. P is packed into the upper half of the columns of S.
 
 pub mod account;
 pub mod candidates;
@@ -27,7 +28,7 @@ use account::Sm100Account;
 pub struct Sm100Plan {
     /// The shape.
     pub tile: Sm100Tile,
-    /// Query rows of a block.
+    /// Query rows of a CTA.
     pub tile_m: u32,
     /// Tensor memory.
     pub tmem: TmemPlan,
@@ -37,9 +38,9 @@ pub struct Sm100Plan {
     pub roles: Vec<Role>,
     /// Score columns that a softmax thread holds at once.
     pub softmax_chunk: u32,
-    /// Threads of a block.
+    /// Threads of a CTA.
     pub threads: u32,
-    /// Blocks per SM by each resource.
+    /// CTAs per SM by each resource.
     pub occupancy: Occupancy,
     /// Predicted time. The model's SM100 constants are assumptions: no kernel has been measured against them.
     pub cost: Cost,
@@ -73,8 +74,8 @@ pub fn explore(
     constants: Option<CostConstants>,
 ) -> Result<Sm100Set, PlanError> {
     problem.check()?;
-    if !problem.dtype.is_half() {
-        return Err(PlanError::Dtype(problem.dtype));
+    if !problem.types.qkv.is_half() {
+        return Err(PlanError::Dtype(problem.types.qkv));
     }
     if !arch.has_tcgen05() {
         return Err(PlanError::NoTensorMemory { arch });

@@ -10,21 +10,23 @@ use crate::smem::SmemPlan;
 /// Registers of a thread for operands, the statistics of its rows, addresses and loop state.
 const OVERHEAD: u32 = 60;
 
-/// More of them beside S or dP where blocks take turns.
+/// Further registers while S or dP is live, where CTAs wait for the dQ semaphore.
 const TURNS: u32 = 8;
 
-/// Accumulators of dK or dV of a thread from which on there is a lack of registers,
+/// From this many accumulators of dK or dV on, a thread needs ...
 const FULL_ACCUMULATORS: u32 = 128;
 
-/// and the registers that are lacking.
+/// ... so many more registers on architectures other than 9.0.
 const ELSEWHERE: u32 = 8;
 
-/// The shared memory of a block. T is the 16-bit type; tiles are swizzled panels of at most 64 columns:
+/// The shared memory of a CTA. T is the 16-bit type; tiles are swizzled panels of at most 64 columns:
 ///
-/// - `q` `[q_stages][tile_m, hd]` T, `do` `[do_stages][tile_m, hdv]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T;
-/// - `p` and `ds` `[tile_m, tile_n]` T, with a soft cap `p` twice: the weights, and what they give times the cap's slope;
+/// - `q` `[q_stages][tile_m, hd]` T, `do` `[do_stages][tile_m, hdv]` T, `k` `[tile_n, hd]` T, `v` `[tile_n,
+///   hdv]` T;
+/// - `p` and `ds` `[tile_m, tile_n]` T, with a soft cap `p` twice: P, and P times the slope of the cap;
 /// - `lse` `[q_stages][tile_m]` and `dpsum` `[do_stages][tile_m]` f32, which come with Q and dO;
-/// - `tile`, `range` and `step`: six, four and four 32-bit words that say what the block is to do and where its warps are.
+/// - `tile`, `range` and `step`: six, four and four 32-bit words with the CTA's work and the progress of its
+///   warps.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     let Sm80Bwd { tile_m, tile_n, .. } = *kernel;
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
@@ -34,7 +36,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("do", kernel.do_stages * tile_m * hdv * 2, align);
     plan.push("k", tile_n * hd * 2, align);
     plan.push("v", tile_n * hdv * 2, align);
-    plan.push("p", if spec.softcap { 2 } else { 1 } * tile_m * tile_n * 2, align);
+    plan.push("p", if spec.score.softcap { 2 } else { 1 } * tile_m * tile_n * 2, align);
     plan.push("ds", tile_m * tile_n * 2, align);
     plan.push("lse", kernel.q_stages * tile_m * 4, align);
     plan.push("dpsum", kernel.do_stages * tile_m * 4, align);
@@ -44,8 +46,8 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.round_up(align)
 }
 
-/// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler: of each half of the warps dK or dV all
-/// the time, S or dP or its part of dQ beside it.
+/// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler. Each half of
+/// the warps keeps dK or dV throughout, and in addition S or dP or its part of dQ.
 pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> Registers {
     let limits = arch.limits();
     let threads = WARP * kernel.num_warps;
@@ -53,9 +55,9 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> Registers {
     let s = kernel.tile_m * kernel.tile_n / group;
     let o = kernel.tile_n * spec.head_dim.max(spec.head_dim_v) / group;
     let q = kernel.tile_m * kernel.dq_first.max(spec.head_dim - kernel.dq_first) / group;
-    // Of dQ's left operand fragments of two contraction steps are held, more than the allowance covers where a warp has many.
+    // Fragments of dQ's A operand are held for two contraction steps; the allowance covers two fragments.
     let dq_fragments = kernel.tile_m / kernel.atom_layout_m_dq / 16;
-    // Learned from the compiler: beside so many accumulators it wants more on all architectures but 9.0.
+    // Measured: with so many accumulators the compiler needs more on all architectures but 9.0.
     let elsewhere = if arch != Arch::Sm90 && o >= FULL_ACCUMULATORS { ELSEWHERE } else { 0 };
     let overhead = OVERHEAD + elsewhere;
     let other = overhead + if kernel.deterministic { TURNS } else { 0 };
@@ -71,15 +73,15 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> Registers {
     }
 }
 
-/// 16 x 16 blocks of operands that all warps read in a contraction step of a `[rows, columns]` product, `atoms` of them along its rows;
-/// `None` where a warp would not get whole ones.
+/// 16 x 16 fragments of operands that all warps read in a contraction step of a `[rows, columns]` product
+/// with `atoms` warps along its rows; `None` where a warp would not get whole fragments.
 pub(super) fn blocks_read(rows: u32, columns: u32, warps: u32, atoms: u32) -> Option<u32> {
     let across = warps / atoms;
     (rows.is_multiple_of(16 * atoms) && columns.is_multiple_of(16 * across))
         .then(|| (rows * across + columns * atoms) / 16)
 }
 
-/// Bytes of shared memory that a step's products read, and dS of P.
+/// Bytes of shared memory that the products of a step read, and dS reads of P.
 pub(super) fn bytes_read(spec: &KernelSpec, kernel: &Sm80Bwd) -> u32 {
     let Sm80Bwd { tile_m, tile_n, num_warps, dq_first, .. } = *kernel;
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);

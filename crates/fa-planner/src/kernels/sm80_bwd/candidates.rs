@@ -1,8 +1,8 @@
-//! The SM80-class backwards that are tried for a problem: what fits differs by the SM's shared memory.
+//! The SM80-class backwards that are tried for a problem, as far as they fit the SM's shared memory.
 
 use std::cmp::Reverse;
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm80Bwd, Types};
 
 use crate::occupancy::WARP;
 
@@ -13,7 +13,7 @@ use super::account::{blocks_read, smem};
 /// Queries per step that are tried.
 pub const TILE_M: [u32; 3] = [32, 64, 128];
 
-/// Keys of a block that are tried.
+/// Keys of a CTA that are tried.
 pub const TILE_N: [u32; 3] = [32, 64, 128];
 
 /// Warps that are tried.
@@ -22,7 +22,8 @@ pub const WARPS: [u32; 2] = [4, 8];
 /// Q and dO buffers that are tried.
 pub const STAGES: [(u32, u32); 3] = [(3, 2), (2, 2), (2, 1)];
 
-/// The warps along the rows that read least; of equals the most, for which a warp has the fewest rows.
+/// The number of warps along the rows for which shared-memory reads are least; of equals the largest, which
+/// leaves a warp the fewest rows.
 fn atoms(rows: u32, columns: &[u32], warps: u32) -> Option<u32> {
     (0..=warps.ilog2())
         .map(|power| 1 << power)
@@ -37,10 +38,12 @@ fn atoms(rows: u32, columns: &[u32], warps: u32) -> Option<u32> {
         .map(|(_, Reverse(atoms))| atoms)
 }
 
-/// Accumulators of a thread, of dK and its part of dQ, beside which there are no registers for more than two fragments of 16 keys.
+/// Accumulators of a thread (dK and its part of dQ) above which registers are left for two fragments of 16
+/// keys at most.
 const MANY_ACCUMULATORS: u32 = 176;
 
-/// The warps along the keys in dK and dV: those that read least, but for warps with many accumulators such that own few keys.
+/// The number of warps along the keys in dK and dV: the one that reads least, or, where a thread has many
+/// accumulators, one that leaves a warp few keys.
 fn atoms_dkv(tile: (u32, u32), head_dims: (u32, u32), group: u32, dq: u32) -> Option<u32> {
     let (tile_m, tile_n) = tile;
     let accumulators = (tile_n * head_dims.0.max(head_dims.1) + tile_m * dq) / (WARP * group);
@@ -54,8 +57,8 @@ fn atoms_dkv(tile: (u32, u32), head_dims: (u32, u32), group: u32, dq: u32) -> Op
     })
 }
 
-/// How dQ is shared among the halves of the warps, as evenly as blocks of 16 columns allow: the first half's columns, and the warps
-/// along the rows.
+/// The split of dQ between the two halves of the warps, as even as fragments of 16 columns allow: columns of
+/// the first half, and warps along the rows.
 fn share_dq(tile_m: u32, head_dim: u32, group: u32) -> Option<(u32, u32)> {
     [head_dim / 32 * 16, head_dim / 64 * 32, 0].into_iter().find_map(|first| {
         let columns = [head_dim - first, first];
@@ -63,8 +66,8 @@ fn share_dq(tile_m: u32, head_dim: u32, group: u32) -> Option<(u32, u32)> {
     })
 }
 
-/// Every SM80-class backward that is tried for `problem` on `arch`: tiles, warps and buffers that fit, each with the warp layouts that
-/// read least.
+/// Every SM80-class backward that is tried for `problem` on `arch`: the tiles, warps and buffers that fit its
+/// shared memory, each with the warp layouts that read least.
 pub fn candidates(
     problem: &Problem,
     head_dim: u32,
@@ -74,7 +77,7 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
-    let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
+    let (dtype, softcap) = (problem.types.qkv, problem.score.softcap.is_some());
     TILE_M
         .into_iter()
         .flat_map(|tile_m| TILE_N.into_iter().map(move |tile_n| (tile_m, tile_n)))
@@ -102,9 +105,19 @@ pub fn candidates(
                 tile_order,
                 deterministic,
             });
-            Some(KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel })
+            Some(KernelSpec {
+                types: Types::same(dtype),
+                head_dim,
+                head_dim_v,
+                mask,
+                score: ScoreKind { softcap },
+                kernel,
+            })
         })
-        .filter(move |spec| matches!(&spec.kernel, Kernel::Sm80Bwd(kernel) if smem(spec, kernel).total <= arch.limits().smem_per_block))
+        .filter(move |spec| {
+            let Kernel::Sm80Bwd(kernel) = &spec.kernel else { return false };
+            smem(spec, kernel).total <= arch.limits().smem_per_block
+        })
 }
 
 #[cfg(test)]

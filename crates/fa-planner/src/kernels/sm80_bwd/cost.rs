@@ -1,4 +1,5 @@
-//! The time of an SM80-class backward: as the SM90 one's, by mma.sync, whose operands all pass through ldmatrix, in as many blocks as an SM holds.
+//! The time of an SM80-class backward: modelled as the SM90 one, with mma.sync, all operands through
+//! ldmatrix, and as many CTAs as an SM holds.
 
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Bwd};
@@ -11,10 +12,11 @@ use crate::occupancy::{Occupancy, WARP};
 
 use super::account::{bytes_read, registers, smem};
 
-/// Registers of a thread that the compiler takes for each panel of 64 columns after a tile's first one, where there are any left.
+/// Registers of a thread that the compiler adds, if any are left, for each panel of 64 columns after a tile's
+/// first.
 const PANEL_REGISTERS: u32 = 20;
 
-/// Blocks that an SM holds: at least those that the launch bounds promise, and more where there is room.
+/// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
     let regs = registers(spec, kernel, arch);
     let panels = spec.head_dim.max(spec.head_dim_v).div_ceil(64);
@@ -23,8 +25,8 @@ fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
     Occupancy::of(arch.limits(), bytes, taken, WARP * kernel.num_warps).blocks().max(kernel.blocks_per_sm)
 }
 
-/// Predicts the backward of `problem` by `kernel`, the launches before and after it included. Clocks of a step are those in which each
-/// block on an SM makes one.
+/// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included. The clocks of a step
+/// are those in which every CTA on an SM makes one step.
 pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
@@ -45,18 +47,19 @@ pub(crate) fn predict(
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;
     // Operands and P, read; P (with a soft cap twice) and dS stored; Q and dO copied in.
     let loads = 2.0 * tile_m * (hd + hdv);
-    let stored = if spec.softcap { 6.0 } else { 4.0 } * scores;
+    let stored = if spec.score.softcap { 6.0 } else { 4.0 } * scores;
     let bytes = f64::from(bytes_read(spec, kernel)) + stored + loads;
     let smem = bytes / limits.smem_bytes;
-    let (cap_mufu, cap_ops) = if spec.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.sm80_bwd_ops + cap_ops);
     let per_scheduler = resident * warps / 4.0;
-    // A scheduler with a single warp has nothing to issue while that one waits for its products or for the other group.
+    // A scheduler with a single warp issues nothing while that warp waits for its products or for the other
+    // half.
     let alone = (2.0 / per_scheduler).max(1.0).powf(c.sm80_bwd_alone);
-    // With few warps little runs beside a product but its own loads.
+    // With few warps little overlaps a product but its own loads.
     let exponent = 1.0 + c.sm80_overlap * per_scheduler / (per_scheduler + 2.0);
     let exposed = c.sm80_step
-        // The wait for the next Q is one for the next dO as well.
+        // The wait for the next Q also waits for the next dO.
         + if kernel.q_stages == 2 && kernel.do_stages == 2 { c.sm80_bwd_wait } else { 0.0 }
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
     let step = overlap([resident * tensor * alone, resident * exp, resident * smem], exponent) + exposed;
@@ -71,7 +74,8 @@ pub(crate) fn predict(
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms * resident, queue, length);
-    // As in the SM90 backward: small tiles of keys read Q and dO and add to dQ the more often.
+    // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
+    // to.
     let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0)
         + work.tiles * c.bwd_add_weight * split.added;
     let l2 = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency * limits.clock_ghz * 1e9 * c.clock);
@@ -91,7 +95,7 @@ pub(crate) fn predict(
     Cost { slots: sms * resident, ..cost }
 }
 
-/// What the launches of an SM80-class backward take their time for; clocks of a step, or of the whole.
+/// Where the time of an SM80-class backward goes: clocks of a step, or of the whole.
 struct Launches<'a> {
     tensor: f64,
     exp: f64,
@@ -99,9 +103,9 @@ struct Launches<'a> {
     /// Seconds that the L2 alone would take.
     l2: f64,
     exposed: f64,
-    /// Of all tiles, one after the other.
+    /// Clocks of all tiles, one after the other.
     total: f64,
-    /// Of the last SM.
+    /// Clocks until the last SM is done.
     end: f64,
     work: &'a Work,
     /// Its accumulators of dK and dV, and what the L2 has lost.
@@ -110,7 +114,7 @@ struct Launches<'a> {
 }
 
 impl Launches<'_> {
-    /// The cost, with the launches before and after the main one.
+    /// The cost, preprocess and postprocess included.
     fn cost(&self, problem: &Problem, [hd, hdv]: [f64; 2], limits: &ArchLimits, c: &CostConstants) -> Cost {
         let Launches { tensor, exp, smem, l2, exposed, total, end, work, split, flops_per_step } = *self;
         let sms = f64::from(limits.sms);
@@ -122,7 +126,8 @@ impl Launches<'_> {
         let missed = split.missed / bandwidth;
         let main = overlap([busy, missed], c.sm90_bwd.main_overlap);
 
-        // Before: O and dO read, the accumulators zeroed; after: they are read and dQ, with parts also dK and dV, is written.
+        // Preprocess reads O and dO and zeroes the accumulators; postprocess reads them and writes dQ, with parts
+        // also dK and dV.
         let rows = problem.rows();
         let accumulators = rows * hd * 4.0;
         let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators + 2.5 * split.sums;

@@ -1,10 +1,13 @@
-//! Configurations of the SM80-class backward that the compiler is known to spill although the register account has room.
+//! Configurations of the SM80-class backward that the compiler is known to spill although the register
+//! account has room.
+//!
+//! Taken from `fa build --all-configs --mode bwd --family sm80 --arch sm90 [--deterministic]` with NVRTC
+//! 13.0, compiled for bf16 without a soft cap, which stands for the others. They spill 4 to 40 bytes, by no
+//! rule in their parameters.
 
 use fa_core::{Arch, KernelSpec, Sm80Bwd};
 
-/// Whether the compiler is known to spill although the register account has room (NVRTC 13.0, bf16 without a soft cap, which stands for
-/// the others): a correction taken from `fa build --all-configs --mode bwd --family sm80 --arch sm90 [--deterministic]`. 4 to 40 bytes,
-/// by no count of registers that we see.
+/// Whether the compiler is known to spill the kernel.
 pub fn known(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> bool {
     if arch != Arch::Sm90 {
         return false;

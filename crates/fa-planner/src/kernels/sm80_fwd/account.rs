@@ -12,21 +12,22 @@ pub const HEAD_DIMS: [u32; 8] = [32, 64, 96, 128, 160, 192, 224, 256];
 /// Alignment of every buffer: a full sweep over the 32 banks.
 pub const ALIGN: u32 = 128;
 
-/// Registers of a thread for K and V fragments, row maxima and sums, addresses and loop state; with a tenth of S, for weights
-/// on their way to operands, this tells best which of 1,044 configurations of head dims 64 and 128 the compiler builds
-/// without a spill (`fa validate --arch sm80 --all-configs`).
+/// Registers of a thread for K and V fragments, row maxima and sums, addresses and loop state. With a tenth
+/// of S, for P on its way to operands, this value best separates the configurations that spill from those
+/// that do not, of 1,044 at head dims 64 and 128 (`fa validate --arch sm80 --all-configs`).
 const OVERHEAD: u32 = 56;
 
-/// The shared memory of a block. T is the 16-bit type; tiles are panels of at most 64 columns with the swizzle on, plain rows
-/// without, in both cases without padding:
+/// The shared memory of a CTA. T is the 16-bit type; tiles are swizzled panels of at most 64 columns, or
+/// plain rows with the swizzle off, without padding:
 ///
 /// - `q` `[tile_m, hd]` T;
 /// - `k` `[stages][tile_n, hd]` T and `v` `[stages][tile_n, hdv]` T.
 ///
-/// The epilogue needs none: O goes from registers to global memory. With Q in registers, `q` takes the end of K's and V's
-/// memory: it is read before the stages under it are filled, and the first K, at the other end, need not wait for that.
+/// The epilogue uses none: O goes from registers to global memory. With Q in registers, `q` overlays the end
+/// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
+/// not wait for it.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
-    let bytes = spec.dtype.bytes() as u32;
+    let bytes = spec.types.qkv.bytes() as u32;
     let q = kernel.tile_m * spec.head_dim * bytes;
     let k = kernel.stages * kernel.tile_n * spec.head_dim * bytes;
     let v = kernel.stages * kernel.tile_n * spec.head_dim_v * bytes;
@@ -51,10 +52,11 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
     plan.round_up(ALIGN)
 }
 
-/// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler on an SM of `limits`.
+/// Predicted registers of a thread, and the ceiling that the launch bounds give the compiler on an SM of
+/// `limits`.
 ///
-/// A warp holds `tile_m / num_warps` rows of S and O in f32 over its 32 lanes, and packed pairs of Q if it keeps it. P is
-/// packed in place of S, four accumulators becoming two operand registers as P V goes along.
+/// A warp holds `tile_m / num_warps` rows of S and O in f32 over its 32 lanes, and of Q packed in pairs if it
+/// keeps Q. P takes the registers of S: four accumulators become two operand registers as P V proceeds.
 pub fn registers(spec: &KernelSpec, kernel: &Sm80Fwd, limits: &ArchLimits) -> Registers {
     let threads = WARP * kernel.num_warps;
     let s = kernel.tile_m * kernel.tile_n / threads;
@@ -150,7 +152,8 @@ mod tests {
             let spec = spec((hd, hd), tile, warps, 1, false);
             let regs = registers(&spec, kernel(&spec), Arch::Sm80.limits());
             assert_eq!(regs.total, total, "{spec}");
-            // This project's kernel spills at 128 x 128: it keeps more of K and V in registers ahead of the products.
+            // This project's kernel spills at 128 x 128: it keeps more of K and V in registers ahead of the
+            // products.
             assert_eq!(regs.total <= regs.limit, tile.1 < 128, "{spec}: {regs:?}");
         }
         // A public kernel for the RTX 5090: 64 x 64, four warps, Q in registers.

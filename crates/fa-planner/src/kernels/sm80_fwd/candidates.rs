@@ -1,8 +1,8 @@
 //! The SM80-class forwards that are tried for a problem.
 
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Sm80Fwd};
+use fa_core::{Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm80Fwd, Types};
 
-/// Query rows and warps of a block that are tried: 16 or 32 rows per warp.
+/// Query rows and warps of a CTA that are tried: 16 or 32 rows per warp.
 pub const TILE_M: [(u32, u32); 4] = [(64, 4), (128, 4), (128, 8), (256, 8)];
 
 /// Keys per step that are tried.
@@ -11,14 +11,15 @@ pub const TILE_N: [u32; 7] = [32, 48, 64, 80, 96, 112, 128];
 /// K/V buffers in flight that are tried.
 pub const STAGES: [u32; 3] = [1, 2, 3];
 
-/// Resident blocks per SM that are tried.
+/// Resident CTAs per SM that are tried.
 pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: rows and warps, keys per step, stages, Q in registers or not, blocks per SM.
+/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, softcap, dtype) = (MaskKind::of(&problem.mask), problem.softcap.is_some(), problem.dtype);
+    let (mask, softcap, dtype) =
+        (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
     TILE_M
         .into_iter()
         .flat_map(|rows| TILE_N.into_iter().map(move |tile_n| (rows, tile_n)))
@@ -40,6 +41,13 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 loop_split: true,
                 reverse_blocks: mask != MaskKind::Full,
             };
-            KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel: Kernel::Sm80Fwd(kernel) }
+            KernelSpec {
+                types: Types::same(dtype),
+                head_dim,
+                head_dim_v,
+                mask,
+                score: ScoreKind { softcap },
+                kernel: Kernel::Sm80Fwd(kernel),
+            }
         })
 }

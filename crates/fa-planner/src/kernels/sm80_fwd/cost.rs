@@ -1,4 +1,5 @@
-//! The time of an SM80-class forward: mma.sync, whose operands pass through ldmatrix, in as many CTAs as an SM holds.
+//! The time of an SM80-class forward: mma.sync, whose operands pass through ldmatrix, in as many CTAs as an
+//! SM holds.
 
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
@@ -24,7 +25,7 @@ pub(crate) fn predict(
     evaluate(problem, kernel.tile_m, kernel.tile_n, work, &model, limits, constants)
 }
 
-/// Blocks that an SM holds: at least those that the launch bounds promise, and more where there is room.
+/// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
     let regs = registers(spec, k, limits);
     let smem = smem(spec, k).total;
@@ -42,12 +43,13 @@ fn model(
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let warps_per_scheduler = resident * num_warps / 4.0;
-    // A scheduler without a warp leaves its tensor core, its special-function unit and its lanes idle.
+    // A scheduler without a warp leaves its tensor core, special-function unit and lanes idle.
     let idle = (1.0 / warps_per_scheduler).max(1.0);
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency;
     let tensor = resident * idle * 2.0 * scores * (hd + hdv) / rate;
 
-    // Every warp reads all of K and V, and its own rows of Q unless it keeps them; cp.async writes K and V once.
+    // Every warp reads all of K and V, and its rows of Q unless they are in registers; cp.async writes K and
+    // V once.
     let bytes = 2.0;
     let q_reads = if k.q_in_regs { 0.0 } else { tile_m * hd * bytes };
     let reads = num_warps * tile_n * (hd + hdv) * bytes + q_reads;
@@ -56,11 +58,12 @@ fn model(
     let writes = tile_n * (hd + hdv) * bytes;
     let smem = resident * (reads * conflict * loads + writes) / limits.smem_bytes;
 
-    let (cap_mufu, cap_ops) = if spec.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if spec.score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
     let mut ops = c.sm80_softmax_ops + c.sm80_rescale * hdv / tile_n + cap_ops;
     ops += if k.exp2 { 0.0 } else { c.exp_ops };
     ops += if k.fast_math { 0.0 } else { c.denormal_ops };
-    // In a loop of their own, masked steps cost no more than others: warps pass over what their rows do not see.
+    // With a separate loop for them, masked steps cost no more than others: warps skip what their rows do not
+    // see.
     let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
     let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
@@ -68,7 +71,8 @@ fn model(
 
     let warps = warps_per_scheduler / (warps_per_scheduler + 2.0);
     let exponent = 1.0 + c.sm80_fwd_overlap * warps + c.sm80_apart * (resident - 1.0);
-    // With one stage a copy is only issued when its buffer is free: a part of the wait shows, unless other blocks run.
+    // With one stage a copy is issued once its buffer is free: part of its latency shows, unless other CTAs
+    // run.
     let wait = if stages < 2.0 { c.sm80_wait / resident } else { 0.0 };
     let exposed = c.sm80_fwd_step / resident + wait;
     let hidden = overlap([tensor, exp, smem], exponent);

@@ -9,17 +9,21 @@ use crate::head_dims::HeadDims;
 use crate::registers::{Registers, SetMaxNReg};
 use crate::smem::{SmemPlan, TILE_ALIGN};
 
-/// Alignment of the rows' statistics: a 128-byte line, above the 16 bytes that bulk copies ask for.
+/// Alignment of row statistics: a 128-byte line, more than the 16 bytes that bulk copies need.
 const ROW_STAT_ALIGN: u32 = 128;
 
 /// The backward's `BwdStorage`, in declaration order (T is the 16-bit type):
 ///
-/// - `q` `[q_stages][tile_m, hd]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T, which transposed dK and dV reuse on their way out;
-/// - `do` `[do_stages][tile_m, hdv]` T, `p` (unless P and dS are register operands) and `ds` `[pds_stages][tile_m, tile_n]` T;
-/// - `dq` `[tile_m, hd / dq_slices]` f32 with `dq_via_smem`: the tile that the bulk copy engine adds to device memory;
+/// - `q` `[q_stages][tile_m, hd]` T, `k` `[tile_n, hd]` T, `v` `[tile_n, hdv]` T, whose memory transposed dK
+///   and dV reuse in the epilogue;
+/// - `do` `[do_stages][tile_m, hdv]` T, `p` (unless P and dS are register operands) and `ds`
+///   `[pds_stages][tile_m, tile_n]` T;
+/// - `dq` `[tile_m, hd / dq_slices]` f32 with `dq_via_smem`: the tile that a bulk reduction adds to device
+///   memory;
 /// - `lse` and `dpsum` `[do_stages][tile_m]` f32, which arrive with dO;
-/// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage; and a `ticket`. What the
-///   warp groups say to each other and to the warps that add dQ goes through named barriers, which take no memory.
+/// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage;
+///   and a `ticket`, the number of a deterministic CTA's tile. Warpgroups synchronise with each other and
+///   with the warps that add dQ by named barriers, which take no memory.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
     let Sm90Bwd { tile_m, tile_n, q_stages, do_stages, pds_stages, .. } = *kernel;
@@ -53,8 +57,8 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     plan.round_up(TILE_ALIGN)
 }
 
-/// Predicted registers of an MMA thread and their limit, by the guide's sum: S and dP together, or a slice of dQ in their place,
-/// beside dK and dV.
+/// Predicted registers of an MMA thread and their limit, by the guide's sum: dK and dV, and S with dP or a
+/// slice of dQ.
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
     let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
     let mmas = BwdMmas::new(dims, &guide_spec(kernel));

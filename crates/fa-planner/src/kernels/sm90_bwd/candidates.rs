@@ -1,12 +1,13 @@
-//! Candidates and register account of the SM90 backward, as the planner offers them for a problem.
+//! The SM90 backwards that are tried for a problem.
 //!
-//! Two sets. The tuning guide's: every tile, swap and atom layout that its model admits ([`crate::guide::search`]), with its
-//! stages, and with a second buffer of P and dS where there is room. And ours, for head dims where the guide has nothing (256):
-//! there the f32 tile of dQ does not fit beside the operands, so that dQ goes from registers to device memory by vector
-//! atomics, in slices where its accumulators would not fit, and Q and dO may have one buffer only.
+//! Two sets. First the tuning guide's: every tile, swap and atom layout that its model admits
+//! ([`crate::guide::search`]), with its stages, and also with a second buffer of P and dS where shared memory
+//! has room. Second, for head dims where the guide has none (256): shared memory does not hold the f32 tile
+//! of dQ in addition to the operands, so dQ goes from registers to device memory by vector atomics, in slices
+//! if its accumulators do not fit, and Q and dO may have a single buffer.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Bwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Bwd, Types};
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
@@ -16,13 +17,14 @@ use crate::head_dims::HeadDims;
 
 use super::account::{registers, smem};
 
-/// The order of a backward's tiles under `mask`: longest first where their lengths differ; tiles that add to dQ in a fixed
-/// order go by their numbers.
+/// The order of a backward's tiles under `mask`: longest first where lengths differ, natural for a
+/// deterministic backward, whose tiles add to dQ in the order of their numbers.
 pub(crate) fn tile_order(mask: MaskKind, deterministic: bool) -> TileOrder {
     if mask == MaskKind::Full || deterministic { TileOrder::Natural } else { TileOrder::LongestFirst }
 }
 
-/// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant, or ours.
+/// Every SM90 backward that is tried for `problem`: the guide's in its order, each followed by its variant
+/// with two buffers of P and dS; beyond the guide's head dims those without a buffer of dQ.
 pub fn candidates(
     problem: &Problem,
     head_dim: u32,
@@ -31,10 +33,17 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
-    let (dtype, softcap) = (problem.dtype, problem.softcap.is_some());
+    let (dtype, softcap) = (problem.types.qkv, problem.score.softcap.is_some());
     let spec_of = move |kernel: Sm90Bwd| {
         let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, ..kernel });
-        KernelSpec { dtype, head_dim, head_dim_v, mask, softcap, kernel }
+        KernelSpec {
+            types: Types::same(dtype),
+            head_dim,
+            head_dim_v,
+            mask,
+            score: ScoreKind { softcap },
+            kernel,
+        }
     };
     let dims = HeadDims { head_dim, head_dim_v };
     let guide = search(dims, Mode::Bwd, &Tiles::default()).map_or_else(|_| Vec::new(), |found| found.bwd);
@@ -50,7 +59,8 @@ pub fn candidates(
     kernels.into_iter().map(spec_of).filter(fits_at_all)
 }
 
-/// Our space: the guide's tiles and layouts without a buffer for dQ, with every number of buffers, dQ whole and in slices.
+/// The guide's tiles and layouts without a buffer for dQ, with every number of Q and dO buffers, dQ whole and
+/// in slices.
 fn beyond_the_guide() -> impl Iterator<Item = Sm90Bwd> {
     let stages = [(2, 2), (2, 1), (1, 1)];
     candidates::bwd(&BWD_TILES, &BWD_TILES).into_iter().flat_map(move |spec| {
@@ -66,7 +76,8 @@ fn beyond_the_guide() -> impl Iterator<Item = Sm90Bwd> {
     })
 }
 
-/// Variants that break a shape rule or a limit are no news; the guide's own search explains its rejections.
+/// Variants that break a shape rule or a limit are dropped without a reason: the guide's search explains its
+/// rejections.
 fn fits_at_all(spec: &KernelSpec) -> bool {
     let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
     let regs = || registers(spec, kernel);

@@ -1,8 +1,9 @@
-//! The time of an SM90 backward: three launches, of which the middle one walks tiles.
+//! The time of an SM90 backward: preprocess, main kernel and postprocess.
 //!
-//! A step's five products keep the tensor cores busy, their operands shared memory; softmax and the gradient of the scores run
-//! partly beside them. The launches before and after move the f32 accumulators of dQ through device memory: at lengths below
-//! 2,000 they and the main launch's own traffic take half of the time.
+//! The five products of a step keep the tensor cores busy, and their operands shared memory; softmax and the
+//! gradient of the scores overlap them in part. Preprocess and postprocess move the f32 accumulators of dQ
+//! through device memory: at lengths below 2,000 they and the main kernel's own traffic take half of the
+//! time.
 
 use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
@@ -17,7 +18,7 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
-/// Predicts the backward of `problem` by `kernel`, the launches before and after it included.
+/// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
     problem: &Problem,
     spec: &KernelSpec,
@@ -36,20 +37,21 @@ pub(crate) fn predict(
 
     let guide = guide_spec(kernel);
     let mmas = BwdMmas::new(dims, &guide);
-    // The guide counts the f32 tile of dQ stored and read; without its buffer it is sent off from registers.
+    // The guide counts a store and a read of the f32 tile of dQ; without its buffer dQ leaves from registers.
     let dq_tile = tile_m * hd * 4.0;
     let dq_bytes = if kernel.dq_via_smem { 0.0 } else { 2.0 * dq_tile };
-    let panels = BwdPanels::of(dims, kernel);
+    let panels = BwdPanels::of(spec, kernel);
     let loads = tile_m * (hd + hdv) * 2.0;
     let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + loads) / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
-    let (cap_mufu, cap_ops) = if spec.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) =
+        if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.ops + cap_ops);
     let products = overlap([tensor, smem], c.smem_overlap);
     let exposed = c.step
         + if kernel.mma_dkv_is_rs { 0.0 } else { c.p_store }
         + if kernel.pds_stages == 1 { c.second_barrier } else { 0.0 }
-        // With one buffer the next Q is asked for when dK has read this one, and S waits for all of it.
+        // With one buffer the load of the next Q starts when dK has read this one, and S waits for all of it.
         + if kernel.q_stages == 1 { c.q_latency + tile_m * hd * 2.0 / constants.sm_bytes_per_clock } else { 0.0 }
         + if kernel.dq_via_smem { 0.0 } else { dq_tile / c.atomic_bytes }
         + if kernel.deterministic { c.turn } else { 0.0 };
@@ -58,7 +60,7 @@ pub(crate) fn predict(
 
     let split = Split::choose(problem, spec, arch, limits.sms);
     let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
-    // The test of a mask falls under the products.
+    // The products hide the test of a mask.
     let added = split.added / c.atomic_bytes;
     let length = |class: &TileClass| c.block + added + class.steps * step;
     let queue = match (spec.mask, kernel.tile_order) {
@@ -69,7 +71,7 @@ pub(crate) fn predict(
     let (total, end) = work.makespan(sms, queue, length);
     let even = total / sms;
     let busy = (even + c.idle * (end - even)) / clock;
-    // Q and dO come from the L2 at every step, and the f32 tile of dQ is added to what is there.
+    // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
     let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
 
     let rows = problem.rows();

@@ -1,19 +1,23 @@
-//! Configurations of the SM90 backward that the compiler is known to spill although the register account has room.
+//! Configurations of the SM90 backward that the compiler is known to spill although the register account has
+//! room.
+//!
+//! Taken from `fa build --all-configs --mode bwd` with NVRTC 13.0, compiled for bf16 without a soft cap,
+//! which stands for the others.
 
 use fa_core::{KernelSpec, MaskKind, Sm90Bwd};
 
-/// Whether the compiler is known to refuse the kernel although the register account has room (NVRTC 13.0, bf16 without a soft
-/// cap, which stands for the others): a correction taken from `fa build --all-configs --mode bwd`.
+/// Whether the compiler is known to spill the kernel.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
-    // Sliced beside a single Q buffer, under a mask: 16 to 96 bytes at head dim 256, which stands for the others beyond the guide.
+    // dQ in slices, one Q buffer, under a mask: 16 to 96 bytes at head dim 256, which stands for all that the
+    // guide lacks.
     if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
         return true;
     }
     match (spec.head_dim, spec.head_dim_v) {
         (256, 256) if kernel.q_stages == 1 => spills_beside_one_q_buffer(kernel, masked),
-        // 208 accumulators with S and dQ transposed and P through shared memory: 20 to 28 bytes. Without a mask two that
-        // transpose dK as well are built.
+        // 208 accumulators, S and dQ transposed, P through shared memory: 20 to 28 bytes. Without a mask two
+        // that also transpose dK do not spill.
         (128, 128) => {
             (kernel.tile_m, kernel.tile_n) == (80, 128)
                 && !kernel.mma_dkv_is_rs
@@ -22,7 +26,7 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
                 && kernel.atom_layout_m_sdp == 1
                 && (masked || !kernel.dkv_swap_ab || kernel.atom_layout_n_dkv == 2)
         }
-        // 16 to 32 bytes, where their neighbours have none.
+        // 16 to 32 bytes; their neighbours do not spill.
         (128, 64) if masked && kernel.dq_swap_ab && kernel.atom_layout_m_sdp == 1 => {
             let layout =
                 (kernel.dkv_swap_ab, kernel.atom_layout_n_dkv, kernel.atom_layout_m_dq, kernel.mma_dkv_is_rs);
@@ -36,7 +40,8 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     }
 }
 
-/// Of head dim 256, whose dQ is added from registers, with a single Q buffer: 12 to 92 bytes. With two every kernel compiles cleanly.
+/// Head dim 256, whose dQ is added from registers, with one Q buffer: 12 to 92 bytes. With two buffers no
+/// kernel spills.
 fn spills_beside_one_q_buffer(kernel: &Sm90Bwd, masked: bool) -> bool {
     let two_in_dq = kernel.atom_layout_m_dq == 2;
     match (kernel.tile_m, masked) {

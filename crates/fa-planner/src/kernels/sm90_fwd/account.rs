@@ -9,17 +9,19 @@ use crate::smem::{SmemPlan, TILE_ALIGN};
 /// Tile extents of the head dims: whole 128- or 64-byte swizzle rows.
 pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
-/// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]` panels):
+/// The forward's `SharedStorage`, in declaration order (T is the 16-bit type, tiles are `[hd / 64][rows][64]`
+/// panels):
 ///
 /// - `q` `[q_stages][tile_m, hd]` T (O goes from registers straight to device memory);
-/// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P stays in registers;
+/// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P
+///   stays in registers;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
 /// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32).
 ///
-/// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of whichever
-/// swizzle its row width allows. The total is a multiple of 1024.
+/// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of
+/// whichever swizzle its row width allows. The total is a multiple of 1024.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
-    let bytes = spec.dtype.bytes() as u32;
+    let bytes = spec.types.qkv.bytes() as u32;
     let Sm90Fwd { tile_m, tile_n, q_stages, kv_stages, .. } = *kernel;
     let mut plan = SmemPlan::default();
     plan.push("q", q_stages * tile_m * spec.head_dim * bytes, TILE_ALIGN);
@@ -41,23 +43,24 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     plan.round_up(TILE_ALIGN)
 }
 
-/// Registers beside the accumulators, by number of MMA warp groups: the tuning guide's overheads (24 and 32); one group
-/// alone has the compiler's limit of 255 above the same 24.
+/// Registers in addition to the accumulators, by number of MMA warpgroups: the tuning guide's overheads (24
+/// and 32). A single warpgroup has the same 24 within the compiler's limit of 255.
 const OVERHEAD: [u32; 3] = [24, 24, 32];
 
-/// The same where P is a register operand without overlap. A correction to the guide, which counts no P there: the compiler
-/// cannot have S and P share registers while their products run (C7511, C7512), and with P counted the line between what it
-/// builds and what it does not is here for two groups (212 of 240) as for three (132 of 160).
+/// The same where P is a register operand without overlap. The guide counts no P there, but the compiler
+/// cannot let S and P share registers while their products run (C7511, C7512); with P counted this overhead
+/// separates what spills from what does not, for two warpgroups (212 of 240) and for three (132 of 160).
 const OVERHEAD_IN_TURN: u32 = 28;
 
-/// Accumulator registers per thread that are live at once: S, O and P as a register operand. A P that goes through shared memory is stored piece by piece as it is converted and never live as a whole:
-/// this is where the exact account allows more than the guide's (192 x 192 at head dim 64, which FlashAttention-3 ships).
+/// Accumulator registers per thread that are live at once: S, O, and P as a register operand. A P that goes
+/// through shared memory is converted and stored piece by piece and never live as a whole: here the exact
+/// account allows more than the guide (192 x 192 at head dim 64, which FlashAttention-3 ships).
 pub fn accumulators(spec: &KernelSpec, kernel: &Sm90Fwd) -> u32 {
     let (s, p, o) = parts(spec, kernel);
     s + p + o
 }
 
-/// S, P and O registers per thread: a warp group holds 64 rows over 128 threads.
+/// Registers of S, P and O per thread: a warpgroup holds 64 rows over 128 threads.
 fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
     let s = kernel.tile_n / 2;
     let p = if kernel.pv_is_rs { kernel.tile_n / 4 } else { 0 };
@@ -77,7 +80,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
         q: 0,
         other,
         total: s + p + o + other,
-        // 256 is what the allocation allows; an instruction can name 255.
+        // The allocation allows 256; an instruction can name 255.
         limit: split.mma.min(255),
         setmaxnreg: Some(split),
     }
@@ -85,11 +88,11 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Kernel, MaskKind};
+    use fa_core::{Dtype, Kernel, MaskKind, ScoreKind, Types};
 
     use super::*;
 
-    /// Offsets and total by hand, for a 128x176 forward at head dim 128 and for one with all that can be there.
+    /// Offsets and total by hand, for a 128x176 forward at head dim 128 and for one with every buffer.
     #[test]
     fn forward_storage_is_laid_out_as_declared() {
         let kernel = Sm90Fwd {
@@ -103,11 +106,11 @@ mod tests {
             ..Sm90Fwd::default()
         };
         let spec = KernelSpec {
-            dtype: Dtype::Bf16,
+            types: Types::same(Dtype::Bf16),
             head_dim: 128,
             head_dim_v: 128,
             mask: MaskKind::Full,
-            softcap: false,
+            score: ScoreKind::NONE,
             kernel: Kernel::Sm90Fwd(kernel.clone()),
         };
         let offsets = |plan: &SmemPlan| -> Vec<(String, u32)> {

@@ -1,24 +1,27 @@
-//! Candidates and register account of the SM90 forward, as the planner offers them for a problem.
+//! The SM90 forwards that are tried for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Fwd, Types};
 
 use super::account::smem;
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
 
-/// Powers of 2 by which weights may outgrow the reference maximum: far from the limits of f16 weights and of f32 sums, and
-/// rarely reached after the first block of keys.
+/// Powers of 2 by which P may exceed 1 before O is rescaled: far from the limits of P in f16 and of sums in
+/// f32, and rarely reached after the first tile of keys.
 pub const RESCALE_THRESHOLD: u32 = 8;
 
-/// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by measurement on an H100.
+/// Every SM90 forward that is tried for `problem`, with the knobs that go with each tile by measurement on an
+/// H100.
 ///
-/// In order: warp groups, keys per step, P from registers or not, intra-warp-group overlap or not, heads of a group apart or packed.
+/// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
+/// group packed or not.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, softcap, dtype) = (MaskKind::of(&problem.mask), problem.softcap.is_some(), problem.dtype);
+    let (mask, softcap, dtype) =
+        (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
     let problem = *problem;
-    // Equal tiles are shared out beforehand; unequal ones are drawn, the longest first.
+    // Tiles of equal length are assigned statically; others dynamically, the longest first.
     let (scheduler, tile_order) = if mask == MaskKind::Full {
         (Scheduler::Static, TileOrder::Natural)
     } else {
@@ -50,19 +53,19 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 pack_gqa,
             };
             with_room_for_q(KernelSpec {
-                dtype,
+                types: Types::same(dtype),
                 head_dim,
                 head_dim_v,
                 mask,
-                softcap,
+                score: ScoreKind { softcap },
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
 }
 
-/// Whether to lay the heads of a group together in a tile. It pays where their rows fill fewer tiles together than one by one; in a
-/// window also where the fewer queries of a tile see fewer keys together, so that both ways are tried there. A tile holds whole
-/// groups, since the copy engine loads a box of (group, queries).
+/// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it
+/// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
+/// A packed tile holds whole groups, since TMA loads a box of (group, queries).
 fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
     let (group, tile_m) = (problem.group_size(), tile_m as usize);
     let tiles = |rows: usize| rows.div_ceil(tile_m);
@@ -70,14 +73,15 @@ fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]
-    } else if tiles(problem.seqlen_q * group) < group * tiles(problem.seqlen_q) {
+    } else if tiles(problem.lengths.max_q() * group) < group * tiles(problem.lengths.max_q()) {
         &[true]
     } else {
         &[false]
     }
 }
 
-/// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads under this one.
+/// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads during
+/// this one.
 fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
     let limit = Arch::Sm90.limits().smem_per_block;
     let fits = |spec: &KernelSpec| match &spec.kernel {

@@ -1,5 +1,5 @@
-//! The time of an SM90 forward: wgmma fed from shared memory, softmax beside it on other warpgroups or under the next step's
-//! products.
+//! The time of an SM90 forward: wgmma fed from shared memory, overlapped by softmax of other warpgroups
+//! (ping-pong) or of the same one (the next step's products).
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
@@ -36,7 +36,7 @@ fn model(
     let scores = tile_m * tile_n;
     let tensor = 2.0 * scores * (hd + hdv) / limits.tensor_flops / c.tensor_efficiency;
 
-    // wgmma reads A (64 rows a warp group) and B from shared memory; TMA writes what it reads.
+    // wgmma reads A (64 rows a warpgroup) and B from shared memory; TMA writes what it reads.
     let bytes = 2.0;
     let p_bytes = if k.pv_is_rs { 0.0 } else { scores * bytes };
     let reads = num_wg * ((64.0 + tile_n) * hd + tile_n * hdv) * bytes + p_bytes;
@@ -46,14 +46,14 @@ fn model(
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
     let lazy = k.rescale_threshold > 0;
     let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
-    let (cap_mufu, cap_ops) = if spec.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = if spec.score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
     let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
 
     let group = (k.num_wg.clamp(1, 3) - 1) as usize;
     let ping_pong = if k.ping_pong { c.sm90_ping_pong } else { 0.0 };
     let exponent = c.sm90_overlap[group][usize::from(k.overlap_wg)] + ping_pong;
-    // Shared memory feeds the tensor cores directly: the two run side by side but for their burstiness.
+    // Shared memory feeds the tensor cores directly: the two overlap but for their burstiness.
     let products = overlap([tensor, smem], 4.0);
     let accumulators = accumulators(spec, k);
     let masked = spec.mask != MaskKind::Full;
@@ -62,10 +62,10 @@ fn model(
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
     let hidden = overlap([products, exp], exponent);
     let outside = if k.scheduler == Scheduler::PerTile { c.sm90_block } else { c.sm90_tile };
-    // A warp group passes over the blocks that only the rows of the groups below it see (64 keys less for each) and, where
-    // it has no rows at all, over the whole tile.
+    // A warpgroup skips the key tiles that only the rows of the warpgroups below it see (64 keys less for
+    // each), and the whole tile if it has no rows.
     let (passed, busy) = if masked && (64..k.tile_m).contains(&k.tile_n) && k.kv_stages > 1 {
-        let rows = problem.seqlen_q * if k.pack_gqa { problem.group_size() } else { 1 };
+        let rows = problem.lengths.max_q() * if k.pack_gqa { problem.group_size() } else { 1 };
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         (32.0 * (num_wg - 1.0) / tile_n, rows.div_ceil(64) as f64 / groups.max(1) as f64)
     } else {
@@ -87,7 +87,7 @@ fn model(
         step: hidden * strain * busy + exposed,
         mask: scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
-        // The first step's scores and the last step's P V have nothing to hide behind.
+        // Nothing hides the first step's S and the last step's P V.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
     }
 }

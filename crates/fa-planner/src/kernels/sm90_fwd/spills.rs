@@ -1,12 +1,14 @@
-//! What the compiler refuses although the register account has room: a correction to the model, taken from the compiler.
+//! Configurations of the SM90 forward that the compiler is known to spill although the register account has
+//! room.
 //!
-//! The assembler shares out registers by its own order of instructions, and near the limit it spills a few of them (4 to 500
-//! bytes) for some block widths and not for their neighbours: no count of live values tells which. `fa validate
-//! --all-configs` compiles the configurations of this list as well and says which of them a compiler has come to build.
+//! ptxas allocates registers after its own scheduling, and near the limit it spills 4 to 500 bytes for some
+//! `tile_n` and none for their neighbours: no count of live values predicts which. `fa validate
+//! --all-configs` also compiles the configurations listed here, and reports those that a newer compiler no
+//! longer spills.
 
 use fa_core::{KernelSpec, MaskKind, Sm90Fwd};
 
-/// Configurations of a head dim that spill under NVRTC 13.0, by `tile_n`.
+/// Configurations of a pair of head dims that spill under NVRTC 13.0, by `tile_n`.
 struct Refused {
     num_wg: u32,
     pv_is_rs: bool,
@@ -29,7 +31,7 @@ const fn refused(
     Refused { num_wg, pv_is_rs, overlap_wg, head_dims, full, masked }
 }
 
-/// In the order of the fields: warp groups, P from registers, overlap, head dims.
+/// In the order of the fields: warpgroups, P from registers, overlap, head dims.
 const REFUSED: &[Refused] = &[
     refused(1, true, true, (64, 64), &[176, 192, 208, 224, 240, 256], &[176, 192, 208, 224, 240, 256]),
     refused(1, true, true, (96, 96), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
@@ -59,7 +61,8 @@ const REFUSED: &[Refused] = &[
     refused(3, false, false, (192, 192), &[64], &[]),
 ];
 
-/// Whether the compiler is known to refuse the kernel: bf16 without a soft cap was tried, and stands for the others.
+/// Whether the compiler is known to spill the kernel. The list was compiled for bf16 without a soft cap,
+/// which stands for the others.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     REFUSED.iter().any(|entry| {
         let widths = if spec.mask == MaskKind::Full { entry.full } else { entry.masked };

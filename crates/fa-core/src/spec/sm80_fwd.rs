@@ -1,0 +1,88 @@
+//! The SM80-class forward: mma.sync and cp.async.
+
+use super::params::{kernel_params, multiple};
+use super::{KernelSpec, Scheduler, SpecError, TileOrder, Traits};
+use crate::{Family, Pass};
+
+kernel_params! {
+    /// Parameters of the SM80-class forward. Each optimisation is a switch, so that it can be measured alone.
+    pub struct Sm80Fwd {
+        /// Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
+        tile_m: u32 = 64,
+        /// Keys of a step; a multiple of 16 up to 256.
+        tile_n: u32 = 64 => multiple(16, 256),
+        /// Warps of a CTA, 1 to 16; each owns `tile_m / num_warps` rows.
+        num_warps: u32 = 4 => range(1, 16),
+        /// K/V buffers in flight, 1 to 4; a step waits for all but the newest copies.
+        stages: u32 = 2 => range(1, 4),
+        /// Keep the Q fragments in registers for the whole main loop.
+        q_in_regs: bool = false,
+        /// Resident CTAs per SM that the compiler is asked to leave registers for, 1 to 8.
+        blocks_per_sm: u32 = 1 => range(1, 8),
+        /// XOR-swizzled shared memory instead of plain row-major rows.
+        swizzle: bool = true,
+        /// ldmatrix instead of plain 32-bit fragment loads.
+        ldmatrix: bool = true,
+        /// exp2 with the scale folded into one multiply-add instead of exp of scaled scores.
+        exp2: bool = true,
+        /// Flush-to-zero exponentials and approximate division.
+        fast_math: bool = true,
+        /// Separate loops for masked and unmasked tiles instead of a mask on every tile.
+        loop_split: bool = true,
+        /// Last query tiles first, so that the causal mask's longest tiles start earliest.
+        reverse_blocks: bool = true,
+    }
+}
+
+impl Sm80Fwd {
+    /// Checks the fields against the kernel's rules.
+    pub(super) fn check(&self, _: &KernelSpec) -> Result<(), SpecError> {
+        self.check_numbers()?;
+        multiple("tile_m", self.tile_m, 16 * self.num_warps, 256)
+    }
+
+    pub(super) const fn traits(&self) -> Traits {
+        Traits {
+            name: "sm80_fwd",
+            pass: Pass::Forward,
+            family: Family::Sm80,
+            tile: (self.tile_m, self.tile_n),
+            threads: 32 * self.num_warps,
+            blocks_per_sm: self.blocks_per_sm,
+            cluster: 1,
+            scheduler: Scheduler::PerTile,
+            tile_order: if self.reverse_blocks { TileOrder::LongestFirst } else { TileOrder::Natural },
+            packs_gqa: false,
+        }
+    }
+
+    /// What a spec's name says of the parameters, with whether it says it.
+    pub(super) fn name_parts(&self) -> Vec<(bool, String)> {
+        let Sm80Fwd {
+            tile_m: _,
+            tile_n: _,
+            num_warps,
+            stages,
+            q_in_regs,
+            blocks_per_sm,
+            swizzle,
+            ldmatrix,
+            exp2,
+            fast_math,
+            loop_split,
+            reverse_blocks,
+        } = self;
+        vec![
+            (true, format!("w{num_warps}")),
+            (true, format!("s{stages}")),
+            (*q_in_regs, "qr".into()),
+            (true, format!("b{blocks_per_sm}")),
+            (*swizzle, "swz".into()),
+            (*ldmatrix, "ldm".into()),
+            (*exp2, "exp2".into()),
+            (*fast_math, "fast".into()),
+            (*loop_split, "split".into()),
+            (*reverse_blocks, "rev".into()),
+        ]
+    }
+}

@@ -1,0 +1,118 @@
+//! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
+
+use super::params::kernel_params;
+use super::{KernelSpec, MaskKind, Scheduler, SpecError, TileOrder, Traits};
+use crate::{Family, Pass};
+
+kernel_params! {
+    /// Parameters of the SM90 forward.
+    pub struct Sm90Fwd {
+        /// Query rows of a CTA: `64 * num_wg`.
+        tile_m: u32 = 128,
+        /// Keys of a step; a multiple of 16 up to 256.
+        tile_n: u32 = 128 => multiple(16, 256),
+        /// Warpgroups that compute, 1 to 3; one more loads.
+        num_wg: u32 = 2 => range(1, 3),
+        /// P as a register operand of P V instead of through shared memory.
+        pv_is_rs: bool = true,
+        /// Issue S of the next step before P V of this one (overlap within a warpgroup).
+        overlap_wg: bool = true,
+        /// Q buffers, 1 or 2: with 2, the next tile's Q is loaded while this one's is in use.
+        q_stages: u32 = 1 => range(1, 2),
+        /// K and V buffers in flight, 1 to 4.
+        kv_stages: u32 = 2 => range(1, 4),
+        /// Warpgroups take turns at the tensor cores: the softmax of one runs under the products of another.
+        ping_pong: bool = false,
+        /// How tiles are given to CTAs.
+        scheduler: Scheduler = Scheduler::PerTile,
+        /// The order of tiles.
+        tile_order: TileOrder = TileOrder::Natural,
+        /// CTAs of a cluster, which share K/V loads by multicast: 1 or 2 (2 under the full mask only, where
+        /// neighbours load the same keys).
+        cluster_m: u32 = 1 => range(1, 2),
+        /// Of 16 exponentials, how many are polynomials on the FMA units: 0 to 16.
+        exp_poly_of_16: u32 = 0 => range(0, 16),
+        /// Rescale O only when the running maximum grew by more than this many powers of 2, 0 to 15; 0
+        /// rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
+        /// tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
+        rescale_threshold: u32 = 0 => range(0, 15),
+        /// Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+        pack_gqa: bool = false,
+    }
+}
+
+impl Sm90Fwd {
+    /// Checks the fields against the kernel's rules.
+    pub(super) fn check(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+        self.check_numbers()?;
+        if self.tile_m != 64 * self.num_wg {
+            let need = format!("64 * num_wg = {}", 64 * self.num_wg);
+            return Err(SpecError::BadValue { field: "tile_m", value: self.tile_m, need });
+        }
+        if self.cluster_m > 1 && spec.mask != MaskKind::Full {
+            return Err(SpecError::Conflict(
+                "cluster_m = 2 needs mask full: the CTAs of a cluster load the same keys; use cluster_m = 1"
+                    .into(),
+            ));
+        }
+        if self.cluster_m > 1 && self.scheduler == Scheduler::Dynamic {
+            return Err(SpecError::Conflict(
+                "cluster_m = 2 needs scheduler PerTile or Static: the CTAs of a cluster take neighbouring tiles".into(),
+            ));
+        }
+        if self.ping_pong && self.num_wg < 2 {
+            return Err(SpecError::Conflict(
+                "ping_pong needs num_wg of 2 or 3: a single warpgroup has no partner".into(),
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) const fn traits(&self) -> Traits {
+        Traits {
+            name: "sm90_fwd",
+            pass: Pass::Forward,
+            family: Family::Sm90,
+            tile: (self.tile_m, self.tile_n),
+            threads: 128 * (self.num_wg + 1),
+            blocks_per_sm: 1,
+            cluster: self.cluster_m,
+            scheduler: self.scheduler,
+            tile_order: self.tile_order,
+            packs_gqa: self.pack_gqa,
+        }
+    }
+
+    /// What a spec's name says of the parameters, with whether it says it.
+    pub(super) fn name_parts(&self) -> Vec<(bool, String)> {
+        let Sm90Fwd {
+            tile_m: _,
+            tile_n: _,
+            num_wg: _,
+            pv_is_rs,
+            overlap_wg,
+            q_stages,
+            kv_stages,
+            ping_pong,
+            scheduler,
+            tile_order,
+            cluster_m,
+            exp_poly_of_16,
+            rescale_threshold,
+            pack_gqa,
+        } = self;
+        vec![
+            (true, if *pv_is_rs { "rs".into() } else { "ss".into() }),
+            (*overlap_wg, "ovl".into()),
+            (*q_stages > 1, format!("q{q_stages}")),
+            (true, format!("s{kv_stages}")),
+            (*ping_pong, "pp".into()),
+            (*scheduler != Scheduler::PerTile, format!("{scheduler:?}").to_lowercase()),
+            (*tile_order == TileOrder::LongestFirst, "lpt".into()),
+            (*cluster_m > 1, format!("c{cluster_m}")),
+            (*exp_poly_of_16 > 0, format!("poly{exp_poly_of_16}")),
+            (*rescale_threshold > 0, format!("rt{rescale_threshold}")),
+            (*pack_gqa, "pack".into()),
+        ]
+    }
+}

@@ -1,0 +1,239 @@
+use super::*;
+use crate::ScoreMod;
+
+fn sm80() -> KernelSpec {
+    KernelSpec {
+        types: Types::same(Dtype::F16),
+        head_dim: 128,
+        head_dim_v: 128,
+        mask: MaskKind::Causal,
+        score: ScoreKind::NONE,
+        kernel: Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, tile_n: 64, ..Sm80Fwd::default() }),
+    }
+}
+
+fn sm90() -> KernelSpec {
+    KernelSpec {
+        kernel: Kernel::Sm90Fwd(Sm90Fwd {
+            tile_m: 128,
+            tile_n: 176,
+            ping_pong: true,
+            scheduler: Scheduler::Static,
+            ..Sm90Fwd::default()
+        }),
+        ..sm80()
+    }
+}
+
+fn backward() -> KernelSpec {
+    KernelSpec {
+        kernel: Kernel::Sm90Bwd(Sm90Bwd {
+            tile_m: 64,
+            tile_n: 128,
+            num_wg: 2,
+            q_stages: 2,
+            do_stages: 2,
+            pds_stages: 2,
+            sdp_swap_ab: true,
+            dkv_swap_ab: false,
+            dq_swap_ab: false,
+            atom_layout_m_sdp: 1,
+            atom_layout_n_dkv: 2,
+            atom_layout_m_dq: 1,
+            mma_dkv_is_rs: true,
+            dq_via_smem: true,
+            dq_slices: 1,
+            tile_order: TileOrder::LongestFirst,
+            deterministic: false,
+        }),
+        ..sm80()
+    }
+}
+
+#[test]
+fn backward_shapes_follow_the_tensor_cores() {
+    let refused = |change: fn(&mut Sm90Bwd), part: &str| {
+        let mut spec = backward();
+        let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+        change(kernel);
+        let error = spec.check().expect_err("must be refused").to_string();
+        assert!(error.contains(part), "{error} does not name {part}");
+    };
+    assert_eq!(backward().check(), Ok(()));
+    refused(|k| k.tile_m = 80, "dQ: [80, 128]");
+    refused(|k| k.sdp_swap_ab = false, "mma_dkv_is_rs");
+    refused(|k| k.atom_layout_n_dkv = 3, "atom_layout_n_dkv = 3: must be 1 or num_wg = 2");
+    refused(|k| k.dq_slices = 2, "dq_slices = 2");
+    refused(|k| k.q_stages = 3, "q_stages = 3");
+    refused(|k| k.tile_n = 144, "tile_n = 144");
+}
+
+fn backward_sm80() -> KernelSpec {
+    KernelSpec {
+        kernel: Kernel::Sm80Bwd(Sm80Bwd {
+            tile_m: 64,
+            tile_n: 128,
+            num_warps: 8,
+            q_stages: 3,
+            do_stages: 2,
+            atom_layout_m_sdp: 2,
+            atom_layout_n_dkv: 2,
+            atom_layout_m_dq: 2,
+            dq_first: 64,
+            blocks_per_sm: 1,
+            tile_order: TileOrder::LongestFirst,
+            deterministic: false,
+        }),
+        ..sm80()
+    }
+}
+
+#[test]
+fn warps_of_the_sm80_backward_take_whole_blocks() {
+    let refused = |change: fn(&mut Sm80Bwd), part: &str| {
+        let mut spec = backward_sm80();
+        let Kernel::Sm80Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+        change(kernel);
+        let error = spec.check().expect_err("must be refused").to_string();
+        assert!(error.contains(part), "{error} does not name {part}");
+    };
+    assert_eq!(backward_sm80().check(), Ok(()));
+    refused(|k| k.atom_layout_m_sdp = 8, "atom_layout_m_sdp = 8");
+    refused(|k| k.dq_first = 24, "dQ: [64, 104] cannot be cut into 2 x 2 warps");
+    refused(|k| k.atom_layout_n_dkv = 3, "atom_layout_n_dkv = 3: must be a divisor of num_warps / 2 = 4");
+    refused(|k| k.q_stages = 1, "q_stages = 1");
+    refused(|k| k.num_warps = 7, "num_warps = 7");
+    refused(|k| k.dq_first = 128, "dq_first = 128: must be less than the head dim, 128");
+    refused(|k| k.tile_n = 144, "tile_n = 144");
+}
+
+#[test]
+fn ron_reads_back_what_it_wrote() {
+    for spec in [sm80(), sm90(), backward(), backward_sm80()] {
+        assert_eq!(KernelSpec::from_ron(&spec.to_ron()), Ok(spec.clone()));
+        let shipped = ShippedSpec { archs: vec![Arch::Sm90], spec };
+        assert_eq!(ShippedSpec::from_ron(&shipped.to_ron()), Ok(shipped));
+    }
+}
+
+#[test]
+fn unknown_fields_and_bad_values_are_refused() {
+    let text = sm80().to_ron();
+    let refused = |text: &str, part: &str| {
+        let error = KernelSpec::from_ron(text).expect_err("must be refused").to_string();
+        assert!(error.contains(part), "{error} does not name {part}");
+    };
+    refused(&text.replace("stages", "stagez"), "stagez");
+    refused(&text.replace("softcap: false", "softcap: false, sinks: true"), "sinks");
+    refused(&text.replace("tile_n: 64", "tile_n: 60"), "tile_n = 60");
+    refused(&text.replace("tile_n: 64", "tile_n: -1"), "not a kernel spec");
+    refused(&text.replace("f16", "e4m3"), "dtype e4m3");
+    refused(&sm90().to_ron().replace("tile_m: 128", "tile_m: 192"), "64 * num_wg = 128");
+}
+
+#[test]
+fn wgmma_kernels_ship_for_sm90_only() {
+    let shipped = ShippedSpec { archs: vec![Arch::Sm90, Arch::Sm80], spec: sm90() };
+    assert!(matches!(
+        ShippedSpec::from_ron(&shipped.to_ron()),
+        Err(SpecError::Arch { arch: Arch::Sm80, .. })
+    ));
+}
+
+#[test]
+fn a_spec_serves_what_its_kernel_computes() {
+    let base = Problem::square(2, 1024, 4, 128, Mask::CAUSAL, Dtype::F16);
+    let differs = |spec: &KernelSpec, problem: Problem, what: &str| {
+        assert_eq!(spec.serves(&problem).expect_err("it differs").what, what);
+    };
+    for spec in [sm80(), sm90(), backward(), backward_sm80()] {
+        assert_eq!(spec.serves(&base), Ok(()));
+        assert_eq!(spec.serves(&Problem { head_dim: 104, head_dim_v: 8, heads_kv: 2, ..base }), Ok(()));
+        differs(&spec, Problem { types: Types::same(Dtype::Bf16), ..base }, "dtype");
+        differs(&spec, Problem { head_dim: 136, ..base }, "head_dim");
+        differs(&spec, Problem { head_dim_v: 100, ..base }, "head_dim_v");
+        differs(&spec, Problem { mask: Mask::FULL, ..base }, "mask");
+        differs(&spec, Problem { score: ScoreMod::softcap(1.0), ..base }, "softcap");
+        let window = KernelSpec { mask: MaskKind::Window, ..spec };
+        assert_eq!(window.serves(&Problem { mask: Mask::window(3, 4), ..base }), Ok(()));
+    }
+}
+
+#[test]
+fn packed_heads_must_divide_the_tile() {
+    let packed = Kernel::Sm90Fwd(Sm90Fwd { tile_m: 128, pack_gqa: true, ..Sm90Fwd::default() });
+    let packed = KernelSpec { kernel: packed, ..sm90() };
+    let of = |heads_q, heads_kv| Problem {
+        heads_q,
+        heads_kv,
+        ..Problem::square(1, 64, 1, 128, Mask::CAUSAL, Dtype::F16)
+    };
+    assert_eq!(packed.serves(&of(8, 1)), Ok(()));
+    let error = packed.serves(&of(6, 1)).expect_err("6 does not divide 128").to_string();
+    assert!(error.contains("6 query heads") && error.contains("tile_m = 128"), "{error}");
+    assert!(packed.serves(&of(6, 0)).is_err());
+    assert_eq!(sm90().serves(&of(6, 1)), Ok(()));
+}
+
+#[test]
+fn names_tell_the_switches() {
+    assert_eq!(sm80().to_string(), "sm80_fwd-f16-hd128-causal-128x64-w4-s2-b1-swz-ldm-exp2-fast-split-rev");
+    assert_eq!(sm90().to_string(), "sm90_fwd-f16-hd128-causal-128x176-rs-ovl-s2-pp-static");
+    assert_eq!(backward().to_string(), "sm90_bwd-f16-hd128-causal-64x128-wg2-s222-swapS-a121-rs-lpt");
+    assert_eq!(backward_sm80().to_string(), "sm80_bwd-f16-hd128-causal-64x128-w8-s32-a222-q64-b1-lpt");
+}
+
+#[test]
+fn every_default_is_valid() {
+    let ordered = Kernel::defaults().map(|kernel| kernel.name());
+    assert_eq!(ordered, ["sm80_fwd", "sm90_fwd", "sm80_bwd", "sm90_bwd"]);
+    for kernel in Kernel::defaults() {
+        let spec = KernelSpec { mask: MaskKind::Causal, head_dim: 64, head_dim_v: 64, kernel, ..sm80() };
+        assert_eq!(spec.check(), Ok(()), "{spec}");
+    }
+}
+
+#[test]
+fn parameters_are_those_of_the_text_in_its_order() {
+    for spec in [sm80(), sm90(), backward(), backward_sm80()] {
+        let text = spec.to_ron();
+        let mut rest = text.as_str();
+        for param in spec.params() {
+            let line = format!("{}: {},", param.name, param.value);
+            let at = rest.find(&line).unwrap_or_else(|| panic!("{line} is not in {rest}"));
+            rest = &rest[at + line.len()..];
+            assert!(param.doc.iter().all(|line| line.starts_with(' ')), "{}: {:?}", param.name, param.doc);
+        }
+        assert_eq!(
+            text.matches(": ").count(),
+            spec.params().len() + 1,
+            "the kernel itself is no parameter: {text}"
+        );
+    }
+    assert_eq!(sm90().kernel.param("scheduler").map(|value| value.to_string()), Some("Static".into()));
+    assert_eq!(sm90().kernel.param("num_warps"), None);
+}
+
+#[test]
+fn text_is_flat() {
+    let text = "(\n    dtype: f16,\n    head_dim: 128,\n    head_dim_v: 128,\n    mask: causal,\n    softcap: false,\n    \
+                kernel: Sm80Fwd((\n        tile_m: 128,\n        tile_n: 64,\n        num_warps: 4,\n        stages: 2,\n        \
+                q_in_regs: false,\n        blocks_per_sm: 1,\n        swizzle: true,\n        ldmatrix: true,\n        \
+                exp2: true,\n        fast_math: true,\n        loop_split: true,\n        reverse_blocks: true,\n    )),\n)";
+    assert_eq!(sm80().to_ron(), text);
+    let json = r#"{"dtype":"f16","head_dim":128,"head_dim_v":128,"mask":"causal","softcap":false,"kernel":{"Sm90Fwd":{"#;
+    let spec = serde_json::to_string(&sm90()).unwrap();
+    assert!(spec.starts_with(json), "{spec}");
+    assert_eq!(serde_json::from_str::<KernelSpec>(&spec).unwrap(), sm90());
+    let capped = KernelSpec { score: ScoreKind { softcap: true }, ..sm80() };
+    assert_eq!(capped.to_ron(), text.replace("softcap: false", "softcap: true"));
+    let named = KernelSpec::from_ron(&format!("KernelSpec{text}"));
+    assert_eq!(named, Ok(sm80()));
+}
+
+#[test]
+fn another_type_of_o_is_refused() {
+    let mixed = KernelSpec { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..sm80() };
+    let error = KernelSpec::from_ron(&mixed.to_ron()).expect_err("nothing writes it").to_string();
+    assert!(error.contains("out_dtype = f32"), "{error}");
+}

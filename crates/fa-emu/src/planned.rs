@@ -1,0 +1,127 @@
+//! What a pass did, beside what the planner takes it to do: products, bytes brought to shared memory, bank conflicts.
+
+use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
+use fa_planner::account::head_splits;
+use fa_planner::cost::Work;
+
+use crate::outcome::Counters;
+
+/// What the planner's numbers come to for a pass, summed over its steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Planned {
+    /// Floating-point operations of whole tiles.
+    pub tile_flops: f64,
+    /// Those of the pairs that the mask leaves, by the exact count of each product.
+    pub problem_flops: f64,
+    /// Bytes of Q, K, V and dO tiles, padding included.
+    pub tile_bytes: f64,
+    /// Bytes of statistics that a backward brings by bulk copies.
+    pub stat_bytes: f64,
+    /// Whether the layout of shared memory is one that matrix loads and stores find without conflicts.
+    pub conflict_free: bool,
+    /// Whether every warp computes every step of its tile: none passes over those that its rows do not see.
+    pub whole_steps: bool,
+}
+
+impl Planned {
+    /// For a kernel of `spec` on a GPU of `sms` SMs; `None` for clusters, whose CTAs share their loads.
+    pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<Planned> {
+        let (tile_m, tile_n) = spec.tile();
+        let (m, n) = (f64::from(tile_m), f64::from(tile_n));
+        let (hd, hdv) = (f64::from(spec.head_dim), f64::from(spec.head_dim_v));
+        let pairs = problem.flops_forward() / (2.0 * (problem.head_dim + problem.head_dim_v) as f64);
+        let exact = |of_qk: f64, of_v: f64| {
+            2.0 * pairs * (of_qk * problem.head_dim as f64 + of_v * problem.head_dim_v as f64)
+        };
+        let (conflict_free, whole_steps) = match &spec.kernel {
+            Kernel::Sm80Fwd(own) => (own.swizzle && own.ldmatrix, !own.loop_split || problem.mask.is_full()),
+            // Rows of 128 bytes spread over all banks.
+            Kernel::Sm90Fwd(own) => {
+                let passes = tile_n < tile_m && own.kv_stages >= 2 && !problem.mask.is_full();
+                (own.pv_is_rs || tile_n.is_multiple_of(64), !passes)
+            }
+            Kernel::Sm80Bwd(_) => (true, true),
+            Kernel::Sm90Bwd(_) => (tile_m.is_multiple_of(64) && tile_n.is_multiple_of(64), true),
+        };
+        let (cluster, packed) = match &spec.kernel {
+            Kernel::Sm90Fwd(own) => (own.cluster_m, own.pack_gqa),
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => (1, false),
+        };
+        if cluster > 1 {
+            return None;
+        }
+        let of_steps = |work: &Work| {
+            let tiles: f64 = work.classes.iter().filter(|c| c.steps > 0.0).map(|c| c.count).sum();
+            (work.steps(), tiles)
+        };
+        Some(match spec.kernel.pass() {
+            Pass::Forward => {
+                let (steps, tiles) = of_steps(&Work::of(problem, tile_m, tile_n, packed));
+                Planned {
+                    tile_flops: steps * 2.0 * m * n * (hd + hdv),
+                    problem_flops: exact(1.0, 1.0),
+                    tile_bytes: 2.0 * (steps * n * (hd + hdv) + tiles * m * hd),
+                    stat_bytes: 0.0,
+                    conflict_free,
+                    whole_steps,
+                }
+            }
+            Pass::Backward { .. } => {
+                let splits = head_splits(problem, spec, arch, sms);
+                let (steps, tiles) = of_steps(&Work::of_keys(problem, tile_m, tile_n, splits));
+                Planned {
+                    tile_flops: steps * 2.0 * m * n * (3.0 * hd + 2.0 * hdv),
+                    problem_flops: exact(3.0, 2.0),
+                    tile_bytes: 2.0 * (steps * m * (hd + hdv) + tiles * n * (hd + hdv)),
+                    stat_bytes: steps * 2.0 * m * 4.0,
+                    conflict_free,
+                    whole_steps,
+                }
+            }
+        })
+    }
+
+    /// Where the counters of a pass that ended say something else.
+    pub fn faults(&self, spec: &KernelSpec, counters: &Counters) -> Vec<String> {
+        let mut faults = Vec::new();
+        let flops = counters.flops as f64;
+        if flops > self.tile_flops
+            || flops < self.problem_flops
+            || (self.whole_steps && flops != self.tile_flops)
+        {
+            faults.push(format!(
+                "products beside the plan: {flops} operations, the tiles that the mask leaves have {} and the problem {}",
+                self.tile_flops, self.problem_flops
+            ));
+        }
+        let by_tma = match &spec.kernel {
+            Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => true,
+            // What lies beyond a tensor is not read, so that there are fewer bytes.
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => false,
+        };
+        let (tiles, stats) = (counters.tma_bytes as f64, counters.bulk_bytes as f64);
+        if by_tma && (tiles != self.tile_bytes || stats != self.stat_bytes) {
+            faults.push(format!(
+                "traffic beside the plan: TMA brought {tiles} bytes of tiles and {stats} of statistics, the planner counts {} and {}",
+                self.tile_bytes, self.stat_bytes
+            ));
+        }
+        if !by_tma && counters.cp_async_bytes as f64 > self.tile_bytes + self.stat_bytes {
+            faults.push(format!(
+                "traffic beside the plan: cp.async brought {} bytes, the planner counts {} at most",
+                counters.cp_async_bytes,
+                self.tile_bytes + self.stat_bytes
+            ));
+        }
+        let (phases, wavefronts) = (
+            counters.load_phases + counters.store_phases,
+            counters.load_wavefronts + counters.store_wavefronts,
+        );
+        if self.conflict_free && wavefronts != phases {
+            faults.push(format!(
+                "bank conflicts beside the plan: {wavefronts} wavefronts for {phases} phases of a layout without conflicts"
+            ));
+        }
+        faults
+    }
+}

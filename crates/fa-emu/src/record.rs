@@ -1,0 +1,231 @@
+//! Which kernels have been proven by emulation: remembered by the hash of all that a proof depends on, so that an unchanged kernel
+//! costs nothing.
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use fa_core::{Arch, KernelSpec};
+use fa_kernels::Headers;
+use serde::{Deserialize, Serialize};
+
+use crate::compiler::hash;
+use crate::emulator::{Emulator, source};
+use crate::error::Error;
+use crate::machine::version;
+use crate::sweep::{SEEDS, Trials, cases, sweep};
+
+/// A kernel to be proven.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// What it is called: a shipped file, a spec.
+    pub name: String,
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// The architecture that it is compiled for.
+    pub arch: Arch,
+}
+
+/// A kernel that has been proven.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Proven {
+    /// What it is called.
+    pub kernel: String,
+    /// The architecture that it was compiled for.
+    pub arch: Arch,
+    /// `Source::fingerprint` of the kernel.
+    pub fingerprint: String,
+    /// [`crate::version`] of the machine.
+    pub machine: String,
+    /// A hash of both, the cases and the seeds.
+    pub key: String,
+    /// Passes that were run.
+    pub runs: usize,
+    /// The day, UTC.
+    pub date: String,
+}
+
+/// The kernels that have been proven, in a file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// By name and architecture.
+    pub proven: Vec<Proven>,
+}
+
+impl Record {
+    /// The record in a file; an empty one where there is none, or none that can be read.
+    pub fn read(path: &Path) -> Record {
+        std::fs::read_to_string(path).ok().and_then(|text| ron::from_str(&text).ok()).unwrap_or_default()
+    }
+
+    /// Adds proofs, each in place of an older one of the same kernel, and writes the file; it appears whole or not at all.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write(mut self, path: &Path, more: &[Proven]) -> Result<Record, Error> {
+        let new: BTreeSet<_> = more.iter().map(|own| (&own.kernel, own.arch)).collect();
+        self.proven.retain(|own| !new.contains(&(&own.kernel, own.arch)));
+        self.proven.extend(more.iter().cloned());
+        self.proven.sort();
+        let text = ron::ser::to_string_pretty(&self, ron::ser::PrettyConfig::new().depth_limit(2));
+        let text = text.expect("a record is plain data") + "\n";
+        let folder = path.parent().unwrap_or(Path::new("."));
+        let store = || -> std::io::Result<()> {
+            std::fs::create_dir_all(folder)?;
+            let mut file = tempfile::NamedTempFile::new_in(folder)?;
+            file.write_all(text.as_bytes())?;
+            file.persist(path)?;
+            Ok(())
+        };
+        store().map_err(|e| Error::io(path, e))?;
+        Ok(self)
+    }
+
+    fn has(&self, key: &str) -> bool {
+        self.proven.iter().any(|own| own.key == key)
+    }
+}
+
+/// What became of one candidate.
+#[derive(Clone, Debug)]
+pub struct Attempt {
+    /// The candidate.
+    pub candidate: Candidate,
+    /// Its proof; `None` when there were faults.
+    pub proven: Option<Proven>,
+    /// Whether it was known from a record.
+    pub known: bool,
+    /// What was wrong.
+    pub faults: Vec<String>,
+    /// How long it took to compile and to run.
+    pub took: (Duration, Duration),
+}
+
+/// Proves the candidates that no record knows, on as many threads as `workers`; `told` hears of each as it is done.
+///
+/// # Errors
+/// The first [`Error`] of a candidate.
+pub fn prove(
+    emulator: &Emulator,
+    candidates: Vec<Candidate>,
+    records: &[Record],
+    workers: usize,
+    told: &(dyn Fn(&Attempt) + Sync),
+) -> Result<Vec<Attempt>, Error> {
+    let trials = Trials::default();
+    let waiting = Mutex::new(candidates.into_iter().rev().collect::<Vec<_>>());
+    let done = Mutex::new(Vec::new());
+    let failed = Mutex::new(None);
+    std::thread::scope(|scope| {
+        for _ in 0..workers.max(1) {
+            scope.spawn(|| {
+                loop {
+                    let next = waiting.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                    let Some(candidate) = next else { break };
+                    match prove_one(emulator, candidate, records, &trials) {
+                        Ok(result) => {
+                            told(&result);
+                            done.lock().unwrap_or_else(PoisonError::into_inner).push(result);
+                        }
+                        Err(error) => {
+                            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                            break;
+                        }
+                    }
+                }
+            });
+        }
+    });
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(done.into_inner().unwrap_or_else(PoisonError::into_inner)),
+    }
+}
+
+fn prove_one(
+    emulator: &Emulator,
+    candidate: Candidate,
+    records: &[Record],
+    trials: &Trials,
+) -> Result<Attempt, Error> {
+    let Candidate { name, spec, arch } = &candidate;
+    let source = source(spec, *arch, &Headers::embedded())?;
+    let cases = cases(spec);
+    let (fingerprint, machine) = (source.fingerprint(), version());
+    let key = hash(&[&fingerprint, &machine, &format!("{arch} {cases:?} {SEEDS:?}")])[..32].to_owned();
+    if records.iter().any(|record| record.has(&key)) {
+        let took = (Duration::ZERO, Duration::ZERO);
+        return Ok(Attempt { candidate, proven: None, known: true, faults: Vec::new(), took });
+    }
+    let started = Instant::now();
+    let unit = emulator.unit_of(spec, *arch, &source)?;
+    let compiled = started.elapsed();
+    let verdict = sweep(&unit, &cases, &SEEDS, trials)?;
+    let proven = verdict.faults.is_empty().then(|| Proven {
+        kernel: name.clone(),
+        arch: *arch,
+        fingerprint,
+        machine,
+        key,
+        runs: verdict.runs,
+        date: today(),
+    });
+    let took = (compiled, started.elapsed() - compiled);
+    Ok(Attempt { candidate, proven, known: false, faults: verdict.faults, took })
+}
+
+/// The day, UTC, as `2026-11-22`.
+pub fn today() -> String {
+    let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    date_of_day(seconds / 86400)
+}
+
+/// The Gregorian date of a day counted from 1970-01-01.
+fn date_of_day(day: u64) -> String {
+    // Years from March on, so that leap days end them; eras of 400 years have equal lengths.
+    let day = day + 719_468;
+    let (era, day) = (day / 146_097, day % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let of_month = day - (153 * month + 2) / 5 + 1;
+    let (year, month) =
+        (year + 400 * era + u64::from(month >= 10), if month < 10 { month + 3 } else { month - 9 });
+    format!("{year:04}-{month:02}-{of_month:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn days_are_dates() {
+        for (day, date) in
+            [(0, "1970-01-01"), (59, "1970-03-01"), (11_016, "2000-02-29"), (20_779, "2026-11-22")]
+        {
+            assert_eq!(date_of_day(day), date);
+        }
+    }
+
+    #[test]
+    fn a_record_keeps_one_proof_of_a_kernel() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("emulated.ron");
+        let proof = |key: &str| Proven {
+            kernel: "a".into(),
+            arch: Arch::Sm90,
+            fingerprint: "f".into(),
+            machine: "m".into(),
+            key: key.into(),
+            runs: 21,
+            date: today(),
+        };
+        assert_eq!(Record::read(&path), Record::default());
+        Record::default().write(&path, &[proof("1")]).unwrap();
+        let record = Record::read(&path).write(&path, &[proof("2")]).unwrap();
+        assert_eq!(Record::read(&path), record);
+        assert!(record.has("2") && !record.has("1"));
+    }
+}

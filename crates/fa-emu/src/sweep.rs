@@ -1,0 +1,165 @@
+//! A kernel on the shapes at which kernels fail, under several schedules.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+
+use crate::error::Error;
+use crate::options::Options;
+use crate::planned::Planned;
+use crate::proof::{Placing, Proof, Trial};
+use crate::unit::Unit;
+
+/// Seeds of a sweep: an eager schedule, a lazy one, and one by chance.
+pub const SEEDS: [u64; 3] = [0, 1, 2];
+
+/// `(seqlen_q, seqlen_k)` with heads: single rows, fewer rows than a tile, more queries than keys and fewer, several tiles in both
+/// directions, groups of heads. Shapes of `fa_cpu::grid`, the shorter ones, and one of several tiles.
+const SHAPES: [(usize, usize, usize, usize); 7] = [
+    (1, 1, 2, 2),
+    (3, 3, 2, 1),
+    (64, 32, 1, 1),
+    (239, 1, 1, 1),
+    (113, 203, 4, 2),
+    (300, 300, 4, 1),
+    (108, 256, 1, 1),
+];
+
+/// A problem in a layout.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Case {
+    /// The problem.
+    pub problem: Problem,
+    /// How its tensors lie.
+    pub placing: Placing,
+}
+
+/// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head dims that the kernel pads.
+pub fn cases(spec: &KernelSpec) -> Vec<Case> {
+    let mask = match spec.mask {
+        MaskKind::Full => Mask::FULL,
+        MaskKind::Causal => Mask::CAUSAL,
+        MaskKind::Window => Mask::window(40, 7),
+    };
+    let mut cases = Vec::new();
+    for (turn, (seqlen_q, seqlen_k, heads_q, heads_kv)) in SHAPES.into_iter().enumerate() {
+        let (head_dim, head_dim_v) = (spec.head_dim as usize, spec.head_dim_v as usize);
+        // Two heads of wide rows take as long as four of narrow ones.
+        let heads_q = if head_dim > 128 { heads_q.min(2) } else { heads_q };
+        let mut problem = Problem {
+            lengths: Lengths::uniform(1, seqlen_q, seqlen_k),
+            heads_q,
+            heads_kv: heads_kv.min(heads_q),
+            head_dim,
+            head_dim_v,
+            mask,
+            types: spec.types,
+            softmax_scale: None,
+            score: ScoreMod { softcap: spec.score.softcap.then_some(15.0) },
+        };
+        let mut placing = Placing::PACKED;
+        match turn {
+            1 => problem.lengths = Lengths::uniform(2, seqlen_q, seqlen_k),
+            2 => placing = Placing { layout: TensorLayout::Bhsd, gap: 8 },
+            6 => {
+                problem.head_dim -= 8;
+                problem.head_dim_v -= 8;
+            }
+            _ => {}
+        }
+        cases.push(Case { problem, placing });
+    }
+    cases
+}
+
+/// Trials that have been made, for specs that share them.
+#[derive(Debug, Default)]
+pub struct Trials(Mutex<BTreeMap<String, Arc<Trial>>>);
+
+impl Trials {
+    /// The trial of a case.
+    pub fn get(&self, case: &Case, spec: &KernelSpec) -> Arc<Trial> {
+        let mut pass = spec.kernel.pass();
+        // Deterministic or not, gradients are the same.
+        if let fa_core::Pass::Backward { deterministic } = &mut pass {
+            *deterministic = false;
+        }
+        let key = format!("{case:?} {pass:?}");
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+        known.unwrap_or_else(|| {
+            let trial = Arc::new(Trial::new(&case.problem, pass, case.placing));
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, trial.clone());
+            trial
+        })
+    }
+}
+
+/// What a sweep of one kernel gave.
+#[derive(Clone, Debug, Default)]
+pub struct Verdict {
+    /// Passes that were run.
+    pub runs: usize,
+    /// What was wrong, with the case and the seed.
+    pub faults: Vec<String>,
+}
+
+/// Runs a kernel on cases under all seeds; a deterministic kernel's outputs must be the same bits in all of them.
+///
+/// # Errors
+/// Those of [`Unit::run`].
+pub fn sweep(unit: &Unit, cases: &[Case], seeds: &[u64], trials: &Trials) -> Result<Verdict, Error> {
+    let mut verdict = Verdict::default();
+    for case in cases {
+        let trial = trials.get(case, unit.spec());
+        let mut bits: Option<String> = None;
+        for &seed in seeds {
+            let proof = trial.run(unit, &Options::seed(seed))?;
+            verdict.runs += 1;
+            let mut faults = proof.faults();
+            if faults.is_empty() && seed == seeds[0] {
+                faults.extend(beside_the_plan(unit, &case.problem, &proof));
+            }
+            if unit.spec().kernel.pass().deterministic() && faults.is_empty() {
+                let first = bits.get_or_insert_with(|| proof.bits.clone());
+                if *first != proof.bits {
+                    faults.push("not deterministic: other bits than under the first seed".into());
+                }
+            }
+            if !faults.is_empty() {
+                let problem = &case.problem;
+                verdict.faults.push(format!(
+                    "{problem:?}, {:?}, seed {seed}:\n{}",
+                    case.placing,
+                    faults.join("\n")
+                ));
+                break;
+            }
+        }
+    }
+    Ok(verdict)
+}
+
+/// What the main kernel did that the planner does not count on.
+fn beside_the_plan(unit: &Unit, problem: &Problem, proof: &Proof) -> Vec<String> {
+    let spec = unit.spec();
+    let sms = Options::seed(0).sms;
+    let Some(planned) = Planned::of(spec, problem, unit.arch(), sms) else { return Vec::new() };
+    let main = proof.outcome.launches.iter().find(|launch| launch.entry == fa_kernels::ENTRY);
+    main.map_or_else(Vec::new, |launch| planned.faults(spec, &launch.counters))
+}
+
+/// The architectures of `archs` for which a kernel's unit differs: SM80-class backwards add vectors from 9.0 on.
+pub fn distinct(spec: &KernelSpec, archs: &[Arch]) -> Vec<Arch> {
+    let vector = |arch: &Arch| match &spec.kernel {
+        Kernel::Sm80Bwd(_) => arch.compute_capability().0 >= 9,
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => false,
+    };
+    let mut found: Vec<Arch> = Vec::new();
+    for &arch in archs {
+        if !found.iter().any(|own| vector(own) == vector(&arch)) {
+            found.push(arch);
+        }
+    }
+    found
+}

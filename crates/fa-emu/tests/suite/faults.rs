@@ -1,0 +1,238 @@
+//! Faults put into the kernels, one at a time: each is found under every schedule, under the name that leads to it.
+//!
+//! A fault is a change of one statement. When a kernel's text changes and a fault's statement is no longer there, the fault is written
+//! again for the new text: its place is said by the test.
+
+use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
+use fa_emu::{Options, Placing, Trial, source};
+use fa_kernels::Headers;
+
+use crate::emulator;
+
+/// One fault.
+struct Fault {
+    name: &'static str,
+    kernel: &'static str,
+    /// Fields of the kernel that differ from [`BASES`].
+    fields: &'static [(&'static str, &'static str)],
+    seqlen: usize,
+    file: &'static str,
+    /// The fault is at the first `old` after this text.
+    after: &'static str,
+    old: &'static str,
+    new: &'static str,
+    /// Parts of the finding's text, its kind first; one of these alternatives.
+    found: &'static [&'static str],
+}
+
+/// A configuration of each kernel in which most of its code runs.
+const BASES: [(&str, &str); 4] = [
+    (
+        "sm80_fwd",
+        "Sm80Fwd((tile_m: 128, tile_n: 96, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1, \
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+    ),
+    (
+        "sm90_fwd",
+        "Sm90Fwd((tile_m: 128, tile_n: 128, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
+         kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, \
+         exp_poly_of_16: 4, rescale_threshold: 8, pack_gqa: false))",
+    ),
+    (
+        "sm80_bwd",
+        "Sm80Bwd((tile_m: 64, tile_n: 128, num_warps: 8, q_stages: 2, do_stages: 2, atom_layout_m_sdp: 2, \
+         atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 0, blocks_per_sm: 1, tile_order: LongestFirst, \
+         deterministic: false))",
+    ),
+    (
+        "sm90_bwd",
+        "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
+         atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
+         deterministic: false))",
+    ),
+];
+
+/// P through shared memory, no lazy maximum.
+const THROUGH_SMEM: &[(&str, &str)] =
+    &[("pv_is_rs", "false"), ("exp_poly_of_16", "0"), ("rescale_threshold", "0")];
+const SM80: &str = "sm80/fwd.cuh";
+const SM90: &str = "sm90/fwd.cuh";
+const SM80_BWD: &str = "sm80/bwd.cuh";
+const SM90_BWD: &str = "sm90/bwd.cuh";
+const PIPELINE: &str = "tile/pipeline.cuh";
+
+macro_rules! faults {
+    ($($name:literal: $kernel:literal $fields:expr, $seqlen:literal, $file:expr, $after:literal,
+       $old:literal => $new:literal, $found:expr;)+) => {
+        const FAULTS: &[Fault] = &[$(Fault {
+            name: $name,
+            kernel: $kernel,
+            fields: $fields,
+            seqlen: $seqlen,
+            file: $file,
+            after: $after,
+            old: $old,
+            new: $new,
+            found: &$found,
+        }),+];
+    };
+}
+
+faults! {
+    // ---- SM80 forward ----
+    "no barrier after cp.async.wait": "sm80_fwd" &[], 300, SM80, "cp_async_wait<C.stages - 2>();",
+        "cta_sync();" => "", ["data race"];
+    "one group too few is waited for": "sm80_fwd" &[], 300, SM80, "",
+        "cp_async_wait<C.stages - 2>" => "cp_async_wait<C.stages - 1>", ["data race"];
+    "copies go to the stage in use": "sm80_fwd" &[], 300, SM80, "auto load_ahead",
+        "stage == 0 ? C.stages - 1 : stage - 1" => "stage", ["data race"];
+    "copies are not committed": "sm80_fwd" &[("stages", "3"), ("tile_n", "64")], 400, SM80, "auto load_ahead",
+        "cp_async_commit();" => "", ["data race"];
+    "no barrier before K overwrites Q": "sm80_fwd" &[("q_in_regs", "true")], 300, SM80, "cp_async_wait<kClear ? 1 : 0>",
+        "q_operand.read_all(" => "if (false) q_operand.read_all(", ["data race", "wrong values"];
+    "the tail of K is read beyond the tensor": "sm80_fwd" &[], 300, "tile/copy_tile.cuh", "",
+        "!Ragged || row + tile_row < end" => "true", ["out of bounds"];
+
+    // ---- SM90 forward ----
+    "no proxy fence for P": "sm90_fwd" THROUGH_SMEM, 300, SM90, "auto pack_p",
+        "fence_async_shared();" => "", ["missing proxy fence"];
+    "the swizzle of P is off by a bit": "sm90_fwd" THROUGH_SMEM, 300, "tile/stmatrix_tile.cuh", "",
+        "(offset >> 7) % kChunks" => "(offset >> 8) % kChunks", ["wrong values"];
+    "S is read before its product is waited for": "sm90_fwd" &[], 300, SM90, "while (--",
+        "wgmma::wait<1>" => "wgmma::wait<2>", ["register hazard"];
+    "K is released before its product is done": "sm90_fwd" &[], 600, SM90, "while (--",
+        "wgmma::wait<1>();" => "release_k(); wgmma::wait<1>(); auto release_k = [] {};", ["data race"];
+    "V is not waited for": "sm90_fwd" &[], 300, SM90, "while (--",
+        "smem.v_bars.wait_full(v_state);" => "", ["data race"];
+    "no wgmma.fence before P V": "sm90_fwd" &[], 300, SM90, "auto issue_pv",
+        "wgmma::fence();" => "", ["missing wgmma.fence"];
+    "no fence after mbarrier.init": "sm90_fwd" &[], 300, SM90, "",
+        "mbarrier_init_fence();" => "", ["missing proxy fence", "mbarrier"];
+    "no barrier after mbarrier.init": "sm90_fwd" &[], 300, SM90, "mbarrier_init_fence();",
+        "cta_sync();" => "", ["mbarrier"];
+    "the producer starts with the wrong phase": "sm90_fwd" &[], 300, PIPELINE, "acquire(",
+        "state.phase ^ 1" => "state.phase", ["deadlock"];
+    "the producer does not wait for an empty stage": "sm90_fwd" &[], 600, PIPELINE, "acquire(",
+        "mbarrier_wait(empty[state.stage], state.phase ^ 1);" => "", ["data race", "over-arrival"];
+    "half the bytes are expected": "sm90_fwd" &[], 300, SM90, "auto load_k",
+        "T::K::kBytes" => "T::K::kBytes / 2", ["deadlock"];
+    "all lanes arrive": "sm90_fwd" &[], 600, PIPELINE, "",
+        "if (!elected) return;" => "", ["over-arrival", "data race", "deadlock"];
+    "one arrival too few is expected": "sm90_fwd" &[], 600, PIPELINE, "",
+        "consumer_warps * Ctas" => "consumer_warps * Ctas - 1", ["data race", "over-arrival", "deadlock"];
+    "Q is never released": "sm90_fwd" &[], 600, SM90, "constexpr (C.overlap_wg)",
+        "smem.q_bars.release(q_state, elected);" => "", ["deadlock"];
+    "setmaxnreg asks for too much": "sm90_fwd" &[], 300, SM90, "",
+        "C.num_wg == 2 ? 240" => "C.num_wg == 2 ? 248", ["deadlock"];
+    "a turn is not passed on": "sm90_fwd" &[], 600, SM90, "while (--",
+        "signal_next();" => "", ["deadlock"];
+    "the ticket is released without a warp barrier": "sm90_fwd" &[], 900, SM90, "",
+        "warp_sync();" => "", ["data race"];
+    "the counters are not reset": "sm90_fwd" &[], 300, SM90, "",
+        "params.tile_counter[0] = 0;" => "", ["leaked state"];
+
+    // ---- SM90 backward ----
+    "no fence before dQ is added": "sm90_bwd" &[], 300, SM90_BWD, "void announce_dq()",
+        "fence_async_shared();" => "", ["missing proxy fence"];
+    "a turn is passed on before dQ is added": "sm90_bwd" &[("deterministic", "true")], 600, SM90_BWD, "",
+        "bulk_wait();" => "", ["unordered addition"];
+    "dQ's buffer is written while it is read": "sm90_bwd" &[], 600, SM90_BWD, "",
+        "bulk_wait_read();" => "", ["data race"];
+    "dS is exchanged without a barrier": "sm90_bwd" &[], 300, SM90_BWD, "void exchange()",
+        "named_barrier_sync(kPdsReady, T::kConsumers);" => "", ["data race"];
+    "dS is exchanged without a proxy fence": "sm90_bwd" &[], 300, SM90_BWD, "void exchange()",
+        "fence_async_shared();" => "", ["missing proxy fence"];
+    "dO is released before dV is done": "sm90_bwd" &[("do_stages", "1")], 600, SM90_BWD, "void step(",
+        "if constexpr (!C.mma_dkv_is_rs) issue_dv();" => "release_do(); auto release_do = [] {};", ["data race"];
+
+    // ---- SM80 backward ----
+    "P is overwritten while it is read": "sm80_bwd" &[], 300, SM80_BWD, "probabilities(s, next);",
+        "named_barrier_sync(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, L::kThreads);", ["data race"];
+    "dS is not waited for": "sm80_bwd" &[], 300, SM80_BWD, "differentiate(dp, step());",
+        "named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);" => "", ["data race"];
+    "a turn is taken without waiting": "sm80_bwd" &[("deterministic", "true")], 600, SM80_BWD, "void await_turn(",
+        "if constexpr (C.deterministic) {" => "if constexpr (false) {", ["unordered addition"];
+}
+
+fn spec(fault: &Fault) -> KernelSpec {
+    let (_, base) = BASES.iter().find(|(name, _)| *name == fault.kernel).expect("a kernel's name");
+    let mut kernel = (*base).to_owned();
+    for (field, value) in fault.fields {
+        let at = kernel.find(&format!("{field}: ")).expect("a field of the kernel") + field.len() + 2;
+        let end = at + kernel[at..].find([',', ')']).expect("fields end");
+        kernel.replace_range(at..end, value);
+    }
+    let text = format!(
+        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: causal, softcap: false, kernel: {kernel})"
+    );
+    KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+/// What is found in a kernel with the fault, under three seeds; `Err` when its statement is not there.
+fn find(fault: &Fault) -> Result<Vec<String>, String> {
+    let emulator = emulator("faults").expect("asked before");
+    let spec = spec(fault);
+    let mut source = source(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+    let (_, text) =
+        source.headers.iter_mut().find(|(name, _)| name == fault.file).expect("a header of the kernel");
+    let from =
+        text.find(fault.after).ok_or(format!("no `{}` in {}", fault.after, fault.file))? + fault.after.len();
+    let at =
+        text[from..].find(fault.old).ok_or(format!("no `{}` after `{}`", fault.old, fault.after))? + from;
+    text.replace_range(at..at + fault.old.len(), fault.new);
+    let unit = emulator.unit_of(&spec, Arch::Sm90, &source).map_err(|error| error.to_string())?;
+    let problem = Problem::square(1, fault.seqlen, 1, 64, Mask::CAUSAL, Dtype::Bf16);
+    let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);
+    let mut all = Vec::new();
+    for seed in 0..3 {
+        let proof = trial.run(&unit, &Options { step_limit: 20_000_000, ..Options::seed(seed) }).unwrap();
+        all.push(proof.faults().join("\n"));
+    }
+    Ok(all)
+}
+
+fn check(kernel: &str) {
+    if emulator(&format!("the faults of {kernel}")).is_none() {
+        return;
+    }
+    let only = std::env::var("FA_EMU_ONLY").unwrap_or_default();
+    let mut missed = Vec::new();
+    for fault in FAULTS.iter().filter(|fault| fault.kernel == kernel && fault.name.contains(&only)) {
+        match find(fault) {
+            Err(error) => missed.push(format!("{}: {error}", fault.name)),
+            Ok(found) => {
+                for (seed, text) in found.iter().enumerate() {
+                    if !fault.found.iter().any(|kind| text.contains(kind)) {
+                        missed.push(format!(
+                            "{}, seed {seed}: found {text:?}, not {:?}",
+                            fault.name, fault.found
+                        ));
+                    }
+                }
+                eprintln!("---- {}\n{}", fault.name, found[2].lines().take(7).collect::<Vec<_>>().join("\n"));
+            }
+        }
+    }
+    assert!(missed.is_empty(), "{}", missed.join("\n\n"));
+}
+
+#[test]
+fn faults_of_the_sm80_forward_are_found() {
+    check("sm80_fwd");
+}
+
+#[test]
+fn faults_of_the_sm90_forward_are_found() {
+    check("sm90_fwd");
+}
+
+#[test]
+fn faults_of_the_sm80_backward_are_found() {
+    check("sm80_bwd");
+}
+
+#[test]
+fn faults_of_the_sm90_backward_are_found() {
+    check("sm90_bwd");
+}

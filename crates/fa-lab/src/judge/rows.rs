@@ -1,0 +1,119 @@
+//! The oracle on some rows of one head.
+
+use std::ops::Range;
+
+use fa_attn::device::Half;
+use fa_core::{Lengths, Mask, Problem, Strides};
+use fa_cpu::reference::{self, low_precision};
+use fa_cpu::{CpuError, TensorRef};
+
+use crate::tensors::Inputs;
+
+/// Query rows of one head.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Rows {
+    /// Batch entry.
+    pub batch: usize,
+    /// Query head.
+    pub head: usize,
+    /// Positions.
+    pub rows: Range<usize>,
+}
+
+/// The problem of some rows of one head by itself: trailing keys that none of them sees are cut off, and the
+/// mask is moved so that the rows keep their positions on the diagonal.
+fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
+    let behind = problem.lengths.max_q() - rows.end;
+    let (seqlen_k, moved) = match problem.mask.right {
+        None => (problem.lengths.max_k(), behind),
+        Some(right) => {
+            let end = problem.lengths.max_k() as i128 - behind as i128 + i128::from(right);
+            let kept = end.clamp(0, problem.lengths.max_k() as i128) as usize;
+            (kept, (kept as i128 - end + i128::from(right)).max(0) as usize)
+        }
+    };
+    let side = |side: usize| u32::try_from(side).unwrap_or(u32::MAX);
+    let mask = Mask {
+        left: problem.mask.left.map(|left| side(left as usize + moved)),
+        right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
+    };
+    Problem { lengths: Lengths::uniform(1, rows.len(), seqlen_k), heads_q: 1, heads_kv: 1, mask, ..*problem }
+}
+
+/// The f64 result of some rows, and the same formula in the kernels' precision.
+pub(super) type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
+
+/// Computes what some rows of `inputs` should give.
+///
+/// # Errors
+/// Inputs that do not fit their problem.
+pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expected<T>, CpuError> {
+    let problem = &inputs.problem;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    let of_rows = part(problem, &block.rows);
+    let head_kv = block.head / problem.group_size();
+    let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
+        let strides = Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
+        let from = first.min(inputs.values[i].len());
+        TensorRef::new(name, &inputs.values[i][from..], shape, strides)
+    };
+    let first_q = ((block.batch * seqlen_q + block.rows.start) * heads_q + block.head) * head_dim;
+    let first_kv = block.batch * seqlen_k * heads_kv + head_kv;
+    let q = view("q", 0, first_q, [1, of_rows.lengths.max_q(), 1, head_dim], heads_q, head_dim)?;
+    let k = view("k", 1, first_kv * head_dim, [1, of_rows.lengths.max_k(), 1, head_dim], heads_kv, head_dim)?;
+    let v = view(
+        "v",
+        2,
+        first_kv * head_dim_v,
+        [1, of_rows.lengths.max_k(), 1, head_dim_v],
+        heads_kv,
+        head_dim_v,
+    )?;
+    Ok((reference::forward(&of_rows, &q, &k, &v)?, low_precision::forward(&of_rows, &q, &k, &v)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::Dtype;
+
+    use super::*;
+
+    const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
+
+    fn problems() -> Vec<Problem> {
+        let masks = [
+            Mask::FULL,
+            Mask::CAUSAL,
+            Mask::window(3, 2),
+            Mask::window(0, 11),
+            Mask::causal_window(5),
+            Mask { left: Some(4), right: None },
+            Mask { left: None, right: Some(60) },
+        ];
+        let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
+        masks
+            .into_iter()
+            .flat_map(|mask| {
+                lengths.map(|(q, k)| Problem { mask, lengths: Lengths::uniform(2, q, k), ..BASE })
+            })
+            .collect()
+    }
+
+    #[test]
+    fn parts_see_what_their_rows_see() {
+        for problem in problems() {
+            for first in 0..problem.lengths.max_q() {
+                for end in first + 1..=problem.lengths.max_q() {
+                    let own = part(&problem, &(first..end));
+                    for row in first..end {
+                        let whole = problem.mask.keys(row, problem.lengths.max_q(), problem.lengths.max_k());
+                        let keys = own.mask.keys(row - first, own.lengths.max_q(), own.lengths.max_k());
+                        let same = keys == whole || keys.is_empty() && whole.is_empty();
+                        assert!(same, "{problem:?} rows {first}..{end} row {row}: {keys:?}, not {whole:?}");
+                    }
+                }
+            }
+        }
+    }
+}
