@@ -100,8 +100,8 @@ pub enum Error {
     NoTunedTable,
     /// The budget of tuning was spent before there was anything to compare.
     #[error(
-        "tuning: {measured} of {candidates} kernels were measured within {budget:?}, it takes at least 2: allow \
-         more time, or run `fa tune`"
+        "tuning: {measured} of {candidates} kernels were measured within {budget:?}, it takes at least 2: \
+         allow more time, or run `fa tune`"
     )]
     TuningBudget {
         /// The time allowed.
