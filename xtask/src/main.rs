@@ -32,11 +32,6 @@ enum Task {
     Validate(validate::Args),
 }
 
-/// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do not parse.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct BadInput(String);
-
 fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Build(args) => build::run(&args),
@@ -51,7 +46,7 @@ fn main() -> ExitCode {
     eprintln!("error: {error:#}");
     match error.downcast_ref::<workspace::FaEnded>() {
         Some(ended) => ExitCode::from(ended.code),
-        None if error.is::<BadInput>() => ExitCode::from(2),
+        None if error.is::<workspace::BadInput>() => ExitCode::from(2),
         None => ExitCode::FAILURE,
     }
 }

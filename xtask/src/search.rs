@@ -7,7 +7,7 @@ use fa_core::Arch;
 use fa_planner::guide::report::Query;
 use fa_planner::{HeadDims, Mode};
 
-use crate::BadInput;
+use crate::workspace::BadInput;
 
 /// List the feasible configurations for a pair of head dims, best first: on sm90 those of the block size tuning guide.
 #[derive(clap::Args)]

@@ -29,6 +29,11 @@ pub fn cargo(args: &[&str]) -> Result<()> {
     Ok(())
 }
 
+/// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do not parse.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct BadInput(pub String);
+
 /// `fa` has said what is wrong and ended with this code: 1 for what did not pass, 2 for input that makes no sense.
 #[derive(Debug, thiserror::Error)]
 #[error("fa {command} ended with exit code {code}")]

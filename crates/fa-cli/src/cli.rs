@@ -6,6 +6,7 @@ use crate::commands::bench::args::BenchArgs;
 use crate::commands::build::BuildArgs;
 use crate::commands::check::CheckArgs;
 use crate::commands::doctor::DoctorArgs;
+use crate::commands::emulate::EmulateArgs;
 use crate::commands::ladder::LadderArgs;
 use crate::commands::manual::{CompletionsArgs, ManArgs};
 use crate::commands::plan::PlanArgs;
@@ -52,6 +53,8 @@ pub enum Command {
     Build(BuildArgs),
     /// Validate the GPU kernels against the CPU oracle
     Validate(ValidateArgs),
+    /// Run kernels on the host, without a GPU, and say what is wrong in them
+    Emulate(EmulateArgs),
     /// Measure kernels for a problem on this GPU; the library uses the winner from then on
     Tune(TuneArgs),
     /// Measure the kernels' optimisation steps one after the other

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod build;
 pub mod check;
 pub mod doctor;
+pub mod emulate;
 pub mod ladder;
 pub mod manual;
 pub mod plan;

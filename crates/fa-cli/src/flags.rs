@@ -347,7 +347,11 @@ impl FromStr for Heads {
     }
 }
 
-fn parse_layout(text: &str) -> Result<TensorLayout, String> {
+/// Parses `bshd` or `bhsd`.
+///
+/// # Errors
+/// Any other text.
+pub fn parse_layout(text: &str) -> Result<TensorLayout, String> {
     match text.to_ascii_lowercase().as_str() {
         "bshd" => Ok(TensorLayout::Bshd),
         "bhsd" => Ok(TensorLayout::Bhsd),

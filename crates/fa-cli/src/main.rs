@@ -44,6 +44,7 @@ fn dispatch(command: Command) -> anyhow::Result<Verdict> {
         Command::Bench(args) => commands::bench::command(&args),
         Command::Build(args) => commands::build::command(&args),
         Command::Validate(args) => commands::validate::command(&args),
+        Command::Emulate(args) => commands::emulate::command(&args),
         Command::Tune(args) => commands::tune::command(&args),
         Command::Ladder(args) => commands::ladder::command(&args),
         Command::Doctor(args) => commands::doctor::command(&args),

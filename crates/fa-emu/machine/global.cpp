@@ -58,7 +58,7 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
         Finding& finding = report(kind, me() + what + "; nothing orders it after " + by);
         if (finding.others.empty()) finding.others.push_back({by, site_stack(site), 1});
     };
-    const bool adds = use == Use::Atomic || use == Use::Add;
+    const bool adds = use == Use::Atomic || use == Use::Add || use == Use::AddZero;
     if (cell.kind == kNobody) {
         if (use != Use::Write) {
             report("uninitialised read", me() + what + ", which nobody has written");
@@ -70,6 +70,7 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
     } else if (cell.kind == kAdded && use == Use::Add && machine->options.ordered_additions) {
         if (!ordered(cell.cluster, cell.slot, cell.clock)) found("unordered addition", cell.cluster, cell.slot, cell.site, "addition");
     }
+    if (use == Use::AddZero) return;
     if (use == Use::Read) {
         cell.read_clock = author.clock;
         cell.read_cluster = own;
@@ -150,7 +151,8 @@ void add_global(float* to, const float* values, int count) {
     ENTER();
     const u32 bytes = u32(count) * 4;
     if (u64(to) % bytes) fatal("misaligned", me() + ": red.global of " + std::to_string(bytes) + " bytes");
-    machine->global.access(u64(to), bytes, Use::Add, "adds to");
+    const bool zero = std::all_of(values, values + count, [](float value) { return value == 0.f; });
+    machine->global.access(u64(to), bytes, zero ? Use::AddZero : Use::Add, "adds to");
     machine->counters.red_bytes += bytes;
     for (int i = 0; i < count; ++i) to[i] += values[i];
 }

@@ -30,7 +30,8 @@ struct Region {
 };
 
 // Add: of floating-point numbers, whose order is in the sum; Atomic: of integers, and acquiring reads.
-enum class Use : u8 { Read, Write, Atomic, Add };
+// AddZero leaves every sum as it is, so that its order does not matter.
+enum class Use : u8 { Read, Write, Atomic, Add, AddZero };
 
 // Who accesses device memory: the thread that runs, or a copy that it issues.
 struct Author {

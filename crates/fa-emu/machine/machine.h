@@ -93,6 +93,16 @@ struct Warp {
     bool fenced = false;
     int wgmma_slot = -1, bulk_read_slot = -1, bulk_slot = -1;
     int registers, wants = 0;
+
+    // For the timeline: groups of products in flight, and the wait that was told last.
+    struct Started {
+        u32 group;
+        u64 step;
+        Stack stack;
+    };
+    std::deque<Started> started;
+    u64 told_begin = 0;
+    const char* told_what = nullptr;
 };
 
 struct NamedBarrier {

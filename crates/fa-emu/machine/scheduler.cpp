@@ -176,10 +176,15 @@ void wake(Thread& thread) {
     thread.state = State::Ready;
     ++thread.warp->ready;
     machine->progress = machine->step;
-    if (int(thread.cta->index) == machine->options.trace_cta && machine->step > thread.blocked_at + 1) {
-        machine->trace.add({"warp " + std::to_string(thread.view.warp), thread.waits_for, thread.blocked_at, machine->step,
-                            walk(frame_of(thread.fiber), thread.fiber.stack)});
-    }
+    Warp& warp = *thread.warp;
+    // The lanes of a warp wait for the same; that they wait for each other is no wait of the warp.
+    const bool told = warp.told_begin == thread.blocked_at && warp.told_what == thread.waits_for;
+    if (int(thread.cta->index) != machine->options.trace_cta || told || thread.waits_on == &warp.arrived) return;
+    if (machine->step <= thread.blocked_at + 1) return;
+    warp.told_begin = thread.blocked_at;
+    warp.told_what = thread.waits_for;
+    machine->trace.add({"warp " + std::to_string(warp.id), thread.waits_for, thread.blocked_at, machine->step,
+                        walk(frame_of(thread.fiber), thread.fiber.stack)});
 }
 
 void wake_on(Cta& cta, const void* on) {

@@ -49,6 +49,16 @@ void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first,
     });
 }
 
+// Tells the timeline of the groups that are done, by the first warp of each warp group.
+void tell_groups(Warp& warp) {
+    while (!warp.started.empty() && warp.products.done(warp.started.front().group)) {
+        Warp::Started& own = warp.started.front();
+        machine->trace.add({"tensor core of warp group " + std::to_string(warp.id / 4), "wgmma group", own.step, machine->step,
+                            std::move(own.stack)});
+        warp.started.pop_front();
+    }
+}
+
 void multiply(Warp& warp) {
     const WgmmaOp own = std::move(warp.queue.front());
     warp.queue.pop_front();
@@ -164,11 +174,13 @@ void wgmma(const Wgmma& op) {
         }
         warp.queue.push_back(std::move(own));
         const bool traced = int(cta.index) == machine->options.trace_cta && warp.id % 4 == 0;
-        const u64 issued = machine->step;
-        Stack stack = traced ? stack_here() : Stack{};
-        add_agent(cta, 12, [&warp, traced, issued, stack = std::move(stack)] {
+        const u32 group = warp.products.open();
+        if (traced && (warp.started.empty() || warp.started.back().group != group)) {
+            warp.started.push_back({group, machine->step, stack_here()});
+        }
+        add_agent(cta, 12, [&warp] {
             multiply(warp);
-            if (traced) machine->trace.add({"tensor core of warp group " + std::to_string(warp.id / 4), "wgmma", issued, machine->step, stack});
+            tell_groups(warp);
         });
     });
 }
@@ -185,7 +197,10 @@ void wgmma_fence() {
 
 void wgmma_commit() {
     ENTER();
-    rendezvous("wgmma.commit_group", nullptr, [](Warp& warp) { warp.products.commit(); });
+    rendezvous("wgmma.commit_group", nullptr, [](Warp& warp) {
+        warp.products.commit();
+        tell_groups(warp);
+    });
 }
 
 void wgmma_wait(int pending) {

@@ -29,14 +29,17 @@ mod compiler;
 mod emulator;
 mod error;
 mod machine;
+pub mod mutate;
 mod options;
 mod outcome;
 mod pass;
 mod planned;
 mod proof;
 pub mod record;
+pub mod subjects;
 pub mod sweep;
 mod symbols;
+pub mod timeline;
 mod unit;
 
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};

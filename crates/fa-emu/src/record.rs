@@ -2,13 +2,12 @@
 //! costs nothing.
 
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use fa_core::{Arch, KernelSpec};
-use fa_kernels::Headers;
+use fa_kernels::{Headers, atomic_file};
 use serde::{Deserialize, Serialize};
 
 use crate::compiler::hash;
@@ -71,15 +70,10 @@ impl Record {
         self.proven.sort();
         let text = ron::ser::to_string_pretty(&self, ron::ser::PrettyConfig::new().depth_limit(2));
         let text = text.expect("a record is plain data") + "\n";
-        let folder = path.parent().unwrap_or(Path::new("."));
-        let store = || -> std::io::Result<()> {
-            std::fs::create_dir_all(folder)?;
-            let mut file = tempfile::NamedTempFile::new_in(folder)?;
-            file.write_all(text.as_bytes())?;
-            file.persist(path)?;
-            Ok(())
-        };
-        store().map_err(|e| Error::io(path, e))?;
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
+        }
+        atomic_file::write(path, text.as_bytes()).map_err(|e| Error::io(path, std::io::Error::other(e)))?;
         Ok(self)
     }
 

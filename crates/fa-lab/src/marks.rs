@@ -1,11 +1,14 @@
 //! The shapes that the kernels are measured by, fixed so that results can be compared over time.
 
 mod models;
+mod wanted;
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
+
+pub use wanted::Wanted;
 
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,26 +25,6 @@ pub enum Marks {
     Sm90Bwd,
     /// Layers of released models, either pass, by the fastest kernels that the GPU runs
     Models,
-}
-
-/// A shape to measure.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Wanted {
-    /// The model that it is of, for tables.
-    pub name: Option<&'static str>,
-    /// The problem.
-    pub problem: Problem,
-    /// Rows are summed up by this.
-    pub group: &'static str,
-    /// Rates that others published or measured for this shape on an H100, in TFLOP/s.
-    pub recorded: BTreeMap<String, f64>,
-}
-
-impl Wanted {
-    /// A shape with nothing to go with it.
-    pub fn new(problem: Problem, group: &'static str) -> Wanted {
-        Wanted { name: None, problem, group, recorded: BTreeMap::new() }
-    }
 }
 
 /// Positions of all sequences together in most rows.

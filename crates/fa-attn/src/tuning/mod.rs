@@ -45,10 +45,11 @@ pub(crate) use tuner::{Job, Tuner};
 /// those that ship, nor one whose kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for
 /// another family's. Threads that bind the same problem at once have it measured once.
 ///
-/// What the caller notices: the caller's tensors and streams are not touched, waited for or captured. The GPU's SMs, its memory (at most half of what is free) and a CPU core are shared while it
-/// lasts; loading a module may make the driver wait for the context, as with any kernel's first use. While
-/// the stream of the [`crate::device::Gpu`] is being captured nothing is begun, the next bind begins it.
-/// Candidates run in the caller's context, so that a fault in one would be the context's.
+/// What the caller notices: the caller's tensors and streams are not touched, waited for or captured. The
+/// GPU's SMs, its memory (at most half of what is free) and a CPU core are shared while it lasts; loading a
+/// module may make the driver wait for the context, as with any kernel's first use. While the stream of the
+/// [`crate::device::Gpu`] is being captured nothing is begun, the next bind begins it. Candidates run in the
+/// caller's context, so that a fault in one would be the context's.
 ///
 /// The budget is wall-clock time per problem and pass, compiling included. When it is spent no candidate is
 /// begun and no sample taken; what is at hand is finished. The fastest of at least two that were measured

@@ -1,69 +1,22 @@
 //! `fa build`: the shipped kernels compiled for their architectures, or all that the planner lists; planned
 //! against actual.
 
+mod args;
 mod every;
 
 use std::fmt::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Mutex;
 
 use anyhow::Context;
 use fa_core::{Arch, ShippedSpec};
-use fa_kernels::{Cache, Compiler, CompilerKind, Headers, ship, specs};
-use fa_lab::configs::HEAD_DIMS;
+use fa_kernels::{Cache, Headers, ship, specs};
 use fa_lab::read_text;
-use fa_lab::shape::HeadDim;
-use fa_planner::Mode;
 
-use crate::flags::{self, PlanFamily};
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
-
-/// `fa build`.
-#[derive(Debug, clap::Args)]
-#[command(after_help = BUILD_EXAMPLES)]
-pub struct BuildArgs {
-    /// Only for these architectures [default: all that each spec names; sm90 with --all-configs]
-    #[arg(long, value_name = "ARCH", value_delimiter = ',')]
-    pub arch: Vec<Arch>,
-    /// Folder of the cubins and their manifest
-    #[arg(short, long, value_name = "DIR", default_value = "dist", conflicts_with = "all_configs")]
-    pub out: PathBuf,
-    /// Folder of specs in RON (default: those that ship with this program)
-    #[arg(long, value_name = "DIR", conflicts_with = "all_configs")]
-    pub specs: Option<PathBuf>,
-    /// Compile instead every configuration that the planner lists, beside those that miss its register limit
-    /// by little, and say what it predicts and what comes out; nothing is written
-    #[arg(long)]
-    pub all_configs: bool,
-    /// Head dims of --all-configs, each D or D-DV
-    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', requires = "all_configs", default_value = HEAD_DIMS)]
-    pub headdim: Vec<HeadDim>,
-    /// The pass of --all-configs
-    #[arg(long, value_parser = flags::passes(), requires = "all_configs", default_value = "both")]
-    pub mode: Mode,
-    /// Of the backward's configurations those whose gradients have the same bits in every run
-    #[arg(long, requires = "all_configs")]
-    pub deterministic: bool,
-    /// Kernels of --all-configs [default: the fastest that each architecture runs]
-    #[arg(long, value_parser = PlanFamily::parser(), requires = "all_configs")]
-    pub family: Option<PlanFamily>,
-    /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
-    pub json: Option<PathBuf>,
-    /// Compile by nvcc instead of NVRTC
-    #[arg(long)]
-    pub nvcc: bool,
-}
-
-const BUILD_EXAMPLES: &str = "\
-Examples:
-  fa build --out dist
-  fa build --arch sm90 --specs my-specs/
-  fa build --all-configs --headdim 128 --mode bwd
-
-Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored setmaxnreg.";
+pub use args::BuildArgs;
 
 /// Runs the command: a bad verdict when a kernel does not compile cleanly within its plan.
 ///
@@ -90,7 +43,7 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
         return Err(InputError::Usage(message).into());
     }
     probe(&args.out)?;
-    let compiler = compiler(args)?;
+    let compiler = args.compiler()?;
     let steps = Mutex::new(Steps::new(jobs));
     let built = ship::build(
         &shipped,
@@ -115,10 +68,6 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
         args.out.display()
     ))?;
     Ok(if built.failures.is_empty() { Verdict::Good } else { Verdict::Bad })
-}
-
-fn compiler(args: &BuildArgs) -> Result<Compiler, fa_kernels::Error> {
-    Compiler::find(if args.nvcc { CompilerKind::Nvcc } else { CompilerKind::Nvrtc })
 }
 
 /// Makes the bundle's folder and sees that files can be made in it, before minutes of compiling.

@@ -78,6 +78,11 @@ fn tensors_that_do_not_fit_are_named() {
         ),
         (good(), "--scale NaN", &["softmax_scale is NaN", "finite"]),
         (good(), "--scale=-inf", &["softmax_scale is -inf"]),
+        (
+            good(),
+            "--scale 1e20 --softcap 1e-18",
+            &["softmax_scale = 1e20", "softcap = 1e-18", "at most 1e30"],
+        ),
         (good(), "--softcap 0", &["softcap is 0"]),
         (good(), "--softcap=-3", &["softcap is -3"]),
         (good(), "--backend reference --isa portable", &["--isa"]),
@@ -283,6 +288,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("batch", "batches", "batches"),
         ("dtype: bf16", "dtype: bf16, sinks: 3", "sinks"),
         ("bf16", "bf17", "bf17"),
+        ("bf16", "bf17", "`f32`, `f16`, or `bf16`"),
         ("heads_kv: 2", "heads_kv: 3", "heads_kv = 3"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551615", "k has"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551616", "problem"),
@@ -317,6 +323,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("mask: full", "mask: full, sinks: true", "sinks"),
         ("tile_n: 64", "tile_n: 60", "tile_n = 60"),
         ("bf16", "e4m3", "e4m3"),
+        ("bf16", "half", "`f32`, `f16`, or `bf16`"),
         ("Sm80Fwd", "Sm70Fwd", "Sm70Fwd"),
     ] {
         std::fs::write(&path, spec.replace(from, to)).unwrap();

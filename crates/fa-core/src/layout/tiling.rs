@@ -14,7 +14,7 @@ impl Layout {
     pub fn logical_divide(&self, tile: &Layout) -> Result<Layout, LayoutError> {
         let over_tiles = tile.complement(self.size())?;
         if tile.size().checked_mul(over_tiles.size()) != Some(self.size()) {
-            return Err(LayoutError::NotATiling { tile: Box::new(tile.clone()), size: self.size() });
+            return Err(LayoutError::NotATiling { tile: tile.to_string(), size: self.size() });
         }
         self.compose(&Layout::concat(&[tile.clone(), over_tiles])?)
     }

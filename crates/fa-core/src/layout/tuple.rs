@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use super::LayoutError;
+use super::error::{self, LayoutError};
 
 /// Deepest nesting accepted. The operations nest by at most one level each; the bound keeps recursion over
 /// hostile text shallow.
-pub const MAX_DEPTH: usize = 16;
+pub const MAX_DEPTH: usize = error::MAX_DEPTH;
 
 /// A number or a tuple of such.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -2,6 +2,7 @@
 
 mod faults;
 mod shipped;
+mod subjects;
 mod values;
 
 use std::path::Path;

@@ -10,7 +10,7 @@ use fa_core::{Arch, KernelSpec};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::jit::cache::hash;
+use crate::jit::hash::hash;
 use crate::jit::report::Report;
 use crate::jit::source::Source;
 

@@ -15,11 +15,11 @@ use std::time::{Duration, SystemTime};
 
 use fa_core::KernelSpec;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use crate::Error;
 use crate::atomic_file;
 use crate::jit::compile::{CompileFailure, Compiled, Compiler};
+use crate::jit::hash::hash;
 use crate::jit::report::Report;
 use crate::jit::source::Source;
 
@@ -318,16 +318,6 @@ fn key(compiler: &str, flags: &[String], source: &Source) -> String {
     let headers = source.headers.iter().flat_map(|(name, text)| [name.as_str(), text]);
     let parts: Vec<&[u8]> = fixed.into_iter().chain(headers).map(str::as_bytes).collect();
     hash(&parts)[..KEY_DIGITS].to_owned()
-}
-
-/// SHA-256 in hex over the parts and their lengths, so that no two lists of parts read the same.
-pub(crate) fn hash(parts: &[&[u8]]) -> String {
-    let mut hasher = Sha256::new();
-    for part in parts {
-        hasher.update((part.len() as u64).to_le_bytes());
-        hasher.update(part);
-    }
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Removes a folder atomically for readers: renamed first, then deleted.

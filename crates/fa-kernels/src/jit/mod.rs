@@ -7,6 +7,7 @@ mod code;
 pub(crate) mod codegen;
 pub(crate) mod compile;
 pub(crate) mod config;
+mod hash;
 pub(crate) mod headers;
 mod nvrtc;
 pub mod params;

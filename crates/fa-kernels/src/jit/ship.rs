@@ -8,8 +8,9 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::jit::bundle::{BundledKernel, MANIFEST, Manifest, source_hash};
-use crate::jit::cache::{Cache, hash};
+use crate::jit::cache::Cache;
 use crate::jit::compile::{Compiled, Compiler};
+use crate::jit::hash::hash;
 use crate::jit::report::Report;
 use crate::jit::source::Source;
 use crate::{Error, Headers, atomic_file, smem_bytes};

@@ -7,6 +7,7 @@ use fa_core::{Arch, Family, Kernel, KernelSpec, Traits};
 
 use crate::jit::code;
 use crate::jit::config;
+use crate::jit::hash::hash;
 use crate::{Error, Headers};
 
 /// The name of every unit's main entry function.
@@ -73,7 +74,7 @@ impl Source {
             parts.extend([name.clone(), code::canonical(text)]);
         }
         let parts: Vec<&[u8]> = parts.iter().map(String::as_bytes).collect();
-        crate::jit::cache::hash(&parts)
+        hash(&parts)
     }
 
     /// Writes the unit as `kernel.cu` and the headers beside it, as nvcc needs them.

@@ -18,11 +18,12 @@ use crate::jit::params::BwdParams;
 use crate::jit::source::{ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, MapTemplate, Params, Step, Tensor, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, count, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
+use crate::launch::tma::MapTemplate;
 use crate::launch::workspace::Workspace;
 use crate::smem_bytes;
 

@@ -13,11 +13,12 @@ use crate::jit::params::FwdParams;
 use crate::jit::source::ENTRY;
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, MapTemplate, Params, Step, Tensor, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, count, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
+use crate::launch::tma::MapTemplate;
 use crate::launch::workspace::Workspace;
 use crate::smem_bytes;
 

@@ -9,7 +9,7 @@ use crate::jit::params::{
     RowStrides, ScoreParams, ShapeParams,
 };
 use crate::launch::args::{RawTensor, Shape, check_address};
-use crate::launch::tma::MapShape;
+use crate::launch::tma::{MapShape, MapTemplate, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 
 /// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the
@@ -71,32 +71,6 @@ pub struct Tensor {
     pub shape: Shape,
     /// Whether the pass writes it.
     pub is_output: bool,
-}
-
-/// A tensor map without address and strides, which [`Launches::maps`] fills in.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct MapTemplate {
-    /// The map's name in errors.
-    pub name: &'static str,
-    /// The tensor among [`Launches::tensors`].
-    pub tensor: usize,
-    /// Columns of a box: those of a shared-memory panel.
-    pub panel: u32,
-    /// Positions of a box: those of a tile.
-    pub rows: u32,
-    /// With packed heads: query heads of a group. A box then holds `rows / group` positions of all of them.
-    pub group: Option<u32>,
-}
-
-/// A tensor map before it is encoded.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TensorMap {
-    /// The tensor.
-    pub tensor: &'static str,
-    /// Its device address.
-    pub address: u64,
-    /// Lengths, strides and box.
-    pub shape: MapShape,
 }
 
 /// Device addresses of a call's memory.

@@ -12,6 +12,6 @@ mod tma;
 mod workspace;
 
 pub use args::Shape;
-pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor, TensorMap};
-pub use tma::MapShape;
+pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
+pub use tma::{MapShape, TensorMap};
 pub use workspace::{Part, Workspace};

@@ -12,7 +12,6 @@ use fa_core::{Dtype, Strides};
 
 use crate::Error;
 use crate::launch::args::Shape;
-use crate::launch::launches::{MapTemplate, TensorMap};
 
 /// The most axes of a tensor map.
 const MAX_RANK: usize = 5;
@@ -28,6 +27,32 @@ pub struct MapShape {
     pub strides: [u64; MAX_RANK],
     /// Lengths of the box.
     pub tile: [u32; MAX_RANK],
+}
+
+/// A tensor map without address and strides, which [`Launches::maps`](super::Launches::maps) fills in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct MapTemplate {
+    /// The map's name in errors.
+    pub name: &'static str,
+    /// The tensor among [`Launches::tensors`](super::Launches::tensors).
+    pub tensor: usize,
+    /// Columns of a box: those of a shared-memory panel.
+    pub panel: u32,
+    /// Positions of a box: those of a tile.
+    pub rows: u32,
+    /// With packed heads: query heads of a group. A box then holds `rows / group` positions of all of them.
+    pub group: Option<u32>,
+}
+
+/// A tensor map before it is encoded.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TensorMap {
+    /// The tensor.
+    pub tensor: &'static str,
+    /// Its device address.
+    pub address: u64,
+    /// Lengths, strides and box.
+    pub shape: MapShape,
 }
 
 impl MapShape {

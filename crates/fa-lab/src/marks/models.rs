@@ -3,7 +3,7 @@
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 
-use super::Wanted;
+use super::wanted::Wanted;
 
 /// Rows are summed up by this.
 const GROUP: &str = "models, bf16";

@@ -6,7 +6,7 @@ use fa_lab::configs::{self, Built, NEAR_MISS};
 use fa_planner::Mode;
 use serde::Serialize;
 
-use super::BuildArgs;
+use super::args::BuildArgs;
 use crate::flags::{PlanFamily, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::Verdict;
@@ -65,7 +65,7 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
             lists.push((arch, pass.short_name(), configs::list(&args.headdim, pass, family, arch)?));
         }
     }
-    let compiler = super::compiler(args)?;
+    let compiler = args.compiler()?;
     let mut report = Report { compiler: compiler.version()?, summaries: Vec::new(), rows: Vec::new() };
     for (arch, pass, configs) in lists {
         let found = configs::compile(&configs, arch, &compiler, &mut progress::steps());

@@ -130,7 +130,8 @@ impl Launches<'_> {
         // also dK and dV.
         let rows = problem.rows();
         let accumulators = rows * hd * 4.0;
-        let around = rows * (2.0 * hdv * 2.0 + hd * 2.0) + 2.0 * accumulators + 2.5 * split.sums;
+        let (qkv, out) = (problem.types.qkv.bytes() as f64, problem.types.out.bytes() as f64);
+        let around = rows * (2.0 * hdv * out + hd * qkv) + 2.0 * accumulators + 2.5 * split.sums;
         let hbm = (around + problem.bytes_backward()) / bandwidth + missed;
         let outer = around / bandwidth + 3.0 * c.launch_s;
         let seconds = main + outer;

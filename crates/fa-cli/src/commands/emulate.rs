@@ -1,0 +1,465 @@
+//! `fa emulate`: kernels run on the host, without a GPU, and what is found in them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use anyhow::Context;
+use clap::Args;
+use fa_attn::atomic_file;
+use fa_core::{Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+use fa_emu::mutate::{self, Statement};
+use fa_emu::record::{Attempt, Candidate, Record, prove};
+use fa_emu::sweep::{SEEDS, Trials, distinct};
+use fa_emu::{Counters, Emulator, Finding, Options, Pace, Placing, Planned, Proof, Trial, Unit, timeline};
+use fa_kernels::Headers;
+use fa_lab::shape::HeadDim;
+use serde::{Deserialize, Serialize};
+
+use crate::flags::{Heads, MaskArgs, Seqlen};
+use crate::term::failure::{InputError, Verdict};
+use crate::term::output;
+use crate::term::progress::{self, Steps};
+
+/// `fa emulate`.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct EmulateArgs {
+    /// The kernel: a spec as `fa plan --format ron` prints it, or a shipped one
+    #[arg(required_unless_present_any = ["shipped", "mutate"])]
+    pub spec: Option<PathBuf>,
+    /// Architecture to compile for [default: the first that the file names, else the kernel's own]
+    #[arg(long)]
+    pub arch: Option<Arch>,
+    /// Sequence length, or queries x keys as in 1x4096
+    #[arg(long, value_name = "N[xM]", default_value = "300")]
+    pub seqlen: Seqlen,
+    /// Independent sequences
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "2")]
+    pub heads: Heads,
+    /// Head dim, and the values' if different, as in 192-128 [default: the kernel's]
+    #[arg(long, value_name = "D[-DV]")]
+    pub headdim: Option<HeadDim>,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Factor on Q K^T [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub scale: Option<f64>,
+    /// Soft cap [default for kernels that have one: 15]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+    /// Order of the tensors' axes
+    #[arg(long, default_value = "bshd", value_parser = crate::flags::parse_layout)]
+    pub layout: TensorLayout,
+    /// Elements between rows, a multiple of 8
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub gap: usize,
+    /// Seed of the schedule: 0 finishes operations at once, 1 as late as it can, others by chance (may be
+    /// repeated) [default: 0, 1, 2]
+    #[arg(long = "seed", value_name = "N")]
+    pub seeds: Vec<u64>,
+    /// SMs of the emulated GPU
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sms: u32,
+    /// Give up after this many steps of the scheduler
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub steps: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Write a page with the timeline of one CTA
+    #[arg(long, value_name = "FILE.html", conflicts_with_all = ["shipped", "mutate"])]
+    pub report: Option<PathBuf>,
+    /// The CTA of the timeline
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "report")]
+    pub cta: u32,
+    /// Every shipped kernel at awkward shapes, but those that the record knows; it is written
+    #[arg(long, conflicts_with_all = ["spec", "mutate"])]
+    pub shipped: bool,
+    /// The record of proven kernels
+    #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
+    pub record: PathBuf,
+    /// Remove every synchronising statement of the four kernels (or of SPEC), one at a time, and list those
+    /// that nothing misses
+    #[arg(long)]
+    pub mutate: bool,
+    /// Removals that nothing misses, with the reasons: others make a negative verdict
+    #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
+    pub survivors: PathBuf,
+    /// Threads for --shipped and --mutate [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub threads: Option<u16>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  fa emulate crates/fa-kernels/specs/sm90/hd128-causal-bf16.ron --seqlen 300
+  fa emulate my.ron --seqlen 113x203 --heads 4:2 --seed 7 --json
+  fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
+  fa emulate --shipped                                     all shipped kernels that have changed
+  fa emulate --mutate                                      is every barrier missed when it is gone?
+
+Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, missing fences,
+reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. It says
+nothing about speed, spills, and the rounding within a tensor core.
+Exit code 1 when anything is found.";
+
+/// One run.
+#[derive(Debug, Serialize)]
+struct Run {
+    seed: u64,
+    passed: bool,
+    findings: Vec<Finding>,
+    faults: Vec<String>,
+    values: Vec<Value>,
+    counters: Counters,
+    touched: Vec<(u32, u32)>,
+}
+
+#[derive(Debug, Serialize)]
+struct Value {
+    tensor: &'static str,
+    #[serde(flatten)]
+    found: fa_cpu::compare::Comparison,
+}
+
+/// What is printed of a kernel.
+#[derive(Debug, Serialize)]
+struct Report {
+    kernel: String,
+    arch: Arch,
+    fingerprint: String,
+    machine: String,
+    problem: Problem,
+    runs: Vec<Run>,
+    passed: bool,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// Bad input, and a machine that cannot emulate; findings are a verdict, not an error.
+pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
+    let emulator = progress::spinner("compiling the machine", Emulator::new)?;
+    match &args.spec {
+        _ if args.shipped => shipped(args, &emulator),
+        None => mutations(args, &emulator, fa_emu::subjects::subjects()),
+        Some(path) => {
+            let (spec, arch) = read(args, path)?;
+            if args.mutate {
+                let case = fa_emu::sweep::Case { problem: problem(args, &spec)?, placing: placing(args) };
+                let subject = mutate::Subject { spec, arch, case };
+                return mutations(args, &emulator, vec![("the kernel", vec![subject])]);
+            }
+            one(args, &emulator, &spec, arch)
+        }
+    }
+}
+
+fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {
+    let spec = fa_lab::spec_file::read_spec(path)?;
+    let shipped =
+        std::fs::read_to_string(path).ok().and_then(|text| fa_core::ShippedSpec::from_ron(&text).ok());
+    let named = shipped.and_then(|shipped| shipped.archs.first().copied());
+    let own = match spec.kernel.family() {
+        fa_core::Family::Sm80 => Arch::Sm80,
+        fa_core::Family::Sm90 => Arch::Sm90,
+    };
+    let arch = args.arch.or(named).unwrap_or(own);
+    Ok((spec, arch))
+}
+
+fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
+    let given = args.mask.mask();
+    let mask = match spec.mask {
+        _ if !given.is_full() => given,
+        MaskKind::Full => Mask::FULL,
+        MaskKind::Causal => Mask::CAUSAL,
+        MaskKind::Window => Mask::window(40, 7),
+    };
+    let (head_dim, head_dim_v) =
+        args.headdim.map_or((spec.head_dim as usize, spec.head_dim_v as usize), |dims| (dims.qk, dims.v));
+    let problem = Problem {
+        lengths: Lengths::uniform(args.batch, args.seqlen.q, args.seqlen.k),
+        heads_q: args.heads.q,
+        heads_kv: args.heads.kv,
+        head_dim,
+        head_dim_v,
+        mask,
+        types: spec.types,
+        softmax_scale: args.scale,
+        score: ScoreMod { softcap: args.softcap.or_else(|| spec.score.softcap.then_some(15.0)) },
+    };
+    problem.check()?;
+    // What takes seconds of emulation takes a GPU microseconds.
+    const LIMIT: f64 = 4e11;
+    if problem.flops_forward() > LIMIT {
+        let message = format!(
+            "{:.1e} operations would be emulated for hours, the limit is {LIMIT:.0e}: use shorter sequences or fewer heads",
+            problem.flops_forward()
+        );
+        return Err(InputError::Usage(message).into());
+    }
+    if !args.gap.is_multiple_of(8) {
+        return Err(InputError::Usage(format!("--gap {} is no multiple of 8", args.gap)).into());
+    }
+    Ok(problem)
+}
+
+fn placing(args: &EmulateArgs) -> Placing {
+    Placing { layout: args.layout, gap: args.gap }
+}
+
+fn one(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) -> anyhow::Result<Verdict> {
+    let problem = problem(args, spec)?;
+    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &Headers::embedded()))?;
+    let trial =
+        progress::spinner("computing in f64", || Trial::new(&problem, spec.kernel.pass(), placing(args)));
+    let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
+    let mut runs = Vec::new();
+    for &seed in seeds {
+        let proof = run(args, &unit, &trial, &Options::seed(seed))?;
+        runs.push(summary(&unit, &problem, args.sms, seed, proof));
+    }
+    if let Some(path) = &args.report {
+        // A schedule in which operations take as long as their size asks for.
+        let seed = seeds[0];
+        let pace = if args.seeds.is_empty() { Pace::Paced } else { Options::seed(seed).pace };
+        let options = Options { pace, trace_cta: Some(args.cta), ..Options::seed(seed) };
+        let proof = run(args, &unit, &trial, &options)?;
+        let lead = crate::attention::describe(&problem);
+        let page = timeline::page(&format!("{spec} on {arch}"), &lead, args.cta, &proof.outcome);
+        atomic_file::write(path, page.as_bytes())?;
+    }
+    let passed = runs.iter().all(|run| run.passed);
+    let report = Report {
+        kernel: spec.to_string(),
+        arch,
+        fingerprint: unit.fingerprint().to_owned(),
+        machine: fa_emu::version(),
+        problem,
+        runs,
+        passed,
+    };
+    if args.json {
+        output::print_json(&report)?
+    } else {
+        output::print(&text(&report, args.sms, spec))?
+    }
+    Ok(if passed { Verdict::Good } else { Verdict::Bad })
+}
+
+fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<Proof> {
+    let steps = Mutex::new(Steps::new(0));
+    let told = |done: u32, all: u32| {
+        if let Ok(mut steps) = steps.lock() {
+            steps.begin(format!("CTA {done} of {all}"));
+        }
+    };
+    let options =
+        Options { sms: args.sms, resident: 2, step_limit: args.steps, progress: Some(&told), ..*options };
+    Ok(trial.run(unit, &options)?)
+}
+
+fn summary(unit: &Unit, problem: &Problem, sms: u32, seed: u64, proof: Proof) -> Run {
+    let mut faults = proof.faults();
+    let main = proof.outcome.launches.iter().find(|launch| launch.entry == fa_kernels::ENTRY);
+    if faults.is_empty()
+        && let (Some(planned), Some(main)) = (Planned::of(unit.spec(), problem, unit.arch(), sms), main)
+    {
+        faults.extend(planned.faults(unit.spec(), &main.counters));
+    }
+    Run {
+        seed,
+        passed: faults.is_empty(),
+        touched: main.map_or_else(Vec::new, |main| main.touched.clone()),
+        counters: proof.outcome.counters(),
+        findings: proof.outcome.findings,
+        faults,
+        values: proof.values.into_iter().map(|(tensor, found)| Value { tensor, found }).collect(),
+    }
+}
+
+fn text(report: &Report, sms: u32, spec: &KernelSpec) -> String {
+    let mut out = format!("kernel   {} on {}\n", report.kernel, report.arch);
+    out += &format!("problem  {}\n", crate::attention::describe(&report.problem));
+    for run in &report.runs {
+        let verdict = if run.passed { "nothing found" } else { "FOUND" };
+        out += &format!("seed {:<4}{verdict}\n", run.seed);
+        for fault in &run.faults {
+            out += &format!("  {}\n", fault.replace('\n', "\n  "));
+        }
+        for Value { tensor, found } in run.values.iter().filter(|_| run.passed) {
+            out += &format!("  {tensor:<5}{found}\n");
+        }
+    }
+    if let Some(run) = report.runs.iter().find(|run| run.passed) {
+        let c = &run.counters;
+        out += &format!(
+            "work     {} in products, {} by TMA and bulk copies, {} by cp.async, {} added to global memory\n",
+            output::si(c.flops as f64, "FLOP"),
+            output::si((c.tma_bytes + c.bulk_bytes) as f64, "B"),
+            output::si(c.cp_async_bytes as f64, "B"),
+            output::si(c.red_bytes as f64, "B")
+        );
+        if let Some(planned) = Planned::of(spec, &report.problem, report.arch, sms) {
+            out += &format!(
+                "planner  {} in whole tiles ({} that the mask leaves), {} of tiles\n",
+                output::si(planned.tile_flops, "FLOP"),
+                output::si(planned.problem_flops, "FLOP"),
+                output::si(planned.tile_bytes + planned.stat_bytes, "B")
+            );
+        }
+        let phases = c.load_phases + c.store_phases;
+        out += &format!(
+            "banks    {} wavefronts for {phases} phases of ldmatrix and stmatrix\n",
+            c.load_wavefronts + c.store_wavefronts
+        );
+    }
+    out
+}
+
+fn workers(args: &EmulateArgs) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, |count| count.get());
+    args.threads.map_or_else(cores, usize::from)
+}
+
+fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
+    let files = fa_kernels::specs::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
+    let mut candidates = Vec::new();
+    for file in files {
+        for arch in distinct(&file.shipped.spec, &file.shipped.archs) {
+            candidates.push(Candidate { name: file.path.to_owned(), spec: file.shipped.spec.clone(), arch });
+        }
+    }
+    let all = candidates.len();
+    let record = Record::read(&args.record);
+    let steps = Mutex::new(Steps::new(all));
+    let told = |attempt: &Attempt| {
+        if let Ok(mut steps) = steps.lock() {
+            steps.begin(format!("{} {}", attempt.candidate.name, attempt.candidate.arch));
+            steps.advance();
+        }
+    };
+    let attempts = prove(emulator, candidates, std::slice::from_ref(&record), workers(args), &told)?;
+    drop(steps);
+    let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
+    let known = attempts.iter().filter(|attempt| attempt.known).count();
+    if !proven.is_empty() {
+        record.write(&args.record, &proven)?;
+    }
+    let faulty: Vec<_> = attempts.iter().filter(|attempt| !attempt.faults.is_empty()).collect();
+    let mut out = String::new();
+    for attempt in &faulty {
+        out += &format!("{} on {}\n", attempt.candidate.name, attempt.candidate.arch);
+        for fault in &attempt.faults {
+            out += &format!("  {}\n", fault.replace('\n', "\n  "));
+        }
+    }
+    out += &format!(
+        "{all} kernels: {} proven now, {known} known from {}, {} with findings\n",
+        proven.len(),
+        args.record.display(),
+        faulty.len()
+    );
+    output::print(&out)?;
+    Ok(if faulty.is_empty() { Verdict::Good } else { Verdict::Bad })
+}
+
+/// A removal that nothing notices, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Survivor {
+    /// The header.
+    file: String,
+    /// The statement.
+    text: String,
+    /// Which of those of this text in the header, from 1.
+    occurrence: usize,
+    /// Why nothing notices its removal.
+    reason: String,
+}
+
+impl Survivor {
+    fn is(&self, statement: &Statement) -> bool {
+        self.file == statement.file && self.text == statement.text && self.occurrence == statement.occurrence
+    }
+}
+
+fn mutations(
+    args: &EmulateArgs,
+    emulator: &Emulator,
+    kernels: Vec<(&'static str, Vec<mutate::Subject>)>,
+) -> anyhow::Result<Verdict> {
+    let known: Vec<Survivor> = match std::fs::read_to_string(&args.survivors) {
+        Ok(text) => ron::from_str(&text).with_context(|| args.survivors.display().to_string())?,
+        Err(_) => Vec::new(),
+    };
+    let trials = Trials::default();
+    let mut jobs = Vec::new();
+    for (index, (_, subjects)) in kernels.iter().enumerate() {
+        let source = fa_emu::source(&subjects[0].spec, subjects[0].arch, &Headers::embedded())?;
+        // A header that two kernels share is that of the first.
+        for statement in mutate::statements(&source) {
+            if !jobs.iter().any(|(_, other): &(usize, Statement)| *other == statement) {
+                jobs.push((index, statement));
+            }
+        }
+    }
+    let all = jobs.len();
+    let (jobs, done) = (Mutex::new(jobs.into_iter().rev().collect::<Vec<_>>()), Mutex::new(Vec::new()));
+    let steps = Mutex::new(Steps::new(all));
+    let work = || -> anyhow::Result<()> {
+        loop {
+            let Some((kernel, statement)) = jobs.lock().map_or(None, |mut jobs| jobs.pop()) else {
+                return Ok(());
+            };
+            let noticed = mutate::noticed(emulator, &kernels[kernel].1, &statement, &trials)?;
+            if let Ok(mut steps) = steps.lock() {
+                steps.begin(format!("{}:{}", statement.file, statement.line));
+                steps.advance();
+            }
+            if let Ok(mut done) = done.lock() {
+                done.push((statement, noticed));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let handles: Vec<_> = (0..workers(args)).map(|_| scope.spawn(work)).collect();
+        handles
+            .into_iter()
+            .try_for_each(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })?;
+    drop(steps);
+    let mut done = done.into_inner().unwrap_or_default();
+    done.sort();
+    let mut out = String::new();
+    let (mut survivors, mut unexplained) = (0, 0);
+    for (statement, noticed) in &done {
+        let place = format!("{}:{}", statement.file, statement.line);
+        let said = match noticed {
+            Some(by) => by.clone(),
+            None => {
+                survivors += 1;
+                let reason = known.iter().find(|own| own.is(statement)).map(|own| own.reason.as_str());
+                unexplained += usize::from(reason.is_none());
+                format!("NOT NOTICED: {}", reason.unwrap_or("no reason is listed"))
+            }
+        };
+        out += &format!("{place:<24} {}  {said}\n", statement.text);
+    }
+    let of_list: Vec<_> = known
+        .iter()
+        .filter(|own| done.iter().any(|(statement, noticed)| own.is(statement) && noticed.is_some()))
+        .collect();
+    for own in &of_list {
+        out += &format!("listed in {} but noticed: {} {}\n", args.survivors.display(), own.file, own.text);
+    }
+    out += &format!(
+        "{} of {all} removals noticed, {unexplained} of the other {survivors} without a listed reason\n",
+        all - survivors
+    );
+    output::print(&out)?;
+    Ok(if unexplained == 0 && of_list.is_empty() { Verdict::Good } else { Verdict::Bad })
+}

@@ -1,0 +1,249 @@
+//! The emulation's own proof: every synchronising statement of a kernel removed, one at a time. A removal that nothing notices
+//! is a statement that is redundant, that did not run, or that is outside what the emulation models.
+
+use std::collections::BTreeMap;
+
+use fa_core::{Arch, KernelSpec};
+use fa_kernels::{Headers, Source};
+
+use crate::emulator::{Emulator, source};
+use crate::error::Error;
+use crate::options::Options;
+use crate::sweep::{Case, SEEDS, Trials};
+
+/// Functions whose calls order something: those of `ptx/`, and those of the kernels that wrap them.
+const SYNCHRONISING: &[&str] = &[
+    "acquire",
+    "add_dq",
+    "advance",
+    "announce_dq",
+    "await_turn",
+    "bulk_commit",
+    "bulk_wait",
+    "bulk_wait_read",
+    "cluster_sync",
+    "commit",
+    "cp_async_commit",
+    "cp_async_wait",
+    "cta_sync",
+    "end_turn",
+    "exchange",
+    "fence",
+    "fence_async_shared",
+    "fence_gpu",
+    "give_turn",
+    "init",
+    "mbarrier_arrive",
+    "mbarrier_arrive_expect",
+    "mbarrier_arrive_remote",
+    "mbarrier_init",
+    "mbarrier_init_fence",
+    "mbarrier_wait",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "named_barrier_sync_unaligned",
+    "pass_turn",
+    "red_release_increment",
+    "release",
+    "release_do",
+    "release_k",
+    "release_q",
+    "release_v",
+    "retire_counter",
+    "setmaxnreg_dec",
+    "setmaxnreg_inc",
+    "signal_next",
+    "skip_k",
+    "skip_v",
+    "step_barrier",
+    "wait",
+    "wait_dq_free",
+    "wait_for_turn",
+    "wait_full",
+    "wait_pds_free",
+    "wait_turn",
+    "warp_sync",
+];
+
+/// Steps after which a mutant is given up: many times what a whole kernel takes.
+const STEP_LIMIT: u64 = 3_000_000;
+
+/// A statement that can be removed.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Statement {
+    /// Its header.
+    pub file: String,
+    /// Its line, from 1.
+    pub line: usize,
+    /// Its text, on one line.
+    pub text: String,
+    /// Which of those of the same text in its header, from 1.
+    pub occurrence: usize,
+    begin: usize,
+    end: usize,
+}
+
+/// The synchronising statements of a source, outside `ptx/`.
+pub fn statements(source: &Source) -> Vec<Statement> {
+    let mut found = Vec::new();
+    for (file, text) in &source.headers {
+        if file.starts_with("ptx/") {
+            continue;
+        }
+        let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+        let mut begin = 0;
+        for (index, line) in text.split_inclusive('\n').enumerate() {
+            if let Some((from, to)) = call_in(&text[begin..], line) {
+                let statement =
+                    text[begin + from..begin + to].split_whitespace().collect::<Vec<_>>().join(" ");
+                let occurrence = seen.entry(statement.clone()).or_default();
+                *occurrence += 1;
+                found.push(Statement {
+                    file: file.clone(),
+                    line: index + 1,
+                    text: statement,
+                    occurrence: *occurrence,
+                    begin: begin + from,
+                    end: begin + to,
+                });
+            }
+            begin += line.len();
+        }
+    }
+    found
+}
+
+/// Where in `text` the call lies that the statement in its first line, `line`, consists of, if it synchronises. What stands before it
+/// on the line (`if (...)`, a lambda's `{`) stays.
+fn call_in(text: &str, line: &str) -> Option<(usize, usize)> {
+    let code = line.split("//").next().unwrap_or(line);
+    for (at, _) in code.match_indices('(') {
+        // A name in front of the bracket, with template arguments perhaps.
+        let head = code[..at].trim_end();
+        let named = match head.strip_suffix('>') {
+            Some(inner) => &inner[..inner.rfind('<')?],
+            None => head,
+        };
+        let name_at = named.rfind(|c: char| !(c.is_alphanumeric() || c == '_')).map_or(0, |i| i + 1);
+        if !SYNCHRONISING.contains(&&named[name_at..]) {
+            continue;
+        }
+        let path_at =
+            named.rfind(|c: char| !(c.is_alphanumeric() || "_.:>-".contains(c))).map_or(0, |i| i + 1);
+        // A statement begins after `;`, `{`, `)` of a condition, or at the start; anything else is a declaration or an expression.
+        let before = named[..path_at].trim_end();
+        if !(before.is_empty() || before.ends_with([';', '{', ')']) || before.ends_with("else")) {
+            continue;
+        }
+        let mut depth = 0usize;
+        for (offset, c) in text[at..].char_indices() {
+            match c {
+                '(' => depth += 1,
+                ')' => depth -= 1,
+                ';' if depth == 0 => return Some((path_at, at + offset + 1)),
+                '{' if depth == 0 => break,
+                _ => {}
+            }
+        }
+    }
+    None
+}
+
+/// The source without a statement.
+pub fn without(source: &Source, statement: &Statement) -> Source {
+    let mut mutant = source.clone();
+    if let Some((_, text)) = mutant.headers.iter_mut().find(|(name, _)| *name == statement.file) {
+        text.replace_range(statement.begin..statement.end, ";");
+    }
+    mutant
+}
+
+/// A kernel and a problem on which it is run.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// Its architecture.
+    pub arch: Arch,
+    /// The problem.
+    pub case: Case,
+}
+
+/// What noticed that a statement was missing: the first line of what was found, or `None`.
+///
+/// # Errors
+/// Those of the emulation, but for mutants that do not compile, which counts as noticed.
+pub fn noticed(
+    emulator: &Emulator,
+    subjects: &[Subject],
+    statement: &Statement,
+    trials: &Trials,
+) -> Result<Option<String>, Error> {
+    for subject in subjects {
+        let source = source(&subject.spec, subject.arch, &Headers::embedded())?;
+        // Positions are of this source's headers, which all subjects of a kernel share.
+        if !source.headers.iter().any(|(name, _)| *name == statement.file) {
+            continue;
+        }
+        let mutant = without(&source, statement);
+        let unit = match emulator.unit_of(&subject.spec, subject.arch, &mutant) {
+            Ok(unit) => unit,
+            Err(Error::Compile { .. }) => return Ok(Some("does not compile".into())),
+            Err(error) => return Err(error),
+        };
+        let trial = trials.get(&subject.case, &subject.spec);
+        for seed in SEEDS {
+            let options = Options { step_limit: STEP_LIMIT, ..Options::seed(seed) };
+            let faults = trial.run(&unit, &options)?.faults();
+            if let Some(fault) = faults.first() {
+                return Ok(Some(fault.lines().next().unwrap_or_default().to_owned()));
+            }
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(text: &str) -> Vec<String> {
+        let source = Source {
+            unit: String::new(),
+            headers: vec![("a.cuh".into(), text.into()), ("ptx/b.cuh".into(), text.into())],
+            target: "sm_90a".into(),
+        };
+        statements(&source)
+            .into_iter()
+            .map(|own| format!("{}:{} {}", own.line, own.text, own.occurrence))
+            .collect()
+    }
+
+    #[test]
+    fn calls_that_synchronise_are_statements_and_declarations_are_not() {
+        let text = "void wait_turn() const {\n    wgmma::wait<0>();\n    if constexpr (X) named_barrier_sync(kA + i,\n        128);\n\
+                    // cta_sync();\n    const auto wait = [&] { cta_sync(); };\n    smem.q_bars.release(state, elected);\n\
+                    auto x = f.wait(1);\n    cta_sync();\n}\n";
+        assert_eq!(
+            found(text),
+            [
+                "2:wgmma::wait<0>(); 1",
+                "3:named_barrier_sync(kA + i, 128); 1",
+                "6:cta_sync(); 1",
+                "7:smem.q_bars.release(state, elected); 1",
+                "9:cta_sync(); 2",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_statement_is_removed_alone() {
+        let source = Source {
+            unit: String::new(),
+            headers: vec![("a.cuh".into(), "if (x) cta_sync();\ny();\n".into())],
+            target: "sm_80".into(),
+        };
+        let mutant = without(&source, &statements(&source)[0]);
+        assert_eq!(mutant.headers[0].1, "if (x) ;\ny();\n");
+    }
+}
