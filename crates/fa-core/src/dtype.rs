@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 /// Element type of an attention problem's tensors.
 ///
-/// `E4m3` can be named, and whatever is asked to compute in it says that it does not: error messages offer the
+/// `E4m3` can be named in a spec or a problem; everything refuses to compute in it. Error messages offer the
 /// types of [`Dtype::COMPUTED`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -96,7 +96,7 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// A name that is no [`Dtype`].
+/// Not the name of a [`Dtype`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown dtype '{0}': use one of f32, f16, bf16")]
 pub struct ParseDtypeError(pub String);

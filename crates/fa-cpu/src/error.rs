@@ -67,13 +67,15 @@ pub enum CpuError {
          at most {:e} (the reference takes any)",
         softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
         if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
-        MAX_FACTOR
+        limit
     )]
     Range {
         /// The softmax scale.
         scale: f64,
         /// The soft cap, if there is one.
         softcap: Option<f64>,
+        /// The largest factor on products.
+        limit: f32,
     },
     /// An instruction set was asked for that this CPU does not have.
     #[error("this CPU has no {wanted}: the best it has is {best}")]
