@@ -2,10 +2,6 @@
 
 use fa_core::{Dtype, ProblemError};
 
-/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range
-/// is for both. Beyond it a query that overflows would give NaN with a key of 0.
-pub(crate) const MAX_FACTOR: f32 = 1e30;
-
 /// Why an attention call was refused. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CpuError {
@@ -66,7 +62,7 @@ pub enum CpuError {
         "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be \
          at most {:e} (the reference takes any)",
         softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
-        if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
+        softcap.map_or("it", |_| "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)"),
         limit
     )]
     Range {

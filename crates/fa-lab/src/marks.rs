@@ -73,8 +73,8 @@ impl Marks {
     pub const fn about(self) -> &'static str {
         match self {
             Marks::Sm80 => {
-                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and \
-                 grouped heads and real shapes"
+                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k \
+                 long; and grouped heads and real shapes"
             }
             Marks::Sm90 => {
                 "wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to \

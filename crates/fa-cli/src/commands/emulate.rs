@@ -61,7 +61,8 @@ pub struct EmulateArgs {
     #[arg(long = "seed", value_name = "N")]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sms: u32,
     /// Give up after this many steps of the scheduler
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -44,8 +44,8 @@ pub struct RunArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub cpu: CpuArgs,
-    /// Measure the best few GPU kernels for this problem in the background, within half a minute a pass, and keep
-    /// the winners for later runs
+    /// Measure the best few GPU kernels for this problem in the background, within half a minute a pass, and
+    /// keep the winners for later runs
     #[arg(long)]
     pub tune: bool,
     /// Gone: what runs is shown, and plans for other GPUs are those of `fa plan`
