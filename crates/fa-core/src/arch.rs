@@ -32,7 +32,7 @@ pub enum Arch {
     Sm121,
 }
 
-/// Limits and rates of an [`Arch`]. Sizes in bytes, rates per SM and clock unless they say otherwise.
+/// Limits and rates of an [`Arch`]. Sizes are in bytes, rates per SM and clock unless stated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ArchLimits {
     /// The board that the rates describe.
@@ -43,21 +43,21 @@ pub struct ArchLimits {
     pub clock_ghz: f64,
     /// Shared memory of an SM.
     pub smem_per_sm: u32,
-    /// Shared memory that one block may use (opt-in, dynamic).
+    /// Shared memory that one CTA may use (opt-in, dynamic).
     pub smem_per_block: u32,
-    /// Shared memory that the system takes from the SM for every resident block.
+    /// Shared memory that the driver reserves for each resident CTA.
     pub smem_reserved_per_block: u32,
     /// 32-bit registers of an SM.
     pub regs_per_sm: u32,
     /// Registers that one thread may use.
     pub regs_per_thread: u32,
-    /// Registers are given to warps in multiples of this.
+    /// Granularity in which a warp is allocated registers.
     pub reg_alloc_unit: u32,
     /// Resident threads of an SM.
     pub threads_per_sm: u32,
-    /// Resident blocks of an SM.
+    /// Resident CTAs of an SM.
     pub blocks_per_sm: u32,
-    /// Tensor memory columns of an SM (32-bit, 128 lanes); 0 where there is none.
+    /// Tensor memory columns of an SM (32-bit, 128 lanes); 0 on SMs without.
     pub tmem_columns: u32,
     /// Dense f16/bf16 matrix operations with f32 accumulation; a multiply-add counts 2.
     pub tensor_flops: f64,
@@ -268,7 +268,7 @@ impl fmt::Display for Arch {
     }
 }
 
-/// A name that is no [`Arch`].
+/// Not the name of an [`Arch`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown architecture '{0}': use one of sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121")]
 pub struct ParseArchError(pub String);

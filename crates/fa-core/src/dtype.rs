@@ -3,13 +3,14 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
+use serde::de::{self, DeserializeSeed, EnumAccess, VariantAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// Element type of an attention problem's tensors.
 ///
-/// `E4m3` is named so that specs and plans can speak of it; what does not compute in it says so with an
-/// error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+/// `E4m3` can be named in a spec or a problem; everything refuses to compute in it. Error messages offer the
+/// types of [`Dtype::COMPUTED`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// IEEE binary32.
@@ -25,6 +26,9 @@ pub enum Dtype {
 impl Dtype {
     /// Every element type, in declaration order.
     pub const ALL: [Dtype; 4] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::E4m3];
+
+    /// The types that something computes in: the CPU in all of them, GPU kernels in the 16-bit ones.
+    pub const COMPUTED: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 
     /// Bytes of one element.
     pub const fn bytes(self) -> usize {
@@ -92,9 +96,9 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// A name that is no [`Dtype`].
+/// Not the name of a [`Dtype`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown dtype '{0}': use one of f32, f16, bf16, e4m3")]
+#[error("unknown dtype '{0}': use one of f32, f16, bf16")]
 pub struct ParseDtypeError(pub String);
 
 impl FromStr for Dtype {
@@ -106,9 +110,76 @@ impl FromStr for Dtype {
     }
 }
 
+impl<'de> Deserialize<'de> for Dtype {
+    /// From the name, in any format. An unknown name is answered with the types that something computes in.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Dtype, D::Error> {
+        deserializer.deserialize_enum("Dtype", &NAMES, DtypeVisitor)
+    }
+}
+
+const NAMES: [&str; 3] = ["f32", "f16", "bf16"];
+
+struct DtypeVisitor;
+
+impl<'de> Visitor<'de> for DtypeVisitor {
+    type Value = Dtype;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an element type, one of {}", NAMES.join(", "))
+    }
+
+    fn visit_enum<A: EnumAccess<'de>>(self, data: A) -> Result<Dtype, A::Error> {
+        let (dtype, variant) = data.variant_seed(DtypeName)?;
+        variant.unit_variant()?;
+        Ok(dtype)
+    }
+}
+
+/// The name alone.
+struct DtypeName;
+
+impl<'de> DeserializeSeed<'de> for DtypeName {
+    type Value = Dtype;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Dtype, D::Error> {
+        deserializer.deserialize_identifier(self)
+    }
+}
+
+impl Visitor<'_> for DtypeName {
+    type Value = Dtype;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        DtypeVisitor.expecting(f)
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<Dtype, E> {
+        let known = Dtype::ALL.into_iter().find(|dtype| dtype.name() == name);
+        known.ok_or_else(|| E::unknown_variant(name, &NAMES))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn errors_offer_what_something_computes_in() {
+        assert_eq!(Dtype::COMPUTED.map(Dtype::name), NAMES);
+        for dtype in Dtype::ALL {
+            assert_eq!(ron::from_str(dtype.name()), Ok(dtype));
+            assert_eq!(serde_json::from_str::<Dtype>(&format!("\"{dtype}\"")).unwrap(), dtype);
+        }
+        let errors = [
+            ron::from_str::<Dtype>("bf17").unwrap_err().to_string(),
+            serde_json::from_str::<Dtype>("\"bf17\"").unwrap_err().to_string(),
+            "bf17".parse::<Dtype>().unwrap_err().to_string(),
+        ];
+        for error in errors {
+            let named = Dtype::COMPUTED.iter().all(|dtype| error.contains(dtype.name()));
+            assert!(named && error.contains("bf17") && !error.contains("e4m3"), "{error}");
+        }
+    }
 
     #[test]
     fn names_parse_back_to_their_dtype() {

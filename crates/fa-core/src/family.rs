@@ -63,7 +63,7 @@ impl fmt::Display for Family {
     }
 }
 
-/// The name of no [`Family`].
+/// Not the name of a [`Family`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unknown kernel family '{0}': use sm80 or sm90")]
 pub struct ParseFamilyError(pub String);

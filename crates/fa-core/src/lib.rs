@@ -22,7 +22,8 @@
 //! let spec: KernelSpec = ShippedSpec::from_ron(
 //!     "(archs: [sm90], spec: (dtype: bf16, head_dim: 128, head_dim_v: 128, mask: causal, kernel: Sm80Fwd((
 //!         tile_m: 128, tile_n: 64, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1,
-//!         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true,
+//!         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true,
+//!         reverse_blocks: true,
 //!     ))))",
 //! )?.spec;
 //! assert_eq!(spec.serves(&problem), Ok(()));

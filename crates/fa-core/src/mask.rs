@@ -20,8 +20,8 @@ pub struct Mask {
 
 /// The tiles of `tile_n` keys that a range of queries has to visit.
 ///
-/// `begin..end` holds a visible pair or may hold one; inside it, `full_begin..full_end` needs no mask at all.
-/// Tiles outside `full_begin..full_end` need per-element masking. Empty ranges have `begin == end`.
+/// Every visible pair lies in `begin..end`; of these tiles, `full_begin..full_end` need no mask at all. Tiles
+/// outside `full_begin..full_end` need per-element masking. Empty ranges have `begin == end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockRange {
     /// First tile to visit.
@@ -120,8 +120,8 @@ impl Mask {
         blocks(first.start..last.end, last.start..first.end, seqlen_k, tile_n)
     }
 
-    /// The tiles of `tile_m` queries that the keys `columns` (within `0..seqlen_k`) have to visit: the
-    /// backward's walk.
+    /// The tiles of `tile_m` queries that see one of the keys `columns` (within `0..seqlen_k`): those that a
+    /// backward's main loop visits.
     ///
     /// # Panics
     /// If `tile_m` is 0.
@@ -135,8 +135,7 @@ impl Mask {
         if columns.is_empty() {
             return BlockRange { begin: 0, end: 0, full_begin: 0, full_end: 0 };
         }
-        // Seen from the keys the mask is itself a band with its sides exchanged: key j lies on query j + sq -
-        // sk.
+        // For a key the mask is a band with its sides exchanged: key j lies on query j + sq - sk.
         let transposed = Mask { left: self.right, right: self.left };
         transposed.n_blocks(columns, seqlen_k, seqlen_q, tile_m)
     }
@@ -245,8 +244,8 @@ mod tests {
         });
     }
 
-    /// The turns of a deterministic backward count on it: each tile of keys that a tile of queries names
-    /// comes to it, and no other.
+    /// The dQ semaphore of a deterministic backward relies on it: exactly the tiles of keys that a tile of
+    /// queries visits also visit that tile.
     #[test]
     fn tiles_of_keys_and_of_queries_visit_one_another() {
         for_each_case(|mask, sq, sk| {

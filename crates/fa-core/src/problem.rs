@@ -96,7 +96,7 @@ impl From<Problem> for Flat {
     }
 }
 
-/// What is wrong with a [`Problem`].
+/// Why a [`Problem`] is invalid.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProblemError {
     /// A length that must be at least 1 is 0.
@@ -105,9 +105,10 @@ pub enum ProblemError {
         /// The field.
         name: &'static str,
     },
-    /// Query heads cannot be shared out over the key heads.
+    /// The number of query heads is not a multiple of the number of K/V heads.
     #[error(
-        "heads_q = {heads_q} is not a multiple of heads_kv = {heads_kv}: each K/V head serves heads_q / heads_kv query heads"
+        "heads_q = {heads_q} is not a multiple of heads_kv = {heads_kv}: each K/V head serves \
+         heads_q / heads_kv query heads"
     )]
     HeadsNotDivisible {
         /// Query heads.
@@ -115,9 +116,9 @@ pub enum ProblemError {
         /// Key and value heads.
         heads_kv: usize,
     },
-    /// O is asked for in another type than that of Q, K and V.
+    /// The type of O is not that of Q, K and V.
     #[error(
-        "out_dtype is {out} beside dtype = {qkv}: O is written in the type of Q, K and V, leave out_dtype out"
+        "out_dtype is {out} and dtype is {qkv}: O is written in the type of Q, K and V, leave out_dtype out"
     )]
     Types {
         /// Type of Q, K and V.
@@ -127,7 +128,8 @@ pub enum ProblemError {
     },
     /// A tensor would have more elements than can be addressed.
     #[error(
-        "{tensor} has the shape {shape}, of more than 2^{limit_bits} - 1 elements (a length of 0 counts as 1): split the batch"
+        "{tensor} has the shape {shape}, of more than 2^{limit_bits} - 1 elements (a length of 0 counts \
+         as 1): split the batch"
     )]
     TooLarge {
         /// The tensor.
@@ -175,8 +177,8 @@ impl Problem {
         }
     }
 
-    /// Checks the relations between the fields. Zero batch or lengths are valid and give empty or zero
-    /// outputs; beside them the other lengths keep the bound that they have beside 1.
+    /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
+    /// or zero outputs; in the limit on elements a length of 0 counts as 1.
     ///
     /// # Errors
     /// The first [`ProblemError`] found.
@@ -349,8 +351,9 @@ mod tests {
             r#"{"batch":2,"seqlen_q":1024,"seqlen_k":512,"heads_q":16,"heads_kv":16,"head_dim":128,"#;
         let base = Problem { lengths: Lengths::uniform(2, 1024, 512), ..BASE };
         let json = |problem: &Problem| serde_json::to_string(problem).unwrap();
-        let plain = r#""head_dim_v":128,"mask":{"left":null,"right":null},"dtype":"bf16","softmax_scale":null,"softcap":null}"#;
-        assert_eq!(json(&base), format!("{JSON}{plain}"));
+        let plain = r#""head_dim_v":128,"mask":{"left":null,"right":null},"dtype":"bf16","#;
+        let unset = r#""softmax_scale":null,"softcap":null}"#;
+        assert_eq!(json(&base), format!("{JSON}{plain}{unset}"));
         let other = Problem {
             mask: Mask::window(3, 4),
             types: Types::same(Dtype::F16),
@@ -358,8 +361,9 @@ mod tests {
             score: ScoreMod::softcap(30.0),
             ..base
         };
-        let text = r#""head_dim_v":128,"mask":{"left":3,"right":4},"dtype":"f16","softmax_scale":0.5,"softcap":30.0}"#;
-        assert_eq!(json(&other), format!("{JSON}{text}"));
+        let text = r#""head_dim_v":128,"mask":{"left":3,"right":4},"dtype":"f16","#;
+        let set = r#""softmax_scale":0.5,"softcap":30.0}"#;
+        assert_eq!(json(&other), format!("{JSON}{text}{set}"));
         let ron = "(batch:2,seqlen_q:1024,seqlen_k:512,heads_q:16,heads_kv:16,head_dim:128,head_dim_v:128,\
                    mask:(left:Some(3),right:Some(4)),dtype:f16,softmax_scale:Some(0.5),softcap:Some(30.0))";
         assert_eq!(ron::to_string(&other).unwrap(), ron);

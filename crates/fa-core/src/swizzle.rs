@@ -19,7 +19,10 @@ use crate::layout::{Layout, LayoutError};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SwizzleError {
     /// Source and target bits overlap, so that applying it twice would not undo it.
-    #[error("{swizzle}: |shift| must be at least bits ({}), or it would not be its own inverse", swizzle.bits)]
+    #[error(
+        "{swizzle}: |shift| must be at least bits ({}), or it would not be its own inverse",
+        swizzle.bits
+    )]
     Overlap {
         /// The refused swizzle.
         swizzle: Swizzle,
@@ -50,7 +53,8 @@ pub enum SwizzleError {
     },
     /// A row that no swizzle mode can take.
     #[error(
-        "a row of {row_bytes} bytes is not a positive multiple of 16; pad the head dim to a multiple of 16 bytes"
+        "a row of {row_bytes} bytes is not a positive multiple of 16; pad the head dim to a multiple of 16 \
+         bytes"
     )]
     Row {
         /// Bytes per row.
@@ -89,7 +93,7 @@ impl Swizzle {
         Ok(())
     }
 
-    /// Where an offset goes. Never panics; the laws hold for a swizzle that passes [`Swizzle::check`]: it is
+    /// The swizzled offset. Never panics; the laws hold for a swizzle that passes [`Swizzle::check`]: it is
     /// its own inverse, keeps every aligned block of [`Swizzle::period`] offsets, and keeps aligned runs of
     /// [`Swizzle::vector`] offsets together and in order.
     pub fn apply(&self, offset: u64) -> u64 {

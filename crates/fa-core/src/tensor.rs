@@ -32,13 +32,15 @@ pub struct Strides {
 impl TensorLayout {
     /// The strides of a packed tensor of this layout.
     ///
-    /// The product of the lengths must fit an `i64`, which [`crate::Problem::check`] guarantees for its
-    /// tensors.
+    /// Products of lengths stop at `i64::MAX`, which no buffer is long enough for; the tensors of a problem
+    /// that [`crate::Problem::check`] accepts stay far below.
     pub const fn strides(self, seqlen: usize, heads: usize, head_dim: usize) -> Strides {
-        let (s, h, d) = (seqlen as i64, heads as i64, head_dim as i64);
+        let (s, h, d) = (length(seqlen), length(heads), length(head_dim));
+        let (hd, sd) = (h.saturating_mul(d), s.saturating_mul(d));
+        let batch = s.saturating_mul(hd);
         match self {
-            TensorLayout::Bshd => Strides { batch: s * h * d, seq: h * d, head: d, dim: 1 },
-            TensorLayout::Bhsd => Strides { batch: s * h * d, seq: d, head: s * d, dim: 1 },
+            TensorLayout::Bshd => Strides { batch, seq: hd, head: d, dim: 1 },
+            TensorLayout::Bhsd => Strides { batch, seq: d, head: sd, dim: 1 },
         }
     }
 
@@ -49,6 +51,11 @@ impl TensorLayout {
             TensorLayout::Bhsd => [batch, heads, seqlen, head_dim],
         }
     }
+}
+
+/// A length as a number that can be a stride.
+const fn length(length: usize) -> i64 {
+    if length > i64::MAX as usize { i64::MAX } else { length as i64 }
 }
 
 impl Strides {
@@ -70,6 +77,17 @@ impl fmt::Display for TensorLayout {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn strides_of_lengths_that_no_memory_holds_do_not_wrap_around() {
+        for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
+            let strides = layout.strides(1 << 40, 1 << 20, 1 << 10);
+            assert_eq!(strides.batch, i64::MAX);
+            assert!(strides.seq > 0 && strides.head > 0);
+            assert_eq!(layout.strides(usize::MAX, 1, 1).batch, i64::MAX);
+            assert_eq!(layout.strides(0, usize::MAX, usize::MAX).batch, 0);
+        }
+    }
 
     #[test]
     fn packed_strides_number_every_element_once() {

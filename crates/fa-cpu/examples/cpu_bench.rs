@@ -37,7 +37,8 @@ fn main() {
                     let seconds = match dtype {
                         Dtype::F16 => time::<f16>(options, &problem, mode),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode),
-                        _ => time::<f32>(options, &problem, mode),
+                        Dtype::F32 => time::<f32>(options, &problem, mode),
+                        Dtype::E4m3 => panic!("nothing computes in e4m3: use f32, f16 or bf16"),
                     };
                     let flops =
                         if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };

@@ -56,17 +56,21 @@ pub enum CpuError {
         /// The length needed.
         need: usize,
     },
-    /// Scale and soft cap leave the numbers that sums are held in.
+    /// Scale and soft cap leave no room for scores in f32.
     #[error(
-        "softmax_scale = {scale:?}{}: the tiled implementation computes in f32, which ends at 3.4e38 and 1.2e-38 (the \
-         reference takes any)",
-        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}"))
+        "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be at most \
+         {:e} (the reference takes any)",
+        softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
+        if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
+        limit
     )]
     Range {
         /// The softmax scale.
         scale: f64,
         /// The soft cap, if there is one.
         softcap: Option<f64>,
+        /// The largest factor on products.
+        limit: f32,
     },
     /// An instruction set was asked for that this CPU does not have.
     #[error("this CPU has no {wanted}: the best it has is {best}")]

@@ -78,10 +78,17 @@ fn tensors_that_do_not_fit_are_named() {
         ),
         (good(), "--scale NaN", &["softmax_scale is NaN", "finite"]),
         (good(), "--scale=-inf", &["softmax_scale is -inf"]),
+        (
+            good(),
+            "--scale 1e20 --softcap 1e-18",
+            &["softmax_scale = 1e20", "softcap = 1e-18", "at most 1e30"],
+        ),
         (good(), "--softcap 0", &["softcap is 0"]),
         (good(), "--softcap=-3", &["softcap is -3"]),
         (good(), "--backend reference --isa portable", &["--isa"]),
         (good(), "--backend cuda --threads 2", &["--threads", "--backend cuda"]),
+        (good(), "--backend cpu --tune", &["--tune", "the CPU has nothing to tune"]),
+        (good(), "--backend reference --tune", &["--tune", "nothing to tune"]),
     ];
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in"), folder.path().join("out"));
@@ -281,6 +288,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("batch", "batches", "batches"),
         ("dtype: bf16", "dtype: bf16, sinks: 3", "sinks"),
         ("bf16", "bf17", "bf17"),
+        ("bf16", "bf17", "`f32`, `f16`, or `bf16`"),
         ("heads_kv: 2", "heads_kv: 3", "heads_kv = 3"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551615", "k has"),
         ("seqlen_k: 64", "seqlen_k: 18446744073709551616", "problem"),
@@ -315,6 +323,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         ("mask: full", "mask: full, sinks: true", "sinks"),
         ("tile_n: 64", "tile_n: 60", "tile_n = 60"),
         ("bf16", "e4m3", "e4m3"),
+        ("bf16", "half", "`f32`, `f16`, or `bf16`"),
         ("Sm80Fwd", "Sm70Fwd", "Sm70Fwd"),
     ] {
         std::fs::write(&path, spec.replace(from, to)).unwrap();
@@ -403,6 +412,12 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("validate --repeat 5 --soak 5", "cannot be used with"),
         ("validate --mode both", "invalid value 'both'"),
         ("tune --mode both", "invalid value 'both'"),
+        ("tune --mode both", "--random"),
+        ("tune --seed 3", "--random"),
+        ("tune --random 0", "invalid value"),
+        ("tune --random 5 --seqlen 512", "cannot be used with"),
+        ("tune --random 5 --marks sm90", "cannot be used with"),
+        ("tune --random 5 --mode fwd --deterministic", "--mode bwd"),
         ("bench --seconds 0", "above 0"),
         ("completions cmd", "invalid value"),
     ] {

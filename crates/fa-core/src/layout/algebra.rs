@@ -144,11 +144,11 @@ fn compose_tuple(
     }
 }
 
-/// Walks `extent` steps of `stride` through the index space of `outer` (coalesced).
+/// Takes `extent` steps of `stride` through the index space of `outer` (coalesced).
 ///
 /// An index is a number whose digits are the coordinates of `outer`. A step that is a multiple of an extent
 /// leaves that digit alone. A step within a digit is worth `step * stride` until the digit is full, after
-/// which the walk goes on by single steps of the next digit, provided that steps and digit end together.
+/// which the steps go on in the next digit, one by one, provided that steps and digit end together.
 /// `reach` sums up the largest digit that each mode of the inner layout attains: while no sum exceeds its
 /// digit, adding offsets mode by mode is the same as adding indices, which is what makes the result right for
 /// the modes together.

@@ -1,6 +1,6 @@
-//! What can be wrong with a layout; shapes, strides and tiles in their notation.
+//! Errors of layouts, with shapes, strides and tiles in their notation.
 
-/// Tuples nest so deep and no deeper.
+/// Deepest nesting of tuples accepted.
 pub(super) const MAX_DEPTH: usize = 16;
 
 /// Why a layout, a coordinate or an operation on layouts was refused.

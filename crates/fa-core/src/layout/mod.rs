@@ -2,8 +2,8 @@
 //!
 //! A [`Layout`] is a function from a small index space to offsets: a shape says how an index splits into
 //! coordinates (first mode fastest), a stride says what each coordinate is worth, and the offset is their
-//! inner product. `(8,64):(64,1)` is eight rows of 64 elements stored row after row. Modes nest, so that a
-//! mode that is itself walked in two steps, `((2,4),64):((64,512),1)`, is still one mode to its user.
+//! inner product. `(8,64):(64,1)` is eight rows of 64 elements stored row after row. Modes nest: a
+//! mode that is itself a layout, as in `((2,4),64):((64,512),1)`, is still one mode to its user.
 //!
 //! The notation and the operations are those of CuTe ("CuTe Layout Algebra", CUTLASS documentation). Where
 //! CuTe leaves a precondition to its user, this module checks it: an operation either returns a layout for
@@ -158,7 +158,7 @@ impl Layout {
         self.shape.depth()
     }
 
-    /// The top-level modes as layouts of their own; a bare mode is its own only mode.
+    /// The top-level modes as layouts; a bare mode is its only one.
     pub fn modes(&self) -> Vec<Layout> {
         match (&self.shape, &self.stride) {
             (IntTuple::Tuple(shapes), IntTuple::Tuple(strides)) => {

@@ -39,7 +39,7 @@ impl Layout {
         Layout::concat(&[Layout::concat(&within)?, Layout::concat(&over)?])
     }
 
-    /// [`Layout::zipped_divide`] with the tile counts as modes of their own:
+    /// [`Layout::zipped_divide`] with each tile count as a separate mode:
     /// `((tile..), tiles_0, tiles_1, ..)`.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use super::error::{self, LayoutError};
 /// hostile text shallow.
 pub const MAX_DEPTH: usize = error::MAX_DEPTH;
 
-/// A number or a tuple of such.
+/// A number, or a tuple of numbers and tuples.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum IntTuple {
     /// A number.

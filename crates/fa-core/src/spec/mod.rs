@@ -267,8 +267,8 @@ impl Kernel {
 }
 
 impl KernelSpec {
-    /// Checks every field against the kernel's rules: what it means, not whether it fits a GPU (the planner's
-    /// part).
+    /// Checks every field against the kernel's rules. Whether the kernel fits a GPU is the planner's
+    /// question.
     ///
     /// # Errors
     /// The first [`SpecError`] found.
@@ -279,7 +279,7 @@ impl KernelSpec {
         }
         if qkv != out {
             let why =
-                format!("out_dtype = {out} beside dtype = {qkv}: kernels write O in the type of Q, K and V");
+                format!("out_dtype = {out} and dtype = {qkv}: kernels write O in the type of Q, K and V");
             return Err(SpecError::Conflict(why));
         }
         params::multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
@@ -299,9 +299,9 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// Checks that the kernel computes `problem`: its type, head dims, mask, soft cap and ratio of heads.
-    /// Lengths, which a kernel does not know, and the pass, which a problem does not say, are no part of it;
-    /// the problem is taken to be valid.
+    /// Checks that the kernel computes `problem`: its types, head dims, mask, soft cap and ratio of heads. A
+    /// kernel is compiled without lengths, and a problem does not name a pass: neither is compared. The
+    /// problem must be valid ([`Problem::check`]).
     ///
     /// # Errors
     /// The first [`Mismatch`] found.

@@ -66,8 +66,8 @@ impl Sm80Bwd {
             let across = warps / atoms;
             if !rows.is_multiple_of(16 * atoms) || !columns.is_multiple_of(16 * across) {
                 return Err(SpecError::Conflict(format!(
-                    "{name}: [{rows}, {columns}] cannot be cut into {atoms} x {across} warps: a warp takes whole \
-                     blocks of 16"
+                    "{name}: [{rows}, {columns}] cannot be cut into {atoms} x {across} warps: a warp takes \
+                     whole blocks of 16"
                 )));
             }
         }

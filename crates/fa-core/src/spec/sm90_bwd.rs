@@ -86,8 +86,8 @@ impl Sm90Bwd {
             if share.is_none_or(|share| share.rows % 64 != 0 || share.columns % 8 != 0) {
                 let swapped = if swap { "transposed " } else { "" };
                 return Err(SpecError::Conflict(format!(
-                    "{name}: {swapped}[{m}, {n}] cannot be divided among {} warpgroups with atom layout {atoms}: \
-                     each takes rows in multiples of 64 and columns in multiples of 8",
+                    "{name}: {swapped}[{m}, {n}] cannot be divided among {} warpgroups with atom layout \
+                     {atoms}: each takes rows in multiples of 64 and columns in multiples of 8",
                     self.num_wg
                 )));
             }
@@ -106,7 +106,8 @@ impl Sm90Bwd {
         if self.mma_dkv_is_rs && !own_rows {
             return Err(SpecError::Conflict(
                 "mma_dkv_is_rs needs sdp_swap_ab without dkv_swap_ab, atom_layout_m_sdp = 1 and \
-                 atom_layout_n_dkv = num_wg: a warpgroup must own the rows of dK and dV whose P and dS it computes"
+                 atom_layout_n_dkv = num_wg: a warpgroup must own the rows of dK and dV whose P \
+                 and dS it computes"
                     .into(),
             ));
         }

@@ -57,7 +57,9 @@ impl Sm90Fwd {
         }
         if self.cluster_m > 1 && self.scheduler == Scheduler::Dynamic {
             return Err(SpecError::Conflict(
-                "cluster_m = 2 needs scheduler PerTile or Static: the CTAs of a cluster take neighbouring tiles".into(),
+                "cluster_m = 2 needs scheduler PerTile or Static: the CTAs of a cluster take neighbouring \
+                 tiles"
+                    .into(),
             ));
         }
         if self.ping_pong && self.num_wg < 2 {

@@ -18,6 +18,10 @@ pub(super) const TILE_N: usize = 128;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 const PANELS: usize = 8;
 
+/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range is
+/// for both. Beyond it a query that overflows would give NaN with a key of 0.
+const MAX_FACTOR: f32 = 1e30;
+
 /// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
 pub(super) struct Scores {
     pub(super) scale: f32,
@@ -34,16 +38,16 @@ impl Scores {
         }
     }
 
-    /// Scale and soft cap are numbers of f32.
+    /// The factor on products leaves room for them in f32, and the soft cap is a normal number of f32.
     ///
     /// # Errors
     /// [`CpuError::Range`].
     pub(super) fn check(problem: &Problem) -> Result<(), CpuError> {
         let Scores { scale, cap } = Scores::new(problem);
-        if scale.is_finite() && cap.is_none_or(f32::is_normal) {
+        if scale.abs() <= MAX_FACTOR && cap.is_none_or(f32::is_normal) {
             return Ok(());
         }
-        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap })
+        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap, limit: MAX_FACTOR })
     }
 }
 

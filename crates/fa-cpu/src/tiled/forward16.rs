@@ -47,10 +47,14 @@ struct Scratch {
     out: Buffer,
 }
 
+/// The largest scale without a soft cap. `score * scale - max * scale` is one multiply-add, off by the rounding of
+/// `max * scale`: as an exponent of 2 that must stay small.
+const MAX_SCALE: f32 = 1024.0;
+
 /// Whether this path can take the problem: the kernels are there and scores keep their order when scaled.
 pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
-    let scale = Scores::new(problem).scale;
-    kernels.has_bf16() && scale.is_normal() && scale > 0.0
+    let Scores { scale, cap } = Scores::new(problem);
+    kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
 }
 
 /// Queries of a work item.

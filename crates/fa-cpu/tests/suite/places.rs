@@ -4,7 +4,7 @@ use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Ty
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::merge::merge;
 use fa_cpu::tiled::{self, Options};
-use fa_cpu::{CpuError, TensorMut, TensorRef, reference};
+use fa_cpu::{CpuError, Element, TensorMut, TensorRef, reference};
 use half::slice::HalfBitsSliceExt;
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -301,16 +301,49 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
     assert_eq!(short, Err(CpuError::Length { buffer: "lse", got: need - 1, need }));
     let bad = Problem { softmax_scale: Some(f64::INFINITY), ..SMALL };
     assert!(matches!(tiled::forward(&bad, &q, &k, &v, &mut view, None), Err(CpuError::Problem(_))));
-    for (scale, softcap) in [(1e39, None), (0.1, Some(1e39)), (0.1, Some(1e-40)), (1e20, Some(1e-20))] {
+    for (scale, softcap) in [
+        (1e39, None),
+        (-1e31, None),
+        (0.1, Some(1e39)),
+        (0.1, Some(1e-40)),
+        (1e20, Some(1e-20)),
+        (1e20, Some(1e-18)),
+    ] {
         let beyond = Problem { softmax_scale: Some(scale), score: ScoreMod { softcap }, ..SMALL };
         let refused = tiled::forward(&beyond, &q, &k, &v, &mut view, Some(&mut lse));
-        assert_eq!(refused, Err(CpuError::Range { scale, softcap }));
+        assert_eq!(refused, Err(CpuError::Range { scale, softcap, limit: 1e30 }));
         assert!(reference::forward(&beyond, &q, &k, &v).is_ok());
     }
     let wrong_dout = reference::backward(&SMALL, &q, &k, &v, &q);
     assert!(matches!(wrong_dout, Err(CpuError::Shape { tensor: "dout", .. })), "{wrong_dout:?}");
     assert!(reference::backward(&SMALL, &q, &k, &v, &dout).is_ok());
     assert!(out.iter().chain(&lse).all(|&value| value == 7.0));
+}
+
+/// Up to the largest factor that is accepted, scores of ordinary inputs stay numbers.
+#[test]
+fn steep_scales_and_soft_caps_give_no_nan() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (scale, softcap) in
+            [(9e11, Some(1e-18)), (-9e11, Some(1e-18)), (6e29, None), (1e10, None), (1e-300, Some(1e30))]
+        {
+            let score = ScoreMod { softcap };
+            let problem = Problem { types: Types::same(dtype), softmax_scale: Some(scale), score, ..SMALL };
+            let finite = match dtype {
+                Dtype::Bf16 => all_finite::<bf16>(&problem),
+                Dtype::F32 | Dtype::F16 | Dtype::E4m3 => all_finite::<f32>(&problem),
+            };
+            assert!(finite, "{dtype}: scale {scale}, cap {softcap:?}");
+        }
+    }
+}
+
+/// Whether the forward and the gradients of random inputs with a key of zeros are finite.
+fn all_finite<T: Element>(problem: &Problem) -> bool {
+    let mut inputs = Inputs::<T>::random(problem, 12);
+    inputs.k[..problem.head_dim].fill(T::from_f64(0.0));
+    let results = Results::compute(tiled::Options::default(), problem, &inputs, false);
+    results.out.iter().all(|&x| x.to_f64().is_finite()) && results.lse.iter().all(|x| x.is_finite())
 }
 
 /// NaN and infinity in one query or one key end up where the oracle has them.

@@ -27,7 +27,7 @@ const OVERHEAD: u32 = 56;
 /// of K's and V's memory: it is read before those stages are filled, and the first K, at the other end, does
 /// not wait for it.
 pub fn smem(spec: &KernelSpec, kernel: &Sm80Fwd) -> SmemPlan {
-    let bytes = spec.types.qkv.bytes() as u32;
+    let bytes = spec.elem_bytes();
     let q = kernel.tile_m * spec.head_dim * bytes;
     let k = kernel.stages * kernel.tile_n * spec.head_dim * bytes;
     let v = kernel.stages * kernel.tile_n * spec.head_dim_v * bytes;

@@ -50,7 +50,7 @@ fn model(
 
     // Every warp reads all of K and V, and its rows of Q unless they are in registers; cp.async writes K and
     // V once.
-    let bytes = 2.0;
+    let bytes = f64::from(spec.elem_bytes());
     let q_reads = if k.q_in_regs { 0.0 } else { tile_m * hd * bytes };
     let reads = num_warps * tile_n * (hd + hdv) * bytes + q_reads;
     let conflict = if k.swizzle { 1.0 } else { c.row_major_conflict };

@@ -27,16 +27,17 @@ const ROW_STAT_ALIGN: u32 = 128;
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
     let Sm90Bwd { tile_m, tile_n, q_stages, do_stages, pds_stages, .. } = *kernel;
+    let bytes = spec.elem_bytes();
     let mut plan = SmemPlan::default();
-    plan.push("q", q_stages * tile_m * hd * 2, TILE_ALIGN);
-    for (operand, gradient, size) in [("k", "dk", tile_n * hd * 2), ("v", "dv", tile_n * hdv * 2)] {
+    plan.push("q", q_stages * tile_m * hd * bytes, TILE_ALIGN);
+    for (operand, gradient, size) in [("k", "dk", tile_n * hd * bytes), ("v", "dv", tile_n * hdv * bytes)] {
         plan.push(operand, size, TILE_ALIGN);
         if kernel.dkv_swap_ab {
             plan.alias_last(gradient, size);
         }
     }
-    plan.push("do", do_stages * tile_m * hdv * 2, TILE_ALIGN);
-    let scores = pds_stages * tile_m * tile_n * 2;
+    plan.push("do", do_stages * tile_m * hdv * bytes, TILE_ALIGN);
+    let scores = pds_stages * tile_m * tile_n * bytes;
     if !kernel.mma_dkv_is_rs {
         plan.push("p", scores, TILE_ALIGN);
     }

@@ -41,7 +41,8 @@ pub(crate) fn predict(
     let dq_tile = tile_m * hd * 4.0;
     let dq_bytes = if kernel.dq_via_smem { 0.0 } else { 2.0 * dq_tile };
     let panels = BwdPanels::of(spec, kernel);
-    let loads = tile_m * (hd + hdv) * 2.0;
+    let bytes = f64::from(spec.elem_bytes());
+    let loads = tile_m * (hd + hdv) * bytes;
     let smem = (f64::from(traffic::bwd(dims, &guide, &mmas)) - dq_bytes + loads) / limits.smem_bytes;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / limits.tensor_flops;
     let (cap_mufu, cap_ops) =
@@ -52,7 +53,7 @@ pub(crate) fn predict(
         + if kernel.mma_dkv_is_rs { 0.0 } else { c.p_store }
         + if kernel.pds_stages == 1 { c.second_barrier } else { 0.0 }
         // With one buffer the load of the next Q starts when dK has read this one, and S waits for all of it.
-        + if kernel.q_stages == 1 { c.q_latency + tile_m * hd * 2.0 / constants.sm_bytes_per_clock } else { 0.0 }
+        + if kernel.q_stages == 1 { c.q_latency + tile_m * hd * bytes / constants.sm_bytes_per_clock } else { 0.0 }
         + if kernel.dq_via_smem { 0.0 } else { dq_tile / c.atomic_bytes }
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
@@ -79,9 +80,9 @@ pub(crate) fn predict(
     let hbm = (problem.bytes_backward() + accumulators + split.missed)
         / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
-    let prepare =
-        (rows * 2.0 * hdv * 2.0 + accumulators + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
-    let finish = (rows * hd * 2.0 + accumulators + 1.5 * split.sums)
+    let prepare = (rows * 2.0 * hdv * bytes + accumulators + split.sums)
+        / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
+    let finish = (rows * hd * bytes + accumulators + 1.5 * split.sums)
         / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
     let outer = prepare + finish + 3.0 * constants.launch_s;
 

@@ -21,7 +21,7 @@ pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 /// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of
 /// whichever swizzle its row width allows. The total is a multiple of 1024.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
-    let bytes = spec.types.qkv.bytes() as u32;
+    let bytes = spec.elem_bytes();
     let Sm90Fwd { tile_m, tile_n, q_stages, kv_stages, .. } = *kernel;
     let mut plan = SmemPlan::default();
     plan.push("q", q_stages * tile_m * spec.head_dim * bytes, TILE_ALIGN);

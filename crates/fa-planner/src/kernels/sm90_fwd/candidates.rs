@@ -86,7 +86,7 @@ fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
     let limit = Arch::Sm90.limits().smem_per_block;
     let fits = |spec: &KernelSpec| match &spec.kernel {
         Kernel::Sm90Fwd(kernel) => smem(spec, kernel).total <= limit,
-        _ => false,
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
     };
     if !fits(&spec)
         && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel

@@ -37,7 +37,7 @@ fn model(
     let tensor = 2.0 * scores * (hd + hdv) / limits.tensor_flops / c.tensor_efficiency;
 
     // wgmma reads A (64 rows a warpgroup) and B from shared memory; TMA writes what it reads.
-    let bytes = 2.0;
+    let bytes = f64::from(spec.elem_bytes());
     let p_bytes = if k.pv_is_rs { 0.0 } else { scores * bytes };
     let reads = num_wg * ((64.0 + tile_n) * hd + tile_n * hdv) * bytes + p_bytes;
     let writes = tile_n * (hd + hdv) * bytes + p_bytes;
