@@ -2,6 +2,10 @@
 
 use fa_core::{Dtype, ProblemError};
 
+/// The largest factor on products in the tiled implementation. Queries are scaled first: beyond this, a query
+/// that overflows f32 would give NaN with a key of 0.
+pub(crate) const MAX_FACTOR: f32 = 1e30;
+
 /// Why an attention call was refused. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CpuError {
@@ -58,11 +62,11 @@ pub enum CpuError {
     },
     /// Scale and soft cap leave no room for scores in f32.
     #[error(
-        "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be at most \
-         {:e} (the reference takes any)",
+        "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be at \
+         most {:e} (the reference takes any)",
         softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
         if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
-        crate::tiled::MAX_FACTOR
+        MAX_FACTOR
     )]
     Range {
         /// The softmax scale.

@@ -15,7 +15,6 @@ mod pack16;
 mod schedule;
 
 use fa_core::Problem;
-pub(crate) use forward::MAX_FACTOR;
 pub use inputs::BackwardInputs;
 
 use crate::check;
