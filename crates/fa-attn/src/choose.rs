@@ -1,16 +1,20 @@
 //! Which kernel computes a problem: remembered, tuned, planned, or of the built-in bundle.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use fa_core::{Family, KernelSpec, Pass, Problem};
+use fa_core::{Dtype, Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 
 use crate::error::Error;
-use crate::tune::Tables;
+use crate::tune::{Tables, TuneKey, TunedEntry};
+use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidates, search, winner};
 
 /// Choices that are remembered at the most, some 4 MB: lengths that never come again must not fill the memory
 /// of a server.
@@ -22,27 +26,63 @@ const TRIES: usize = 8;
 /// Chooses kernels for one GPU, and remembers what it chose.
 #[derive(Default)]
 pub(crate) struct Chooser {
+    memory: Arc<Memory>,
+    tuner: Mutex<Option<Arc<Tuner>>>,
+}
+
+/// What is remembered, by the caller's threads and the one that measures.
+#[derive(Debug, Default)]
+struct Memory {
     choices: Mutex<Choices>,
     /// The tables of tuned kernels, read when the first choice is made.
-    tables: OnceLock<Tables>,
+    tables: Mutex<Option<Tables>>,
+}
+
+impl Memory {
+    fn choices(&self) -> MutexGuard<'_, Choices> {
+        lock(&self.choices)
+    }
+
+    /// What the tables say.
+    fn look<R>(&self, ask: impl FnOnce(&Tables) -> R) -> R {
+        ask(lock(&self.tables).get_or_insert_with(Tables::read))
+    }
+
+    /// Uses the winner of a search from now on, and keeps it in the table at `path`.
+    fn keep(&self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
+        let kept = lock(&self.tables).get_or_insert_with(Tables::read).keep(path, gpu, entry);
+        // What was chosen before is chosen again, by the table.
+        self.choices().chosen.clear();
+        kept
+    }
 }
 
 impl Chooser {
-    /// The first kernel that `bind` takes.
+    /// The first kernel that `bind` takes. Where tuning is on, the problem is measured later, unless
+    /// `is_capturing`.
     pub(crate) fn choose<P>(
         &self,
         kernels: &Kernels,
         problem: &Problem,
         family: Option<Family>,
         pass: Pass,
+        is_capturing: impl Fn() -> bool,
         bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Result<P, Error> {
         let key = key(problem, family, pass);
-        let remembered = self.choices().get(&key).cloned();
-        if let Some(spec) = remembered {
-            return Ok(bind(&spec)?);
-        }
+        let (remembered, is_preferred) = {
+            let choices = self.memory.choices();
+            (choices.get(&key).cloned(), choices.preferred.contains_key(&key))
+        };
         let native = Family::native(kernels.arch());
+        let wanted = family.unwrap_or(native);
+        if let Some(spec) = remembered {
+            let bound = bind(&spec)?;
+            if !is_preferred {
+                self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
+            }
+            return Ok(bound);
+        }
         // Kernels by mma.sync run everywhere: what is left when none of the architecture's own compiles
         // cleanly.
         let families = match family {
@@ -50,7 +90,7 @@ impl Chooser {
             None if native == Family::Sm80 => vec![native],
             None => vec![native, Family::Sm80],
         };
-        let tuned = self.tuned(kernels, problem, family.unwrap_or(native), pass, &bind);
+        let tuned = self.tuned(kernels, problem, wanted, pass, &bind);
         let (bound, spec) = match tuned.map_or_else(|| planned(kernels, problem, &families, pass, &bind), Ok)
         {
             // Without a compiler there is what was compiled ahead.
@@ -59,8 +99,62 @@ impl Chooser {
             }
             planned => planned?,
         };
-        self.choices().remember(key, spec);
+        self.memory.choices().remember(key, spec.clone());
+        self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
         Ok(bound)
+    }
+
+    /// Gives the problem to the thread that measures, where tuning is on and it has not been measured.
+    fn offer(
+        &self,
+        kernels: &Kernels,
+        problem: &Problem,
+        (family, pass): (Family, Pass),
+        bound: &KernelSpec,
+        is_capturing: impl Fn() -> bool,
+    ) {
+        let Some(tuner) = lock(&self.tuner).clone() else { return };
+        // What stands in for another family's kernel has no entry that would be found.
+        if bound.kernel.family() != family {
+            return;
+        }
+        let job = Job { problem: *problem, pass, family, bound: bound.clone() };
+        let is_known = || {
+            let gpu = kernels.context().name().ok();
+            gpu.is_none_or(|gpu| self.memory.look(|tables| tables.has(&gpu, problem, family, pass)))
+        };
+        tuner.offer(job, || is_capturing() || is_known());
+    }
+
+    /// Switches tuning on or off. Winners are kept in the table at `path`, which is read in place of the
+    /// user's.
+    pub(crate) fn set_tuning(&self, kernels: &Kernels, tuning: Tuning, path: PathBuf) -> Result<(), Error> {
+        tuning.check()?;
+        let tuner = match tuning {
+            Tuning::Off => None,
+            Tuning::OnFirstUse { candidates, budget } => {
+                *lock(&self.memory.tables) = Some(Tables::with_own(&path)?);
+                self.memory.choices().chosen.clear();
+                let gpu = kernels.context().name().map_err(Error::driver("asking the GPU's name"))?;
+                let like = kernels.on(kernels.context())?;
+                let keeper = Keeper { memory: self.memory.clone(), path, gpu, budget };
+                let mut scratch: Option<Scratch> = None;
+                Some(Arc::new(Tuner::start(move |job, stop| {
+                    let tried = measure(&mut scratch, &like, job, (candidates, budget), stop);
+                    keeper.outcome(job, tried)
+                })?))
+            }
+        };
+        // The one before ends outside of the lock.
+        let before = std::mem::replace(&mut *lock(&self.tuner), tuner);
+        drop(before);
+        Ok(())
+    }
+
+    /// Waits for what is being measured; what came of it.
+    pub(crate) fn finish_tuning(&self) -> Vec<TuningOutcome> {
+        let tuner = lock(&self.tuner).clone();
+        tuner.map_or_else(Vec::new, |tuner| tuner.finish())
     }
 
     /// Uses `spec` for its pass of exactly this problem from now on.
@@ -68,7 +162,7 @@ impl Chooser {
         problem.check()?;
         spec.serves(problem).map_err(fa_kernels::Error::from)?;
         let pass = spec.kernel.pass();
-        self.choices().prefer(key(problem, None, pass), spec);
+        self.memory.choices().prefer(key(problem, None, pass), spec);
         Ok(())
     }
 
@@ -82,7 +176,7 @@ impl Chooser {
         bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Option<(P, KernelSpec)> {
         let gpu = kernels.context().name().ok()?;
-        let spec = self.tables.get_or_init(Tables::read).find(&gpu, problem, family, pass)?;
+        let spec = self.memory.look(|tables| tables.find(&gpu, problem, family, pass))?;
         match bind(&spec) {
             Ok(bound) => Some((bound, spec)),
             Err(error) => {
@@ -91,11 +185,77 @@ impl Chooser {
             }
         }
     }
+}
 
-    fn choices(&self) -> MutexGuard<'_, Choices> {
-        // The maps are whole whatever a panicking thread was doing.
-        self.choices.lock().unwrap_or_else(PoisonError::into_inner)
+/// Candidates measured on the GPU of `like`; `scratch` is made for the first problem.
+fn measure(
+    scratch: &mut Option<Scratch>,
+    like: &Kernels,
+    job: &Job,
+    (count, budget): (usize, Duration),
+    stop: &AtomicBool,
+) -> Result<Vec<Tried>, Error> {
+    let Job { problem, pass, family, bound } = job;
+    let specs = candidates(problem, like.arch(), (*family, *pass), bound, count)?;
+    let scratch = match scratch {
+        Some(scratch) => scratch,
+        None => scratch.insert(Scratch::open(like)?),
+    };
+    let tried = match problem.types.qkv {
+        Dtype::F16 => search(&mut scratch.bench::<half::f16>(problem, *pass)?, &specs, budget, stop),
+        Dtype::Bf16 => search(&mut scratch.bench::<half::bf16>(problem, *pass)?, &specs, budget, stop),
+        // No kernel is bound for these.
+        Dtype::F32 | Dtype::E4m3 => Vec::new(),
+    };
+    scratch.settle();
+    Ok(tried)
+}
+
+/// Where winners go.
+struct Keeper {
+    memory: Arc<Memory>,
+    path: PathBuf,
+    gpu: String,
+    budget: Duration,
+}
+
+impl Keeper {
+    /// Keeps the winner of what was tried.
+    fn outcome(&self, job: &Job, tried: Result<Vec<Tried>, Error>) -> TuningOutcome {
+        let Job { problem, pass, family, .. } = *job;
+        let mut outcome =
+            TuningOutcome { problem, pass, family, tried: Vec::new(), winner: None, error: None };
+        match tried {
+            Ok(tried) => outcome.tried = tried,
+            Err(error) => outcome.error = Some(error),
+        }
+        if outcome.error.is_none() {
+            match winner(&outcome.tried, self.budget) {
+                Ok(best) => {
+                    let ms = best.ms.unwrap_or(f64::INFINITY);
+                    let tflops = (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0;
+                    let spec = best.spec.clone();
+                    let entry = TunedEntry { key: TuneKey::of(&problem), spec: spec.clone(), tflops };
+                    outcome.winner = Some(spec);
+                    outcome.error = self.memory.keep(&self.path, &self.gpu, entry).err();
+                }
+                Err(error) => outcome.error = Some(error),
+            }
+        }
+        match &outcome.error {
+            Some(error) => tracing::warn!(?problem, %error, "tuning"),
+            None => {
+                let winner = outcome.winner.as_ref().map(KernelSpec::to_string);
+                tracing::info!(?problem, ?winner, "tuned");
+            }
+        }
+        outcome
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What is behind them is whole whatever a panicking thread was doing.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The best of the planner's kernels that compiles cleanly, of the first family that has one.
@@ -206,6 +366,43 @@ mod tests {
     use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
+
+    #[test]
+    fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
+        let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+        let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans");
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("tuned.ron");
+        let memory = Arc::new(Memory::default());
+        *lock(&memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
+        let budget = Duration::from_secs(1);
+        let keeper = Keeper { memory: memory.clone(), path: path.clone(), gpu: "GPU".to_owned(), budget };
+        let (family, pass) = (Family::Sm90, Pass::Forward);
+        let job = Job { problem, pass, family, bound: plans[0].spec.clone() };
+        let tried =
+            |index: usize, ms: f64| Tried { spec: plans[index].spec.clone(), ms: Some(ms), error: None };
+        memory.choices().remember("a".to_owned(), plans[0].spec.clone());
+
+        let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]));
+        assert!(outcome.error.is_none() && outcome.winner.as_ref() == Some(&plans[5].spec), "{outcome:?}");
+        let found = |tables: &Tables| tables.find("GPU", &problem, family, pass);
+        assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
+        assert!(memory.choices().get("a").is_none(), "what was chosen is chosen again");
+        let again = Tables::with_own(&path).expect("read back");
+        assert_eq!(found(&again), Some(plans[5].spec.clone()));
+        assert!(again.has("GPU", &problem, family, pass));
+        assert!(!again.has("GPU", &problem, family, Pass::BACKWARD));
+        let longer = Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+        assert!(!again.has("GPU", &longer, family, pass), "near is not it");
+
+        std::fs::write(&path, "damaged").expect("written");
+        let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(9, 0.5)]));
+        assert!(matches!(outcome.error, Some(Error::BadTuned { .. })), "{outcome:?}");
+        assert_eq!(std::fs::read_to_string(&path).expect("it is there"), "damaged");
+        assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
+        let outcome = keeper.outcome(&job, Err(Error::NoTunedTable));
+        assert!(outcome.winner.is_none() && outcome.error.is_some());
+    }
 
     #[test]
     fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {

@@ -14,6 +14,7 @@ use crate::device::Gpu;
 use crate::element::Element;
 use crate::error::Error;
 use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor};
+use crate::tuning::{Tuning, TuningOutcome};
 
 /// Which implementation computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -95,6 +96,30 @@ impl Engine {
     /// The GPU, if the engine has one: for tensors that stay in its memory.
     pub fn gpu(&self) -> Option<&Gpu> {
         self.gpu.as_deref()
+    }
+
+    /// Switches tuning on or off: kernels measured in the background of the first calls, the winners used
+    /// from the next bind on. [`Tuning`] says what happens when.
+    ///
+    /// # Errors
+    /// [`Error::NothingToTune`] for an engine without a GPU, unless tuning is switched off; else as
+    /// [`Gpu::set_tuning`].
+    pub fn set_tuning(&self, tuning: Tuning) -> Result<(), Error> {
+        match &self.gpu {
+            Some(gpu) => gpu.set_tuning(tuning),
+            None if tuning == Tuning::Off => Ok(()),
+            None => Err(Error::NothingToTune {
+                backend: match self.backend {
+                    Backend::Reference { .. } => "reference backend",
+                    Backend::Auto | Backend::Cpu(_) | Backend::Gpu => "CPU",
+                },
+            }),
+        }
+    }
+
+    /// Waits for what is being measured: see [`Gpu::finish_tuning`]. Nothing on the CPU.
+    pub fn finish_tuning(&self) -> Vec<TuningOutcome> {
+        self.gpu.as_ref().map_or_else(Vec::new, |gpu| gpu.finish_tuning())
     }
 
     /// A pass of `problem`, ready to run: planned, compiled, checked and bound once. `Auto` takes the CPU

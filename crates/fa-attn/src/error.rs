@@ -1,6 +1,7 @@
 //! What an engine refuses, and what fails below it.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use fa_core::{Dtype, Pass, ProblemError};
 use fa_cpu::CpuError;
@@ -74,6 +75,58 @@ pub enum Error {
         got: [usize; 4],
         /// What it must be.
         need: String,
+    },
+    /// Tuning is asked of an engine that runs no GPU kernels.
+    #[error(
+        "the {backend} has nothing to tune: tuning chooses among GPU kernels; leave it off, or use a \
+         machine with a GPU of 8.0 or newer"
+    )]
+    NothingToTune {
+        /// What computes instead.
+        backend: &'static str,
+    },
+    /// Tuning is asked for with a number that tunes nothing.
+    #[error("tuning: {name} is {value}, it must be {need}")]
+    TuningOption {
+        /// `candidates` or `budget`.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What it must be.
+        need: &'static str,
+    },
+    /// Tuning has no place for its winners.
+    #[error("tuning has no place for its winners: set FA_TUNED to a file, or HOME for the default")]
+    NoTunedTable,
+    /// The budget of tuning was spent before there was anything to compare.
+    #[error(
+        "tuning: {measured} of {candidates} kernels were measured within {budget:?}, it takes at least 2: \
+         allow more time, or run `fa tune`"
+    )]
+    TuningBudget {
+        /// The time allowed.
+        budget: Duration,
+        /// Kernels measured.
+        measured: usize,
+        /// Kernels to measure.
+        candidates: usize,
+    },
+    /// No candidate of tuning could be measured.
+    #[error("tuning: no kernel could be measured, the bound one because: {why}")]
+    TuningFailed {
+        /// Why the first could not.
+        why: String,
+    },
+    /// The tensors that kernels are timed on would take too much of the GPU's memory.
+    #[error(
+        "tuning: {need} bytes of device memory are needed besides the caller's, {limit} are allowed (half of \
+         what is free): tune when more is free, or run `fa tune`"
+    )]
+    TuningMemory {
+        /// Bytes needed.
+        need: usize,
+        /// Bytes allowed.
+        limit: usize,
     },
     /// A table of tuned kernels cannot be read.
     #[error(

@@ -50,7 +50,7 @@
 //!
 //! - `engine`, `call`, `tensors`: the three steps above; `host`: a call's way to the GPU and back.
 //! - `device`: a GPU, its tensors, launches and their time.
-//! - `choose`, `tune`: which kernel computes a problem.
+//! - `choose`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
 //! - `atomic_file`: files that appear whole or not at all.
 //!
 //! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked
@@ -66,6 +66,7 @@ mod error;
 mod host;
 mod tensors;
 pub mod tune;
+mod tuning;
 
 pub use call::{Call, Report};
 pub use element::Element;
@@ -76,6 +77,7 @@ pub use fa_cpu::simd::Isa;
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
+pub use tuning::{Tried, Tuning, TuningOutcome};
 
 /// The README's program, compiled and run as a test.
 #[cfg(doctest)]

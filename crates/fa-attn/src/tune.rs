@@ -188,6 +188,16 @@ impl Tuned {
         }
     }
 
+    /// Whether a kernel of `family` for `pass` was measured for problems with exactly this one's key, be it
+    /// of the other 16-bit type.
+    pub fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
+        let key = TuneKey::of(problem);
+        let entries = self.gpus.iter().filter(|known| known.gpu == gpu).flat_map(|known| &known.entries);
+        entries
+            .filter(|entry| entry.spec.kernel.family() == family && entry.spec.kernel.pass() == pass)
+            .any(|entry| entry.key.distance(&key) == Some(0))
+    }
+
     /// The kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
     /// key, in the problem's own type.
     pub fn find(&self, gpu: &str, problem: &Problem, wanted: Family, pass: Pass) -> Option<KernelSpec> {
@@ -235,6 +245,31 @@ impl Tables {
             })
         });
         Tables { own, shipped: Tuned::shipped() }
+    }
+
+    /// As [`Tables::read`], with the table at `path` for the user's.
+    ///
+    /// # Errors
+    /// As [`Tuned::read`].
+    pub(crate) fn with_own(path: &Path) -> Result<Tables, Error> {
+        Ok(Tables { own: Tuned::read(path)?, shipped: Tuned::shipped() })
+    }
+
+    /// Puts `entry` into the user's table, here and at `path`, where others may have added theirs meanwhile.
+    ///
+    /// # Errors
+    /// As [`Tuned::read`], after which nothing is changed, and as [`Tuned::write`], after which the entry is
+    /// in use here.
+    pub(crate) fn keep(&mut self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
+        let mut own = Tuned::read(path)?;
+        own.set(gpu, entry);
+        self.own = own;
+        self.own.write(path)
+    }
+
+    /// Whether one of them has an entry of exactly the problem's key.
+    pub(crate) fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
+        [&self.own, &self.shipped].into_iter().any(|table| table.has(gpu, problem, family, pass))
     }
 
     /// The kernel for `problem` on `gpu` by the user's table, or else by those that ship.

@@ -2,10 +2,6 @@
 
 use fa_core::{Dtype, ProblemError};
 
-/// The largest factor on products in the tiled implementation. Queries are scaled first: beyond this, a query
-/// that overflows f32 would give NaN with a key of 0.
-pub(crate) const MAX_FACTOR: f32 = 1e30;
-
 /// Why an attention call was refused. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CpuError {
@@ -66,13 +62,15 @@ pub enum CpuError {
          most {:e} (the reference takes any)",
         softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
         if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
-        MAX_FACTOR
+        limit
     )]
     Range {
         /// The softmax scale.
         scale: f64,
         /// The soft cap, if there is one.
         softcap: Option<f64>,
+        /// The largest factor on products.
+        limit: f32,
     },
     /// An instruction set was asked for that this CPU does not have.
     #[error("this CPU has no {wanted}: the best it has is {best}")]

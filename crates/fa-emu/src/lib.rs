@@ -36,6 +36,7 @@ mod pass;
 mod planned;
 mod proof;
 pub mod record;
+pub mod sample;
 pub mod subjects;
 pub mod sweep;
 mod symbols;

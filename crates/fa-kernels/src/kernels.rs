@@ -23,7 +23,7 @@ pub struct Kernels {
     arch: Arch,
     sms: u32,
     headers: Headers,
-    cache: Cache,
+    cache: Arc<Cache>,
     compiler: Mutex<Option<Arc<Compiler>>>,
     // By the spec's RON text: it is plain data, and is not looked up in a launch.
     loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
@@ -49,8 +49,26 @@ impl Kernels {
             arch,
             sms,
             headers,
-            cache,
+            cache: Arc::new(cache),
             compiler: Mutex::default(),
+            loaded: Mutex::default(),
+        })
+    }
+
+    /// The same headers, cache and compiler for another handle of the GPU's context, such as one whose streams
+    /// are not synchronised with those of this one. Kernels are loaded again, and not compiled again.
+    ///
+    /// # Errors
+    /// As [`Kernels::new`].
+    pub fn on(&self, context: &Arc<CudaContext>) -> Result<Kernels, Error> {
+        let (arch, sms) = driver::device(context)?;
+        Ok(Kernels {
+            context: context.clone(),
+            arch,
+            sms,
+            headers: self.headers.clone(),
+            cache: self.cache.clone(),
+            compiler: Mutex::new(lock(&self.compiler).clone()),
             loaded: Mutex::default(),
         })
     }

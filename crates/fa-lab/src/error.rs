@@ -158,7 +158,8 @@ pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
 /// Whether the engine refuses what it is given, rather than failing at it.
 pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     use fa_attn::Error::{
-        BadTuned, Cpu, Dtype, Isa, Kernels, Length, Pass, Plan, Problem, Read, Shape, Threads, Write,
+        BadTuned, Cpu, Dtype, Isa, Kernels, Length, NoTunedTable, NothingToTune, Pass, Plan, Problem, Read,
+        Shape, Threads, TuningBudget, TuningFailed, TuningMemory, TuningOption, Write,
     };
     match error {
         BadTuned { .. }
@@ -166,11 +167,20 @@ pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
         | Dtype { .. }
         | Isa { .. }
         | Length { .. }
+        | NoTunedTable
+        | NothingToTune { .. }
         | Plan(_)
         | Problem(_)
-        | Shape { .. } => true,
+        | Shape { .. }
+        | TuningOption { .. } => true,
         Kernels(error) => asks_too_much(error),
-        Pass { .. } | Read { .. } | Threads { .. } | Write(_) => false,
+        Pass { .. }
+        | Read { .. }
+        | Threads { .. }
+        | TuningBudget { .. }
+        | TuningFailed { .. }
+        | TuningMemory { .. }
+        | Write(_) => false,
     }
 }
 

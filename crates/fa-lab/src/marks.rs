@@ -13,7 +13,8 @@ pub use wanted::Wanted;
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
-    /// mma.sync kernels next to FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long
+    /// mma.sync kernels next to FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and
+    /// grouped heads and real shapes, summed up separately
     Sm80,
     /// wgmma kernels next to all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long;
     /// and f16 causal
@@ -31,6 +32,22 @@ pub const TOKENS: usize = 16384;
 
 /// Query heads and K/V heads by head dims: 2048 columns, or what models with that head dim have.
 const HEADS: [(usize, usize, usize); 4] = [(64, 64, 32), (128, 128, 16), (256, 256, 8), (192, 128, 16)];
+
+/// Batch, length, query and K/V heads, head dim, mask.
+type Square = (usize, usize, (usize, usize), usize, Mask);
+
+/// Grouped heads and real shapes that the SM80 class is measured by besides.
+const SM80_OTHERS: [Square; 9] = [
+    (1, 4096, (64, 8), 128, Mask::FULL),
+    (1, 4096, (64, 8), 128, Mask::CAUSAL),
+    (1, 4096, (64, 1), 128, Mask::FULL),
+    (1, 4096, (64, 1), 128, Mask::CAUSAL),
+    (4, 4096, (16, 16), 96, Mask::FULL),
+    (4, 4096, (16, 16), 96, Mask::CAUSAL),
+    (32, 577, (16, 16), 64, Mask::FULL),
+    (4, 4096, (8, 8), 256, Mask::FULL),
+    (4, 4096, (8, 8), 256, Mask::CAUSAL),
+];
 
 /// f16, causal, B = 4, 32 heads, head dim 128: what TileGym's cuTile kernel reaches on an H100 (tileiras
 /// 13.4, the best of five tiles) by sequence length.
@@ -56,7 +73,8 @@ impl Marks {
     pub const fn about(self) -> &'static str {
         match self {
             Marks::Sm80 => {
-                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long"
+                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and \
+                 grouped heads and real shapes"
             }
             Marks::Sm90 => {
                 "wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long; and \
@@ -120,6 +138,12 @@ impl Marks {
                 }
             }
         }
+        if matches!(self, Marks::Sm80 | Marks::Sm80Bwd) {
+            shapes.extend(SM80_OTHERS.map(|(batch, seqlen, (heads_q, heads_kv), head_dim, mask)| {
+                let square = Problem::square(batch, seqlen, heads_q, head_dim, mask, Dtype::Bf16);
+                Wanted::new(Problem { heads_kv, ..square }, "bf16, groups and real shapes")
+            }));
+        }
         if self == Marks::Sm90 {
             shapes.extend(CUTILE.map(|(seqlen, rate)| {
                 let problem = Problem::square(4, seqlen, 32, 128, Mask::CAUSAL, Dtype::F16);
@@ -150,16 +174,27 @@ mod tests {
 
     #[test]
     fn the_marks_are_the_agreed_shapes() {
-        assert_eq!(Marks::Sm80.shapes().len(), 2 * 2 * 5);
+        let sm80 = Marks::Sm80.shapes();
+        let of = |group: &str| sm80.iter().filter(|wanted| wanted.group == group).count();
+        assert_eq!(of("bf16, 16k tokens"), 2 * 2 * 5);
+        assert_eq!(of("bf16, groups and real shapes"), SM80_OTHERS.len());
+        assert_eq!(sm80.len(), 2 * 2 * 5 + SM80_OTHERS.len());
         let shapes = Marks::Sm90.shapes();
         assert_eq!(shapes.len(), 4 * 2 * 6 + 5);
         assert_eq!(Marks::Sm80Bwd.shapes(), Marks::Sm80.shapes());
         assert_eq!(Marks::Sm90Bwd.shapes(), shapes[..48]);
+        for Wanted { problem, .. } in &sm80[20..] {
+            for pass in [Pass::Forward, Pass::BACKWARD] {
+                let options = PlanOptions { family: Some(Family::Sm80), pass, ..PlanOptions::default() };
+                plan(problem, Arch::Sm90, &options).unwrap_or_else(|error| panic!("{problem:?}: {error}"));
+            }
+        }
         for shape in &shapes[..48] {
             assert_eq!(shape.problem.lengths.sequences() * shape.problem.lengths.max_q(), TOKENS);
             shape.problem.check().expect("a valid problem");
         }
     }
+
     #[test]
     fn every_model_has_a_name_and_a_plan_for_both_passes() {
         let shapes = Marks::Models.shapes();

@@ -4,6 +4,7 @@
 //! measured is written down as it comes, and not measured again while the kernels' sources stay as they are.
 
 pub mod candidates;
+pub mod draw;
 pub mod measured;
 pub mod report;
 mod supervise;
@@ -30,15 +31,31 @@ use candidates::Candidate;
 use measured::{Measured, Notebook, Outcome};
 use report::Report;
 
-/// What is tuned.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The problems, of 16-bit types.
-    pub problems: Vec<Problem>,
+/// A problem to find the fastest kernel for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wanted {
+    /// The problem, of a 16-bit type.
+    pub problem: Problem,
     /// Kernels to choose from; where none is given, the fastest that the GPU runs.
     pub family: Option<Family>,
     /// The pass.
     pub pass: Pass,
+}
+
+/// Where the problems come from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Problems {
+    /// The caller names them.
+    Given(Vec<Wanted>),
+    /// They are drawn for the GPU at hand.
+    Drawn(draw::Drawing),
+}
+
+/// What is tuned.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The problems.
+    pub problems: Problems,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again.
     pub candidates: usize,
     /// How often each kernel runs.
@@ -55,17 +72,22 @@ pub struct Options {
 /// No usable GPU or compiler, problems that no kernel computes, files that cannot be used, workers that
 /// cannot be started.
 pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
-    let Options { pass, turns, table, .. } = options;
+    let Options { turns, table, .. } = options;
     let mut tuned = Tuned::read(table)?;
     let gpu = device::open()?;
     let provenance = Provenance::new(&gpu)?;
     let name = provenance.device.gpu.clone();
     let arch = gpu.arch();
-    let family = options.family.unwrap_or(Family::native(arch));
+    let (wanted, seed) = match &options.problems {
+        Problems::Given(wanted) => (wanted.clone(), None),
+        Problems::Drawn(drawing) => (drawing.draw(arch)?, Some(drawing.seed)),
+    };
     let mut notebook = Notebook::open(&table.with_extension("measured.jsonl"))?;
-    let mut lists: Vec<(Problem, Vec<Candidate>)> = Vec::new();
-    for problem in &options.problems {
-        lists.push((*problem, candidates::of(problem, arch, family, *pass, options.candidates)?));
+    let mut lists: Vec<(Wanted, Vec<Candidate>)> = Vec::new();
+    for wanted in wanted {
+        let family = wanted.family.unwrap_or(Family::native(arch));
+        let found = candidates::of(&wanted.problem, arch, family, wanted.pass, options.candidates)?;
+        lists.push((Wanted { family: Some(family), ..wanted }, found));
     }
     let faults = compile(&gpu, &lists, progress)?;
     // The workers need its memory.
@@ -73,7 +95,8 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
 
     progress(Step::Total(lists.len()));
     let mut results: Vec<Measured> = Vec::new();
-    for (problem, candidates) in lists {
+    for (wanted, candidates) in lists {
+        let Wanted { problem, pass, .. } = wanted;
         progress(Step::Begin(format!(
             "N {} hd {} {}",
             problem.lengths.max_k(),
@@ -98,12 +121,12 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
             supervise::measure(&problem, &candidates, &mut found, *turns, worker)?;
             notebook.add(&name, &problem, &candidates, &found)?;
         }
-        let result = Measured { problem, candidates, found };
+        let result = Measured { wanted, candidates, found };
         if let Some((spec, ms)) = result.best() {
             let entry = TunedEntry {
                 key: TuneKey::of(&problem),
                 spec: spec.clone(),
-                tflops: (problem.flops(*pass) / (ms * 1e9) * 10.0).round() / 10.0,
+                tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
             };
             tuned.set(&name, entry);
             tuned.write(table)?;
@@ -111,14 +134,14 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
         results.push(result);
         progress(Step::Done);
     }
-    Ok(Report::new(provenance, *turns, *pass, &results))
+    Ok(Report::new(provenance, *turns, seed, &results))
 }
 
 /// Compiles every candidate into the cache, on all cores; what is wrong with those that do not compile
 /// cleanly.
 fn compile(
     gpu: &Gpu,
-    lists: &[(Problem, Vec<Candidate>)],
+    lists: &[(Wanted, Vec<Candidate>)],
     progress: &mut Progress<'_>,
 ) -> Result<Vec<(KernelSpec, String)>> {
     let mut specs: Vec<&KernelSpec> = Vec::new();

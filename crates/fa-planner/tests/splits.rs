@@ -1,7 +1,7 @@
 //! The number of parts of a K/V head's query heads beside measured rates (`data/splits-h100.txt`).
 //! `cargo test -p fa-planner --test splits -- --nocapture` prints the table.
 
-use fa_core::{Arch, Dtype, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, Mask, Pass, Problem};
 use fa_planner::account::head_splits;
 use fa_planner::plan::{PlanOptions, plan};
 
@@ -35,7 +35,11 @@ fn parse(line: &'static str) -> Measured {
 }
 
 fn chosen(problem: &Problem, pass: Pass) -> usize {
-    let options = PlanOptions { pass, ..PlanOptions::default() };
+    chosen_of(problem, pass, None)
+}
+
+fn chosen_of(problem: &Problem, pass: Pass, family: Option<Family>) -> usize {
+    let options = PlanOptions { pass, family, ..PlanOptions::default() };
     let first = plan(problem, Arch::Sm90, &options).expect("plans").swap_remove(0);
     head_splits(problem, &first.spec, Arch::Sm90, Arch::Sm90.limits().sms)
 }
@@ -64,5 +68,20 @@ fn deterministic_backwards_and_single_heads_have_one_part() {
     for Measured { problem, .. } in measured() {
         assert_eq!(chosen(&problem, Pass::DETERMINISTIC_BACKWARD), 1);
         assert_eq!(chosen(&Problem { heads_kv: problem.heads_q, ..problem }, Pass::BACKWARD), 1);
+    }
+}
+
+#[test]
+fn the_sm80_class_fills_the_gpu_and_keeps_one_part_where_it_is_full() {
+    let problem =
+        |heads_kv, mask| Problem { heads_kv, ..Problem::square(1, 4096, 64, 128, mask, Dtype::Bf16) };
+    let parts = |heads_kv, mask| chosen_of(&problem(heads_kv, mask), Pass::BACKWARD, Some(Family::Sm80));
+    // 32 tiles of 128 keys a K/V head: 256 CTAs of equal length on 132 SMs lose less than accumulators cost.
+    assert_eq!(parts(8, Mask::FULL), 1);
+    for mask in [Mask::FULL, Mask::CAUSAL] {
+        // Cut by five, 160 CTAs took two rounds on 132 SMs: 219 and 169 TFLOP/s beside FA2's 294 and 266.
+        let ctas = 32 * parts(1, mask);
+        let rounds = ctas as f64 / 132.0;
+        assert!(rounds / rounds.ceil() > 0.95, "{mask}: {ctas} CTAs");
     }
 }

@@ -1,15 +1,18 @@
 //! A GPU: its kernels, a stream, and the choice among kernels.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
-use fa_kernels::cudarc::driver::sys::CUevent_flags;
+use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
 use fa_kernels::{Backward, Forward, Kernels, LoadedKernel, driver};
 
 use crate::choose::Chooser;
 use crate::error::Error;
+use crate::tune::user_table;
+use crate::tuning::{Tuning, TuningOutcome};
 
 /// A kernel bound to a problem.
 #[derive(Debug)]
@@ -118,13 +121,9 @@ impl Gpu {
     /// As [`Gpu::bind`]; a family that does not run here has no plan.
     pub fn bind_of(&self, problem: &Problem, pass: Pass, family: Option<Family>) -> Result<Bound, Error> {
         match pass {
-            Pass::Forward => {
-                let bind = |spec: &KernelSpec| self.kernels.forward_with(problem, spec);
-                self.chooser.choose(&self.kernels, problem, family, pass, bind).map(Bound::Forward)
-            }
-            Pass::Backward { .. } => {
-                let bind = |spec: &KernelSpec| self.kernels.backward_with(problem, spec);
-                self.chooser.choose(&self.kernels, problem, family, pass, bind).map(Bound::Backward)
+            Pass::Forward => self.forward(problem, family).map(Bound::Forward),
+            Pass::Backward { deterministic } => {
+                self.backward(problem, deterministic, family).map(Bound::Backward)
             }
         }
     }
@@ -134,8 +133,7 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::bind_of`].
     pub fn forward(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
-        let bind = |spec: &KernelSpec| self.kernels.forward_with(problem, spec);
-        self.chooser.choose(&self.kernels, problem, family, Pass::Forward, bind)
+        self.choose(problem, family, Pass::Forward, |spec| self.kernels.forward_with(problem, spec))
     }
 
     /// [`Gpu::bind_of`] for the backward.
@@ -148,8 +146,52 @@ impl Gpu {
         deterministic: bool,
         family: Option<Family>,
     ) -> Result<Backward, Error> {
-        let bind = |spec: &KernelSpec| self.kernels.backward_with(problem, spec);
-        self.chooser.choose(&self.kernels, problem, family, Pass::Backward { deterministic }, bind)
+        let pass = Pass::Backward { deterministic };
+        self.choose(problem, family, pass, |spec| self.kernels.backward_with(problem, spec))
+    }
+
+    fn choose<P>(
+        &self,
+        problem: &Problem,
+        family: Option<Family>,
+        pass: Pass,
+        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
+    ) -> Result<P, Error> {
+        // The default stream gives an error where another one that waits for it is being captured.
+        let is_capturing = || {
+            let status = self.stream.capture_status();
+            !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE))
+        };
+        self.chooser.choose(&self.kernels, problem, family, pass, is_capturing, bind)
+    }
+
+    /// Switches tuning on or off, for binds from now on: see [`Tuning`]. Winners go into the user's table
+    /// ([`crate::tune::user_table`]). Switched off, or on again, it ends the search at hand and waits for the
+    /// candidate that is being compiled or timed, as dropping the GPU does.
+    ///
+    /// # Errors
+    /// [`Error::TuningOption`], [`Error::NoTunedTable`] where there is no place for winners,
+    /// [`Error::BadTuned`] and [`Error::Read`] for a table that cannot be read, [`Error::Threads`].
+    pub fn set_tuning(&self, tuning: Tuning) -> Result<(), Error> {
+        let table = match tuning {
+            Tuning::Off => PathBuf::new(),
+            Tuning::OnFirstUse { .. } => user_table().ok_or(Error::NoTunedTable)?,
+        };
+        self.set_tuning_in(tuning, table)
+    }
+
+    /// [`Gpu::set_tuning`] with a table of the caller's choice, which is used in place of the user's.
+    ///
+    /// # Errors
+    /// As [`Gpu::set_tuning`].
+    pub fn set_tuning_in(&self, tuning: Tuning, table: PathBuf) -> Result<(), Error> {
+        self.chooser.set_tuning(&self.kernels, tuning, table)
+    }
+
+    /// Waits until no problem is left to be measured; what came of those since the last call, the newest
+    /// thousand at the most. Nothing, at once, where tuning is off.
+    pub fn finish_tuning(&self) -> Vec<TuningOutcome> {
+        self.chooser.finish_tuning()
     }
 
     /// A kernel of the caller's choice, bound to `problem`.

@@ -5,6 +5,7 @@
 
 mod backward;
 mod case;
+mod tuning;
 
 use fa_attn::device::{DeviceForward, DeviceGradients, DeviceOutput, Gpu};
 use fa_attn::{Backend, Engine, Error, Output, Tensor, problem_of};

@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 
 use fa_attn::{
     Backend, CpuOptions, Dtype, Element, Engine, Error, ForwardTensors, Gradients, Isa, Mask, Output, Pass,
-    Problem, Tensor, TensorLayout, bf16, f16, problem_of,
+    Problem, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
 };
 
 const PROBLEM: Problem = Problem { heads_q: 4, ..Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32) };
@@ -159,5 +159,18 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
         let cpu = CpuOptions { isa: Some(isa), threads: None };
         let error = Engine::with(Backend::Cpu(cpu)).unwrap_err();
         refused(error, &format!("this CPU has no {isa}: it has portable"));
+    }
+}
+
+#[test]
+fn the_cpu_has_nothing_to_tune_and_says_so() {
+    let backends = [Backend::Cpu(CpuOptions::default()), Backend::Reference { threads: None }];
+    for backend in backends {
+        let engine = Engine::with(backend).expect("a CPU");
+        let error = engine.set_tuning(Tuning::ON_FIRST_USE).expect_err("there is no choice");
+        assert!(matches!(error, Error::NothingToTune { .. }), "{error}");
+        assert!(error.to_string().contains("nothing to tune"), "{error}");
+        engine.set_tuning(Tuning::Off).expect("it is off");
+        assert!(engine.finish_tuning().is_empty());
     }
 }

@@ -8,7 +8,8 @@ use clap::Args;
 use fa_attn::atomic_file;
 use fa_core::{Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
 use fa_emu::mutate::{self, Statement};
-use fa_emu::record::{Attempt, Candidate, Record, prove};
+use fa_emu::record::{Attempt, Candidate, Record, prove, today};
+use fa_emu::sample::sample;
 use fa_emu::sweep::{SEEDS, Trials, distinct};
 use fa_emu::{Counters, Emulator, Finding, Options, Pace, Placing, Planned, Proof, Trial, Unit, timeline};
 use fa_kernels::Headers;
@@ -25,7 +26,7 @@ use crate::term::progress::{self, Steps};
 #[command(after_help = EXAMPLES)]
 pub struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format ron` prints it, or a shipped one
-    #[arg(required_unless_present_any = ["shipped", "mutate"])]
+    #[arg(required_unless_present_any = ["shipped", "sample", "mutate"])]
     pub spec: Option<PathBuf>,
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
     #[arg(long)]
@@ -78,6 +79,12 @@ pub struct EmulateArgs {
     /// Every shipped kernel at awkward shapes, but those that the record knows; it is written
     #[arg(long, conflicts_with_all = ["spec", "mutate"])]
     pub shipped: bool,
+    /// So many of the planner's other configurations at awkward shapes: others each day
+    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
+    pub sample: Option<usize>,
+    /// The day of the sample [default: today]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
     pub record: PathBuf,
@@ -85,6 +92,9 @@ pub struct EmulateArgs {
     /// that nothing misses
     #[arg(long)]
     pub mutate: bool,
+    /// Of --mutate: only statements whose place contains this, as in sm90/fwd.cuh:120
+    #[arg(long, value_name = "TEXT", requires = "mutate")]
+    pub statement: Option<String>,
     /// Removals that nothing misses, with the reasons: others make a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
     pub survivors: PathBuf,
@@ -145,6 +155,7 @@ pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped(args, &emulator),
+        _ if args.sample.is_some() => sampled(args, &emulator),
         None => mutations(args, &emulator, fa_emu::subjects::subjects()),
         Some(path) => {
             let (spec, arch) = read(args, path)?;
@@ -334,34 +345,53 @@ fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
             candidates.push(Candidate { name: file.path.to_owned(), spec: file.shipped.spec.clone(), arch });
         }
     }
-    let all = candidates.len();
     let record = Record::read(&args.record);
-    let steps = Mutex::new(Steps::new(all));
+    let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
+    let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
+    if !proven.is_empty() {
+        record.write(&args.record, &proven)?;
+    }
+    verdict(&attempts, &format!(" and written to {}", args.record.display()))
+}
+
+fn sampled(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
+    let day = args.day.clone().unwrap_or_else(today);
+    let candidates = sample(&day, args.sample.unwrap_or(1));
+    let attempts = attempts(args, emulator, candidates, &[])?;
+    verdict(&attempts, &format!(" of the sample of {day}"))
+}
+
+fn attempts(
+    args: &EmulateArgs,
+    emulator: &Emulator,
+    candidates: Vec<Candidate>,
+    records: &[Record],
+) -> anyhow::Result<Vec<Attempt>> {
+    let steps = Mutex::new(Steps::new(candidates.len()));
     let told = |attempt: &Attempt| {
         if let Ok(mut steps) = steps.lock() {
             steps.begin(format!("{} {}", attempt.candidate.name, attempt.candidate.arch));
             steps.advance();
         }
     };
-    let attempts = prove(emulator, candidates, std::slice::from_ref(&record), workers(args), &told)?;
-    drop(steps);
-    let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
-    let known = attempts.iter().filter(|attempt| attempt.known).count();
-    if !proven.is_empty() {
-        record.write(&args.record, &proven)?;
-    }
-    let faulty: Vec<_> = attempts.iter().filter(|attempt| !attempt.faults.is_empty()).collect();
+    Ok(prove(emulator, candidates, records, workers(args), &told)?)
+}
+
+/// Says what was found in each kernel, and how many there were.
+fn verdict(attempts: &[Attempt], proven_where: &str) -> anyhow::Result<Verdict> {
     let mut out = String::new();
+    let faulty: Vec<_> = attempts.iter().filter(|attempt| !attempt.faults.is_empty()).collect();
     for attempt in &faulty {
         out += &format!("{} on {}\n", attempt.candidate.name, attempt.candidate.arch);
         for fault in &attempt.faults {
             out += &format!("  {}\n", fault.replace('\n', "\n  "));
         }
     }
+    let proven = attempts.iter().filter(|attempt| attempt.proven.is_some()).count();
+    let known = attempts.iter().filter(|attempt| attempt.known).count();
     out += &format!(
-        "{all} kernels: {} proven now, {known} known from {}, {} with findings\n",
-        proven.len(),
-        args.record.display(),
+        "{} kernels: {proven} proven now{proven_where}, {known} known before, {} with findings\n",
+        attempts.len(),
         faulty.len()
     );
     output::print(&out)?;
@@ -401,7 +431,11 @@ fn mutations(
     for (index, (_, subjects)) in kernels.iter().enumerate() {
         let source = fa_emu::source(&subjects[0].spec, subjects[0].arch, &Headers::embedded())?;
         // A header that two kernels share is that of the first.
-        for statement in mutate::statements(&source) {
+        let asked = |statement: &Statement| {
+            let place = format!("{}:{}", statement.file, statement.line);
+            args.statement.as_ref().is_none_or(|text| place.contains(text))
+        };
+        for statement in mutate::statements(&source).into_iter().filter(asked) {
             if !jobs.iter().any(|(_, other): &(usize, Statement)| *other == statement) {
                 jobs.push((index, statement));
             }

@@ -5,8 +5,9 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use anyhow::Context;
 use fa_attn::atomic_file::AtomicFile;
-use fa_attn::{Call, Element};
+use fa_attn::{Call, Element, Tuning, TuningOutcome};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use serde::Serialize;
@@ -43,6 +44,10 @@ pub struct RunArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub cpu: CpuArgs,
+    /// Measure the best few GPU kernels for this problem in the background, within half a minute a pass, and keep
+    /// the winners for later runs
+    #[arg(long)]
+    pub tune: bool,
     /// Gone: what runs is shown, and plans for other GPUs are those of `fa plan`
     #[arg(long, hide = true)]
     pub arch: Option<String>,
@@ -57,6 +62,7 @@ Examples:
   fa run qkv.safetensors --causal --window 256,0 --layout bhsd -o out.safetensors
   fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
   fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
+  fa run qkv.safetensors --causal --tune -o out.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
 head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
@@ -84,6 +90,47 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     difference_from_own_out: Option<Difference>,
     output: Option<PathBuf>,
+    /// What --tune measured in this run.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tuned: Vec<Tuned>,
+}
+
+/// What came of measuring kernels for a pass.
+#[derive(Debug, Serialize)]
+struct Tuned {
+    /// `fwd` or `bwd`.
+    kind: &'static str,
+    /// The kernel of later runs.
+    winner: Option<String>,
+    /// The kernels tried, that of this run first.
+    tried: Vec<Tried>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// A kernel that was measured.
+#[derive(Debug, Serialize)]
+struct Tried {
+    kernel: String,
+    ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+impl Tuned {
+    fn of(outcome: &TuningOutcome) -> Tuned {
+        let tried = |tried: &fa_attn::Tried| Tried {
+            kernel: tried.spec.to_string(),
+            ms: tried.ms,
+            error: tried.error.clone(),
+        };
+        Tuned {
+            kind: outcome.pass.short_name(),
+            winner: outcome.winner.as_ref().map(ToString::to_string),
+            tried: outcome.tried.iter().map(tried).collect(),
+            error: outcome.error.as_ref().map(ToString::to_string),
+        }
+    }
 }
 
 /// How the CPU computes.
@@ -166,8 +213,13 @@ fn compute<T: Element + Stored>(
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
     let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
-    let calls = progress::spinner("getting ready", || {
-        Calls::bind(&compute::engine(args.backend, &args.cpu)?, &problem, backward)
+    let (engine, calls) = progress::spinner("getting ready", || {
+        let engine = compute::engine(args.backend, &args.cpu)?;
+        if args.tune {
+            engine.set_tuning(Tuning::ON_FIRST_USE).context("--tune")?;
+        }
+        let calls = Calls::bind(&engine, &problem, backward)?;
+        anyhow::Ok((engine, calls))
     })?;
     let mut outputs = Outputs::new(inputs);
     let (forward_time, backward_time) = progress::spinner("computing attention", || {
@@ -175,7 +227,7 @@ fn compute<T: Element + Stored>(
         anyhow::Ok((forward_time, calls.backward(inputs, &mut outputs)?))
     })?;
     let kernel_backward = calls.backward.as_ref().and_then(Call::spec).map(ToString::to_string);
-    let report = Report {
+    let mut report = Report {
         input: args.input.clone(),
         problem,
         softmax_scale: problem.scale(),
@@ -187,12 +239,18 @@ fn compute<T: Element + Stored>(
         backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
         difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
         output: target.map(|target| target.path().to_owned()),
+        tuned: Vec::new(),
     };
     if let Some(target) = target {
         let metadata = metadata(&problem, inputs.layout, report.engine.backend);
         target
             .write(|mut writer| safetensors::write(&mut writer, &outputs.tensors(&problem), &metadata))
             .map_err(InputError::from)?;
+    }
+    if args.tune {
+        // The result is written: what is waited for is for later runs.
+        let outcomes = progress::spinner("measuring kernels", || engine.finish_tuning());
+        report.tuned = outcomes.iter().map(Tuned::of).collect();
     }
     if args.json {
         output::print_json(&report)?
@@ -279,6 +337,15 @@ fn text(report: &Report) -> String {
                 found.max_abs, found.rms, found.cosine
             ),
         );
+    }
+    for Tuned { kind, winner, tried, error } in &report.tuned {
+        let measured = tried.iter().filter(|tried| tried.ms.is_some()).count();
+        let text = match (winner, error) {
+            (Some(winner), None) => format!("{winner} is the fastest of {measured}, kept for later runs"),
+            (_, Some(error)) => error.clone(),
+            (None, None) => format!("{measured} kernels, no winner"),
+        };
+        line("tuned", format!("{kind}: {text}"));
     }
     match &report.output {
         Some(path) => line("wrote", path.display().to_string()),

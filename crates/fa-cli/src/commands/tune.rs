@@ -6,10 +6,12 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use fa_attn::tune::user_table;
-use fa_core::{Family, Pass, Problem};
+use fa_core::Pass;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
-use fa_lab::tune::{self, Options};
+use fa_lab::tune::draw::Drawing;
+use fa_lab::tune::{self, Options, Problems, Wanted};
+use fa_planner::Mode;
 
 use crate::commands::worker;
 use crate::flags::{self, PlanFamily, ShapeArgs, pass_of};
@@ -23,9 +25,9 @@ use crate::term::{output, progress};
 pub struct TuneArgs {
     #[command(flatten)]
     pub shapes: ShapeArgs,
-    /// Which pass to tune
-    #[arg(long, value_parser = flags::one_pass(), default_value = "fwd")]
-    pub mode: Pass,
+    /// Which pass to tune; both with --random only
+    #[arg(long, value_parser = flags::passes(), default_value = "fwd")]
+    pub mode: Mode,
     /// Tune gradients that have the same bits in every run
     #[arg(long)]
     pub deterministic: bool,
@@ -34,7 +36,15 @@ pub struct TuneArgs {
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "family"
     ])]
     pub marks: Option<Marks>,
-    /// Kernels to choose from [default: the fastest that the GPU runs]
+    /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind the best
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000), conflicts_with_all = [
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "marks"
+    ])]
+    pub random: Option<u16>,
+    /// The same seed draws the same problems [default: 0]
+    #[arg(long, value_name = "S", requires = "random")]
+    pub seed: Option<u64>,
+    /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = PlanFamily::parser())]
     pub family: Option<PlanFamily>,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
@@ -65,6 +75,10 @@ Examples:
   fa tune --marks sm90 -n 12 --report tuning.md --json tuning.json
   fa tune --mode bwd --marks sm90-bwd
   fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
+  fa tune --random 60 --seed 1 --mode both --json drawn.json --report drawn.md
+
+Random problems differ in length, batch, group, head dims, mask and soft cap, pass and family; they stay below 0.8 TFLOP \
+and 1 GiB. Constants are fitted to those with an even number and judged by those with an odd one.
 
 A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over all sequences \
 rounded up to powers of two. Interrupted, it goes on where it was.";
@@ -74,16 +88,13 @@ rounded up to powers of two. Interrupted, it goes on where it was.";
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
-    let pass = pass(args)?;
-    let (problems, family) = problems(args)?;
+    let problems = problems(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
     let table = args.output.clone().or_else(user_table).context(
         "there is no place for the winners: give --output, or set FA_TUNED, or HOME for the default",
     )?;
     let options = Options {
         problems,
-        family,
-        pass,
         candidates: usize::from(args.candidates),
         turns: Turns::of(usize::from(args.reps)),
         fresh: args.fresh,
@@ -95,18 +106,37 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
     Ok(if report.all_have_winners() { Verdict::Good } else { Verdict::Bad })
 }
 
-/// The pass that is tuned.
+/// The one pass that is tuned.
 fn pass(args: &TuneArgs) -> Result<Pass, InputError> {
-    let pass = pass_of(args.mode, args.deterministic)?;
+    let pass = match args.mode {
+        Mode::Fwd => Pass::Forward,
+        Mode::Bwd => Pass::BACKWARD,
+        Mode::Both => {
+            let message =
+                "invalid value 'both' for '--mode' without --random: use fwd or bwd, a pass at a time";
+            return Err(InputError::Usage(message.to_owned()));
+        }
+    };
+    let pass = pass_of(pass, args.deterministic)?;
     args.marks.map_or(Ok(()), |marks| marks.check_pass(pass)).map_err(InputError::Usage)?;
     Ok(pass)
 }
 
-fn problems(args: &TuneArgs) -> anyhow::Result<(Vec<Problem>, Option<Family>)> {
-    if let Some(marks) = args.marks {
-        let problems = marks.shapes().into_iter().map(|wanted| wanted.problem).collect();
-        return Ok((problems, marks.family()));
+fn problems(args: &TuneArgs) -> anyhow::Result<Problems> {
+    let family = args.family.map(PlanFamily::kernels).transpose()?;
+    if let Some(count) = args.random {
+        let backward = pass_of(Pass::BACKWARD, args.deterministic)?;
+        let passes = match args.mode {
+            Mode::Both => vec![Pass::Forward, backward],
+            Mode::Fwd | Mode::Bwd => vec![pass(args)?],
+        };
+        let (count, seed) = (usize::from(count), args.seed.unwrap_or(0));
+        return Ok(Problems::Drawn(Drawing { count, seed, passes, families: family.into_iter().collect() }));
     }
-    let problems = args.shapes.problems_of_halves()?;
-    Ok((problems, args.family.map(PlanFamily::kernels).transpose()?))
+    let pass = pass(args)?;
+    let (problems, family) = match args.marks {
+        Some(marks) => (marks.shapes().into_iter().map(|wanted| wanted.problem).collect(), marks.family()),
+        None => (args.shapes.problems_of_halves()?, family),
+    };
+    Ok(Problems::Given(problems.into_iter().map(|problem| Wanted { problem, family, pass }).collect()))
 }

@@ -87,6 +87,8 @@ fn tensors_that_do_not_fit_are_named() {
         (good(), "--softcap=-3", &["softcap is -3"]),
         (good(), "--backend reference --isa portable", &["--isa"]),
         (good(), "--backend cuda --threads 2", &["--threads", "--backend cuda"]),
+        (good(), "--backend cpu --tune", &["--tune", "the CPU has nothing to tune"]),
+        (good(), "--backend reference --tune", &["--tune", "nothing to tune"]),
     ];
     let folder = tempfile::tempdir().unwrap();
     let (input, output) = (folder.path().join("in"), folder.path().join("out"));
@@ -410,6 +412,12 @@ fn bad_usage_is_exit_code_2_and_says_what_would_do() {
         ("validate --repeat 5 --soak 5", "cannot be used with"),
         ("validate --mode both", "invalid value 'both'"),
         ("tune --mode both", "invalid value 'both'"),
+        ("tune --mode both", "--random"),
+        ("tune --seed 3", "--random"),
+        ("tune --random 0", "invalid value"),
+        ("tune --random 5 --seqlen 512", "cannot be used with"),
+        ("tune --random 5 --marks sm90", "cannot be used with"),
+        ("tune --random 5 --mode fwd --deterministic", "--mode bwd"),
         ("bench --seconds 0", "above 0"),
         ("completions cmd", "invalid value"),
     ] {

@@ -8,7 +8,7 @@ use super::buffer::Buffer;
 use super::pack::{HeadRows, all_finite, read_rows, row_stride};
 use super::schedule;
 use crate::element::Element;
-use crate::error::{CpuError, MAX_FACTOR};
+use crate::error::CpuError;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::{TensorMut, TensorRef};
@@ -17,6 +17,10 @@ use crate::view::{TensorMut, TensorRef};
 pub(super) const TILE_N: usize = 128;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 const PANELS: usize = 8;
+
+/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range is
+/// for both. Beyond it a query that overflows would give NaN with a key of 0.
+const MAX_FACTOR: f32 = 1e30;
 
 /// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
 pub(super) struct Scores {
@@ -43,7 +47,7 @@ impl Scores {
         if scale.abs() <= MAX_FACTOR && cap.is_none_or(f32::is_normal) {
             return Ok(());
         }
-        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap })
+        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap, limit: MAX_FACTOR })
     }
 }
 

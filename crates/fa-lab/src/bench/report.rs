@@ -175,7 +175,9 @@ impl Row {
             return name.to_owned();
         }
         let Shape { mask, dtype, .. } = &self.shape;
-        format!("hd {} N {} {mask} {dtype}", self.shape.head_dims(), self.shape.seqlens())
+        let grouped = self.shape.heads_q != self.shape.heads_kv;
+        let heads = if grouped { format!(" heads {}", self.shape.heads()) } else { String::new() };
+        format!("hd {}{heads} N {} {mask} {dtype}", self.shape.head_dims(), self.shape.seqlens())
     }
 }
 

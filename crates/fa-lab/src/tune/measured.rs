@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use fa_core::{KernelSpec, Problem};
 use serde::{Deserialize, Serialize};
 
+use super::Wanted;
 use super::candidates::Candidate;
 use crate::error::{Context, Result};
 
@@ -24,8 +25,8 @@ pub struct Outcome {
 /// A problem's candidates and what became of them, in the same order.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// The problem.
-    pub problem: Problem,
+    /// The problem, with its pass and family.
+    pub wanted: Wanted,
     /// What was tried.
     pub candidates: Vec<Candidate>,
     /// What became of it.
@@ -149,7 +150,8 @@ mod tests {
         notebook.add("GPU", &problem, &all[..1], &found[2..3]).expect("noted");
         let notebook = Notebook::open(&path).expect("opened again");
         assert_eq!(find(&notebook, "abc").and_then(|note| note.ms), Some(3.5));
-        let measured = Measured { problem, candidates: all.clone(), found };
+        let wanted = Wanted { problem, family: Some(Family::Sm90), pass: Pass::Forward };
+        let measured = Measured { wanted, candidates: all.clone(), found };
         assert_eq!(measured.best(), Some((&all[0].spec, 1.5)));
     }
 }

@@ -6,14 +6,12 @@ use fa_core::{Arch, ArchLimits, Family, KernelSpec, Pass, Problem};
 use crate::cost::constants::CostConstants;
 use crate::cost::schedule::{Queue, TileClass, Work};
 
-/// Clocks of a CTA outside its steps (`Sm90BwdConstants::block`, fitted).
-const CTA_CLOCKS: f64 = 1790.0;
-
 /// Bytes per clock that an SM adds to f32 accumulators in the L2.
 const ADDED_BYTES: f64 = 32.0;
 
-/// Share of the tensor cores' peak that the products of a step reach.
-const TENSOR_EFFICIENCY: f64 = 0.75;
+/// Share of the tensor cores' peak (of mma.sync's, for the SM80 class) that a step reaches, by [`Family`]: the SM80 class is at
+/// 320 TFLOP/s of 613 where all heads have their own K and V (head dim 128).
+const TENSOR_EFFICIENCY: [f64; 2] = [0.52, 0.75];
 
 /// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between
 /// two uses.
@@ -95,6 +93,8 @@ struct Model<'a> {
     slots: f64,
     /// Clocks of a step.
     step: f64,
+    /// Clocks of a CTA outside its steps.
+    cta: f64,
     /// Elements of Q and K rows and of V and O rows, padded to the tile.
     head_dims: [f64; 2],
     tile: [f64; 2],
@@ -108,9 +108,13 @@ impl Model<'_> {
         let tile = [tile_m, tile_n].map(f64::from);
         let head_dims = [spec.head_dim, spec.head_dim_v].map(f64::from);
         let resident = f64::from(traits.blocks_per_sm);
-        let rate = match traits.family {
-            Family::Sm90 => limits.tensor_flops,
-            Family::Sm80 => limits.tensor_flops * CostConstants::of(arch).mma_sync_rate,
+        let constants = CostConstants::of(arch);
+        let (rate, cta) = match traits.family {
+            Family::Sm90 => (limits.tensor_flops * TENSOR_EFFICIENCY[1], constants.sm90_bwd.block),
+            Family::Sm80 => (
+                limits.tensor_flops * constants.mma_sync_rate * TENSOR_EFFICIENCY[0],
+                constants.sm80_bwd_block,
+            ),
         };
         let products = 2.0 * tile[0] * tile[1] * (3.0 * head_dims[0] + 2.0 * head_dims[1]);
         Model {
@@ -118,7 +122,8 @@ impl Model<'_> {
             limits,
             single_heads: Work::of_keys(problem, tile_m, tile_n, problem.group_size()),
             slots: f64::from(sms) * resident,
-            step: resident * products / (rate * TENSOR_EFFICIENCY),
+            step: resident * products / rate,
+            cta,
             head_dims,
             tile,
         }
@@ -165,7 +170,7 @@ impl Model<'_> {
             longest: self.single_heads.longest,
         };
         let length =
-            |class: &TileClass| CTA_CLOCKS + split.added / ADDED_BYTES + class.steps * heads * self.step;
+            |class: &TileClass| self.cta + split.added / ADDED_BYTES + class.steps * heads * self.step;
         let (_, end) = work.makespan(self.slots, Queue::LongestFirst, length);
         let busy = end / (limits.clock_ghz * 1e9);
         let accumulators = problem.rows() * self.head_dims[0] * 4.0;

@@ -1,21 +1,28 @@
 //! How well predictions rank kernels, as a table and as Markdown.
 
 use fa_lab::record::Provenance;
-use fa_lab::shape::head_dims;
-use fa_lab::tune::report::{OfProblem, Report};
+use fa_lab::shape::{head_dims, pair};
+use fa_lab::tune::report::{Distribution, Halves, OfProblem, Report};
 
 use crate::term::output;
 
-fn rows(report: &Report) -> Vec<[String; 10]> {
+fn rows(report: &Report) -> Vec<[String; 11]> {
     let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |x| format!("{x:.digits$}"));
     let row = |p: &OfProblem| {
         let problem = &p.problem;
         let bad = p.kernels.iter().filter(|kernel| kernel.error.is_some()).count();
+        let family = p.family.map_or("-", |family| family.name());
         [
+            format!("{} {} {family}", p.number, p.kind),
             head_dims(problem),
             problem.mask.to_string(),
             problem.types.qkv.to_string(),
-            format!("{}x{}x{}", problem.lengths.sequences(), problem.heads_q, problem.lengths.max_k()),
+            format!(
+                "{}x{}x{}",
+                problem.lengths.sequences(),
+                pair(problem.heads_q, problem.heads_kv, ':'),
+                pair(problem.lengths.max_q(), problem.lengths.max_k(), ',')
+            ),
             p.winner.clone().unwrap_or_else(|| "-".into()),
             number(p.tflops, 0),
             p.first_choice.clone().unwrap_or_else(|| "-".into()),
@@ -27,7 +34,8 @@ fn rows(report: &Report) -> Vec<[String; 10]> {
     report.problems.iter().map(row).collect()
 }
 
-const HEADER: [&str; 10] = [
+const HEADER: [&str; 11] = [
+    "problem",
     "hd",
     "mask",
     "dtype",
@@ -42,13 +50,35 @@ const HEADER: [&str; 10] = [
 
 fn summary(report: &Report) -> String {
     let number = |value: Option<f64>| value.map_or("-".into(), |x| format!("{x:.3}"));
-    format!(
+    let mut text = format!(
         "Rank correlation of prediction and measurement: {} in the mean over problems, {} over everything. The \
          planner's first choice is within 3 % of the best for {} of {} problems.\n",
         number(report.mean_rank_correlation),
         number(report.overall_rank_correlation),
         report.first_choice_near,
         report.problems.len()
+    );
+    if let (Some(seed), Some(Halves { even, odd })) = (report.seed, &report.halves) {
+        text +=
+            &format!("\nProblems drawn by seed {seed}; the first choice's rate over that of the best:\n\n");
+        for (name, half) in [("all", &report.distribution), ("even-numbered", even), ("odd-numbered", odd)] {
+            text += &format!("- {name}: {}\n", distribution(half));
+        }
+    }
+    text
+}
+
+fn distribution(of: &Distribution) -> String {
+    let share = |value: Option<f64>| value.map_or("-".into(), |x| format!("{:.0} %", 100.0 * x));
+    let number = |value: Option<f64>| value.map_or("-".into(), |x| format!("{x:.3}"));
+    format!(
+        "{} problems, within 3 % for {}, within 8 % for {}, lowest {}, geometric mean {}, rank correlation {} in the mean",
+        of.problems,
+        share(of.within_3_percent),
+        share(of.within_8_percent),
+        number(of.worst),
+        number(of.geometric_mean),
+        number(of.mean_rank_correlation)
     )
 }
 

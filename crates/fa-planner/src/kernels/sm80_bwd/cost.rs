@@ -65,7 +65,9 @@ pub(crate) fn predict(
     let step = overlap([resident * tensor * alone, resident * exp, resident * smem], exponent) + exposed;
 
     let mask = resident * scores * c.mask_ops / f32_lanes(limits);
-    let length = |class: &TileClass| c.sm80_bwd_block + class.steps * step + class.masked * mask;
+    // With parts, dK and dV are added to f32 accumulators in the L2, by all resident blocks at once.
+    let added = resident * split.added / c.sm90_bwd.atomic_bytes;
+    let length = |class: &TileClass| c.sm80_bwd_block + added + class.steps * step + class.masked * mask;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
         (_, TileOrder::LongestFirst) => Queue::LongestFirst,
@@ -74,7 +76,8 @@ pub(crate) fn predict(
     let (total, end) = work.makespan(sms * resident, queue, length);
     // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
     // to.
-    let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0);
+    let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0)
+        + work.tiles * c.bwd_add_weight * split.added;
     let l2 = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency * limits.clock_ghz * 1e9 * c.clock);
     let cost = Launches {
         tensor,
@@ -85,6 +88,7 @@ pub(crate) fn predict(
         total: total / resident,
         end,
         work: &work,
+        split,
         flops_per_step: 2.0 * scores * (3.0 * hd + 2.0 * hdv),
     }
     .cost(problem, [hd, hdv], limits, c);
@@ -104,25 +108,32 @@ struct Launches<'a> {
     /// Clocks until the last SM is done.
     end: f64,
     work: &'a Work,
+    /// Its accumulators of dK and dV, and what the L2 has lost.
+    split: Split,
     flops_per_step: f64,
 }
 
 impl Launches<'_> {
     /// The cost, preprocess and postprocess included.
     fn cost(&self, problem: &Problem, [hd, hdv]: [f64; 2], limits: &ArchLimits, c: &CostConstants) -> Cost {
-        let Launches { tensor, exp, smem, l2, exposed, total, end, work, flops_per_step } = *self;
+        let Launches { tensor, exp, smem, l2, exposed, total, end, work, split, flops_per_step } = *self;
         let sms = f64::from(limits.sms);
         let clock = limits.clock_ghz * 1e9 * c.clock;
         let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
-        let main = overlap([end / clock, power, l2], 8.0);
+        let bandwidth = limits.hbm_bytes_per_s * c.hbm_efficiency;
+        let busy = overlap([end / clock, power, l2], 8.0);
+        // What the L2 loses between two uses comes from device memory while the products go on.
+        let missed = split.missed / bandwidth;
+        let main = overlap([busy, missed], c.sm90_bwd.main_overlap);
 
-        // Preprocess reads O and dO and zeroes the accumulators; postprocess reads them and writes dQ.
+        // Preprocess reads O and dO and zeroes the accumulators; postprocess reads them and writes dQ, with parts
+        // also dK and dV.
         let rows = problem.rows();
         let accumulators = rows * hd * 4.0;
         let (qkv, out) = (problem.types.qkv.bytes() as f64, problem.types.out.bytes() as f64);
-        let around = rows * (2.0 * hdv * out + hd * qkv) + 2.0 * accumulators;
-        let hbm = (around + problem.bytes_backward()) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
-        let outer = around / (limits.hbm_bytes_per_s * c.hbm_efficiency) + 3.0 * c.launch_s;
+        let around = rows * (2.0 * hdv * out + hd * qkv) + 2.0 * accumulators + 2.5 * split.sums;
+        let hbm = (around + problem.bytes_backward()) / bandwidth + missed;
+        let outer = around / bandwidth + 3.0 * c.launch_s;
         let seconds = main + outer;
         let alone = |clocks: f64| work.steps() / sms * clocks / clock;
         let terms = Terms {
