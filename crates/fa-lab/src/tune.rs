@@ -8,6 +8,7 @@ pub mod draw;
 pub mod measured;
 pub mod report;
 mod supervise;
+mod wanted;
 pub(crate) mod worker;
 
 use std::path::PathBuf;
@@ -31,16 +32,7 @@ use candidates::Candidate;
 use measured::{Measured, Notebook, Outcome};
 use report::Report;
 
-/// A problem to find the fastest kernel for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Wanted {
-    /// The problem, of a 16-bit type.
-    pub problem: Problem,
-    /// Kernels to choose from; where none is given, the fastest that the GPU runs.
-    pub family: Option<Family>,
-    /// The pass.
-    pub pass: Pass,
-}
+pub use wanted::Wanted;
 
 /// Where the problems come from.
 #[derive(Clone, Debug, PartialEq)]
