@@ -47,30 +47,45 @@ void Global::next_launch() {
         }
     }
     released_.clear();
+    additions_.clear();
 }
 
 void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing, const Author& author) {
     Region::Cell& cell = region.cells[index];
     const u32 own = current->cta->cluster->id;
-    const std::string what = std::string(" ") + doing + " " + region.name + " +" + std::to_string(4 * index);
+    auto what = [&] { return me() + " " + doing + " " + region.name + " +" + std::to_string(4 * index); };
     auto found = [&](const char* kind, u32 cluster, Slot slot, u16 site, const char* did) {
         const std::string by = std::string("the ") + did + " by " + author_name(cluster, slot);
-        Finding& finding = report(kind, me() + what + "; nothing orders it after " + by);
+        Finding& finding = report(kind, what() + "; nothing orders it after " + by);
         if (finding.others.empty()) finding.others.push_back({by, site_stack(site), 1});
     };
-    const bool adds = use == Use::Atomic || use == Use::Add || use == Use::AddZero;
+    const bool adds = use == Use::Atomic || use == Use::Add || use == Use::Neutral;
+    const u64 address = region.begin + 4 * index;
+    const bool counter = use == Use::Write && additions_.count(address) > 0;
     if (cell.kind == kNobody) {
         if (use != Use::Write) {
-            report("uninitialised read", me() + what + ", which nobody has written");
+            report("uninitialised read", what() + ", which nobody has written");
         }
-    } else if (cell.kind == kWritten || (cell.kind == kAdded && !adds)) {
+    } else if (cell.kind == kWritten || (cell.kind == kAdded && !adds && !counter)) {
         if ((cell.mask & mask) && !ordered(cell.cluster, cell.slot, cell.clock)) {
             found("data race", cell.cluster, cell.slot, cell.site, cell.kind == kAdded ? "addition" : "write");
         }
     } else if (cell.kind == kAdded && use == Use::Add && machine->options.ordered_additions) {
         if (!ordered(cell.cluster, cell.slot, cell.clock)) found("unordered addition", cell.cluster, cell.slot, cell.site, "addition");
     }
-    if (use == Use::AddZero) return;
+    if (counter) {
+        // Whoever has added last has seen all additions before; accesses of one word by one thread keep their order.
+        const std::vector<Addition>& all = additions_[address];
+        const bool last = !all.empty() && all.back().cluster == own && all.back().slot == author.slot;
+        for (const Addition& other : all) {
+            if (last || ordered(other.cluster, other.slot, other.clock)) continue;
+            found("data race", other.cluster, other.slot, other.site, "addition");
+        }
+        additions_.erase(address);
+    } else if (use == Use::Atomic) {
+        additions_[address].push_back({own, author.clock, author.slot, site_of(pc)});
+    }
+    if (use == Use::Neutral) return;
     if (use == Use::Read) {
         cell.read_clock = author.clock;
         cell.read_cluster = own;
@@ -152,7 +167,7 @@ void add_global(float* to, const float* values, int count) {
     const u32 bytes = u32(count) * 4;
     if (u64(to) % bytes) fatal("misaligned", me() + ": red.global of " + std::to_string(bytes) + " bytes");
     const bool zero = std::all_of(values, values + count, [](float value) { return value == 0.f; });
-    machine->global.access(u64(to), bytes, zero ? Use::AddZero : Use::Add, "adds to");
+    machine->global.access(u64(to), bytes, zero ? Use::Neutral : Use::Add, "adds to");
     machine->counters.red_bytes += bytes;
     for (int i = 0; i < count; ++i) to[i] += values[i];
 }
@@ -184,7 +199,7 @@ u32 load_acquire(const u32* from) {
     } else {
         yield();
     }
-    machine->global.access(u64(from), 4, Use::Atomic, "reads");
+    machine->global.access(u64(from), 4, Use::Neutral, "reads");
     machine->global.acquire(u64(from), thread.order, thread.cta->cluster->id);
     thread.polled = from;
     thread.polled_value = *from;

@@ -30,8 +30,8 @@ struct Region {
 };
 
 // Add: of floating-point numbers, whose order is in the sum; Atomic: of integers, and acquiring reads.
-// AddZero leaves every sum as it is, so that its order does not matter.
-enum class Use : u8 { Read, Write, Atomic, Add, AddZero };
+// Neutral leaves what is there as it is: an addition of zero, an acquiring read.
+enum class Use : u8 { Read, Write, Atomic, Add, Neutral };
 
 // Who accesses device memory: the thread that runs, or a copy that it issues.
 struct Author {
@@ -55,6 +55,13 @@ class Global {
     std::map<u64, Region> regions_;  // by where their guards begin
     Region* last_ = nullptr;
     std::map<u64, Remote> released_;  // by address, then by cluster
+    // Of counters and semaphores all additions since they were written, for whoever writes them next.
+    struct Addition {
+        u32 cluster, clock;
+        Slot slot;
+        u16 site;
+    };
+    std::map<u64, std::vector<Addition>> additions_;
 };
 
 }  // namespace emu

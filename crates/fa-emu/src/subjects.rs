@@ -1,4 +1,5 @@
-//! What the four kernels are run on where their code is to be run as a whole: configurations that between them reach every branch.
+//! What the four kernels are run on where their code is to be run as a whole: configurations that between
+//! them reach every branch.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 
@@ -6,23 +7,29 @@ use crate::mutate::Subject;
 use crate::proof::Placing;
 use crate::sweep::Case;
 
-/// Kernel parameters and `(queries, query heads, K/V heads)`.
-type Texts = &'static [(&'static str, (usize, usize, usize))];
+/// Kernel parameters, head dim and mask, and `(queries, query heads, K/V heads)`.
+type Texts = &'static [(&'static str, (u32, &'static str), (usize, usize, usize))];
 
 const SM80_FWD: Texts = &[
     (
         "Sm80Fwd((tile_m: 128, tile_n: 96, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
+        (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm80Fwd((tile_m: 128, tile_n: 64, num_warps: 4, stages: 1, q_in_regs: true, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
+        (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm80Fwd((tile_m: 64, tile_n: 64, num_warps: 4, stages: 3, q_in_regs: true, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
+        (64, "causal"),
         (400, 1, 1),
     ),
 ];
@@ -32,19 +39,29 @@ const SM90_FWD: Texts = &[
         "Sm90Fwd((tile_m: 128, tile_n: 128, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
          kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, \
          exp_poly_of_16: 4, rescale_threshold: 8, pack_gqa: false))",
+        (64, "causal"),
         (900, 2, 2),
     ),
     (
         "Sm90Fwd((tile_m: 128, tile_n: 64, num_wg: 2, pv_is_rs: false, overlap_wg: false, q_stages: 1, \
          kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, cluster_m: 1, \
          exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: false))",
+        (64, "causal"),
         (700, 1, 1),
     ),
     (
         "Sm90Fwd((tile_m: 192, tile_n: 64, num_wg: 3, pv_is_rs: true, overlap_wg: true, q_stages: 2, \
          kv_stages: 2, ping_pong: true, scheduler: Static, tile_order: LongestFirst, cluster_m: 1, \
          exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: true))",
+        (64, "causal"),
         (300, 3, 1),
+    ),
+    (
+        "Sm90Fwd((tile_m: 128, tile_n: 128, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
+         kv_stages: 2, ping_pong: true, scheduler: Static, tile_order: Natural, cluster_m: 2, \
+         exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: false))",
+        (64, "full"),
+        (600, 1, 1),
     ),
 ];
 
@@ -53,18 +70,21 @@ const SM80_BWD: Texts = &[
         "Sm80Bwd((tile_m: 64, tile_n: 128, num_warps: 8, q_stages: 2, do_stages: 2, atom_layout_m_sdp: 2, \
          atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 0, blocks_per_sm: 1, tile_order: LongestFirst, \
          deterministic: false))",
+        (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm80Bwd((tile_m: 64, tile_n: 128, num_warps: 8, q_stages: 2, do_stages: 1, atom_layout_m_sdp: 2, \
-         atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 32, blocks_per_sm: 1, tile_order: LongestFirst, \
-         deterministic: true))",
+         atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 32, blocks_per_sm: 1, tile_order: \
+         LongestFirst, deterministic: true))",
+        (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm80Bwd((tile_m: 64, tile_n: 128, num_warps: 8, q_stages: 3, do_stages: 2, atom_layout_m_sdp: 2, \
          atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 0, blocks_per_sm: 1, tile_order: Natural, \
          deterministic: true))",
+        (64, "causal"),
         (500, 2, 1),
     ),
 ];
@@ -72,28 +92,39 @@ const SM80_BWD: Texts = &[
 const SM90_BWD: Texts = &[
     (
         "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
-         deterministic: false))",
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: \
+         LongestFirst, deterministic: false))",
+        (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 1, pds_stages: 1, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 2, mma_dkv_is_rs: false, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
-         deterministic: true))",
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 2, mma_dkv_is_rs: false, dq_via_smem: true, dq_slices: 1, tile_order: \
+         LongestFirst, deterministic: true))",
+        (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm90Bwd((tile_m: 64, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: false, dq_slices: 1, tile_order: Natural, \
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: false, dq_slices: 1, tile_order: Natural, \
          deterministic: true))",
+        (64, "causal"),
         (500, 1, 1),
+    ),
+    (
+        "Sm90Bwd((tile_m: 64, tile_n: 80, num_wg: 2, q_stages: 2, do_stages: 1, pds_stages: 1, \
+         sdp_swap_ab: false, dkv_swap_ab: true, dq_swap_ab: true, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         1, atom_layout_m_dq: 1, mma_dkv_is_rs: false, dq_via_smem: false, dq_slices: 2, tile_order: \
+         Natural, deterministic: false))",
+        (256, "causal"),
+        (250, 1, 1),
     ),
 ];
 
-/// The four kernels with their configurations, on an SM90 target, causal, head dim 64.
+/// The four kernels with their configurations, on an SM90 target.
 ///
 /// # Panics
 /// When a configuration is no valid spec any more.
@@ -101,21 +132,33 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
     [("sm80_fwd", SM80_FWD), ("sm90_fwd", SM90_FWD), ("sm80_bwd", SM80_BWD), ("sm90_bwd", SM90_BWD)]
         .into_iter()
         .map(|(name, texts)| {
-            (name, texts.iter().map(|(kernel, lengths)| subject(kernel, *lengths)).collect())
+            (name, texts.iter().map(|(kernel, kind, lengths)| subject(kernel, *kind, *lengths)).collect())
         })
         .collect()
 }
 
-fn subject(kernel: &str, (seqlen, heads_q, heads_kv): (usize, usize, usize)) -> Subject {
+fn subject(
+    kernel: &str,
+    (head_dim, mask): (u32, &str),
+    (seqlen, heads_q, heads_kv): (usize, usize, usize),
+) -> Subject {
     let text = format!(
-        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: causal, softcap: false, kernel: {kernel})"
+        "(dtype: bf16, head_dim: {head_dim}, head_dim_v: {head_dim}, mask: {mask}, softcap: false, kernel: \
+         {kernel})"
     );
     let spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let problem = Problem {
         lengths: Lengths::uniform(1, seqlen, seqlen),
         heads_q,
         heads_kv,
-        ..Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv)
+        ..Problem::square(
+            1,
+            1,
+            1,
+            head_dim as usize,
+            if mask == "full" { Mask::FULL } else { Mask::CAUSAL },
+            spec.types.qkv,
+        )
     };
     Subject { spec, arch: Arch::Sm90, case: Case { problem, placing: Placing::PACKED } }
 }

@@ -8,7 +8,8 @@ use clap::Args;
 use fa_attn::atomic_file;
 use fa_core::{Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
 use fa_emu::mutate::{self, Statement};
-use fa_emu::record::{Attempt, Candidate, Record, prove};
+use fa_emu::record::{Attempt, Candidate, Record, prove, today};
+use fa_emu::sample::sample;
 use fa_emu::sweep::{SEEDS, Trials, distinct};
 use fa_emu::{Counters, Emulator, Finding, Options, Pace, Placing, Planned, Proof, Trial, Unit, timeline};
 use fa_kernels::Headers;
@@ -25,7 +26,7 @@ use crate::term::progress::{self, Steps};
 #[command(after_help = EXAMPLES)]
 pub struct EmulateArgs {
     /// The kernel: a spec as `fa plan --format ron` prints it, or a shipped one
-    #[arg(required_unless_present_any = ["shipped", "mutate"])]
+    #[arg(required_unless_present_any = ["shipped", "sample", "mutate"])]
     pub spec: Option<PathBuf>,
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
     #[arg(long)]
@@ -61,7 +62,8 @@ pub struct EmulateArgs {
     #[arg(long = "seed", value_name = "N")]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sms: u32,
     /// Give up after this many steps of the scheduler
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -78,6 +80,12 @@ pub struct EmulateArgs {
     /// Every shipped kernel at awkward shapes, but those that the record knows; it is written
     #[arg(long, conflicts_with_all = ["spec", "mutate"])]
     pub shipped: bool,
+    /// So many of the planner's other configurations at awkward shapes: others each day
+    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
+    pub sample: Option<usize>,
+    /// The day of the sample [default: today]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
     pub record: PathBuf,
@@ -85,6 +93,9 @@ pub struct EmulateArgs {
     /// that nothing misses
     #[arg(long)]
     pub mutate: bool,
+    /// Of --mutate: only statements whose place contains this, as in sm90/fwd.cuh:120
+    #[arg(long, value_name = "TEXT", requires = "mutate")]
+    pub statement: Option<String>,
     /// Removals that nothing misses, with the reasons: others make a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
     pub survivors: PathBuf,
@@ -101,8 +112,10 @@ Examples:
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --mutate                                      is every barrier missed when it is gone?
 
-Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, missing fences,
-reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. It says
+Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, \
+missing fences,
+reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. \
+It says
 nothing about speed, spills, and the rounding within a tensor core.
 Exit code 1 when anything is found.";
 
@@ -145,6 +158,7 @@ pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped(args, &emulator),
+        _ if args.sample.is_some() => sampled(args, &emulator),
         None => mutations(args, &emulator, fa_emu::subjects::subjects()),
         Some(path) => {
             let (spec, arch) = read(args, path)?;
@@ -197,7 +211,8 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
     const LIMIT: f64 = 4e11;
     if problem.flops_forward() > LIMIT {
         let message = format!(
-            "{:.1e} operations would be emulated for hours, the limit is {LIMIT:.0e}: use shorter sequences or fewer heads",
+            "{:.1e} operations would be emulated for hours, the limit is {LIMIT:.0e}: use shorter sequences \
+             or fewer heads",
             problem.flops_forward()
         );
         return Err(InputError::Usage(message).into());
@@ -334,34 +349,53 @@ fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
             candidates.push(Candidate { name: file.path.to_owned(), spec: file.shipped.spec.clone(), arch });
         }
     }
-    let all = candidates.len();
     let record = Record::read(&args.record);
-    let steps = Mutex::new(Steps::new(all));
+    let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
+    let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
+    if !proven.is_empty() {
+        record.write(&args.record, &proven)?;
+    }
+    verdict(&attempts, &format!(" and written to {}", args.record.display()))
+}
+
+fn sampled(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
+    let day = args.day.clone().unwrap_or_else(today);
+    let candidates = sample(&day, args.sample.unwrap_or(1));
+    let attempts = attempts(args, emulator, candidates, &[])?;
+    verdict(&attempts, &format!(" of the sample of {day}"))
+}
+
+fn attempts(
+    args: &EmulateArgs,
+    emulator: &Emulator,
+    candidates: Vec<Candidate>,
+    records: &[Record],
+) -> anyhow::Result<Vec<Attempt>> {
+    let steps = Mutex::new(Steps::new(candidates.len()));
     let told = |attempt: &Attempt| {
         if let Ok(mut steps) = steps.lock() {
             steps.begin(format!("{} {}", attempt.candidate.name, attempt.candidate.arch));
             steps.advance();
         }
     };
-    let attempts = prove(emulator, candidates, std::slice::from_ref(&record), workers(args), &told)?;
-    drop(steps);
-    let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
-    let known = attempts.iter().filter(|attempt| attempt.known).count();
-    if !proven.is_empty() {
-        record.write(&args.record, &proven)?;
-    }
-    let faulty: Vec<_> = attempts.iter().filter(|attempt| !attempt.faults.is_empty()).collect();
+    Ok(prove(emulator, candidates, records, workers(args), &told)?)
+}
+
+/// Says what was found in each kernel, and how many there were.
+fn verdict(attempts: &[Attempt], proven_where: &str) -> anyhow::Result<Verdict> {
     let mut out = String::new();
+    let faulty: Vec<_> = attempts.iter().filter(|attempt| !attempt.faults.is_empty()).collect();
     for attempt in &faulty {
         out += &format!("{} on {}\n", attempt.candidate.name, attempt.candidate.arch);
         for fault in &attempt.faults {
             out += &format!("  {}\n", fault.replace('\n', "\n  "));
         }
     }
+    let proven = attempts.iter().filter(|attempt| attempt.proven.is_some()).count();
+    let known = attempts.iter().filter(|attempt| attempt.known).count();
     out += &format!(
-        "{all} kernels: {} proven now, {known} known from {}, {} with findings\n",
-        proven.len(),
-        args.record.display(),
+        "{} kernels: {proven} proven now{proven_where}, {known} known before, {} with findings\n",
+        attempts.len(),
         faulty.len()
     );
     output::print(&out)?;
@@ -401,7 +435,11 @@ fn mutations(
     for (index, (_, subjects)) in kernels.iter().enumerate() {
         let source = fa_emu::source(&subjects[0].spec, subjects[0].arch, &Headers::embedded())?;
         // A header that two kernels share is that of the first.
-        for statement in mutate::statements(&source) {
+        let asked = |statement: &Statement| {
+            let place = format!("{}:{}", statement.file, statement.line);
+            args.statement.as_ref().is_none_or(|text| place.contains(text))
+        };
+        for statement in mutate::statements(&source).into_iter().filter(asked) {
             if !jobs.iter().any(|(_, other): &(usize, Statement)| *other == statement) {
                 jobs.push((index, statement));
             }

@@ -1,9 +1,12 @@
-//! Every shipped spec at awkward shapes under three seeds. Kernels that the committed record or an earlier run has proven, by the hash of
-//! their code and of the machine, are not run again.
+//! Every shipped spec at awkward shapes under three seeds. Kernels that the committed record or an earlier
+//! run has proven, by the hash of their code and of the machine, are not run again.
 
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
-use fa_emu::record::{Candidate, Record, prove};
+use fa_emu::Emulator;
+use fa_emu::record::{Candidate, Record, prove, today};
+use fa_emu::sample::sample;
 use fa_emu::sweep::distinct;
 
 use crate::emulator;
@@ -14,7 +17,6 @@ const COMMITTED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results
 #[test]
 fn every_shipped_kernel_is_right_and_without_a_finding() {
     let Some(emulator) = emulator("every_shipped_kernel_is_right_and_without_a_finding") else { return };
-    let only = std::env::var("FA_EMU_ONLY").unwrap_or_default();
     let mut candidates = Vec::new();
     for file in fa_kernels::specs::shipped().expect("they are valid") {
         let spec = file.shipped.spec;
@@ -23,6 +25,22 @@ fn every_shipped_kernel_is_right_and_without_a_finding() {
         }
     }
     assert!(candidates.len() > 60, "{}", candidates.len());
+    check(emulator, candidates);
+}
+
+/// A few of the planner's other configurations, others each day.
+#[test]
+fn a_sample_of_the_planners_configurations_is_right_and_without_a_finding() {
+    let test = "a_sample_of_the_planners_configurations_is_right_and_without_a_finding";
+    let Some(emulator) = emulator(test) else { return };
+    let day = std::env::var("FA_EMU_DAY").unwrap_or_else(|_| today());
+    eprintln!("the sample of {day}: FA_EMU_DAY={day} draws it again");
+    check(emulator, sample(&day, 3));
+}
+
+/// Runs the candidates that no record knows; panics with all that is found.
+fn check(emulator: &Emulator, mut candidates: Vec<Candidate>) {
+    let only = std::env::var("FA_EMU_ONLY").unwrap_or_default();
     candidates.retain(|candidate| candidate.name.contains(&only));
     let stamps = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated.ron");
     let records = [Record::read(Path::new(COMMITTED)), Record::read(&stamps)];
@@ -36,6 +54,8 @@ fn every_shipped_kernel_is_right_and_without_a_finding() {
     });
     let attempts = attempts.unwrap_or_else(|error| panic!("{error}"));
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();
+    static STAMPS: Mutex<()> = Mutex::new(());
+    let _one_writer = STAMPS.lock().unwrap_or_else(PoisonError::into_inner);
     Record::read(&stamps).write(&stamps, &proven).unwrap();
     let faults: Vec<String> = attempts
         .iter()

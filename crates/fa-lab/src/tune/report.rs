@@ -38,7 +38,8 @@ pub struct Report {
     pub first_choice_near: usize,
     /// The first choices of all problems.
     pub distribution: Distribution,
-    /// Those of drawn problems with an even and an odd number: constants are fitted to one half and judged by the other.
+    /// Those of drawn problems with an even and an odd number: constants are fitted to one half and judged by
+    /// the other.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub halves: Option<Halves>,
 }
