@@ -16,7 +16,7 @@ use std::sync::Mutex;
 
 use fa_attn::device::Gpu;
 use fa_attn::tune::{TuneKey, Tuned, TunedEntry};
-use fa_core::{Family, KernelSpec, Pass, Problem};
+use fa_core::{Family, KernelSpec};
 
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use rayon::prelude::*;
