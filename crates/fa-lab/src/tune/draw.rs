@@ -7,7 +7,7 @@
 use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{PlanOptions, plan};
 
-use super::Wanted;
+use super::wanted::Wanted;
 use crate::error::{Error, Result};
 use crate::random::Random;
 

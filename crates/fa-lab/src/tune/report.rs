@@ -8,8 +8,8 @@ use serde::Serialize;
 use crate::record::Provenance;
 use crate::runner::Turns;
 
-use super::Wanted;
 use super::measured::Measured;
+use super::wanted::Wanted;
 
 /// The planner's first choice is to be within this of the best measured for nine problems in ten,
 const NEAR: f64 = 1.03;
