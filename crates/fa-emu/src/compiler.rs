@@ -1,5 +1,5 @@
-//! The machine's own C++ compiler, and what it has compiled: the machine once, a unit for each kernel. Kept by content, so
-//! that what has not changed costs nothing.
+//! The machine's own C++ compiler, and what it has compiled: the machine once, a unit for each kernel. Kept
+//! by content, so that what has not changed costs nothing.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -30,7 +30,8 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// The compiler in the variable `CXX`, or the first of g++, c++ and clang++ on the path; results go to `root`.
+    /// The compiler in the variable `CXX`, or the first of g++, c++ and clang++ on the path; results go to
+    /// `root`.
     ///
     /// # Errors
     /// [`Error::NoCompiler`] and [`Error::Host`].
@@ -65,8 +66,8 @@ impl Compiler {
         &self.root
     }
 
-    /// The shared library `name-KEY.so` of the sources `(name, text)`, of which `main` is compiled; from the folder, or
-    /// compiled now. It appears whole or not at all.
+    /// The shared library `name-KEY.so` of the sources `(name, text)`, of which `main` is compiled; from the
+    /// folder, or compiled now. It appears whole or not at all.
     ///
     /// # Errors
     /// [`Error::Compile`] and [`Error::Io`].

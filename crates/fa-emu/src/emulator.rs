@@ -19,8 +19,8 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// With the host's C++ compiler ([`crate::COMPILER_VARIABLE`]) and what it compiles in the user's cache folder
-    /// ([`crate::CACHE_VARIABLE`]).
+    /// With the host's C++ compiler ([`crate::COMPILER_VARIABLE`]) and what it compiles in the user's cache
+    /// folder ([`crate::CACHE_VARIABLE`]).
     ///
     /// # Errors
     /// [`Error::NoCompiler`], [`Error::Host`], and the compiler's.

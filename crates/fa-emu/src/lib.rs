@@ -1,10 +1,10 @@
 //! Runs the CUDA attention kernels on the host, without a GPU.
 //!
-//! The kernels' own sources are compiled by the host's C++ compiler, unchanged but for `cuda/ptx`, whose headers have a
-//! twin each in `host/ptx`. The twins call a machine (`machine/`): threads are fibers, what a warp does at once is a rendezvous of
-//! its lanes, and what the hardware does on its own (TMA, cp.async, wgmma) is done by a seeded scheduler some time between its issue
-//! and the wait that needs it. Vector clocks and a shadow of shared and global memory find what is not ordered, whatever the
-//! schedule was.
+//! The kernels' own sources are compiled by the host's C++ compiler, unchanged but for `cuda/ptx`, whose
+//! headers have a twin each in `host/ptx`. The twins call a machine (`machine/`): threads are fibers, what a
+//! warp does at once is a rendezvous of its lanes, and what the hardware does on its own (TMA, cp.async,
+//! wgmma) is done by a seeded scheduler some time between its issue and the wait that needs it. Vector clocks
+//! and a shadow of shared and global memory find what is not ordered, whatever the schedule was.
 //!
 //! ```no_run
 //! use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
@@ -22,8 +22,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX ISA's memory model
-//! would allow.
+//! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX
+//! ISA's memory model would allow.
 
 mod compiler;
 mod emulator;

@@ -234,7 +234,8 @@ impl Session<'_> {
     /// Runs a launch; false when it had to be given up.
     ///
     /// # Safety
-    /// The entry and its arguments fit each other, and what they point at has been named to the session and is alive.
+    /// The entry and its arguments fit each other, and what they point at has been named to the session and
+    /// is alive.
     pub unsafe fn launch(&self, launch: &Launch) -> bool {
         let name = CString::new(launch.name).expect("entries have no NUL");
         let raw = RawLaunch {

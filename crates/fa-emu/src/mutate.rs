@@ -1,5 +1,6 @@
-//! The emulation's own proof: every synchronising statement of a kernel removed, one at a time. A removal that nothing notices
-//! is a statement that is redundant, that did not run, or that is outside what the emulation models.
+//! The emulation's own proof: every synchronising statement of a kernel removed, one at a time. A removal
+//! that nothing notices is a statement that is redundant, that did not run, or that is outside what the
+//! emulation models.
 
 use std::collections::BTreeMap;
 
@@ -113,8 +114,8 @@ pub fn statements(source: &Source) -> Vec<Statement> {
     found
 }
 
-/// Where in `text` the call lies that the statement in its first line, `line`, consists of, if it synchronises. What stands before it
-/// on the line (`if (...)`, a lambda's `{`) stays.
+/// Where in `text` the call lies that the statement in its first line, `line`, consists of, if it
+/// synchronises. What stands before it on the line (`if (...)`, a lambda's `{`) stays.
 fn call_in(text: &str, line: &str) -> Option<(usize, usize)> {
     let code = line.split("//").next().unwrap_or(line);
     for (at, _) in code.match_indices('(') {
@@ -130,7 +131,8 @@ fn call_in(text: &str, line: &str) -> Option<(usize, usize)> {
         }
         let path_at =
             named.rfind(|c: char| !(c.is_alphanumeric() || "_.:>-".contains(c))).map_or(0, |i| i + 1);
-        // A statement begins after `;`, `{`, `)` of a condition, or at the start; anything else is a declaration or an expression.
+        // A statement begins after `;`, `{`, `)` of a condition, or at the start; anything else is a
+        // declaration or an expression.
         let before = named[..path_at].trim_end();
         if !(before.is_empty() || before.ends_with([';', '{', ')']) || before.ends_with("else")) {
             continue;
@@ -222,7 +224,8 @@ mod tests {
     #[test]
     fn calls_that_synchronise_are_statements_and_declarations_are_not() {
         let text = "void wait_turn() const {\n    wgmma::wait<0>();\n    if constexpr (X) named_barrier_sync(kA + i,\n        128);\n\
-                    // cta_sync();\n    const auto wait = [&] { cta_sync(); };\n    smem.q_bars.release(state, elected);\n\
+                    // cta_sync();\n    const auto wait = [&] { cta_sync(); };\n    smem.q_bars.release(state,
+                    // elected);\n\
                     auto x = f.wait(1);\n    cta_sync();\n}\n";
         assert_eq!(
             found(text),

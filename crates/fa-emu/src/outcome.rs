@@ -156,8 +156,8 @@ pub struct Outcome {
     pub launches: Vec<LaunchOutcome>,
     /// The timeline of the traced CTA.
     pub spans: Vec<Span>,
-    /// Elements of the written tensors with what lies between their rows, in the order of a call: of a forward out, of a
-    /// backward dq, dk, dv.
+    /// Elements of the written tensors with what lies between their rows, in the order of a call: of a
+    /// forward out, of a backward dq, dk, dv.
     #[serde(skip)]
     pub outputs: Vec<Vec<u16>>,
     /// LSE of a forward.

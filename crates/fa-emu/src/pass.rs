@@ -111,8 +111,8 @@ impl Unit {
                     if launch.takes_maps {
                         arguments.extend(maps.iter().map(|map| (&raw const *map).cast::<c_void>()));
                     }
-                    // SAFETY: the entry is of the unit's own source, which takes these arguments; all that they point at has been
-                    // named, and lives until the end of this function.
+                    // SAFETY: the entry is of the unit's own source, which takes these arguments; all that
+                    // they point at has been named, and lives until the end of this function.
                     let finished = unsafe {
                         session.launch(&Launch {
                             name: launch.entry,

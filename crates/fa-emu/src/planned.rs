@@ -1,4 +1,5 @@
-//! What a pass did, beside what the planner takes it to do: products, bytes brought to shared memory, bank conflicts.
+//! What a pass did, beside what the planner takes it to do: products, bytes brought to shared memory, bank
+//! conflicts.
 
 use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
 use fa_planner::account::head_splits;

@@ -1,4 +1,5 @@
-//! A kernel proven on a problem: inputs, what the oracle makes of them, and what an emulated pass gave, side by side.
+//! A kernel proven on a problem: inputs, what the oracle makes of them, and what an emulated pass gave, side
+//! by side.
 //!
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 

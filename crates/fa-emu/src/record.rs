@@ -1,5 +1,5 @@
-//! Which kernels have been proven by emulation: remembered by the hash of all that a proof depends on, so that an unchanged kernel
-//! costs nothing.
+//! Which kernels have been proven by emulation: remembered by the hash of all that a proof depends on, so
+//! that an unchanged kernel costs nothing.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -59,7 +59,8 @@ impl Record {
         std::fs::read_to_string(path).ok().and_then(|text| ron::from_str(&text).ok()).unwrap_or_default()
     }
 
-    /// Adds proofs, each in place of an older one of the same kernel, and writes the file; it appears whole or not at all.
+    /// Adds proofs, each in place of an older one of the same kernel, and writes the file; it appears whole
+    /// or not at all.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -97,7 +98,8 @@ pub struct Attempt {
     pub took: (Duration, Duration),
 }
 
-/// Proves the candidates that no record knows, on as many threads as `workers`; `told` hears of each as it is done.
+/// Proves the candidates that no record knows, on as many threads as `workers`; `told` hears of each as it is
+/// done.
 ///
 /// # Errors
 /// The first [`Error`] of a candidate.

@@ -8,7 +8,8 @@ use fa_planner::plan::{PlanOptions, plan};
 use crate::compiler::hash;
 use crate::record::Candidate;
 
-/// `count` of the planner's configurations, from as many kernels in turn, drawn by `day`: any text gives a sample of its own.
+/// `count` of the planner's configurations, from as many kernels in turn, drawn by `day`: any text gives a
+/// sample of its own.
 pub fn sample(day: &str, count: usize) -> Vec<Candidate> {
     let mut pools: Vec<Vec<(String, Candidate)>> = Vec::new();
     for (family, arch) in [(Family::Sm90, Arch::Sm90), (Family::Sm80, Arch::Sm80)] {

@@ -1,4 +1,5 @@
-//! What the four kernels are run on where their code is to be run as a whole: configurations that between them reach every branch.
+//! What the four kernels are run on where their code is to be run as a whole: configurations that between
+//! them reach every branch.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 

@@ -14,8 +14,9 @@ use crate::unit::Unit;
 /// Seeds of a sweep: an eager schedule, a lazy one, and one by chance.
 pub const SEEDS: [u64; 3] = [0, 1, 2];
 
-/// `(seqlen_q, seqlen_k)` with heads: single rows, fewer rows than a tile, more queries than keys and fewer, several tiles in both
-/// directions, groups of heads. Shapes of `fa_cpu::grid`, the shorter ones, and one of several tiles.
+/// `(seqlen_q, seqlen_k)` with heads: single rows, fewer rows than a tile, more queries than keys and fewer,
+/// several tiles in both directions, groups of heads. Shapes of `fa_cpu::grid`, the shorter ones, and one of
+/// several tiles.
 const SHAPES: [(usize, usize, usize, usize); 7] = [
     (1, 1, 2, 2),
     (3, 3, 2, 1),
@@ -35,7 +36,8 @@ pub struct Case {
     pub placing: Placing,
 }
 
-/// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head dims that the kernel pads.
+/// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head
+/// dims that the kernel pads.
 pub fn cases(spec: &KernelSpec) -> Vec<Case> {
     let mask = match spec.mask {
         MaskKind::Full => Mask::FULL,
@@ -104,7 +106,8 @@ pub struct Verdict {
     pub faults: Vec<String>,
 }
 
-/// Runs a kernel on cases under all seeds; a deterministic kernel's outputs must be the same bits in all of them.
+/// Runs a kernel on cases under all seeds; a deterministic kernel's outputs must be the same bits in all of
+/// them.
 ///
 /// # Errors
 /// Those of [`Unit::run`].
@@ -149,7 +152,8 @@ fn beside_the_plan(unit: &Unit, problem: &Problem, proof: &Proof) -> Vec<String>
     main.map_or_else(Vec::new, |launch| planned.faults(spec, &launch.counters))
 }
 
-/// The architectures of `archs` for which a kernel's unit differs: SM80-class backwards add vectors from 9.0 on.
+/// The architectures of `archs` for which a kernel's unit differs: SM80-class backwards add vectors from 9.0
+/// on.
 pub fn distinct(spec: &KernelSpec, archs: &[Arch]) -> Vec<Arch> {
     let vector = |arch: &Arch| match &spec.kernel {
         Kernel::Sm80Bwd(_) => arch.compute_capability().0 >= 9,

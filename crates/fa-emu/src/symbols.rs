@@ -1,4 +1,5 @@
-//! From addresses in a unit to lines of the kernel's source, inlined calls included, by the binutils' addr2line.
+//! From addresses in a unit to lines of the kernel's source, inlined calls included, by the binutils'
+//! addr2line.
 
 use std::collections::BTreeMap;
 use std::path::Path;

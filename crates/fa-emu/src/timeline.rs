@@ -1,4 +1,5 @@
-//! The timeline of one CTA as a page: a lane for each warp, the copy engine and each warp group's tensor core, over emulated steps.
+//! The timeline of one CTA as a page: a lane for each warp, the copy engine and each warp group's tensor
+//! core, over emulated steps.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;

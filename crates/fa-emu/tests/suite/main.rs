@@ -1,4 +1,5 @@
-//! The emulation, proven: kernels against the oracle, injected faults, and every shipped spec at awkward shapes.
+//! The emulation, proven: kernels against the oracle, injected faults, and every shipped spec at awkward
+//! shapes.
 
 mod faults;
 mod shipped;

@@ -1,5 +1,5 @@
-//! Every shipped spec at awkward shapes under three seeds. Kernels that the committed record or an earlier run has proven, by the hash of
-//! their code and of the machine, are not run again.
+//! Every shipped spec at awkward shapes under three seeds. Kernels that the committed record or an earlier
+//! run has proven, by the hash of their code and of the machine, are not run again.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
