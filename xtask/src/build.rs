@@ -6,7 +6,8 @@ use anyhow::Result;
 
 use crate::workspace;
 
-/// Compile every shipped spec for its architectures; write cubins, manifest and a table of planned against actual.
+/// Compile every shipped spec for its architectures; write cubins, manifest and a table of planned against
+/// actual.
 #[derive(clap::Args)]
 pub struct Args {
     /// Only for these architectures.

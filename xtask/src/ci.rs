@@ -11,7 +11,8 @@ use crate::{device, toolkit, workspace};
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Compile every shipped kernel for every architecture, whatever docs/results/compiled.ron lists, and write that list.
+    /// Compile every shipped kernel for every architecture, whatever docs/results/compiled.ron lists, and
+    /// write that list.
     #[arg(long)]
     all_archs: bool,
 }
@@ -72,7 +73,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let Tally { suites, passed, failed, ignored } = tally;
     println!(
-        "ci: all {} checks ok; {passed} tests passed, {failed} failed, {ignored} ignored in {suites} suites; {:.0?}",
+        "ci: all {} checks ok; {passed} tests passed, {failed} failed, {ignored} ignored in {suites} suites; \
+         {:.0?}",
         STEPS.len(),
         start.elapsed()
     );
@@ -119,7 +121,8 @@ mod tests {
             "running 3 tests",
             "test tests::results_add_up ... ok",
             "test result: ok. 14 passed; 0 failed; 2 ignored; 0 measured; 1 filtered out; finished in 0.02s",
-            "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.44s",
+            "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in \
+             0.44s",
         ] {
             tally.add(line);
         }

@@ -1,5 +1,5 @@
-//! `cargo xtask codegen`: the generated CUDA headers. The generator is the library's own, run as its example, so that
-//! xtask itself builds without the CUDA bindings.
+//! `cargo xtask codegen`: the generated CUDA headers. The generator is the library's own, run as its example,
+//! so that xtask itself builds without the CUDA bindings.
 
 use anyhow::Result;
 

@@ -7,6 +7,8 @@ mod device;
 #[cfg(test)]
 mod imports;
 #[cfg(test)]
+mod lines;
+#[cfg(test)]
 mod notebook;
 #[cfg(test)]
 mod rust_tokens;

@@ -75,7 +75,8 @@ fn files(path: &Path, into: &mut Vec<PathBuf>) {
     }
 }
 
-/// What is wrong with a set of files: numbers defined twice, cited but not defined, defined but not in the index.
+/// What is wrong with a set of files: numbers defined twice, cited but not defined, defined but not in the
+/// index.
 fn problems(texts: &[(String, String)]) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut defined: BTreeMap<&str, (&str, &str, &str)> = BTreeMap::new();

@@ -100,7 +100,9 @@ mod tests {
 
     #[test]
     fn words_and_marks_are_left_when_comments_and_literals_go() {
-        let text = r###"fn f<'a>(x: &'a str) -> char { /* a /* b */ c */ g::h("q \" //", 'x', '\'', '\\', r#"raw " "#) } // end"###;
+        let text = r###"fn f<'a>(x: &'a str) -> char {
+            /* a /* b */ c */ g::h("q \" //", 'x', '\'', '\\', r#"raw " "#)
+        } // end"###;
         let found: Vec<&str> = tokens(text).iter().map(|token| token.text).collect();
         assert_eq!(found.join(" "), "fn f < a > ( x : & a str ) - > char { g :: h ( , , , , ) }");
     }

@@ -9,7 +9,8 @@ use fa_planner::{HeadDims, Mode};
 
 use crate::workspace::BadInput;
 
-/// List the feasible configurations for a pair of head dims, best first: on sm90 those of the block size tuning guide.
+/// List the feasible configurations for a pair of head dims, best first: on sm90 those of the block size
+/// tuning guide.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   cargo xtask search --headdim 128
@@ -23,12 +24,12 @@ pub struct Args {
     /// fwd, bwd or both.
     #[arg(long, default_value = "both")]
     mode: Mode,
-    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warp group); on other
-    /// architectures than sm90 only tiles with one of these.
+    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warp group); on
+    /// other architectures than sm90 only tiles with one of these.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     tile_m: Option<Vec<u32>>,
-    /// tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on other architectures than
-    /// sm90 only tiles with one of these.
+    /// tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on other
+    /// architectures than sm90 only tiles with one of these.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     tile_n: Option<Vec<u32>>,
     /// List at most N configurations of each direction [default: 10 in the table, all in JSON and RON].
@@ -40,8 +41,8 @@ pub struct Args {
     /// table, json or ron.
     #[arg(long, value_enum, default_value = "table")]
     format: Format,
-    /// Add how many candidates each limit rejected and the nearest miss of each kind; in the table also the exact account
-    /// of the best.
+    /// Add how many candidates each limit rejected and the nearest miss of each kind; in the table also the
+    /// exact account of the best.
     #[arg(long)]
     explain: bool,
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask toolkit`: NVRTC, the disassemblers and clang-format from PyPI into the target folder, for machines with
-//! no CUDA.
+//! `cargo xtask toolkit`: NVRTC, the disassemblers and clang-format from PyPI into the target folder, for
+//! machines with no CUDA.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,8 +16,8 @@ pub struct Args {
     force: bool,
 }
 
-/// NVRTC is held at one minor version, so that the code it makes does not change under us; the disassemblers read the
-/// cubins of every version before their own. Every version of clang-format formats in its own way.
+/// NVRTC is held at one minor version, so that the code it makes does not change under us; the disassemblers
+/// read the cubins of every version before their own. Every version of clang-format formats in its own way.
 const PACKAGES: [&str; 4] = [
     "nvidia-cuda-nvrtc==13.0.*",
     "nvidia-cuda-nvdisasm>=13,<14",

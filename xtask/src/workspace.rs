@@ -29,12 +29,14 @@ pub fn cargo(args: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do not parse.
+/// What was asked for makes no sense, and asking again will not help: exit code 2, as for arguments that do
+/// not parse.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct BadInput(pub String);
 
-/// `fa` has said what is wrong and ended with this code: 1 for what did not pass, 2 for input that makes no sense.
+/// `fa` has said what is wrong and ended with this code: 1 for what did not pass, 2 for input that makes no
+/// sense.
 #[derive(Debug, thiserror::Error)]
 #[error("fa {command} ended with exit code {code}")]
 pub struct FaEnded {
@@ -56,4 +58,26 @@ pub fn fa(command: &str, flags: &[String]) -> Result<()> {
         Some(code) => Err(FaEnded { command: command.to_owned(), code }.into()),
         None => bail!("fa {command} was ended ({status})"),
     }
+}
+
+/// Texts of the files below `folder` with this extension, by their paths from it, in order; build outputs are
+/// left out.
+#[cfg(test)]
+pub fn sources(folder: &Path, extension: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(at) = folders.pop() {
+        for entry in std::fs::read_dir(&at).unwrap_or_else(|error| panic!("{}: {error}", at.display())) {
+            let path = entry.unwrap().path();
+            let is_output = path.file_name().is_some_and(|name| name == "target" || name == ".git");
+            if path.is_dir() && !is_output {
+                folders.push(path);
+            } else if path.extension().is_some_and(|found| found == extension) {
+                let name = path.strip_prefix(folder).unwrap().to_string_lossy().replace('\\', "/");
+                found.push((name, std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    found.sort();
+    found
 }

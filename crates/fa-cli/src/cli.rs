@@ -19,7 +19,8 @@ use crate::commands::validate::args::ValidateArgs;
 /// `fa` plans an attention problem for a GPU architecture (which tiles fit, which is best, and why the others
 /// are not) and computes it on the machine at hand.
 #[derive(Debug, Parser)]
-#[command(name = "fa", version, arg_required_else_help = true, max_term_width = 110, after_help = TOP_EXAMPLES)]
+#[command(name = "fa", version, arg_required_else_help = true)]
+#[command(max_term_width = 110, after_help = TOP_EXAMPLES)]
 pub struct Cli {
     /// Show what is going on, on standard error (-v info, -vv debug, -vvv trace)
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]

@@ -24,13 +24,17 @@ h2 { font-size: 18px; margin: 0 0 4px; }
 p { margin: 0 0 12px; max-width: 80ch; }
 .lead, .note { color: #5b6372; }
 .note { font-size: 13.5px; }
-.warning { background: #fff4d6; border: 1px solid #d9a800; border-radius: 8px; padding: 10px 14px; margin-top: 16px; }
-section { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 20px 24px; margin-top: 20px; }
+.warning { background: #fff4d6; border: 1px solid #d9a800; border-radius: 8px; padding: 10px 14px; \
+margin-top: 16px; }
+section { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 20px 24px; margin-top: \
+20px; }
 .scroll { overflow-x: auto; }
 svg { display: block; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(138px, 1fr)); gap: 10px; margin-top: 20px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(138px, 1fr)); gap: 10px; margin-top: \
+20px; }
 .card { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 12px 14px; }
-.card b { display: block; font-size: 17px; white-space: nowrap; line-height: 1.3; font-variant-numeric: tabular-nums; }
+.card b { display: block; font-size: 17px; white-space: nowrap; line-height: 1.3; font-variant-numeric: \
+tabular-nums; }
 .card span { color: #5b6372; font-size: 13px; }
 table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th { text-align: left; color: #5b6372; font-weight: 600; border-bottom: 1px solid #b9c0cb; }
@@ -53,7 +57,8 @@ pub fn page(planned: &Planned) -> anyhow::Result<String> {
     let mut body = String::new();
     write!(
         body,
-        "<h1>{}</h1>\n<p class=\"lead\">{}<br>{} ({}): {} SMs at {} GHz, {} dense 16-bit, {} device memory</p>\n",
+        "<h1>{}</h1>\n<p class=\"lead\">{}<br>{} ({}): {} SMs at {} GHz, {} dense 16-bit, {} device \
+         memory</p>\n",
         escape(&title),
         escape(&attention::describe(&planned.problem)),
         planned.arch,
@@ -71,8 +76,8 @@ pub fn page(planned: &Planned) -> anyhow::Result<String> {
     }
     if let Some(backward) = &planned.backward {
         let about = format!(
-            "The backward's candidates by the SM90 block size guide's model: in each cell how many of the layouts of that \
-             tile fit, the guide's first choice framed. The planner's by predicted time: {}.",
+            "The backward's candidates by the SM90 block size guide's model: in each cell how many of the \
+             layouts of that tile fit, the guide's first choice framed. The planner's by predicted time: {}.",
             backward.tried.best().map_or("none".to_owned(), |best| best.name)
         );
         if backward.guide.is_some() {
@@ -85,8 +90,10 @@ pub fn page(planned: &Planned) -> anyhow::Result<String> {
     }
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
-         content=\"width=device-width, initial-scale=1\">\n<title>{}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
-         <main>\n{body}<footer>Written by fa {}. Times and rates are predictions of the planner's cost model.</footer>\n\
+         content=\"width=device-width, \
+         initial-scale=1\">\n<title>{}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
+         <main>\n{body}<footer>Written by fa {}. Times and rates are predictions of the planner's cost \
+         model.</footer>\n\
          </main>\n</body>\n</html>\n",
         escape(&title),
         env!("CARGO_PKG_VERSION"),
@@ -101,7 +108,8 @@ fn head_dims(planned: &Planned) -> String {
 fn section(body: &mut String, title: &str, about: &str, content: &str) {
     write!(
         body,
-        "<section>\n<h2>{}</h2>\n<p class=\"note\">{}</p>\n<div class=\"scroll\">\n{content}</div>\n</section>\n",
+        "<section>\n<h2>{}</h2>\n<p class=\"note\">{}</p>\n<div \
+         class=\"scroll\">\n{content}</div>\n</section>\n",
         escape(title),
         escape(about)
     )
@@ -125,13 +133,15 @@ fn forward_sections(body: &mut String, planned: &Planned, forward: &Tried) -> an
     section(
         body,
         "Shared memory of the best kernel",
-        "One block's buffers to scale, against what a block may use. Buffers in the lower lane reuse the memory above them.",
+        "One block's buffers to scale, against what a block may use. Buffers in the lower lane reuse the \
+         memory above them.",
         &memory::smem(best.smem, limits.smem_per_block),
     );
     if let Tried::Sm100(set) = forward
         && let Some(plan) = set.plans.first()
     {
-        let about = "Columns of 32 bits on 128 lanes: scores, probabilities and outputs of the query tiles of one block.";
+        let about = "Columns of 32 bits on 128 lanes: scores, probabilities and outputs of the query tiles \
+                     of one block.";
         section(
             body,
             "Tensor memory of the best shape",
@@ -177,7 +187,8 @@ fn cards(planned: &Planned, best: &Fit) -> String {
     };
     let cards: String = cards.iter().map(card).collect();
     format!(
-        "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: <code>{}</code></p>\n",
+        "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: \
+         <code>{}</code></p>\n",
         escape(&best.knobs),
         escape(&best.name)
     )
@@ -190,7 +201,8 @@ fn misses(forward: &Tried) -> String {
     }
     let row = |LimitReport { limit, count, nearest, reason }: &LimitReport| {
         format!(
-            "<tr><td>{}</td><td class=\"n\">{count}</td><td><code>{}</code></td><td class=\"w\">{}</td></tr>\n",
+            "<tr><td>{}</td><td class=\"n\">{count}</td><td><code>{}</code></td><td \
+             class=\"w\">{}</td></tr>\n",
             escape(limit),
             escape(nearest),
             escape(&reason.to_string())
@@ -198,7 +210,8 @@ fn misses(forward: &Tried) -> String {
     };
     let rows: String = limits.iter().map(row).collect();
     format!(
-        "<table style=\"margin-top:12px\">\n<tr><th>Limit</th><th class=\"n\">Rejected</th><th>Nearest miss</th><th>Why</th></tr>\n\
+        "<table style=\"margin-top:12px\">\n<tr><th>Limit</th><th class=\"n\">Rejected</th><th>Nearest \
+         miss</th><th>Why</th></tr>\n\
          {rows}</table>\n"
     )
 }
@@ -232,8 +245,10 @@ fn ranking(fits: &[Fit], planned: &Planned) -> String {
     let more =
         if more > 0 { format!("<p class=\"note\">and {more} more that fit</p>\n") } else { String::new() };
     format!(
-        "<table>\n<tr><th class=\"n\">#</th><th class=\"n\">Tile</th><th>Knobs</th><th class=\"n\">Registers</th>\
-         <th class=\"n\">SMEM</th><th class=\"n\">Blocks/SM</th><th class=\"n\">Time</th><th class=\"n\">TFLOP/s</th>\
+        "<table>\n<tr><th class=\"n\">#</th><th class=\"n\">Tile</th><th>Knobs</th><th \
+         class=\"n\">Registers</th>\
+         <th class=\"n\">SMEM</th><th class=\"n\">Blocks/SM</th><th class=\"n\">Time</th><th \
+         class=\"n\">TFLOP/s</th>\
          <th class=\"n\">Of peak</th><th>Waits for</th></tr>\n{rows}</table>\n{more}"
     )
 }

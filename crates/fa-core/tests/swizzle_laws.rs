@@ -208,7 +208,9 @@ fn swizzled_layout_is_the_composition() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 2000, failure_persistence: None, ..ProptestConfig::default()
+    })]
 
     #[test]
     fn random_swizzles_are_involutions(bits in 0u32..20, base in 0u32..40, shift in -40i32..40, offset: u64) {

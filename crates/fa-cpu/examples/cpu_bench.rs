@@ -1,5 +1,6 @@
 //! Quick rates of the tiled implementation:
-//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N,..] [full|causal|both] [threads] [isa] [heads]`
+//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N,..]
+//! [full|causal|both] [threads] [isa] [heads]`
 
 use std::time::Instant;
 
@@ -44,7 +45,8 @@ fn main() {
                         if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };
                     let [best, median, busy] = seconds.map(|seconds| flops / seconds / 1e9);
                     println!(
-                        "{mode} {dtype} hd {hd:3} N {n:5} {:6} best {:8.2} ms {best:7.1} GFLOP/s ({:4.1} % of f32 peak), median {median:7.1}, per CPU second {busy:6.1}",
+                        "{mode} {dtype} hd {hd:3} N {n:5} {:6} best {:8.2} ms {best:7.1} GFLOP/s ({:4.1} % \
+                         of f32 peak), median {median:7.1}, per CPU second {busy:6.1}",
                         mask.to_string(),
                         seconds[0] * 1e3,
                         best / peak * 100.0,
@@ -55,7 +57,8 @@ fn main() {
     }
 }
 
-/// CPU time of all threads so far (Linux; 0 elsewhere): on a busy machine more telling than the clock on the wall.
+/// CPU time of all threads so far (Linux; 0 elsewhere): on a busy machine more telling than the clock on the
+/// wall.
 fn cpu_seconds() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
     let nanoseconds = |task: std::fs::DirEntry| -> Option<f64> {

@@ -31,7 +31,8 @@ pub const fn lse_len(problem: &Problem) -> usize {
     problem.lengths.sequences() * problem.heads_q * problem.lengths.max_q()
 }
 
-/// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have its shapes.
+/// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have
+/// its shapes.
 ///
 /// # Errors
 /// [`CpuError::Problem`], [`CpuError::Dtype`] or [`CpuError::Shape`].

@@ -1,16 +1,18 @@
 //! How far an output is from the oracle, and whether that is near enough.
 //!
-//! The rule: where the reference is infinite or NaN the output must be, in the same way, and nowhere else. Then
+//! The rule: where the reference is infinite or NaN the output must be, in the same way, and nowhere else.
+//! Then
 //!
 //! ```text
 //! max|out - reference| <= 2 max|low - reference| + atol
 //! ```
 //!
-//! where the reference is [`crate::reference`] on the same (rounded) inputs, low is [`crate::reference::low_precision`], and
-//! atol is one rounding step of the output type at the largest magnitude in the reference. With f32 tensors, low makes no
-//! other errors than an implementation does: both are draws of the same noise, which sums in another order, scores in
-//! base 2 or an LSE rounded in between make larger or smaller. There the error of low counts as no less than
-//! [`assumed_low_error`]. LSEs have a rule of their own.
+//! where the reference is [`crate::reference`] on the same (rounded) inputs, low is
+//! [`crate::reference::low_precision`], and atol is one rounding step of the output type at the largest
+//! magnitude in the reference. With f32 tensors, low makes no other errors than an implementation does: both
+//! are draws of the same noise, which sums in another order, scores in base 2 or an LSE rounded in between
+//! make larger or smaller. There the error of low counts as no less than [`assumed_low_error`]. LSEs have a
+//! rule of their own.
 
 use std::fmt;
 
@@ -23,8 +25,8 @@ use crate::error::CpuError;
 /// Absolute tolerance on LSEs of 16-bit inputs.
 pub const LSE_TOLERANCE_16: f64 = 1e-3;
 
-/// Tolerance on LSEs of f32 inputs, relative to the largest magnitude in the reference (at least 1): an LSE is as exact as
-/// the scores, whose error is a few hundred roundings of their magnitude at the worst.
+/// Tolerance on LSEs of f32 inputs, relative to the largest magnitude in the reference (at least 1): an LSE
+/// is as exact as the scores, whose error is a few hundred roundings of their magnitude at the worst.
 pub const LSE_TOLERANCE_F32: f64 = 1e-5;
 
 /// Whether an output is near enough.
@@ -39,14 +41,16 @@ pub enum Verdict {
     TooFar,
 }
 
-/// What [`compare`] found. Differences are taken over the positions where output and reference are both finite.
+/// What [`compare`] found. Differences are taken over the positions where output and reference are both
+/// finite.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Comparison {
     /// Values compared.
     pub count: usize,
     /// Largest absolute difference; 0 when nothing is finite.
     pub max_abs: f64,
-    /// Position `[batch, seq, head, dim]` of the largest difference (dim 0 for LSEs); `None` when nothing is finite.
+    /// Position `[batch, seq, head, dim]` of the largest difference (dim 0 for LSEs); `None` when nothing is
+    /// finite.
     pub worst: Option<[usize; 4]>,
     /// The output there.
     pub worst_out: f64,
@@ -74,8 +78,9 @@ impl Comparison {
         self.verdict == Verdict::Pass
     }
 
-    /// The same comparison with a tolerance of at least `noise`: what f32 arithmetic may leave where terms are large or
-    /// cancel, however small the reference. [`crate::reference::Gradients::dq_noise`] tells how much that is.
+    /// The same comparison with a tolerance of at least `noise`: what f32 arithmetic may leave where terms
+    /// are large or cancel, however small the reference. [`crate::reference::Gradients::dq_noise`] tells how
+    /// much that is.
     #[must_use]
     pub fn allowing(self, noise: f64) -> Self {
         let tolerance = self.tolerance.max(noise);
@@ -107,10 +112,12 @@ impl fmt::Display for Comparison {
     }
 }
 
-/// Compares an output or gradient of type `dtype`, packed `[batch, seq, head, dim]`, with the f64 reference by the rule.
+/// Compares an output or gradient of type `dtype`, packed `[batch, seq, head, dim]`, with the f64 reference
+/// by the rule.
 ///
-/// `low` is the low-precision result. Without one (where the inputs are not known, say) its error is taken to be
-/// [`assumed_low_error`]. A reference value beyond the range of `dtype` counts as the infinity that it rounds to.
+/// `low` is the low-precision result. Without one (where the inputs are not known, say) its error is taken to
+/// be [`assumed_low_error`]. A reference value beyond the range of `dtype` counts as the infinity that it
+/// rounds to.
 ///
 /// # Errors
 /// [`CpuError::Length`] when `out`, `reference` or `low` do not hold as many values as `shape` says.
@@ -143,8 +150,9 @@ pub fn compare<T: Element, L: Element>(
     Ok(measure(dtype, out, reference, low_max_abs, tolerance, position))
 }
 
-/// Compares LSEs, `[batch, heads, seqlen_q]` both, of a problem whose inputs are `dtype`: within [`LSE_TOLERANCE_16`] for
-/// 16-bit and narrower inputs, within [`LSE_TOLERANCE_F32`] of the largest magnitude (at least 1) for f32.
+/// Compares LSEs, `[batch, heads, seqlen_q]` both, of a problem whose inputs are `dtype`: within
+/// [`LSE_TOLERANCE_16`] for 16-bit and narrower inputs, within [`LSE_TOLERANCE_F32`] of the largest magnitude
+/// (at least 1) for f32.
 ///
 /// # Errors
 /// [`CpuError::Length`] when `lse` or `reference` do not hold as many values as `shape` says.
@@ -182,9 +190,9 @@ pub fn rounding_step(dtype: Dtype, magnitude: f64) -> f64 {
     2f64.powi(exponent.max(least_exponent) - mantissa_bits)
 }
 
-/// The error that a low-precision result is taken to have where there is none to measure, at the largest magnitude of the
-/// reference: one rounding step of a 16-bit type, which rounding P and the output comes to, and 32 of f32, whose sums, not
-/// its output, make the error.
+/// The error that a low-precision result is taken to have where there is none to measure, at the largest
+/// magnitude of the reference: one rounding step of a 16-bit type, which rounding P and the output comes to,
+/// and 32 of f32, whose sums, not its output, make the error.
 pub fn assumed_low_error(dtype: Dtype, largest: f64) -> f64 {
     let steps = if dtype == Dtype::F32 { 32.0 } else { 1.0 };
     steps * rounding_step(dtype, largest)

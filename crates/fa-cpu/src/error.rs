@@ -38,7 +38,8 @@ pub enum CpuError {
     },
     /// Two elements of an output would share storage.
     #[error(
-        "{tensor} is written, so no two of its elements may share storage: strides {strides:?} do not allow it"
+        "{tensor} is written, so no two of its elements may share storage: strides {strides:?} do not allow \
+         it"
     )]
     Overlap {
         /// The tensor.
@@ -58,10 +59,10 @@ pub enum CpuError {
     },
     /// Scale and soft cap leave no room for scores in f32.
     #[error(
-        "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be at most \
-         {:e} (the reference takes any)",
+        "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be \
+         at most {:e} (the reference takes any)",
         softcap.map_or(String::new(), |cap| format!(" and softcap = {cap:?}")),
-        if softcap.is_some() { "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)" } else { "it" },
+        softcap.map_or("it", |_| "softmax_scale / softcap (of a softcap from 1.2e-38 to 2.3e38)"),
         limit
     )]
     Range {

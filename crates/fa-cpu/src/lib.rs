@@ -1,7 +1,9 @@
 //! Attention on the CPU.
 //!
-//! - [`tiled`]: online softmax over tiles, all cores, SIMD chosen at run time; the default where there is no GPU.
-//! - [`reference`](mod@reference): by the formula and in f64, made to be read; the oracle for everything else.
+//! - [`tiled`]: online softmax over tiles, all cores, SIMD chosen at run time; the default where there is no
+//!   GPU.
+//! - [`reference`](mod@reference): by the formula and in f64, made to be read; the oracle for everything
+//!   else.
 //! - [`compare`]: how far an output is from the oracle, and whether that is within tolerance.
 //! - [`grid`]: the shapes, head dims and heads that an implementation is to be tried on.
 //! - [`threads`]: how many are of use.

@@ -1,9 +1,11 @@
-//! Merging attention over parts of the keys: each part's output and LSE are all that is needed for the whole's.
+//! Merging attention over parts of the keys: each part's output and LSE are all that is needed for the
+//! whole's.
 //!
-//! A part with LSE `a` holds `exp(a)` of the row's exponential mass, so parts are averaged with weights proportional to
-//! `exp(LSE)`: an online softmax whose scores are the LSEs and whose values are the outputs. Merging is associative and
-//! commutative up to rounding, and `(O = 0, LSE = -inf)`, the result of a row that sees no key, is its identity. A part
-//! whose LSE is -inf leaves the other exactly as it is, whatever its own output holds.
+//! A part with LSE `a` holds `exp(a)` of the row's exponential mass, so parts are averaged with weights
+//! proportional to `exp(LSE)`: an online softmax whose scores are the LSEs and whose values are the outputs.
+//! Merging is associative and commutative up to rounding, and `(O = 0, LSE = -inf)`, the result of a row that
+//! sees no key, is its identity. A part whose LSE is -inf leaves the other exactly as it is, whatever its own
+//! output holds.
 
 use crate::check::{check_len, check_shape};
 use crate::element::Element;
@@ -36,9 +38,9 @@ pub fn merge_row<R: Real>(out: &mut [R], lse: &mut R, other_out: &[R], other_lse
 
 /// Merges the result over some keys into the result over other keys, for whole tensors.
 ///
-/// `out` and `other_out` are `[batch, seqlen_q, heads_q, head_dim_v]`, `lse` and `other_lse` `[batch, heads_q, seqlen_q]`.
-/// Computed in `R`, the type of the LSEs; the output is rounded to `T`, so parts that are to be merged many times over are
-/// best kept in f32.
+/// `out` and `other_out` are `[batch, seqlen_q, heads_q, head_dim_v]`, `lse` and `other_lse`
+/// `[batch, heads_q, seqlen_q]`. Computed in `R`, the type of the LSEs; the output is rounded to `T`, so
+/// parts that are to be merged many times over are best kept in f32.
 ///
 /// # Errors
 /// [`CpuError::Shape`] or [`CpuError::Length`] when the four do not fit each other; nothing is written then.
@@ -91,7 +93,8 @@ mod tests {
 
     #[test]
     fn tensors_are_merged_row_by_row_in_any_layout() {
-        // Two batch entries, three positions, two heads, dim 1; the row's value is its own index in LSE order.
+        // Two batch entries, three positions, two heads, dim 1; the row's value is its own index in LSE
+        // order.
         let shape = [2, 3, 2, 1];
         let lse_order: Vec<f32> = (0..12).map(|i| i as f32).collect();
         let bshd: Vec<f32> = (0..12).map(|i| (i / 6 * 6 + i % 2 * 3 + i % 6 / 2) as f32).collect();

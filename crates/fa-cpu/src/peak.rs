@@ -1,14 +1,15 @@
-//! The most f32 operations per second that this CPU's multiply-adders do: the figure that a share of peak refers to.
+//! The most f32 operations per second that this CPU's multiply-adders do: the figure that a share of peak
+//! refers to.
 
 use std::time::{Duration, Instant};
 
 use crate::simd::{Isa, Kernels};
 
-/// Measured peak of f32 multiply-adds (2 operations each) on `threads` threads at once, in operations per second; `None`
-/// when this CPU does not have `isa`.
+/// Measured peak of f32 multiply-adds (2 operations each) on `threads` threads at once, in operations per
+/// second; `None` when this CPU does not have `isa`.
 ///
-/// Independent chains of multiply-adds in registers, no memory. Takes about a tenth of a second; the best of several
-/// rounds counts, so that other load on the machine disturbs it little.
+/// Independent chains of multiply-adds in registers, no memory. Takes about a tenth of a second; the best of
+/// several rounds counts, so that other load on the machine disturbs it little.
 pub fn measure_fma(isa: Isa, threads: usize) -> Option<f64> {
     let kernels = Kernels::for_isa(isa)?;
     let threads = threads.max(1);

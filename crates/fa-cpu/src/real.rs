@@ -5,7 +5,8 @@ use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Sub};
 
 use crate::element::Element;
 
-/// A number type to compute in. Every operation is IEEE 754's; nothing is fused or reassociated behind the caller's back.
+/// A number type to compute in. Every operation is IEEE 754's; nothing is fused or reassociated behind the
+/// caller's back.
 pub trait Real:
     Element
     + Debug

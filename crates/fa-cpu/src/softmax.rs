@@ -1,15 +1,18 @@
-//! Online softmax of one row: the running maximum and sum with which the scores may come in pieces, in any order.
+//! Online softmax of one row: the running maximum and sum with which the scores may come in pieces, in any
+//! order.
 
 use crate::real::Real;
 
 /// What has to be kept of the scores seen so far.
 ///
-/// With the scores `s_j` seen so far, `max` is their maximum and `sum` is the sum of `exp(s_j - max)`. Whoever keeps an
-/// accumulator `sum of exp(s_j - max) * v_j` beside it multiplies it by the factor that [`absorb`](Self::absorb) returns
-/// before the new weights are added, and by [`normaliser`](Self::normaliser) in the end.
+/// With the scores `s_j` seen so far, `max` is their maximum and `sum` is the sum of `exp(s_j - max)`.
+/// Whoever keeps an accumulator `sum of exp(s_j - max) * v_j` beside it multiplies it by the factor that
+/// [`absorb`](Self::absorb) returns before the new weights are added, and by [`normaliser`](Self::normaliser)
+/// in the end.
 ///
-/// A score of -inf is a key that is not seen: as long as there are only such scores the sum is 0, the LSE -inf and the
-/// normaliser 0. A NaN or +inf among the scores makes sum and LSE NaN, as IEEE arithmetic has it.
+/// A score of -inf is a key that is not seen: as long as there are only such scores the sum is 0, the LSE
+/// -inf and the normaliser 0. A NaN or +inf among the scores makes sum and LSE NaN, as IEEE arithmetic has
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OnlineSoftmax<R> {
     /// The largest score; -inf before the first.
@@ -22,8 +25,8 @@ impl<R: Real> OnlineSoftmax<R> {
     /// No score seen.
     pub const EMPTY: Self = OnlineSoftmax { max: R::NEG_INFINITY, sum: R::ZERO };
 
-    /// Takes in more scores. On return `scores` holds their weights `exp(score - max)` under the new maximum; the result
-    /// is the factor `exp(old max - new max)` on everything accumulated under the old one.
+    /// Takes in more scores. On return `scores` holds their weights `exp(score - max)` under the new maximum;
+    /// the result is the factor `exp(old max - new max)` on everything accumulated under the old one.
     pub fn absorb(&mut self, scores: &mut [R]) -> R {
         let max = scores.iter().fold(self.max, |max, &score| max.max(score));
         let origin = origin(max);

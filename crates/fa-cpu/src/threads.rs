@@ -1,5 +1,5 @@
-//! How many threads are of use. An idle thread of a rayon pool looks for work at every other thread, so that a pool's
-//! start takes time by the square of its size: half a minute with 4,000 threads.
+//! How many threads are of use. An idle thread of a rayon pool looks for work at every other thread, so that
+//! a pool's start takes time by the square of its size: half a minute with 4,000 threads.
 
 use std::num::NonZeroUsize;
 use std::thread::available_parallelism;
@@ -7,14 +7,14 @@ use std::thread::available_parallelism;
 /// Names the size of rayon's global pool.
 const VARIABLE: &str = "RAYON_NUM_THREADS";
 
-/// The most threads that a pool should have: four for each core that this process may use, and 64 in any case. The
-/// products of attention fill a core with one thread; more only take turns on it.
+/// The most threads that a pool should have: four for each core that this process may use, and 64 in any
+/// case. The products of attention fill a core with one thread; more only take turns on it.
 pub fn most() -> usize {
     (4 * available_parallelism().map_or(1, NonZeroUsize::get)).max(64)
 }
 
-/// Makes rayon's global pool with [`most`] threads where `RAYON_NUM_THREADS` asks for more. For the start of a program:
-/// a pool that has been made stays as it is.
+/// Makes rayon's global pool with [`most`] threads where `RAYON_NUM_THREADS` asks for more. For the start of
+/// a program: a pool that has been made stays as it is.
 pub fn limit_global_pool() {
     let asked = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<usize>().ok());
     if let Some(asked) = asked

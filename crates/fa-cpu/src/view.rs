@@ -4,8 +4,8 @@ use fa_core::{Strides, TensorLayout};
 
 use crate::error::CpuError;
 
-/// A read-only tensor of logical shape `[batch, seqlen, heads, dim]`. Strides may be zero (broadcast) or negative
-/// only as far as every element stays within `data`.
+/// A read-only tensor of logical shape `[batch, seqlen, heads, dim]`. Strides may be zero (broadcast) or
+/// negative only as far as every element stays within `data`.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorRef<'a, T> {
     data: &'a [T],
@@ -79,8 +79,8 @@ impl<'a, T> TensorMut<'a, T> {
     /// A view with explicit strides. `name` is for errors.
     ///
     /// # Errors
-    /// [`CpuError::OutOfBounds`] when an element lies outside `data`, [`CpuError::Overlap`] when two elements might
-    /// share storage.
+    /// [`CpuError::OutOfBounds`] when an element lies outside `data`, [`CpuError::Overlap`] when two elements
+    /// might share storage.
     pub fn new(
         name: &'static str,
         data: &'a mut [T],

@@ -42,7 +42,8 @@ static ALLOCATOR: Counting = Counting;
 
 const DIM: usize = 64;
 
-/// Most bytes held at once beyond what was held before, for forward and backward at length `n` on two threads.
+/// Most bytes held at once beyond what was held before, for forward and backward at length `n` on two
+/// threads.
 fn peak<T: Element>(n: usize, dtype: Dtype) -> usize {
     let problem = Problem::square(1, n, 1, DIM, Mask::CAUSAL, dtype);
     let shape = [1, n, 1, DIM];
@@ -54,7 +55,8 @@ fn peak<T: Element>(n: usize, dtype: Dtype) -> usize {
         TensorMut::packed("output", data, shape, TensorLayout::Bshd).unwrap()
     }
     let before = NOW.load(Ordering::Relaxed);
-    // Threads keep scratch for their next call until they end, so they are joined before anything is measured again.
+    // Threads keep scratch for their next call until they end, so they are joined before anything is measured
+    // again.
     let mut workers = Vec::new();
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(2)

@@ -247,7 +247,8 @@ impl Unit {
                             findings.push(Finding {
                                 kind: "outside the named buffers".into(),
                                 text: format!(
-                                    "the kernel writes shared memory +{at}, which belongs to none of the planner's buffers"
+                                    "the kernel writes shared memory +{at}, which belongs to none of the \
+                                        planner's buffers"
                                 ),
                                 cta: None,
                                 thread: None,
@@ -418,7 +419,8 @@ impl<'a> DeviceMemory<'a> {
         Some(Finding {
             kind: "leaked state".into(),
             text: format!(
-                "{name} is not zero at the end (byte {at} of the workspace): the next call would start from it"
+                "{name} is not zero at the end (byte {at} of the workspace): the next call would start from \
+                 it"
             ),
             cta: None,
             thread: None,

@@ -91,7 +91,8 @@ impl Planned {
             || (self.whole_steps && flops != self.tile_flops)
         {
             faults.push(format!(
-                "products beside the plan: {flops} operations, the tiles that the mask leaves have {} and the problem {}",
+                "products beside the plan: {flops} operations, the tiles that the mask leaves have {} and \
+                 the problem {}",
                 self.tile_flops, self.problem_flops
             ));
         }
@@ -103,7 +104,8 @@ impl Planned {
         let (tiles, stats) = (counters.tma_bytes as f64, counters.bulk_bytes as f64);
         if by_tma && (tiles != self.tile_bytes || stats != self.stat_bytes) {
             faults.push(format!(
-                "traffic beside the plan: TMA brought {tiles} bytes of tiles and {stats} of statistics, the planner counts {} and {}",
+                "traffic beside the plan: TMA brought {tiles} bytes of tiles and {stats} of statistics, the \
+                 planner counts {} and {}",
                 self.tile_bytes, self.stat_bytes
             ));
         }
@@ -120,7 +122,8 @@ impl Planned {
         );
         if self.conflict_free && wavefronts != phases {
             faults.push(format!(
-                "bank conflicts beside the plan: {wavefronts} wavefronts for {phases} phases of a layout without conflicts"
+                "bank conflicts beside the plan: {wavefronts} wavefronts for {phases} phases of a layout \
+                 without conflicts"
             ));
         }
         faults

@@ -13,19 +13,22 @@ type Texts = &'static [(&'static str, (u32, &'static str), (usize, usize, usize)
 const SM80_FWD: Texts = &[
     (
         "Sm80Fwd((tile_m: 128, tile_n: 96, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
         (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm80Fwd((tile_m: 128, tile_n: 64, num_warps: 4, stages: 1, q_in_regs: true, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
         (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm80Fwd((tile_m: 64, tile_n: 64, num_warps: 4, stages: 3, q_in_regs: true, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
         (64, "causal"),
         (400, 1, 1),
     ),
@@ -72,8 +75,8 @@ const SM80_BWD: Texts = &[
     ),
     (
         "Sm80Bwd((tile_m: 64, tile_n: 128, num_warps: 8, q_stages: 2, do_stages: 1, atom_layout_m_sdp: 2, \
-         atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 32, blocks_per_sm: 1, tile_order: LongestFirst, \
-         deterministic: true))",
+         atom_layout_n_dkv: 4, atom_layout_m_dq: 2, dq_first: 32, blocks_per_sm: 1, tile_order: \
+         LongestFirst, deterministic: true))",
         (64, "causal"),
         (600, 1, 1),
     ),
@@ -89,33 +92,33 @@ const SM80_BWD: Texts = &[
 const SM90_BWD: Texts = &[
     (
         "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
-         deterministic: false))",
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: \
+         LongestFirst, deterministic: false))",
         (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 1, pds_stages: 1, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 2, mma_dkv_is_rs: false, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
-         deterministic: true))",
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 2, mma_dkv_is_rs: false, dq_via_smem: true, dq_slices: 1, tile_order: \
+         LongestFirst, deterministic: true))",
         (64, "causal"),
         (600, 1, 1),
     ),
     (
         "Sm90Bwd((tile_m: 64, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: false, dq_slices: 1, tile_order: Natural, \
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: false, dq_slices: 1, tile_order: Natural, \
          deterministic: true))",
         (64, "causal"),
         (500, 1, 1),
     ),
     (
         "Sm90Bwd((tile_m: 64, tile_n: 80, num_wg: 2, q_stages: 2, do_stages: 1, pds_stages: 1, \
-         sdp_swap_ab: false, dkv_swap_ab: true, dq_swap_ab: true, atom_layout_m_sdp: 1, atom_layout_n_dkv: 1, \
-         atom_layout_m_dq: 1, mma_dkv_is_rs: false, dq_via_smem: false, dq_slices: 2, tile_order: Natural, \
-         deterministic: false))",
+         sdp_swap_ab: false, dkv_swap_ab: true, dq_swap_ab: true, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         1, atom_layout_m_dq: 1, mma_dkv_is_rs: false, dq_via_smem: false, dq_slices: 2, tile_order: \
+         Natural, deterministic: false))",
         (256, "causal"),
         (250, 1, 1),
     ),
@@ -140,7 +143,8 @@ fn subject(
     (seqlen, heads_q, heads_kv): (usize, usize, usize),
 ) -> Subject {
     let text = format!(
-        "(dtype: bf16, head_dim: {head_dim}, head_dim_v: {head_dim}, mask: {mask}, softcap: false, kernel: {kernel})"
+        "(dtype: bf16, head_dim: {head_dim}, head_dim_v: {head_dim}, mask: {mask}, softcap: false, kernel: \
+         {kernel})"
     );
     let spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let problem = Problem {

@@ -92,7 +92,8 @@ mod tests {
         let mut symbols = Symbols::from([(0x1234, Vec::new()), (0x10, Vec::new())]);
         let text = "0x0000000000000010\n??\n??:0\n0x0000000000001234\n\
                     void fa::wgmma::wait<0>()\n/./ptx/wgmma.cuh:12 (discriminator 2)\n\
-                    void fa::sm90::consume<fa::Sm90FwdConfig{(fa::Dtype)2}>(int)::{lambda()#1}::operator()() const\n\
+                    void fa::sm90::consume<fa::Sm90FwdConfig{(fa::Dtype)2}>(int)::{lambda()#1}::operator()() \
+                    const\n\
                     /./sm90/fwd.cuh:345\n";
         parse(text, &mut symbols);
         assert!(symbols[&0x10].is_empty());

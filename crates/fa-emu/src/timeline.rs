@@ -8,12 +8,15 @@ use crate::outcome::{Outcome, Span};
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1f2430; --soft: #5b6372; --paper: #ffffff; --line: #d8dce3; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --soft: #9aa3b2; --paper: #171a21; --line: #333945; } }
-body { margin: 0; padding: 24px; background: var(--paper); color: var(--ink); font: 14px/1.5 system-ui, sans-serif; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --soft: #9aa3b2; --paper: #171a21; --line: \
+#333945; } }
+body { margin: 0; padding: 24px; background: var(--paper); color: var(--ink); font: 14px/1.5 system-ui, \
+sans-serif; }
 h1 { font-size: 22px; margin: 0 0 4px; } p { margin: 0 0 12px; color: var(--soft); max-width: 90ch; }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; padding: 8px; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; } svg .grid { stroke: var(--line); }
-.key span { display: inline-block; margin-right: 16px; } .key i { display: inline-block; width: 12px; height: 12px; margin-right: 5px; border-radius: 2px; }
+.key span { display: inline-block; margin-right: 16px; } .key i { display: inline-block; width: 12px; \
+height: 12px; margin-right: 5px; border-radius: 2px; }
 pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 8px; padding: 12px; }
 ";
 
@@ -42,8 +45,9 @@ fn kind(what: &str) -> usize {
 pub fn page(title: &str, lead: &str, cta: u32, outcome: &Outcome) -> String {
     let spans: Vec<&Span> = outcome.spans.iter().filter(|span| span.end > span.begin).collect();
     let mut body = format!(
-        "<h1>{}</h1>\n<p>{}</p>\n<p>CTA {cta} over emulated steps: a step is a warp that goes on to its next wait, or an operation \
-         that finishes. Lengths are an order of events, no times.</p>\n<p class=\"key\">",
+        "<h1>{}</h1>\n<p>{}</p>\n<p>CTA {cta} over emulated steps: a step is a warp that goes on to its next \
+         wait, or an operation that finishes. Lengths are an order of events, no times.</p>\n<p \
+         class=\"key\">",
         escape(title),
         escape(lead)
     );
@@ -63,7 +67,8 @@ pub fn page(title: &str, lead: &str, cta: u32, outcome: &Outcome) -> String {
         let _ = writeln!(body, "<pre>{}</pre>", escape(&finding.to_string()));
     }
     format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>{}</title>\n<style>{STYLE}</style>\n</head>\n\
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta \
+         charset=\"utf-8\">\n<title>{}</title>\n<style>{STYLE}</style>\n</head>\n\
          <body>\n{body}</body>\n</html>\n",
         escape(title)
     )
@@ -95,7 +100,8 @@ fn picture(spans: &[&Span]) -> String {
                 span.stack.first().map_or(String::new(), |frame| format!("\n{frame} ({})", frame.function));
             let _ = writeln!(
                 bars,
-                "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{width:.1}\" height=\"{:.1}\" rx=\"2\" fill=\"{}\"><title>{}: {} to {}{}</title></rect>",
+                "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{width:.1}\" height=\"{:.1}\" rx=\"2\" \
+                 fill=\"{}\"><title>{}: {} to {}{}</title></rect>",
                 NAMES + x,
                 y + row as f64 * ROW * 0.55,
                 ROW * 0.5,
@@ -123,11 +129,13 @@ fn picture(spans: &[&Span]) -> String {
         let x = NAMES + (step - begin) as f64 * scale;
         let _ = writeln!(
             svg,
-            "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"18\" y2=\"{y:.1}\"/><text x=\"{x:.1}\" y=\"13\">{step}</text>"
+            "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"18\" y2=\"{y:.1}\"/><text x=\"{x:.1}\" \
+             y=\"13\">{step}</text>"
         );
     }
     format!(
-        "<div class=\"scroll\"><svg width=\"{:.0}\" height=\"{:.0}\" xmlns=\"http://www.w3.org/2000/svg\">\n{svg}</svg></div>\n",
+        "<div class=\"scroll\"><svg width=\"{:.0}\" height=\"{:.0}\" \
+         xmlns=\"http://www.w3.org/2000/svg\">\n{svg}</svg></div>\n",
         NAMES + WIDTH + 60.0,
         y + 8.0
     )

@@ -100,7 +100,8 @@ fn files(source: &Source) -> Result<Vec<(String, String)>, Error> {
     for entry in entries(&source.unit) {
         let _ = write!(
             unit,
-            "\nextern \"C\" void emu_{entry}(const void* const* arguments) {{ emu::call({entry}, arguments); }}\n"
+            "\nextern \"C\" void emu_{entry}(const void* const* arguments) {{ emu::call({entry}, arguments); \
+             }}\n"
         );
     }
     files.push(("kernel.cu".into(), unit));
@@ -127,7 +128,8 @@ mod tests {
     fn entries_are_found() {
         let unit = "extern \"C\" __global__ void __launch_bounds__(256, 1)\n\
                     fa_kernel(const __grid_constant__ BwdParams params) {\n}\n\
-                    extern \"C\" __global__ void __launch_bounds__(256)\nfa_finish(const __grid_constant__ BwdParams params) {\n}\n";
+                    extern \"C\" __global__ void __launch_bounds__(256)\nfa_finish(const __grid_constant__ \
+                    BwdParams params) {\n}\n";
         assert_eq!(entries(unit), ["fa_kernel", "fa_finish"]);
     }
 

@@ -31,8 +31,8 @@ pub enum Error {
     Spec(#[from] SpecError),
     /// No compiler was found.
     #[error(
-        "no {library} found (looked in {tried}): run `cargo xtask toolkit` in the fa workspace, or `pip install \
-         nvidia-cuda-nvrtc`, or set {variable} to it"
+        "no {library} found (looked in {tried}): run `cargo xtask toolkit` in the fa workspace, or `pip \
+         install nvidia-cuda-nvrtc`, or set {variable} to it"
     )]
     NoCompiler {
         /// What was looked for.
@@ -96,7 +96,8 @@ pub enum Error {
     #[error("no CUDA driver (libcuda) found: install NVIDIA's driver, or use the CPU backend")]
     NoDriver,
     /// The driver is too old.
-    #[error("the driver supports CUDA {}.{}, the kernels need {}.{}: update the driver", have / 1000, have % 1000 / 10, need / 1000, need % 1000 / 10)]
+    #[error("the driver supports CUDA {}.{}, the kernels need {}.{}: update the \
+             driver", have / 1000, have % 1000 / 10, need / 1000, need % 1000 / 10)]
     OldDriver {
         /// `1000 * major + 10 * minor`.
         have: i32,
@@ -167,8 +168,9 @@ pub enum Error {
     },
     /// The soft cap is outside the GPU kernels' range.
     #[error(
-        "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, and scale / softcap \
-         a normal f32 (the CPU backend takes more; a cap far above the scores can be left out)"
+        "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, \
+         and scale / softcap a normal f32 (the CPU backend takes more; a cap far above the scores can be \
+         left out)"
     )]
     Softcap {
         /// The soft cap.
@@ -202,8 +204,8 @@ pub enum Error {
     },
     /// A stream or a tensor belongs to another context than the kernel.
     #[error(
-        "{name} is of a context on GPU {have}, the kernel of another one, on GPU {need}: call `Kernels::new` once for each context, \
-         and keep its kernels to its own streams and tensors"
+        "{name} is of a context on GPU {have}, the kernel of another one, on GPU {need}: call `Kernels::new` \
+         once for each context, and keep its kernels to its own streams and tensors"
     )]
     Context {
         /// The stream or tensor.

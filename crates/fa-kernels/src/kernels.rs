@@ -55,8 +55,8 @@ impl Kernels {
         })
     }
 
-    /// The same headers, cache and compiler for another handle of the GPU's context, such as one whose streams
-    /// are not synchronised with those of this one. Kernels are loaded again, and not compiled again.
+    /// The same headers, cache and compiler for another handle of the GPU's context, such as one whose
+    /// streams are not synchronised with those of this one. Kernels are loaded again, and not compiled again.
     ///
     /// # Errors
     /// As [`Kernels::new`].

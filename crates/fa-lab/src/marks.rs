@@ -73,12 +73,12 @@ impl Marks {
     pub const fn about(self) -> &'static str {
         match self {
             Marks::Sm80 => {
-                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k long; and \
-                 grouped heads and real shapes"
+                "mma.sync kernels beside FlashAttention 2: bf16, head dims 64 and 128, 16k tokens, 1k to 16k \
+                 long; and grouped heads and real shapes"
             }
             Marks::Sm90 => {
-                "wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to 16k long; and \
-                 f16 causal"
+                "wgmma kernels beside all peers: bf16, head dims 64, 128, 256, 192-128, 16k tokens, 512 to \
+                 16k long; and f16 causal"
             }
             Marks::Sm80Bwd => "Gradients by mma.sync kernels beside FlashAttention 2: as sm80",
             Marks::Sm90Bwd => "Gradients by wgmma kernels beside all peers: the bf16 shapes of sm90",
@@ -107,7 +107,8 @@ impl Marks {
             Marks::Sm80Bwd | Marks::Sm90Bwd => pass.is_backward(),
             Marks::Models => true,
         };
-        let why = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd, models with either";
+        let why = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd, models \
+                   with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 

@@ -8,6 +8,7 @@ pub mod draw;
 pub mod measured;
 pub mod report;
 mod supervise;
+mod wanted;
 pub(crate) mod worker;
 
 use std::path::PathBuf;
@@ -15,7 +16,7 @@ use std::sync::Mutex;
 
 use fa_attn::device::Gpu;
 use fa_attn::tune::{TuneKey, Tuned, TunedEntry};
-use fa_core::{Family, KernelSpec, Pass, Problem};
+use fa_core::{Family, KernelSpec};
 
 use fa_kernels::{Compiler, CompilerKind, Headers, Source, smem_bytes};
 use rayon::prelude::*;
@@ -31,16 +32,7 @@ use candidates::Candidate;
 use measured::{Measured, Notebook, Outcome};
 use report::Report;
 
-/// A problem to find the fastest kernel for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Wanted {
-    /// The problem, of a 16-bit type.
-    pub problem: Problem,
-    /// Kernels to choose from; where none is given, the fastest that the GPU runs.
-    pub family: Option<Family>,
-    /// The pass.
-    pub pass: Pass,
-}
+pub use wanted::Wanted;
 
 /// Where the problems come from.
 #[derive(Clone, Debug, PartialEq)]

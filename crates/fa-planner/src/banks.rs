@@ -58,7 +58,8 @@ pub enum BankError {
     },
     /// A tile that the access does not divide.
     #[error(
-        "{access} works on blocks of {block_rows} x {block_cols} elements; a tile of {rows} x {cols} has no whole number of them"
+        "{access} works on blocks of {block_rows} x {block_cols} elements; a tile of {rows} x {cols} has no \
+         whole number of them"
     )]
     Block {
         /// The access.
@@ -102,7 +103,8 @@ pub enum BankError {
     },
     /// A vector that is not aligned to its size.
     #[error(
-        "{access}: row {row}, column {col} lies at byte {byte}, which is not a multiple of {width}; pad rows by multiples of {width} bytes"
+        "{access}: row {row}, column {col} lies at byte {byte}, which is not a multiple of {width}; pad rows \
+         by multiples of {width} bytes"
     )]
     Misaligned {
         /// The access.

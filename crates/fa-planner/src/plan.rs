@@ -99,7 +99,8 @@ pub enum PlanError {
     Dtype(Dtype),
     /// No kernel has tiles for this head dim.
     #[error(
-        "{name} = {value}: GPU kernels take multiples of 8 from 8 to 256 (pad with zeros, or use the CPU backend)"
+        "{name} = {value}: GPU kernels take multiples of 8 from 8 to 256 (pad with zeros, or use the CPU \
+         backend)"
     )]
     HeadDim {
         /// `head_dim` or `head_dim_v`.

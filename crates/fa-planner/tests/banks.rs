@@ -367,6 +367,11 @@ fn counts_are_those_of_the_gpu() {
     assert_eq!((tiles * copies.instructions, tiles * copies.wavefronts), (270_336, 1_081_344));
 }
 
+/// Blocks of 16 rows and columns, with `pad` times 8 elements after each row.
+fn rows_of(row_blocks: u64, col_blocks: u64, pad: u64) -> Layout {
+    Layout::from_modes(&[(row_blocks * 16, col_blocks * 16 + pad * 8), (col_blocks * 16, 1)]).unwrap()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -378,7 +383,7 @@ proptest! {
             tile: SwizzledLayout {
                 swizzle: Swizzle { bits, base: 3, shift },
                 offset: 0,
-                layout: Layout::from_modes(&[(row_blocks * 16, col_blocks * 16 + pad * 8), (col_blocks * 16, 1)]).unwrap(),
+                layout: rows_of(row_blocks, col_blocks, pad),
             },
             elem_bytes: 2,
         };

@@ -104,7 +104,8 @@ fn measured_rates_are_predicted() {
     for group in groups() {
         let (first, best) = (group.first(), group.best());
         println!(
-            "{:45} {:3} rates, error {:4.1} %, rank correlation {:.2}, first {} {:.0} ({:.0} predicted), best {} {:.0}",
+            "{:45} {:3} rates, error {:4.1} %, rank correlation {:.2}, first {} {:.0} ({:.0} predicted), \
+             best {} {:.0}",
             group.problem,
             group.rates.len(),
             100.0 * group.error(),

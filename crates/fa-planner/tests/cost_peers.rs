@@ -84,7 +84,8 @@ fn check(wrong: &mut Vec<String>, problem: &Problem, cost: &Cost, measured: f64)
     let seqlen_q = problem.lengths.max_q();
     let ratio = cost.tflops / measured;
     let line = format!(
-        "hd {head_dim}-{head_dim_v} {mask:6} N {seqlen_q:5}: predicted {:3.0}, measured {measured:3.0}, ratio {ratio:.2}, {}",
+        "hd {head_dim}-{head_dim_v} {mask:6} N {seqlen_q:5}: predicted {:3.0}, measured {measured:3.0}, \
+         ratio {ratio:.2}, {}",
         cost.tflops,
         cost.bottleneck.name()
     );

@@ -316,7 +316,8 @@ proptest! {
     ) {
         let (tile_m, tile_n) = (Vec::from_iter(tile_m), Vec::from_iter(tile_n));
         let dims = HeadDims { head_dim: hd, head_dim_v: hdv };
-        let result = search(dims, Mode::Both, &Tiles::with_lists(Some(&tile_m), Some(&tile_n))).expect("in range");
+        let tiles = Tiles::with_lists(Some(&tile_m), Some(&tile_n));
+        let result = search(dims, Mode::Both, &tiles).expect("in range");
         let pad = |d: u32| i64::from(d.div_ceil(32) * 32);
         let wide = |list: &[u32]| -> Vec<i64> { list.iter().map(|&v| v.into()).collect() };
         prop_assert_eq!(fwd_rows(&result), rules::fwd(pad(hd), pad(hdv), &wide(&tile_n)));

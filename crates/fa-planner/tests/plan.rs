@@ -85,13 +85,17 @@ proptest! {
     /// fill its last tile saves the test of a mask there, and more tiles can come out more even over the SMs:
     /// some percent.
     #[test]
-    fn time_grows_with_length(problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec())) {
-        let short = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_q()), ..problem };
-        let long = Problem { lengths: Lengths::uniform(short.lengths.sequences(), short.lengths.max_q() + by, short.lengths.max_k() + by), ..short };
+    fn time_grows_with_length(
+        problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec()),
+    ) {
+        let (sequences, length) = (problem.lengths.sequences(), problem.lengths.max_q());
+        let short = Problem { lengths: Lengths::uniform(sequences, length, length), ..problem };
+        let long = Problem { lengths: Lengths::uniform(sequences, length + by, length + by), ..short };
         for options in families(arch) {
             let (a, b) = (explore(&short, arch, &options).unwrap(), explore(&long, arch, &options).unwrap());
             if let (Some(a), Some(b)) = (a.plans.first(), b.plans.first()) {
-                prop_assert!(b.cost.seconds >= 0.9 * a.cost.seconds, "{} {}: {:?} then {:?}", a.spec, b.spec, a.cost, b.cost);
+                prop_assert!(b.cost.seconds >= 0.9 * a.cost.seconds, "{} {}: {:?} then \
+                    {:?}", a.spec, b.spec, a.cost, b.cost);
             }
             let constants = CostConstants::of(arch);
             for plan in a.plans.iter().step_by(7) {

@@ -7,46 +7,14 @@ use std::time::Duration;
 use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
-use fa_kernels::{Backward, Forward, Kernels, LoadedKernel, driver};
+use fa_kernels::{Backward, Forward, Kernels, driver};
 
 use crate::choose::Chooser;
 use crate::error::Error;
 use crate::tune::user_table;
 use crate::tuning::{Tuning, TuningOutcome};
 
-/// A kernel bound to a problem.
-#[derive(Debug)]
-// A handful exist at a time; a box would only be in the way.
-#[allow(clippy::large_enum_variant)]
-pub enum Bound {
-    /// O and LSE.
-    Forward(Forward),
-    /// dQ, dK and dV.
-    Backward(Backward),
-}
-
-impl Bound {
-    /// The kernel.
-    pub fn kernel(&self) -> &LoadedKernel {
-        match self {
-            Bound::Forward(forward) => forward.kernel(),
-            Bound::Backward(backward) => backward.kernel(),
-        }
-    }
-
-    /// What it was made from.
-    pub fn spec(&self) -> &KernelSpec {
-        &self.kernel().spec
-    }
-
-    /// Bytes of workspace that a call needs.
-    pub fn workspace_bytes(&self) -> usize {
-        match self {
-            Bound::Forward(forward) => forward.workspace_bytes(),
-            Bound::Backward(backward) => backward.workspace_bytes(),
-        }
-    }
-}
+use super::bound::Bound;
 
 /// A GPU with its kernels and a stream. Shared by threads.
 pub struct Gpu {

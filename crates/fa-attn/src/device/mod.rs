@@ -2,14 +2,16 @@
 //! [`DeviceBackward`] allocate nothing and wait for nothing.
 
 mod backward;
+mod bound;
 mod forward;
 mod gpu;
 mod half;
 mod tensor;
 
 pub use backward::{DeviceBackward, DeviceGradients};
+pub use bound::Bound;
 pub use forward::{DeviceForward, DeviceOutput, capture};
-pub use gpu::{Bound, Gpu};
+pub use gpu::Gpu;
 pub use half::Half;
 pub(crate) use tensor::doing;
 pub use tensor::{DeviceTensor, Placement, fill_with_nan, shapes};

@@ -4,16 +4,16 @@
 //! - `tuner`: the thread, what it was given and what came of it; knows no GPU either.
 //! - `scratch`: candidates compiled and timed on a GPU.
 
+mod outcome;
 mod scratch;
 mod search;
 mod tuner;
 
 use std::time::Duration;
 
-use fa_core::{Family, KernelSpec, Pass, Problem};
-
 use crate::error::Error;
 
+pub use outcome::{Tried, TuningOutcome};
 pub(crate) use scratch::Scratch;
 pub(crate) use search::{candidates, search, winner};
 pub(crate) use tuner::{Job, Tuner};
@@ -89,34 +89,6 @@ impl Tuning {
             Tuning::Off | Tuning::OnFirstUse { .. } => Ok(()),
         }
     }
-}
-
-/// What became of one candidate.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Tried {
-    /// The kernel.
-    pub spec: KernelSpec,
-    /// Milliseconds of a launch (of all launches of a backward), the fastest sample.
-    pub ms: Option<f64>,
-    /// Why it was skipped; `None` without a time where the budget ended before its turn.
-    pub error: Option<String>,
-}
-
-/// What became of one problem.
-#[derive(Debug)]
-pub struct TuningOutcome {
-    /// The problem.
-    pub problem: Problem,
-    /// Its pass.
-    pub pass: Pass,
-    /// The family of kernels that was tried.
-    pub family: Family,
-    /// The candidates, the bound kernel first.
-    pub tried: Vec<Tried>,
-    /// The kernel that is used from the next bind on.
-    pub winner: Option<KernelSpec>,
-    /// Why there is no winner, or why it is not on disk.
-    pub error: Option<Error>,
 }
 
 #[cfg(test)]

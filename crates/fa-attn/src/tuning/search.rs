@@ -8,7 +8,7 @@ use fa_planner::plan::{PlanOptions, plan};
 
 use crate::error::Error;
 
-use super::Tried;
+use super::outcome::Tried;
 
 /// Samples of each candidate, at the most.
 const ROUNDS: usize = 6;

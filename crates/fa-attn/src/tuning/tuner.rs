@@ -11,7 +11,7 @@ use fa_core::{Family, KernelSpec, Pass, Problem};
 use crate::error::Error;
 use crate::tune::TuneKey;
 
-use super::TuningOutcome;
+use super::outcome::TuningOutcome;
 
 /// Outcomes that are kept for [`Tuner::finish`], the newest.
 const KEPT: usize = 1024;

@@ -54,9 +54,9 @@ Examples:
   fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
 
 The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, \
-where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 at \
-least 32 rounding steps); both outputs must keep it. Without inputs and tolerances, A may differ from B by 3 \
-rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of their magnitude for f32). \
+where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 \
+at least 32 rounding steps); both outputs must keep it. Without inputs and tolerances, A may differ from B \
+by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of their magnitude for f32). \
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
@@ -132,8 +132,8 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
     let inputs = separate.as_ref().or_else(|| [&b, &a].into_iter().find(holds_inputs)).filter(|_| !given);
     if inputs.is_none() && args.attention.describes_a_problem() {
-        let message = "--causal, --window, --scale and --softcap tell how outputs follow from inputs, and none are used: \
-                       give --inputs FILE";
+        let message = "--causal, --window, --scale and --softcap tell how outputs follow from inputs, and \
+                       none are used: give --inputs FILE";
         return Err(InputError::Usage(message.to_owned()).into());
     }
     let (rule, problem, rows) = match inputs {
@@ -292,8 +292,8 @@ fn judge_by_inputs(
         // LSE has no axis of the head dim, which stands first as 1.
         let (axes, from) = if pair.is_lse() { ("heads, seqlen_q", 1) } else { ("seqlen, heads, dim", 0) };
         let need = format!(
-            "so it is as [batch, {axes}] in {} and {}, but the inputs of {} give {:?}: give the inputs that they \
-             were computed from",
+            "so it is as [batch, {axes}] in {} and {}, but the inputs of {} give {:?}: give the inputs that \
+             they were computed from",
             a.path().display(),
             b.path().display(),
             file.path().display(),

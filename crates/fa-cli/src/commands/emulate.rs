@@ -62,7 +62,8 @@ pub struct EmulateArgs {
     #[arg(long = "seed", value_name = "N")]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sms: u32,
     /// Give up after this many steps of the scheduler
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -111,8 +112,10 @@ Examples:
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --mutate                                      is every barrier missed when it is gone?
 
-Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, missing fences,
-reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. It says
+Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, \
+missing fences,
+reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. \
+It says
 nothing about speed, spills, and the rounding within a tensor core.
 Exit code 1 when anything is found.";
 
@@ -208,7 +211,8 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
     const LIMIT: f64 = 4e11;
     if problem.flops_forward() > LIMIT {
         let message = format!(
-            "{:.1e} operations would be emulated for hours, the limit is {LIMIT:.0e}: use shorter sequences or fewer heads",
+            "{:.1e} operations would be emulated for hours, the limit is {LIMIT:.0e}: use shorter sequences \
+             or fewer heads",
             problem.flops_forward()
         );
         return Err(InputError::Usage(message).into());

@@ -22,13 +22,15 @@ pub struct LadderArgs {
     #[arg(long, value_parser = family(), default_value = "sm80")]
     pub arch: Family,
     /// Sequence lengths [default: 1k to 16k for sm80, 4096 for sm90]
-    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub seqlen: Vec<u32>,
     /// Head dims of the sm90 kernels [default: 128]
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
     pub headdim: Vec<HeadDim>,
     /// Launches of each step that count, in turns of about six
-    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    #[arg(long, value_name = "N", default_value_t = 24)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: u16,
     /// Write the rows as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
@@ -43,9 +45,9 @@ Examples:
   fa ladder --plot ladder.svg
   fa ladder --arch sm90 --headdim 64,128 --seqlen 1024,8192 --json ladder.json
 
-The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is compared, as a \
-ratio to the first step, not their rates. Every step's output is checked before it is timed, and all steps on a shape take \
-turns.";
+The published ladders beside ours are other GPUs' (an A10G and a B200) and other kernels': their shape is \
+compared, as a ratio to the first step, not their rates. Every step's output is checked before it is timed, \
+and all steps on a shape take turns.";
 
 fn family() -> impl TypedValueParser<Value = Family> {
     let values = Family::ALL.map(|family| {

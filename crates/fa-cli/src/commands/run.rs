@@ -44,8 +44,8 @@ pub struct RunArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub cpu: CpuArgs,
-    /// Measure the best few GPU kernels for this problem in the background, within half a minute a pass, and keep
-    /// the winners for later runs
+    /// Measure the best few GPU kernels for this problem in the background, within half a minute a pass, and
+    /// keep the winners for later runs
     #[arg(long)]
     pub tune: bool,
     /// Gone: what runs is shown, and plans for other GPUs are those of `fa plan`
@@ -64,9 +64,10 @@ Examples:
   fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
   fa run qkv.safetensors --causal --tune -o out.safetensors
 
-Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, \
-head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, heads_q, seqlen_q] (natural \
-logarithm). Masks are aligned at the bottom right: query i sits on key i + seqlen_k - seqlen_q.";
+Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
+heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
+heads_q, seqlen_q] (natural logarithm). Masks are aligned at the bottom right: query i sits on key i + \
+seqlen_k - seqlen_q.";
 
 /// What is printed.
 #[derive(Debug, Serialize)]

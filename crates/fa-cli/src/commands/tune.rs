@@ -36,8 +36,10 @@ pub struct TuneArgs {
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "family"
     ])]
     pub marks: Option<Marks>,
-    /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind the best
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000), conflicts_with_all = [
+    /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind
+    /// the best
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    #[arg(conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "marks"
     ])]
     pub random: Option<u16>,
@@ -52,7 +54,8 @@ pub struct TuneArgs {
           value_parser = clap::value_parser!(u16).range(1..=200))]
     pub candidates: u16,
     /// Launches of each kernel that count, in turns of about six
-    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    #[arg(long, value_name = "N", default_value_t = 24)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: u16,
     /// Measure again what has been measured
     #[arg(long)]
@@ -77,11 +80,12 @@ Examples:
   fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
   fa tune --random 60 --seed 1 --mode both --json drawn.json --report drawn.md
 
-Random problems differ in length, batch, group, head dims, mask and soft cap, pass and family; they stay below 0.8 TFLOP \
-and 1 GiB. Constants are fitted to those with an even number and judged by those with an odd one.
+Random problems differ in length, batch, group, head dims, mask and soft cap, pass and family; they stay \
+below 0.8 TFLOP and 1 GiB. Constants are fitted to those with an even number and judged by those with an odd \
+one.
 
-A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over all sequences \
-rounded up to powers of two. Interrupted, it goes on where it was.";
+A problem's key is its head dims, mask, soft cap, query heads per K/V head, and its lengths and heads over \
+all sequences rounded up to powers of two. Interrupted, it goes on where it was.";
 
 /// Runs the command.
 ///

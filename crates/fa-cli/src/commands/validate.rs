@@ -120,7 +120,8 @@ fn check_records(args: &ValidateArgs) -> anyhow::Result<Verdict> {
             String::new()
         } else {
             format!(
-                "{unknown} kernels: run `fa validate --record` on a GPU, or name them in {} with the reason\n",
+                "{unknown} kernels: run `fa validate --record` on a GPU, or name them in {} with the \
+                 reason\n",
                 args.results.join(record::UNVALIDATED).display()
             )
         };

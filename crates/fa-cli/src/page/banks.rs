@@ -9,9 +9,10 @@ use svg::node::element::Text;
 use crate::draw::diagram::{MUTED, RULE, centered, diagram, ending, escape, rect, text, tip};
 
 /// What the section shows.
-pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank wait for each other. \
-    Counted over the whole K (or V) tile of the best kernel for every way of reading and writing it, as plain rows and with the \
-    swizzle that the kernels use. Below, the 8 rows that one phase of ldmatrix reads.";
+pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank \
+                         wait for each other. Counted over the whole K (or V) tile of the best kernel for \
+                         every way of reading and writing it, as plain rows and with the swizzle that the \
+                         kernels use. Below, the 8 rows that one phase of ldmatrix reads.";
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
 const ELEMENT: u64 = 2;
@@ -39,9 +40,11 @@ pub fn of_best(tile_n: u32, head_dim: u32) -> anyhow::Result<String> {
     let pictures = picture("plain rows", &plain)? + &picture("swizzled", &swizzled)?;
     Ok(format!(
         "<p>Tile of {rows} x {columns} 16-bit elements, rows of {} bytes.</p>\n<table>\n\
-         <tr><th rowspan=\"2\">Access</th><th colspan=\"3\">Plain rows</th><th colspan=\"3\">Swizzled</th></tr>\n\
+         <tr><th rowspan=\"2\">Access</th><th colspan=\"3\">Plain rows</th><th \
+         colspan=\"3\">Swizzled</th></tr>\n\
          <tr><th class=\"n\">worst</th><th class=\"n\">wavefronts</th><th class=\"n\">slowdown</th>\
-         <th class=\"n\">worst</th><th class=\"n\">wavefronts</th><th class=\"n\">slowdown</th></tr>\n{table}</table>\n\
+         <th class=\"n\">worst</th><th class=\"n\">wavefronts</th><th \
+         class=\"n\">slowdown</th></tr>\n{table}</table>\n\
          <div class=\"pair\" style=\"margin-top:16px\">\n{pictures}</div>\n",
         columns * ELEMENT
     ))

@@ -120,7 +120,8 @@ fn smem_table(plan: &SmemPlan) -> String {
         let alias = b.alias_of.as_deref().map_or(String::new(), |owner| format!("reuses {}", escape(owner)));
         writeln!(
             rows,
-            "<tr><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{alias}</td></tr>",
+            "<tr><td><code>{}</code></td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
+             class=\"n\">{}</td><td>{alias}</td></tr>",
             escape(&b.name),
             b.offset,
             b.size,
@@ -129,8 +130,10 @@ fn smem_table(plan: &SmemPlan) -> String {
         .expect("writing to a string cannot fail");
     }
     format!(
-        "<table style=\"margin-top:10px\">\n<tr><th>Buffer</th><th class=\"n\">Offset (B)</th><th class=\"n\">Size (B)</th>\
-         <th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}<tr><td>total</td><td></td><td class=\"n\">{}</td><td></td><td></td>\
+        "<table style=\"margin-top:10px\">\n<tr><th>Buffer</th><th class=\"n\">Offset (B)</th><th \
+         class=\"n\">Size (B)</th>\
+         <th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}<tr><td>total</td><td></td><td \
+         class=\"n\">{}</td><td></td><td></td>\
          </tr>\n</table>\n",
         plan.total
     )

@@ -12,12 +12,12 @@ use crate::plan::tried::Tried;
 use crate::term::output::si;
 
 /// What the bars show.
-pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes longer than the longest \
-    of them and less than their sum; the longest is what it waits for.";
+pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes \
+    longer than the longest of them and less than their sum; the longest is what it waits for.";
 
 /// What the lines show.
-pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at every length; the other \
-    dimensions stay as they are. The dotted line is the board's peak.";
+pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at \
+    every length; the other dimensions stay as they are. The dotted line is the board's peak.";
 
 /// Lengths of the sweep: powers of two around what models use.
 const SEQLENS: [usize; 8] = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];

@@ -12,8 +12,9 @@ use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, rect, te
 use crate::plan::tried::{Group, Tried, prediction};
 
 /// What the map shows.
-pub const ABOUT: &str = "Every tile that was tried, keys per step across. Blue cells fit and hold the predicted TFLOP/s of the \
-    best kernel with that tile; the others break the named limit, by the least amount shown. Hover over a cell for its kernel.";
+pub const ABOUT: &str = "Every tile that was tried, keys per step across. Blue cells fit and hold the \
+                         predicted TFLOP/s of the best kernel with that tile; the others break the named \
+                         limit, by the least amount shown. Hover over a cell for its kernel.";
 
 const CELL: (f64, f64) = (58.0, 26.0);
 const LEFT: f64 = 256.0;

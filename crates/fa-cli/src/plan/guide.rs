@@ -1,4 +1,5 @@
-//! `fa plan --guide`: the feasible tiles for a pair of head dims, without a problem; `cargo xtask search` lists the same.
+//! `fa plan --guide`: the feasible tiles for a pair of head dims, without a problem; `cargo xtask search`
+//! lists the same.
 
 use clap::Args;
 use fa_core::Arch;
@@ -12,23 +13,24 @@ use crate::term::output;
 /// Flags of the search.
 #[derive(Debug, Args)]
 pub struct GuideArgs {
-    /// List the feasible tiles for the head dims instead of planning a problem: on sm90 by the model of the block size
-    /// tuning guide, elsewhere by the planner's own
+    /// List the feasible tiles for the head dims instead of planning a problem: on sm90 by the model of the
+    /// block size tuning guide, elsewhere by the planner's own
     #[arg(long, conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "causal", "window", "dtype", "softcap", "problem_file",
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "causal", "window", "dtype", "softcap",
+        "problem_file",
         "family", "spec", "deterministic", "why", "report"
     ])]
     pub guide: bool,
-    /// With --guide: backward tile_m to try instead of 64,80,96,112,128; on architectures other than sm90 only tiles
-    /// with one of these
+    /// With --guide: backward tile_m to try instead of 64,80,96,112,128; on architectures other than sm90
+    /// only tiles with one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',', requires = "guide")]
     pub tile_m: Option<Vec<u32>>,
     /// With --guide: tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on
     /// architectures other than sm90 only tiles with one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',', requires = "guide")]
     pub tile_n: Option<Vec<u32>>,
-    /// With --guide: add how many candidates each limit rejected and the nearest miss of each kind; in the table also
-    /// the exact account of the best
+    /// With --guide: add how many candidates each limit rejected and the nearest miss of each kind; in the
+    /// table also the exact account of the best
     #[arg(long, requires = "guide")]
     pub explain: bool,
 }

@@ -24,8 +24,9 @@ impl Planned {
         let arch = self.arch;
         matches!(self.forward, Some(Tried::Sm100(_))).then(|| {
             format!(
-                "no kernel computes these forwards yet, and none has been measured: they are shapes for tcgen05 that would fit, with \
-                 predicted rates; --family sm80 plans the kernels that run on {arch} today"
+                "no kernel computes these forwards yet, and none has been measured: they are shapes for \
+                 tcgen05 that would fit, with predicted rates; --family sm80 plans the kernels that run on \
+                 {arch} today"
             )
         })
     }

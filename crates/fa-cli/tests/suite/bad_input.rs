@@ -280,8 +280,8 @@ fn files_that_are_not_there_are_named() {
 fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.ron");
-    let problem = "(batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 2, heads_kv: 2, head_dim: 64, head_dim_v: 64, \
-                   mask: (left: None, right: Some(0)), dtype: bf16)";
+    let problem = "(batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 2, heads_kv: 2, head_dim: 64, head_dim_v: \
+                   64, mask: (left: None, right: Some(0)), dtype: bf16)";
     std::fs::write(&path, problem).unwrap();
     fa(&format!("plan --problem {}", text(&path))).good();
     for (from, to, part) in [
@@ -299,9 +299,9 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
         refused(&fa(&format!("plan --problem {}", text(&path))), &[part], to);
     }
 
-    let spec = "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, tile_n: 64, num_warps: 4, \
-                stages: 2, q_in_regs: false, blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
-                loop_split: true, reverse_blocks: false)))";
+    let spec = "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, \
+                tile_n: 64, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1, swizzle: true, \
+                ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: false)))";
     std::fs::write(&path, spec).unwrap();
     fa(&format!("plan --arch sm80 --spec {}", text(&path))).good();
     std::fs::write(&path, format!("(archs: [sm80], spec: {spec})")).unwrap();

@@ -4,8 +4,8 @@ use crate::common::{fa, text};
 
 #[test]
 fn json_has_a_row_per_shape_and_pass() {
-    let line = "bench --backend cpu --headdim 32,64-32 --seqlen 64,1x128 --heads 4:2 --batch 2 --dtype bf16 --causal \
-                --mode both --threads 1 --seconds 0.001 --json -";
+    let line = "bench --backend cpu --headdim 32,64-32 --seqlen 64,1x128 --heads 4:2 --batch 2 --dtype bf16 \
+                --causal --mode both --threads 1 --seconds 0.001 --json -";
     let report = fa(line).json();
     let machine = &report["machine"];
     assert!(machine["fma_peak_gflops"].as_f64().unwrap() > 0.0);
@@ -52,7 +52,8 @@ fn files_are_written_and_the_table_shown() {
     let folder = tempfile::tempdir().unwrap();
     let (json, plot) = (folder.path().join("b.json"), folder.path().join("b.svg"));
     let shown = fa(&format!(
-        "bench --headdim 16 --seqlen 32,64 --heads 2 --mode both --backend reference --seconds 0.001 --json {} --plot {}",
+        "bench --headdim 16 --seqlen 32,64 --heads 2 --mode both --backend reference --seconds 0.001 --json \
+         {} --plot {}",
         text(&json),
         text(&plot)
     ))

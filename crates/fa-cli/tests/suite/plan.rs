@@ -17,7 +17,8 @@ fn json_lists_everything_and_n_limits_it() {
     assert_eq!(plans.len() as u64 + rejected, all["forward"]["tried"].as_u64().unwrap());
     let seconds: Vec<f64> = plans.iter().map(|plan| plan["cost"]["seconds"].as_f64().unwrap()).collect();
     assert!(seconds.is_sorted() && seconds[0] > 0.0);
-    // The SM90 block size guide lists 142 backward configurations for head dim 128; each is a plan, and so are variants.
+    // The SM90 block size guide lists 142 backward configurations for head dim 128; each is a plan, and so
+    // are variants.
     let backward = all["backward"]["plans"].as_array().unwrap();
     assert_eq!(all["backward"]["guide"]["feasible"], 142);
     assert!(backward.len() >= 142 && backward.len() as u64 == all["backward"]["fit"].as_u64().unwrap());
@@ -101,10 +102,11 @@ fn a_backward_from_a_file_is_judged_as_one() {
     let path = folder.path().join("kernel.ron");
     let spec = |tile_m: u32| {
         format!(
-            "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm90Bwd((tile_m: {tile_m}, tile_n: 128, \
-             num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 1, sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: true, \
-             atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, \
-             dq_slices: 1, tile_order: Natural, deterministic: false)))"
+            "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm90Bwd((tile_m: {tile_m}, \
+             tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 1, sdp_swap_ab: true, \
+             dkv_swap_ab: false, dq_swap_ab: true, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
+             atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: Natural, \
+             deterministic: false)))"
         )
     };
     std::fs::write(&path, spec(64)).unwrap();
@@ -126,9 +128,9 @@ fn a_kernel_from_a_file_is_judged_alone() {
     let path = folder.path().join("kernel.ron");
     let spec = |tile_n: u32| {
         format!(
-            "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, tile_n: {tile_n}, \
-             num_warps: 8, stages: 2, q_in_regs: false, blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, \
-             fast_math: true, loop_split: true, reverse_blocks: false)))"
+            "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, tile_n: \
+             {tile_n}, num_warps: 8, stages: 2, q_in_regs: false, blocks_per_sm: 1, swizzle: true, ldmatrix: \
+             true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: false)))"
         )
     };
     std::fs::write(&path, spec(64)).unwrap();

@@ -20,7 +20,8 @@ fn kernels_without_record_and_reason_are_a_bad_verdict() {
     let list = results.path().join("unvalidated.ron");
     std::fs::write(
         &list,
-        "(kernels: {\"sm90_fwd\": \"new\", \"sm90_bwd\": \"new\", \"sm80_fwd\": \"no GPU at hand\", \"sm80_bwd\": \"new\"})",
+        "(kernels: {\"sm90_fwd\": \"new\", \"sm90_bwd\": \"new\", \"sm80_fwd\": \"no GPU at \
+         hand\", \"sm80_bwd\": \"new\"})",
     )
     .unwrap();
     let done = check();

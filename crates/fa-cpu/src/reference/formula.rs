@@ -1,6 +1,6 @@
-//! The formula itself, in any precision: `R` is the type that is computed in. What enters a second product is rounded by a
-//! function, and heads are read by one, so that the formula is compiled once for f64 and once for f32, in this crate,
-//! whatever the tensors' type.
+//! The formula itself, in any precision: `R` is the type that is computed in. What enters a second product is
+//! rounded by a function, and heads are read by one, so that the formula is compiled once for f64 and once
+//! for f32, in this crate, whatever the tensors' type.
 
 use std::ops::Range;
 
@@ -60,8 +60,8 @@ fn blocks(range: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>
     range.clone().step_by(step).map(move |first| first..(first + step).min(range.end))
 }
 
-/// The blocks that the keys of some rows lie in. Where these are the outer loop, each row meets its keys in their order, and each key
-/// the rows in theirs, so that no sum depends on the blocks.
+/// The blocks that the keys of some rows lie in. Where these are the outer loop, each row meets its keys in
+/// their order, and each key the rows in theirs, so that no sum depends on the blocks.
 fn key_blocks<'a>(
     keys: impl Iterator<Item = &'a Range<usize>> + Clone,
 ) -> impl Iterator<Item = Range<usize>> {
@@ -341,15 +341,15 @@ impl<'a, R: Real> Head<'a, R> {
         Gradients { dq, dk, dv, dq_terms, dk_terms, dv_terms }
     }
 
-    /// How many roundings, in the relative error of `exp(S - LSE)`, a computation may make: what S and LSE lose is relative
-    /// to the magnitudes that they are made of.
+    /// How many roundings, in the relative error of `exp(S - LSE)`, a computation may make: what S and LSE
+    /// lose is relative to the magnitudes that they are made of.
     fn weight_roundings(&self, q_norm: R, k_norm: R, lse: R) -> R {
         R::ONE + abs(self.scale) * q_norm * k_norm + abs(lse)
     }
 }
 
-/// Of each row of a matrix. With them the size of the terms that make a result is bounded, which is what the roundings of any
-/// computation of it are relative to: see [`super::Gradients::dq_noise`].
+/// Of each row of a matrix. With them the size of the terms that make a result is bounded, which is what the
+/// roundings of any computation of it are relative to: see [`super::Gradients::dq_noise`].
 struct Norms<R> {
     /// Euclidean: `|a . b| <= sum |a b| <= norm(a) norm(b)`.
     norm: Vec<R>,

@@ -15,11 +15,12 @@
 //! dV_j  = sum_i P_ij dO_i                   likewise
 //! ```
 //!
-//! A key that the mask hides takes no part, whatever it and its value hold. A query that sees no key, or whose scores are
-//! all -inf, has `O = 0`, `LSE = -inf` and gives no gradient. Any other NaN or infinity goes where IEEE arithmetic takes it.
+//! A key that the mask hides takes no part, whatever it and its value hold. A query that sees no key, or
+//! whose scores are all -inf, has `O = 0`, `LSE = -inf` and gives no gradient. Any other NaN or infinity goes
+//! where IEEE arithmetic takes it.
 //!
-//! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of [`crate::compare`]
-//! measures an implementation's error by its.
+//! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of
+//! [`crate::compare`] measures an implementation's error by its.
 
 mod formula;
 pub mod low_precision;
@@ -54,10 +55,11 @@ pub struct Gradients {
     pub dv: Vec<f64>,
     /// How much of dQ may be noise of f32 arithmetic.
     ///
-    /// The roundings of a computation are relative to the terms that make a result, not to the result: scores in the hundreds
-    /// leave fewer digits to their exponentials, and a row that sees one key has `dP = sum_j P dP` and exact gradients 0,
-    /// but an implementation takes the two sums in different orders. This is [`F32_ROUNDING`] times a bound of those terms,
-    /// at its largest over the tensor. [`crate::compare::Comparison::allowing`] makes room for it.
+    /// The roundings of a computation are relative to the terms that make a result, not to the result: scores
+    /// in the hundreds leave fewer digits to their exponentials, and a row that sees one key has
+    /// `dP = sum_j P dP` and exact gradients 0, but an implementation takes the two sums in different orders.
+    /// This is [`F32_ROUNDING`] times a bound of those terms, at its largest over the tensor.
+    /// [`crate::compare::Comparison::allowing`] makes room for it.
     pub dq_noise: f64,
     /// The same of dK.
     pub dk_noise: f64,
@@ -78,8 +80,8 @@ fn noise(terms: Vec<f64>) -> f64 {
     F32_ROUNDING * terms.into_iter().filter(|term| term.is_finite()).fold(0.0, f64::max)
 }
 
-/// O and LSE of `problem` on the given tensors. Heads are computed in parallel; the result does not depend on how many
-/// threads there are.
+/// O and LSE of `problem` on the given tensors. Heads are computed in parallel; the result does not depend on
+/// how many threads there are.
 ///
 /// # Errors
 /// Tensors that do not fit the problem: see [`check_forward`].

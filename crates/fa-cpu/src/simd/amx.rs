@@ -1,7 +1,7 @@
 //! AMX: products of bf16 tiles in the tile registers, 16 x 16 sums of 32 terms by one instruction.
 //!
-//! The tile registers are reached by inline assembly (the intrinsics are not stable). Linux grants their use per process,
-//! on request; every thread then configures them before use.
+//! The tile registers are reached by inline assembly (the intrinsics are not stable). Linux grants their use
+//! per process, on request; every thread then configures them before use.
 #![allow(unsafe_code)]
 
 use core::arch::asm;
@@ -10,7 +10,8 @@ use std::sync::OnceLock;
 
 use super::bf16::RawProduct16;
 
-/// Whether the CPU has AMX with bf16, the operating system saves its registers, and this process may use them.
+/// Whether the CPU has AMX with bf16, the operating system saves its registers, and this process may use
+/// them.
 pub(super) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| cpu_has_tiles() && request_permission())
@@ -25,8 +26,8 @@ fn cpu_has_tiles() -> bool {
     if __cpuid(0).eax < 7 || __cpuid(1).ecx & OSXSAVE == 0 {
         return false;
     }
-    // Leaf 0x1d, which describes the palettes, is left blank by some hypervisors whose CPUs do have the one palette there
-    // is, so it is not asked.
+    // Leaf 0x1d, which describes the palettes, is left blank by some hypervisors whose CPUs do have the one
+    // palette there is, so it is not asked.
     let features = __cpuid_count(7, 0).edx;
     let enabled: u32;
     // SAFETY: OSXSAVE says that xgetbv may be executed; it only writes eax and edx.
@@ -135,8 +136,8 @@ unsafe fn block(
     ldc: usize,
     add: bool,
 ) {
-    // SAFETY: the caller vouches for 32 rows of A, 16 rows of B a step and 32 rows of C; only tile registers that are
-    // listed and the operands are changed.
+    // SAFETY: the caller vouches for 32 rows of A, 16 rows of B a step and 32 rows of C; only tile registers
+    // that are listed and the operands are changed.
     unsafe {
         asm!(
             "test {add}, {add}",

@@ -8,7 +8,8 @@ use super::vector::Vector;
 #[derive(Clone, Copy)]
 pub(super) struct F32x16(pub(super) __m512);
 
-// SAFETY (every block below): the trait's contract, AVX-512 F and DQ present and pointers valid for 16 values.
+// SAFETY (every block below): the trait's contract, AVX-512 F and DQ present and pointers valid for 16
+// values.
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Vector for F32x16 {
     const LANES: usize = 16;

@@ -62,7 +62,8 @@ unsafe fn bits(words: __m512i) -> __m512bh {
     unsafe { core::mem::transmute(words) }
 }
 
-/// Words with `low` rounded to bf16 in the low and `high` in the high half of each lane. Ties round away from zero.
+/// Words with `low` rounded to bf16 in the low and `high` in the high half of each lane. Ties round away from
+/// zero.
 #[inline(always)]
 unsafe fn pairs(low: F32x16, high: F32x16) -> __m512i {
     // SAFETY: register operations; the caller vouches for AVX-512.

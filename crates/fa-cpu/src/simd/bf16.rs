@@ -1,7 +1,8 @@
 //! Products of bf16 tiles with f32 sums, and the softmax between them.
 //!
-//! The first operand A is row-major. The second lies in pairs: a 32-bit word holds the terms `2 r` and `2 r + 1` of one column
-//! (the earlier one in the low half), and row `r` of B is the words of all columns. That is what both AMX and AVX512-BF16 read.
+//! The first operand A is row-major. The second lies in pairs: a 32-bit word holds the terms `2 r` and
+//! `2 r + 1` of one column (the earlier one in the low half), and row `r` of B is the words of all columns.
+//! That is what both AMX and AVX512-BF16 read.
 #![allow(unsafe_code)]
 // Elsewhere no table of these kernels exists yet; the interface does.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
@@ -17,7 +18,8 @@ pub const GRAIN: usize = 32;
 /// A product `C[m][n] (+)= A[m][k] B[k][n]`.
 ///
 /// # Safety
-/// All elements that shape and strides name must be valid, C's for writes; `m`, `n` and `k` are multiples of [`GRAIN`].
+/// All elements that shape and strides name must be valid, C's for writes; `m`, `n` and `k` are multiples of
+/// [`GRAIN`].
 pub(super) struct RawProduct16 {
     pub m: usize,
     pub n: usize,
@@ -34,8 +36,9 @@ pub(super) struct RawProduct16 {
 /// One tile of scores for the online softmax.
 ///
 /// # Safety
-/// `scores` is valid for `keys` rows of `queries` values at stride `ld`, `weights` for half as many rows of words at
-/// stride `ldw`; `max`, `sum` and `factor` for `queries` values. `keys` and `queries` are multiples of [`GRAIN`].
+/// `scores` is valid for `keys` rows of `queries` values at stride `ld`, `weights` for half as many rows of
+/// words at stride `ldw`; `max`, `sum` and `factor` for `queries` values. `keys` and `queries` are multiples
+/// of [`GRAIN`].
 pub(super) struct RawSoftmax16 {
     pub keys: usize,
     pub queries: usize,
@@ -52,9 +55,10 @@ pub(super) struct RawSoftmax16 {
 /// One tile for the backward of the softmax.
 ///
 /// # Safety
-/// `scores` and `dscores` are valid for `keys` rows of `queries` values at stride `ld`; `weights` and `dscores_rows` for as
-/// many rows of 16-bit values at stride `ldw`, `dscores_pairs` for half as many rows of words at stride `ldw`; `lse` and
-/// `delta` for `queries` values. `keys` and `queries` are multiples of [`GRAIN`].
+/// `scores` and `dscores` are valid for `keys` rows of `queries` values at stride `ld`; `weights` and
+/// `dscores_rows` for as many rows of 16-bit values at stride `ldw`, `dscores_pairs` for half as many rows of
+/// words at stride `ldw`; `lse` and `delta` for `queries` values. `keys` and `queries` are multiples of
+/// [`GRAIN`].
 pub(super) struct RawGradient16 {
     pub keys: usize,
     pub queries: usize,
@@ -186,8 +190,8 @@ impl Bf16Kernels {
         unsafe { (self.table.product)(&raw) }
     }
 
-    /// Online softmax of one tile, as [`super::Kernels::online_softmax`], on scores that are still to be multiplied by
-    /// `scale` (above 0); the weights go to `weights` as bf16 pairs of keys.
+    /// Online softmax of one tile, as [`super::Kernels::online_softmax`], on scores that are still to be
+    /// multiplied by `scale` (above 0); the weights go to `weights` as bf16 pairs of keys.
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or a length is no multiple of [`GRAIN`].
@@ -225,8 +229,8 @@ impl Bf16Kernels {
         unsafe { (self.table.softmax)(&raw) }
     }
 
-    /// Backward of the softmax on one tile: `P = 2^(scale * score - lse)` and `dS = P (dP - delta)` (times the cap's derivative)
-    /// as bf16, dS both in rows and in pairs of keys.
+    /// Backward of the softmax on one tile: `P = 2^(scale * score - lse)` and `dS = P (dP - delta)` (times
+    /// the cap's derivative) as bf16, dS both in rows and in pairs of keys.
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or a length is no multiple of [`GRAIN`].

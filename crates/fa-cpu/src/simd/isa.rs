@@ -65,8 +65,8 @@ impl Isa {
 
     /// The best one that this CPU has.
     ///
-    /// Not always the last in [`Isa::ALL`]: Intel's cores take a dot product of pairs every other cycle, which makes
-    /// AVX512-BF16 slower than the f32 kernels there, so only AMD's are given it.
+    /// Not always the last in [`Isa::ALL`]: Intel's cores take a dot product of pairs every other cycle,
+    /// which makes AVX512-BF16 slower than the f32 kernels there, so only AMD's are given it.
     pub fn detect() -> Isa {
         let best = |isa: &Isa| isa.is_available() && (*isa != Isa::Avx512Bf16 || fast_pairs());
         Isa::ALL.into_iter().rev().find(best).unwrap_or(Isa::Portable)

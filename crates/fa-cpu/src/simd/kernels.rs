@@ -1,5 +1,5 @@
-//! The kernels by instruction set, behind methods that check every length before a pointer is made: callers stay safe code,
-//! and since a call covers a whole tile, the checks cost nothing.
+//! The kernels by instruction set, behind methods that check every length before a pointer is made: callers
+//! stay safe code, and since a call covers a whole tile, the checks cost nothing.
 #![allow(unsafe_code)]
 
 use super::bf16::{Bf16Kernels, Table16};
@@ -23,8 +23,8 @@ pub struct Kernels {
     table16: Option<&'static Table16>,
 }
 
-/// One product `C = init(C) + A B` of row-major tiles: C is `m x n` at stride `ldc`, B `k x n` at `ldb`, A `m x k` at `lda`
-/// in the given order. `n` must be a multiple of [`Kernels::lanes`].
+/// One product `C = init(C) + A B` of row-major tiles: C is `m x n` at stride `ldc`, B `k x n` at `ldb`, A
+/// `m x k` at `lda` in the given order. `n` must be a multiple of [`Kernels::lanes`].
 pub struct Product<'a> {
     /// Rows of C.
     pub m: usize,
@@ -110,8 +110,8 @@ impl Kernels {
     /// Computes a product.
     ///
     /// # Panics
-    /// If an operand is shorter than its shape and stride say, a stride is less than a row, or `n` is not a multiple of
-    /// the lanes.
+    /// If an operand is shorter than its shape and stride say, a stride is less than a row, or `n` is not a
+    /// multiple of the lanes.
     pub fn product(&self, call: Product<'_>) {
         let Product { m, n, k, a, lda, order, b, ldb, c, ldc, init } = call;
         if m == 0 || n == 0 {
@@ -148,11 +148,12 @@ impl Kernels {
         unsafe { (self.table.product)(&raw) }
     }
 
-    /// Online softmax (base 2) of one tile: `scores` become weights `2^(score - max)`, `max` and `sum` (one value per
-    /// query; -inf and 0 before the first tile) are brought up to date, `factor` receives what everything accumulated
-    /// before has to be multiplied by. Returns whether any factor differs from 1.
+    /// Online softmax (base 2) of one tile: `scores` become weights `2^(score - max)`, `max` and `sum` (one
+    /// value per query; -inf and 0 before the first tile) are brought up to date, `factor` receives what
+    /// everything accumulated before has to be multiplied by. Returns whether any factor differs from 1.
     ///
-    /// `max` may trail the true maximum by a few powers of two, which spares most rescaling; `max + log2(sum)` is exact.
+    /// `max` may trail the true maximum by a few powers of two, which spares most rescaling;
+    /// `max + log2(sum)` is exact.
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
@@ -180,9 +181,10 @@ impl Kernels {
         unsafe { (self.table.softmax)(&raw) }
     }
 
-    /// Backward of the softmax on one tile: `scores` (base 2) become weights `P = 2^(score - lse)`, `dweights` (dP) become
-    /// `dS = P (dP - delta)`. `lse` is in base 2 too, +inf for rows that see nothing. With a `cap` (times log2 e) the
-    /// scores come in before the cap, divided by it, and dS takes in the cap's derivative.
+    /// Backward of the softmax on one tile: `scores` (base 2) become weights `P = 2^(score - lse)`,
+    /// `dweights` (dP) become `dS = P (dP - delta)`. `lse` is in base 2 too, +inf for rows that see nothing.
+    /// With a `cap` (times log2 e) the scores come in before the cap, divided by it, and dS takes in the
+    /// cap's derivative.
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
@@ -228,7 +230,8 @@ impl Kernels {
     /// If the length is no multiple of the lanes.
     pub fn softcap(&self, values: &mut [f32], cap: f32) {
         assert!(values.len().is_multiple_of(self.lanes()), "{} values", values.len());
-        // SAFETY: the length was just checked, and the table was given out for a CPU that has the instructions.
+        // SAFETY: the length was just checked, and the table was given out for a CPU that has the
+        // instructions.
         unsafe { (self.table.softcap)(values.as_mut_ptr(), values.len(), cap) }
     }
 
@@ -238,7 +241,8 @@ impl Kernels {
     /// If the length is no multiple of the lanes.
     pub fn exp2(&self, values: &mut [f32]) {
         assert!(values.len().is_multiple_of(self.lanes()), "{} values", values.len());
-        // SAFETY: the length was just checked, and the table was given out for a CPU that has the instructions.
+        // SAFETY: the length was just checked, and the table was given out for a CPU that has the
+        // instructions.
         unsafe { (self.table.exp2)(values.as_mut_ptr(), values.len()) }
     }
 
@@ -279,8 +283,8 @@ impl Kernels {
         unsafe { (self.table.transpose)(&raw) }
     }
 
-    /// Runs `rounds` rounds of independent multiply-adds and returns the f32 operations done (2 a lane), for measuring the
-    /// peak rate.
+    /// Runs `rounds` rounds of independent multiply-adds and returns the f32 operations done (2 a lane), for
+    /// measuring the peak rate.
     pub fn multiply_adds(&self, rounds: usize) -> f64 {
         // SAFETY: the table was given out for a CPU that has the instructions.
         std::hint::black_box(unsafe { (self.table.multiply_adds)(rounds) });

@@ -6,7 +6,8 @@ use super::vector::Vector;
 /// Independent chains, enough to hide the latency of two multiply-adders.
 pub(super) const CHAINS: usize = 12;
 
-/// `rounds * CHAINS` vector multiply-adds without memory traffic; the result keeps them from being optimised away.
+/// `rounds * CHAINS` vector multiply-adds without memory traffic; the result keeps them from being optimised
+/// away.
 #[inline(always)]
 pub(super) unsafe fn multiply_adds<V: Vector>(rounds: usize) -> f32 {
     // SAFETY: registers only; the caller vouches for the instruction set.

@@ -26,8 +26,8 @@ pub enum Init<'a> {
 /// A product `C[m][n] (+)= A[m][k] B[k][n]`.
 ///
 /// # Safety
-/// All elements that shape and strides name must be valid, C's for writes; `n` is a multiple of the lanes; `scale`
-/// has `n` values or is null.
+/// All elements that shape and strides name must be valid, C's for writes; `n` is a multiple of the lanes;
+/// `scale` has `n` values or is null.
 pub(super) struct RawProduct {
     pub m: usize,
     pub n: usize,
@@ -43,7 +43,8 @@ pub(super) struct RawProduct {
     pub scale: *const f32,
 }
 
-/// The whole product, panel of columns by panel of columns: a panel of B stays in the first-level cache while A passes.
+/// The whole product, panel of columns by panel of columns: a panel of B stays in the first-level cache while
+/// A passes.
 #[inline(always)]
 pub(super) unsafe fn run<V: Vector>(p: &RawProduct) {
     // SAFETY: `RawProduct`'s contract; panels stay within n.

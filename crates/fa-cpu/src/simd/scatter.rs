@@ -9,11 +9,11 @@ use fa_core::Strides;
 
 use crate::view::TensorMut;
 
-/// A tensor whose rows `(batch, seq, head)` are handed out to threads in tiles of `tile` consecutive positions of the
-/// sequence, each tile once.
+/// A tensor whose rows `(batch, seq, head)` are handed out to threads in tiles of `tile` consecutive
+/// positions of the sequence, each tile once.
 ///
-/// [`TensorMut`] guarantees that no two elements share storage; the flags guarantee that no two threads hold the same
-/// rows. Together they make the writes of all threads disjoint.
+/// [`TensorMut`] guarantees that no two elements share storage; the flags guarantee that no two threads hold
+/// the same rows. Together they make the writes of all threads disjoint.
 pub(crate) struct Scatter<'a, T> {
     data: *mut T,
     shape: [usize; 4],
@@ -73,8 +73,8 @@ impl<T: Copy> Rows<'_, T> {
         let start = self.strides.offset(self.batch, seq, self.head, 0) as isize;
         let step = self.strides.dim as isize;
         if step == 1 {
-            // SAFETY: the row is inside the shape, which `TensorMut` checked against its storage when it was made, its
-            // elements are consecutive, and only this value may write them.
+            // SAFETY: the row is inside the shape, which `TensorMut` checked against its storage when it was
+            // made, its elements are consecutive, and only this value may write them.
             let row = unsafe { std::slice::from_raw_parts_mut(self.data.offset(start), self.dims) };
             for (to, value) in row.iter_mut().zip(values) {
                 *to = value;

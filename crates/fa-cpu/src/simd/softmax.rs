@@ -4,14 +4,15 @@
 use super::vector::{Vector, exp2, tanh};
 
 /// How far (in powers of two) scores may exceed the running maximum before it is raised and what has been
-/// accumulated is rescaled. Weights up to 2^8 cost no precision in f32 sums, and on most tiles nothing is rescaled.
+/// accumulated is rescaled. Weights up to 2^8 cost no precision in f32 sums, and on most tiles nothing is
+/// rescaled.
 pub(super) const SLACK: f32 = 8.0;
 
 /// One tile of scores for the online softmax.
 ///
 /// # Safety
-/// `scores` is valid for `keys` rows of `queries` values at stride `ld`; `max`, `sum` and `factor` for `queries`
-/// values, a multiple of the lanes.
+/// `scores` is valid for `keys` rows of `queries` values at stride `ld`; `max`, `sum` and `factor` for
+/// `queries` values, a multiple of the lanes.
 pub(super) struct RawSoftmax {
     pub keys: usize,
     pub queries: usize,
@@ -22,8 +23,8 @@ pub(super) struct RawSoftmax {
     pub factor: *mut f32,
 }
 
-/// Scores become weights `2^(score - max)`, `max` and `sum` are brought up to date; `factor` is what everything
-/// accumulated before has to be multiplied by. Returns whether any factor differs from 1.
+/// Scores become weights `2^(score - max)`, `max` and `sum` are brought up to date; `factor` is what
+/// everything accumulated before has to be multiplied by. Returns whether any factor differs from 1.
 ///
 /// `max` is -inf before the first visible key. It may trail the true maximum by up to [`SLACK`].
 #[inline(always)]
@@ -92,8 +93,8 @@ pub(super) unsafe fn online<V: Vector>(call: &RawSoftmax) -> bool {
 /// One tile for the backward of the softmax.
 ///
 /// # Safety
-/// `scores` and `dweights` are valid for `keys` rows of `queries` values at stride `ld`; `lse` and `delta` for
-/// `queries` values, a multiple of the lanes.
+/// `scores` and `dweights` are valid for `keys` rows of `queries` values at stride `ld`; `lse` and `delta`
+/// for `queries` values, a multiple of the lanes.
 pub(super) struct RawGradient {
     pub keys: usize,
     pub queries: usize,

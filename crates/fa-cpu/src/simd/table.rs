@@ -1,8 +1,8 @@
 //! The kernels, written once over [`Vector`]: products of tiles, the online softmax and its backward.
 //!
-//! Tiles of scores lie transposed, keys down and queries across, so that a register holds one key and `LANES` queries:
-//! maxima, sums and rescaling never cross lanes, and the first operand of every product is read by broadcast, in
-//! whichever order its rows and columns lie.
+//! Tiles of scores lie transposed, keys down and queries across, so that a register holds one key and `LANES`
+//! queries: maxima, sums and rescaling never cross lanes, and the first operand of every product is read by
+//! broadcast, in whichever order its rows and columns lie.
 #![allow(unsafe_code)]
 
 use super::product::RawProduct;

@@ -146,7 +146,8 @@ fn online_softmax_over_pieces_is_the_softmax() {
         let (queries, ld) = (2 * lanes, 2 * lanes + 3);
         let mut scores = noise(5, keys * ld);
         for (i, score) in scores.iter_mut().enumerate() {
-            // Rising, so that the maximum is raised again and again; query 1 sees nothing, query 2 sees little.
+            // Rising, so that the maximum is raised again and again; query 1 sees nothing, query 2 sees
+            // little.
             *score = *score * 3.0 + (i / ld) as f32;
             if i % ld == 1 || i % ld == 2 && i / ld != 20 {
                 *score = f32::NEG_INFINITY;

@@ -1,7 +1,7 @@
 //! How a tile of scores lies in memory.
 
-/// A tile of transposed scores: `keys` rows of `queries` values at stride `ld`. `queries` must be a multiple of
-/// [`crate::simd::Kernels::lanes`].
+/// A tile of transposed scores: `keys` rows of `queries` values at stride `ld`. `queries` must be a multiple
+/// of [`crate::simd::Kernels::lanes`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileShape {
     /// Rows.

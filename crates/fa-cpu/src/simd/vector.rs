@@ -4,14 +4,14 @@
 /// A register of f32 lanes.
 ///
 /// # Safety
-/// Every operation may use the instruction set of its implementation: calling one on a CPU without it is undefined.
-/// The kernels are only reached through a table that [`super::Kernels::for_isa`] hands out after asking the CPU.
-/// Loads and stores need `LANES` valid f32 at the pointer; no alignment is asked for.
+/// Every operation may use the instruction set of its implementation: calling one on a CPU without it is
+/// undefined. The kernels are only reached through a table that [`super::Kernels::for_isa`] hands out after
+/// asking the CPU. Loads and stores need `LANES` valid f32 at the pointer; no alignment is asked for.
 pub(super) trait Vector: Copy {
     /// f32 values in a register.
     const LANES: usize;
-    /// Rows of the largest register block of a product, 4, 6 or 8: `ROWS * COLUMNS + COLUMNS + 1` registers are live. Where that is all
-    /// there are, the compiler moves sums about and keeps some in memory.
+    /// Rows of the largest register block of a product, 4, 6 or 8: `ROWS * COLUMNS + COLUMNS + 1` registers
+    /// are live. Where that is all there are, the compiler moves sums about and keeps some in memory.
     const ROWS: usize;
     /// Registers across the largest register block.
     const COLUMNS: usize;
@@ -49,11 +49,13 @@ pub(super) trait Vector: Copy {
 const ROUND: f32 = 12_582_912.0;
 /// The exponent bias, so that the low bits hold the exponent field of `2^n`.
 const BIAS: f32 = 127.0;
-/// Least-squares minimax fit of `(2^f - 1) / f` on [-1/2, 1/2] for the relative error of `2^f`: 2e-9 before rounding.
+/// Least-squares minimax fit of `(2^f - 1) / f` on [-1/2, 1/2] for the relative error of `2^f`: 2e-9 before
+/// rounding.
 const EXP2: [f32; 6] =
     [core::f32::consts::LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
 
-/// `2^x` to about one unit in the last place for x up to 127; 0 for x below -126.5, -inf included. NaN stays NaN.
+/// `2^x` to about one unit in the last place for x up to 127; 0 for x below -126.5, -inf included. NaN stays
+/// NaN.
 #[inline(always)]
 pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
     // SAFETY: register operations only; the caller vouches for the instruction set.

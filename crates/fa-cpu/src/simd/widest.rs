@@ -1,5 +1,5 @@
-//! Plain Rust compiled for the widest vectors of the CPU at hand. Nothing is fused and no sum is taken in another order for it, so
-//! that a result has the same bits on every CPU.
+//! Plain Rust compiled for the widest vectors of the CPU at hand. Nothing is fused and no sum is taken in
+//! another order for it, so that a result has the same bits on every CPU.
 
 #[cfg(target_arch = "x86_64")]
 use super::isa::Isa;

@@ -1,7 +1,8 @@
-//! The backward in f32: one work item is a range of keys of one K/V head, so that dK and dV belong to one worker.
+//! The backward in f32: one work item is a range of keys of one K/V head, so that dK and dV belong to one
+//! worker.
 //!
-//! When there are fewer K/V heads than threads, the keys of a head are split over several items; each keeps its own dQ, and
-//! these partial sums are added in order afterwards. No sum depends on timing.
+//! When there are fewer K/V heads than threads, the keys of a head are split over several items; each keeps
+//! its own dQ, and these partial sums are added in order afterwards. No sum depends on timing.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -24,7 +25,8 @@ const TILE_N: usize = 128;
 const GROUP: usize = 2;
 /// Panels of queries in a tile.
 const PANELS: usize = 2;
-/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent of the row's.
+/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
+/// of the row's.
 const FEW_KEYS: usize = 16;
 
 /// A tile of queries, in the forms that the five products read.
@@ -41,7 +43,8 @@ struct QueryTile {
     lse: Buffer,
     /// Row sums of dO * O.
     delta: Buffer,
-    /// Rows without any probability: they see no key, or all their scores are -inf. Q and dO hold zeros for them.
+    /// Rows without any probability: they see no key, or all their scores are -inf. Q and dO hold zeros for
+    /// them.
     dead: Vec<usize>,
     /// Rows where Q or dO holds infinities or NaN, as far as that matters: where the mask hides something.
     wild: Vec<usize>,
@@ -238,8 +241,8 @@ impl Job<'_> {
         let rows = self.rows(tile);
         let at = [batch, rows.start, head];
         let (hd, hdv) = (problem.head_dim, problem.head_dim_v);
-        // Qt is scaled, Q is not: the scaled rows only pass through. Rows past the end may hold what another head left
-        // there; their weights are 0 because their LSE is +inf.
+        // Qt is scaled, Q is not: the scaled rows only pass through. Rows past the end may hold what another
+        // head left there; their weights are 0 because their LSE is +inf.
         read_rows(&inputs.q, at, rows.len(), self.scores.scale, &mut to.q, ldq);
         self.kernels.transpose([rows.len(), hd], &to.q, ldq, &mut to.qt, tile_m);
         read_rows(&inputs.q, at, rows.len(), 1.0, &mut to.q, ldq);
@@ -268,8 +271,8 @@ impl Job<'_> {
         }
     }
 
-    /// Takes delta from P and dP in rows that see few keys. `sum_j P dP = dO . O` holds for the exact O; an O of 16 bits is off
-    /// by its rounding, all of which is an error of dS where few terms cancel.
+    /// Takes delta from P and dP in rows that see few keys. `sum_j P dP = dO . O` holds for the exact O; an O
+    /// of 16 bits is off by its rounding, all of which is an error of dS where few terms cancel.
     fn exact_deltas(&self, rows: Range<usize>, tile: &mut QueryTile, [k, v]: [(&[f32], usize); 2]) {
         let (problem, Sizes { ldq, ldo, .. }) = (self.problem, self.sizes);
         for (i, query) in rows.enumerate() {
@@ -291,7 +294,8 @@ impl Job<'_> {
         }
     }
 
-    /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and to dQt.
+    /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and
+    /// to dQt.
     fn walk(&self, scratch: &mut Scratch, keys: &Range<usize>, [k, v]: [(&[f32], usize); 2], dq: &mut [f32]) {
         let Job { problem, sizes, .. } = *self;
         let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
@@ -368,8 +372,8 @@ impl Job<'_> {
             }
         }
 
-        // 0 times what is not finite is NaN too: where a tile hides something, such rows of Q, dO and K come in by themselves,
-        // for those who see them.
+        // 0 times what is not finite is NaN too: where a tile hides something, such rows of Q, dO and K come
+        // in by themselves, for those who see them.
         let seen = |query: usize, key: usize| {
             problem.mask.visible(
                 queries.start + query,

@@ -12,7 +12,8 @@ pub(super) struct Buffer<T: Copy + Default + 'static = f32> {
 
 /// Bytes of a cache line (and of an AVX-512 register).
 const LINE: usize = 64;
-/// Bytes that a thread keeps for its next call: fresh memory costs a page fault every 4 KiB, which short sequences feel.
+/// Bytes that a thread keeps for its next call: fresh memory costs a page fault every 4 KiB, which short
+/// sequences feel.
 const KEEP: usize = 32 << 20;
 
 thread_local! {

@@ -1,5 +1,6 @@
-//! The passes for each element type as functions of that type alone. They are compiled once, in this crate and as far
-//! optimised as it is, where a generic function would be compiled again in every crate that calls it.
+//! The passes for each element type as functions of that type alone. They are compiled once, in this crate
+//! and as far optimised as it is, where a generic function would be compiled again in every crate that calls
+//! it.
 
 use fa_core::Problem;
 use half::{bf16, f16};

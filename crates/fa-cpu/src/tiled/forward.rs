@@ -18,8 +18,8 @@ pub(super) const TILE_N: usize = 128;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 const PANELS: usize = 8;
 
-/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range is
-/// for both. Beyond it a query that overflows would give NaN with a key of 0.
+/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range
+/// is for both. Beyond it a query that overflows would give NaN with a key of 0.
 const MAX_FACTOR: f32 = 1e30;
 
 /// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
@@ -90,8 +90,8 @@ impl Scratch {
     }
 }
 
-/// How many panels of `width` queries make a tile: as many as `most`, but fewer where threads would have nothing to do, and
-/// so that all tiles are about equally long.
+/// How many panels of `width` queries make a tile: as many as `most`, but fewer where threads would have
+/// nothing to do, and so that all tiles are about equally long.
 pub(super) fn panels_in_tile(problem: &Problem, width: usize, most: usize, workers: usize) -> usize {
     let panels = problem.lengths.max_q().div_ceil(width).max(1);
     let heads = (problem.lengths.sequences() * problem.heads_q).max(1);
@@ -131,7 +131,8 @@ pub(super) fn sees_all(problem: &Problem, queries: &Range<usize>, keys: &Range<u
     seen(queries.end - 1).start <= keys.start && keys.end <= seen(queries.start).end
 }
 
-/// Sets what the mask hides to `value` in a tile, `keys` down and `queries` across at stride `ld`: -inf for scores.
+/// Sets what the mask hides to `value` in a tile, `keys` down and `queries` across at stride `ld`: -inf for
+/// scores.
 pub(super) fn hide(
     problem: &Problem,
     queries: &Range<usize>,
@@ -211,7 +212,8 @@ pub(super) fn run<T: Element>(
             for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
                 let count = width.min(rows.end - first);
                 read_rows(q, [batch, first, head], count, scores.scale, &mut scratch.rows, ld);
-                // Columns past the last query keep what an earlier tile left there: nobody looks at their results.
+                // Columns past the last query keep what an earlier tile left there: nobody looks at their
+                // results.
                 kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
                 panel.max.fill(f32::NEG_INFINITY);
                 panel.sum.fill(0.0);
@@ -317,8 +319,8 @@ impl Job<'_> {
                     (true, false) => Init::Add,
                     (true, true) => Init::Scale(factor),
                 };
-                // A weight of 0 times a value that is not finite is NaN: where a tile hides something, such values
-                // come in by themselves, for those who see them.
+                // A weight of 0 times a value that is not finite is NaN: where a tile hides something, such
+                // values come in by themselves, for those who see them.
                 let value = |key: usize| &v[key * ldv..][..problem.head_dim_v];
                 let wild =
                     |key: &usize| hiding && !finite_v && value(*key).iter().any(|value| !value.is_finite());

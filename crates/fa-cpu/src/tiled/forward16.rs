@@ -1,4 +1,5 @@
-//! The forward in bf16 with f32 sums: the same walk as [`super::forward`], on tiles that AMX and AVX512-BF16 read.
+//! The forward in bf16 with f32 sums: the same walk as [`super::forward`], on tiles that AMX and AVX512-BF16
+//! read.
 //!
 //! Weights are rounded to bf16 before they meet V, as GPU kernels do; their sum is taken before the rounding.
 
@@ -47,8 +48,8 @@ struct Scratch {
     out: Buffer,
 }
 
-/// The largest scale without a soft cap. `score * scale - max * scale` is one multiply-add, off by the rounding of
-/// `max * scale`: as an exponent of 2 that must stay small.
+/// The largest scale without a soft cap. `score * scale - max * scale` is one multiply-add, off by the
+/// rounding of `max * scale`: as an exponent of 2 that must stay small.
 const MAX_SCALE: f32 = 1024.0;
 
 /// Whether this path can take the problem: the kernels are there and scores keep their order when scaled.

@@ -1,8 +1,9 @@
-//! Attention on all cores without an N x N buffer: online softmax over tiles of keys, vector kernels chosen at run time.
+//! Attention on all cores without an N x N buffer: online softmax over tiles of keys, vector kernels chosen
+//! at run time.
 //!
-//! A worker takes a tile of queries, walks over the tiles of keys that the mask lets it see, and keeps the running
-//! maximum, sum and output in its own scratch: memory grows with N, never with N^2. Tiles of scores lie transposed (keys
-//! down, queries across; see [`crate::simd`]).
+//! A worker takes a tile of queries, walks over the tiles of keys that the mask lets it see, and keeps the
+//! running maximum, sum and output in its own scratch: memory grows with N, never with N^2. Tiles of scores
+//! lie transposed (keys down, queries across; see [`crate::simd`]).
 
 mod backward;
 mod buffer;
@@ -108,7 +109,8 @@ pub fn forward_with<T: Element>(
     Ok(())
 }
 
-/// Attention backward: gradients of Q, K and V from the forward's inputs, output and LSE and the output's gradient.
+/// Attention backward: gradients of Q, K and V from the forward's inputs, output and LSE and the output's
+/// gradient.
 ///
 /// The result does not depend on timing: equal inputs on equally many threads give equal bits.
 ///

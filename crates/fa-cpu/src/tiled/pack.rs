@@ -25,8 +25,8 @@ pub(super) enum HeadRows<'a> {
     },
 }
 
-/// A row stride of at least `len` values that is an odd number of cache lines: a column of a tile then spreads over all
-/// sets of the first-level cache.
+/// A row stride of at least `len` values that is an odd number of cache lines: a column of a tile then
+/// spreads over all sets of the first-level cache.
 pub(super) fn row_stride(len: usize) -> usize {
     (len.div_ceil(16) | 1) * 16
 }

@@ -1,4 +1,5 @@
-//! bf16 tensors in the forms that the 16-bit products read: rows, pairs along the head dim, pairs along the sequence.
+//! bf16 tensors in the forms that the 16-bit products read: rows, pairs along the head dim, pairs along the
+//! sequence.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,8 +31,8 @@ fn read_row(tensor: &TensorRef<'_, bf16>, [batch, seq, head]: [usize; 3], to: &m
     }
 }
 
-/// Reads `rows` rows of one head from `first` on as words, each padded with zeros to `words` words; rows up to
-/// `to.len() / words` become zeros.
+/// Reads `rows` rows of one head from `first` on as words, each padded with zeros to `words` words; rows up
+/// to `to.len() / words` become zeros.
 pub(super) fn read_rows(
     tensor: &TensorRef<'_, bf16>,
     [batch, first, head]: [usize; 3],

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::threads;
 
-/// Runs `work` on the items `0..count`, in order of their start, on at most `threads` threads of the current rayon pool.
-/// Each worker makes its scratch once.
+/// Runs `work` on the items `0..count`, in order of their start, on at most `threads` threads of the current
+/// rayon pool. Each worker makes its scratch once.
 pub(super) fn run<S>(
     count: usize,
     threads: Option<usize>,

@@ -171,7 +171,8 @@ fn few_heads_on_many_threads_split_the_keys() {
 
 #[test]
 fn any_strides() {
-    // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with gaps.
+    // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with
+    // gaps.
     let problem = Problem { lengths: Lengths::uniform(2, 37, 45), ..base(37, 45, Mask::CAUSAL) };
     let (q, k, v) = (noise::<f32>(1, 40 * 37 * 4), noise(2, 45 * 2 * 40), noise(3, 45 * 100 * 2));
     let strides = |[batch, seq, head, dim]: [i64; 4]| Strides { batch, seq, head, dim };

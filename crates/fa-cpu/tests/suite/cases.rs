@@ -1,7 +1,7 @@
 //! The cases that an attention implementation must get right, on the tiled one.
 //!
-//! The lists cross every shape with every type and causal or not; head dims, head counts and batches rotate through the
-//! shapes, then stand in lists of their own.
+//! The lists cross every shape with every type and causal or not; head dims, head counts and batches rotate
+//! through the shapes, then stand in lists of their own.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
@@ -11,8 +11,8 @@ use crate::tiled::{Case, check_all};
 const DTYPES: [Dtype; 3] = [Dtype::F16, Dtype::Bf16, Dtype::F32];
 const CAUSAL: [Mask; 2] = [Mask::FULL, Mask::CAUSAL];
 
-/// Multiply-adds of a forward above which a case is cut down to fewer sequences and heads, then to a smaller head dim: the
-/// oracle takes about a second for 2^28 of them, gradients included.
+/// Multiply-adds of a forward above which a case is cut down to fewer sequences and heads, then to a smaller
+/// head dim: the oracle takes about a second for 2^28 of them, gradients included.
 const BUDGET: f64 = 3e7;
 
 /// Those of the grid, and some that no GPU kernel takes.

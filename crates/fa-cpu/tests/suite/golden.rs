@@ -1,4 +1,5 @@
-//! Golden vectors made by torch in f64 (`scripts/golden.py`): what this crate's oracle itself is checked against.
+//! Golden vectors made by torch in f64 (`scripts/golden.py`): what this crate's oracle itself is checked
+//! against.
 
 use fa_core::{Dtype, Problem};
 use fa_cpu::Element;
@@ -94,7 +95,8 @@ fn the_low_precision_twin_is_off_by_few_roundings() {
             ("dv", v_shape(problem), &gradients.dv, &golden.dv),
         ] {
             let found: Comparison = compare::<T, T>(shape, problem.types.qkv, got, expected, None).unwrap();
-            // Scores in the hundreds lose digits before the softmax, and dP - dO . O cancels where P is nearly 1.
+            // Scores in the hundreds lose digits before the softmax, and dP - dO . O cancels where P is
+            // nearly 1.
             let near = found.passed() || file.name.starts_with("large_scores") && found.cosine > 0.999_99;
             assert!(near, "{} {name}: {found}", file.name);
         }
@@ -102,7 +104,8 @@ fn the_low_precision_twin_is_off_by_few_roundings() {
     for_each_file([check::<f32>, check::<f16>, check::<bf16>]);
 }
 
-/// The tiled implementation on every instruction set, measured from torch's results instead of our own oracle's.
+/// The tiled implementation on every instruction set, measured from torch's results instead of our own
+/// oracle's.
 #[test]
 fn tiled_agrees_with_torch_by_the_rule() {
     fn check<T: Element>(file: &File) {

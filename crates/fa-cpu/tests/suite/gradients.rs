@@ -6,7 +6,8 @@ use proptest::prelude::*;
 
 use crate::inputs::{Inputs, assert_close};
 
-/// Half the distance between the two points of a difference: the error is about its square plus 1e-16 over it.
+/// Half the distance between the two points of a difference: the error is about its square plus 1e-16 over
+/// it.
 const STEP: f64 = 1e-5;
 const TOLERANCE: f64 = 1e-8;
 
@@ -44,12 +45,17 @@ pub fn masks() -> impl Strategy<Value = Mask> {
 
 prop_compose! {
     fn problems()(
-        batch in 1usize..3, seqlen_q in 1usize..6, seqlen_k in 1usize..6, heads_kv in 1usize..3, group in 1usize..3,
-        head_dim in 1usize..5, head_dim_v in 1usize..4, mask in masks(),
+        batch in 1usize..3, seqlen_q in 1usize..6, seqlen_k in 1usize..6,
+        heads_kv in 1usize..3, group in 1usize..3, head_dim in 1usize..5, head_dim_v in 1usize..4,
+        mask in masks(),
         softmax_scale in prop_oneof![Just(None), (-1.5f64..1.5).prop_map(Some)],
         softcap in prop_oneof![Just(None), (0.5f64..5.0).prop_map(Some)],
     ) -> Problem {
-        Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, types: Types::same(Dtype::F32), softmax_scale, score: ScoreMod { softcap } }
+        Problem {
+            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
+            head_dim, head_dim_v, mask, types: Types::same(Dtype::F32), softmax_scale,
+            score: ScoreMod { softcap },
+        }
     }
 }
 

@@ -80,7 +80,8 @@ impl Random {
     }
 }
 
-/// Asserts that two slices agree within `tolerance * (1 + largest magnitude expected)`, infinities and NaN exactly.
+/// Asserts that two slices agree within `tolerance * (1 + largest magnitude expected)`, infinities and NaN
+/// exactly.
 pub fn assert_close(name: &str, got: &[f64], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{name}: length");
     let largest = expected.iter().filter(|value| value.is_finite()).fold(0.0, |max: f64, v| max.max(v.abs()));

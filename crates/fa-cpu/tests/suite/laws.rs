@@ -160,10 +160,14 @@ proptest! {
 prop_compose! {
     /// Small problems that see all keys.
     fn full_problems()(
-        batch in 1usize..3, seqlen_q in 1usize..5, seqlen_k in 1usize..24, heads_kv in 1usize..3, group in 1usize..3,
-        head_dim in 1usize..9, head_dim_v in 1usize..9,
+        batch in 1usize..3, seqlen_q in 1usize..5, seqlen_k in 1usize..24,
+        heads_kv in 1usize..3, group in 1usize..3, head_dim in 1usize..9, head_dim_v in 1usize..9,
     ) -> Problem {
-        Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask: Mask::FULL, types: Types::same(Dtype::F32), softmax_scale: None, score: ScoreMod::NONE }
+        Problem {
+            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
+            head_dim, head_dim_v, mask: Mask::FULL, types: Types::same(Dtype::F32), softmax_scale: None,
+            score: ScoreMod::NONE,
+        }
     }
 }
 
@@ -190,7 +194,8 @@ proptest! {
         let mut out = vec![0.0; whole.out.len()];
         let mut lse = vec![f64::NEG_INFINITY; lse_len(&problem)];
         for keys in cut(&order, &cuts) {
-            let part = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), keys.len()), ..problem };
+            let (sequences, queries) = (problem.lengths.sequences(), problem.lengths.max_q());
+            let part = Problem { lengths: Lengths::uniform(sequences, queries, keys.len()), ..problem };
             let k = reordered(&inputs.k, k_shape(&problem), keys);
             let v = reordered(&inputs.v, v_shape(&problem), keys);
             let [k, v] = [bshd("k", &k, k_shape(&part)), bshd("v", &v, v_shape(&part))];
@@ -228,7 +233,8 @@ proptest! {
     fn rows_that_see_nothing_are_zero_and_give_no_gradient(
         full in full_problems(), seqlen_q in 1usize..30, mask in masks(), seed: u64,
     ) {
-        let problem = Problem { lengths: Lengths::uniform(full.lengths.sequences(), seqlen_q, full.lengths.max_k()), mask, ..full };
+        let lengths = Lengths::uniform(full.lengths.sequences(), seqlen_q, full.lengths.max_k());
+        let problem = Problem { lengths, mask, ..full };
         let (sq, sk) = (problem.lengths.max_q(), problem.lengths.max_k());
         let mut inputs = Inputs::<f64>::random(&problem, seed);
         let seen = |j: usize| (0..sq).any(|i| mask.visible(i, j, sq, sk));
@@ -251,7 +257,8 @@ proptest! {
             prop_assert!(!lse.is_nan());
         }
         for (values, heads, dim) in [
-            (&forward.out, problem.heads_q, problem.head_dim_v), (&gradients.dq, problem.heads_q, problem.head_dim),
+            (&forward.out, problem.heads_q, problem.head_dim_v),
+            (&gradients.dq, problem.heads_q, problem.head_dim),
         ] {
             for (position, row) in values.chunks(heads * dim).enumerate() {
                 prop_assert!(row.iter().all(|value| value.is_finite()));

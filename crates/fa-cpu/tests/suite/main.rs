@@ -1,5 +1,5 @@
-//! The proof of this crate: golden vectors, real layers, laws, gradients against finite differences, and the cases that
-//! attention implementations get wrong.
+//! The proof of this crate: golden vectors, real layers, laws, gradients against finite differences, and the
+//! cases that attention implementations get wrong.
 
 mod cases;
 mod files;

@@ -62,7 +62,8 @@ fn nothing_to_see_and_nothing_to_do() {
     }
 }
 
-/// Strides that are not packed: gaps that hold NaN, axes in another order, every second element. The gaps of outputs stay as they are.
+/// Strides that are not packed: gaps that hold NaN, axes in another order, every second element. The gaps of
+/// outputs stay as they are.
 #[test]
 fn strides_of_every_kind() {
     let shapes = [q_shape, k_shape, v_shape, out_shape, q_shape, k_shape, v_shape].map(|shape| shape(&SMALL));
@@ -187,7 +188,8 @@ fn broadcast_inputs() {
 
 #[test]
 fn offsets_past_two_to_the_31_elements() {
-    // Storage of 4 GiB each, of which a few pages are touched; a machine without room for them cannot hold such tensors.
+    // Storage of 4 GiB each, of which a few pages are touched; a machine without room for them cannot hold
+    // such tensors.
     const STRIDE: usize = (1 << 31) + 12345;
     if available_memory().is_none_or(|bytes| bytes < 12 << 30) {
         eprintln!("not enough memory for tensors of 4 GiB: nothing checked");
@@ -369,7 +371,8 @@ fn nan_and_infinity_where_the_oracle_has_them() {
     }
 }
 
-/// What the mask hides takes no part in any gradient, whatever it holds: the oracle's NaN and infinities, and no other.
+/// What the mask hides takes no part in any gradient, whatever it holds: the oracle's NaN and infinities, and
+/// no other.
 #[test]
 fn what_is_not_seen_leaks_into_no_gradient() {
     let masks = [Mask::CAUSAL, Mask::window(3, 2), Mask::window(0, 0), Mask { left: Some(40), right: None }];
@@ -445,13 +448,17 @@ fn terms_that_cancel() {
 
 prop_compose! {
     fn problems()(
-        batch in 1usize..3, seqlen_q in 1usize..150, seqlen_k in 1usize..300, heads_kv in 1usize..3, group in 1usize..4,
-        head_dim in 1usize..70, head_dim_v in 1usize..70, mask in prop_oneof![masks(), Just(Mask::CAUSAL)],
+        batch in 1usize..3, seqlen_q in 1usize..150, seqlen_k in 1usize..300,
+        heads_kv in 1usize..3, group in 1usize..4, head_dim in 1usize..70, head_dim_v in 1usize..70,
+        mask in prop_oneof![masks(), Just(Mask::CAUSAL)],
         dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
         softmax_scale in prop_oneof![3 => Just(None), 1 => (-1f64..1.0).prop_map(Some)],
         softcap in prop_oneof![3 => Just(None), 1 => (1f64..50.0).prop_map(Some)],
     ) -> Problem {
-        Problem { lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv, head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale, score: ScoreMod { softcap } }
+        Problem {
+            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
+            head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale, score: ScoreMod { softcap },
+        }
     }
 }
 
@@ -484,18 +491,21 @@ proptest! {
         let Views { q, k, v, .. } = inputs.views(&problem);
         let whole = Results::compute(Options::default(), &problem, &inputs, false);
         let middle = (cut * problem.lengths.max_k() as f64) as usize;
+        let (sequences, queries) = (problem.lengths.sequences(), problem.lengths.max_q());
         let part = |keys: std::ops::Range<usize>| {
-            let part = Problem { lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), keys.len()), ..problem };
+            let part = Problem { lengths: Lengths::uniform(sequences, queries, keys.len()), ..problem };
             let rows = |tensor: &TensorRef<'_, f32>, shape: [usize; 4]| {
                 let rows = (0..shape[0]).flat_map(|b| keys.clone().map(move |j| (b, j)));
-                let at = |(b, j)| (0..shape[2] * shape[3]).map(move |i| tensor.at(b, j, i / shape[3], i % shape[3]));
+                let [_, _, heads, dims] = shape;
+                let at = |(b, j)| (0..heads * dims).map(move |i| tensor.at(b, j, i / dims, i % dims));
                 rows.flat_map(at).collect::<Vec<f32>>()
             };
             let (k, v) = (rows(&k, k_shape(&part)), rows(&v, v_shape(&part)));
             let (k, v) = (bshd("k", &k, k_shape(&part)), bshd("v", &v, v_shape(&part)));
             let mut out = vec![f32::NAN; whole.out.len()];
             let mut lse = vec![f32::NAN; whole.lse.len()];
-            let mut view = TensorMut::packed("out", &mut out, out_shape(&problem), TensorLayout::Bshd).unwrap();
+            let shape = out_shape(&problem);
+            let mut view = TensorMut::packed("out", &mut out, shape, TensorLayout::Bshd).unwrap();
             tiled::forward(&part, &q, &k, &v, &mut view, Some(&mut lse)).unwrap();
             (out, lse)
         };

@@ -167,7 +167,8 @@ pub fn describe(problem: &Problem) -> String {
         (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k(), problem.types.qkv);
     let cap = problem.score.softcap.map_or(String::new(), |cap| format!(" cap {cap}"));
     format!(
-        "{dtype} b{batch} {seqlen_q}x{seqlen_k} h{heads_q}:{heads_kv} d{head_dim}-{head_dim_v} {mask}{cap} scale {:.3}",
+        "{dtype} b{batch} {seqlen_q}x{seqlen_k} h{heads_q}:{heads_kv} d{head_dim}-{head_dim_v} {mask}{cap} \
+         scale {:.3}",
         problem.scale()
     )
 }
@@ -177,8 +178,8 @@ fn rounds_weights(isa: Isa, dtype: Dtype) -> bool {
     matches!(isa, Isa::Avx512Bf16 | Isa::Amx) && dtype == Dtype::Bf16
 }
 
-/// Every 16-bit output is the f64 result with one rounding: of itself, and of each weight where these are rounded. f32 sums
-/// of values up to 4 leave a little of their own.
+/// Every 16-bit output is the f64 result with one rounding: of itself, and of each weight where these are
+/// rounded. f32 sums of values up to 4 leave a little of their own.
 pub fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) -> Vec<String> {
     let dtype = problem.types.qkv;
     let Views { q, k, v, .. } = inputs.views(problem);

@@ -31,7 +31,8 @@ const BASES: [(&str, &str); 4] = [
     (
         "sm80_fwd",
         "Sm80Fwd((tile_m: 128, tile_n: 96, num_warps: 4, stages: 2, q_in_regs: false, blocks_per_sm: 1, \
-         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: true))",
+         swizzle: true, ldmatrix: true, exp2: true, fast_math: true, loop_split: true, reverse_blocks: \
+         true))",
     ),
     (
         "sm90_fwd",
@@ -48,9 +49,9 @@ const BASES: [(&str, &str); 4] = [
     (
         "sm90_bwd",
         "Sm90Bwd((tile_m: 128, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
-         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: 2, \
-         atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: LongestFirst, \
-         deterministic: false))",
+         sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, atom_layout_n_dkv: \
+         2, atom_layout_m_dq: 2, mma_dkv_is_rs: true, dq_via_smem: true, dq_slices: 1, tile_order: \
+         LongestFirst, deterministic: false))",
     ),
 ];
 
@@ -90,7 +91,8 @@ faults! {
         "stage == 0 ? C.stages - 1 : stage - 1" => "stage", ["data race"];
     "copies are not committed": "sm80_fwd" &[("stages", "3"), ("tile_n", "64")], 400, SM80, "auto load_ahead",
         "cp_async_commit();" => "", ["data race"];
-    "no barrier before K overwrites Q": "sm80_fwd" &[("q_in_regs", "true")], 300, SM80, "cp_async_wait<kClear ? 1 : 0>",
+    "no barrier before K overwrites Q": "sm80_fwd" &[("q_in_regs", "true")], 300, SM80,
+        "cp_async_wait<kClear ? 1 : 0>",
         "q_operand.read_all(" => "if (false) q_operand.read_all(", ["data race", "wrong values"];
     "the tail of K is read beyond the tensor": "sm80_fwd" &[], 300, "tile/copy_tile.cuh", "",
         "!Ragged || row + tile_row < end" => "true", ["out of bounds"];
@@ -145,14 +147,18 @@ faults! {
     "dS is exchanged without a proxy fence": "sm90_bwd" &[], 300, SM90_BWD, "void exchange()",
         "fence_async_shared();" => "", ["missing proxy fence"];
     "dO is released before dV is done": "sm90_bwd" &[("do_stages", "1")], 600, SM90_BWD, "void step(",
-        "if constexpr (!C.mma_dkv_is_rs) issue_dv();" => "release_do(); auto release_do = [] {};", ["data race"];
+        "if constexpr (!C.mma_dkv_is_rs) issue_dv();" => "release_do(); auto release_do = [] {};",
+        ["data race"];
 
     // ---- SM80 backward ----
     "P is overwritten while it is read": "sm80_bwd" &[], 300, SM80_BWD, "probabilities(s, next);",
-        "named_barrier_sync(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, L::kThreads);", ["data race"];
+        "named_barrier_sync(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, \
+            L::kThreads);", ["data race"];
     "dS is not waited for": "sm80_bwd" &[], 300, SM80_BWD, "differentiate(dp, step());",
-        "named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);" => "", ["data race"];
-    "a turn is taken without waiting": "sm80_bwd" &[("deterministic", "true")], 600, SM80_BWD, "void await_turn(",
+        "named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);" => "",
+        ["data race"];
+    "a turn is taken without waiting": "sm80_bwd" &[("deterministic", "true")], 600, SM80_BWD,
+        "void await_turn(",
         "if constexpr (C.deterministic) {" => "if constexpr (false) {", ["unordered addition"];
 
     // ---- Tried once to see where the message leads, and kept ----

@@ -73,7 +73,8 @@ impl Bundle {
             match ron::from_str::<Manifest>(manifest) {
                 Ok(manifest) => Bundle::of(manifest, files),
                 Err(error) => {
-                    tracing::error!(%error, "the built-in bundle's manifest cannot be read; kernels are compiled");
+                    tracing::error!(%error, "the built-in bundle's manifest cannot be read; kernels are \
+                        compiled");
                     Bundle::default()
                 }
             }

@@ -35,7 +35,8 @@ const OFFSETOF: &str = "
 
 fn config_cuh() -> String {
     let mut text = format!(
-        "{NOTE}\n// A kernel's compile-time parameters: the template argument of its kernel.\n#pragma once\n\nnamespace fa {{\n"
+        "{NOTE}\n// A kernel's compile-time parameters: the template argument of its kernel.\n#pragma \
+         once\n\nnamespace fa {{\n"
     );
     for item in config::ENUMS {
         let _ = write!(text, "\nenum class {} {{ {} }};\n", item.name, item.variants.join(", "));

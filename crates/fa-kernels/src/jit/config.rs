@@ -1,5 +1,5 @@
-//! The kernels' compile-time parameters as CUDA sees them: the structs of `config.cuh` and the initialisers of a
-//! translation unit, both written from the parameters that `fa_core` declares.
+//! The kernels' compile-time parameters as CUDA sees them: the structs of `config.cuh` and the initialisers
+//! of a translation unit, both written from the parameters that `fa_core` declares.
 
 use fa_core::spec::{Param, ParamValue, Scheduler, TileOrder};
 use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Types};

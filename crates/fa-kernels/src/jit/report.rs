@@ -113,7 +113,8 @@ impl fmt::Display for Fault {
         match self {
             Fault::Spills { stores, loads } => write!(
                 f,
-                "registers spill ({stores} B stored, {loads} B loaded): use smaller tiles, fewer stages or more warps"
+                "registers spill ({stores} B stored, {loads} B loaded): use smaller tiles, fewer stages or \
+                 more warps"
             ),
             Fault::Forbidden { warning } => write!(f, "{warning}"),
             Fault::NoResources => write!(f, "its compile log has no ptxas resource lines"),
@@ -131,7 +132,8 @@ mod tests {
                    ptxas info    : Compiling entry function 'k' for 'sm_90a'\n\
                    ptxas info    : Function properties for k\n\
                    ptxas         .     616 bytes stack frame, 720 bytes spill stores, 724 bytes spill loads\n\
-                   ptxas info    : Used 32 registers, used 1 barriers, 616 bytes cumulative stack size, 1024 bytes smem\n\
+                   ptxas info    : Used 32 registers, used 1 barriers, 616 bytes cumulative stack size, 1024 \
+                   bytes smem\n\
                    ptxas info    : Compile time = 64.580 ms\n";
         let report = Report::parse(log).unwrap();
         let expected = Report {

@@ -123,8 +123,10 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     if let Some(bytes) = smem_bytes {
         let _ = writeln!(
             text,
-            "template <int kernel_bytes, int planned_bytes>\nconstexpr bool same_smem = kernel_bytes == planned_bytes;\n\
-             static_assert(same_smem<{name}_smem_bytes<config>, {bytes}>, \"shared memory differs from the plan\");\n"
+            "template <int kernel_bytes, int planned_bytes>\nconstexpr bool same_smem = kernel_bytes == \
+             planned_bytes;\n\
+             static_assert(same_smem<{name}_smem_bytes<config>, {bytes}>, \"shared memory differs from the \
+             plan\");\n"
         );
     }
     let cluster = if cluster > 1 { format!(" __cluster_dims__({cluster}, 1, 1)") } else { String::new() };

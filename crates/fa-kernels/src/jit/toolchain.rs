@@ -31,8 +31,8 @@ pub fn find_nvrtc() -> Result<PathBuf, Error> {
     let folders = library_folders();
     folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| Error::NoCompiler {
         library: "NVRTC",
-        tried: "CUDA_HOME, CUDA_PATH, LD_LIBRARY_PATH, the system's library folders, VIRTUAL_ENV, target/toolkit and \
-                Python's site-packages"
+        tried: "CUDA_HOME, CUDA_PATH, LD_LIBRARY_PATH, the system's library folders, VIRTUAL_ENV, \
+                target/toolkit and Python's site-packages"
             .to_owned(),
         variable: NVRTC_VARIABLE,
     })

@@ -200,7 +200,8 @@ impl Shape {
                     return Err(bad(
                         axis,
                         stride,
-                        "beyond the rows of smaller strides in an output: rows that share memory overwrite each other",
+                        "beyond the rows of smaller strides in an output: rows that share memory overwrite \
+                         each other",
                     ));
                 }
                 reach += (len as i128 - 1) * i128::from(stride);

@@ -227,8 +227,10 @@ fn errors_in_a_source_name_the_log_that_is_kept() {
 fn spills_and_lost_performance_are_refused_with_the_log() {
     let root = tempfile::tempdir().unwrap();
     let spilling = "extern \"C\" __global__ void __launch_bounds__(1024, 2) fa_kernel(float* x) {\n\
-                    float a[100];\n#pragma unroll\nfor (int i = 0; i < 100; ++i) a[i] = x[1024 * i + threadIdx.x];\n\
-                    __syncthreads();\n#pragma unroll\nfor (int i = 0; i < 100; ++i) x[1024 * i + threadIdx.x] = a[99 - i] * a[7 * i % 100];\n}\n";
+                    float a[100];\n#pragma unroll\nfor (int i = 0; i < 100; ++i) a[i] = x[1024 * i + \
+                    threadIdx.x];\n\
+                    __syncthreads();\n#pragma unroll\nfor (int i = 0; i < 100; ++i) x[1024 * i + \
+                    threadIdx.x] = a[99 - i] * a[7 * i % 100];\n}\n";
     // No launch bounds, so ptxas cannot know the registers at entry.
     let ignored = "extern \"C\" __global__ void fa_kernel(float* x) {\n\
                    asm volatile(\"setmaxnreg.inc.sync.aligned.u32 240;\");\nx[0] = 1.f;\n}\n";

@@ -1,5 +1,5 @@
-//! The list of shipped kernels that are known to compile: by the fingerprint of their sources, for which architectures, with
-//! how many registers. What it holds need not be compiled again for every architecture.
+//! The list of shipped kernels that are known to compile: by the fingerprint of their sources, for which
+//! architectures, with how many registers. What it holds need not be compiled again for every architecture.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,9 @@ use serde::{Deserialize, Serialize};
 pub const LIST: &str = "docs/results/compiled.ron";
 
 const HEAD: &str = "\
-// Shipped kernels that compile within their plans: no spill, no forbidden warning, no local memory, the instructions that they
-// are written for. Written by `cargo xtask ci --all-archs`; CI compiles what is not here, and everything by another compiler.
+// Shipped kernels that compile within their plans: no spill, no forbidden warning, no local memory, the
+// instructions that they are written for. Written by `cargo xtask ci --all-archs`; CI compiles what is not
+// here, and everything by another compiler.
 ";
 
 /// The list.
@@ -106,7 +107,8 @@ impl Kernel {
             let blocks = Occupancy::of(arch.limits(), smem_bytes(spec), registers, spec.threads()).blocks();
             assert!(
                 blocks >= plan.blocks_per_sm && registers <= arch.limits().regs_per_thread,
-                "specs/{} on {arch}: {registers} registers leave {blocks} blocks per SM, the plan counts on {}",
+                "specs/{} on {arch}: {registers} registers leave {blocks} blocks per SM, the plan counts on \
+                 {}",
                 file.path,
                 plan.blocks_per_sm
             );

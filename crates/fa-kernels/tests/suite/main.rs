@@ -24,7 +24,8 @@ fn nvrtc() -> Compiler {
 fn small_source(salt: u32) -> Source {
     Source {
         unit: format!(
-            "#include \"scale.cuh\"\nextern \"C\" __global__ void fa_kernel(float* x) {{ x[threadIdx.x] = scale(x[threadIdx.x], {salt}.f); }}\n"
+            "#include \"scale.cuh\"\nextern \"C\" __global__ void fa_kernel(float* x) {{ x[threadIdx.x] = \
+             scale(x[threadIdx.x], {salt}.f); }}\n"
         ),
         headers: vec![(
             "scale.cuh".into(),

@@ -1,4 +1,5 @@
-//! Every shipped kernel compiles for each of its architectures: no spill, no forbidden warning, resources within the plan.
+//! Every shipped kernel compiles for each of its architectures: no spill, no forbidden warning, resources
+//! within the plan.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -29,8 +30,8 @@ fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
     }
 }
 
-/// Compiles each shipped spec for its first architecture, and for every other one that [`Compiled`] does not list with
-/// these very sources. With [`ALL_ARCHS`], all are compiled and the list is written.
+/// Compiles each shipped spec for its first architecture, and for every other one that [`Compiled`] does not
+/// list with these very sources. With [`ALL_ARCHS`], all are compiled and the list is written.
 #[test]
 fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     // Kept between runs, by content: a kernel is compiled again when its sources change.
@@ -102,8 +103,8 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     }
 }
 
-/// What is wrong with the machine code of a kernel: instructions that it must hold, and local memory, which nothing may touch
-/// whatever the log says of spills.
+/// What is wrong with the machine code of a kernel: instructions that it must hold, and local memory, which
+/// nothing may touch whatever the log says of spills.
 fn check_machine_code(cubin: &Path, kernel: &BundledKernel) -> Vec<String> {
     // `cargo xtask ci` installs it beside NVRTC; without it the log's word is taken.
     let Some(tool) = toolchain::find_tool("nvdisasm") else { return Vec::new() };
@@ -125,7 +126,8 @@ fn check_machine_code(cubin: &Path, kernel: &BundledKernel) -> Vec<String> {
     missing.chain(local).collect()
 }
 
-/// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is compiled.
+/// With `--features bundle` and a bundle of the present sources (`cargo xtask build`), no shipped kernel is
+/// compiled.
 #[cfg(feature = "bundle")]
 #[test]
 fn the_built_in_bundle_holds_every_shipped_kernel() {

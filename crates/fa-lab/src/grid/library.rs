@@ -238,7 +238,8 @@ fn empties() -> Vec<Case> {
                 Problem { lengths: Lengths::uniform(1, 1, 1), heads_q: 1, heads_kv: 1, ..problem },
                 // Whole tiles of queries without a key.
                 Problem { lengths: Lengths::uniform(problem.lengths.sequences(), 1000, 5), ..problem },
-                // Many more tiles than blocks, nearly all of them empty: a pipeline's phase must not flip in them.
+                // Many more tiles than blocks, nearly all of them empty: a pipeline's phase must not flip in
+                // them.
                 Problem { lengths: Lengths::uniform(9, 3000, 40), heads_q: 6, heads_kv: 3, ..problem },
             ]
             .map(|problem| case("empty", problem)),

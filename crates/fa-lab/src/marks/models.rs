@@ -1,5 +1,5 @@
-//! Attention as released models compute it: heads, head dims and masks from their public cards or configurations, at the
-//! lengths that they are trained and served at.
+//! Attention as released models compute it: heads, head dims and masks from their public cards or
+//! configurations, at the lengths that they are trained and served at.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 

@@ -1,12 +1,13 @@
-//! Problems drawn at random: what the planner's choices are judged by, as its constants were not fitted to them.
+//! Problems drawn at random: what the planner's choices are judged by, as its constants were not fitted to
+//! them.
 //!
-//! The same seed, number and architecture give the same problem. Passes and families take turns in such a way that the
-//! even- and the odd-numbered problems have as many of each.
+//! The same seed, number and architecture give the same problem. Passes and families take turns in such a way
+//! that the even- and the odd-numbered problems have as many of each.
 
 use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod};
 use fa_planner::plan::{PlanOptions, plan};
 
-use super::Wanted;
+use super::wanted::Wanted;
 use crate::error::{Error, Result};
 use crate::random::Random;
 
@@ -23,8 +24,8 @@ pub struct Drawing {
     pub families: Vec<Family>,
 }
 
-/// Floating-point operations of a pass: below the first the launch is most of the time, above the second sixteen kernels take
-/// seconds.
+/// Floating-point operations of a pass: below the first the launch is most of the time, above the second
+/// sixteen kernels take seconds.
 const FLOPS: [f64; 2] = [1e9, 8e11];
 
 /// The most bytes that a pass of a problem reads and writes.

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use fa_core::{KernelSpec, Problem};
 use serde::{Deserialize, Serialize};
 
-use super::Wanted;
 use super::candidates::Candidate;
+use super::wanted::Wanted;
 use crate::error::{Context, Result};
 
 /// What became of one candidate.

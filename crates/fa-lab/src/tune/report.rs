@@ -8,8 +8,8 @@ use serde::Serialize;
 use crate::record::Provenance;
 use crate::runner::Turns;
 
-use super::Wanted;
 use super::measured::Measured;
+use super::wanted::Wanted;
 
 /// The planner's first choice is to be within this of the best measured for nine problems in ten,
 const NEAR: f64 = 1.03;
@@ -38,7 +38,8 @@ pub struct Report {
     pub first_choice_near: usize,
     /// The first choices of all problems.
     pub distribution: Distribution,
-    /// Those of drawn problems with an even and an odd number: constants are fitted to one half and judged by the other.
+    /// Those of drawn problems with an even and an odd number: constants are fitted to one half and judged by
+    /// the other.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub halves: Option<Halves>,
 }

@@ -95,7 +95,8 @@ pub fn run(options: &Options, program: &Program) -> Result<Report> {
     let family = options.family.unwrap_or(Family::native(device::open()?.arch()));
     let sanitizer = find().ok_or_else(|| {
         Error::Request(
-            "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set CUDA_HOME"
+            "--sanitize needs compute-sanitizer, which comes with the CUDA toolkit: put it on PATH or set \
+             CUDA_HOME"
                 .to_owned(),
         )
     })?;

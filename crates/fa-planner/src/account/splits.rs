@@ -9,8 +9,8 @@ use crate::cost::schedule::{Queue, TileClass, Work};
 /// Bytes per clock that an SM adds to f32 accumulators in the L2.
 const ADDED_BYTES: f64 = 32.0;
 
-/// Share of the tensor cores' peak (of mma.sync's, for the SM80 class) that a step reaches, by [`Family`]: the SM80 class is at
-/// 320 TFLOP/s of 613 where all heads have their own K and V (head dim 128).
+/// Share of the tensor cores' peak (of mma.sync's, for the SM80 class) that a step reaches, by [`Family`]:
+/// the SM80 class is at 320 TFLOP/s of 613 where all heads have their own K and V (head dim 128).
 const TENSOR_EFFICIENCY: [f64; 2] = [0.52, 0.75];
 
 /// Share of the L2 that holds what the CTAs of a head read and add to, before parts of it are evicted between

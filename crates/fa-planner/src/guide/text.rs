@@ -82,8 +82,8 @@ fn push_account(text: &mut String, account: &Account) {
     let blocks = occupancy.blocks();
     let _ = writeln!(
         text,
-        "\nThe best takes {} of {} KiB, {threads} threads, setmaxnreg {} (MMA) and {} (loads); {blocks} per SM (by SMEM \
-         {}, registers {}, threads {}):\n",
+        "\nThe best takes {} of {} KiB, {threads} threads, setmaxnreg {} (MMA) and {} (loads); {blocks} per \
+         SM (by SMEM {}, registers {}, threads {}):\n",
         kib(smem.total),
         kib(*smem_limit),
         setmaxnreg.mma,

@@ -29,14 +29,19 @@ pub enum WhyError {
     #[error("'{0}' is no question: write field=value, as in tile_n=192 or pv_is_rs=false")]
     Text(String),
     /// No direction that was asked about has such a field.
-    #[error("unknown field '{field}': the forward has {}; the backward has {}", FwdSpec::FIELDS.join(", "), BwdSpec::FIELDS.join(", "))]
+    #[error(
+        "unknown field '{field}': the forward has {}; the backward has {}",
+        FwdSpec::FIELDS.join(", "),
+        BwdSpec::FIELDS.join(", ")
+    )]
     Field {
         /// The name.
         field: String,
     },
     /// Nothing that the guide enumerates has these values.
     #[error(
-        "no candidate has {0}: num_wg is 2 or 3, the forward's tile_m is 64 * num_wg, an atom layout is 1 or num_wg, and a switch is true or false"
+        "no candidate has {0}: num_wg is 2 or 3, the forward's tile_m is 64 * num_wg, an atom layout is 1 or \
+         num_wg, and a switch is true or false"
     )]
     NoCandidate(String),
     /// The search itself cannot be made.

@@ -48,7 +48,8 @@ Examples:
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
 
-Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 times that.";
+Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \
+times that.";
 
 /// Flags of `fa bench` that only the GPU has.
 #[derive(Clone, Debug, Default, Args)]
@@ -65,7 +66,8 @@ pub struct GpuArgs {
     pub peers: bool,
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs", "family"
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs",
+        "family"
     ])]
     pub marks: Option<Marks>,
     /// Measure gradients that have the same bits in every run

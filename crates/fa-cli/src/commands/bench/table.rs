@@ -59,7 +59,8 @@ pub fn table(report: &Report) -> String {
             versions.iter().map(|(name, version)| format!("{name}: {version}")).collect();
         let Ceilings { matmul_tflops, copy_gb_per_s } = ceilings;
         text += &format!(
-            "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy {copy_gb_per_s:.0} GB/s\n",
+            "{}; in this run a bf16 product of 8192^3 takes {matmul_tflops:.0} TFLOP/s, a copy \
+             {copy_gb_per_s:.0} GB/s\n",
             versions.join(", ")
         );
         for (name, why) in errors {

@@ -28,7 +28,8 @@ pub struct BuildArgs {
     #[arg(long)]
     pub all_configs: bool,
     /// Head dims of --all-configs, each D or D-DV
-    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',', requires = "all_configs", default_value = HEAD_DIMS)]
+    #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
+    #[arg(requires = "all_configs", default_value = HEAD_DIMS)]
     pub headdim: Vec<HeadDim>,
     /// The pass of --all-configs
     #[arg(long, value_parser = flags::passes(), requires = "all_configs", default_value = "both")]
@@ -63,4 +64,5 @@ Examples:
   fa build --arch sm90 --specs my-specs/
   fa build --all-configs --headdim 128 --mode bwd
 
-Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored setmaxnreg.";
+Exit code 1 when a kernel that should does not compile cleanly: without spills, serialised wgmma and ignored \
+setmaxnreg.";

@@ -150,8 +150,8 @@ impl Report {
         text += &output::table_text(&table);
         let sum = |count: fn(&Summary) -> usize| self.summaries.iter().map(count).sum::<usize>();
         text += &format!(
-            "{} of {} configurations that fit by plan compile cleanly by {}; near misses are beyond the register limit by \
-             at most {:.0} %, or known to spill\n",
+            "{} of {} configurations that fit by plan compile cleanly by {}; near misses are beyond the \
+             register limit by at most {:.0} %, or known to spill\n",
             sum(|summary| summary.clean),
             sum(|summary| summary.fit),
             self.compiler,

@@ -51,8 +51,8 @@ const HEADER: [&str; 11] = [
 fn summary(report: &Report) -> String {
     let number = |value: Option<f64>| value.map_or("-".into(), |x| format!("{x:.3}"));
     let mut text = format!(
-        "Rank correlation of prediction and measurement: {} in the mean over problems, {} over everything. The \
-         planner's first choice is within 3 % of the best for {} of {} problems.\n",
+        "Rank correlation of prediction and measurement: {} in the mean over problems, {} over everything. \
+         The planner's first choice is within 3 % of the best for {} of {} problems.\n",
         number(report.mean_rank_correlation),
         number(report.overall_rank_correlation),
         report.first_choice_near,
@@ -72,7 +72,8 @@ fn distribution(of: &Distribution) -> String {
     let share = |value: Option<f64>| value.map_or("-".into(), |x| format!("{:.0} %", 100.0 * x));
     let number = |value: Option<f64>| value.map_or("-".into(), |x| format!("{x:.3}"));
     format!(
-        "{} problems, within 3 % for {}, within 8 % for {}, lowest {}, geometric mean {}, rank correlation {} in the mean",
+        "{} problems, within 3 % for {}, within 8 % for {}, lowest {}, geometric mean {}, rank correlation \
+         {} in the mean",
         of.problems,
         share(of.within_3_percent),
         share(of.within_8_percent),
@@ -96,8 +97,8 @@ pub fn markdown(report: &Report) -> String {
     let Provenance { device, compiler, commit, command, date, .. } = &report.provenance;
     let driver = device.driver.as_deref().unwrap_or("unknown");
     let mut text = format!(
-        "# Tuning on {}\n\n`{command}`, {date}, commit {commit}, driver {driver}, {compiler}; medians of {} launches, \
-         kernels of a problem in turns.\n\n{}\n",
+        "# Tuning on {}\n\n`{command}`, {date}, commit {commit}, driver {driver}, {compiler}; medians of {} \
+         launches, kernels of a problem in turns.\n\n{}\n",
         device.gpu,
         report.reps,
         summary(report)

@@ -35,7 +35,8 @@ pub struct ValidateArgs {
     #[arg(long, value_name = "FILE")]
     pub spec: Option<PathBuf>,
     /// Runs of each repeated case, which must give the same bits [default: 100, with --full 1000]
-    #[arg(long, value_name = "N", conflicts_with_all = ["soak", "sanitize", "all_configs"], value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
+    #[arg(long, value_name = "N", conflicts_with_all = ["soak", "sanitize", "all_configs"])]
+    #[arg(value_parser = clap::value_parser!(u32).range(2..=1_000_000))]
     pub repeat: Option<u32>,
     /// Random problems for so long, instead of the grid
     #[arg(long, value_name = "SECONDS", conflicts_with_all = ["full", "spec", "filter"],
@@ -68,14 +69,16 @@ pub struct ValidateArgs {
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
     #[arg(long, group = "records", conflicts_with_all = [
-        "arch", "mode", "quick", "full", "filter", "spec", "repeat", "soak", "sanitize", "all_configs", "record", "watchdog"
+        "arch", "mode", "quick", "full", "filter", "spec", "repeat", "soak", "sanitize", "all_configs",
+        "record", "watchdog"
     ])]
     pub check_records: bool,
     /// Where records lie
     #[arg(long, value_name = "DIR", default_value = "docs/results", requires = "records")]
     pub results: PathBuf,
     /// A case that is on the GPU for longer hangs: it is reported, and the others go on without it
-    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub watchdog: u32,
     /// Print one JSON object
     #[arg(long)]
@@ -92,9 +95,10 @@ Examples:
   fa validate --soak 600 --seed 7               random problems for ten minutes
   fa validate --all-configs                     predicted and measured rates of every configuration
 
-Each case fills its outputs with NaN, runs on the GPU and is compared with an f64 computation of the same (rounded) \
-inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in the kernel's precision; \
-LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must be written.
+Each case fills its outputs with NaN, runs on the GPU and is compared with an f64 computation of the same \
+(rounded) inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in \
+the kernel's precision; LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must \
+be written.
 A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
 
 impl ValidateArgs {

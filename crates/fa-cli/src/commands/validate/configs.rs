@@ -114,9 +114,10 @@ fn markdown(title: &str, record: &Record) -> String {
     let Provenance { command, commit, date, device, compiler, .. } = &record.provenance;
     let mut text = format!(
         "# {title}\n\n`{command}`, commit {commit}, {date}\n\n{} ({} SMs), driver {}, \
-         CUDA {}, {compiler}\n\nbf16, batch x seqlen 16,384, seqlen {}, heads x head dim 2,048. Rates in TFLOP/s by CUDA events. \
-         A configuration is measured when it compiles without spills and forbidden warnings; \"clean though rejected\" \
-         are those that the planner's register model rejects by at most {:.0} % and the compiler builds cleanly.\n\n",
+         CUDA {}, {compiler}\n\nbf16, batch x seqlen 16,384, seqlen {}, heads x head dim 2,048. Rates in \
+         TFLOP/s by CUDA events. A configuration is measured when it compiles without spills and forbidden \
+         warnings; \"clean though rejected\" are those that the planner's register model rejects by at most \
+         {:.0} % and the compiler builds cleanly.\n\n",
         device.gpu,
         device.sms,
         device.driver.as_deref().unwrap_or("unknown"),

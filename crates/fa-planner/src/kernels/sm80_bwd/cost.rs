@@ -126,8 +126,8 @@ impl Launches<'_> {
         let missed = split.missed / bandwidth;
         let main = overlap([busy, missed], c.sm90_bwd.main_overlap);
 
-        // Preprocess reads O and dO and zeroes the accumulators; postprocess reads them and writes dQ, with parts
-        // also dK and dV.
+        // Preprocess reads O and dO and zeroes the accumulators; postprocess reads them and writes dQ, with
+        // parts also dK and dV.
         let rows = problem.rows();
         let accumulators = rows * hd * 4.0;
         let (qkv, out) = (problem.types.qkv.bytes() as f64, problem.types.out.bytes() as f64);

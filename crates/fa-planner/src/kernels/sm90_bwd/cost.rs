@@ -49,11 +49,12 @@ pub(crate) fn predict(
         if spec.score.softcap { (2.0, constants.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.ops + cap_ops);
     let products = overlap([tensor, smem], c.smem_overlap);
+    let q_load = tile_m * hd * bytes / constants.sm_bytes_per_clock;
     let exposed = c.step
         + if kernel.mma_dkv_is_rs { 0.0 } else { c.p_store }
         + if kernel.pds_stages == 1 { c.second_barrier } else { 0.0 }
         // With one buffer the load of the next Q starts when dK has read this one, and S waits for all of it.
-        + if kernel.q_stages == 1 { c.q_latency + tile_m * hd * bytes / constants.sm_bytes_per_clock } else { 0.0 }
+        + if kernel.q_stages == 1 { c.q_latency + q_load } else { 0.0 }
         + if kernel.dq_via_smem { 0.0 } else { dq_tile / c.atomic_bytes }
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
