@@ -398,9 +398,6 @@ mod tests {
     use super::*;
     use crate::workspace::{self, sources};
 
-    /// Crates with cycles that are still to be cut.
-    const CYCLIC: [&str; 1] = ["fa-core"];
-
     fn crates() -> Vec<(String, PathBuf)> {
         let folders = std::fs::read_dir(workspace::root().join("crates")).unwrap();
         let mut paths: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
@@ -420,9 +417,6 @@ mod tests {
         for (name, path) in crates() {
             let files = sources(&path.join("src"), "rs");
             assert!(!files.is_empty(), "{name} has no sources");
-            if CYCLIC.contains(&name.as_str()) {
-                continue;
-            }
             let files = files.iter().map(|(path, text)| (path.as_str(), text.as_str()));
             wrong.extend(Crate::new(files).cycles().into_iter().map(|cycle| format!("{name}: {cycle}")));
         }

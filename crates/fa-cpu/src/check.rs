@@ -1,4 +1,4 @@
-//! Do tensors fit their problem? Asked once at the entry of every implementation, before anything is written.
+//! Whether tensors fit their problem: checked once at the entry of every implementation, before a write.
 
 use fa_core::Problem;
 

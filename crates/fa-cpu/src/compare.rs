@@ -79,7 +79,7 @@ impl Comparison {
     }
 
     /// The same comparison with a tolerance of at least `noise`: what f32 arithmetic may leave where terms
-    /// are large or cancel, however small the reference. [`crate::reference::Gradients::dq_noise`] tells how
+    /// are large or cancel, however small the reference. [`crate::reference::Gradients::dq_noise`] says how
     /// much that is.
     #[must_use]
     pub fn allowing(self, noise: f64) -> Self {
@@ -208,7 +208,7 @@ fn overflow_threshold(dtype: Dtype) -> f64 {
     }
 }
 
-/// The reference's value as `dtype` can tell it: itself, or the infinity that it rounds to.
+/// The reference's value as `dtype` holds it: itself, or the infinity that it rounds to.
 fn in_range(value: f64, dtype: Dtype) -> f64 {
     if value.abs() >= overflow_threshold(dtype) { f64::INFINITY.copysign(value) } else { value }
 }

@@ -1,6 +1,6 @@
 //! What an attention implementation is to be tried on: lengths, head dims, heads and batches, among them the
-//! places where known implementations failed. Crossed with masks and types they make a suite's cases, as they
-//! do `fa validate`'s.
+//! problems on which known implementations failed. Crossed with masks and types they make a suite's cases, as
+//! they do `fa validate`'s.
 
 /// `(seqlen_q, seqlen_k)`, roughly from short to long: single rows, whole tiles and their neighbours, more
 /// queries than keys and fewer.

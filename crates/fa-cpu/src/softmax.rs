@@ -6,9 +6,9 @@ use crate::real::Real;
 /// What has to be kept of the scores seen so far.
 ///
 /// With the scores `s_j` seen so far, `max` is their maximum and `sum` is the sum of `exp(s_j - max)`.
-/// Whoever keeps an accumulator `sum of exp(s_j - max) * v_j` beside it multiplies it by the factor that
-/// [`absorb`](Self::absorb) returns before the new weights are added, and by [`normaliser`](Self::normaliser)
-/// in the end.
+/// Whoever keeps an accumulator `sum of exp(s_j - max) * v_j` with it multiplies it by the factor that
+/// [`absorb`](Self::absorb) returns before the new probabilities are added, and by
+/// [`normaliser`](Self::normaliser) in the end.
 ///
 /// A score of -inf is a key that is not seen: as long as there are only such scores the sum is 0, the LSE
 /// -inf and the normaliser 0. A NaN or +inf among the scores makes sum and LSE NaN, as IEEE arithmetic has
@@ -25,8 +25,9 @@ impl<R: Real> OnlineSoftmax<R> {
     /// No score seen.
     pub const EMPTY: Self = OnlineSoftmax { max: R::NEG_INFINITY, sum: R::ZERO };
 
-    /// Takes in more scores. On return `scores` holds their weights `exp(score - max)` under the new maximum;
-    /// the result is the factor `exp(old max - new max)` on everything accumulated under the old one.
+    /// Takes in more scores. On return `scores` holds their probabilities `exp(score - max)`, not normalised,
+    /// under the new maximum; the result is the factor `exp(old max - new max)` on everything accumulated
+    /// under the old one.
     pub fn absorb(&mut self, scores: &mut [R]) -> R {
         let max = scores.iter().fold(self.max, |max, &score| max.max(score));
         let origin = origin(max);
@@ -48,7 +49,7 @@ impl<R: Real> OnlineSoftmax<R> {
         *self = OnlineSoftmax { max, sum };
     }
 
-    /// What turns accumulated weights into probabilities: `1 / sum`, or 0 for a row that has seen no key.
+    /// What normalises accumulated probabilities: `1 / sum`, or 0 for a row that has seen no key.
     pub fn normaliser(&self) -> R {
         if self.sum == R::ZERO { R::ZERO } else { R::ONE / self.sum }
     }
@@ -82,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_and_factor_follow_the_maximum() {
+    fn probabilities_and_factor_follow_the_maximum() {
         let mut state = OnlineSoftmax::<f64>::EMPTY;
         let mut scores = [1.0, 3.0];
         assert_eq!(state.absorb(&mut scores), 0.0);

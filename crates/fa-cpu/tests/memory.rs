@@ -1,6 +1,6 @@
 //! Memory of the tiled implementation grows with N: at N = 16,384 it stays far below one N x N buffer.
 //!
-//! A test binary of its own, because it counts every allocation of the process.
+//! A separate test binary, because it counts every allocation of the process.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -1,28 +1,31 @@
 //! A kernel as plain data: everything that the kernel sources are specialised on, and nothing of a problem's
 //! lengths.
 
+mod error;
 mod params;
+mod shipped;
 mod sm80_bwd;
 mod sm80_fwd;
 mod sm90_bwd;
 mod sm90_fwd;
 #[cfg(test)]
 mod tests;
-mod text;
+mod values;
+
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Dtype, Family, Mask, Pass, Problem, ScoreKind, Types};
+use crate::{Arch, Dtype, Family, Pass, Problem, ScoreKind, Types};
 
+pub use error::{Mismatch, SpecError};
 pub use params::{Param, ParamValue};
+pub use shipped::ShippedSpec;
 pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
-pub use text::ShippedSpec;
-
-/// The largest head dim that a kernel's tiles may span.
-pub const MAX_HEAD_DIM: u32 = 256;
+pub use values::{MAX_HEAD_DIM, MaskKind, Scheduler, TileOrder, Traits};
 
 /// A kernel's compile-time parameters.
 ///
@@ -30,7 +33,7 @@ pub const MAX_HEAD_DIM: u32 = 256;
 /// dims are multiples of 8 up to them, padding with zeros. As text (JSON, RON) a spec is flat: `dtype` for
 /// the types, `softcap` for the change of scores.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "text::Flat", into = "text::Flat")]
+#[serde(from = "Flat", into = "Flat")]
 pub struct KernelSpec {
     /// Types of the tensors.
     pub types: Types,
@@ -46,6 +49,35 @@ pub struct KernelSpec {
     pub kernel: Kernel,
 }
 
+/// A spec as text.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "KernelSpec", deny_unknown_fields)]
+struct Flat {
+    dtype: Dtype,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    out_dtype: Option<Dtype>,
+    head_dim: u32,
+    head_dim_v: u32,
+    mask: MaskKind,
+    #[serde(default)]
+    softcap: bool,
+    kernel: Kernel,
+}
+
+impl From<Flat> for KernelSpec {
+    fn from(Flat { dtype, out_dtype, head_dim, head_dim_v, mask, softcap, kernel }: Flat) -> KernelSpec {
+        let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
+        KernelSpec { types, head_dim, head_dim_v, mask, score: ScoreKind { softcap }, kernel }
+    }
+}
+
+impl From<KernelSpec> for Flat {
+    fn from(KernelSpec { types, head_dim, head_dim_v, mask, score, kernel }: KernelSpec) -> Flat {
+        let (dtype, out_dtype) = (types.qkv, types.differing_out());
+        Flat { dtype, out_dtype, head_dim, head_dim_v, mask, softcap: score.softcap, kernel }
+    }
+}
+
 /// The kernels that exist, each with the parameters that only it has.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Kernel {
@@ -57,142 +89,6 @@ pub enum Kernel {
     Sm90Bwd(Sm90Bwd),
     /// Backward by mma.sync and cp.async; runs on every architecture from 8.0 on.
     Sm80Bwd(Sm80Bwd),
-}
-
-/// Which masking code a kernel holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MaskKind {
-    /// Only the end of the keys is masked.
-    Full,
-    /// The end of the keys and the causal diagonal.
-    Causal,
-    /// A window with run-time sides; also serves causal windows.
-    Window,
-}
-
-impl MaskKind {
-    /// The cheapest kind that computes `mask`.
-    pub const fn of(mask: &Mask) -> MaskKind {
-        if mask.is_full() {
-            MaskKind::Full
-        } else if mask.is_causal() {
-            MaskKind::Causal
-        } else {
-            MaskKind::Window
-        }
-    }
-
-    /// Whether code of this kind computes `mask`.
-    pub fn serves(self, mask: &Mask) -> bool {
-        self == MaskKind::Window || self == MaskKind::of(mask)
-    }
-
-    /// The name used in RON, in spec names and in tables.
-    pub const fn name(self) -> &'static str {
-        match self {
-            MaskKind::Full => "full",
-            MaskKind::Causal => "causal",
-            MaskKind::Window => "window",
-        }
-    }
-}
-
-/// How tiles are given to CTAs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Scheduler {
-    /// One CTA per tile.
-    PerTile,
-    /// One CTA per SM; CTA `b` takes the tiles `b`, `b + grid`, and so on.
-    Static,
-    /// One CTA per SM; tiles are drawn from a counter in device memory.
-    Dynamic,
-}
-
-/// The order in which tiles are numbered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum TileOrder {
-    /// Query tiles from first to last within a head.
-    Natural,
-    /// Longest first: query tiles from last to first, heads of an L2-sized section together.
-    LongestFirst,
-}
-
-/// What every kernel has, whatever its parameters. Code that does not differ by kernel reads this instead of
-/// matching on [`Kernel`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Traits {
-    /// The kernel's name, as in source files and tables.
-    pub name: &'static str,
-    /// What it computes.
-    pub pass: Pass,
-    /// Its family, which says where it runs ([`Family::archs`]).
-    pub family: Family,
-    /// Query rows and keys of a tile.
-    pub tile: (u32, u32),
-    /// Threads of a CTA.
-    pub threads: u32,
-    /// Resident CTAs per SM that its launch bounds ask the compiler for.
-    pub blocks_per_sm: u32,
-    /// CTAs of a cluster.
-    pub cluster: u32,
-    /// How tiles are given to CTAs.
-    pub scheduler: Scheduler,
-    /// The order of tiles.
-    pub tile_order: TileOrder,
-    /// Whether the query heads of a K/V head are folded into the rows of a tile.
-    pub packs_gqa: bool,
-}
-
-/// Why a [`KernelSpec`] is invalid.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum SpecError {
-    /// A number is outside its range or not a multiple of what it must be.
-    #[error("{field} = {value}: must be {need}")]
-    BadValue {
-        /// The field.
-        field: &'static str,
-        /// Its value.
-        value: u32,
-        /// What it must be.
-        need: String,
-    },
-    /// The kernel does not compute in this type.
-    #[error("dtype {dtype} is not supported by {kernel}: use f16 or bf16")]
-    Dtype {
-        /// The type.
-        dtype: Dtype,
-        /// The kernel.
-        kernel: &'static str,
-    },
-    /// Two options exclude each other.
-    #[error("{0}")]
-    Conflict(String),
-    /// The kernel does not run on this architecture.
-    #[error("{kernel} does not run on {arch}: it needs {need}")]
-    Arch {
-        /// The kernel.
-        kernel: &'static str,
-        /// The architecture.
-        arch: Arch,
-        /// What its family needs.
-        need: &'static str,
-    },
-    /// The text is not RON, or has unknown or missing fields.
-    #[error("not a kernel spec: {0}")]
-    Ron(String),
-}
-
-/// Why a kernel does not compute a problem: the first thing in which they differ.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{what}: the kernel computes {kernel}, not {problem}")]
-pub struct Mismatch {
-    /// What differs, mostly a field.
-    pub what: &'static str,
-    /// What the kernel computes.
-    pub kernel: String,
-    /// What the problem asks for.
-    pub problem: String,
 }
 
 /// The same expression for whichever kernel it is.
@@ -284,7 +180,8 @@ impl KernelSpec {
         }
         params::multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
         params::multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
-        of_each!(&self.kernel, kernel => kernel.check(self))
+        let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
+        of_each!(&self.kernel, kernel => kernel.check(head_dims, mask))
     }
 
     /// Checks that the kernel runs on `arch`.
@@ -372,5 +269,45 @@ impl KernelSpec {
     /// Bytes of an element of Q, K and V.
     pub const fn elem_bytes(&self) -> u32 {
         self.types.qkv.bytes() as u32
+    }
+
+    /// Reads and checks a spec from RON text.
+    ///
+    /// # Errors
+    /// [`SpecError::Ron`] with the position of the fault, or what [`KernelSpec::check`] finds.
+    pub fn from_ron(text: &str) -> Result<KernelSpec, SpecError> {
+        let spec: KernelSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// The spec as RON text, which [`KernelSpec::from_ron`] reads back.
+    pub fn to_ron(&self) -> String {
+        pretty_ron(self)
+    }
+}
+
+fn pretty_ron(value: &impl Serialize) -> String {
+    ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())
+        .expect("plain structs of numbers and names always serialise")
+}
+
+/// A short name, distinct among the specs of a table: kernel, dtype, head dims, mask, tile and the switches
+/// that are on.
+impl fmt::Display for KernelSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (tile_m, tile_n) = self.tile();
+        let head_dim = if self.head_dim == self.head_dim_v {
+            self.head_dim.to_string()
+        } else {
+            format!("{}-{}", self.head_dim, self.head_dim_v)
+        };
+        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.qkv, self.mask.name())?;
+        if self.score.softcap {
+            f.write_str("-softcap")?;
+        }
+        write!(f, "-{tile_m}x{tile_n}")?;
+        let parts = of_each!(&self.kernel, kernel => kernel.name_parts());
+        parts.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, "-{name}"))
     }
 }

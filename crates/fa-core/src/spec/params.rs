@@ -3,7 +3,8 @@
 
 use std::fmt;
 
-use super::{MaskKind, Scheduler, SpecError, TileOrder};
+use super::error::SpecError;
+use super::values::{MaskKind, Scheduler, TileOrder};
 use crate::Dtype;
 
 /// A parameter of a kernel with its value.
@@ -95,8 +96,8 @@ macro_rules! kernel_params {
 
             /// Every parameter in the order of declaration, which is also that of the text and of CUDA's
             /// config.
-            pub fn params(&self) -> Vec<$crate::spec::Param> {
-                vec![$($crate::spec::Param {
+            pub fn params(&self) -> Vec<$crate::spec::params::Param> {
+                vec![$($crate::spec::params::Param {
                     name: stringify!($field),
                     doc: &[$($field_doc),+],
                     value: self.$field.into(),
@@ -104,7 +105,7 @@ macro_rules! kernel_params {
             }
 
             /// Checks each number alone against its rule.
-            fn check_numbers(&self) -> Result<(), $crate::spec::SpecError> {
+            fn check_numbers(&self) -> Result<(), $crate::spec::error::SpecError> {
                 $($($crate::spec::params::$rule(stringify!($field), self.$field, $($limit),+)?;)?)+
                 Ok(())
             }

@@ -1,7 +1,8 @@
 //! The SM80-class backward: mma.sync and cp.async.
 
+use super::error::SpecError;
 use super::params::kernel_params;
-use super::{KernelSpec, Scheduler, SpecError, TileOrder, Traits};
+use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -41,10 +42,7 @@ kernel_params! {
 
 impl Sm80Bwd {
     /// Checks the fields against the kernel's rules, for the tile extents of the head dims.
-    pub(super) fn check(
-        &self,
-        &KernelSpec { head_dim, head_dim_v, .. }: &KernelSpec,
-    ) -> Result<(), SpecError> {
+    pub(super) fn check(&self, (head_dim, head_dim_v): (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         if self.dq_first >= head_dim {
             let need = format!("less than the head dim, {head_dim}");

@@ -1,7 +1,8 @@
 //! The SM80-class forward: mma.sync and cp.async.
 
+use super::error::SpecError;
 use super::params::{kernel_params, multiple};
-use super::{KernelSpec, Scheduler, SpecError, TileOrder, Traits};
+use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -36,7 +37,7 @@ kernel_params! {
 
 impl Sm80Fwd {
     /// Checks the fields against the kernel's rules.
-    pub(super) fn check(&self, _: &KernelSpec) -> Result<(), SpecError> {
+    pub(super) fn check(&self, _: (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         multiple("tile_m", self.tile_m, 16 * self.num_warps, 256)
     }

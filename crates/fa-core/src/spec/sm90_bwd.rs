@@ -1,7 +1,8 @@
 //! The SM90 backward: wgmma and TMA, with warpgroups that load or compute.
 
+use super::error::SpecError;
 use super::params::{kernel_params, multiple};
-use super::{KernelSpec, MAX_HEAD_DIM, Scheduler, SpecError, TileOrder, Traits};
+use super::values::{MAX_HEAD_DIM, MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -58,10 +59,7 @@ struct Share {
 
 impl Sm90Bwd {
     /// Checks the fields against the kernel's rules, for the tile extents of the head dims.
-    pub(super) fn check(
-        &self,
-        &KernelSpec { head_dim, head_dim_v, .. }: &KernelSpec,
-    ) -> Result<(), SpecError> {
+    pub(super) fn check(&self, (head_dim, head_dim_v): (u32, u32), _: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         multiple("head_dim", head_dim, 32, MAX_HEAD_DIM)?;
         multiple("head_dim_v", head_dim_v, 32, MAX_HEAD_DIM)?;

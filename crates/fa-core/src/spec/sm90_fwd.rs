@@ -1,7 +1,8 @@
 //! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
 
+use super::error::SpecError;
 use super::params::kernel_params;
-use super::{KernelSpec, MaskKind, Scheduler, SpecError, TileOrder, Traits};
+use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
 
 kernel_params! {
@@ -43,13 +44,13 @@ kernel_params! {
 
 impl Sm90Fwd {
     /// Checks the fields against the kernel's rules.
-    pub(super) fn check(&self, spec: &KernelSpec) -> Result<(), SpecError> {
+    pub(super) fn check(&self, _: (u32, u32), mask: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         if self.tile_m != 64 * self.num_wg {
             let need = format!("64 * num_wg = {}", 64 * self.num_wg);
             return Err(SpecError::BadValue { field: "tile_m", value: self.tile_m, need });
         }
-        if self.cluster_m > 1 && spec.mask != MaskKind::Full {
+        if self.cluster_m > 1 && mask != MaskKind::Full {
             return Err(SpecError::Conflict(
                 "cluster_m = 2 needs mask full: the CTAs of a cluster load the same keys; use cluster_m = 1"
                     .into(),

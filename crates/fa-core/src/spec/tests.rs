@@ -1,5 +1,5 @@
 use super::*;
-use crate::ScoreMod;
+use crate::{Mask, ScoreMod};
 
 fn sm80() -> KernelSpec {
     KernelSpec {

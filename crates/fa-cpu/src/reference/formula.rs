@@ -38,18 +38,18 @@ struct Head<'a, R> {
 
 /// One query's softmax.
 struct Row<R> {
-    /// The keys that it sees; none where all scores are -inf, for then none has a weight.
+    /// The keys that it sees; empty where all scores are -inf.
     keys: Range<usize>,
     /// S of those keys.
     scores: Vec<R>,
     /// `exp(S - max)`.
-    weights: Vec<R>,
-    /// The sum of the weights.
+    exps: Vec<R>,
+    /// Their sum.
     sum: R,
     lse: R,
 }
 
-/// Queries that walk along the keys together,
+/// Queries that meet a block of keys together,
 const QUERIES: usize = 16;
 
 /// and the keys of a step, whose rows of K, V, dK and dV stay in a core's own cache meanwhile.
@@ -130,7 +130,7 @@ pub(super) fn backward_f64(
     backward(problem, tensors, dout, 1.0)
 }
 
-/// The backward in f32. `held` is the factor on the probabilities of O when they are rounded.
+/// The backward in f32. `held` is the factor on the exponentials of O when they are rounded.
 pub(super) fn backward_f32(
     problem: &Problem,
     tensors: &Tensors<'_, f32>,
@@ -241,15 +241,16 @@ impl<'a, R: Real> Head<'a, R> {
         }
         let softmax = |(keys, scores): (Range<usize>, Vec<R>)| {
             let max = origin(scores.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score)));
-            let weights: Vec<R> = scores.iter().map(|&score| (score - max).exp()).collect();
-            let sum = weights.iter().fold(R::ZERO, |sum, &weight| sum + weight);
+            let exps: Vec<R> = scores.iter().map(|&score| (score - max).exp()).collect();
+            let sum = exps.iter().fold(R::ZERO, |sum, &exp| sum + exp);
             let keys = if sum == R::ZERO { 0..0 } else { keys };
-            Row { keys, scores, weights, sum, lse: max + sum.ln() }
+            Row { keys, scores, exps, sum, lse: max + sum.ln() }
         };
         keys.into_iter().zip(scores).map(softmax).collect()
     }
 
-    /// O of the queries whose softmaxes are `rows`, packed, the weights rounded at `held` times their size.
+    /// O of the queries whose softmaxes are `rows`, packed, the exponentials rounded at `held` times their
+    /// size.
     #[inline(always)]
     fn outputs(&self, rows: &[Row<R>], held: R) -> Vec<R> {
         let dim = self.problem.head_dim_v;
@@ -257,8 +258,8 @@ impl<'a, R: Real> Head<'a, R> {
         for block in key_blocks(rows.iter().map(|row| &row.keys)) {
             for (row, out) in rows.iter().zip(out.chunks_mut(dim)) {
                 for j in within(&row.keys, &block) {
-                    let weight = row.weights[j - row.keys.start];
-                    add_scaled(out, (self.round)(weight * held), self.v(j));
+                    let exp = row.exps[j - row.keys.start];
+                    add_scaled(out, (self.round)(exp * held), self.v(j));
                 }
             }
         }
@@ -280,11 +281,11 @@ impl<'a, R: Real> Head<'a, R> {
             let rows = self.rows(queries.clone());
             out.extend(self.outputs(&rows, R::ONE));
             for (i, row) in queries.zip(rows) {
-                let weighted = row.keys.zip(&row.weights).map(|(j, &weight)| {
-                    weight / row.sum * self.weight_roundings(q.norm[i], k.norm[j], row.lse) * v.largest[j]
+                let terms = row.keys.zip(&row.exps).map(|(j, &exp)| {
+                    exp / row.sum * self.exp_roundings(q.norm[i], k.norm[j], row.lse) * v.largest[j]
                 });
                 lse.push(row.lse);
-                out_terms.push(weighted.fold(R::ZERO, |sum, term| sum + term));
+                out_terms.push(terms.fold(R::ZERO, |sum, term| sum + term));
             }
         }
         Forward { out, lse, out_terms }
@@ -313,11 +314,11 @@ impl<'a, R: Real> Head<'a, R> {
             let of_out: Vec<(R, R)> = of_out.collect();
             for block in key_blocks(rows.iter().map(|row| &row.keys)) {
                 for ((softmax, &(p_dp, out_norm)), i) in rows.iter().zip(&of_out).zip(queries.clone()) {
-                    let Row { keys, scores, weights, sum, lse } = softmax;
+                    let Row { keys, scores, exps, sum, lse } = softmax;
                     let dout = row(dout, i, head_dim_v);
                     for j in within(keys, &block) {
-                        let (score, weight) = (scores[j - keys.start], weights[j - keys.start]);
-                        let p = weight / *sum;
+                        let (score, exp) = (scores[j - keys.start], exps[j - keys.start]);
+                        let p = exp / *sum;
                         let dp = dot(dout, self.v(j));
                         let tanh = self.softcap.map_or(R::ZERO, |cap| score / cap);
                         let ds = (self.round)(p * (dp - p_dp) * (R::ONE - tanh * tanh));
@@ -325,7 +326,7 @@ impl<'a, R: Real> Head<'a, R> {
                         add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
                         add_scaled(row_mut(&mut dv, j, head_dim_v), (self.round)(p), dout);
 
-                        let roundings = self.weight_roundings(q_norms.norm[i], k_norms.norm[j], *lse);
+                        let roundings = self.exp_roundings(q_norms.norm[i], k_norms.norm[j], *lse);
                         let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
                         let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
                         dq_terms[i] += ds_terms * k_norms.largest[j];
@@ -343,7 +344,7 @@ impl<'a, R: Real> Head<'a, R> {
 
     /// How many roundings, in the relative error of `exp(S - LSE)`, a computation may make: what S and LSE
     /// lose is relative to the magnitudes that they are made of.
-    fn weight_roundings(&self, q_norm: R, k_norm: R, lse: R) -> R {
+    fn exp_roundings(&self, q_norm: R, k_norm: R, lse: R) -> R {
         R::ONE + abs(self.scale) * q_norm * k_norm + abs(lse)
     }
 }

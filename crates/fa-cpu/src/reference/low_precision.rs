@@ -2,9 +2,9 @@
 //! implementation to use.
 //!
 //! Inputs as given, products and sums in f32, and what a kernel feeds to its matrix products rounded to the
-//! tensors' type: the weights `exp(S - max)` in the forward, P and dS (before the scale) in the backward,
-//! whose `sum_j P dP` is taken as `dO . O` with the rounded O. Results are rounded to the tensors' type. With
-//! f32 tensors nothing but the arithmetic differs from the oracle.
+//! tensors' type: the probabilities `exp(S - max)`, not normalised, in the forward, P and dS (before the
+//! scale) in the backward, whose `sum_j P dP` is taken as `dO . O` with the rounded O. Results are rounded to
+//! the tensors' type. With f32 tensors nothing but the arithmetic differs from the oracle.
 
 use fa_core::Problem;
 
@@ -70,10 +70,10 @@ pub fn backward<T: Element>(
     backward_held_at(problem, q, k, v, dout, 1.0)
 }
 
-/// The same where the forward holds its weights at `held` times `exp(S - max)` when it rounds them, as one
-/// does that follows the maximum only now and then. At 1 the largest weight of a row is exact, elsewhere its
-/// rounding is in O and so in `dO . O`: in steep rows most of the error of dQ and dK, and several times as
-/// large as at 1.
+/// The same where the forward holds its probabilities at `held` times `exp(S - max)` when it rounds them, as
+/// one does that follows the maximum only now and then. At 1 the largest probability of a row is exact,
+/// elsewhere its rounding is in O and so in `dO . O`: in steep rows most of the error of dQ and dK, and
+/// several times as large as at 1.
 ///
 /// # Errors
 /// Tensors that do not fit the problem: see [`check_forward`].

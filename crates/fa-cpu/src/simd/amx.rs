@@ -56,7 +56,7 @@ fn request_permission() -> bool {
     result == 0
 }
 
-/// Elsewhere the way to ask for permission is another, and nobody has tried it.
+/// Other systems grant it in another way, which has not been tried: AMX is not used there.
 #[cfg(not(target_os = "linux"))]
 fn request_permission() -> bool {
     false

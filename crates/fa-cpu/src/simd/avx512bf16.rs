@@ -1,4 +1,5 @@
-//! bf16 on AVX-512: dot products of pairs where there is no AMX, and the softmax with bf16 weights for both.
+//! bf16 on AVX-512: dot products of pairs where there is no AMX, and the softmax with bf16 probabilities for
+//! both.
 #![allow(unsafe_code)]
 
 use core::arch::x86_64::*;
@@ -76,7 +77,7 @@ unsafe fn pairs(low: F32x16, high: F32x16) -> __m512i {
     }
 }
 
-/// See [`super::softmax::online`]: the same with a scale and bf16 weights.
+/// See [`super::softmax::online`]: the same with a scale and bf16 probabilities.
 ///
 /// # Safety
 /// `RawSoftmax16`'s contract on a CPU with AVX-512.
@@ -120,7 +121,7 @@ unsafe fn softmax(call: &RawSoftmax16) -> bool {
                 let high = exp2_short(V::load(at.add(call.ld)).mul_add(scale, origin));
                 sums[0] = sums[0].add(low);
                 sums[1] = sums[1].add(high);
-                _mm512_storeu_si512(call.weights.add(pair * call.ldw + column).cast(), pairs(low, high));
+                _mm512_storeu_si512(call.p.add(pair * call.ldw + column).cast(), pairs(low, high));
             }
             sums[0].add(sums[1]).store(call.sum.add(column));
         }
@@ -148,26 +149,26 @@ unsafe fn gradient_by<const CAP: bool>(call: &RawGradient16) {
             let lse = V::splat(0.0).sub(V::load(call.lse.add(column)));
             let delta = V::load(call.delta.add(column));
             for pair in 0..call.keys / 2 {
-                let mut weights = [lse; 2];
+                let mut p = [lse; 2];
                 let mut dscores = [lse; 2];
                 for i in 0..2 {
                     let at = (2 * pair + i) * call.ld + column;
                     let score = V::load(call.scores.add(at));
-                    let difference = V::load(call.dweights.add(at)).sub(delta);
+                    let difference = V::load(call.dp.add(at)).sub(delta);
                     if CAP {
                         let capped = tanh(score.mul(scale));
                         // A hidden score must stay -inf: the cap would make it visible.
                         let hidden = V::splat(f32::NEG_INFINITY);
                         let score = V::splat(f32::MIN).select_greater(score, hidden, capped.mul(cap));
-                        weights[i] = exp2_short(score.add(lse));
+                        p[i] = exp2_short(score.add(lse));
                         let slope = V::splat(1.0).sub(capped.mul(capped));
-                        dscores[i] = weights[i].mul(difference).mul(slope);
+                        dscores[i] = p[i].mul(difference).mul(slope);
                     } else {
-                        weights[i] = exp2_short(score.mul_add(scale, lse));
-                        dscores[i] = weights[i].mul(difference);
+                        p[i] = exp2_short(score.mul_add(scale, lse));
+                        dscores[i] = p[i].mul(difference);
                     }
                     let to = (2 * pair + i) * call.ldw + column;
-                    store_rounded(weights[i], call.weights.add(to));
+                    store_rounded(p[i], call.p.add(to));
                     store_rounded(dscores[i], call.dscores_rows.add(to));
                 }
                 let to = call.dscores_pairs.add(pair * call.ldw + column);

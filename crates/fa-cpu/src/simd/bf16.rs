@@ -36,7 +36,7 @@ pub(super) struct RawProduct16 {
 /// One tile of scores for the online softmax.
 ///
 /// # Safety
-/// `scores` is valid for `keys` rows of `queries` values at stride `ld`, `weights` for half as many rows of
+/// `scores` is valid for `keys` rows of `queries` values at stride `ld`, `p` for half as many rows of
 /// words at stride `ldw`; `max`, `sum` and `factor` for `queries` values. `keys` and `queries` are multiples
 /// of [`GRAIN`].
 pub(super) struct RawSoftmax16 {
@@ -44,7 +44,7 @@ pub(super) struct RawSoftmax16 {
     pub queries: usize,
     pub scores: *const f32,
     pub ld: usize,
-    pub weights: *mut u32,
+    pub p: *mut u32,
     pub ldw: usize,
     pub scale: f32,
     pub max: *mut f32,
@@ -55,7 +55,7 @@ pub(super) struct RawSoftmax16 {
 /// One tile for the backward of the softmax.
 ///
 /// # Safety
-/// `scores` and `dscores` are valid for `keys` rows of `queries` values at stride `ld`; `weights` and
+/// `scores` and `dscores` are valid for `keys` rows of `queries` values at stride `ld`; `p` and
 /// `dscores_rows` for as many rows of 16-bit values at stride `ldw`, `dscores_pairs` for half as many rows of
 /// words at stride `ldw`; `lse` and `delta` for `queries` values. `keys` and `queries` are multiples of
 /// [`GRAIN`].
@@ -63,13 +63,13 @@ pub(super) struct RawGradient16 {
     pub keys: usize,
     pub queries: usize,
     pub scores: *const f32,
-    pub dweights: *const f32,
+    pub dp: *const f32,
     pub ld: usize,
     pub scale: f32,
     pub cap: f32,
     pub lse: *const f32,
     pub delta: *const f32,
-    pub weights: *mut u16,
+    pub p: *mut u16,
     pub dscores_rows: *mut u16,
     pub dscores_pairs: *mut u32,
     pub ldw: usize,
@@ -137,7 +137,7 @@ pub struct Gradient16<'a> {
     /// Unscaled scores.
     pub scores: &'a [f32],
     /// dP.
-    pub dweights: &'a [f32],
+    pub dp: &'a [f32],
     /// Factor that turns a score into base 2 (or into the cap's argument).
     pub scale: f32,
     /// `cap * log2(e)`.
@@ -147,7 +147,7 @@ pub struct Gradient16<'a> {
     /// Row sums of dO * O.
     pub delta: &'a [f32],
     /// P, bf16 rows.
-    pub weights: &'a mut [u16],
+    pub p: &'a mut [u16],
     /// dS, bf16 rows.
     pub dscores_rows: &'a mut [u16],
     /// dS in pairs of keys.
@@ -191,7 +191,7 @@ impl Bf16Kernels {
     }
 
     /// Online softmax of one tile, as [`super::Kernels::online_softmax`], on scores that are still to be
-    /// multiplied by `scale` (above 0); the weights go to `weights` as bf16 pairs of keys.
+    /// multiplied by `scale` (above 0); the probabilities go to `p` as bf16 pairs of keys.
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or a length is no multiple of [`GRAIN`].
@@ -201,7 +201,7 @@ impl Bf16Kernels {
         shape: TileShape,
         scores: &[f32],
         scale: f32,
-        weights: &mut [u32],
+        p: &mut [u32],
         ldw: usize,
         max: &mut [f32],
         sum: &mut [f32],
@@ -211,14 +211,14 @@ impl Bf16Kernels {
         check_grain(&[keys, queries]);
         assert!(ld >= queries && ldw >= queries, "strides {ld} and {ldw} for {queries} queries");
         assert!(scores.len() >= extent(keys, queries, ld), "scores too short");
-        assert!(weights.len() >= extent(keys / 2, queries, ldw), "weights too short");
+        assert!(p.len() >= extent(keys / 2, queries, ldw), "P is too short");
         assert!(max.len() >= queries && sum.len() >= queries && factor.len() >= queries, "state too short");
         let raw = RawSoftmax16 {
             keys,
             queries,
             scores: scores.as_ptr(),
             ld,
-            weights: weights.as_mut_ptr(),
+            p: p.as_mut_ptr(),
             ldw,
             scale,
             max: max.as_mut_ptr(),
@@ -239,23 +239,23 @@ impl Bf16Kernels {
         let ldw = call.ldw;
         check_grain(&[keys, queries]);
         assert!(ld >= queries && ldw >= queries, "strides {ld} and {ldw} for {queries} queries");
-        let len = call.scores.len().min(call.dweights.len());
+        let len = call.scores.len().min(call.dp.len());
         assert!(len >= extent(keys, queries, ld), "scores too short");
-        let len = call.weights.len().min(call.dscores_rows.len());
-        assert!(len >= extent(keys, queries, ldw), "weights too short");
+        let len = call.p.len().min(call.dscores_rows.len());
+        assert!(len >= extent(keys, queries, ldw), "P is too short");
         assert!(call.dscores_pairs.len() >= extent(keys / 2, queries, ldw), "pairs too short");
         assert!(call.lse.len() >= queries && call.delta.len() >= queries, "row data too short");
         let raw = RawGradient16 {
             keys,
             queries,
             scores: call.scores.as_ptr(),
-            dweights: call.dweights.as_ptr(),
+            dp: call.dp.as_ptr(),
             ld,
             scale: call.scale,
             cap: call.cap.unwrap_or(0.0),
             lse: call.lse.as_ptr(),
             delta: call.delta.as_ptr(),
-            weights: call.weights.as_mut_ptr(),
+            p: call.p.as_mut_ptr(),
             dscores_rows: call.dscores_rows.as_mut_ptr(),
             dscores_pairs: call.dscores_pairs.as_mut_ptr(),
             ldw,

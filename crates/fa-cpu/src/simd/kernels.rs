@@ -148,8 +148,8 @@ impl Kernels {
         unsafe { (self.table.product)(&raw) }
     }
 
-    /// Online softmax (base 2) of one tile: `scores` become weights `2^(score - max)`, `max` and `sum` (one
-    /// value per query; -inf and 0 before the first tile) are brought up to date, `factor` receives what
+    /// Online softmax (base 2) of one tile: `scores` become probabilities `2^(score - max)`, `max` and `sum`
+    /// (one value per query; -inf and 0 before the first tile) are brought up to date, `factor` receives what
     /// everything accumulated before has to be multiplied by. Returns whether any factor differs from 1.
     ///
     /// `max` may trail the true maximum by a few powers of two, which spares most rescaling;
@@ -181,8 +181,8 @@ impl Kernels {
         unsafe { (self.table.softmax)(&raw) }
     }
 
-    /// Backward of the softmax on one tile: `scores` (base 2) become weights `P = 2^(score - lse)`,
-    /// `dweights` (dP) become `dS = P (dP - delta)`. `lse` is in base 2 too, +inf for rows that see nothing.
+    /// Backward of the softmax on one tile: `scores` (base 2) become probabilities `P = 2^(score - lse)`,
+    /// `dp` (dP) become `dS = P (dP - delta)`. `lse` is in base 2 too, +inf for rows that see nothing.
     /// With a `cap` (times log2 e) the scores come in before the cap, divided by it, and dS takes in the
     /// cap's derivative.
     ///
@@ -192,19 +192,19 @@ impl Kernels {
         &self,
         shape: TileShape,
         scores: &mut [f32],
-        dweights: &mut [f32],
+        dp: &mut [f32],
         lse: &[f32],
         delta: &[f32],
         cap: Option<f32>,
     ) {
         let TileShape { keys, queries, ld } = shape;
-        self.check_tile(shape, scores.len().min(dweights.len()));
+        self.check_tile(shape, scores.len().min(dp.len()));
         assert!(lse.len() >= queries && delta.len() >= queries, "row data too short");
         let raw = RawGradient {
             keys,
             queries,
             scores: scores.as_mut_ptr(),
-            dweights: dweights.as_mut_ptr(),
+            dp: dp.as_mut_ptr(),
             ld,
             lse: lse.as_ptr(),
             delta: delta.as_ptr(),

@@ -4,8 +4,8 @@
 use super::vector::{Vector, exp2, tanh};
 
 /// How far (in powers of two) scores may exceed the running maximum before it is raised and what has been
-/// accumulated is rescaled. Weights up to 2^8 cost no precision in f32 sums, and on most tiles nothing is
-/// rescaled.
+/// accumulated is rescaled. Probabilities up to 2^8 cost no precision in f32 sums, and on most tiles nothing
+/// is rescaled.
 pub(super) const SLACK: f32 = 8.0;
 
 /// One tile of scores for the online softmax.
@@ -23,7 +23,7 @@ pub(super) struct RawSoftmax {
     pub factor: *mut f32,
 }
 
-/// Scores become weights `2^(score - max)`, `max` and `sum` are brought up to date; `factor` is what
+/// Scores become probabilities `2^(score - max)`, `max` and `sum` are brought up to date; `factor` is what
 /// everything accumulated before has to be multiplied by. Returns whether any factor differs from 1.
 ///
 /// `max` is -inf before the first visible key. It may trail the true maximum by up to [`SLACK`].
@@ -71,17 +71,17 @@ pub(super) unsafe fn online<V: Vector>(call: &RawSoftmax) -> bool {
             while key + 4 <= call.keys {
                 for (i, sum) in sums.iter_mut().enumerate() {
                     let at = scores.add((key + i) * call.ld);
-                    let weight = exp2(V::load(at).sub(origin));
-                    weight.store(at);
-                    *sum = sum.add(weight);
+                    let p = exp2(V::load(at).sub(origin));
+                    p.store(at);
+                    *sum = sum.add(p);
                 }
                 key += 4;
             }
             while key < call.keys {
                 let at = scores.add(key * call.ld);
-                let weight = exp2(V::load(at).sub(origin));
-                weight.store(at);
-                sums[0] = sums[0].add(weight);
+                let p = exp2(V::load(at).sub(origin));
+                p.store(at);
+                sums[0] = sums[0].add(p);
                 key += 1;
             }
             sums[0].add(sums[1]).add(sums[2].add(sums[3])).store(call.sum.add(column));
@@ -93,13 +93,13 @@ pub(super) unsafe fn online<V: Vector>(call: &RawSoftmax) -> bool {
 /// One tile for the backward of the softmax.
 ///
 /// # Safety
-/// `scores` and `dweights` are valid for `keys` rows of `queries` values at stride `ld`; `lse` and `delta`
+/// `scores` and `dp` are valid for `keys` rows of `queries` values at stride `ld`; `lse` and `delta`
 /// for `queries` values, a multiple of the lanes.
 pub(super) struct RawGradient {
     pub keys: usize,
     pub queries: usize,
     pub scores: *mut f32,
-    pub dweights: *mut f32,
+    pub dp: *mut f32,
     pub ld: usize,
     pub lse: *const f32,
     pub delta: *const f32,
@@ -107,7 +107,7 @@ pub(super) struct RawGradient {
     pub cap: f32,
 }
 
-/// With P = 2^(S - LSE): scores become P, `dweights` (dP) becomes dS = P * (dP - delta).
+/// With P = 2^(S - LSE): scores become P, `dp` (dP) becomes dS = P * (dP - delta).
 ///
 /// With a cap, scores come in as `scale * q k / cap`, and dS is multiplied by the derivative `1 - tanh^2`.
 #[inline(always)]
@@ -119,23 +119,23 @@ pub(super) unsafe fn gradient<V: Vector>(call: &RawGradient) {
             let delta = V::load(call.delta.add(column));
             for key in 0..call.keys {
                 let score_at = call.scores.add(key * call.ld + column);
-                let dweight_at = call.dweights.add(key * call.ld + column);
-                let difference = V::load(dweight_at).sub(delta);
+                let dp_at = call.dp.add(key * call.ld + column);
+                let difference = V::load(dp_at).sub(delta);
                 let score = V::load(score_at);
                 if call.cap == 0.0 {
-                    let weight = exp2(score.sub(lse));
-                    weight.store(score_at);
-                    weight.mul(difference).store(dweight_at);
+                    let p = exp2(score.sub(lse));
+                    p.store(score_at);
+                    p.mul(difference).store(dp_at);
                 } else {
                     let capped = tanh(score);
                     // A masked score must stay -inf: the cap would make it visible.
                     let masked = V::splat(f32::NEG_INFINITY);
                     let score =
                         V::splat(f32::MIN).select_greater(score, masked, capped.mul(V::splat(call.cap)));
-                    let weight = exp2(score.sub(lse));
-                    weight.store(score_at);
+                    let p = exp2(score.sub(lse));
+                    p.store(score_at);
                     let slope = V::splat(1.0).sub(capped.mul(capped));
-                    weight.mul(difference).mul(slope).store(dweight_at);
+                    p.mul(difference).mul(slope).store(dp_at);
                 }
             }
         }

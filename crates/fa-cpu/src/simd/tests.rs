@@ -165,8 +165,8 @@ fn online_softmax_over_pieces_is_the_softmax() {
             }
         }
         for query in 0..queries {
-            let weights = original[query..].iter().step_by(ld).map(|&score| f64::from(score).exp2());
-            let want = weights.sum::<f64>();
+            let p = original[query..].iter().step_by(ld).map(|&score| f64::from(score).exp2());
+            let want = p.sum::<f64>();
             if query == 1 {
                 assert_eq!((max[query], sum[query], total[query]), (f32::NEG_INFINITY, 0.0, 0.0));
                 continue;
@@ -190,26 +190,22 @@ fn softmax_gradient_follows_its_formula() {
         let (lanes, keys) = (kernels.lanes(), 5);
         let (queries, ld) = (lanes, lanes + 1);
         for cap in [None, Some(2.5f32)] {
-            let (mut scores, mut dweights) = (noise(6, keys * ld), noise(7, keys * ld));
+            let (mut scores, mut dp) = (noise(6, keys * ld), noise(7, keys * ld));
             scores[ld] = f32::NEG_INFINITY;
             let (mut lse, delta) = (noise(8, queries), noise(9, queries));
             lse[1] = f32::INFINITY;
-            let (before, dbefore) = (scores.clone(), dweights.clone());
+            let (before, dbefore) = (scores.clone(), dp.clone());
             let shape = TileShape { keys, queries, ld };
-            kernels.softmax_gradient(shape, &mut scores, &mut dweights, &lse, &delta, cap);
+            kernels.softmax_gradient(shape, &mut scores, &mut dp, &lse, &delta, cap);
             for i in (0..keys * ld).filter(|i| i % ld < queries) {
                 let (query, score) = (i % ld, f64::from(before[i]));
                 let capped = cap.map_or(score, |cap| f64::from(cap) * score.tanh());
                 let capped = if score == f64::NEG_INFINITY { score } else { capped };
                 let slope = cap.map_or(1.0, |_| 1.0 - score.tanh().powi(2));
-                let weight = (capped - f64::from(lse[query])).exp2();
-                let gradient = weight * (f64::from(dbefore[i]) - f64::from(delta[query])) * slope;
-                assert!(
-                    (f64::from(scores[i]) - weight).abs() < 1e-5,
-                    "weight {i}: {} for {weight}",
-                    scores[i]
-                );
-                assert!((f64::from(dweights[i]) - gradient).abs() < 1e-5, "gradient {i} with {cap:?}");
+                let p = (capped - f64::from(lse[query])).exp2();
+                let gradient = p * (f64::from(dbefore[i]) - f64::from(delta[query])) * slope;
+                assert!((f64::from(scores[i]) - p).abs() < 1e-5, "P {i}: {} for {p}", scores[i]);
+                assert!((f64::from(dp[i]) - gradient).abs() < 1e-5, "gradient {i} with {cap:?}");
             }
         }
     });
@@ -291,7 +287,7 @@ fn products_of_bf16_tiles() {
 }
 
 #[test]
-fn softmax_with_bf16_weights_agrees_with_f32() {
+fn softmax_with_bf16_probabilities_agrees_with_f32() {
     every_isa(|kernels| {
         let Some(tiles) = kernels.bf16() else { return };
         let (keys, queries) = (2 * GRAIN, GRAIN);
@@ -303,7 +299,7 @@ fn softmax_with_bf16_weights_agrees_with_f32() {
         }
         let [mut max, mut max16] = [vec![f32::NEG_INFINITY; queries], vec![f32::NEG_INFINITY; queries]];
         let [mut sum, mut sum16, mut factor, mut factor16] = [0; 4].map(|_| vec![0f32; queries]);
-        let mut weights = vec![0u32; keys / 2 * queries];
+        let mut p = vec![0u32; keys / 2 * queries];
         for _ in 0..2 {
             let mut scaled: Vec<f32> = scores.iter().map(|score| score * scale).collect();
             kernels.online_softmax(shape, &mut scaled, &mut max, &mut sum, &mut factor);
@@ -311,7 +307,7 @@ fn softmax_with_bf16_weights_agrees_with_f32() {
                 shape,
                 &scores,
                 scale,
-                &mut weights,
+                &mut p,
                 queries,
                 &mut max16,
                 &mut sum16,
@@ -319,9 +315,9 @@ fn softmax_with_bf16_weights_agrees_with_f32() {
             );
             for (i, want) in scaled.into_iter().enumerate() {
                 let (key, query) = (i / queries, i % queries);
-                let word = weights[key / 2 * queries + query];
+                let word = p[key / 2 * queries + query];
                 let got = f32::from_bits(if key % 2 == 0 { word << 16 } else { word & 0xffff_0000 });
-                assert!((got - want).abs() <= want / 250.0, "weight ({key}, {query}): {got} for {want}");
+                assert!((got - want).abs() <= want / 250.0, "P ({key}, {query}): {got} for {want}");
             }
             for query in 0..queries {
                 assert!((sum[query] - sum16[query]).abs() <= sum[query] * 2e-5);
@@ -338,28 +334,28 @@ fn softmax_gradient_with_bf16_results_agrees_with_f32() {
         let Some(tiles) = kernels.bf16() else { return };
         let (keys, queries) = (GRAIN, 2 * GRAIN);
         let shape = TileShape { keys, queries, ld: queries };
-        let (scale, mut scores, dweights) = (0.6, noise(1, keys * queries), noise(2, keys * queries));
+        let (scale, mut scores, dp) = (0.6, noise(1, keys * queries), noise(2, keys * queries));
         let (mut lse, delta) = (noise(3, queries), noise(4, queries));
         lse[7] = f32::INFINITY;
         scores[2 * queries + 1] = f32::NEG_INFINITY;
         for cap in [None, Some(1.7)] {
-            let [mut weights, mut dscores_rows] = [0; 2].map(|_| vec![0u16; keys * queries]);
+            let [mut p, mut dscores_rows] = [0; 2].map(|_| vec![0u16; keys * queries]);
             let mut dscores_pairs = vec![0u32; keys / 2 * queries];
             tiles.softmax_gradient(Gradient16 {
                 shape,
                 scores: &scores,
-                dweights: &dweights,
+                dp: &dp,
                 scale,
                 cap,
                 lse: &lse,
                 delta: &delta,
-                weights: &mut weights,
+                p: &mut p,
                 dscores_rows: &mut dscores_rows,
                 dscores_pairs: &mut dscores_pairs,
                 ldw: queries,
             });
             let mut want: Vec<f32> = scores.iter().map(|score| score * scale).collect();
-            let mut dwant = dweights.clone();
+            let mut dwant = dp.clone();
             kernels.softmax_gradient(shape, &mut want, &mut dwant, &lse, &delta, cap);
             let value = |bits: u16| half::bf16::from_bits(bits).to_f32();
             for i in 0..keys * queries {
@@ -367,12 +363,7 @@ fn softmax_gradient_with_bf16_results_agrees_with_f32() {
                 let word = dscores_pairs[key / 2 * queries + query];
                 let pair = value(if key % 2 == 0 { word as u16 } else { (word >> 16) as u16 });
                 let near = |got: f32, want: f32| (got - want).abs() <= want.abs() / 250.0;
-                assert!(
-                    near(value(weights[i]), want[i]),
-                    "weight {i}: {} for {}",
-                    value(weights[i]),
-                    want[i]
-                );
+                assert!(near(value(p[i]), want[i]), "P {i}: {} for {}", value(p[i]), want[i]);
                 assert!(near(value(dscores_rows[i]), dwant[i]) && near(pair, dwant[i]), "gradient {i}");
             }
         }

@@ -179,14 +179,14 @@ pub(super) fn run<T: Element>(
                 }
                 if sizes.parts == 1 {
                     own_dq.fill(0.0);
-                    job.walk(scratch, &keys, tensors, own_dq);
+                    job.main_loop(scratch, &keys, tensors, own_dq);
                     for tile in 0..sizes.m_tiles {
                         let dqt = &own_dq[tile * problem.head_dim * sizes.tile_m..];
                         job.write_queries(&dq, [batch, head, tile], dqt, &mut scratch.rows);
                     }
                 } else {
                     let mut own = Buffer::new(sizes.dq_len);
-                    job.walk(scratch, &keys, tensors, &mut own);
+                    job.main_loop(scratch, &keys, tensors, &mut own);
                     let empty = partial[item * group + member].set(own).is_ok();
                     debug_assert!(empty, "an item runs once");
                 }
@@ -242,7 +242,7 @@ impl Job<'_> {
         let at = [batch, rows.start, head];
         let (hd, hdv) = (problem.head_dim, problem.head_dim_v);
         // Qt is scaled, Q is not: the scaled rows only pass through. Rows past the end may hold what another
-        // head left there; their weights are 0 because their LSE is +inf.
+        // head left there; their probabilities are 0 because their LSE is +inf.
         read_rows(&inputs.q, at, rows.len(), self.scores.scale, &mut to.q, ldq);
         self.kernels.transpose([rows.len(), hd], &to.q, ldq, &mut to.qt, tile_m);
         read_rows(&inputs.q, at, rows.len(), 1.0, &mut to.q, ldq);
@@ -296,7 +296,13 @@ impl Job<'_> {
 
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and
     /// to dQt.
-    fn walk(&self, scratch: &mut Scratch, keys: &Range<usize>, [k, v]: [(&[f32], usize); 2], dq: &mut [f32]) {
+    fn main_loop(
+        &self,
+        scratch: &mut Scratch,
+        keys: &Range<usize>,
+        [k, v]: [(&[f32], usize); 2],
+        dq: &mut [f32],
+    ) {
         let Job { problem, sizes, .. } = *self;
         let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
         let seen_by = |key| transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
@@ -353,13 +359,13 @@ impl Job<'_> {
             kernels.product(Product { m, n, k: depth, a, lda, order, b, ldb, c, ldc, init });
         };
 
-        let (scores, weights) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
+        let (scores, dp) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
         product(scores, (k, ldk), Order::Rows, (&tile.qt, tile_m), (s, tile_m), Init::Zero);
         let hiding = !sees_all(problem, queries, keys);
         if hiding {
             hide(problem, queries, keys, s, tile_m, f32::NEG_INFINITY);
         }
-        product(weights, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
+        product(dp, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
         kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap);
         // P and dS are 0 where nothing is seen, even where 0 was multiplied by NaN.

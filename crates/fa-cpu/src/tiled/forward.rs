@@ -13,7 +13,8 @@ use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::{TensorMut, TensorRef};
 
-/// Keys of a tile: a panel of weights (`tile_n x panel`) and one of queries stay in the first-level cache.
+/// Keys of a tile: a panel of probabilities (`tile_n x panel`) and one of queries stay in the first-level
+/// cache.
 pub(super) const TILE_N: usize = 128;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
 const PANELS: usize = 8;
@@ -157,19 +158,12 @@ pub(super) fn tile_m(kernels: Kernels, problem: &Problem, threads: Option<usize>
     kernels.panel() * panels_in_tile(problem, kernels.panel(), PANELS, schedule::workers(threads))
 }
 
-/// Adds `weights[i] * value` to the columns of Ot of those `queries` that see `key`.
-fn add_seen(
-    problem: &Problem,
-    queries: &Range<usize>,
-    key: usize,
-    weights: &[f32],
-    value: &[f32],
-    o: &mut [f32],
-) {
+/// Adds `p[i] * value` to the columns of Ot of those `queries` that see `key`.
+fn add_seen(problem: &Problem, queries: &Range<usize>, key: usize, p: &[f32], value: &[f32], o: &mut [f32]) {
     for (column, query) in queries.clone().enumerate() {
         if problem.mask.visible(query, key, problem.lengths.max_q(), problem.lengths.max_k()) {
-            for (sum, value) in o[column..].iter_mut().step_by(weights.len()).zip(value) {
-                *sum += weights[column] * value;
+            for (sum, value) in o[column..].iter_mut().step_by(p.len()).zip(value) {
+                *sum += p[column] * value;
             }
         }
     }
@@ -219,7 +213,7 @@ pub(super) fn run<T: Element>(
                 panel.sum.fill(0.0);
                 panel.started = false;
             }
-            job.walk(scratch, &rows, k.head(batch, kv_head), v.head(batch, kv_head));
+            job.main_loop(scratch, &rows, k.head(batch, kv_head), v.head(batch, kv_head));
 
             let mut out_rows = out.take(batch, head, tile);
             let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
@@ -273,7 +267,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     /// All tiles of keys that `rows` see, each for every panel of queries.
-    fn walk(
+    fn main_loop(
         &self,
         scratch: &mut Scratch,
         rows: &Range<usize>,
@@ -319,8 +313,8 @@ impl Job<'_> {
                     (true, false) => Init::Add,
                     (true, true) => Init::Scale(factor),
                 };
-                // A weight of 0 times a value that is not finite is NaN: where a tile hides something, such
-                // values come in by themselves, for those who see them.
+                // A probability of 0 times a value that is not finite is NaN: where a tile hides something,
+                // such values come in by themselves, for those who see them.
                 let value = |key: usize| &v[key * ldv..][..problem.head_dim_v];
                 let wild =
                     |key: &usize| hiding && !finite_v && value(*key).iter().any(|value| !value.is_finite());
@@ -341,8 +335,8 @@ impl Job<'_> {
                         init,
                     });
                     if to < keys.end {
-                        let weights = &s[(to - keys.start) * width..][..width];
-                        add_seen(problem, &queries, to, weights, value(to), &mut panel.o);
+                        let p = &s[(to - keys.start) * width..][..width];
+                        add_seen(problem, &queries, to, p, value(to), &mut panel.o);
                     }
                     (init, from) = (Init::Add, to + 1);
                 }

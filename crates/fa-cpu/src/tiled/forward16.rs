@@ -1,7 +1,8 @@
-//! The forward in bf16 with f32 sums: the same walk as [`super::forward`], on tiles that AMX and AVX512-BF16
-//! read.
+//! The forward in bf16 with f32 sums: the same main loop as [`super::forward`], on tiles that AMX and
+//! AVX512-BF16 read.
 //!
-//! Weights are rounded to bf16 before they meet V, as GPU kernels do; their sum is taken before the rounding.
+//! Probabilities are rounded to bf16 before they meet V, as GPU kernels do; their sum is taken before the
+//! rounding.
 
 use std::ops::Range;
 
@@ -104,7 +105,7 @@ pub(super) fn run(
                 panel.sum.fill(0.0);
                 panel.started = false;
             }
-            job.walk(scratch, &rows, batch, head / problem.group_size());
+            job.main_loop(scratch, &rows, batch, head / problem.group_size());
 
             let mut out_rows = out.take(batch, head, tile);
             let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
@@ -158,7 +159,7 @@ impl Job<'_> {
     }
 
     /// All tiles of keys that `rows` see, each for every panel of queries.
-    fn walk(&self, scratch: &mut Scratch, rows: &Range<usize>, batch: usize, kv_head: usize) {
+    fn main_loop(&self, scratch: &mut Scratch, rows: &Range<usize>, batch: usize, kv_head: usize) {
         let Job { problem, scores, kv, words, dims_v, .. } = *self;
         let Scratch { tiles, panels, s, p, .. } = scratch;
         let seen = visible_keys(problem, rows);

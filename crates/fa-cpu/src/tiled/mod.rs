@@ -1,7 +1,7 @@
 //! Attention on all cores without an N x N buffer: online softmax over tiles of keys, vector kernels chosen
 //! at run time.
 //!
-//! A worker takes a tile of queries, walks over the tiles of keys that the mask lets it see, and keeps the
+//! A worker takes a tile of queries, loops over the tiles of keys that the mask leaves, and keeps the
 //! running maximum, sum and output in its own scratch: memory grows with N, never with N^2. Tiles of scores
 //! lie transposed (keys down, queries across; see [`crate::simd`]).
 
@@ -62,6 +62,9 @@ pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
 
 /// Attention forward: `out`, and `lse` (natural logarithm, `[batch, heads_q, seqlen_q]`) when asked for.
 ///
+/// `q` is `[batch, seqlen_q, heads_q, head_dim]`, `k` and `v` `[batch, seqlen_k, heads_kv, head_dim or
+/// head_dim_v]`, `out` `[batch, seqlen_q, heads_q, head_dim_v]`, each with any strides.
+///
 /// Sums are f32 whatever the element type. Rows that see no key give 0 and -inf.
 ///
 /// # Errors
@@ -111,6 +114,8 @@ pub fn forward_with<T: Element>(
 
 /// Attention backward: gradients of Q, K and V from the forward's inputs, output and LSE and the output's
 /// gradient.
+///
+/// The gradients have the shapes of `q`, `k` and `v`, `dout` that of `out`; `lse` is the forward's.
 ///
 /// The result does not depend on timing: equal inputs on equally many threads give equal bits.
 ///

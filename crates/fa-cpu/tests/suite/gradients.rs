@@ -1,4 +1,4 @@
-//! The oracle's gradients against central finite differences of its own forward, all in f64.
+//! The oracle's gradients against central finite differences of its forward, all in f64.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::reference;

@@ -19,18 +19,18 @@ fn two_pass(row: &[(f64, f64)]) -> (f64, f64) {
         return (0.0, f64::NEG_INFINITY);
     }
     let sum: f64 = row.iter().map(|(score, _)| (score - max).exp()).sum();
-    let weighted: f64 = row.iter().map(|(score, value)| (score - max).exp() * value).sum();
-    (weighted / sum, max + sum.ln())
+    let sum_of_values: f64 = row.iter().map(|(score, value)| (score - max).exp() * value).sum();
+    (sum_of_values / sum, max + sum.ln())
 }
 
 /// The same by [`OnlineSoftmax`] in `R`, piece after piece.
 fn online<R: Real>(pieces: &[&[(f64, f64)]]) -> (R, R) {
     let (mut softmax, mut out) = (OnlineSoftmax::<R>::EMPTY, R::ZERO);
     for piece in pieces {
-        let mut weights: Vec<R> = piece.iter().map(|&(score, _)| R::from_f64(score)).collect();
-        out *= softmax.absorb(&mut weights);
-        for (&weight, &(_, value)) in weights.iter().zip(*piece) {
-            out += weight * R::from_f64(value);
+        let mut p: Vec<R> = piece.iter().map(|&(score, _)| R::from_f64(score)).collect();
+        out *= softmax.absorb(&mut p);
+        for (&p, &(_, value)) in p.iter().zip(*piece) {
+            out += p * R::from_f64(value);
         }
     }
     (out * softmax.normaliser(), softmax.lse())
@@ -63,7 +63,7 @@ fn rows(length: impl Into<prop::collection::SizeRange>) -> impl Strategy<Value =
 /// Scores and values of a row.
 type Row = Vec<(f64, f64)>;
 
-/// A row and the same row shuffled, with places to cut it.
+/// A row and the same row shuffled, with positions to cut it at.
 fn split_rows() -> impl Strategy<Value = (Row, Row, Vec<f64>)> {
     (rows(0..40), prop::collection::vec(0f64..1.0, 0..6))
         .prop_flat_map(|(row, cuts)| (Just(row.clone()), Just(row).prop_shuffle(), Just(cuts)))

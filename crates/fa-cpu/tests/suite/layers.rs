@@ -46,7 +46,7 @@ fn the_oracle_agrees_with_the_model_and_tiled_with_the_oracle() {
         );
         assert!(forward.lse.iter().all(|lse| lse.is_finite()));
 
-        // The layer has no gradient of its own: its output stands in for dO.
+        // The layer has no gradient: its output stands in for dO.
         let [q, k, v] = ["q", "k", "v"].map(|name| file.values::<T>(name));
         let inputs = Inputs { q, k, v, dout: out };
         let expected = Expected::compute(problem, &inputs, true);

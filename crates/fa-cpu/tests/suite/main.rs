@@ -8,5 +8,5 @@ mod gradients;
 mod inputs;
 mod laws;
 mod layers;
-mod places;
+mod pitfalls;
 mod tiled;

@@ -173,28 +173,28 @@ pub fn describe(problem: &Problem) -> String {
     )
 }
 
-/// Whether an instruction set's products take 16-bit numbers, so that the weights are rounded too.
-fn rounds_weights(isa: Isa, dtype: Dtype) -> bool {
+/// Whether an instruction set's products take 16-bit numbers, so that the probabilities are rounded too.
+fn rounds_p(isa: Isa, dtype: Dtype) -> bool {
     matches!(isa, Isa::Avx512Bf16 | Isa::Amx) && dtype == Dtype::Bf16
 }
 
-/// Every 16-bit output is the f64 result with one rounding: of itself, and of each weight where these are
-/// rounded. f32 sums of values up to 4 leave a little of their own.
+/// Every 16-bit output is the f64 result with one rounding: of itself, and of each probability where these
+/// are rounded. f32 sums of values up to 4 leave a little of their own.
 pub fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) -> Vec<String> {
     let dtype = problem.types.qkv;
     let Views { q, k, v, .. } = inputs.views(problem);
     let exact = reference::forward(problem, &q, &k, &v).unwrap().out;
     let magnitudes: Vec<T> = inputs.v.iter().map(|value| T::from_f64(value.to_f64().abs())).collect();
-    // sum_j P_ij |V_j|, of which rounded weights lose one rounding.
+    // sum_j P_ij |V_j|, of which rounded probabilities lose one rounding.
     let terms = reference::forward(problem, &q, &k, &bshd("v", &magnitudes, v_shape(problem))).unwrap().out;
     let mut failures = vec![];
     for isa in isas() {
         let options = Options { isa: Some(isa), threads: None };
         let out = Results::compute(options, problem, inputs, false).out;
-        let of_weights = if rounds_weights(isa, dtype) { dtype.unit_roundoff() } else { 0.0 };
+        let of_p = if rounds_p(isa, dtype) { dtype.unit_roundoff() } else { 0.0 };
         for (index, ((out, &exact), &terms)) in out.iter().zip(&exact).zip(&terms).enumerate() {
             // f32 arithmetic loses a part of the terms too, whatever they cancel to.
-            let room = rounding_step(dtype, exact) + of_weights * terms + 4e-6 * terms.max(1.0);
+            let room = rounding_step(dtype, exact) + of_p * terms + 4e-6 * terms.max(1.0);
             if (out.to_f64() - exact).abs() > room {
                 let name = describe(problem);
                 failures.push(format!("{name} {isa} out[{index}] is {} for {exact}: {room:e}", out.to_f64()));

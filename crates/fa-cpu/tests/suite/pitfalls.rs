@@ -1,4 +1,4 @@
-//! Places where known implementations failed, one test each, on the tiled one.
+//! Problems on which known implementations failed, one test each, on the tiled one.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
@@ -483,7 +483,7 @@ proptest! {
         prop_assert!(failures.is_empty(), "{}", failures.join("\n"));
     }
 
-    /// Parts of the keys computed apart and merged, as a decoder splits its cache.
+    /// Parts of the keys computed separately and merged, as a decoder splits its cache.
     #[test]
     fn parts_of_the_keys_merge_to_the_whole(problem in problems(), seed: u64, cut in 0f64..1.0) {
         let problem = Problem { mask: Mask::FULL, types: Types::same(Dtype::F32), ..problem };

@@ -1,0 +1,34 @@
+//! Specs as they are stored under `specs/`.
+
+use serde::{Deserialize, Serialize};
+
+use super::{KernelSpec, SpecError, pretty_ron};
+use crate::Arch;
+
+/// A spec as it is stored under `specs/`: with the architectures that it ships for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShippedSpec {
+    /// Architectures to compile for.
+    pub archs: Vec<Arch>,
+    /// The kernel.
+    pub spec: KernelSpec,
+}
+
+impl ShippedSpec {
+    /// Reads and checks a shipped spec from RON text.
+    ///
+    /// # Errors
+    /// As [`KernelSpec::from_ron`], and when an architecture cannot run the kernel.
+    pub fn from_ron(text: &str) -> Result<ShippedSpec, SpecError> {
+        let shipped: ShippedSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        shipped.spec.check()?;
+        shipped.archs.iter().try_for_each(|&arch| shipped.spec.check_arch(arch))?;
+        Ok(shipped)
+    }
+
+    /// The spec as RON text, which [`ShippedSpec::from_ron`] reads back.
+    pub fn to_ron(&self) -> String {
+        pretty_ron(self)
+    }
+}

@@ -1,0 +1,94 @@
+//! What specs of all kernels are made of: masking code, schedulers, orders of tiles, and what every kernel
+//! has.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Family, Mask, Pass};
+
+/// The largest head dim that a kernel's tiles may span.
+pub const MAX_HEAD_DIM: u32 = 256;
+
+/// Which masking code a kernel holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MaskKind {
+    /// Only the end of the keys is masked.
+    Full,
+    /// The end of the keys and the causal diagonal.
+    Causal,
+    /// A window with run-time sides; also serves causal windows.
+    Window,
+}
+
+impl MaskKind {
+    /// The cheapest kind that computes `mask`.
+    pub const fn of(mask: &Mask) -> MaskKind {
+        if mask.is_full() {
+            MaskKind::Full
+        } else if mask.is_causal() {
+            MaskKind::Causal
+        } else {
+            MaskKind::Window
+        }
+    }
+
+    /// Whether code of this kind computes `mask`.
+    pub fn serves(self, mask: &Mask) -> bool {
+        self == MaskKind::Window || self == MaskKind::of(mask)
+    }
+
+    /// The name used in RON, in spec names and in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MaskKind::Full => "full",
+            MaskKind::Causal => "causal",
+            MaskKind::Window => "window",
+        }
+    }
+}
+
+/// How tiles are given to CTAs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Scheduler {
+    /// One CTA per tile.
+    PerTile,
+    /// One CTA per SM; CTA `b` takes the tiles `b`, `b + grid`, and so on.
+    Static,
+    /// One CTA per SM; tiles are drawn from a counter in device memory.
+    Dynamic,
+}
+
+/// The order in which tiles are numbered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum TileOrder {
+    /// Query tiles from first to last within a head.
+    Natural,
+    /// Longest first: query tiles from last to first, heads of an L2-sized section together.
+    LongestFirst,
+}
+
+/// What every kernel has, whatever its parameters. Code that does not differ by kernel reads this instead of
+/// matching on [`super::Kernel`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Traits {
+    /// The kernel's name, as in source files and tables.
+    pub name: &'static str,
+    /// What it computes.
+    pub pass: Pass,
+    /// Its family, which says where it runs ([`Family::archs`]).
+    pub family: Family,
+    /// Query rows and keys of a tile.
+    pub tile: (u32, u32),
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// Resident CTAs per SM that its launch bounds ask the compiler for.
+    pub blocks_per_sm: u32,
+    /// CTAs of a cluster.
+    pub cluster: u32,
+    /// How tiles are given to CTAs.
+    pub scheduler: Scheduler,
+    /// The order of tiles.
+    pub tile_order: TileOrder,
+    /// Whether the query heads of a K/V head are folded into the rows of a tile.
+    pub packs_gqa: bool,
+}
