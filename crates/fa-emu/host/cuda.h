@@ -37,7 +37,8 @@ template <class... Parameter, size_t... Index>
 void call(void (*entry)(Parameter...), const void* const* arguments, std::index_sequence<Index...>) {
     entry(*static_cast<const std::remove_cv_t<Parameter>*>(arguments[Index])...);
 }
-template <class... Parameter> void call(void (*entry)(Parameter...), const void* const* arguments) {
+template <class... Parameter>
+void call(void (*entry)(Parameter...), const void* const* arguments) {
     call(entry, arguments, std::index_sequence_for<Parameter...>{});
 }
 

@@ -34,8 +34,9 @@ void open_cluster(Cluster& cluster) {
 }
 
 const char* barrier_name(int id) {
-    static const char* names[16] = {"__syncthreads", "bar.sync 1",  "bar.sync 2",  "bar.sync 3",  "bar.sync 4",  "bar.sync 5",
-                                    "bar.sync 6",    "bar.sync 7",  "bar.sync 8",  "bar.sync 9",  "bar.sync 10", "bar.sync 11",
+    static const char* names[16] = {"__syncthreads", "bar.sync 1",  "bar.sync 2",  "bar.sync 3",
+                                    "bar.sync 4",    "bar.sync 5",  "bar.sync 6",  "bar.sync 7",
+                                    "bar.sync 8",    "bar.sync 9",  "bar.sync 10", "bar.sync 11",
                                     "bar.sync 12",   "bar.sync 13", "bar.sync 14", "bar.sync 15"};
     return names[id];
 }
@@ -44,8 +45,9 @@ const char* barrier_name(int id) {
 bool arrive(Cta& cta, NamedBarrier& barrier, int id, int threads) {
     const int expected = threads ? threads : cta.alive;
     if (barrier.expected && threads && barrier.expected != expected) {
-        fatal("named barrier", me() + " arrives at barrier " + std::to_string(id) + " of " + std::to_string(expected) +
-                                   " threads, which others use with " + std::to_string(barrier.expected));
+        fatal("named barrier", me() + " arrives at barrier " + std::to_string(id) + " of " +
+                                   std::to_string(expected) + " threads, which others use with " +
+                                   std::to_string(barrier.expected));
     }
     barrier.expected = expected;
     barrier.order.learn(current->order);
@@ -69,7 +71,8 @@ void release_waiting(Cta& cta, NamedBarrier& barrier) {
 void barrier(int id, int threads, bool wait, bool aligned) {
     ENTER();
     if (id < 0 || id > 15) fatal("named barrier", me() + ": there is no barrier " + std::to_string(id));
-    if (threads % 32) fatal("named barrier", me() + ": " + std::to_string(threads) + " threads are no whole warps");
+    if (threads % 32)
+        fatal("named barrier", me() + ": " + std::to_string(threads) + " threads are no whole warps");
     if (aligned) rendezvous(barrier_name(id), nullptr, [](Warp&) {});
     Cta& cta = *current->cta;
     NamedBarrier& barrier = cta.named[id];

@@ -1,4 +1,5 @@
-// What happened before a point: a vector clock over the actors of a cluster, and what is known of other clusters.
+// What happened before a point: a vector clock over the actors of a cluster, and what is known of other
+// clusters.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -9,9 +10,9 @@
 
 namespace emu {
 
-// Actors of a cluster are numbered by slots: its threads; of each thread the cp.async groups; of each warp the wgmma and
-// the bulk groups; of each mbarrier the bytes that count on it. A slot's clock is an epoch of a thread, the number of a
-// group, or of a phase.
+// Actors of a cluster are numbered by slots: its threads; of each thread the cp.async groups; of each warp
+// the wgmma and the bulk groups; of each mbarrier the bytes that count on it. A slot's clock is an epoch of a
+// thread, the number of a group, or of a phase.
 using Slot = u16;
 
 // Clocks of other clusters' slots, learnt by acquiring what they released in device memory.

@@ -19,8 +19,9 @@ void cp_async_16(u32 dst, const void* src, int bytes) {
     }
     const u32 group = thread.copies.start();
     if (machine->options.order) {
-        cta.shadow.access(cta, dst - kSharedBase, 16, true,
-                          {Slot(thread.copies_slot), group, Proxy::Generic, false, &thread.order, site_of(pc), "writes"});
+        cta.shadow.access(
+            cta, dst - kSharedBase, 16, true,
+            {Slot(thread.copies_slot), group, Proxy::Generic, false, &thread.order, site_of(pc), "writes"});
     }
     poison(to, 16);
     machine->counters.cp_async_bytes += u32(bytes);

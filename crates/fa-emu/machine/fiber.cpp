@@ -1,8 +1,9 @@
 #include "fiber.h"
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <cstring>
-#include <sys/mman.h>
 
 #if !defined(__x86_64__)
 #error "fibers are written for x86-64: six callee-saved registers"
@@ -44,7 +45,8 @@ Stacks::~Stacks() {
 Fiber Stacks::make(void (*entry)()) {
     Fiber fiber;
     if (free_.empty()) {
-        void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (stack == MAP_FAILED) abort();
         fiber.stack = static_cast<char*>(stack);
     } else {

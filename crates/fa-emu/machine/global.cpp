@@ -22,7 +22,8 @@ bool ordered(u32 cluster, Slot slot, u32 clock) {
 std::string author_name(u32 cluster, Slot slot) {
     const u32 width = machine->launch.cluster, threads = machine->launch.threads;
     if (slot >= threads * width) return "a copy of CTA " + std::to_string(cluster * width);
-    return "thread " + std::to_string(slot % threads) + " of CTA " + std::to_string(cluster * width + slot / threads);
+    return "thread " + std::to_string(slot % threads) + " of CTA " +
+           std::to_string(cluster * width + slot / threads);
 }
 
 }  // namespace
@@ -68,13 +69,16 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
         }
     } else if (cell.kind == kWritten || (cell.kind == kAdded && !adds && !counter)) {
         if ((cell.mask & mask) && !ordered(cell.cluster, cell.slot, cell.clock)) {
-            found("data race", cell.cluster, cell.slot, cell.site, cell.kind == kAdded ? "addition" : "write");
+            found("data race", cell.cluster, cell.slot, cell.site,
+                  cell.kind == kAdded ? "addition" : "write");
         }
     } else if (cell.kind == kAdded && use == Use::Add && machine->options.ordered_additions) {
-        if (!ordered(cell.cluster, cell.slot, cell.clock)) found("unordered addition", cell.cluster, cell.slot, cell.site, "addition");
+        if (!ordered(cell.cluster, cell.slot, cell.clock))
+            found("unordered addition", cell.cluster, cell.slot, cell.site, "addition");
     }
     if (counter) {
-        // Whoever has added last has seen all additions before; accesses of one word by one thread keep their order.
+        // Whoever has added last has seen all additions before; accesses of one word by one thread keep their
+        // order.
         const std::vector<Addition>& all = additions_[address];
         const bool last = !all.empty() && all.back().cluster == own && all.back().slot == author.slot;
         for (const Addition& other : all) {
@@ -97,7 +101,8 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
         found("data race", cell.read_cluster, cell.read_slot, cell.read_site, "read");
     }
     cell.read_clock = 0;
-    cell.mask = cell.kind == kWritten && cell.slot == author.slot && cell.cluster == own ? cell.mask | mask : mask;
+    cell.mask =
+        cell.kind == kWritten && cell.slot == author.slot && cell.cluster == own ? cell.mask | mask : mask;
     cell.clock = author.clock;
     cell.cluster = own;
     cell.slot = author.slot;
@@ -106,7 +111,8 @@ void Global::word(Region& region, u64 index, u8 mask, Use use, const char* doing
 }
 
 void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Author* copy) {
-    if (!last_ || address < last_->begin - last_->before || address >= last_->begin + last_->bytes + last_->after) {
+    if (!last_ || address < last_->begin - last_->before ||
+        address >= last_->begin + last_->bytes + last_->after) {
         auto next = regions_.upper_bound(address);
         if (next == regions_.begin()) return;
         Region& region = std::prev(next)->second;
@@ -115,8 +121,9 @@ void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Au
     }
     Region& region = *last_;
     if (!region.holds(address, bytes)) {
-        fatal("out of bounds", me() + " " + doing + " " + std::to_string(bytes) + " bytes at " + region.name + " +" +
-                                   std::to_string((long long)(address - region.begin)) + " of " + std::to_string(region.bytes));
+        fatal("out of bounds", me() + " " + doing + " " + std::to_string(bytes) + " bytes at " + region.name +
+                                   " +" + std::to_string((long long)(address - region.begin)) + " of " +
+                                   std::to_string(region.bytes));
     }
     if (!region.writable) {
         if (use != Use::Read) fatal("write to an input", me() + " " + doing + " " + region.name);
@@ -127,7 +134,8 @@ void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Au
     const Author own{current->slot, current->clock()};
     const u64 first = address - region.begin, end = first + bytes;
     for (u64 index = first / 4; 4 * index < end; ++index) {
-        const u64 low = std::max(first, 4 * index) - 4 * index, high = std::min(end, 4 * index + 4) - 4 * index;
+        const u64 low = std::max(first, 4 * index) - 4 * index,
+                  high = std::min(end, 4 * index + 4) - 4 * index;
         word(region, index, u8((1u << high) - (1u << low)), use, doing, copy ? *copy : own);
     }
 }
@@ -150,7 +158,8 @@ void Global::acquire(u64 address, Order& order, u32 cluster) const {
     if (found == released_.end()) return;
     const auto own = found->second.find(cluster);
     if (own != found->second.end()) join(order.before, own->second);
-    if (found->second.size() > (own != found->second.end())) order.learn(std::make_shared<const Remote>(found->second));
+    if (found->second.size() > (own != found->second.end()))
+        order.learn(std::make_shared<const Remote>(found->second));
 }
 
 void wake_pollers(const void* word) {
@@ -178,7 +187,8 @@ u32 atomic_add(u32* to, u32 value) {
     Global& global = machine->global;
     global.access(u64(to), 4, Use::Atomic, "adds to");
     const u32 cluster = thread.cta->cluster->id;
-    // What follows depends on what was there, so it comes after what others had released by a fence and their own addition.
+    // What follows depends on what was there, so it comes after what others had released by a fence and their
+    // own addition.
     global.acquire(u64(to), thread.order, cluster);
     if (thread.fenced) global.release(u64(to), *thread.fenced, cluster);
     machine->progress = machine->step;

@@ -18,7 +18,7 @@ struct Region {
         u32 clock, cluster;
         Slot slot;
         u16 site;
-        u8 kind;   // 0 nobody, 1 write, 2 atomic, 3 written in an earlier launch
+        u8 kind;  // 0 nobody, 1 write, 2 atomic, 3 written in an earlier launch
         u8 mask;
         u32 read_clock, read_cluster;
         Slot read_slot;

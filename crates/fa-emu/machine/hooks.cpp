@@ -1,4 +1,5 @@
-// Loads and stores of plain C++: units are compiled with -fsanitize=thread, and its runtime's functions are these.
+// Loads and stores of plain C++: units are compiled with -fsanitize=thread, and its runtime's functions are
+// these.
 #include "machine.h"
 
 namespace emu {
@@ -9,7 +10,8 @@ void check_registers(Thread& thread, const char* begin, u32 bytes, bool write) {
     for (Operand& operand : thread.operands) {
         if (begin >= operand.end || begin + bytes <= operand.begin) continue;
         if (operand.in_flight && (operand.accumulator || write) && machine->options.hazards) {
-            report("register hazard", me() + (write ? " writes " : " reads ") + (operand.accumulator ? "accumulators" : "registers of A") +
+            report("register hazard", me() + (write ? " writes " : " reads ") +
+                                          (operand.accumulator ? "accumulators" : "registers of A") +
                                           " of a wgmma that has not been waited for");
         }
         operand.touched = true;
@@ -33,7 +35,8 @@ void plain(const void* place, u32 bytes, bool write, void* from) {
     const u64 size = machine->launch.smem_bytes;
     if (offset < size + kBeyondShared) {
         if (offset + bytes > size) {
-            fatal("out of bounds", me() + ": " + std::to_string(bytes) + " bytes at shared memory +" + std::to_string(offset) + " of " + std::to_string(size));
+            fatal("out of bounds", me() + ": " + std::to_string(bytes) + " bytes at shared memory +" +
+                                       std::to_string(offset) + " of " + std::to_string(size));
         }
         generic_access(u32(offset), bytes, write);
         return;
@@ -47,8 +50,9 @@ void plain(const void* place, u32 bytes, bool write, void* from) {
 
 #define HOOK(name, bytes, write) \
     void __tsan_##name(void* place) { emu::plain(place, bytes, write, __builtin_return_address(0)); }
-#define HOOKS(bytes)                                                                                            \
-    HOOK(read##bytes, bytes, false) HOOK(write##bytes, bytes, true) HOOK(unaligned_read##bytes, bytes, false) \
+#define HOOKS(bytes)                                                          \
+    HOOK(read##bytes, bytes, false)                                           \
+    HOOK(write##bytes, bytes, true) HOOK(unaligned_read##bytes, bytes, false) \
         HOOK(unaligned_write##bytes, bytes, true)
 
 extern "C" {
@@ -60,8 +64,12 @@ HOOKS(2)
 HOOKS(4)
 HOOKS(8)
 HOOKS(16)
-void __tsan_read_range(void* place, unsigned long bytes) { emu::plain(place, emu::u32(bytes), false, __builtin_return_address(0)); }
-void __tsan_write_range(void* place, unsigned long bytes) { emu::plain(place, emu::u32(bytes), true, __builtin_return_address(0)); }
+void __tsan_read_range(void* place, unsigned long bytes) {
+    emu::plain(place, emu::u32(bytes), false, __builtin_return_address(0));
+}
+void __tsan_write_range(void* place, unsigned long bytes) {
+    emu::plain(place, emu::u32(bytes), true, __builtin_return_address(0));
+}
 void* __tsan_memcpy(void* to, const void* from, unsigned long bytes) {
     emu::plain(from, emu::u32(bytes), false, __builtin_return_address(0));
     emu::plain(to, emu::u32(bytes), true, __builtin_return_address(0));

@@ -1,7 +1,7 @@
 // The machine as a kernel's thread sees it: what the host twins of ptx/ call.
 //
-// Every function is one instruction, or a few that always stand together. Where the kernel called it is read from the
-// return address, so nothing here takes a location.
+// Every function is one instruction, or a few that always stand together. Where the kernel called it is read
+// from the return address, so nothing here takes a location.
 #pragma once
 
 namespace emu {
@@ -18,8 +18,8 @@ struct View {
 };
 
 #define EMU_TLS __attribute__((tls_model("initial-exec")))
-extern constinit thread_local View* view EMU_TLS;          // of the thread that runs
-extern constinit thread_local u8* shared_window EMU_TLS;   // shared memory of its CTA
+extern constinit thread_local View* view EMU_TLS;         // of the thread that runs
+extern constinit thread_local u8* shared_window EMU_TLS;  // shared memory of its CTA
 
 // ---- Shared memory, generic proxy ----
 
@@ -95,9 +95,9 @@ void fence_device();
 
 struct TensorMap {
     u64 address;
-    u32 rank, swizzle;           // bytes of a swizzled row: 128, 64 or 32
-    u64 dims[5], strides[5];     // elements; bytes
-    u16 box[5], element;         // elements; bytes of one
+    u32 rank, swizzle;        // bytes of a swizzled row: 128, 64 or 32
+    u64 dims[5], strides[5];  // elements; bytes
+    u16 box[5], element;      // elements; bytes of one
 };
 static_assert(sizeof(TensorMap) <= 128);
 

@@ -44,7 +44,7 @@ struct Thread {
     View view;
     Cta* cta;
     Warp* warp;
-    int id;     // within the CTA
+    int id;  // within the CTA
     Slot slot;
     Fiber fiber;
     State state = State::Ready;
@@ -165,12 +165,12 @@ enum class Pace : u32 { Eager, Lazy, Random, Paced };
 struct Options {
     u64 seed = 0;
     Pace pace = Pace::Eager;
-    bool order = true;    // happens-before, uninitialised reads and proxy fences
-    bool poison = true;   // NaN where something is on its way
-    bool hazards = true;  // registers of products in flight
+    bool order = true;               // happens-before, uninitialised reads and proxy fences
+    bool poison = true;              // NaN where something is on its way
+    bool hazards = true;             // registers of products in flight
     bool ordered_additions = false;  // of floating-point numbers in device memory: of a deterministic kernel
     int trace_cta = -1;
-    u64 step_limit = 0;   // 0 for none
+    u64 step_limit = 0;  // 0 for none
     void (*progress)(void* context, u32 done, u32 all) = nullptr;
     void* context = nullptr;
 };
@@ -227,7 +227,8 @@ extern constinit thread_local void* pc EMU_TLS;  // of the machine's caller in t
 bool run(Machine& machine);
 // Blocks the thread that runs until `done`; woken by wake_on(on) and by nothing else.
 void block(const char* waits_for, const void* on);
-template <class Done> void wait_until(const char* waits_for, const void* on, Done done) {
+template <class Done>
+void wait_until(const char* waits_for, const void* on, Done done) {
     while (!done()) block(waits_for, on);
 }
 void wake(Thread& thread);

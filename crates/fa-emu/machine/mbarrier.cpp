@@ -23,17 +23,26 @@ Mbarrier& mbarrier_at(Cta& cta, const void* place, bool async) {
     const u32 offset = offset_of(place, 8, 8);
     const auto found = cta.mbarriers.find(offset);
     if (found == cta.mbarriers.end()) {
-        fatal("mbarrier", me() + " uses the mbarrier at shared memory +" + std::to_string(offset) + " before it is initialised");
+        fatal("mbarrier", me() + " uses the mbarrier at shared memory +" + std::to_string(offset) +
+                              " before it is initialised");
     }
     if (machine->options.order) {
         const Access& init = cta.shadow.initialised(offset);
         const Order& order = current->order;
         if (init.clock > order.before[init.slot]) {
-            Finding& finding = report("mbarrier", me() + " uses an mbarrier whose initialisation is not ordered before");
-            if (finding.others.empty()) finding.others.push_back({slot_name(cta, init.slot) + ", which initialised it", site_stack(init.site), 1});
+            Finding& finding =
+                report("mbarrier", me() + " uses an mbarrier whose initialisation is not ordered before");
+            if (finding.others.empty())
+                finding.others.push_back(
+                    {slot_name(cta, init.slot) + ", which initialised it", site_stack(init.site), 1});
         } else if (async && init.clock > order.visible[init.slot]) {
-            Finding& finding = report("missing proxy fence", me() + " gives the copy engine an mbarrier, which no fence.mbarrier_init has made visible to it");
-            if (finding.others.empty()) finding.others.push_back({slot_name(cta, init.slot) + ", which initialised it", site_stack(init.site), 1});
+            Finding& finding =
+                report("missing proxy fence", me() +
+                                                  " gives the copy engine an mbarrier, which no "
+                                                  "fence.mbarrier_init has made visible to it");
+            if (finding.others.empty())
+                finding.others.push_back(
+                    {slot_name(cta, init.slot) + ", which initialised it", site_stack(init.site), 1});
         }
     }
     return *found->second;
@@ -46,7 +55,8 @@ void mbarrier_init(void* place, u32 arrivals) {
     const u32 offset = offset_of(place, 8, 8);
     auto& bar = cta.mbarriers[offset];
     if (bar) {
-        report("mbarrier", me() + " initialises the mbarrier at shared memory +" + std::to_string(offset) + " again");
+        report("mbarrier",
+               me() + " initialises the mbarrier at shared memory +" + std::to_string(offset) + " again");
         return;
     }
     if (arrivals == 0) fatal("mbarrier", me() + " initialises an mbarrier for no arrivals");
@@ -56,7 +66,9 @@ void mbarrier_init(void* place, u32 arrivals) {
     bar->expected = bar->pending = int(arrivals);
     bar->arrived = bar->done[0] = bar->done[1] = Order(machine->slots);
     bar->slot = new_slot(*cta.cluster, "the copy engine, on the mbarrier at +" + std::to_string(offset));
-    cta.shadow.place_barrier(cta, offset, {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), "writes"});
+    cta.shadow.place_barrier(
+        cta, offset,
+        {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), "writes"});
 }
 
 void mbarrier_init_fence() {
@@ -69,8 +81,10 @@ namespace {
 
 void arrive(Mbarrier& bar, u32 expect_bytes) {
     if (bar.pending <= 0) {
-        fatal("over-arrival", me() + " arrives at the mbarrier at shared memory +" + std::to_string(bar.offset) + ", whose phase already has its " +
-                                  std::to_string(bar.expected) + " arrivals and waits for " + std::to_string(bar.bytes) + " bytes");
+        fatal("over-arrival", me() + " arrives at the mbarrier at shared memory +" +
+                                  std::to_string(bar.offset) + ", whose phase already has its " +
+                                  std::to_string(bar.expected) + " arrivals and waits for " +
+                                  std::to_string(bar.bytes) + " bytes");
     }
     --bar.pending;
     bar.bytes += expect_bytes;
@@ -90,9 +104,13 @@ void mbarrier_arrive(void* place, u32 expect_bytes) {
 void mbarrier_arrive_remote(void* place, u32 rank) {
     ENTER();
     Cluster& cluster = *current->cta->cluster;
-    if (rank >= cluster.ctas.size()) fatal("cluster", me() + " arrives at CTA " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster.ctas.size()));
+    if (rank >= cluster.ctas.size())
+        fatal("cluster", me() + " arrives at CTA " + std::to_string(rank) + " of a cluster of " +
+                             std::to_string(cluster.ctas.size()));
     Cta& cta = *cluster.ctas[rank];
-    if (cta.finished()) fatal("cluster", me() + " arrives at an mbarrier of CTA " + std::to_string(cta.index) + ", which has ended");
+    if (cta.finished())
+        fatal("cluster",
+              me() + " arrives at an mbarrier of CTA " + std::to_string(cta.index) + ", which has ended");
     arrive(mbarrier_at(cta, place, false), 0);
 }
 

@@ -14,7 +14,8 @@ extern "C" {
 
 __attribute__((visibility("default"))) emu::u8* emu_map(emu::u64 bytes) {
     const emu::u64 body = whole(bytes, kPage);
-    void* all = mmap(nullptr, body + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* all =
+        mmap(nullptr, body + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (all == MAP_FAILED) return nullptr;
     auto* begin = static_cast<emu::u8*>(all) + kPage;
     if (body > 0 && mprotect(begin, body, PROT_READ | PROT_WRITE) != 0) return nullptr;
@@ -26,5 +27,4 @@ __attribute__((visibility("default"))) void emu_unmap(emu::u8* begin, emu::u64 b
     const emu::u64 body = whole(bytes, kPage);
     munmap(begin + whole(bytes, 16) - body - kPage, body + 2 * kPage);
 }
-
 }

@@ -1,7 +1,8 @@
 #include "report.h"
 
-#include <cstdio>
 #include <dlfcn.h>
+
+#include <cstdio>
 
 #include "machine.h"
 
@@ -21,7 +22,8 @@ Stack walk(void* frame, const char* stack, u64 innermost) {
     Stack found;
     auto add = [&](void* pc) {
         // A return address is the instruction after the call.
-        if (module_of(pc) == machine->unit_begin) found.push_back(u64(static_cast<char*>(pc) - machine->unit_begin) - 1);
+        if (module_of(pc) == machine->unit_begin)
+            found.push_back(u64(static_cast<char*>(pc) - machine->unit_begin) - 1);
     };
     if (innermost) add(reinterpret_cast<void*>(innermost));
     char* at = static_cast<char*>(frame);
@@ -34,9 +36,7 @@ Stack walk(void* frame, const char* stack, u64 innermost) {
     return found;
 }
 
-Stack stack_here() {
-    return current ? walk(__builtin_frame_address(0), current->fiber.stack) : Stack{};
-}
+Stack stack_here() { return current ? walk(__builtin_frame_address(0), current->fiber.stack) : Stack{}; }
 
 u16 site_of(void* pc) {
     auto [entry, fresh] = machine->site_numbers.try_emplace(pc, u16(machine->sites.size()));
@@ -66,7 +66,8 @@ Finding& report(const char* kind, const std::string& text) {
             return found;
         }
     }
-    if (machine->findings.size() >= kMaxFindings) return ++machine->findings.back().count, machine->findings.back();
+    if (machine->findings.size() >= kMaxFindings)
+        return ++machine->findings.back().count, machine->findings.back();
     const int cta = current ? int(current->cta->index) : -1, thread = current ? current->id : -1;
     machine->findings.push_back({kind, text, cta, thread, 1, std::move(stack), {}});
     return machine->findings.back();
@@ -79,8 +80,8 @@ void fatal(const char* kind, const std::string& text) {
 
 std::string me() {
     if (!current) return "the machine";
-    return "CTA " + std::to_string(current->cta->index) + " warp " + std::to_string(current->view.warp) + " lane " +
-           std::to_string(current->view.lane) + " (thread " + std::to_string(current->id) + ")";
+    return "CTA " + std::to_string(current->cta->index) + " warp " + std::to_string(current->view.warp) +
+           " lane " + std::to_string(current->view.lane) + " (thread " + std::to_string(current->id) + ")";
 }
 
 std::string quoted(const std::string& text) {
@@ -107,13 +108,14 @@ std::string json(const Stack& stack) {
 }
 
 std::string json(const Finding& found) {
-    std::string out = "{\"kind\":" + quoted(found.kind) + ",\"text\":" + quoted(found.text) +
-                      ",\"cta\":" + std::to_string(found.cta) + ",\"thread\":" + std::to_string(found.thread) +
-                      ",\"count\":" + std::to_string(found.count) + ",\"stack\":" + json(found.stack) + ",\"others\":[";
+    std::string out =
+        "{\"kind\":" + quoted(found.kind) + ",\"text\":" + quoted(found.text) +
+        ",\"cta\":" + std::to_string(found.cta) + ",\"thread\":" + std::to_string(found.thread) +
+        ",\"count\":" + std::to_string(found.count) + ",\"stack\":" + json(found.stack) + ",\"others\":[";
     for (size_t i = 0; i < found.others.size(); ++i) {
         const Party& party = found.others[i];
-        out += std::string(i ? "," : "") + "{\"who\":" + quoted(party.who) + ",\"threads\":" + std::to_string(party.threads) +
-               ",\"stack\":" + json(party.stack) + "}";
+        out += std::string(i ? "," : "") + "{\"who\":" + quoted(party.who) +
+               ",\"threads\":" + std::to_string(party.threads) + ",\"stack\":" + json(party.stack) + "}";
     }
     return out + "]}";
 }

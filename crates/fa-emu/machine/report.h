@@ -1,4 +1,5 @@
-// Findings, and where in the kernel they are: call stacks as addresses, resolved to lines by whoever reads them.
+// Findings, and where in the kernel they are: call stacks as addresses, resolved to lines by whoever reads
+// them.
 #pragma once
 #include <string>
 #include <vector>
@@ -24,7 +25,8 @@ struct Finding {
     std::vector<Party> others;
 };
 
-// Adds a finding of the thread that runs, or counts it where the same was found at the same instruction before.
+// Adds a finding of the thread that runs, or counts it where the same was found at the same instruction
+// before.
 Finding& report(const char* kind, const std::string& text);
 
 // The same, after which this launch cannot go on: leaves the thread for good.

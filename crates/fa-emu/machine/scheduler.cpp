@@ -1,5 +1,6 @@
-// Who runs next. A seed decides: agents as soon as there are any and warps in turn; agents only when nothing else can
-// run; or both by chance, with warp priorities that are drawn again now and then, as in probabilistic concurrency testing.
+// Who runs next. A seed decides: agents as soon as there are any and warps in turn; agents only when nothing
+// else can run; or both by chance, with warp priorities that are drawn again now and then, as in
+// probabilistic concurrency testing.
 #include <array>
 #include <cstring>
 
@@ -17,19 +18,22 @@ namespace {
 
 // Without a thread going on or an operation finishing for so long, what spins will spin for ever.
 constexpr u64 kLivelockSteps = 400000;
-// When nothing has gone on for so long, who spins may be waiting for a warp of lower priority or for an operation in flight.
+// When nothing has gone on for so long, who spins may be waiting for a warp of lower priority or for an
+// operation in flight.
 constexpr u64 kStarvedSteps = 1000;
 constexpr u32 kRegisterFile = 65536;
 
 void check_thread_exit(Thread& thread) {
     Warp& warp = *thread.warp;
     if (!thread.copies.idle()) report("exit in flight", me() + " ends with cp.async copies in flight");
-    if (!thread.bulk_reads.idle()) report("exit in flight", me() + " ends while its bulk copies still read shared memory");
+    if (!thread.bulk_reads.idle())
+        report("exit in flight", me() + " ends while its bulk copies still read shared memory");
     if (!warp.queue.empty()) report("exit in flight", me() + " ends with wgmma in flight");
     if (warp.arrived > 0) {
         Finding& found = report("divergence", me() + " ends while " + std::to_string(warp.arrived) +
                                                   " lanes of its warp are at " + warp.instruction);
-        found.others.push_back({std::string("the others, at ") + warp.instruction, site_stack(site_of(warp.pc)), warp.arrived});
+        found.others.push_back(
+            {std::string("the others, at ") + warp.instruction, site_stack(site_of(warp.pc)), warp.arrived});
     }
 }
 
@@ -42,8 +46,8 @@ void thread_main() {
     --cta.alive;
     machine->progress = machine->step;
     if (cta.alive == 0 && cta.agents > 0) {
-        report("exit in flight", "CTA " + std::to_string(cta.index) + " ends with " + std::to_string(cta.agents) +
-                                     " asynchronous operations in flight");
+        report("exit in flight", "CTA " + std::to_string(cta.index) + " ends with " +
+                                     std::to_string(cta.agents) + " asynchronous operations in flight");
     }
     barriers_after_exit(cta);
     leave();
@@ -56,7 +60,8 @@ std::unique_ptr<Cta> make_cta(Machine& machine, Cluster& cluster, u32 index, u32
     cta->index = index;
     cta->rank = rank;
     cta->cluster = &cluster;
-    cta->memory = static_cast<u8*>(aligned_alloc(1024, (launch.smem_bytes + kBeyondShared + 1023) / 1024 * 1024));
+    cta->memory =
+        static_cast<u8*>(aligned_alloc(1024, (launch.smem_bytes + kBeyondShared + 1023) / 1024 * 1024));
     memset(cta->memory, 0xff, launch.smem_bytes);
     cta->alive = int(count);
     cta->free_registers = int(kRegisterFile - u32(launch.registers) * count);
@@ -113,6 +118,25 @@ void retire(Machine& machine, Cluster& cluster) {
     }
 }
 
+// What a barrier that threads wait on has not got yet.
+std::string still_missing(Cta& cta, const void* on) {
+    for (const NamedBarrier& barrier : cta.named) {
+        if (on == &barrier) {
+            return " (" + std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) +
+                   " threads have arrived)";
+        }
+    }
+    for (auto& [offset, bar] : cta.mbarriers) {
+        if (on == bar.get()) {
+            return " (the mbarrier at shared memory +" + std::to_string(offset) + " is in phase " +
+                   std::to_string(bar->phase) + ", " + std::to_string(bar->expected - bar->pending) + " of " +
+                   std::to_string(bar->expected) + " have arrived, " + std::to_string(bar->bytes) +
+                   " bytes are to come)";
+        }
+    }
+    return {};
+}
+
 void report_stuck(Machine& machine, const char* kind) {
     // Threads of a CTA that wait at one place, by their warps.
     struct Waiting {
@@ -127,24 +151,33 @@ void report_stuck(Machine& machine, const char* kind) {
         for (auto& cta : cluster->ctas) {
             for (Thread& thread : cta->threads) {
                 if (thread.state == State::Done) continue;
-                const std::string what = thread.state == State::Blocked ? thread.waits_for : "a loop that goes on";
+                std::string what = thread.state == State::Blocked ? thread.waits_for : "a loop that goes on";
+                if (thread.state == State::Blocked) what += still_missing(*cta, thread.waits_on);
                 Stack stack = walk(frame_of(thread.fiber), thread.fiber.stack);
-                auto same = [&](const Waiting& own) { return own.cta == cta->index && own.what == what && own.stack == stack; };
+                auto same = [&](const Waiting& own) {
+                    return own.cta == cta->index && own.what == what && own.stack == stack;
+                };
                 auto known = std::find_if(all.begin(), all.end(), same);
-                if (known == all.end()) known = all.insert(all.end(), {cta->index, what, std::move(stack), {}, 0});
-                if (known->warps.empty() || known->warps.back() != thread.view.warp) known->warps.push_back(thread.view.warp);
+                if (known == all.end())
+                    known = all.insert(all.end(), {cta->index, what, std::move(stack), {}, 0});
+                if (known->warps.empty() || known->warps.back() != thread.view.warp)
+                    known->warps.push_back(thread.view.warp);
                 ++known->threads;
             }
         }
     }
     std::string text = std::to_string(all.size()) + " groups of threads wait, and no operation is in flight";
-    if (!strcmp(kind, "livelock")) text = "no thread has passed a wait and no operation has finished for " + std::to_string(kLivelockSteps) + " steps";
-    if (!strcmp(kind, "step limit")) text = "given up after " + std::to_string(machine.options.step_limit) + " steps";
+    if (!strcmp(kind, "livelock"))
+        text = "no thread has passed a wait and no operation has finished for " +
+               std::to_string(kLivelockSteps) + " steps";
+    if (!strcmp(kind, "step limit"))
+        text = "given up after " + std::to_string(machine.options.step_limit) + " steps";
     Finding& found = report(kind, text);
     for (Waiting& waiting : all) {
         std::string who = "CTA " + std::to_string(waiting.cta) + " warp";
         if (waiting.warps.size() > 1) who += "s";
-        for (size_t i = 0; i < waiting.warps.size(); ++i) who += (i ? ", " : " ") + std::to_string(waiting.warps[i]);
+        for (size_t i = 0; i < waiting.warps.size(); ++i)
+            who += (i ? ", " : " ") + std::to_string(waiting.warps[i]);
         found.others.push_back({who + ": " + waiting.what, std::move(waiting.stack), waiting.threads});
     }
 }
@@ -179,7 +212,8 @@ void wake(Thread& thread) {
     Warp& warp = *thread.warp;
     // The lanes of a warp wait for the same; that they wait for each other is no wait of the warp.
     const bool told = warp.told_begin == thread.blocked_at && warp.told_what == thread.waits_for;
-    if (int(thread.cta->index) != machine->options.trace_cta || told || thread.waits_on == &warp.arrived) return;
+    if (int(thread.cta->index) != machine->options.trace_cta || told || thread.waits_on == &warp.arrived)
+        return;
     if (machine->step <= thread.blocked_at + 1) return;
     warp.told_begin = thread.blocked_at;
     warp.told_what = thread.waits_for;
@@ -200,7 +234,8 @@ void add_agent(Cta& cta, u64 latency, std::function<void()> run, bool outlives) 
 
 Slot new_slot(Cluster& cluster, const std::string& name) {
     const u32 slot = u32(cluster.ctas.size()) * machine->launch.threads + u32(cluster.slots.size());
-    if (slot >= machine->slots) fatal("emulator", "more actors than the " + std::to_string(machine->slots) + " clock slots");
+    if (slot >= machine->slots)
+        fatal("emulator", "more actors than the " + std::to_string(machine->slots) + " clock slots");
     cluster.slots.push_back(name);
     return Slot(slot);
 }
@@ -208,9 +243,10 @@ Slot new_slot(Cluster& cluster, const std::string& name) {
 std::string slot_name(const Cta& cta, Slot slot) {
     const u32 threads = machine->launch.threads, all = threads * u32(cta.cluster->ctas.size());
     if (slot >= all) return cta.cluster->slots[slot - all];
-    std::string text = "warp " + std::to_string(slot % threads / 32) + " lane " + std::to_string(slot % 32) + " (thread " +
-                       std::to_string(slot % threads) + ")";
-    if (cta.cluster->ctas.size() > 1) text += " of CTA " + std::to_string(cta.index - cta.rank + slot / threads);
+    std::string text = "warp " + std::to_string(slot % threads / 32) + " lane " + std::to_string(slot % 32) +
+                       " (thread " + std::to_string(slot % threads) + ")";
+    if (cta.cluster->ctas.size() > 1)
+        text += " of CTA " + std::to_string(cta.index - cta.rank + slot / threads);
     return text;
 }
 
@@ -223,7 +259,9 @@ bool run(Machine& machine) {
     const Launch& launch = machine.launch;
     const Options& options = machine.options;
     const u32 width = launch.cluster;
-    machine.slots = (launch.threads * width * (launch.cp_async ? 2 : 1) + width * (launch.threads / 16 + 96) + 15) / 16 * 16;
+    machine.slots =
+        (launch.threads * width * (launch.cp_async ? 2 : 1) + width * (launch.threads / 16 + 96) + 15) / 16 *
+        16;
     machine.rng.seed(options.seed * 7919 + 1);
     machine.aborting = false;
     machine.polling = 0;
@@ -236,7 +274,8 @@ bool run(Machine& machine) {
     const double redraw = std::array{0.001, 0.02, 0.3}[machine.rng() % 3];
     u32 next = 0;
     auto fill = [&] {
-        while (next < launch.grid && (machine.resident.size() + 1) * width <= std::max(width, launch.resident)) {
+        while (next < launch.grid &&
+               (machine.resident.size() + 1) * width <= std::max(width, launch.resident)) {
             auto cluster = std::make_unique<Cluster>();
             cluster->id = next / width;
             cluster->order = Order(machine.slots);
@@ -306,7 +345,8 @@ bool run(Machine& machine) {
                 ++i;
                 continue;
             }
-            // What a CTA left in flight would write to memory that is gone; sums for device memory still get there.
+            // What a CTA left in flight would write to memory that is gone; sums for device memory still get
+            // there.
             std::vector<Agent> left;
             std::erase_if(agents, [&](Agent& agent) {
                 const bool own = agent.cta->cluster == machine.resident[i].get();
@@ -316,7 +356,8 @@ bool run(Machine& machine) {
             for (Agent& agent : left) agent.run();
             retire(machine, *machine.resident[i]);
             machine.resident.erase(machine.resident.begin() + long(i));
-            if (options.progress) options.progress(options.context, next - u32(machine.resident.size()) * width, launch.grid);
+            if (options.progress)
+                options.progress(options.context, next - u32(machine.resident.size()) * width, launch.grid);
         }
         fill();
     }

@@ -16,13 +16,15 @@ std::string place(u32 index) { return " shared memory +" + std::to_string(4 * in
 // `did`: "read" or "write".
 void race(Cta& cta, u32 index, const Actor& actor, const Access& other, const char* did) {
     const std::string by = std::string("the ") + did + " by " + slot_name(cta, other.slot);
-    Finding& found = report("data race", actor_name(cta, actor) + " " + actor.doing + place(index) + "; nothing orders it after " + by);
+    Finding& found = report("data race", actor_name(cta, actor) + " " + actor.doing + place(index) +
+                                             "; nothing orders it after " + by);
     if (found.others.empty()) found.others.push_back({by, site_stack(other.site), 1});
 }
 
 }  // namespace
 
-template <class F> void Shadow::for_reads(Cell& cell, F each) {
+template <class F>
+void Shadow::for_reads(Cell& cell, F each) {
     for (int i = 0; i < std::min<int>(cell.reads, kInline); ++i) each(cell.read[i]);
     if (cell.more) {
         for (Access& read : more_[cell.more - 1]) each(read);
@@ -73,12 +75,14 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
     Cell& cell = cells_[index];
     const auto& before = actor.order->before;
     if (cell.proxy == Proxy::Barrier) {
-        report("mbarrier overwritten", actor_name(cta, actor) + " " + actor.doing + place(index) + ", where an mbarrier lives");
+        report("mbarrier overwritten",
+               actor_name(cta, actor) + " " + actor.doing + place(index) + ", where an mbarrier lives");
         return;
     }
     if (cell.proxy == Proxy::None) {
         if (!write) {
-            report("uninitialised read", actor_name(cta, actor) + " " + actor.doing + place(index) + ", which nobody has written");
+            report("uninitialised read",
+                   actor_name(cta, actor) + " " + actor.doing + place(index) + ", which nobody has written");
         }
     } else if ((cell.bytes & mask) != 0) {
         const bool own = actor.in_order && cell.write.slot == actor.slot;
@@ -87,9 +91,10 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
         } else if (actor.proxy == Proxy::Async && cell.proxy == Proxy::Generic &&
                    cell.write.clock > actor.order->visible[cell.write.slot]) {
             const std::string by = "the write by " + slot_name(cta, cell.write.slot);
-            Finding& found = report("missing proxy fence",
-                                    actor_name(cta, actor) + " " + actor.doing + place(index) +
-                                        " through the async proxy; no fence.proxy.async has made visible to it " + by);
+            Finding& found =
+                report("missing proxy fence",
+                       actor_name(cta, actor) + " " + actor.doing + place(index) +
+                           " through the async proxy; no fence.proxy.async has made visible to it " + by);
             if (found.others.empty()) found.others.push_back({by, site_stack(cell.write.site), 1});
         }
     }
@@ -116,7 +121,8 @@ void Shadow::word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor) 
 void Shadow::access(Cta& cta, u32 offset, u32 bytes, bool write, const Actor& actor) {
     const u32 end = offset + bytes;
     for (u32 index = offset / 4; 4 * index < end; ++index) {
-        const u32 first = std::max(offset, 4 * index) - 4 * index, last = std::min(end, 4 * index + 4) - 4 * index;
+        const u32 first = std::max(offset, 4 * index) - 4 * index,
+                  last = std::min(end, 4 * index + 4) - 4 * index;
         word(cta, index, byte_mask(first, last), write, actor);
     }
 }

@@ -19,10 +19,10 @@ struct Actor {
     Slot slot;
     u32 clock;
     Proxy proxy;
-    bool in_order;       // its own accesses are ordered: a thread, not a copy
+    bool in_order;  // its own accesses are ordered: a thread, not a copy
     const Order* order;
     u16 site;
-    const char* doing;   // "reads", "writes", ...
+    const char* doing;  // "reads", "writes", ...
 };
 
 struct Cta;
@@ -48,7 +48,8 @@ class Shadow {
         Proxy proxy = Proxy::None;
     };
     void word(Cta& cta, u32 index, u8 mask, bool write, const Actor& actor);
-    template <class F> void for_reads(Cell& cell, F each);
+    template <class F>
+    void for_reads(Cell& cell, F each);
     void add_read(Cell& cell, const Actor& actor);
     std::vector<Cell> cells_;
     std::vector<std::vector<Access>> more_;  // reads beyond those that fit a cell

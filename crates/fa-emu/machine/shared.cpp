@@ -8,11 +8,13 @@ namespace emu {
 u32 offset_of(const void* pointer, u32 bytes, u32 align) {
     const u64 offset = u64(static_cast<const u8*>(pointer) - current->cta->memory);
     if (offset + bytes > machine->launch.smem_bytes) {
-        fatal("out of bounds", me() + ": " + std::to_string(bytes) + " bytes at shared memory +" + std::to_string((long long)offset) + " of " +
+        fatal("out of bounds", me() + ": " + std::to_string(bytes) + " bytes at shared memory +" +
+                                   std::to_string((long long)offset) + " of " +
                                    std::to_string(machine->launch.smem_bytes));
     }
     if (offset % align) {
-        fatal("misaligned", me() + ": shared memory +" + std::to_string(offset) + " is no multiple of " + std::to_string(align));
+        fatal("misaligned", me() + ": shared memory +" + std::to_string(offset) + " is no multiple of " +
+                                std::to_string(align));
     }
     return u32(offset);
 }
@@ -27,8 +29,9 @@ void generic_access(u32 offset, u32 bytes, bool write) {
     if (!machine->options.order) return;
     Thread& thread = *current;
     const char* doing = write ? "writes" : "reads";
-    thread.cta->shadow.access(*thread.cta, offset, bytes, write,
-                              {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), doing});
+    thread.cta->shadow.access(
+        *thread.cta, offset, bytes, write,
+        {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), doing});
 }
 
 void poison(u8* to, u32 bytes) {
@@ -38,7 +41,8 @@ void poison(u8* to, u32 bytes) {
 u32 shared_address(const void* pointer) {
     ENTER();
     const u64 offset = u64(static_cast<const u8*>(pointer) - current->cta->memory);
-    if (offset > machine->launch.smem_bytes) fatal("not shared", me() + " asks for the shared address of something outside shared memory");
+    if (offset > machine->launch.smem_bytes)
+        fatal("not shared", me() + " asks for the shared address of something outside shared memory");
     return kSharedBase + u32(offset);
 }
 

@@ -1,4 +1,5 @@
-// The copy engine: boxes of tensors and plain bytes to shared memory, sums from shared memory to device memory.
+// The copy engine: boxes of tensors and plain bytes to shared memory, sums from shared memory to device
+// memory.
 #include <cstring>
 
 #include "machine.h"
@@ -18,20 +19,22 @@ void bring(Cta& cta, Mbarrier& bar, const char* what, std::vector<Chunk> all) {
     const size_t parts = machine->options.pace == Pace::Random ? 1 + machine->rng() % 4 : 1;
     const u64 issued = machine->step;
     for (size_t part = 0; part < parts; ++part) {
-        std::vector<Chunk> own(all.begin() + long(all.size() * part / parts), all.begin() + long(all.size() * (part + 1) / parts));
+        std::vector<Chunk> own(all.begin() + long(all.size() * part / parts),
+                               all.begin() + long(all.size() * (part + 1) / parts));
         if (own.empty()) continue;
         const bool traced = int(cta.index) == machine->options.trace_cta;
         Stack stack = traced ? stack_here() : Stack{};
-        add_agent(cta, 40, [&cta, &bar, own = std::move(own), traced, issued, what, stack = std::move(stack)] {
-            for (const Chunk& chunk : own) {
-                u8 bytes[16] = {};
-                if (chunk.from) memcpy(bytes, chunk.from, chunk.bytes);
-                memcpy(cta.memory + chunk.offset, bytes, 16);
-            }
-            bar.bytes -= 16 * (long long)own.size();
-            if (traced) machine->trace.add({"copy engine", what, issued, machine->step, stack});
-            complete_phases(bar);
-        });
+        add_agent(cta, 40,
+                  [&cta, &bar, own = std::move(own), traced, issued, what, stack = std::move(stack)] {
+                      for (const Chunk& chunk : own) {
+                          u8 bytes[16] = {};
+                          if (chunk.from) memcpy(bytes, chunk.from, chunk.bytes);
+                          memcpy(cta.memory + chunk.offset, bytes, 16);
+                      }
+                      bar.bytes -= 16 * (long long)own.size();
+                      if (traced) machine->trace.add({"copy engine", what, issued, machine->step, stack});
+                      complete_phases(bar);
+                  });
     }
 }
 
@@ -41,16 +44,20 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
     ENTER();
     const TensorMap& map = *static_cast<const TensorMap*>(map_);
     Cta& own = *current->cta;
-    if (int(map.rank) != rank) fatal("tensor map", me() + " loads " + std::to_string(rank) + " axes by a map of " + std::to_string(map.rank));
+    if (int(map.rank) != rank)
+        fatal("tensor map",
+              me() + " loads " + std::to_string(rank) + " axes by a map of " + std::to_string(map.rank));
     const u32 inner = map.box[0] * map.element;
     u32 rows = 1;
     for (int axis = 1; axis < rank; ++axis) rows *= map.box[axis];
     const u32 first = offset_of(dst, rows * inner, 128);
     const u32 mask = map.swizzle / 16 - 1;
-    // A swizzle repeats after so many bytes; a box that starts within one is laid out otherwise than its readers think.
+    // A swizzle repeats after so many bytes; a box that starts within one is laid out otherwise than its
+    // readers think.
     if (first % (8 * map.swizzle)) {
-        report("bad swizzle", me() + " loads a box to shared memory +" + std::to_string(first) + ", which is no multiple of " +
-                                  std::to_string(8 * map.swizzle) + ", a whole swizzle of " + std::to_string(map.swizzle) + " bytes");
+        report("bad swizzle", me() + " loads a box to shared memory +" + std::to_string(first) +
+                                  ", which is no multiple of " + std::to_string(8 * map.swizzle) +
+                                  ", a whole swizzle of " + std::to_string(map.swizzle) + " bytes");
     }
 
     // The rows of the box, those outside the tensor as zeros.
@@ -67,7 +74,8 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
             from += u64(index) * map.strides[axis];
         }
         const long long left = ((long long)map.dims[0] - coordinates[0]) * map.element;
-        const u32 valid = inside && coordinates[0] >= 0 && left > 0 ? u32(std::min<long long>(left, inner)) : 0;
+        const u32 valid =
+            inside && coordinates[0] >= 0 && left > 0 ? u32(std::min<long long>(left, inner)) : 0;
         from += u64((long long)coordinates[0] * map.element);
         if (valid) machine->global.access(from, valid, Use::Read, "loads a row by TMA,");
         inside_bytes += valid;
@@ -75,16 +83,19 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
             u32 at = kSharedBase + first + row * inner + column;
             at ^= (at >> 7 & mask) << 4;
             const u32 bytes = valid > column ? std::min(valid - column, 16u) : 0;
-            all.push_back({at - kSharedBase, bytes ? reinterpret_cast<const u8*>(from + column) : nullptr, bytes});
+            all.push_back(
+                {at - kSharedBase, bytes ? reinterpret_cast<const u8*>(from + column) : nullptr, bytes});
         }
     }
     Cluster& cluster = *own.cluster;
     for (u32 target = 0; target < cluster.ctas.size(); ++target) {
         if (blocks ? !(blocks >> target & 1) : target != own.rank) continue;
         Cta& cta = *cluster.ctas[target];
-        if (cta.finished()) fatal("cluster", me() + " loads into CTA " + std::to_string(cta.index) + ", which has ended");
+        if (cta.finished())
+            fatal("cluster", me() + " loads into CTA " + std::to_string(cta.index) + ", which has ended");
         Mbarrier& counts = mbarrier_at(cta, bar, true);
-        const Actor actor{counts.slot, counts.phase + 1, Proxy::Async, false, &current->order, site_of(pc), "writes"};
+        const Actor actor{counts.slot,     counts.phase + 1, Proxy::Async, false,
+                          &current->order, site_of(pc),      "writes"};
         for (const Chunk& chunk : all) {
             if (machine->options.order) cta.shadow.access(cta, chunk.offset, 16, true, actor);
             poison(cta.memory + chunk.offset, 16);
@@ -104,8 +115,9 @@ void bulk_load(void* dst, const void* src, u32 bytes, void* bar) {
     machine->global.access(u64(src), bytes, Use::Read, "loads by a bulk copy");
     Mbarrier& counts = mbarrier_at(cta, bar, true);
     if (machine->options.order) {
-        cta.shadow.access(cta, first, bytes, true,
-                          {counts.slot, counts.phase + 1, Proxy::Async, false, &current->order, site_of(pc), "writes"});
+        cta.shadow.access(
+            cta, first, bytes, true,
+            {counts.slot, counts.phase + 1, Proxy::Async, false, &current->order, site_of(pc), "writes"});
     }
     poison(cta.memory + first, bytes);
     std::vector<Chunk> all;
@@ -120,7 +132,8 @@ void bulk_add(float* dst, u32 src, u32 bytes) {
     Cta& cta = *thread.cta;
     Warp& warp = *thread.warp;
     const u8* const from = shared(src, bytes, 16);
-    if (bytes % 16 || u64(dst) % 16) fatal("misaligned", me() + ": a bulk reduction takes multiples of 16 bytes");
+    if (bytes % 16 || u64(dst) % 16)
+        fatal("misaligned", me() + ": a bulk reduction takes multiples of 16 bytes");
     if (warp.bulk_slot < 0) {
         const std::string name = "the bulk reduction of warp " + std::to_string(warp.id);
         warp.bulk_read_slot = new_slot(*cta.cluster, name);
@@ -129,8 +142,9 @@ void bulk_add(float* dst, u32 src, u32 bytes) {
     const u32 group = thread.bulk.start();
     thread.bulk_reads.start();
     if (machine->options.order) {
-        cta.shadow.access(cta, src - kSharedBase, bytes, false,
-                          {Slot(warp.bulk_read_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
+        cta.shadow.access(
+            cta, src - kSharedBase, bytes, false,
+            {Slot(warp.bulk_read_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
     }
     const Author copy{Slot(warp.bulk_slot), group};
     machine->global.access(u64(dst), bytes, Use::Add, "adds by a bulk reduction to", &copy);

@@ -11,12 +11,15 @@ void rendezvous(const char* instruction, void* payload, const std::function<void
         warp.instruction = instruction;
         warp.pc = pc;
     } else if (warp.instruction != instruction || warp.pc != pc) {
-        // A compiler may have copied the instruction: whoever resolves the places drops what is one line of the source.
+        // A compiler may have copied the instruction: whoever resolves the places drops what is one line of
+        // the source.
         const bool same = warp.instruction == instruction;
-        Finding& found = report(same ? "divergence?" : "divergence", me() + " is at " + instruction + " while other lanes of its warp are at " +
-                                                     warp.instruction);
+        Finding& found = report(
+            same ? "divergence?" : "divergence",
+            me() + " is at " + instruction + " while other lanes of its warp are at " + warp.instruction);
         if (found.others.empty()) {
-            found.others.push_back({std::string("the others, at ") + warp.instruction, site_stack(site_of(warp.pc)), warp.arrived});
+            found.others.push_back({std::string("the others, at ") + warp.instruction,
+                                    site_stack(site_of(warp.pc)), warp.arrived});
         }
         if (!same) leave();
     }
@@ -77,7 +80,8 @@ void sync_warp() {
 bool elect() {
     ENTER();
     bool elected = false;
-    rendezvous("elect.sync", &elected, [](Warp& warp) { *static_cast<bool*>(warp.payload[warp.leader]) = true; });
+    rendezvous("elect.sync", &elected,
+               [](Warp& warp) { *static_cast<bool*>(warp.payload[warp.leader]) = true; });
     return elected;
 }
 
@@ -99,7 +103,8 @@ void set_registers(int count, bool take) {
     ENTER();
     rendezvous("setmaxnreg", nullptr, [&](Warp& warp) {
         if (take ? count < warp.registers : count > warp.registers) {
-            report("setmaxnreg", me() + " goes from " + std::to_string(warp.registers) + " to " + std::to_string(count) +
+            report("setmaxnreg", me() + " goes from " + std::to_string(warp.registers) + " to " +
+                                     std::to_string(count) +
                                      " registers by an instruction for the other direction");
         }
         if (!grant(warp, count)) {

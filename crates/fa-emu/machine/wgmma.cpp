@@ -18,26 +18,33 @@ Descriptor decoded(u64 bits) {
     return {field(0), field(16), field(32), swizzles[bits >> 62]};
 }
 
-// Where in shared memory each 16 bytes of rows [first, first + rows) x 16 of an operand lie. `each(offset, row, k)`: eight
-// elements along k, or along the rows when those are contiguous.
-template <class F> void for_chunks(const Descriptor& d, bool mn_major, int first, int rows, F each) {
+// Where in shared memory each 16 bytes of rows [first, first + rows) x 16 of an operand lie. `each(offset,
+// row, k)`: eight elements along k, or along the rows when those are contiguous.
+template <class F>
+void for_chunks(const Descriptor& d, bool mn_major, int first, int rows, F each) {
     const u32 mask = d.swizzle / 16 - 1;
-    auto emit = [&](u32 at, int row, int k) { each((at ^ (at >> 7 & mask) << 4) - kSharedBase, row - first, k); };
+    auto emit = [&](u32 at, int row, int k) {
+        each((at ^ (at >> 7 & mask) << 4) - kSharedBase, row - first, k);
+    };
     if (mn_major) {
         const int panel = int(d.swizzle) / 2;
         for (int row = first; row < first + rows; row += 8) {
             for (int k = 0; k < 16; ++k) {
-                emit(d.start + u32(row / panel) * d.leading + u32(k / 8) * d.stride + u32(k % 8) * d.swizzle + u32(row % panel) * 2, row, k);
+                emit(d.start + u32(row / panel) * d.leading + u32(k / 8) * d.stride + u32(k % 8) * d.swizzle +
+                         u32(row % panel) * 2,
+                     row, k);
             }
         }
     } else {
         for (int row = first; row < first + rows; ++row) {
-            for (int k = 0; k < 16; k += 8) emit(d.start + u32(row / 8) * d.stride + u32(row % 8) * d.swizzle + u32(k) * 2, row, k);
+            for (int k = 0; k < 16; k += 8)
+                emit(d.start + u32(row / 8) * d.stride + u32(row % 8) * d.swizzle + u32(k) * 2, row, k);
         }
     }
 }
 
-void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first, int rows, float* out, int row_stride, int k_stride) {
+void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first, int rows, float* out,
+                  int row_stride, int k_stride) {
     const u32 limit = machine->launch.smem_bytes;
     for_chunks(decoded(desc), mn_major, first, rows, [&](u32 offset, int row, int k) {
         if (offset + 16 > limit) return;  // reported when it was issued
@@ -53,8 +60,8 @@ void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first,
 void tell_groups(Warp& warp) {
     while (!warp.started.empty() && warp.products.done(warp.started.front().group)) {
         Warp::Started& own = warp.started.front();
-        machine->trace.add({"tensor core of warp group " + std::to_string(warp.id / 4), "wgmma group", own.step, machine->step,
-                            std::move(own.stack)});
+        machine->trace.add({"tensor core of warp group " + std::to_string(warp.id / 4), "wgmma group",
+                            own.step, machine->step, std::move(own.stack)});
         warp.started.pop_front();
     }
 }
@@ -69,7 +76,8 @@ void multiply(Warp& warp) {
     if (own.a[0]) {
         for (int lane = 0; lane < 32; ++lane) {
             for (int i = 0; i < 8; ++i) {
-                a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] = from16(op.bf16, u16(own.a[lane][i / 2] >> 16 * (i % 2)));
+                a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i % 2 + i / 4 * 8] =
+                    from16(op.bf16, u16(own.a[lane][i / 2] >> 16 * (i % 2)));
             }
         }
     } else {
@@ -79,7 +87,8 @@ void multiply(Warp& warp) {
     auto row_of = [](int lane, int i) { return lane / 4 + 8 * (i / 2 & 1); };
     auto column_of = [](int lane, int i) { return 8 * (i / 4) + 2 * (lane % 4) + (i & 1); };
     for (int lane = 0; lane < 32; ++lane) {
-        for (int i = 0; i < n / 2; ++i) d[row_of(lane, i)][column_of(lane, i)] = op.accumulate ? own.d[lane][i] : 0.f;
+        for (int i = 0; i < n / 2; ++i)
+            d[row_of(lane, i)][column_of(lane, i)] = op.accumulate ? own.d[lane][i] : 0.f;
     }
     for (int row = 0; row < 16; ++row) {
         for (int k = 0; k < 16; ++k) {
@@ -103,9 +112,11 @@ void use_registers(Thread& thread, const void* registers, u32 bytes, bool accumu
     const char* begin = static_cast<const char*>(registers);
     const u32 group = thread.warp->products.open();
     for (Operand& operand : thread.operands) {
-        if (operand.begin != begin || operand.end != begin + bytes || operand.accumulator != accumulator) continue;
+        if (operand.begin != begin || operand.end != begin + bytes || operand.accumulator != accumulator)
+            continue;
         if (operand.touched && machine->options.hazards) {
-            report("missing wgmma.fence", me() + (accumulator ? ": accumulators" : ": registers of A") + " were accessed since the last wgmma.fence");
+            report("missing wgmma.fence", me() + (accumulator ? ": accumulators" : ": registers of A") +
+                                              " were accessed since the last wgmma.fence");
         }
         operand.in_flight = true;
         operand.group = group;
@@ -115,20 +126,24 @@ void use_registers(Thread& thread, const void* registers, u32 bytes, bool accumu
     if (thread.operands.size() >= 96) {
         std::erase_if(thread.operands, [](const Operand& operand) { return !operand.in_flight; });
     }
-    if (!thread.warp->fenced && machine->options.hazards) report("missing wgmma.fence", me() + " issues its first wgmma without one");
+    if (!thread.warp->fenced && machine->options.hazards)
+        report("missing wgmma.fence", me() + " issues its first wgmma without one");
     thread.operands.push_back({begin, begin + bytes, accumulator, true, false, group});
 }
 
 void check_operand(Warp& warp, u64 desc, bool mn_major, int first, int rows, const Actor& actor) {
     const Descriptor d = decoded(desc);
     if (d.swizzle == 16) {
-        report("bad descriptor", me() + " issues a wgmma by a descriptor without swizzle, which no tile here is laid out for");
+        report("bad descriptor",
+               me() + " issues a wgmma by a descriptor without swizzle, which no tile here is laid out for");
     }
     const u32 limit = machine->launch.smem_bytes;
     bool beyond = false;
     for_chunks(d, mn_major, first, rows, [&](u32 offset, int, int) {
         if (offset + 16 > limit) {
-            if (!beyond) report("bad descriptor", me() + " issues a wgmma whose operand reaches shared memory +" + std::to_string(int(offset)) + " of " + std::to_string(limit));
+            if (!beyond)
+                report("bad descriptor", me() + " issues a wgmma whose operand reaches shared memory +" +
+                                             std::to_string(int(offset)) + " of " + std::to_string(limit));
             beyond = true;
         } else if (machine->options.order) {
             warp.cta->shadow.access(*warp.cta, offset, 16, false, actor);
@@ -149,24 +164,30 @@ void wgmma(const Wgmma& op) {
             const Wgmma& other = *static_cast<Wgmma*>(warp.payload[lane]);
             own.d[lane] = other.d;
             own.a[lane] = other.a;
-            if (other.desc_b != op.desc_b || (!op.a && other.desc_a != op.desc_a) || other.accumulate != op.accumulate) {
-                report("bad descriptor", me() + " and another lane of its warp issue a wgmma with different operands");
+            if (other.desc_b != op.desc_b || (!op.a && other.desc_a != op.desc_a) ||
+                other.accumulate != op.accumulate) {
+                report("bad descriptor",
+                       me() + " and another lane of its warp issue a wgmma with different operands");
             }
         }
         // The four warps of a group issue the same products.
         warp.issued.push_back(op.desc_b ^ u64(op.n) << 50 ^ op.desc_a * 3 ^ u64(op.accumulate));
         for (int i = 0; i < 4; ++i) {
             const Warp& other = cta.warps[size_t(warp.id / 4 * 4 + i)];
-            if (other.issued.size() >= warp.issued.size() && other.issued[warp.issued.size() - 1] != warp.issued.back()) {
-                report("bad descriptor", me() + " issues another wgmma than the other warps of its warp group");
+            if (other.issued.size() >= warp.issued.size() &&
+                other.issued[warp.issued.size() - 1] != warp.issued.back()) {
+                report("bad descriptor",
+                       me() + " issues another wgmma than the other warps of its warp group");
             }
         }
-        if (warp.wgmma_slot < 0) warp.wgmma_slot = new_slot(*cta.cluster, "wgmma of warp " + std::to_string(warp.id));
+        if (warp.wgmma_slot < 0)
+            warp.wgmma_slot = new_slot(*cta.cluster, "wgmma of warp " + std::to_string(warp.id));
         Order order(machine->slots);
         if (machine->options.order) {
             for (int lane = 0; lane < 32; ++lane) order.learn(warp.lanes[lane].order);
         }
-        const Actor actor{Slot(warp.wgmma_slot), own.group, Proxy::Async, false, &order, site_of(pc), "reads"};
+        const Actor actor{Slot(warp.wgmma_slot), own.group, Proxy::Async, false, &order,
+                          site_of(pc),           "reads"};
         check_operand(warp, op.desc_b, op.b_mn_major, 0, op.n, actor);
         if (!op.a) check_operand(warp, op.desc_a, op.a_mn_major, warp.id % 4 * 16, 16, actor);
         if (!op.accumulate) {

@@ -223,13 +223,21 @@ mod tests {
 
     #[test]
     fn calls_that_synchronise_are_statements_and_declarations_are_not() {
-        let text = "void wait_turn() const {\n    wgmma::wait<0>();\n    if constexpr (X) \
-                    named_barrier_sync(kA + i,\n        128);\n\
-                    // cta_sync();\n const auto wait = [&] { cta_sync(); };\n smem.q_bars.release(state,
-                    // elected);\n\
-                    auto x = f.wait(1);\n    cta_sync();\n}\n";
+        let text = [
+            "void wait_turn() const {",
+            "    wgmma::wait<0>();",
+            "    if constexpr (X) named_barrier_sync(kA + i,",
+            "        128);",
+            "    /* not code: */ // cta_sync();",
+            "    const auto wait = [&] { cta_sync(); };",
+            "    smem.q_bars.release(state, elected);",
+            "    auto x = f.wait(1);",
+            "    cta_sync();",
+            "}",
+        ];
+        let text = text.join("\n");
         assert_eq!(
-            found(text),
+            found(&text),
             [
                 "2:wgmma::wait<0>(); 1",
                 "3:named_barrier_sync(kA + i, 128); 1",

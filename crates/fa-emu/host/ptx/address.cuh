@@ -4,7 +4,10 @@
 
 namespace fa {
 
-template <class T> EMU_INLINE T& shared_memory() { return *reinterpret_cast<T*>(emu::shared_window); }
+template <class T>
+EMU_INLINE T& shared_memory() {
+    return *reinterpret_cast<T*>(emu::shared_window);
+}
 EMU_INLINE u32 smem_address(const void* pointer) { return emu::shared_address(pointer); }
 EMU_INLINE u32 smem_address_volatile(const void* pointer) { return emu::shared_address(pointer); }
 

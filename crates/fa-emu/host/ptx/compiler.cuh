@@ -1,4 +1,5 @@
-// Twin of cuda/ptx/compiler.cuh: nothing to restrain, for the machine is called through functions that the compiler cannot see into.
+// Twin of cuda/ptx/compiler.cuh: nothing to restrain, for the machine is called through functions that the
+// compiler cannot see into.
 #pragma once
 #include "types.cuh"
 

@@ -6,6 +6,9 @@ namespace fa {
 
 EMU_INLINE void cp_async_16(u32 dst, const void* src, int bytes) { emu::cp_async_16(dst, src, bytes); }
 EMU_INLINE void cp_async_commit() { emu::cp_async_commit(); }
-template <int Pending> EMU_INLINE void cp_async_wait() { emu::cp_async_wait(Pending); }
+template <int Pending>
+EMU_INLINE void cp_async_wait() {
+    emu::cp_async_wait(Pending);
+}
 
 }  // namespace fa

@@ -16,7 +16,8 @@ EMU_INLINE float exp2_approx(float x) { return flushed(exp2f(flushed(x))); }
 EMU_INLINE float log2_approx(float x) { return log2f(flushed(x)); }
 EMU_INLINE float reciprocal_approx(float x) { return flushed(1.f / flushed(x)); }
 
-template <Dtype T> EMU_INLINE u32 rounded16(float x) {
+template <Dtype T>
+EMU_INLINE u32 rounded16(float x) {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);
     if constexpr (T == Dtype::F16) {
         return __builtin_bit_cast(u16, static_cast<_Float16>(x));
@@ -25,8 +26,12 @@ template <Dtype T> EMU_INLINE u32 rounded16(float x) {
         return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
 }
-template <Dtype T> EMU_INLINE u32 pack(float low, float high) { return rounded16<T>(low) | rounded16<T>(high) << 16; }
-template <Dtype T> EMU_INLINE float unpack_low(u32 packed) {
+template <Dtype T>
+EMU_INLINE u32 pack(float low, float high) {
+    return rounded16<T>(low) | rounded16<T>(high) << 16;
+}
+template <Dtype T>
+EMU_INLINE float unpack_low(u32 packed) {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);
     if constexpr (T == Dtype::F16) {
         return static_cast<float>(__builtin_bit_cast(_Float16, static_cast<u16>(packed)));
@@ -34,7 +39,10 @@ template <Dtype T> EMU_INLINE float unpack_low(u32 packed) {
         return float_of_bits(packed << 16);
     }
 }
-template <Dtype T> EMU_INLINE float unpack_high(u32 packed) { return unpack_low<T>(packed >> 16); }
+template <Dtype T>
+EMU_INLINE float unpack_high(u32 packed) {
+    return unpack_low<T>(packed >> 16);
+}
 
 // The device's cubic; the exponent is added as unsigned, which may wrap.
 EMU_INLINE float exp2_polynomial(float x) {

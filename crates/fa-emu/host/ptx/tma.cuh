@@ -13,16 +13,18 @@ enum class L2Policy : u64 {
 
 EMU_INLINE void tma_prefetch_map(const TensorMap&) {}
 
-EMU_INLINE void tma_load_4d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3, L2Policy) {
+EMU_INLINE void tma_load_4d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3,
+                            L2Policy) {
     const int at[4] = {c0, c1, c2, c3};
     emu::tma_load(dst, &map, &bar, at, 4, 0);
 }
-EMU_INLINE void tma_load_4d_multicast(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3,
-                                      L2Policy, u16 blocks) {
+EMU_INLINE void tma_load_4d_multicast(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2,
+                                      int c3, L2Policy, u16 blocks) {
     const int at[4] = {c0, c1, c2, c3};
     emu::tma_load(dst, &map, &bar, at, 4, blocks);
 }
-EMU_INLINE void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3, int c4, L2Policy) {
+EMU_INLINE void tma_load_5d(void* dst, const TensorMap& map, Mbarrier& bar, int c0, int c1, int c2, int c3,
+                            int c4, L2Policy) {
     const int at[5] = {c0, c1, c2, c3, c4};
     emu::tma_load(dst, &map, &bar, at, 5, 0);
 }

@@ -4,7 +4,8 @@
 
 namespace fa {
 
-template <typename T> EMU_INLINE T shuffle_xor(T value, int mask) {
+template <typename T>
+EMU_INLINE T shuffle_xor(T value, int mask) {
     return __builtin_bit_cast(T, emu::shuffle(__builtin_bit_cast(u32, value), emu::view->lane ^ mask));
 }
 EMU_INLINE bool warp_any(bool predicate) { return emu::any(predicate); }

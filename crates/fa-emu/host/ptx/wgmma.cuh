@@ -7,15 +7,22 @@ namespace fa::wgmma {
 
 EMU_INLINE void fence() { emu::wgmma_fence(); }
 EMU_INLINE void commit() { emu::wgmma_commit(); }
-template <int Pending> EMU_INLINE void wait() { emu::wgmma_wait(Pending); }
-template <int N> EMU_INLINE void pin(float (&)[N]) {}
+template <int Pending>
+EMU_INLINE void wait() {
+    emu::wgmma_wait(Pending);
+}
+template <int N>
+EMU_INLINE void pin(float (&)[N]) {}
 
-template <Dtype T, int N> struct Mma {
+template <Dtype T, int N>
+struct Mma {
     static_assert(T == Dtype::F16 || T == Dtype::Bf16);
-    template <int TransA, int TransB> EMU_INLINE static void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
+    template <int TransA, int TransB>
+    EMU_INLINE static void ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
         emu::wgmma({T == Dtype::Bf16, N, TransA != 0, TransB != 0, d, nullptr, a, b, accumulate != 0});
     }
-    template <int TransB> EMU_INLINE static void rs(float (&d)[N / 2], const u32* a, u64 b, int accumulate) {
+    template <int TransB>
+    EMU_INLINE static void rs(float (&d)[N / 2], const u32* a, u64 b, int accumulate) {
         emu::wgmma({T == Dtype::Bf16, N, false, TransB != 0, d, a, 0, b, accumulate != 0});
     }
 };
