@@ -167,20 +167,19 @@ faults! {
     "lanes part at a shuffle": "sm80_fwd" &[], 300, "attn/softmax.cuh", "quad_max(",
         "shuffle_xor(x, 1)" => "thread_index() % 4 < 2 ? shuffle_xor(x, 1) : x", ["divergence"];
     "a barrier counts half of its threads": "sm80_bwd" &[], 300, SM80_BWD, "differentiate(dp, step());",
-        "named_barrier_arrive(kBarrierPRead, L::kThreads);" =>
-        "named_barrier_arrive(kBarrierPRead, L::kGroupThreads);",
-        ["named barrier", "128 of 256 threads have arrived"];
+        "named_barrier_arrive(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, \
+            L::kGroupThreads);", ["named barrier", "128 of 256 threads have arrived"];
     "statistics of the other stage are read": "sm90_bwd" &[], 600, SM90_BWD, "",
-        "load_stats(smem.lse[do_state.stage], b, i, lse);" =>
-        "load_stats(smem.lse[do_state.stage ^ 1], b, i, lse);",
+        "load_stats(smem.lse[do_state.stage], b, i, lse);" => "load_stats(smem.lse[do_state.stage ^ 1], \
+            b, i, lse);",
         ["uninitialised read", "data race"];
-    "the next turn is given to another tile": "sm90_bwd" &[("deterministic", "true")], 600,
-        SM90_BWD, "bulk_wait();",
+    "the next turn is given to another tile": "sm90_bwd" &[("deterministic", "true")], 600, SM90_BWD,
+        "bulk_wait();",
         "signal_next(params, tile, head, m_block);" => "signal_next(params, tile, head, m_block + 1);",
         ["deadlock", "out of bounds", "unordered addition"];
     "a product reads V sixteen rows further": "sm90_fwd" &[], 300, SM90, "auto issue_pv",
-        "T::V::row_offset(k)" =>
-        "T::V::row_offset(k + 16)", ["bad descriptor", "data race", "uninitialised read", "wrong values"];
+        "T::V::row_offset(k)" => "T::V::row_offset(k + 16)",
+        ["bad descriptor", "data race", "uninitialised read", "wrong values"];
 }
 
 fn spec(fault: &Fault) -> KernelSpec {
