@@ -194,37 +194,13 @@ fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Lengths, Mask, TensorLayout};
+    use fa_core::{Lengths, Mask, TensorLayout};
     use fa_cpu::TensorRef;
     use fa_cpu::reference::low_precision;
     use half::bf16;
 
     use super::*;
-
-    const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
-
-    fn problems() -> Vec<Problem> {
-        let masks = [
-            Mask::FULL,
-            Mask::CAUSAL,
-            Mask::window(3, 2),
-            Mask::window(0, 11),
-            Mask::causal_window(5),
-            Mask { left: Some(4), right: None },
-            Mask { left: None, right: Some(60) },
-        ];
-        let lengths = [(37, 37), (40, 9), (9, 40), (5, 0)];
-        masks
-            .into_iter()
-            .flat_map(|mask| {
-                lengths.map(|(q, k)| Problem {
-                    mask,
-                    lengths: Lengths::uniform(BASE.lengths.sequences(), q, k),
-                    ..BASE
-                })
-            })
-            .collect()
-    }
+    use crate::judge::rows::tests::{BASE, problems};
 
     #[test]
     fn the_low_precision_result_passes_and_a_wrong_element_does_not() {

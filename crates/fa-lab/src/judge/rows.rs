@@ -74,14 +74,15 @@ pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expe
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use fa_core::Dtype;
 
     use super::*;
 
-    const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
+    pub const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
 
-    fn problems() -> Vec<Problem> {
+    /// Masks of every kind, on equal lengths, more queries, more keys, and no keys.
+    pub fn problems() -> Vec<Problem> {
         let masks = [
             Mask::FULL,
             Mask::CAUSAL,
