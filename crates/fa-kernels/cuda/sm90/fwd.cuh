@@ -347,13 +347,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         v_state.advance();
     };
 
-    // Skipped tiles are released unread, and their turns go to the next warpgroup.
+    // Skipped tiles are released unread, and their turns go to the next warpgroup. No product keeps the lanes
+    // together: one that releases before another has seen the tile lets the stage be filled again, and the
+    // other waits for a phase that has passed.
     auto skip_k = [&] {
         smem.k_bars.wait_full(k_state);
+        warp_sync();
         release_k();
     };
     auto skip_v = [&] {
         smem.v_bars.wait_full(v_state);
+        warp_sync();
         release_v();
     };
     auto skip_turn = [&] {
