@@ -10,6 +10,9 @@
 
 namespace fa {
 
+// What the plan kernel writes and the others read (attn/plan.cuh).
+struct WorkPlan;
+
 // Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim
 // is contiguous.
 struct RowStrides {
@@ -106,6 +109,71 @@ static_assert(FA_OFFSETOF(ScoreParams, softcap_exponent) == 12);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_log2) == 16);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_share) == 20);
 
+// Where sequences begin and how long they are, where that is read on the device; nulls and zeros for a
+// uniform problem. The length of a sequence is `used` where given, else the difference of its `cu`, else
+// the shape's, clamped to 0 and the shape's.
+struct VarlenParams {
+    // `[batch + 1]`: the first row of each sequence in packed Q; null where Q is padded.
+    const int* cu_q;
+    // `[batch + 1]`: the first row of each sequence in packed K and V; null where they are not packed.
+    const int* cu_k;
+    // `[batch]`: queries in use; null for all.
+    const int* used_q;
+    // `[batch]`: keys in use; null for all.
+    const int* used_k;
+    // `[batch, table_stride]`: the pages of each sequence; null where keys do not lie in pages.
+    const int* page_table;
+    // Rows of a page; 0 without pages.
+    int page;
+    // Pages of the cache: entries of the table at or beyond it are not read through.
+    int pages;
+    // Entries between the rows of the page table.
+    int table_stride;
+    // Rows of packed Q, which LSE's heads lie apart; 0 where Q is padded.
+    int total_q;
+};
+static_assert(sizeof(VarlenParams) == 56 && alignof(VarlenParams) == 8);
+static_assert(FA_OFFSETOF(VarlenParams, cu_q) == 0);
+static_assert(FA_OFFSETOF(VarlenParams, cu_k) == 8);
+static_assert(FA_OFFSETOF(VarlenParams, used_q) == 16);
+static_assert(FA_OFFSETOF(VarlenParams, used_k) == 24);
+static_assert(FA_OFFSETOF(VarlenParams, page_table) == 32);
+static_assert(FA_OFFSETOF(VarlenParams, page) == 40);
+static_assert(FA_OFFSETOF(VarlenParams, pages) == 44);
+static_assert(FA_OFFSETOF(VarlenParams, table_stride) == 48);
+static_assert(FA_OFFSETOF(VarlenParams, total_q) == 52);
+
+// Tensors that change scores; nulls where a problem has none.
+struct ModParams {
+    // ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
+    const float* alibi_slopes;
+    // Slopes between sequences; 0 for the same slopes for all.
+    long long alibi_stride;
+    // A logit per query head, `[heads_q]`, in natural units.
+    const float* sinks;
+    // The gradient of `sinks`, `[heads_q]`; backward only.
+    float* dsinks;
+};
+static_assert(sizeof(ModParams) == 32 && alignof(ModParams) == 8);
+static_assert(FA_OFFSETOF(ModParams, alibi_slopes) == 0);
+static_assert(FA_OFFSETOF(ModParams, alibi_stride) == 8);
+static_assert(FA_OFFSETOF(ModParams, sinks) == 16);
+static_assert(FA_OFFSETOF(ModParams, dsinks) == 24);
+
+// Partial results of CTAs that share the keys of a tile's rows; nulls and zeros without splits.
+struct SplitParams {
+    // Workspace: O of each split, f32, divided by the split's own sum.
+    float* out_partial;
+    // Workspace: LSE of each split, natural logarithm, without the sink.
+    float* lse_partial;
+    // Splits of a tile's keys; where lengths are on the device, the most that a tile may have.
+    int splits;
+};
+static_assert(sizeof(SplitParams) == 24 && alignof(SplitParams) == 8);
+static_assert(FA_OFFSETOF(SplitParams, out_partial) == 0);
+static_assert(FA_OFFSETOF(SplitParams, lse_partial) == 8);
+static_assert(FA_OFFSETOF(SplitParams, splits) == 16);
+
 // The arguments of every forward kernel.
 struct FwdParams {
     // Q, `[batch, seqlen_q, heads_q, head_dim]`.
@@ -134,8 +202,16 @@ struct FwdParams {
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
+    // Where sequences begin and how long they are; kernels with `varied` only.
+    VarlenParams varlen;
+    // Tensors that change scores; kernels with `alibi` or `sinks` only.
+    ModParams mods;
+    // Partial results; kernels with `split` only.
+    SplitParams split;
+    // The work items; kernels with `varied` only.
+    const WorkPlan* plan;
 };
-static_assert(sizeof(FwdParams) == 224 && alignof(FwdParams) == 8);
+static_assert(sizeof(FwdParams) == 344 && alignof(FwdParams) == 8);
 static_assert(FA_OFFSETOF(FwdParams, q) == 0);
 static_assert(FA_OFFSETOF(FwdParams, k) == 32);
 static_assert(FA_OFFSETOF(FwdParams, v) == 64);
@@ -148,6 +224,10 @@ static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 208);
 static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 212);
 static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 216);
 static_assert(FA_OFFSETOF(FwdParams, sections) == 220);
+static_assert(FA_OFFSETOF(FwdParams, varlen) == 224);
+static_assert(FA_OFFSETOF(FwdParams, mods) == 280);
+static_assert(FA_OFFSETOF(FwdParams, split) == 312);
+static_assert(FA_OFFSETOF(FwdParams, plan) == 336);
 
 // The arguments of every backward kernel.
 struct BwdParams {
@@ -205,8 +285,14 @@ struct BwdParams {
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
+    // Where sequences begin and how long they are; kernels with `varied` only.
+    VarlenParams varlen;
+    // Tensors that change scores, and dsinks; kernels with `alibi` or `sinks` only.
+    ModParams mods;
+    // The work items; kernels with `varied` only.
+    const WorkPlan* plan;
 };
-static_assert(sizeof(BwdParams) == 408 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 504 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -231,6 +317,9 @@ static_assert(FA_OFFSETOF(BwdParams, head_splits) == 392);
 static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 396);
 static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 400);
 static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
+static_assert(FA_OFFSETOF(BwdParams, varlen) == 408);
+static_assert(FA_OFFSETOF(BwdParams, mods) == 464);
+static_assert(FA_OFFSETOF(BwdParams, plan) == 496);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

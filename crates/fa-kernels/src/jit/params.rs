@@ -21,6 +21,17 @@ pub struct MutF32Ptr(pub u64);
 #[repr(transparent)]
 pub struct ConstF32Ptr(pub u64);
 
+/// A pointer to 32-bit lengths, starts or page numbers that a kernel reads through; `const int*` in CUDA. 0 is
+/// null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct ConstI32Ptr(pub u64);
+
+/// A pointer to a plan of work items, which the plan kernel wrote; `const WorkPlan*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct PlanPtr(pub u64);
+
 /// A pointer to 32-bit counters; `unsigned*` in CUDA. 0 is null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(transparent)]
@@ -45,6 +56,8 @@ device_types! {
     MutF32Ptr => "float*",
     ConstF32Ptr => "const float*",
     MutU32Ptr => "unsigned*",
+    ConstI32Ptr => "const int*",
+    PlanPtr => "const WorkPlan*",
     i32 => "int",
     i64 => "long long",
     f32 => "float",
@@ -180,6 +193,58 @@ param_struct! {
 }
 
 param_struct! {
+    /// Where sequences begin and how long they are, where that is read on the device; nulls and zeros for a
+    /// uniform problem. The length of a sequence is `used` where given, else the difference of its `cu`, else
+    /// the shape's, clamped to 0 and the shape's.
+    pub struct VarlenParams {
+        /// `[batch + 1]`: the first row of each sequence in packed Q; null where Q is padded.
+        pub cu_q: ConstI32Ptr,
+        /// `[batch + 1]`: the first row of each sequence in packed K and V; null where they are not packed.
+        pub cu_k: ConstI32Ptr,
+        /// `[batch]`: queries in use; null for all.
+        pub used_q: ConstI32Ptr,
+        /// `[batch]`: keys in use; null for all.
+        pub used_k: ConstI32Ptr,
+        /// `[batch, table_stride]`: the pages of each sequence; null where keys do not lie in pages.
+        pub page_table: ConstI32Ptr,
+        /// Rows of a page; 0 without pages.
+        pub page: i32,
+        /// Pages of the cache: entries of the table at or beyond it are not read through.
+        pub pages: i32,
+        /// Entries between the rows of the page table.
+        pub table_stride: i32,
+        /// Rows of packed Q, which LSE's heads lie apart; 0 where Q is padded.
+        pub total_q: i32,
+    }
+}
+
+param_struct! {
+    /// Tensors that change scores; nulls where a problem has none.
+    pub struct ModParams {
+        /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
+        pub alibi_slopes: ConstF32Ptr,
+        /// Slopes between sequences; 0 for the same slopes for all.
+        pub alibi_stride: i64,
+        /// A logit per query head, `[heads_q]`, in natural units.
+        pub sinks: ConstF32Ptr,
+        /// The gradient of `sinks`, `[heads_q]`; backward only.
+        pub dsinks: MutF32Ptr,
+    }
+}
+
+param_struct! {
+    /// Partial results of CTAs that share the keys of a tile's rows; nulls and zeros without splits.
+    pub struct SplitParams {
+        /// Workspace: O of each split, f32, divided by the split's own sum.
+        pub out_partial: MutF32Ptr,
+        /// Workspace: LSE of each split, natural logarithm, without the sink.
+        pub lse_partial: MutF32Ptr,
+        /// Splits of a tile's keys; where lengths are on the device, the most that a tile may have.
+        pub splits: i32,
+    }
+}
+
+param_struct! {
     /// The arguments of every forward kernel.
     pub struct FwdParams {
         /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
@@ -208,6 +273,14 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
+        /// Where sequences begin and how long they are; kernels with `varied` only.
+        pub varlen: VarlenParams,
+        /// Tensors that change scores; kernels with `alibi` or `sinks` only.
+        pub mods: ModParams,
+        /// Partial results; kernels with `split` only.
+        pub split: SplitParams,
+        /// The work items; kernels with `varied` only.
+        pub plan: PlanPtr,
     }
 }
 
@@ -268,12 +341,20 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
+        /// Where sequences begin and how long they are; kernels with `varied` only.
+        pub varlen: VarlenParams,
+        /// Tensors that change scores, and dsinks; kernels with `alibi` or `sinks` only.
+        pub mods: ModParams,
+        /// The work items; kernels with `varied` only.
+        pub plan: PlanPtr,
     }
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
-const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 224);
-const _: () = assert!(size_of::<BwdParams>() == 408);
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 344);
+const _: () = assert!(size_of::<BwdParams>() == 504);
+const _: () = assert!(size_of::<VarlenParams>() == 56 && size_of::<ModParams>() == 32);
+const _: () = assert!(size_of::<SplitParams>() == 24);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
@@ -284,6 +365,9 @@ pub(crate) fn declarations() -> Vec<ParamStruct> {
         MutTensor::declaration(),
         ShapeParams::declaration(),
         ScoreParams::declaration(),
+        VarlenParams::declaration(),
+        ModParams::declaration(),
+        SplitParams::declaration(),
         FwdParams::declaration(),
         BwdParams::declaration(),
     ]
