@@ -55,9 +55,8 @@ fn config_cuh() -> String {
 }
 
 fn params_cuh() -> String {
-    let mut text = format!(
-        "{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n\n// What the plan kernel writes and the others read (attn/plan.cuh).\nstruct WorkPlan;\n"
-    );
+    let mut text =
+        format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
     for ParamStruct { name, size, align, doc, fields } in params::declarations() {
         text.push('\n');
         comment(&mut text, "", doc);
