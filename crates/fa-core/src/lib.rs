@@ -5,8 +5,8 @@
 //!
 //! - tensors are named by the order of their axes, `BSHD` or `BHSD`; the head dim is contiguous;
 //! - masks are bottom-right aligned: query `i` sits on key `i + seqlen_k - seqlen_q`;
-//! - LSE is the natural logarithm of the sum of exponentials, f32, `[batch, heads_q, seqlen_q]`, or `[heads_q,
-//!   total_q]` where queries are packed; it includes the sink, where there is one;
+//! - LSE is the natural logarithm of the sum of exponentials, f32, `[batch, heads_q, seqlen_q]`, or
+//!   `[heads_q, total_q]` where queries are packed; it includes the sink, where there is one;
 //! - a row that sees no key gives `O = 0` and `LSE = -inf`, or the sink.
 //!
 //! ```

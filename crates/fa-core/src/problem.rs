@@ -10,8 +10,8 @@ use crate::{Dtype, Lengths, Mask, Pass, ScoreMod, Types};
 ///
 /// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V `[batch,
 /// seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
-/// head `h` reads K and V head `h / (heads_q / heads_kv)`. Packed sides are `[total, heads, head_dim]`, a cache
-/// in pages `[pages, page, heads_kv, head_dim]` ([`crate::lengths::SideRows`]).
+/// head `h` reads K and V head `h / (heads_q / heads_kv)`. Packed sides are `[total, heads, head_dim]`, a
+/// cache in pages `[pages, page, heads_kv, head_dim]` ([`crate::lengths::SideRows`]).
 ///
 /// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths (upper bounds
 /// where lengths are on the device) with `total_q` and `total_k` for packed sides, `page` and `pages` for a

@@ -237,8 +237,8 @@ impl KernelSpec {
         let cluster = self.traits().cluster;
         if varied && cluster > 1 {
             return conflict(format!(
-                "cluster_m = {cluster} and varied: sequences begin within a cluster's tiles, whose CTAs would \
-                 not load the same keys; use cluster_m = 1"
+                "cluster_m = {cluster} and varied: sequences begin within a cluster's tiles, whose CTAs \
+                 would not load the same keys; use cluster_m = 1"
             ));
         }
         if self.split && cluster > 1 {
@@ -262,8 +262,8 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of heads
-    /// and how rows are found. A kernel is compiled without lengths, and a problem does not name a pass:
+    /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
+    /// heads and how rows are found. A kernel is compiled without lengths, and a problem does not name a pass:
     /// neither is compared. A kernel that splits keys serves what the same kernel without splits serves. The
     /// problem must be valid ([`Problem::check`]).
     ///

@@ -458,7 +458,8 @@ prop_compose! {
     ) -> Problem {
         Problem {
             lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
-            head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale, score: ScoreMod::softcap_or_none(softcap),
+            head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale,
+            score: ScoreMod::softcap_or_none(softcap),
         }
     }
 }
