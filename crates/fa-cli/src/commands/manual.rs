@@ -20,7 +20,7 @@ pub struct CompletionsArgs {
 
 /// `fa man`.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa man | man -l -\n  fa man plan > fa-plan.1\n  fa man --out ~/.local/share/man/man1")]
+#[command(after_help = MAN_EXAMPLES)]
 pub struct ManArgs {
     /// A command, such as plan
     pub command: Option<String>,
@@ -28,6 +28,12 @@ pub struct ManArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "command")]
     pub out: Option<PathBuf>,
 }
+
+const MAN_EXAMPLES: &str = "\
+Examples:
+  fa man | man -l -
+  fa man plan > fa-plan.1
+  fa man --out ~/.local/share/man/man1";
 
 /// Prints a completion script.
 ///
