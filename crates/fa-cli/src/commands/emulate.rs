@@ -210,7 +210,7 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
         mask,
         types: spec.types,
         softmax_scale: args.scale,
-        score: ScoreMod { softcap: args.softcap.or_else(|| spec.score.softcap.then_some(15.0)) },
+        score: ScoreMod::softcap_or_none(args.softcap.or_else(|| spec.score.softcap.then_some(15.0))),
     };
     problem.check()?;
     // What takes seconds of emulation takes a GPU microseconds.
