@@ -1,5 +1,5 @@
-// Appends new rows of K and V to a cache, contiguous or in pages, and turns K and Q by their positions (rotary
-// embedding). Positions are the cache's lengths, which are read on the device.
+// Appends new rows of K and V to a cache, contiguous or in pages, and turns K and Q by their positions
+// (rotary embedding). Positions are the cache's lengths, which are read on the device.
 #pragma once
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
@@ -19,7 +19,8 @@ constexpr int kAppendRows = 32;
 
 // ---- Which row goes where -----------------------------------------------------------------------
 
-// Rows of one side, new keys or queries: `[batch, rows]`, or packed with starts in `cu`; `used` shortens them.
+// Rows of one side, new keys or queries: `[batch, rows]`, or packed with starts in `cu`; `used` shortens
+// them.
 struct AppendSide {
     const int* cu;
     const int* used;

@@ -2,7 +2,7 @@
 // is at the key in line with it, bottom right: distance = query + seqlen_k - seqlen_q - key.
 #pragma once
 #include "attn/rows.cuh"
-#include "attn/visibility.cuh"
+#include "attn/seqlen.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/math.cuh"
@@ -57,12 +57,13 @@ struct AlibiRows {
     int diagonal[kHeld];
 
     // `unit` is what one natural unit is in exponents.
-    __device__ __forceinline__ AlibiRows(const FwdParams& params, const Visibility<Mask>& visible, int row,
+    template <bool Varied>
+    __device__ __forceinline__ AlibiRows(const FwdParams& params, const Seqlen<Varied>& seqlen, int row,
                                          int head, int batch, float unit) {
         const Rows<PackGqa> rows(params.shape);
 #pragma unroll
         for (int r = 0; r < kHeld; ++r) {
-            diagonal[r] = rows.query(row + 8 * r) + visible.seqlen.k() - visible.seqlen.q();
+            diagonal[r] = rows.query(row + 8 * r) + seqlen.k() - seqlen.q();
             slope[r] = unit * alibi_slope(params.mods, batch, rows.head(row + 8 * r, head));
         }
     }

@@ -66,8 +66,9 @@ __device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const
 }
 
 // Waits until every tile of keys before this one has added its `parts` parts to tile `m_block` of dQ.
-template <int TileM, int TileN, MaskKind Mask>
-__device__ __forceinline__ void wait_for_turn(const BwdParams& params, const Visibility<Mask>& visible,
+template <int TileM, int TileN, MaskKind Mask, bool Varied>
+__device__ __forceinline__ void wait_for_turn(const BwdParams& params,
+                                              const Visibility<Mask, Varied>& visible,
                                               const BwdTile& tile, int head, int m_block, int parts) {
     const int first = m_block * TileM;
     const BlockRange keys = key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1);
