@@ -1,5 +1,6 @@
 // Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma, 64 query rows each.
 #pragma once
+#include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
@@ -405,7 +406,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.kv_stages> k_state, v_state;
     TileSource<C> tiles(params);
     const ScoreMod<C.softcap> score_mod{params.score};
-    const float scale_log2 = score_mod.to_log2();
+    // With ALiBi the scores are exponents already.
+    const float to_log2 = score_mod.to_log2();
+    const float scale_log2 = C.alibi ? 1.f : to_log2;
 
     // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
     // the next one.
@@ -511,9 +514,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int row = tile.m_block * C.tile_m + own_row;
         Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
 
+        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                           kLog2e);
+
         // Products to masked scores.
         auto modify = [&](int n_block) {
             score_mod.apply(s);
+            alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
             if (range.needs_mask(n_block)) {
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
                 mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
@@ -631,7 +638,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
             q_state.advance();
             float factor[2], lse[2];
-            softmax.finish(factor, lse);
+            if (C.split && tile.splits > 1) {
+                softmax.finish(factor, lse);
+            } else {
+                finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, tile.head, factor, lse);
+            }
             wgmma::wait<0>();
             release_v();
             if (C.split && tile.splits > 1) {
@@ -656,7 +667,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             if (C.split && tile.splits > 1) {
                 store_nothing_partial<C.pack_gqa>(params, seqlen, row, own_row, tile, heads);
             } else {
-                store_nothing_seen<C.pack_gqa>(params, seqlen, row, tile.head, tile.batch);
+                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, tile.head, tile.batch);
             }
         }
         index = tiles.next(smem, params, index, elected);
