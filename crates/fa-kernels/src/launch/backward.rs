@@ -15,7 +15,9 @@ use fa_planner::account::panels::BwdPanels;
 
 use crate::Error;
 use crate::jit::params::BwdParams;
-use crate::jit::source::{DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::source::{
+    DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS,
+};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
@@ -94,9 +96,8 @@ impl Backward {
         let lse_buffer = Some((lse.len(), lse.stream()));
         let workspace_buffer = Some((workspace.len(), workspace.stream()));
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        let (extras, _extras) = extras.raw(&self.launches.extras, stream, |name, of| {
-            self.kernel.check_context(name, of.context())
-        })?;
+        let (extras, _extras) = extras
+            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
         // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its
         // tensor.
         let raw = |address, strides| RawTensor { address, strides };
@@ -140,7 +141,12 @@ impl Backward {
     /// As [`Backward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawBackwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
-        let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace), extras: args.extras };
+        let at = Addresses {
+            tensors: &tensors,
+            lse: Some(args.lse),
+            workspace: Some(args.workspace),
+            extras: args.extras,
+        };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
@@ -216,11 +222,12 @@ impl Launches {
         let panels = panels.filter(|_| n_tiles > 0);
         Ok(Launches {
             tensors: tensors(problem),
-            extras: Extra::of(problem, true),
+            extras: Extra::of(problem, true, 0),
             workspace,
             steps,
             params: Params::Backward(params),
             maps: panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, problem)),
+            plan_bytes: 0,
         })
     }
 }
@@ -258,7 +265,8 @@ fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> 
     // Without queries Q and dO are not loaded and their addresses are unchecked, but a map needs valid
     // memory: use K's and V's.
     let (q, dout) = if problem.lengths.max_q() == 0 { (k, v) } else { (0, 4) };
-    let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None };
+    let map =
+        |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None, is_ragged: false };
     vec![
         map("q", q, panels.q, tile_m),
         map("k", k, panels.k, tile_n),
