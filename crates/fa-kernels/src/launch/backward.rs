@@ -19,9 +19,10 @@ use crate::jit::source::{
     DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS,
 };
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
+use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};

@@ -12,9 +12,10 @@ use crate::Error;
 use crate::jit::params::FwdParams;
 use crate::jit::source::ENTRY;
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
+use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
