@@ -205,8 +205,11 @@ struct BwdParams {
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
+    // Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
+    // and of dK so far; null unless deterministic with head_splits > 1.
+    unsigned* dkv_semaphores;
 };
-static_assert(sizeof(BwdParams) == 408 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 416 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -231,6 +234,7 @@ static_assert(FA_OFFSETOF(BwdParams, head_splits) == 392);
 static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 396);
 static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 400);
 static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
+static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 408);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

@@ -268,12 +268,15 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
+        /// Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
+        /// and of dK so far; null unless deterministic with head_splits > 1.
+        pub dkv_semaphores: MutU32Ptr,
     }
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 224);
-const _: () = assert!(size_of::<BwdParams>() == 408);
+const _: () = assert!(size_of::<BwdParams>() == 416);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
