@@ -168,7 +168,7 @@ fn problem_of(
         mask: args.mask.mask(),
         types: Types::same(dtype),
         softmax_scale: args.scale,
-        score: ScoreMod { softcap: args.softcap },
+        score: ScoreMod::softcap_or_none(args.softcap),
     };
     problem.check()?;
     Ok(problem)

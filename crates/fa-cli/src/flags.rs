@@ -122,7 +122,7 @@ impl ProblemArgs {
             mask: self.mask.mask(),
             types: Types::same(self.dtype),
             softmax_scale: None,
-            score: ScoreMod { softcap: self.softcap },
+            score: ScoreMod::softcap_or_none(self.softcap),
         };
         problem.check()?;
         Ok(problem)

@@ -5,8 +5,9 @@
 //!
 //! - tensors are named by the order of their axes, `BSHD` or `BHSD`; the head dim is contiguous;
 //! - masks are bottom-right aligned: query `i` sits on key `i + seqlen_k - seqlen_q`;
-//! - LSE is the natural logarithm of the sum of exponentials, f32, `[batch, heads_q, seqlen_q]`;
-//! - a row that sees no key gives `O = 0` and `LSE = -inf`.
+//! - LSE is the natural logarithm of the sum of exponentials, f32, `[batch, heads_q, seqlen_q]`, or
+//!   `[heads_q, total_q]` where queries are packed; it includes the sink, where there is one;
+//! - a row that sees no key gives `O = 0` and `LSE = -inf`, or the sink.
 //!
 //! ```
 //! use fa_core::{Dtype, KernelSpec, Mask, Problem, ShippedSpec};
@@ -49,14 +50,14 @@ pub use arch::{Arch, ArchLimits};
 pub use dtype::{Dtype, Types};
 pub use family::Family;
 pub use layout::Layout;
-pub use lengths::Lengths;
+pub use lengths::{Lengths, Side, SideRows};
 pub use mask::{BlockRange, Mask};
 pub use pass::Pass;
 pub use problem::{Problem, ProblemError};
-pub use score_mod::{ScoreKind, ScoreMod};
+pub use score_mod::{Alibi, ScoreKind, ScoreMod};
 pub use spec::{
-    Kernel, KernelSpec, MaskKind, Mismatch, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, SpecError,
-    Traits,
+    Kernel, KernelSpec, MaskKind, Mismatch, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd,
+    SpecError, Traits,
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

@@ -2,18 +2,23 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::lengths::{Side, SideRows};
+use crate::score_mod::Alibi;
 use crate::{Dtype, Lengths, Mask, Pass, ScoreMod, Types};
 
 /// `O = softmax(mask(score(scale * Q K^T))) V` for each query head of each sequence.
 ///
 /// Q is `[batch, seqlen_q, heads_q, head_dim]`, K `[batch, seqlen_k, heads_kv, head_dim]`, V `[batch,
 /// seqlen_k, heads_kv, head_dim_v]`, O `[batch, seqlen_q, heads_q, head_dim_v]` (or the BHSD forms). Query
-/// head `h` reads K and V head `h / (heads_q / heads_kv)`.
+/// head `h` reads K and V head `h / (heads_q / heads_kv)`. Packed sides are `[total, heads, head_dim]`, a
+/// cache in pages `[pages, page, heads_kv, head_dim]` ([`crate::lengths::SideRows`]).
 ///
-/// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths, `dtype` for the
-/// types, `softcap` for the change of scores.
+/// As text (JSON, RON) a problem is flat: `batch`, `seqlen_q` and `seqlen_k` for the lengths (upper bounds
+/// where lengths are on the device) with `total_q` and `total_k` for packed sides, `page` and `pages` for a
+/// cache in pages, `used_q` and `used_k` for lengths in use; `dtype` for the types; `softcap`, `alibi` and
+/// `sinks` for the change of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Flat", into = "Flat")]
+#[serde(try_from = "Flat", into = "Flat")]
 pub struct Problem {
     /// Sequences, with the queries and keys of each.
     pub lengths: Lengths,
@@ -42,6 +47,18 @@ struct Flat {
     batch: usize,
     seqlen_q: usize,
     seqlen_k: usize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    total_q: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    total_k: Option<usize>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    used_q: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    used_k: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    page: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pages: Option<usize>,
     heads_q: usize,
     heads_kv: usize,
     head_dim: usize,
@@ -54,12 +71,29 @@ struct Flat {
     softmax_scale: Option<f64>,
     #[serde(default)]
     softcap: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    alibi: Option<Alibi>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    sinks: bool,
 }
 
-impl From<Flat> for Problem {
-    fn from(flat: Flat) -> Problem {
-        Problem {
-            lengths: Lengths::uniform(flat.batch, flat.seqlen_q, flat.seqlen_k),
+impl TryFrom<Flat> for Problem {
+    type Error = ProblemError;
+
+    fn try_from(flat: Flat) -> Result<Problem, ProblemError> {
+        let side = |total: Option<usize>, max| match total {
+            Some(total) => Side::packed(total, max),
+            None => Side::padded(max),
+        };
+        let q = side(flat.total_q, flat.seqlen_q);
+        let k = match (flat.page, flat.pages, flat.total_k) {
+            (None, None, total) => side(total, flat.seqlen_k),
+            (Some(page), Some(pages), None) => Side::paged(page, pages, flat.seqlen_k),
+            (page, pages, total_k) => return Err(ProblemError::Keys { page, pages, total_k }),
+        };
+        let with_used = |side: Side, used: bool| if used { side.with_used() } else { side };
+        Ok(Problem {
+            lengths: Lengths::of(flat.batch, with_used(q, flat.used_q), with_used(k, flat.used_k)),
             heads_q: flat.heads_q,
             heads_kv: flat.heads_kv,
             head_dim: flat.head_dim,
@@ -67,8 +101,8 @@ impl From<Flat> for Problem {
             mask: flat.mask,
             types: Types { qkv: flat.dtype, out: flat.out_dtype.unwrap_or(flat.dtype) },
             softmax_scale: flat.softmax_scale,
-            score: ScoreMod { softcap: flat.softcap },
-        }
+            score: ScoreMod { softcap: flat.softcap, alibi: flat.alibi, sinks: flat.sinks },
+        })
     }
 }
 
@@ -76,13 +110,24 @@ impl From<Problem> for Flat {
     fn from(problem: Problem) -> Flat {
         let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
             problem;
-        let (batch, seqlen_q, seqlen_k) = match lengths {
-            Lengths::Uniform(_) => (lengths.sequences(), lengths.max_q(), lengths.max_k()),
+        let total = |side: Side| match side.rows {
+            SideRows::Packed { total, .. } => Some(total),
+            SideRows::Padded { .. } | SideRows::Paged { .. } => None,
+        };
+        let (page, pages) = match lengths.k().rows {
+            SideRows::Paged { page, pages, .. } => (Some(page), Some(pages)),
+            SideRows::Padded { .. } | SideRows::Packed { .. } => (None, None),
         };
         Flat {
-            batch,
-            seqlen_q,
-            seqlen_k,
+            batch: lengths.sequences(),
+            seqlen_q: lengths.max_q(),
+            seqlen_k: lengths.max_k(),
+            total_q: total(lengths.q()),
+            total_k: total(lengths.k()),
+            used_q: lengths.q().used,
+            used_k: lengths.k().used && page.is_none(),
+            page,
+            pages,
             heads_q,
             heads_kv,
             head_dim,
@@ -92,6 +137,8 @@ impl From<Problem> for Flat {
             out_dtype: types.differing_out(),
             softmax_scale,
             softcap: score.softcap,
+            alibi: score.alibi,
+            sinks: score.sinks,
         }
     }
 }
@@ -139,6 +186,36 @@ pub enum ProblemError {
         /// Bits of the largest count of elements.
         limit_bits: u32,
     },
+    /// A count that is read as a 32-bit integer on the device does not fit one.
+    #[error("{name} = {value}: lengths, starts and page numbers on the device are i32, of at most {limit}")]
+    TooLong {
+        /// The field.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// The most that there may be.
+        limit: usize,
+    },
+    /// The text names a cache in pages and something else, or half of it.
+    #[error(
+        "page is {}, pages is {} and total_k is {}: keys in pages need page and pages and no total_k, packed \
+         keys total_k alone",
+        given(.page), given(.pages), given(.total_k)
+    )]
+    Keys {
+        /// Rows of a page.
+        page: Option<usize>,
+        /// Pages of the cache.
+        pages: Option<usize>,
+        /// Rows of packed keys.
+        total_k: Option<usize>,
+    },
+    /// Queries in pages.
+    #[error("the queries lie in pages of {page} rows: only keys and values may; pack or pad the queries")]
+    PagedQueries {
+        /// Rows of a page.
+        page: usize,
+    },
     /// A scalar that must be finite is not, or must be positive and is not.
     #[error("{name} is {value}: it must be {need}")]
     BadScalar {
@@ -150,6 +227,13 @@ pub enum ProblemError {
         need: &'static str,
     },
 }
+
+fn given(value: &Option<usize>) -> String {
+    value.map_or("not given".to_owned(), |value| value.to_string())
+}
+
+/// The most that a count read on the device may be.
+const MAX_I32: usize = i32::MAX as usize;
 
 /// A tensor may have at most `2^ELEMENT_BITS - 1` elements, so that byte offsets fit a signed 64-bit number.
 pub const ELEMENT_BITS: u32 = 48;
@@ -199,19 +283,16 @@ impl Problem {
         if qkv != out {
             return Err(ProblemError::Types { qkv, out });
         }
-        let (batch, seqlen_q, seqlen_k) =
-            (self.lengths.sequences(), self.lengths.max_q(), self.lengths.max_k());
-        for (tensor, [b, s, h, d]) in [
-            ("q", [batch, seqlen_q, self.heads_q, self.head_dim]),
-            ("k", [batch, seqlen_k, self.heads_kv, self.head_dim]),
-            ("v", [batch, seqlen_k, self.heads_kv, self.head_dim_v]),
-            ("out", [batch, seqlen_q, self.heads_q, self.head_dim_v]),
-        ] {
-            let elements = [b, s, h, d].iter().try_fold(1u64, |n, &len| n.checked_mul(len.max(1) as u64));
-            if elements.is_none_or(|n| n >> ELEMENT_BITS != 0) {
-                let shape = format!("{b} x {s} x {h} x {d}");
-                return Err(ProblemError::TooLarge { tensor, shape, limit_bits: ELEMENT_BITS });
-            }
+        self.check_lengths()?;
+        let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
+        let tensors = [
+            ("q", q, self.heads_q, self.head_dim),
+            ("k", k, self.heads_kv, self.head_dim),
+            ("v", k, self.heads_kv, self.head_dim_v),
+            ("out", q, self.heads_q, self.head_dim_v),
+        ];
+        for (tensor, (b, s), h, d) in tensors {
+            check_elements(tensor, [b, s, h, d])?;
         }
         if let Some(value) = self.softmax_scale.filter(|scale| !scale.is_finite()) {
             return Err(ProblemError::BadScalar { name: "softmax_scale", value, need: "finite" });
@@ -220,6 +301,45 @@ impl Problem {
             return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
         }
         Ok(())
+    }
+
+    /// The outer lengths of a side's tensor: sequences and rows, 1 and all rows, or pages and rows of one.
+    fn rows_of(&self, side: Side) -> (usize, usize) {
+        match side.rows {
+            SideRows::Padded { len } => (self.lengths.sequences(), len),
+            SideRows::Packed { total, .. } => (1, total),
+            SideRows::Paged { page, pages, .. } => (pages, page),
+        }
+    }
+
+    /// What is read as i32 on the device fits one, and pages hold something.
+    fn check_lengths(&self) -> Result<(), ProblemError> {
+        let lengths = &self.lengths;
+        if lengths.is_uniform() {
+            return Ok(());
+        }
+        if let SideRows::Paged { page, .. } = lengths.q().rows {
+            return Err(ProblemError::PagedQueries { page });
+        }
+        let too_long = |name, value: usize, limit| {
+            (value > limit).then_some(ProblemError::TooLong { name, value, limit })
+        };
+        let (batch, max_q, max_k) = (lengths.sequences(), lengths.max_q(), lengths.max_k());
+        let mut counts = vec![("batch", batch), ("seqlen_q", max_q), ("seqlen_k", max_k)];
+        if let SideRows::Packed { total, .. } = lengths.q().rows {
+            counts.push(("total_q", total));
+        }
+        match lengths.k().rows {
+            SideRows::Padded { .. } => (),
+            SideRows::Packed { total, .. } => counts.push(("total_k", total)),
+            SideRows::Paged { page: 0, .. } => return Err(ProblemError::Zero { name: "page" }),
+            SideRows::Paged { pages: 0, max: 1.., .. } => return Err(ProblemError::Zero { name: "pages" }),
+            SideRows::Paged { page, pages, .. } => counts.extend([("page", page), ("pages", pages)]),
+        }
+        if let Some(error) = counts.into_iter().find_map(|(name, value)| too_long(name, value, MAX_I32)) {
+            return Err(error);
+        }
+        check_elements("page table", [batch, lengths.table_columns(), 1, 1])
     }
 
     /// The factor on Q K^T.
@@ -235,14 +355,12 @@ impl Problem {
         }
     }
 
-    /// Visible (query, key) pairs over all heads and sequences.
+    /// Visible (query, key) pairs over all heads and sequences. Where lengths are on the device this is an
+    /// estimate, as if every sequence had the mean length; who knows the lengths adds up problems of one
+    /// sequence each.
     pub fn pairs(&self) -> f64 {
-        match self.lengths {
-            Lengths::Uniform(_) => {
-                let pairs = self.mask.pairs(self.lengths.max_q(), self.lengths.max_k());
-                self.lengths.sequences() as f64 * self.heads_q as f64 * pairs as f64
-            }
-        }
+        let pairs = self.mask.pairs(self.lengths.mean_q(), self.lengths.mean_k());
+        self.lengths.sequences() as f64 * self.heads_q as f64 * pairs as f64
     }
 
     /// Floating-point operations of the forward: two products of 2 operations per pair and element,
@@ -288,23 +406,27 @@ impl Problem {
         2.0 * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
     }
 
-    /// Query rows over all heads and sequences: the number of LSE values.
+    /// Query rows over all heads and sequences: the number of LSE values (at most, where lengths are on the
+    /// device).
     pub fn rows(&self) -> f64 {
-        self.heads_q as f64 * self.total(Lengths::max_q)
-    }
-
-    /// A length summed over the sequences.
-    fn total(&self, length: fn(&Lengths) -> usize) -> f64 {
-        match self.lengths {
-            Lengths::Uniform(_) => self.lengths.sequences() as f64 * length(&self.lengths) as f64,
-        }
+        self.heads_q as f64 * self.lengths.reach_q() as f64
     }
 
     fn elements(&self) -> (f64, f64, f64, f64) {
-        let keys = self.heads_kv as f64 * self.total(Lengths::max_k);
+        let keys = self.heads_kv as f64 * self.lengths.reach_k() as f64;
         let (hd, hdv) = (self.head_dim as f64, self.head_dim_v as f64);
         (self.rows() * hd, keys * hd, keys * hdv, self.rows() * hdv)
     }
+}
+
+/// Refuses a tensor of more elements than can be addressed.
+fn check_elements(tensor: &'static str, shape: [usize; 4]) -> Result<(), ProblemError> {
+    let elements = shape.iter().try_fold(1u64, |n, &len| n.checked_mul(len.max(1) as u64));
+    if elements.is_some_and(|n| n >> ELEMENT_BITS == 0) {
+        return Ok(());
+    }
+    let shape = shape.map(|len| len.to_string()).join(" x ");
+    Err(ProblemError::TooLarge { tensor, shape, limit_bits: ELEMENT_BITS })
 }
 
 #[cfg(test)]
@@ -383,5 +505,77 @@ mod tests {
         let error =
             ron::from_str::<Problem>(&ron.replace("batch:2,", "batch:2,bias:1,")).unwrap_err().to_string();
         assert!(error.contains("bias"), "{error}");
+    }
+
+    #[test]
+    fn text_of_varied_problems_says_how_rows_lie() {
+        let of = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE };
+        let sides = [Side::padded(7), Side::padded(7).with_used(), Side::packed(15, 7)];
+        for (q, parts_q) in sides.iter().zip([&[][..], &["used_q:true"], &["total_q:Some(15)"]]) {
+            for (k, parts_k) in [
+                (Side::packed(99, 40), &["total_k:Some(99)"][..]),
+                (Side::packed(99, 40).with_used(), &["total_k:Some(99)", "used_k:true"]),
+                (Side::padded(40).with_used(), &["used_k:true"]),
+                (Side::paged(16, 9, 40), &["page:Some(16)", "pages:Some(9)"]),
+            ] {
+                let problem = of(*q, k);
+                assert_eq!(problem.check(), Ok(()));
+                let text = ron::to_string(&problem).unwrap();
+                assert!(text.starts_with("(batch:3,seqlen_q:7,seqlen_k:40,"), "{text}");
+                let all = ["total_q", "total_k", "used_q", "used_k", "page:", "pages:"];
+                let written = all.iter().filter(|name| text.contains(*name)).count();
+                assert_eq!(written, parts_q.len() + parts_k.len(), "{text}");
+                assert!(parts_q.iter().chain(parts_k).all(|part| text.contains(part)), "{text}");
+                assert_eq!(ron::from_str::<Problem>(&text).unwrap(), problem);
+                let json = serde_json::to_string(&problem).unwrap();
+                assert_eq!(serde_json::from_str::<Problem>(&json).unwrap(), problem);
+            }
+        }
+        let text = ron::to_string(&of(Side::padded(1), Side::paged(16, 9, 40))).unwrap();
+        for (from, to) in [("pages:Some(9),", ""), ("page:Some(16),", "page:Some(16),total_k:Some(3),")] {
+            let error = ron::from_str::<Problem>(&text.replace(from, to)).unwrap_err().to_string();
+            assert!(error.contains("keys in pages need page and pages"), "{error}");
+        }
+        let score = ScoreMod { softcap: None, alibi: Some(Alibi::PerSequenceHead), sinks: true };
+        let text = ron::to_string(&Problem { score, ..BASE }).unwrap();
+        assert!(text.ends_with("softcap:None,alibi:Some(per_sequence_head),sinks:true)"), "{text}");
+        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), Problem { score, ..BASE });
+    }
+
+    #[test]
+    fn lengths_on_the_device_fit_32_bits() {
+        let check = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE }.check();
+        let long = MAX_I32 + 1;
+        let too_long = |name| Err(ProblemError::TooLong { name, value: long, limit: MAX_I32 });
+        assert_eq!(check(Side::packed(0, 0), Side::packed(0, 0)), Ok(()));
+        // Fewer queries than sequences: some have none.
+        assert_eq!(check(Side::packed(2, 1), Side::packed(9, 9)), Ok(()));
+        assert_eq!(check(Side::packed(long, 1), Side::padded(1)), too_long("total_q"));
+        assert_eq!(check(Side::packed(1, long), Side::padded(1)), too_long("seqlen_q"));
+        assert_eq!(check(Side::packed(1, 1), Side::packed(long, 1)), too_long("total_k"));
+        assert_eq!(check(Side::padded(1), Side::packed(1, long)), too_long("seqlen_k"));
+        assert_eq!(check(Side::padded(1), Side::paged(1, long, 1)), too_long("pages"));
+        assert_eq!(check(Side::padded(1), Side::paged(long, 1, 1)), too_long("page"));
+        assert_eq!(check(Side::padded(1), Side::paged(0, 1, 1)), Err(ProblemError::Zero { name: "page" }));
+        assert_eq!(check(Side::padded(1), Side::paged(1, 0, 1)), Err(ProblemError::Zero { name: "pages" }));
+        assert_eq!(check(Side::padded(1), Side::paged(1, 0, 0)), Ok(()));
+        assert_eq!(check(Side::paged(4, 2, 8), Side::padded(8)), Err(ProblemError::PagedQueries { page: 4 }));
+        let table = Lengths::of(MAX_I32, Side::packed(1, 1), Side::paged(1, 1, MAX_I32));
+        let error = Problem { lengths: table, ..BASE }.check().unwrap_err().to_string();
+        assert!(error.contains("page table has the shape 2147483647 x 2147483647"), "{error}");
+    }
+
+    #[test]
+    fn counts_of_varied_problems_are_bounded_by_rows_and_lengths() {
+        let packed = Problem { lengths: Lengths::packed(4, 1000, 9000, 500, 1000), ..BASE };
+        assert_eq!(packed.rows(), 16.0 * 1000.0);
+        assert_eq!(packed.pairs(), 4.0 * 16.0 * 250.0 * 1000.0);
+        let keys = 4000.0 * 2.0 * 128.0 * 16.0 * 2.0;
+        assert_eq!(packed.bytes_forward(), keys + 1000.0 * 16.0 * (2.0 * 128.0 * 2.0 + 4.0));
+        let uniform = Problem { lengths: Lengths::uniform(4, 250, 1000), ..BASE };
+        assert_eq!(
+            (packed.flops_forward(), packed.bytes_backward()),
+            (uniform.flops_forward(), uniform.bytes_backward())
+        );
     }
 }

@@ -1,10 +1,34 @@
 //! What is done to scaled scores before the mask and the softmax.
+//!
+//! With `d = |i + seqlen_k - seqlen_q - j|`, the score of query `i` and key `j` is `softcap(scale * q.k) -
+//! slope * d`. A sink is one more logit of each row, in natural units, neither scaled nor capped nor masked:
+//! it joins the denominator and has no value. **LSE includes the sink**; a row that sees no key has `O = 0`
+//! and `LSE = sink` (`-inf` without one). Its gradient is `dsink[h] = -sum over the head's rows of
+//! exp(sink[h] - lse) * dPsum`. Partial results (splits of the keys, merges) leave the sink out; it is
+//! combined once.
 
-/// Changes of the scaled scores of a problem, with their run-time values.
+use serde::{Deserialize, Serialize};
+
+/// Changes of the scaled scores of a problem, with their run-time values. Slopes and sinks are tensors of the
+/// call.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ScoreMod {
     /// `cap * tanh(s / cap)`; `None` for no cap.
     pub softcap: Option<f64>,
+    /// ALiBi: a penalty that grows with the distance from the diagonal; `None` for none.
+    pub alibi: Option<Alibi>,
+    /// A logit per query head, f32 `[heads_q]`, in the denominator of the softmax.
+    pub sinks: bool,
+}
+
+/// Which slopes ALiBi has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Alibi {
+    /// f32 `[heads_q]`.
+    PerHead,
+    /// f32 `[batch, heads_q]`.
+    PerSequenceHead,
 }
 
 /// The changes of scores that a kernel has code for; their values are run-time parameters.
@@ -12,24 +36,67 @@ pub struct ScoreMod {
 pub struct ScoreKind {
     /// Scores pass through `cap * tanh(s / cap)`.
     pub softcap: bool,
+    /// `slope * |i + seqlen_k - seqlen_q - j|` is subtracted from scores.
+    pub alibi: bool,
+    /// A logit per query head joins the denominator.
+    pub sinks: bool,
 }
 
 impl ScoreMod {
     /// Scores as they are.
-    pub const NONE: ScoreMod = ScoreMod { softcap: None };
+    pub const NONE: ScoreMod = ScoreMod { softcap: None, alibi: None, sinks: false };
 
     /// A soft cap and nothing else.
     pub const fn softcap(cap: f64) -> ScoreMod {
-        ScoreMod { softcap: Some(cap) }
+        ScoreMod { softcap: Some(cap), ..ScoreMod::NONE }
+    }
+
+    /// A soft cap or none, and nothing else.
+    pub const fn softcap_or_none(softcap: Option<f64>) -> ScoreMod {
+        ScoreMod { softcap, ..ScoreMod::NONE }
     }
 
     /// What a kernel needs code for.
     pub const fn kind(&self) -> ScoreKind {
-        ScoreKind { softcap: self.softcap.is_some() }
+        ScoreKind { softcap: self.softcap.is_some(), alibi: self.alibi.is_some(), sinks: self.sinks }
+    }
+}
+
+impl Alibi {
+    /// The name in RON and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Alibi::PerHead => "per_head",
+            Alibi::PerSequenceHead => "per_sequence_head",
+        }
+    }
+
+    /// Slopes for a batch of `sequences` with `heads_q` query heads; at most `usize::MAX`.
+    pub const fn count(self, sequences: usize, heads_q: usize) -> usize {
+        match self {
+            Alibi::PerHead => heads_q,
+            Alibi::PerSequenceHead => sequences.saturating_mul(heads_q),
+        }
     }
 }
 
 impl ScoreKind {
     /// Scores as they are.
-    pub const NONE: ScoreKind = ScoreKind { softcap: false };
+    pub const NONE: ScoreKind = ScoreKind { softcap: false, alibi: false, sinks: false };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kind_is_what_is_on() {
+        assert_eq!(ScoreMod::NONE.kind(), ScoreKind::NONE);
+        assert_eq!(ScoreMod::NONE, ScoreMod::default());
+        assert_eq!(ScoreMod::softcap(1.0).kind(), ScoreKind { softcap: true, ..ScoreKind::NONE });
+        let all = ScoreMod { alibi: Some(Alibi::PerHead), sinks: true, ..ScoreMod::softcap(1.0) };
+        assert_eq!(all.kind(), ScoreKind { softcap: true, alibi: true, sinks: true });
+        assert_eq!(Alibi::PerHead.count(3, 8), 8);
+        assert_eq!(Alibi::PerSequenceHead.count(3, 8), 24);
+    }
 }

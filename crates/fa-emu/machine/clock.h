@@ -28,6 +28,7 @@ inline void join(std::vector<u32>& to, const std::vector<u32>& from) {
 struct Order {
     std::vector<u32> before;   // accesses up to these clocks happened before
     std::vector<u32> visible;  // generic accesses up to these clocks are visible to the async proxy as well
+    std::vector<u32> rounds;   // of each warp: instructions that its lanes have executed as one before
     std::shared_ptr<const Remote> remote;
 
     explicit Order(size_t slots = 0) : before(slots), visible(slots) {}
@@ -35,6 +36,8 @@ struct Order {
     void learn(const Order& other) {
         join(before, other.before);
         join(visible, other.visible);
+        if (rounds.size() < other.rounds.size()) rounds.resize(other.rounds.size());
+        join(rounds, other.rounds);
         learn(other.remote);
     }
     void learn(const std::shared_ptr<const Remote>& other) {
@@ -51,10 +54,17 @@ struct Order {
         }
         remote = both;
     }
+    // Whether the warp has executed an instruction as one after its `count` first ones.
+    bool beyond(u32 warp, u32 count) const { return warp < rounds.size() && rounds[warp] > count; }
+    void reach_round(u32 warp, u32 count) {
+        if (rounds.size() <= warp) rounds.resize(warp + 1);
+        rounds[warp] = count;
+    }
     void reach(Slot slot, u32 clock) { before[slot] = std::max(before[slot], clock); }
     void forget() {
         std::fill(before.begin(), before.end(), 0);
         std::fill(visible.begin(), visible.end(), 0);
+        std::fill(rounds.begin(), rounds.end(), 0);
         remote.reset();
     }
 };

@@ -184,6 +184,13 @@ void add_global(float* to, const float* values, int count) {
 u32 atomic_add(u32* to, u32 value) {
     ENTER();
     Thread& thread = *current;
+    if (u64(reinterpret_cast<u8*>(to) - thread.cta->memory) < machine->launch.smem_bytes) {
+        const u32 offset = offset_of(to, 4, 4);
+        atomic_access(offset);
+        const u32 old = *to;
+        *to += value;
+        return old;
+    }
     Global& global = machine->global;
     global.access(u64(to), 4, Use::Atomic, "adds to");
     const u32 cluster = thread.cta->cluster->id;

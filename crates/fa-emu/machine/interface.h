@@ -31,6 +31,7 @@ void store_shared(u32 address, const void* from, u32 bytes);
 
 u32 shuffle(u32 value, int lane);
 bool any(bool value);
+u32 ballot(bool value);
 void sync_warp();
 bool elect();
 void set_registers(int count, bool take);

@@ -61,6 +61,7 @@ struct Thread {
     u64 blocked_at = 0;
 
     u32 clock() const { return order.before[slot]; }
+    u32 warp_of_cluster() const;
     // Later accesses are not covered by what has been released so far.
     void tick() { ++order.before[slot]; }
 };
@@ -111,6 +112,14 @@ struct NamedBarrier {
     Order order;
 };
 
+// A lane that has seen a phase end: it must have done so before the next one ends, or it waits for a phase
+// that has passed.
+struct Seen {
+    Slot slot;
+    u32 clock, warp, round;
+    u16 site;
+};
+
 struct Mbarrier {
     Cta* cta;
     u32 offset;
@@ -119,6 +128,7 @@ struct Mbarrier {
     u32 phase = 0;
     Slot slot;
     Order arrived, done[2];
+    std::vector<Seen> seen[2];  // of the last two phases
 };
 
 struct Cta {
@@ -130,6 +140,7 @@ struct Cta {
     std::vector<Warp> warps;
     NamedBarrier named[16];
     std::map<u32, std::unique_ptr<Mbarrier>> mbarriers;
+    std::unordered_map<u32, std::vector<std::pair<Slot, u32>>> atomics;  // of a word since it was written
     int alive;
     int agents = 0;
     int free_registers;
@@ -248,11 +259,17 @@ std::string actor_name(const Cta& cta, const Actor& actor);
 u8* shared(u32 address, u32 bytes, u32 align);
 u32 offset_of(const void* pointer, u32 bytes, u32 align);
 void generic_access(u32 offset, u32 bytes, bool write);
+// An atomic of the word at `offset`: ordered after the other atomics of it, which tells it of nothing else.
+void atomic_access(u32 offset);
 void poison(u8* to, u32 bytes);
 void complete_phases(Mbarrier& bar);
 Mbarrier& mbarrier_at(Cta& cta, const void* bar, bool async);
 // A thread has ended: barriers that count it as arrived may open.
 void barriers_after_exit(Cta& cta);
+
+inline u32 Thread::warp_of_cluster() const {
+    return cta->rank * u32(cta->warps.size()) + u32(view.warp);
+}
 
 inline float from16(bool bf16, u16 bits) {
     if (bf16) return __builtin_bit_cast(float, u32(bits) << 16);

@@ -3,11 +3,33 @@
 
 namespace emu {
 
+namespace {
+
+// The phase that ends now frees the lanes of the phase before: they must have seen that one end.
+void check_seen(Mbarrier& bar, const Order& done) {
+    std::vector<Seen>& all = bar.seen[(bar.phase + 1) & 1];
+    for (const Seen& seen : all) {
+        if (seen.clock <= done.before[seen.slot] || done.beyond(seen.warp, seen.round)) continue;
+        Finding& found = report("phase overrun",
+                                "the mbarrier at shared memory +" + std::to_string(bar.offset) +
+                                    " ends a phase, and nothing says that all who wait for the phase before "
+                                    "have seen it end: who comes late waits for ever");
+        if (found.others.empty()) {
+            const std::string who = slot_name(*bar.cta, seen.slot) + ", which waited for the phase before";
+            found.others.push_back({who, site_stack(seen.site), 1});
+        }
+    }
+    all.clear();
+}
+
+}  // namespace
+
 void complete_phases(Mbarrier& bar) {
     while (bar.pending == 0 && bar.bytes == 0) {
         Order& done = bar.done[bar.phase & 1];
         std::swap(done, bar.arrived);
         bar.arrived.forget();
+        if (machine->options.order) check_seen(bar, done);
         ++bar.phase;
         // The bytes that counted on this phase are in.
         done.before[bar.slot] = done.visible[bar.slot] = bar.phase;
@@ -118,7 +140,11 @@ void mbarrier_wait(void* place, u32 parity) {
     ENTER();
     Mbarrier& bar = mbarrier_at(*current->cta, place, false);
     wait_until("mbarrier.try_wait", &bar, [&] { return (bar.phase & 1) != parity; });
-    current->order.learn(bar.done[parity]);
+    Thread& thread = *current;
+    // Of the wait, not of what comes after: a release has to be told of it.
+    bar.seen[parity].push_back(
+        {thread.slot, thread.clock(), thread.warp_of_cluster(), thread.warp->generation, site_of(pc)});
+    thread.order.learn(bar.done[parity]);
 }
 
 }  // namespace emu

@@ -34,6 +34,21 @@ void generic_access(u32 offset, u32 bytes, bool write) {
         {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), doing});
 }
 
+void atomic_access(u32 offset) {
+    if (!machine->options.order) return;
+    Thread& thread = *current;
+    auto& others = thread.cta->atomics[offset];
+    // Whoever has written the word otherwise since knew of the others, or has been reported.
+    Order order = thread.order;
+    for (const auto& [slot, clock] : others) order.reach(slot, clock);
+    const Actor actor{thread.slot, thread.clock(), Proxy::Generic, true, &order, site_of(pc), "adds to"};
+    for (const bool write : {false, true}) thread.cta->shadow.access(*thread.cta, offset, 4, write, actor);
+    std::erase_if(others, [&](const auto& own) {
+        return own.first == thread.slot || own.second <= thread.order.before[own.first];
+    });
+    others.push_back({thread.slot, thread.clock()});
+}
+
 void poison(u8* to, u32 bytes) {
     if (machine->options.poison) memset(to, 0xff, bytes);
 }

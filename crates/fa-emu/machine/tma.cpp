@@ -1,6 +1,7 @@
 // The copy engine: boxes of tensors and plain bytes to shared memory, sums from shared memory to device
 // memory.
 #include <cstring>
+#include <numeric>
 
 #include "machine.h"
 
@@ -52,12 +53,13 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
     for (int axis = 1; axis < rank; ++axis) rows *= map.box[axis];
     const u32 first = offset_of(dst, rows * inner, 128);
     const u32 mask = map.swizzle / 16 - 1;
-    // A swizzle repeats after so many bytes; a box that starts within one is laid out otherwise than its
-    // readers think.
-    if (first % (8 * map.swizzle)) {
+    // A swizzle repeats after eight rows; a box that starts within them, but for a part of a tile whose parts
+    // have fewer rows or others, is laid out otherwise than its readers think.
+    const u32 atom = std::gcd(rows, 8u) * map.swizzle;
+    if (first % atom) {
         report("bad swizzle", me() + " loads a box to shared memory +" + std::to_string(first) +
-                                  ", which is no multiple of " + std::to_string(8 * map.swizzle) +
-                                  ", a whole swizzle of " + std::to_string(map.swizzle) + " bytes");
+                                  ", which is no multiple of " + std::to_string(atom) +
+                                  ", of its rows in a swizzle of " + std::to_string(map.swizzle) + " bytes");
     }
 
     // The rows of the box, those outside the tensor as zeros.

@@ -27,6 +27,8 @@ void rendezvous(const char* instruction, void* payload, const std::function<void
         warp.arrived = 0;
         ++warp.generation;
         ++machine->counters.collectives;
+        for (int i = 0; i < 32; ++i)
+            warp.lanes[i].order.reach_round(current->warp_of_cluster(), warp.generation);
         run(warp);
         for (int i = 0; i < 32; ++i) {
             if (i != lane && warp.lanes[i].waits_on == &warp.arrived) wake(warp.lanes[i]);
@@ -61,6 +63,20 @@ bool any(bool value) {
         bool any = false;
         for (void* payload : warp.payload) any |= static_cast<Lane*>(payload)->in;
         for (void* payload : warp.payload) static_cast<Lane*>(payload)->out = any;
+    });
+    return own.out;
+}
+
+u32 ballot(bool value) {
+    ENTER();
+    struct Lane {
+        bool in;
+        u32 out;
+    } own{value, 0};
+    rendezvous("vote.sync.ballot", &own, [](Warp& warp) {
+        u32 all = 0;
+        for (int i = 0; i < 32; ++i) all |= u32(static_cast<Lane*>(warp.payload[i])->in) << i;
+        for (void* payload : warp.payload) static_cast<Lane*>(payload)->out = all;
     });
     return own.out;
 }

@@ -105,15 +105,31 @@ impl Trial {
     /// On a dtype that kernels do not take.
     pub fn new(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
         match problem.types.qkv {
-            Dtype::F16 => Trial::of::<f16>(problem, pass, placing),
-            Dtype::Bf16 => Trial::of::<bf16>(problem, pass, placing),
+            Dtype::F16 => Trial::of(problem, pass, placing, &normal::<f16>(problem)),
+            Dtype::Bf16 => Trial::of(problem, pass, placing, &normal::<bf16>(problem)),
             Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
         }
     }
 
-    fn of<T: Half>(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
-        let shapes = [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)];
-        let host: Vec<Vec<T>> = (0..4).map(|i| values(i, shapes[i])).collect();
+    /// The same of given values: q, k, v and dout, packed `[batch, seqlen, heads, dim]`, as bits. (A forward
+    /// reads no dout.)
+    ///
+    /// # Panics
+    /// On a dtype that kernels do not take, and on values that are not as many as the problem asks for.
+    pub fn of_values(problem: &Problem, pass: Pass, placing: Placing, values: &[Vec<u16>; 4]) -> Trial {
+        match problem.types.qkv {
+            Dtype::F16 => {
+                Trial::of(problem, pass, placing, &values.each_ref().map(|own| of_bits::<f16>(own)))
+            }
+            Dtype::Bf16 => {
+                Trial::of(problem, pass, placing, &values.each_ref().map(|own| of_bits::<bf16>(own)))
+            }
+            Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
+        }
+    }
+
+    fn of<T: Half>(problem: &Problem, pass: Pass, placing: Placing, host: &[Vec<T>; 4]) -> Trial {
+        let shapes = shapes(problem);
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
@@ -231,6 +247,20 @@ impl Half for bf16 {
     fn of_bits(bits: u16) -> bf16 {
         bf16::from_bits(bits)
     }
+}
+
+/// Shapes of q, k, v and out.
+fn shapes(problem: &Problem) -> [[usize; 4]; 4] {
+    [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)]
+}
+
+fn of_bits<T: Half>(bits: &[u16]) -> Vec<T> {
+    bits.iter().map(|&bits| T::of_bits(bits)).collect()
+}
+
+fn normal<T: Half>(problem: &Problem) -> [Vec<T>; 4] {
+    let shapes = shapes(problem);
+    [0, 1, 2, 3].map(|i| values(i, shapes[i]))
 }
 
 /// Reproducible values, roughly normal, for tensor number `i`.

@@ -58,7 +58,7 @@ pub fn cases(spec: &KernelSpec) -> Vec<Case> {
             mask,
             types: spec.types,
             softmax_scale: None,
-            score: ScoreMod { softcap: spec.score.softcap.then_some(15.0) },
+            score: ScoreMod::softcap_or_none(spec.score.softcap.then_some(15.0)),
         };
         let mut placing = Placing::PACKED;
         match turn {

@@ -24,6 +24,16 @@ struct Sm80FwdConfig {
     MaskKind mask;
     // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Lengths and starts of sequences are read on the device.
+    bool varied;
+    // K and V lie in pages, found through a table.
+    bool paged;
+    // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+    bool alibi;
+    // A logit per query head joins the denominator.
+    bool sinks;
+    // Several CTAs share the keys of a tile's rows.
+    bool split;
     // Query rows of a CTA; a multiple of `16 * num_warps` up to 256.
     int tile_m;
     // Keys of a step; a multiple of 16 up to 256.
@@ -62,6 +72,16 @@ struct Sm90FwdConfig {
     MaskKind mask;
     // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Lengths and starts of sequences are read on the device.
+    bool varied;
+    // K and V lie in pages, found through a table.
+    bool paged;
+    // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+    bool alibi;
+    // A logit per query head joins the denominator.
+    bool sinks;
+    // Several CTAs share the keys of a tile's rows.
+    bool split;
     // Query rows of a CTA: `64 * num_wg`.
     int tile_m;
     // Keys of a step; a multiple of 16 up to 256.
@@ -111,6 +131,16 @@ struct Sm80BwdConfig {
     MaskKind mask;
     // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Lengths and starts of sequences are read on the device.
+    bool varied;
+    // K and V lie in pages, found through a table.
+    bool paged;
+    // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+    bool alibi;
+    // A logit per query head joins the denominator.
+    bool sinks;
+    // Several CTAs share the keys of a tile's rows.
+    bool split;
     // Queries of a step; a multiple of 16 up to 128.
     int tile_m;
     // Keys of a CTA; a multiple of 16 up to 128.
@@ -155,6 +185,16 @@ struct Sm90BwdConfig {
     MaskKind mask;
     // Scores pass through cap * tanh(s / cap).
     bool softcap;
+    // Lengths and starts of sequences are read on the device.
+    bool varied;
+    // K and V lie in pages, found through a table.
+    bool paged;
+    // slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores.
+    bool alibi;
+    // A logit per query head joins the denominator.
+    bool sinks;
+    // Several CTAs share the keys of a tile's rows.
+    bool split;
     // Queries of a step; a multiple of 16 up to 128.
     int tile_m;
     // Keys of a CTA; a multiple of 16 up to 128.

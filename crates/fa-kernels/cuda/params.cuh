@@ -106,6 +106,138 @@ static_assert(FA_OFFSETOF(ScoreParams, softcap_exponent) == 12);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_log2) == 16);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_share) == 20);
 
+// Strides of a tensor in units of its ragged map's last axis: see `attn/ragged.cuh`.
+struct TmaStrides {
+    // Between positions.
+    unsigned row;
+    // Between heads; of packed heads, between groups.
+    unsigned head;
+    // Between batch entries, or pages; 0 for packed sequences.
+    unsigned entry;
+};
+static_assert(sizeof(TmaStrides) == 12 && alignof(TmaStrides) == 4);
+static_assert(FA_OFFSETOF(TmaStrides, row) == 0);
+static_assert(FA_OFFSETOF(TmaStrides, head) == 4);
+static_assert(FA_OFFSETOF(TmaStrides, entry) == 8);
+
+// Where sequences begin and end, known to the device alone. A null pointer is of no meaning for the
+// problem: a sequence is then as long as `ShapeParams` says.
+struct VarlenParams {
+    // `[batch + 1]`: the sequences' first rows in packed Q.
+    const int* cu_q;
+    // `[batch + 1]`: the sequences' first rows in packed K and V.
+    const int* cu_k;
+    // `[batch]`: queries that are used, of those that a sequence has room for.
+    const int* used_q;
+    // `[batch]`: keys that are used.
+    const int* used_k;
+    // `[batch, table_stride]`: the pages of each sequence's keys.
+    const int* page_table;
+    // Counts entries of the page table that name no page; their keys read as zeros. Null for no count.
+    unsigned* page_faults;
+    // Keys of a page.
+    int page;
+    // Pages of the cache.
+    int pages;
+    // Entries of a row of the page table.
+    int table_stride;
+    // Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
+    int page_part;
+    // Rows of packed Q; 0 where sequences are padded.
+    int total_q;
+    // Rows of packed K and V; 0 where sequences are padded or paged.
+    int total_k;
+    // Of Q's map.
+    TmaStrides tma_q;
+    // Of K's map.
+    TmaStrides tma_k;
+    // Of V's map.
+    TmaStrides tma_v;
+    // Of dO's map; backward only.
+    TmaStrides tma_do;
+};
+static_assert(sizeof(VarlenParams) == 120 && alignof(VarlenParams) == 8);
+static_assert(FA_OFFSETOF(VarlenParams, cu_q) == 0);
+static_assert(FA_OFFSETOF(VarlenParams, cu_k) == 8);
+static_assert(FA_OFFSETOF(VarlenParams, used_q) == 16);
+static_assert(FA_OFFSETOF(VarlenParams, used_k) == 24);
+static_assert(FA_OFFSETOF(VarlenParams, page_table) == 32);
+static_assert(FA_OFFSETOF(VarlenParams, page_faults) == 40);
+static_assert(FA_OFFSETOF(VarlenParams, page) == 48);
+static_assert(FA_OFFSETOF(VarlenParams, pages) == 52);
+static_assert(FA_OFFSETOF(VarlenParams, table_stride) == 56);
+static_assert(FA_OFFSETOF(VarlenParams, page_part) == 60);
+static_assert(FA_OFFSETOF(VarlenParams, total_q) == 64);
+static_assert(FA_OFFSETOF(VarlenParams, total_k) == 68);
+static_assert(FA_OFFSETOF(VarlenParams, tma_q) == 72);
+static_assert(FA_OFFSETOF(VarlenParams, tma_k) == 84);
+static_assert(FA_OFFSETOF(VarlenParams, tma_v) == 96);
+static_assert(FA_OFFSETOF(VarlenParams, tma_do) == 108);
+
+// What joins the scores beside the mask. Null where the problem has none.
+struct ModParams {
+    // ALiBi slopes, `[heads_q]` or `[batch, heads_q]`.
+    const float* alibi_slopes;
+    // From a sequence's slopes to the next one's; 0 for slopes per head.
+    long long alibi_stride;
+    // Sinks, `[heads_q]`: a logit of each head that joins the denominator.
+    const float* sinks;
+    // Gradients of the sinks, `[heads_q]`; backward only.
+    float* dsinks;
+};
+static_assert(sizeof(ModParams) == 32 && alignof(ModParams) == 8);
+static_assert(FA_OFFSETOF(ModParams, alibi_slopes) == 0);
+static_assert(FA_OFFSETOF(ModParams, alibi_stride) == 8);
+static_assert(FA_OFFSETOF(ModParams, sinks) == 16);
+static_assert(FA_OFFSETOF(ModParams, dsinks) == 24);
+
+// Keys of a row divided among CTAs: their partial results, and how many.
+struct SplitParams {
+    // Workspace `[slots, heads, slot_rows, head_dim_v]`: O of a part of the keys, normalised.
+    float* out_partial;
+    // Workspace `[slots, heads, slot_rows]`: LSE of a part of the keys without the sink, natural
+    // logarithm.
+    float* lse_partial;
+    // Parts of the keys of every row; with a work plan the most parts, of which the plan decides.
+    int splits;
+    // Rows of a slot: those of a tile that can exist.
+    int slot_rows;
+};
+static_assert(sizeof(SplitParams) == 24 && alignof(SplitParams) == 8);
+static_assert(FA_OFFSETOF(SplitParams, out_partial) == 0);
+static_assert(FA_OFFSETOF(SplitParams, lse_partial) == 8);
+static_assert(FA_OFFSETOF(SplitParams, splits) == 16);
+static_assert(FA_OFFSETOF(SplitParams, slot_rows) == 20);
+
+// The work plan of sequences of different lengths: header and lists of `attn/plan.cuh`, in one buffer.
+struct PlanParams {
+    // The buffer, on a multiple of 16 bytes; null without a plan.
+    int* buffer;
+    // The most entries of the list of tiles of queries and parts of keys, longest first.
+    int items;
+    // The most entries of the list of tiles whose keys are divided.
+    int split_items;
+    // The most entries of the list of tiles of queries; 0 for no such list.
+    int m_tiles;
+    // The most entries of the list of tiles of keys; 0 for no such list.
+    int n_tiles;
+    // Tiles that an entry stands for: the heads.
+    int heads;
+    // CTAs that compute at once.
+    int slots;
+    // By how many bits lengths, in tiles, are shifted to be sorted.
+    int shift;
+};
+static_assert(sizeof(PlanParams) == 40 && alignof(PlanParams) == 8);
+static_assert(FA_OFFSETOF(PlanParams, buffer) == 0);
+static_assert(FA_OFFSETOF(PlanParams, items) == 8);
+static_assert(FA_OFFSETOF(PlanParams, split_items) == 12);
+static_assert(FA_OFFSETOF(PlanParams, m_tiles) == 16);
+static_assert(FA_OFFSETOF(PlanParams, n_tiles) == 20);
+static_assert(FA_OFFSETOF(PlanParams, heads) == 24);
+static_assert(FA_OFFSETOF(PlanParams, slots) == 28);
+static_assert(FA_OFFSETOF(PlanParams, shift) == 32);
+
 // The arguments of every forward kernel.
 struct FwdParams {
     // Q, `[batch, seqlen_q, heads_q, head_dim]`.
@@ -134,8 +266,16 @@ struct FwdParams {
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
+    // Sequences of different lengths; kernels with `varied` only.
+    VarlenParams varlen;
+    // Kernels with `alibi` or `sinks` only.
+    ModParams mods;
+    // Kernels with `split` only.
+    SplitParams split;
+    // Kernels with `varied` only.
+    PlanParams plan;
 };
-static_assert(sizeof(FwdParams) == 224 && alignof(FwdParams) == 8);
+static_assert(sizeof(FwdParams) == 440 && alignof(FwdParams) == 8);
 static_assert(FA_OFFSETOF(FwdParams, q) == 0);
 static_assert(FA_OFFSETOF(FwdParams, k) == 32);
 static_assert(FA_OFFSETOF(FwdParams, v) == 64);
@@ -148,6 +288,10 @@ static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 208);
 static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 212);
 static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 216);
 static_assert(FA_OFFSETOF(FwdParams, sections) == 220);
+static_assert(FA_OFFSETOF(FwdParams, varlen) == 224);
+static_assert(FA_OFFSETOF(FwdParams, mods) == 344);
+static_assert(FA_OFFSETOF(FwdParams, split) == 376);
+static_assert(FA_OFFSETOF(FwdParams, plan) == 400);
 
 // The arguments of every backward kernel.
 struct BwdParams {
@@ -205,11 +349,17 @@ struct BwdParams {
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
+    // Sequences of different lengths; kernels with `varied` only.
+    VarlenParams varlen;
+    // Kernels with `alibi` or `sinks` only.
+    ModParams mods;
+    // Kernels with `varied` only.
+    PlanParams plan;
     // Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
     // and of dK so far; null unless deterministic with head_splits > 1.
     unsigned* dkv_semaphores;
 };
-static_assert(sizeof(BwdParams) == 416 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 608 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -234,7 +384,10 @@ static_assert(FA_OFFSETOF(BwdParams, head_splits) == 392);
 static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 396);
 static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 400);
 static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
-static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 408);
+static_assert(FA_OFFSETOF(BwdParams, varlen) == 408);
+static_assert(FA_OFFSETOF(BwdParams, mods) == 528);
+static_assert(FA_OFFSETOF(BwdParams, plan) == 560);
+static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 600);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

@@ -140,6 +140,14 @@ pub enum Error {
         /// Bytes that a CTA may use.
         have: u32,
     },
+    /// The kernel's device code does not have what its spec asks for.
+    #[error("{what}: {kernel} has no device code for it; use a problem without it")]
+    NoCode {
+        /// The kernel.
+        kernel: &'static str,
+        /// What it lacks.
+        what: &'static str,
+    },
     /// A kernel does not compute the problem that it was asked to.
     #[error("{what}: the kernel computes {kernel}, not {problem}")]
     Mismatch {

@@ -116,6 +116,12 @@ pub enum PlanError {
         /// The architecture.
         arch: Arch,
     },
+    /// Gradients of keys in pages.
+    #[error("keys in pages of {page} rows have no backward: pack or pad them")]
+    PagedBackward {
+        /// Rows of a page.
+        page: usize,
+    },
     /// SM100 planned for an architecture without tensor memory.
     #[error("{arch} has no tensor memory: SM100 plans are for sm100 and sm103")]
     NoTensorMemory {
@@ -168,6 +174,9 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     problem.check()?;
     if !problem.types.qkv.is_half() {
         return Err(PlanError::Dtype(problem.types.qkv));
+    }
+    if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
+        return Err(PlanError::PagedBackward { page });
     }
     let family = options.family.unwrap_or(Family::native(arch));
     if !family.runs_on(arch) {

@@ -2,7 +2,9 @@
 //! seqlen = 16384), with the tiles that they are known to use.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, Mask, MaskKind, Problem, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
+use fa_core::{
+    Arch, Dtype, Kernel, KernelSpec, Mask, MaskKind, Problem, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types,
+};
 use fa_planner::cost::{Cost, CostConstants, predict};
 use fa_planner::plan::{PlanOptions, explore};
 
@@ -57,6 +59,8 @@ fn fa3_spec(row: &Row) -> KernelSpec {
         head_dim_v: row.head_dims.1 as u32,
         mask: MaskKind::of(&mask(row.causal)),
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel: Kernel::Sm90Fwd(Sm90Fwd {
             tile_m,
             tile_n,
@@ -151,6 +155,8 @@ fn fa2_spec(problem: &Problem, (tile_m, tile_n, num_warps, blocks_per_sm): Fa2Ti
         head_dim_v: problem.head_dim_v as u32,
         mask: MaskKind::of(&problem.mask),
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel: Kernel::Sm80Fwd(Sm80Fwd {
             tile_m,
             tile_n,

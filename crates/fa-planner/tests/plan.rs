@@ -59,7 +59,7 @@ fn problems() -> impl Strategy<Value = Problem> {
             mask,
             types: Types::same(dtype),
             softmax_scale: None,
-            score: ScoreMod { softcap },
+            score: ScoreMod::softcap_or_none(softcap),
         },
     )
 }

@@ -6,13 +6,15 @@ use std::sync::Mutex;
 use anyhow::Context;
 use clap::Args;
 use fa_attn::atomic_file;
-use fa_core::{Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+use fa_attn::device::Half;
+use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
 use fa_emu::mutate::{self, Statement};
 use fa_emu::record::{Attempt, Candidate, Record, prove, today};
 use fa_emu::sample::sample;
 use fa_emu::sweep::{SEEDS, Trials, distinct};
 use fa_emu::{Counters, Emulator, Finding, Options, Pace, Placing, Planned, Proof, Trial, Unit, timeline};
 use fa_kernels::Headers;
+use fa_lab::grid::{Arrangement, Case, Extent};
 use fa_lab::shape::HeadDim;
 use serde::{Deserialize, Serialize};
 
@@ -77,6 +79,9 @@ pub struct EmulateArgs {
     /// The CTA of the timeline
     #[arg(long, value_name = "N", default_value_t = 0, requires = "report")]
     pub cta: u32,
+    /// The cases that `fa validate` tries a configuration on, in place of one problem
+    #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
+    pub grid: bool,
     /// Every shipped kernel at awkward shapes, but those that the record knows; it is written
     #[arg(long, conflicts_with_all = ["spec", "mutate"])]
     pub shipped: bool,
@@ -108,6 +113,7 @@ const EXAMPLES: &str = "\
 Examples:
   fa emulate crates/fa-kernels/specs/sm90/hd128-causal-bf16.ron --seqlen 300
   fa emulate my.ron --seqlen 113x203 --heads 4:2 --seed 7 --json
+  fa emulate my.ron --grid                                 the cases of fa validate --all-configs
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --mutate                                      is every barrier missed when it is gone?
@@ -167,7 +173,7 @@ pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
                 let subject = mutate::Subject { spec, arch, case };
                 return mutations(args, &emulator, vec![("the kernel", vec![subject])]);
             }
-            one(args, &emulator, &spec, arch)
+            if args.grid { grid(args, &emulator, &spec, arch) } else { one(args, &emulator, &spec, arch) }
         }
     }
 }
@@ -204,7 +210,7 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
         mask,
         types: spec.types,
         softmax_scale: args.scale,
-        score: ScoreMod { softcap: args.softcap.or_else(|| spec.score.softcap.then_some(15.0)) },
+        score: ScoreMod::softcap_or_none(args.softcap.or_else(|| spec.score.softcap.then_some(15.0))),
     };
     problem.check()?;
     // What takes seconds of emulation takes a GPU microseconds.
@@ -264,6 +270,81 @@ fn one(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) -
         output::print(&text(&report, args.sms, spec))?
     }
     Ok(if passed { Verdict::Good } else { Verdict::Bad })
+}
+
+/// The cases of the GPU's grid for this kernel, each under every seed.
+fn grid(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) -> anyhow::Result<Verdict> {
+    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &Headers::embedded()))?;
+    let cases = fa_lab::grid::of_spec("emulated", &spec.to_string(), spec, Extent::Quick);
+    let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
+    let mut steps = Steps::new(cases.len());
+    let mut runs = Vec::new();
+    for case in &cases {
+        steps.begin(case.problem_name());
+        let trial = trial_of(case)?;
+        for &seed in seeds {
+            let options = Options { sms: args.sms, step_limit: args.steps, ..Options::seed(seed) };
+            let proof = trial.run(&unit, &options)?;
+            runs.push((case.name(), summary(&unit, &case.problem, args.sms, seed, proof)));
+        }
+        steps.advance();
+    }
+    drop(steps);
+    let passed = runs.iter().all(|(_, run)| run.passed);
+    if args.json {
+        let report: Vec<_> = runs.iter().map(|(case, run)| CaseRun { case, run }).collect();
+        output::print_json(&report)?;
+    } else {
+        let mut out = format!("kernel   {spec} on {arch}\n");
+        for (case, run) in &runs {
+            out += &format!(
+                "{case}, seed {}: {}\n",
+                run.seed,
+                if run.passed { "nothing found" } else { "FOUND" }
+            );
+            for fault in &run.faults {
+                out += &format!("  {}\n", fault.replace('\n', "\n  "));
+            }
+        }
+        output::print(&out)?;
+    }
+    Ok(if passed { Verdict::Good } else { Verdict::Bad })
+}
+
+#[derive(Debug, Serialize)]
+struct CaseRun<'a> {
+    case: &'a str,
+    #[serde(flatten)]
+    run: &'a Run,
+}
+
+/// A case of the GPU's grid for the emulation: the same values in the same places.
+fn trial_of(case: &Case) -> anyhow::Result<Trial> {
+    let (layout, gap) = match case.arrangement {
+        Arrangement::Bshd => (TensorLayout::Bshd, 0),
+        Arrangement::Bhsd => (TensorLayout::Bhsd, 0),
+        Arrangement::Gap(gap) => (TensorLayout::Bshd, gap),
+        Arrangement::BhsdGap(gap) => (TensorLayout::Bhsd, gap),
+        Arrangement::SharedBatch
+        | Arrangement::SharedHeads
+        | Arrangement::SharedRows
+        | Arrangement::FarBatch
+        | Arrangement::FarKeys => {
+            let message = format!("{} lies as no case of a configuration does", case.name());
+            return Err(InputError::Usage(message).into());
+        }
+    };
+    fn bits<T: Half>(case: &Case) -> [Vec<u16>; 4] {
+        let inputs = case.inputs::<T>();
+        let dout = fa_lab::tensors::random_dout(&inputs, case.seed());
+        let [q, k, v] = inputs.values;
+        [q, k, v, dout].map(|own| T::bits(&own).to_vec())
+    }
+    let values = match case.problem.types.qkv {
+        Dtype::F16 => bits::<half::f16>(case),
+        _ => bits::<half::bf16>(case),
+    };
+    Ok(Trial::of_values(&case.problem, case.pass, Placing { layout, gap }, &values))
 }
 
 fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<Proof> {

@@ -13,6 +13,7 @@ mod tests;
 mod values;
 
 use std::fmt;
+use std::ops::Not;
 
 use serde::{Deserialize, Serialize};
 
@@ -25,13 +26,14 @@ pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
-pub use values::{MAX_HEAD_DIM, MaskKind, Scheduler, TileOrder, Traits};
+pub use values::{MAX_HEAD_DIM, MaskKind, Reads, Scheduler, TileOrder, Traits};
 
 /// A kernel's compile-time parameters.
 ///
 /// `head_dim` and `head_dim_v` are the extents of the kernel's tiles: it computes every problem whose head
 /// dims are multiples of 8 up to them, padding with zeros. As text (JSON, RON) a spec is flat: `dtype` for
-/// the types, `softcap` for the change of scores.
+/// the types, `softcap`, `alibi` and `sinks` for the change of scores, `varied` and `paged` for how rows are
+/// found; of these, and of `split`, all but `softcap` are written where they are on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Flat", into = "Flat")]
 pub struct KernelSpec {
@@ -45,6 +47,11 @@ pub struct KernelSpec {
     pub mask: MaskKind,
     /// Code that changes scores before the mask.
     pub score: ScoreKind,
+    /// How rows of Q, K and V are found.
+    pub reads: Reads,
+    /// Several CTAs share the keys of a tile's rows: partial results, and a kernel that combines them.
+    /// Forward only; serves every problem that the kernel without it serves.
+    pub split: bool,
     /// The kernel and its own parameters.
     pub kernel: Kernel,
 }
@@ -61,20 +68,48 @@ struct Flat {
     mask: MaskKind,
     #[serde(default)]
     softcap: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    varied: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    paged: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    alibi: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    sinks: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    split: bool,
     kernel: Kernel,
 }
 
 impl From<Flat> for KernelSpec {
-    fn from(Flat { dtype, out_dtype, head_dim, head_dim_v, mask, softcap, kernel }: Flat) -> KernelSpec {
+    fn from(flat: Flat) -> KernelSpec {
+        let Flat { dtype, out_dtype, head_dim, head_dim_v, mask, .. } = flat;
+        let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
         let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
-        KernelSpec { types, head_dim, head_dim_v, mask, score: ScoreKind { softcap }, kernel }
+        let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
+        KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel }
     }
 }
 
 impl From<KernelSpec> for Flat {
-    fn from(KernelSpec { types, head_dim, head_dim_v, mask, score, kernel }: KernelSpec) -> Flat {
+    fn from(spec: KernelSpec) -> Flat {
+        let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = spec;
         let (dtype, out_dtype) = (types.qkv, types.differing_out());
-        Flat { dtype, out_dtype, head_dim, head_dim_v, mask, softcap: score.softcap, kernel }
+        let (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged }) = (score, reads);
+        Flat {
+            dtype,
+            out_dtype,
+            head_dim,
+            head_dim_v,
+            mask,
+            softcap,
+            varied,
+            paged,
+            alibi,
+            sinks,
+            split,
+            kernel,
+        }
     }
 }
 
@@ -180,8 +215,39 @@ impl KernelSpec {
         }
         params::multiple("head_dim", self.head_dim, 16, MAX_HEAD_DIM)?;
         params::multiple("head_dim_v", self.head_dim_v, 16, MAX_HEAD_DIM)?;
+        self.check_reads()?;
         let (head_dims, mask) = ((self.head_dim, self.head_dim_v), self.mask);
         of_each!(&self.kernel, kernel => kernel.check(head_dims, mask))
+    }
+
+    /// What finds rows, splits keys and shares loads goes together.
+    fn check_reads(&self) -> Result<(), SpecError> {
+        let Reads { varied, paged } = self.reads;
+        let name = self.kernel.name();
+        let conflict = |why: String| Err(SpecError::Conflict(why));
+        if paged && !varied {
+            return conflict("paged needs varied: a cache in pages has its lengths on the device".into());
+        }
+        if paged && self.kernel.is_backward() {
+            return conflict(format!("paged: {name} is a backward, whose keys are padded or packed"));
+        }
+        if self.split && self.kernel.is_backward() {
+            return conflict(format!("split: {name} is a backward; split is for forward kernels"));
+        }
+        let cluster = self.traits().cluster;
+        if varied && cluster > 1 {
+            return conflict(format!(
+                "cluster_m = {cluster} and varied: sequences begin within a cluster's tiles, whose CTAs \
+                 would not load the same keys; use cluster_m = 1"
+            ));
+        }
+        if self.split && cluster > 1 {
+            return conflict(format!(
+                "cluster_m = {cluster} and split: CTAs of a cluster load the same keys, those of a split do \
+                 not; use cluster_m = 1"
+            ));
+        }
+        Ok(())
     }
 
     /// Checks that the kernel runs on `arch`.
@@ -196,9 +262,10 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// Checks that the kernel computes `problem`: its types, head dims, mask, soft cap and ratio of heads. A
-    /// kernel is compiled without lengths, and a problem does not name a pass: neither is compared. The
-    /// problem must be valid ([`Problem::check`]).
+    /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
+    /// heads and how rows are found. A kernel is compiled without lengths, and a problem does not name a
+    /// pass: neither is compared. A kernel that splits keys serves what the same kernel without splits
+    /// serves. The problem must be valid ([`Problem::check`]).
     ///
     /// # Errors
     /// The first [`Mismatch`] found.
@@ -223,9 +290,18 @@ impl KernelSpec {
             return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
         }
         let (have, need) = (self.score, problem.score.kind());
-        if have.softcap != need.softcap {
-            let text = |on: bool| if on { "a softcap" } else { "no softcap" };
-            return differs("softcap", text(have.softcap).into(), text(need.softcap).into());
+        let (reads, of) = (self.reads, Reads::of(problem));
+        for (what, have, need, [off, on]) in [
+            ("softcap", have.softcap, need.softcap, ["no softcap", "a softcap"]),
+            ("alibi", have.alibi, need.alibi, ["no ALiBi", "ALiBi"]),
+            ("sinks", have.sinks, need.sinks, ["no sinks", "sinks"]),
+            ("paged", reads.paged, of.paged, ["keys in one piece", "keys in pages"]),
+            ("varied", reads.varied, of.varied, ["uniform lengths", "lengths on the device"]),
+        ] {
+            if have != need {
+                let text = |is_on: bool| if is_on { on } else { off }.to_owned();
+                return differs(what, text(have), text(need));
+            }
         }
         let Traits { packs_gqa, tile: (tile_m, _), .. } = self.traits();
         let group = problem.group_size();
@@ -243,7 +319,7 @@ impl KernelSpec {
 
     /// Every compile-time parameter in the order of declaration: those of all kernels, then the kernel's own.
     pub fn params(&self) -> Vec<Param> {
-        let KernelSpec { types, head_dim, head_dim_v, mask, score, kernel } = self;
+        let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = self;
         let param = |name, doc, value| Param { name, doc, value };
         let mut all = vec![
             param("dtype", &[" Type of Q, K, V and O."] as &[_], types.qkv.into()),
@@ -251,6 +327,19 @@ impl KernelSpec {
             param("head_dim_v", &[" Tile extent of the head dim of V and O."], (*head_dim_v).into()),
             param("mask", &[" Masking code."], (*mask).into()),
             param("softcap", &[" Scores pass through cap * tanh(s / cap)."], score.softcap.into()),
+            param(
+                "varied",
+                &[" Lengths and starts of sequences are read on the device."],
+                reads.varied.into(),
+            ),
+            param("paged", &[" K and V lie in pages, found through a table."], reads.paged.into()),
+            param(
+                "alibi",
+                &[" slope * |i + seqlen_k - seqlen_q - j| is subtracted from scores."],
+                score.alibi.into(),
+            ),
+            param("sinks", &[" A logit per query head joins the denominator."], score.sinks.into()),
+            param("split", &[" Several CTAs share the keys of a tile's rows."], (*split).into()),
         ];
         all.extend(kernel.params());
         all
@@ -303,8 +392,15 @@ impl fmt::Display for KernelSpec {
             format!("{}-{}", self.head_dim, self.head_dim_v)
         };
         write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.qkv, self.mask.name())?;
-        if self.score.softcap {
-            f.write_str("-softcap")?;
+        for (on, name) in [
+            (self.score.softcap, "-softcap"),
+            (self.score.alibi, "-alibi"),
+            (self.score.sinks, "-sinks"),
+            (self.reads.varied, "-varlen"),
+            (self.reads.paged, "-paged"),
+            (self.split, "-split"),
+        ] {
+            f.write_str(if on { name } else { "" })?;
         }
         write!(f, "-{tile_m}x{tile_n}")?;
         let parts = of_each!(&self.kernel, kernel => kernel.name_parts());

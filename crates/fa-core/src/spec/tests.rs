@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Mask, ScoreMod};
+use crate::{Alibi, Lengths, Mask, ScoreMod};
 
 fn sm80() -> KernelSpec {
     KernelSpec {
@@ -8,6 +8,8 @@ fn sm80() -> KernelSpec {
         head_dim_v: 128,
         mask: MaskKind::Causal,
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel: Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, tile_n: 64, ..Sm80Fwd::default() }),
     }
 }
@@ -124,7 +126,7 @@ fn unknown_fields_and_bad_values_are_refused() {
         assert!(error.contains(part), "{error} does not name {part}");
     };
     refused(&text.replace("stages", "stagez"), "stagez");
-    refused(&text.replace("softcap: false", "softcap: false, sinks: true"), "sinks");
+    refused(&text.replace("softcap: false", "softcap: false, bias: true"), "bias");
     refused(&text.replace("tile_n: 64", "tile_n: 60"), "tile_n = 60");
     refused(&text.replace("tile_n: 64", "tile_n: -1"), "not a kernel spec");
     refused(&text.replace("f16", "e4m3"), "dtype e4m3");
@@ -198,17 +200,18 @@ fn parameters_are_those_of_the_text_in_its_order() {
     for spec in [sm80(), sm90(), backward(), backward_sm80()] {
         let text = spec.to_ron();
         let mut rest = text.as_str();
-        for param in spec.params() {
+        // Of the parameters of all kernels, those that came later are written where they are on.
+        let later = ["varied", "paged", "alibi", "sinks", "split"];
+        let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
+        let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
+        assert_eq!(params.len(), spec.params().len() - later.len());
+        for param in &params {
             let line = format!("{}: {},", param.name, param.value);
             let at = rest.find(&line).unwrap_or_else(|| panic!("{line} is not in {rest}"));
             rest = &rest[at + line.len()..];
             assert!(param.doc.iter().all(|line| line.starts_with(' ')), "{}: {:?}", param.name, param.doc);
         }
-        assert_eq!(
-            text.matches(": ").count(),
-            spec.params().len() + 1,
-            "the kernel itself is no parameter: {text}"
-        );
+        assert_eq!(text.matches(": ").count(), params.len() + 1, "the kernel itself is no parameter: {text}");
     }
     assert_eq!(sm90().kernel.param("scheduler").map(|value| value.to_string()), Some("Static".into()));
     assert_eq!(sm90().kernel.param("num_warps"), None);
@@ -243,7 +246,7 @@ fn text_is_flat() {
     let spec = serde_json::to_string(&sm90()).unwrap();
     assert!(spec.starts_with(&format!(r#"{json}"kernel":{{"Sm90Fwd":{{"#)), "{spec}");
     assert_eq!(serde_json::from_str::<KernelSpec>(&spec).unwrap(), sm90());
-    let capped = KernelSpec { score: ScoreKind { softcap: true }, ..sm80() };
+    let capped = KernelSpec { score: ScoreKind { softcap: true, ..ScoreKind::NONE }, ..sm80() };
     assert_eq!(capped.to_ron(), text.replace("softcap: false", "softcap: true"));
     let named = KernelSpec::from_ron(&format!("KernelSpec{text}"));
     assert_eq!(named, Ok(sm80()));
@@ -254,4 +257,95 @@ fn another_type_of_o_is_refused() {
     let mixed = KernelSpec { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..sm80() };
     let error = KernelSpec::from_ron(&mixed.to_ron()).expect_err("nothing writes it").to_string();
     assert!(error.contains("out_dtype = f32"), "{error}");
+}
+
+/// A forward with everything on that reads and scores can have.
+fn all_on() -> KernelSpec {
+    KernelSpec {
+        score: ScoreKind { softcap: true, alibi: true, sinks: true },
+        reads: Reads { varied: true, paged: true },
+        split: true,
+        ..sm90()
+    }
+}
+
+#[test]
+fn what_is_on_is_in_text_name_and_parameters() {
+    let spec = all_on();
+    assert_eq!(spec.check(), Ok(()));
+    assert_eq!(
+        spec.to_string(),
+        "sm90_fwd-f16-hd128-causal-softcap-alibi-sinks-varlen-paged-split-128x176-rs-ovl-s2-pp-static"
+    );
+    let json = serde_json::to_string(&spec).unwrap();
+    let on = r#""mask":"causal","softcap":true,"varied":true,"paged":true,"alibi":true,"sinks":true,"#;
+    assert!(json.contains(&format!(r#"{on}"split":true,"kernel":"#)), "{json}");
+    assert_eq!(serde_json::from_str::<KernelSpec>(&json).unwrap(), spec);
+    assert_eq!(KernelSpec::from_ron(&spec.to_ron()), Ok(spec.clone()));
+    let names: Vec<_> = spec.params().iter().map(|param| param.name).take(10).collect();
+    let first = ["dtype", "head_dim", "head_dim_v", "mask", "softcap", "varied", "paged"];
+    assert_eq!(names[..7], first);
+    assert_eq!(names[7..], ["alibi", "sinks", "split"]);
+    let text = spec.to_ron();
+    for param in spec.params() {
+        assert!(text.contains(&format!("{}: {},", param.name, param.value)), "{}: {text}", param.name);
+    }
+}
+
+#[test]
+fn what_does_not_go_together_is_refused() {
+    let refused = |spec: KernelSpec, parts: [&str; 2]| {
+        let error = spec.check().expect_err("must be refused").to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error} does not name {parts:?}");
+        assert!(KernelSpec::from_ron(&spec.to_ron()).is_err());
+    };
+    let varied = Reads { varied: true, paged: false };
+    let paged = Reads { varied: true, paged: true };
+    for kernel in [backward(), backward_sm80()] {
+        assert_eq!(KernelSpec { reads: varied, ..kernel.clone() }.check(), Ok(()));
+        refused(KernelSpec { reads: paged, ..kernel.clone() }, ["paged", "backward"]);
+        refused(KernelSpec { split: true, ..kernel }, ["split", "backward"]);
+    }
+    refused(KernelSpec { reads: Reads { varied: false, paged: true }, ..sm80() }, ["paged", "varied"]);
+    let cluster = Kernel::Sm90Fwd(Sm90Fwd { cluster_m: 2, ..Sm90Fwd::default() });
+    let cluster = KernelSpec { mask: MaskKind::Full, kernel: cluster, ..sm90() };
+    assert_eq!(cluster.check(), Ok(()));
+    refused(KernelSpec { reads: varied, ..cluster.clone() }, ["cluster_m = 2 and varied", "cluster_m = 1"]);
+    refused(KernelSpec { split: true, ..cluster }, ["cluster_m = 2 and split", "cluster_m = 1"]);
+}
+
+#[test]
+fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
+    use crate::lengths::Side;
+    let base = Problem::square(2, 1024, 4, 128, Mask::CAUSAL, Dtype::F16);
+    let packed = Problem { lengths: Lengths::packed(2, 2048, 2048, 1100, 1100), ..base };
+    let lengths = Lengths::of(2, Side::padded(1), Side::padded(1024).with_used());
+    let used = Problem { lengths, ..base };
+    let lengths = Lengths::of(2, Side::packed(2, 1), Side::paged(16, 128, 1024));
+    let paged = Problem { lengths, ..base };
+    let with = |alibi, sinks| Problem { score: ScoreMod { softcap: None, alibi, sinks }, ..base };
+    let differs = |spec: &KernelSpec, problem: &Problem| spec.serves(problem).expect_err("it differs").what;
+    for plain in [sm80(), sm90()] {
+        let score = |alibi, sinks| ScoreKind { softcap: false, alibi, sinks };
+        let varied = KernelSpec { reads: Reads { varied: true, paged: false }, ..plain.clone() };
+        let pages = KernelSpec { reads: Reads { varied: true, paged: true }, ..plain.clone() };
+        for split in [false, true] {
+            let as_told = |spec: &KernelSpec| KernelSpec { split, ..spec.clone() };
+            assert_eq!(as_told(&plain).serves(&base), Ok(()));
+            assert_eq!(as_told(&varied).serves(&packed), Ok(()));
+            assert_eq!(as_told(&varied).serves(&used), Ok(()));
+            assert_eq!(as_told(&pages).serves(&paged), Ok(()));
+        }
+        assert_eq!(differs(&plain, &packed), "varied");
+        assert_eq!(differs(&plain, &used), "varied");
+        assert_eq!(differs(&varied, &base), "varied");
+        assert_eq!(differs(&varied, &paged), "paged");
+        assert_eq!(differs(&pages, &packed), "paged");
+        assert_eq!(differs(&plain, &with(Some(Alibi::PerHead), false)), "alibi");
+        assert_eq!(differs(&plain, &with(None, true)), "sinks");
+        let both = KernelSpec { score: score(true, true), ..plain };
+        assert_eq!(both.serves(&with(Some(Alibi::PerSequenceHead), true)), Ok(()));
+        assert_eq!(differs(&both, &with(None, true)), "alibi");
+        assert_eq!(differs(&both, &with(Some(Alibi::PerHead), false)), "sinks");
+    }
 }

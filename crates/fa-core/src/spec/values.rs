@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Family, Mask, Pass};
+use crate::{Family, Mask, Pass, Problem};
 
 /// The largest head dim that a kernel's tiles may span.
 pub const MAX_HEAD_DIM: u32 = 256;
@@ -44,6 +44,25 @@ impl MaskKind {
             MaskKind::Causal => "causal",
             MaskKind::Window => "window",
         }
+    }
+}
+
+/// How a kernel finds the rows of Q, K and V.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Reads {
+    /// Lengths and starts of sequences are read on the device: packed batches and lengths in use.
+    pub varied: bool,
+    /// K and V lie in pages, found through a table.
+    pub paged: bool,
+}
+
+impl Reads {
+    /// Uniform lengths, which the launch knows; rows found by strides alone.
+    pub const UNIFORM: Reads = Reads { varied: false, paged: false };
+
+    /// What `problem` needs.
+    pub const fn of(problem: &Problem) -> Reads {
+        Reads { varied: !problem.lengths.is_uniform(), paged: problem.lengths.page().is_some() }
     }
 }
 

@@ -133,7 +133,7 @@ fn sixteen_bit_types_scale_and_cap() {
         for softcap in [None, Some(1.5)] {
             for softmax_scale in [None, Some(0.4), Some(-0.3), Some(0.0)] {
                 let problem = Problem {
-                    score: ScoreMod { softcap },
+                    score: ScoreMod::softcap_or_none(softcap),
                     softmax_scale,
                     ..base(130, 150, Mask::window(50, 9))
                 };

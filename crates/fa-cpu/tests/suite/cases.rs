@@ -154,7 +154,7 @@ fn windows_caps_and_scales() {
         let problem = problem(lengths, (4, 2), (48, 32), mask, DTYPES[turn % 3]);
         let softmax_scale = [None, Some(0.5), Some(-0.25), Some(0.0)][turn % 4];
         let softcap = [None, Some(2.0), Some(30.0)][turn / 2 % 3];
-        let problem = Problem { softmax_scale, score: ScoreMod { softcap }, ..problem };
+        let problem = Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..problem };
         Case { problem, with_backward: true, all_isas: true }
     }));
 }

@@ -95,7 +95,7 @@ impl File {
             },
             types: Types::same(self.text("dtype").parse().unwrap()),
             softmax_scale: scalar("scale"),
-            score: ScoreMod { softcap: scalar("softcap") },
+            score: ScoreMod::softcap_or_none(scalar("softcap")),
         }
     }
 

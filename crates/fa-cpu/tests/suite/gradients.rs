@@ -54,7 +54,7 @@ prop_compose! {
         Problem {
             lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
             head_dim, head_dim_v, mask, types: Types::same(Dtype::F32), softmax_scale,
-            score: ScoreMod { softcap },
+            score: ScoreMod::softcap_or_none(softcap),
         }
     }
 }

@@ -311,7 +311,8 @@ fn what_does_not_fit_is_refused_before_anything_is_written() {
         (1e20, Some(1e-20)),
         (1e20, Some(1e-18)),
     ] {
-        let beyond = Problem { softmax_scale: Some(scale), score: ScoreMod { softcap }, ..SMALL };
+        let beyond =
+            Problem { softmax_scale: Some(scale), score: ScoreMod::softcap_or_none(softcap), ..SMALL };
         let refused = tiled::forward(&beyond, &q, &k, &v, &mut view, Some(&mut lse));
         assert_eq!(refused, Err(CpuError::Range { scale, softcap, limit: 1e30 }));
         assert!(reference::forward(&beyond, &q, &k, &v).is_ok());
@@ -329,7 +330,7 @@ fn steep_scales_and_soft_caps_give_no_nan() {
         for (scale, softcap) in
             [(9e11, Some(1e-18)), (-9e11, Some(1e-18)), (6e29, None), (1e10, None), (1e-300, Some(1e30))]
         {
-            let score = ScoreMod { softcap };
+            let score = ScoreMod::softcap_or_none(softcap);
             let problem = Problem { types: Types::same(dtype), softmax_scale: Some(scale), score, ..SMALL };
             let finite = match dtype {
                 Dtype::Bf16 => all_finite::<bf16>(&problem),
@@ -413,7 +414,7 @@ fn gradients_of_few_keys_keep_the_rule() {
                 for (j, head_dim_v) in [8, 32, 128].into_iter().enumerate() {
                     for seqlen_q in [1, 2, 5] {
                         let mask = if (i + j) % 2 == 0 { Mask::FULL } else { Mask::CAUSAL };
-                        let score = ScoreMod { softcap: (i == 1).then_some(10.0) };
+                        let score = ScoreMod::softcap_or_none((i == 1).then_some(10.0));
                         let lengths = Lengths::uniform(1, seqlen_q, seqlen_k);
                         let square = Problem::square(1, 1, 1, head_dim, mask, dtype);
                         let problem = Problem { lengths, head_dim_v, score, ..square };
@@ -457,7 +458,8 @@ prop_compose! {
     ) -> Problem {
         Problem {
             lengths: Lengths::uniform(batch, seqlen_q, seqlen_k), heads_q: heads_kv * group, heads_kv,
-            head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale, score: ScoreMod { softcap },
+            head_dim, head_dim_v, mask, types: Types::same(dtype), softmax_scale,
+            score: ScoreMod::softcap_or_none(softcap),
         }
     }
 }

@@ -17,8 +17,9 @@ struct BlockRange {
 };
 
 // For the queries [first, last], both within the sequence.
-template <int TileN, MaskKind Mask>
-__device__ __forceinline__ BlockRange key_blocks(const Visibility<Mask>& visible, int first, int last) {
+template <int TileN, MaskKind Mask, bool Varied>
+__device__ __forceinline__ BlockRange key_blocks(const Visibility<Mask, Varied>& visible, int first,
+                                                 int last) {
     const int begin = max(0, visible.keys_begin(first));
     const int end = max(0, visible.keys_end(last));
     const int full_begin = max(0, visible.keys_begin(last));

@@ -11,7 +11,7 @@ namespace fa {
 
 // Zeros for dK and dV of the tile's `tile_n` keys, by `threads` threads of which this is number `thread`.
 // (The f32 accumulators of split heads are zero already.)
-__device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen& seqlen,
+__device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen<>& seqlen,
                                                      const BwdTile& tile, int tile_n, int thread,
                                                      int threads) {
     if (params.head_splits > 1) return;

@@ -40,7 +40,7 @@ __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {
     const int tile = cta_count() - 1 - cta_index();
     const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
-    const Seqlen seqlen(params.shape, batch);
+    const Seqlen<> seqlen(params.shape, batch);
     const int row = m_block * C.tile_m;
     convert_rows<C.dtype, C.head_dim, typename Layout::DqOrder>(
         params.dq_accum + i64(tile) * (C.tile_m * C.head_dim), view(params.dq).row(batch, row, head),
@@ -52,7 +52,7 @@ template <auto C, class Layout>
 __device__ __forceinline__ void bwd_postprocess_kv(const BwdParams& params) {
     const int n_block = cta_index() % params.n_blocks, batch_head = cta_index() / params.n_blocks;
     const int batch = batch_head / params.shape.heads_kv, head = batch_head % params.shape.heads_kv;
-    const Seqlen seqlen(params.shape, batch);
+    const Seqlen<> seqlen(params.shape, batch);
     const int row = n_block * C.tile_n, rows = min(C.tile_n, seqlen.k() - row);
     const i64 tile = cta_index();
     convert_rows<C.dtype, C.head_dim, typename Layout::DkOrder>(

@@ -40,7 +40,7 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
     const int tile = cta_count() - 1 - cta_index();
     const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
     const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
-    const Seqlen seqlen(params.shape, batch);
+    const Seqlen<> seqlen(params.shape, batch);
 
     if (thread_index() == 0) {
         if (params.dq_semaphores != nullptr) params.dq_semaphores[tile] = 0;

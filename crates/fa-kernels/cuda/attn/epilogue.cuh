@@ -19,20 +19,21 @@ struct OutputRow {
     u16* out;
     i64 lse;
 
-    __device__ __forceinline__ OutputRow(const FwdParams& params, const Seqlen& seqlen, int row, int head,
-                                         int batch) {
+    template <bool Varied>
+    __device__ __forceinline__ OutputRow(const FwdParams& params, const Seqlen<Varied>& seqlen, int row,
+                                         int head, int batch) {
         const Rows<PackGqa> rows(params.shape);
         const int query = rows.query(row);
         const int query_head = rows.head(row, head);
         inside = row < rows.count(seqlen);
-        out = view(params.out).row(batch, query, query_head);
-        lse = (i64(batch) * params.shape.heads_q + query_head) * seqlen.q() + query;
+        out = view(params.out).row(batch, seqlen.q_offset() + query, query_head);
+        lse = seqlen.lse_row(batch, query_head, params.shape.heads_q) + query;
     }
 };
 
 // The thread's two rows, `row` and 8 below: O scaled by `factor`, and LSE.
-template <Dtype T, bool PackGqa, int N>
-__device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen& seqlen,
+template <Dtype T, bool PackGqa, bool Varied, int N>
+__device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                              const float (&o)[N], const float (&factor)[2],
                                              const float (&lse)[2], int row, int head, int batch) {
 #pragma unroll
@@ -45,9 +46,9 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
 }
 
 // The same rows where no query of the tile sees a key: O = 0 and LSE = -inf.
-template <bool PackGqa>
-__device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen& seqlen, int row,
-                                                   int head, int batch) {
+template <bool PackGqa, bool Varied>
+__device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen<Varied>& seqlen,
+                                                   int row, int head, int batch) {
     const int lane = thread_index() % 4;
     for (int r = 0; r < 2; ++r) {
         const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, head, batch);

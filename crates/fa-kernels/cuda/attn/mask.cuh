@@ -26,8 +26,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[N], const ColumnLimits& l
 }
 
 // Masks S: the thread's row r is query query_of(r), its first column key `first_key`.
-template <MaskKind Mask, int N, class QueryOf>
-__device__ __forceinline__ void mask_tile(float (&s)[N], const Visibility<Mask>& visible,
+template <MaskKind Mask, bool Varied, int N, class QueryOf>
+__device__ __forceinline__ void mask_tile(float (&s)[N], const Visibility<Mask, Varied>& visible,
                                           const QueryOf& query_of, int first_key) {
     ColumnLimits limits;
 #pragma unroll
@@ -40,8 +40,8 @@ __device__ __forceinline__ void mask_tile(float (&s)[N], const Visibility<Mask>&
 
 // Masks S^T: the thread's row r is key `first_key` + 8 r, its first column query `first_query`. Of keys past
 // the end of the sequence all `TileM` queries are hidden.
-template <int TileM, MaskKind Mask, int N>
-__device__ __forceinline__ void mask_tile_transposed(float (&s)[N], const Visibility<Mask>& visible,
+template <int TileM, MaskKind Mask, bool Varied, int N>
+__device__ __forceinline__ void mask_tile_transposed(float (&s)[N], const Visibility<Mask, Varied>& visible,
                                                      int first_key, int first_query) {
     ColumnLimits limits;
 #pragma unroll

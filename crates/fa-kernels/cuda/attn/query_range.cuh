@@ -9,9 +9,9 @@ namespace fa {
 
 // For the keys [first, first + TileN), of which those before the sequence's end exist. In the tiles
 // [full_begin, full_end) every query sees every key; queries past the end are hidden by their LSE.
-template <int TileM, int TileN, MaskKind Mask>
-__device__ __forceinline__ BlockRange query_blocks(const Visibility<Mask>& visible, int first) {
-    const Seqlen& seqlen = visible.seqlen;
+template <int TileM, int TileN, MaskKind Mask, bool Varied>
+__device__ __forceinline__ BlockRange query_blocks(const Visibility<Mask, Varied>& visible, int first) {
+    const Seqlen<Varied>& seqlen = visible.seqlen;
     const int last = min(first + TileN, seqlen.k()) - 1;
     const int begin = max(0, visible.queries_begin(first));
     const int end = max(0, visible.queries_end(last));

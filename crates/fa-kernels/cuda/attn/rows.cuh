@@ -14,7 +14,10 @@ struct Rows {
     __device__ __forceinline__ explicit Rows(const ShapeParams& shape)
         : group(PackGqa ? shape.group_size : 1) {}
 
-    __device__ __forceinline__ int count(const Seqlen& seqlen) const { return seqlen.q() * group; }
+    template <bool Varied>
+    __device__ __forceinline__ int count(const Seqlen<Varied>& seqlen) const {
+        return seqlen.q() * group;
+    }
 
     __device__ __forceinline__ int query(int row) const { return PackGqa ? row / group : row; }
 

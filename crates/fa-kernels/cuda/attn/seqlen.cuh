@@ -1,18 +1,84 @@
-// The lengths of one sequence. Every header asks a Seqlen for them, never the parameters.
+// The lengths of one sequence and where its rows start. Every header asks a Seqlen for them, never the
+// parameters.
 #pragma once
 #include "params.cuh"
+#include "types.cuh"
 
 namespace fa {
 
-// Made once per work tile, for its sequence `batch`: all sequences of a batch have equal lengths. It reads
-// the parameters, which cost no registers, wherever it is asked.
-struct Seqlen {
+// Made once per work tile, for its sequence `batch`.
+template <bool Varied = false>
+struct Seqlen;
+
+// All sequences of a batch have equal lengths. It reads the parameters, which cost no registers, wherever it
+// is asked.
+template <>
+struct Seqlen<false> {
     const ShapeParams& shape;
 
     __device__ __forceinline__ Seqlen(const ShapeParams& shape, int /* batch */) : shape(shape) {}
 
+    template <class Params>
+    __device__ __forceinline__ static Seqlen of(const Params& params, int batch) {
+        return Seqlen(params.shape, batch);
+    }
+
     __device__ __forceinline__ int q() const { return shape.seqlen_q; }
     __device__ __forceinline__ int k() const { return shape.seqlen_k; }
+
+    // Rows of the tensors before the sequence's first.
+    __device__ __forceinline__ int q_offset() const { return 0; }
+    __device__ __forceinline__ int k_offset() const { return 0; }
+
+    // The LSE of the first query of `head`; the next query's is the next one.
+    __device__ __forceinline__ i64 lse_row(int batch, int head, int heads) const {
+        return (i64(batch) * heads + head) * q();
+    }
+};
+
+// Lengths that only the device knows: packed sequences, of which starts are given, and padded ones and pages,
+// of which the used rows are.
+template <>
+struct Seqlen<true> {
+    int queries, keys, first_query, first_key;
+    int total_q, room_q;  // rows of packed queries, or of each padded sequence's
+
+    // Rows of one side: `room` of a padded sequence.
+    struct Side {
+        int rows, first;
+
+        __device__ __forceinline__ Side(const int* cu, const int* used, int room, int batch) {
+            first = 0;
+            rows = room;
+            if (cu != nullptr) {
+                first = cu[batch];
+                rows = min(rows, cu[batch + 1] - first);
+            }
+            if (used != nullptr) rows = min(rows, used[batch]);
+            rows = max(rows, 0);
+        }
+    };
+
+    __device__ __forceinline__ static Seqlen of(const ShapeParams& shape, const VarlenParams& varlen,
+                                                int batch) {
+        const Side q(varlen.cu_q, varlen.used_q, shape.seqlen_q, batch);
+        const Side k(varlen.cu_k, varlen.used_k, shape.seqlen_k, batch);
+        return {q.rows, k.rows, q.first, k.first, varlen.total_q, shape.seqlen_q};
+    }
+    template <class Params>
+    __device__ __forceinline__ static Seqlen of(const Params& params, int batch) {
+        return of(params.shape, params.varlen, batch);
+    }
+
+    __device__ __forceinline__ int q() const { return queries; }
+    __device__ __forceinline__ int k() const { return keys; }
+    __device__ __forceinline__ int q_offset() const { return first_query; }
+    __device__ __forceinline__ int k_offset() const { return first_key; }
+
+    // Of packed queries LSE is `[heads, total_q]`, of padded ones `[batch, heads, seqlen_q]`.
+    __device__ __forceinline__ i64 lse_row(int batch, int head, int heads) const {
+        return total_q > 0 ? i64(head) * total_q + first_query : (i64(batch) * heads + head) * room_q;
+    }
 };
 
 }  // namespace fa

@@ -7,10 +7,10 @@
 namespace fa {
 
 // Of one sequence. Ranges are [begin, end); a begin is not yet clamped to 0.
-template <MaskKind Mask>
+template <MaskKind Mask, bool Varied = false>
 struct Visibility {
     const ShapeParams& shape;
-    Seqlen seqlen;
+    Seqlen<Varied> seqlen;
 
     // Keys left and right of the diagonal; -1 for all.
     __device__ __forceinline__ int left() const { return shape.window_left; }

@@ -596,14 +596,14 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
         // Deterministic tiles are drawn: a tile waits only for tiles drawn before it, which are running.
         const int index = C.deterministic ? atomic_add(params.tile_counter, 1u) : cta_index();
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-        const Visibility<C.mask> visible{params.shape, Seqlen(params.shape, smem.tile.batch)};
+        const Visibility<C.mask> visible{params.shape, Seqlen<>(params.shape, smem.tile.batch)};
         smem.range = query_blocks<C.tile_m, C.tile_n>(visible, smem.tile.n_block * C.tile_n);
         if constexpr (C.deterministic && C.mask == MaskKind::Causal)
             smem.descending = descends<C.mask, C.deterministic>(params, smem.tile);
         for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
     cta_sync();
-    const Seqlen seqlen(params.shape, smem.tile.batch);
+    const Seqlen<> seqlen(params.shape, smem.tile.batch);
     const Visibility<C.mask> visible{params.shape, seqlen};
     if (smem.range.empty() || smem.tile.first_head >= smem.tile.end_head) {
         store_zero_gradients(params, seqlen, smem.tile, C.tile_n, thread_index(), cta_threads());

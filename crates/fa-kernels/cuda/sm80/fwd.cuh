@@ -195,7 +195,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     const Tile tile = tile_at<T::kOrder>(params, cta_index(), params.shape.heads_q);
     const int kv_head = tile.head / params.shape.group_size;
-    const Seqlen seqlen(params.shape, tile.batch);
+    const Seqlen<> seqlen(params.shape, tile.batch);
     const Visibility<C.mask> visible{params.shape, seqlen};
     const int first_query = tile.m_block * C.tile_m;
     const int last_query = min(first_query + C.tile_m, seqlen.q()) - 1;

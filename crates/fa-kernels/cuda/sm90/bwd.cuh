@@ -600,7 +600,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     cta_sync();
     const int index = C.deterministic ? smem.ticket : cta_index();
     const BwdTile tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-    const Seqlen seqlen(params.shape, tile.batch);
+    const Seqlen<> seqlen(params.shape, tile.batch);
     const Visibility<C.mask> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
     const bool has_work = !range.empty() && tile.first_head < tile.end_head;

@@ -181,7 +181,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const Seqlen seqlen(params.shape, tile.batch);
+        const Seqlen<> seqlen(params.shape, tile.batch);
         const BlockRange range =
             tile_blocks<C>(Visibility<C.mask>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
@@ -347,13 +347,17 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         v_state.advance();
     };
 
-    // Skipped tiles are released unread, and their turns go to the next warpgroup.
+    // Skipped tiles are released unread, and their turns go to the next warpgroup. No product keeps the lanes
+    // together: one that releases before another has seen the tile lets the stage be filled again, and the
+    // other waits for a phase that has passed.
     auto skip_k = [&] {
         smem.k_bars.wait_full(k_state);
+        warp_sync();
         release_k();
     };
     auto skip_v = [&] {
         smem.v_bars.wait_full(v_state);
+        warp_sync();
         release_v();
     };
     auto skip_turn = [&] {
@@ -371,7 +375,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     int index = cta_index();
     while (index < params.num_tiles) {
         const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const Seqlen seqlen(params.shape, tile.batch);
+        const Seqlen<> seqlen(params.shape, tile.batch);
         const Visibility<C.mask> visible{params.shape, seqlen};
         const Rows<C.pack_gqa> rows(params.shape);
         const BlockRange all = tile_blocks<C>(visible, rows, tile);

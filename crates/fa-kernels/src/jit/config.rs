@@ -2,7 +2,7 @@
 //! of a translation unit, both written from the parameters that `fa_core` declares.
 
 use fa_core::spec::{Param, ParamValue, Scheduler, TileOrder};
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Types};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Types};
 
 /// An enum that `config.cuh` declares.
 pub(crate) struct ConfigEnum {
@@ -93,6 +93,8 @@ pub(crate) fn samples() -> impl Iterator<Item = KernelSpec> {
         head_dim_v: 64,
         mask: MaskKind::Full,
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel,
     })
 }

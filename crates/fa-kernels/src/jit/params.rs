@@ -26,6 +26,16 @@ pub struct ConstF32Ptr(pub u64);
 #[repr(transparent)]
 pub struct MutU32Ptr(pub u64);
 
+/// A pointer to 32-bit integers that a kernel reads through; `const int*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct ConstI32Ptr(pub u64);
+
+/// A pointer to 32-bit integers that a kernel writes through; `int*` in CUDA. 0 is null.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct MutI32Ptr(pub u64);
+
 /// A type that parameters are made of.
 trait DeviceType {
     const CUDA_TYPE: &'static str;
@@ -45,6 +55,9 @@ device_types! {
     MutF32Ptr => "float*",
     ConstF32Ptr => "const float*",
     MutU32Ptr => "unsigned*",
+    ConstI32Ptr => "const int*",
+    MutI32Ptr => "int*",
+    u32 => "unsigned",
     i32 => "int",
     i64 => "long long",
     f32 => "float",
@@ -180,6 +193,108 @@ param_struct! {
 }
 
 param_struct! {
+    /// Strides of a tensor in units of its ragged map's last axis: see `attn/ragged.cuh`.
+    pub struct TmaStrides {
+        /// Between positions.
+        pub row: u32,
+        /// Between heads; of packed heads, between groups.
+        pub head: u32,
+        /// Between batch entries, or pages; 0 for packed sequences.
+        pub entry: u32,
+    }
+}
+
+param_struct! {
+    /// Where sequences begin and end, known to the device alone. A null pointer is of no meaning for the
+    /// problem: a sequence is then as long as `ShapeParams` says.
+    pub struct VarlenParams {
+        /// `[batch + 1]`: the sequences' first rows in packed Q.
+        pub cu_q: ConstI32Ptr,
+        /// `[batch + 1]`: the sequences' first rows in packed K and V.
+        pub cu_k: ConstI32Ptr,
+        /// `[batch]`: queries that are used, of those that a sequence has room for.
+        pub used_q: ConstI32Ptr,
+        /// `[batch]`: keys that are used.
+        pub used_k: ConstI32Ptr,
+        /// `[batch, table_stride]`: the pages of each sequence's keys.
+        pub page_table: ConstI32Ptr,
+        /// Counts entries of the page table that name no page; their keys read as zeros. Null for no count.
+        pub page_faults: MutU32Ptr,
+        /// Keys of a page.
+        pub page: i32,
+        /// Pages of the cache.
+        pub pages: i32,
+        /// Entries of a row of the page table.
+        pub table_stride: i32,
+        /// Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
+        pub page_part: i32,
+        /// Rows of packed Q; 0 where sequences are padded.
+        pub total_q: i32,
+        /// Rows of packed K and V; 0 where sequences are padded or paged.
+        pub total_k: i32,
+        /// Of Q's map.
+        pub tma_q: TmaStrides,
+        /// Of K's map.
+        pub tma_k: TmaStrides,
+        /// Of V's map.
+        pub tma_v: TmaStrides,
+        /// Of dO's map; backward only.
+        pub tma_do: TmaStrides,
+    }
+}
+
+param_struct! {
+    /// What joins the scores beside the mask. Null where the problem has none.
+    pub struct ModParams {
+        /// ALiBi slopes, `[heads_q]` or `[batch, heads_q]`.
+        pub alibi_slopes: ConstF32Ptr,
+        /// From a sequence's slopes to the next one's; 0 for slopes per head.
+        pub alibi_stride: i64,
+        /// Sinks, `[heads_q]`: a logit of each head that joins the denominator.
+        pub sinks: ConstF32Ptr,
+        /// Gradients of the sinks, `[heads_q]`; backward only.
+        pub dsinks: MutF32Ptr,
+    }
+}
+
+param_struct! {
+    /// Keys of a row divided among CTAs: their partial results, and how many.
+    pub struct SplitParams {
+        /// Workspace `[slots, heads, slot_rows, head_dim_v]`: O of a part of the keys, normalised.
+        pub out_partial: MutF32Ptr,
+        /// Workspace `[slots, heads, slot_rows]`: LSE of a part of the keys without the sink, natural
+        /// logarithm.
+        pub lse_partial: MutF32Ptr,
+        /// Parts of the keys of every row; with a work plan the most parts, of which the plan decides.
+        pub splits: i32,
+        /// Rows of a slot: those of a tile that can exist.
+        pub slot_rows: i32,
+    }
+}
+
+param_struct! {
+    /// The work plan of sequences of different lengths: header and lists of `attn/plan.cuh`, in one buffer.
+    pub struct PlanParams {
+        /// The buffer, on a multiple of 16 bytes; null without a plan.
+        pub buffer: MutI32Ptr,
+        /// The most entries of the list of tiles of queries and parts of keys, longest first.
+        pub items: i32,
+        /// The most entries of the list of tiles whose keys are divided.
+        pub split_items: i32,
+        /// The most entries of the list of tiles of queries; 0 for no such list.
+        pub m_tiles: i32,
+        /// The most entries of the list of tiles of keys; 0 for no such list.
+        pub n_tiles: i32,
+        /// Tiles that an entry stands for: the heads.
+        pub heads: i32,
+        /// CTAs that compute at once.
+        pub slots: i32,
+        /// By how many bits lengths, in tiles, are shifted to be sorted.
+        pub shift: i32,
+    }
+}
+
+param_struct! {
     /// The arguments of every forward kernel.
     pub struct FwdParams {
         /// Q, `[batch, seqlen_q, heads_q, head_dim]`.
@@ -208,6 +323,14 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
+        /// Sequences of different lengths; kernels with `varied` only.
+        pub varlen: VarlenParams,
+        /// Kernels with `alibi` or `sinks` only.
+        pub mods: ModParams,
+        /// Kernels with `split` only.
+        pub split: SplitParams,
+        /// Kernels with `varied` only.
+        pub plan: PlanParams,
     }
 }
 
@@ -268,6 +391,12 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
+        /// Sequences of different lengths; kernels with `varied` only.
+        pub varlen: VarlenParams,
+        /// Kernels with `alibi` or `sinks` only.
+        pub mods: ModParams,
+        /// Kernels with `varied` only.
+        pub plan: PlanParams,
         /// Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
         /// and of dK so far; null unless deterministic with head_splits > 1.
         pub dkv_semaphores: MutU32Ptr,
@@ -275,8 +404,9 @@ param_struct! {
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
-const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 224);
-const _: () = assert!(size_of::<BwdParams>() == 416);
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 440);
+const _: () = assert!(size_of::<BwdParams>() == 608);
+const _: () = assert!(size_of::<VarlenParams>() == 120 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.
@@ -287,6 +417,11 @@ pub(crate) fn declarations() -> Vec<ParamStruct> {
         MutTensor::declaration(),
         ShapeParams::declaration(),
         ScoreParams::declaration(),
+        TmaStrides::declaration(),
+        VarlenParams::declaration(),
+        ModParams::declaration(),
+        SplitParams::declaration(),
+        PlanParams::declaration(),
         FwdParams::declaration(),
         BwdParams::declaration(),
     ]

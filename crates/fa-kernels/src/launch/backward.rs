@@ -18,7 +18,7 @@ use crate::jit::params::BwdParams;
 use crate::jit::source::{ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
@@ -149,6 +149,7 @@ impl Launches {
     pub fn backward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         problem.check()?;
         spec.serves(problem)?;
+        check_code(spec)?;
         let traits = spec.traits();
         let Pass::Backward { deterministic } = traits.pass else {
             let (kernel, problem) = ("the forward".into(), "the backward".into());

@@ -13,7 +13,7 @@ use crate::jit::params::FwdParams;
 use crate::jit::source::ENTRY;
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
@@ -130,6 +130,7 @@ impl Launches {
     pub fn forward(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         problem.check()?;
         spec.serves(problem)?;
+        check_code(spec)?;
         let traits = spec.traits();
         if traits.pass.is_backward() {
             let (kernel, problem) = ("the backward".into(), "the forward".into());

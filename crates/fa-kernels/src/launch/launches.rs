@@ -1,7 +1,7 @@
 //! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so
 //! that the driver and an emulation run the same launches.
 
-use fa_core::{Arch, KernelSpec, Problem, Strides};
+use fa_core::{Arch, Kernel, KernelSpec, Problem, Strides};
 
 use crate::Error;
 use crate::jit::params::{
@@ -197,6 +197,25 @@ impl Launches {
     }
 }
 
+/// What the device code of `spec`'s kernel does not have yet.
+///
+/// # Errors
+/// [`Error::NoCode`] for the first.
+pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
+    let KernelSpec { score, reads, split, .. } = spec;
+    let lacks = match &spec.kernel {
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => [
+            (reads.varied, "lengths on the device"),
+            (reads.paged, "keys in pages"),
+            (score.alibi, "alibi"),
+            (score.sinks, "sinks"),
+            (*split, "split"),
+        ],
+    };
+    let lacks = lacks.into_iter().find(|(needs, _)| *needs);
+    lacks.map_or(Ok(()), |(_, what)| Err(Error::NoCode { kernel: spec.kernel.name(), what }))
+}
+
 fn row_strides(strides: &Strides) -> RowStrides {
     RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
 }
@@ -271,7 +290,7 @@ mod tests {
     fn scales_and_soft_caps_that_spoil_scores_are_refused() {
         let check = |softmax_scale, softcap| {
             let problem = Problem::square(1, 16, 1, 64, Mask::FULL, Dtype::F16);
-            score_params(&Problem { softmax_scale, score: ScoreMod { softcap }, ..problem })
+            score_params(&Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..problem })
         };
         assert_eq!(check(None, None).unwrap().scale, 0.125);
         for softcap in [1e-3, 30.0, MAX_SOFTCAP] {

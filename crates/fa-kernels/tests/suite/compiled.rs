@@ -117,6 +117,20 @@ impl Kernel {
 }
 
 #[test]
+fn an_entry_holds_for_the_very_sources_alone() {
+    let files = fa_kernels::specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
+    let file = &files[0];
+    let registers = BTreeMap::from([(file.shipped.archs[0], 128)]);
+    let list = |code: String| {
+        let kernel = Kernel { code, registers: registers.clone() };
+        Compiled { kernels: BTreeMap::from([(file.path.to_owned(), kernel)]), ..Compiled::default() }
+    };
+    assert_eq!(list(code(file)).find(file).map(|kernel| &kernel.registers), Some(&registers));
+    assert_eq!(list("0".repeat(64)).find(file), None);
+    assert_eq!(list(code(file)).find(&files[1]), None);
+}
+
+#[test]
 fn the_list_names_shipped_specs_and_their_architectures() {
     let text = std::fs::read_to_string(path()).unwrap();
     let list: Compiled = ron::from_str(&text).unwrap_or_else(|error| panic!("{LIST}: {error}"));

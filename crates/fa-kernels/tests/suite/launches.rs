@@ -2,7 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
+    Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd, Sm90Fwd,
+    TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawTensor, smem_bytes};
@@ -184,4 +185,31 @@ fn what_a_call_lacks_is_named() {
     tensors[6].strides.seq = 0;
     let shared = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40) };
     assert!(matches!(launches.check(&shared), Err(Error::Stride { tensor: "dk", axis: "seq", .. })));
+}
+
+/// What the device code does not have is refused by name before anything is launched.
+#[test]
+fn what_no_device_code_computes_is_refused() {
+    let square = problem().lengths;
+    let (batch, q, k) = (square.sequences(), square.max_q(), square.max_k());
+    let lengths = Lengths::packed(batch, batch * q, batch * k, q, k);
+    let sinks = ScoreMod { sinks: true, ..problem().score };
+    for plain in [sm80_spec(), sm90_spec(), backward_spec(false)] {
+        for (problem, need) in [
+            (Problem { lengths, ..problem() }, "lengths on the device"),
+            (Problem { score: sinks, ..problem() }, "sinks"),
+        ] {
+            let of = |spec: &KernelSpec| Launches::of(spec, &problem, Arch::Sm90, SMS);
+            assert!(matches!(of(&plain), Err(Error::Mismatch { .. })), "{need}");
+            let (score, reads) = (problem.score.kind(), Reads::of(&problem));
+            let able = KernelSpec { score, reads, ..plain.clone() };
+            match of(&able) {
+                Ok(_) => (),
+                Err(Error::NoCode { kernel, what }) => {
+                    assert_eq!((kernel, what), (plain.kernel.name(), need));
+                }
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
 }

@@ -12,7 +12,7 @@ mod toolchain;
 
 use std::process::Command;
 
-use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
+use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
 use fa_kernels::{Compiler, CompilerKind, Source};
 
 /// NVRTC, or a failure that says how to get it.
@@ -42,6 +42,8 @@ fn sm80_spec() -> KernelSpec {
         head_dim_v: 64,
         mask: MaskKind::Causal,
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel: Kernel::Sm80Fwd(Sm80Fwd::default()),
     }
 }

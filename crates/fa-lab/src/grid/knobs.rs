@@ -2,7 +2,7 @@
 //! it.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types};
 use fa_planner::account::account;
 
 use super::case::NamedSpec;
@@ -23,6 +23,8 @@ fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
         head_dim_v: head_dim,
         mask,
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel,
     }
 }

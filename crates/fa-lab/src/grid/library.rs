@@ -327,7 +327,7 @@ pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, exte
                 head_dim_v: spec.head_dim_v as usize - narrow,
                 mask,
                 types: Types::same(spec.types.qkv),
-                score: ScoreMod { softcap: spec.score.softcap.then_some(7.0) },
+                score: ScoreMod::softcap_or_none(spec.score.softcap.then_some(7.0)),
                 ..BASE
             };
             let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];

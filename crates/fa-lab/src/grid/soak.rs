@@ -66,7 +66,7 @@ pub fn case(seed: u64, turn: u64, family: Family) -> Case {
         head_dim_v,
         mask,
         types: Types::same(random.of(&[Dtype::Bf16, Dtype::F16])),
-        score: ScoreMod { softcap },
+        score: ScoreMod::softcap_or_none(softcap),
         softmax_scale,
     };
     let values = match arrangement {

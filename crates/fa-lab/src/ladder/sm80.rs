@@ -1,7 +1,7 @@
 //! The two published ladders, step by step with the mma.sync kernel's switches.
 
 use fa_core::{
-    Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, ScoreKind, Sm80Fwd, Types,
+    Arch, Dtype, Family, Kernel, KernelSpec, Mask, MaskKind, Pass, Problem, Reads, ScoreKind, Sm80Fwd, Types,
 };
 use fa_planner::plan::PlanError;
 
@@ -45,6 +45,8 @@ fn spec(problem: &Problem, kernel: &Sm80Fwd) -> KernelSpec {
         head_dim_v: problem.head_dim_v as u32,
         mask: MaskKind::of(&problem.mask),
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel: Kernel::Sm80Fwd(kernel.clone()),
     }
 }

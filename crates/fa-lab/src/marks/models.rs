@@ -72,7 +72,7 @@ pub fn shapes() -> Vec<Wanted> {
             lengths: Lengths::uniform(square.lengths.sequences(), square.lengths.max_q(), seqlen_k),
             heads_kv,
             head_dim_v,
-            score: ScoreMod { softcap: layer.softcap },
+            score: ScoreMod::softcap_or_none(layer.softcap),
             ..square
         };
         Wanted { name: Some(layer.name), ..Wanted::new(problem, GROUP) }

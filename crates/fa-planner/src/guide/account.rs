@@ -2,7 +2,7 @@
 //! leave out.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, ScoreKind, Sm90Fwd, Types};
+use fa_core::{Arch, Dtype, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm90Fwd, Types};
 use serde::Serialize;
 
 use crate::head_dims::HeadDims;
@@ -71,6 +71,8 @@ fn spec(head_dim: u32, head_dim_v: u32, kernel: Kernel) -> KernelSpec {
         head_dim_v,
         mask: MaskKind::Full,
         score: ScoreKind::NONE,
+        reads: Reads::UNIFORM,
+        split: false,
         kernel,
     }
 }

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm80Bwd, Types};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Bwd, Types};
 
 use crate::occupancy::WARP;
 
@@ -77,7 +77,7 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
-    let (dtype, softcap) = (problem.types.qkv, problem.score.softcap.is_some());
+    let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     TILE_M
         .into_iter()
         .flat_map(|tile_m| TILE_N.into_iter().map(move |tile_n| (tile_m, tile_n)))
@@ -110,7 +110,9 @@ pub fn candidates(
                 head_dim,
                 head_dim_v,
                 mask,
-                score: ScoreKind { softcap },
+                score,
+                reads,
+                split: false,
                 kernel,
             })
         })

@@ -1,6 +1,6 @@
 //! The SM80-class forwards that are tried for a problem.
 
-use fa_core::{Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm80Fwd, Types};
+use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
 
 /// Query rows and warps of a CTA that are tried: 16 or 32 rows per warp.
 pub const TILE_M: [(u32, u32); 4] = [(64, 4), (128, 4), (128, 8), (256, 8)];
@@ -18,8 +18,8 @@ pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 ///
 /// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, softcap, dtype) =
-        (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
+    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
+    let (score, reads) = (problem.score.kind(), Reads::of(problem));
     TILE_M
         .into_iter()
         .flat_map(|rows| TILE_N.into_iter().map(move |tile_n| (rows, tile_n)))
@@ -46,7 +46,9 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 head_dim,
                 head_dim_v,
                 mask,
-                score: ScoreKind { softcap },
+                score,
+                reads,
+                split: false,
                 kernel: Kernel::Sm80Fwd(kernel),
             }
         })

@@ -7,7 +7,7 @@
 //! if its accumulators do not fit, and Q and dO may have a single buffer.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Bwd, Types};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Bwd, Types};
 
 use crate::guide::candidates::{self, BWD_TILES};
 use crate::guide::kernel::{kernel_of, kernel_of_spec};
@@ -33,7 +33,7 @@ pub fn candidates(
 ) -> impl Iterator<Item = KernelSpec> {
     let mask = MaskKind::of(&problem.mask);
     let tile_order = tile_order(mask, deterministic);
-    let (dtype, softcap) = (problem.types.qkv, problem.score.softcap.is_some());
+    let (dtype, score, reads) = (problem.types.qkv, problem.score.kind(), Reads::of(problem));
     let spec_of = move |kernel: Sm90Bwd| {
         let kernel = Kernel::Sm90Bwd(Sm90Bwd { tile_order, deterministic, ..kernel });
         KernelSpec {
@@ -41,7 +41,9 @@ pub fn candidates(
             head_dim,
             head_dim_v,
             mask,
-            score: ScoreKind { softcap },
+            score,
+            reads,
+            split: false,
             kernel,
         }
     };

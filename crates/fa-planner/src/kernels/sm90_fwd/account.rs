@@ -88,7 +88,7 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Kernel, MaskKind, ScoreKind, Types};
+    use fa_core::{Dtype, Kernel, MaskKind, Reads, ScoreKind, Types};
 
     use super::*;
 
@@ -111,6 +111,8 @@ mod tests {
             head_dim_v: 128,
             mask: MaskKind::Full,
             score: ScoreKind::NONE,
+            reads: Reads::UNIFORM,
+            split: false,
             kernel: Kernel::Sm90Fwd(kernel.clone()),
         };
         let offsets = |plan: &SmemPlan| -> Vec<(String, u32)> {

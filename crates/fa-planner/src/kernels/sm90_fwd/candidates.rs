@@ -1,7 +1,7 @@
 //! The SM90 forwards that are tried for a problem.
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, ScoreKind, Sm90Fwd, Types};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
 
@@ -18,8 +18,8 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 /// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
 /// group packed or not.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
-    let (mask, softcap, dtype) =
-        (MaskKind::of(&problem.mask), problem.score.softcap.is_some(), problem.types.qkv);
+    let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
+    let (score, reads) = (problem.score.kind(), Reads::of(problem));
     let problem = *problem;
     // Tiles of equal length are assigned statically; others dynamically, the longest first.
     let (scheduler, tile_order) = if mask == MaskKind::Full {
@@ -57,7 +57,9 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 head_dim,
                 head_dim_v,
                 mask,
-                score: ScoreKind { softcap },
+                score,
+                reads,
+                split: false,
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
