@@ -84,7 +84,6 @@ __device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const
     return params.dq_semaphores + dq_tile(params, tile, head, m_block);
 }
 
-<<<<<<< HEAD
 // Waits until `semaphore` counts `parts`.
 __device__ __forceinline__ void wait_for_parts(const unsigned* semaphore, unsigned parts) {
     while (load_acquire(semaphore) < parts) {
@@ -99,17 +98,10 @@ __device__ __forceinline__ void count_part(unsigned* semaphore) {
 
 // Waits until every tile of keys before this one has added its `parts` parts to tile `m_block` of dQ. They
 // were drawn before it and are running.
-template <int TileM, int TileN, MaskKind Mask>
-__device__ __forceinline__ void wait_for_turn(const BwdParams& params, const Visibility<Mask>& visible,
-                                              const BwdTile& tile, bool descending, int head, int m_block,
-                                              int parts) {
-=======
-// Waits until every tile of keys before this one has added its `parts` parts to tile `m_block` of dQ.
 template <int TileM, int TileN, MaskKind Mask, bool Varied>
 __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
-                                              const Visibility<Mask, Varied>& visible,
-                                              const BwdTile& tile, int head, int m_block, int parts) {
->>>>>>> main
+                                              const Visibility<Mask, Varied>& visible, const BwdTile& tile,
+                                              bool descending, int head, int m_block, int parts) {
     const int first = m_block * TileM;
     const BlockRange keys = key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1);
     const bool last_first = last_keys_first<Mask, true>() && !descending;
