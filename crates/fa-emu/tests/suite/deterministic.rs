@@ -1,5 +1,5 @@
-//! Deterministic backwards whose tiles run in sections of heads and whose query heads are in parts: right, the
-//! same bits under every schedule, and no CTA waits for one that may never run.
+//! Deterministic backwards whose tiles run in sections of heads and whose query heads are in parts: right,
+//! the same bits under every schedule, and no CTA waits for one that may never run.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem, TensorLayout};
 use fa_emu::{Options, Placing, Trial};
