@@ -189,6 +189,7 @@ impl Launches {
                 tile_counter: words(parts.tile_counter),
                 varlen: at.extras.varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
+                dkv_semaphores: words(parts.dkv_semaphores),
                 ..params
             }),
         }
