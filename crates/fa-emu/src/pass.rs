@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use std::fmt::Write;
 
 use fa_core::{Dtype, Family, Problem, Strides, TensorLayout};
-use fa_kernels::{RawExtras, RawTensor};
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Shape, Step, TensorMap, Workspace};
+use fa_kernels::{RawExtras, RawTensor};
 use serde::Deserialize;
 
 use crate::error::Error;
@@ -378,7 +378,12 @@ impl<'a> DeviceMemory<'a> {
 
     fn addresses(&self) -> Addresses<'_> {
         let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
-        Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras: RawExtras::default() }
+        Addresses {
+            tensors: &self.raw,
+            lse: Some(self.lse.address()),
+            workspace,
+            extras: RawExtras::default(),
+        }
     }
 
     fn name_regions(&self, session: &Session, launches: &Launches) {
@@ -412,7 +417,9 @@ impl<'a> DeviceMemory<'a> {
 
     /// What is left in a workspace that a call finds zero and leaves zero.
     fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
-        let at = self.workspace.bytes().iter().position(|&byte| byte != 0)?;
+        let counter = workspace.tile_counter?;
+        let bytes = &self.workspace.bytes()[counter.offset..counter.offset + counter.bytes];
+        let at = counter.offset + bytes.iter().position(|&byte| byte != 0)?;
         let parts = parts(workspace);
         let part = parts.iter().find(|(_, part)| (part.offset..part.offset + part.bytes).contains(&at));
         let name = part.map_or("workspace", |(name, _)| name);
@@ -459,7 +466,11 @@ fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
         ("dk_accum", workspace.dk_accum),
         ("dv_accum", workspace.dv_accum),
         ("dq_semaphores", workspace.dq_semaphores),
+        ("dkv_semaphores", workspace.dkv_semaphores),
         ("tile_counter", workspace.tile_counter),
+        ("plan", workspace.plan),
+        ("out_partial", workspace.out_partial),
+        ("lse_partial", workspace.lse_partial),
     ];
     all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()
 }

@@ -14,19 +14,21 @@ use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
 
 use crate::Error;
-use crate::jit::params::BwdParams;
+use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::source::{
     DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS,
 };
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
+use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
+use crate::launch::varied::{PlanBounds, plan_step};
 use crate::launch::workspace::Workspace;
 use crate::smem_bytes;
 
@@ -168,9 +170,11 @@ impl Launches {
         };
         let panels = panels(spec);
         let splits = head_splits(problem, spec, arch, sms);
-        let params = params(&traits, problem, (arch, sms), splits)?;
+        let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
+        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
+        let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
+        workspace.add_plan(plan_bytes)?;
         let tiles = |heads: i32, blocks: i32| (heads * blocks * params.shape.batch) as u32;
         let m_tiles = tiles(params.shape.heads_q, params.m_blocks);
         let n_tiles = tiles(params.shape.heads_kv, params.n_blocks);
@@ -194,6 +198,9 @@ impl Launches {
             takes_maps: panels.is_some(),
         });
         let mut steps = Vec::new();
+        if spec.reads.varied && m_tiles + n_tiles > 0 {
+            steps.push(plan_step());
+        }
         if m_tiles > 0 {
             steps.push(process(PREPROCESS, m_tiles));
         } else if let Some(counter) = workspace.tile_counter {
@@ -222,15 +229,19 @@ impl Launches {
         let panels = panels.filter(|_| n_tiles > 0);
         Ok(Launches {
             tensors: tensors(problem),
-            extras: Extra::of(problem, true, 0),
+            extras: Extra::of(problem, true, plan_bytes),
             workspace,
             steps,
             params: Params::Backward(params),
             maps: panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, problem)),
-            plan_bytes: 0,
+            plan_bytes,
         })
     }
 }
+
+/// CTAs of a head that may run at once in a deterministic backward under a full mask: they start at the same
+/// queries, and each waits for the turns of those before it. By simulation 8 to 16 are alike (NB-055).
+const TURNS_AT_ONCE: usize = 16;
 
 /// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
 fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
@@ -277,6 +288,7 @@ fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> 
 
 /// The parameters that the problem alone decides.
 fn params(
+    spec: &KernelSpec,
     traits: &Traits,
     problem: &Problem,
     (arch, sms): (Arch, u32),
@@ -298,10 +310,23 @@ fn params(
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {
+        _ if traits.pass.deterministic() => {
+            let side_by_side = head_bytes.saturating_mul(slots.div_ceil(TURNS_AT_ONCE) as u64);
+            let room = if problem.mask.is_full() { room.max(side_by_side) } else { room.min(side_by_side) };
+            Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room)
+        }
         TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room),
         TileOrder::Natural => Sections { heads, sections: 0 },
     };
+    let plan = if spec.reads.varied {
+        // Tiles of keys are sorted by the tiles of queries that see them.
+        let heads = problem.heads_kv.saturating_mul(splits);
+        PlanBounds::backward(problem, traits).params(heads, slots, m_blocks)?
+    } else {
+        PlanParams::default()
+    };
     Ok(BwdParams {
+        plan,
         shape: shape_params(problem)?,
         score,
         varlen: varlen_params(&problem.lengths)?,

@@ -6,8 +6,7 @@ use fa_core::{Lengths, Problem};
 
 use crate::Error;
 use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, MutU32Ptr, VarlenParams};
-use crate::launch::args::check_address;
-use crate::launch::launches::count;
+use crate::launch::checks::{check_address, count};
 
 /// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
 /// asks for and nothing else.

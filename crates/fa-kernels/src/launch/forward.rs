@@ -9,18 +9,19 @@ use fa_core::{Arch, Family, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
 
 use crate::Error;
-use crate::jit::params::{FwdParams, SplitParams, VarlenParams};
-use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, ENTRY, PLAN, PLAN_SMEM, PLAN_THREADS};
+use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
+use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, ENTRY};
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor};
+use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
-use crate::launch::varied::{PlanBounds, page_part, shape_of, uniform_splits};
+use crate::launch::varied::{PlanBounds, page_part, plan_step, shape_of, uniform_splits};
 use crate::launch::workspace::{ForwardParts, Workspace};
 use crate::smem_bytes;
 
@@ -177,14 +178,7 @@ impl Launches {
         })?;
         let mut steps = Vec::new();
         if has_work && spec.reads.varied {
-            steps.push(Step::Plan(Launch {
-                entry: PLAN,
-                grid: 1,
-                threads: PLAN_THREADS,
-                smem: PLAN_SMEM,
-                cluster: 1,
-                takes_maps: false,
-            }));
+            steps.push(plan_step());
         }
         if has_work {
             steps.push(Step::Launch(launch));
@@ -300,7 +294,7 @@ fn maps(
         share = page_part(page, tile_n) as u32;
         for (columns, panel) in [(spec.head_dim, panel), (spec.head_dim_v, panel_v)] {
             let multiple = BOX_ALIGN / (2 * panel);
-            if share % multiple.max(1) != 0 {
+            if !share.is_multiple_of(multiple.max(1)) {
                 return Err(Error::Page { page, head_dim: columns, multiple });
             }
         }
@@ -352,7 +346,11 @@ fn params(
             slot_rows: count("rows of a tile", work.slot_rows)?,
             ..SplitParams::default()
         },
-        plan: work.bounds.params(work.heads, work.ctas, longest)?,
+        plan: if spec.reads.varied {
+            work.bounds.params(work.heads, work.ctas, longest)?
+        } else {
+            PlanParams::default()
+        },
         mods: mod_params(problem),
         m_blocks: count("tiles of a head", m_blocks)?,
         num_tiles: count("tiles", tiles)?,

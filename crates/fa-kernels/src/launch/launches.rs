@@ -8,14 +8,11 @@ use crate::jit::params::{
     BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutI32Ptr, MutPtr, MutTensor,
     MutU32Ptr, PlanParams, RowStrides, ScoreParams, ShapeParams, SplitParams, TmaStrides, VarlenParams,
 };
-use crate::launch::args::{RawTensor, Shape, check_address};
+use crate::launch::args::{RawTensor, Shape};
+use crate::launch::checks::{check_address, count};
 use crate::launch::extras::{Extra, RawExtras};
 use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
-
-/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the
-/// end.
-const MAX_COUNT: usize = 1 << 30;
 
 /// LSE is read and written word by word.
 const WORD_BYTES: u64 = 4;
@@ -224,6 +221,7 @@ impl Launches {
                 tile_counter: words(parts.tile_counter),
                 varlen: varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
+                dkv_semaphores: words(parts.dkv_semaphores),
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
             }),
@@ -260,13 +258,6 @@ pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
 fn row_strides(shape: &Shape, strides: &Strides) -> RowStrides {
     let batch = if shape.batch > 1 { strides.batch } else { 0 };
     RowStrides { batch, seq: strides.seq, head: strides.head }
-}
-
-pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
-    if value <= MAX_COUNT {
-        return Ok(value as i32);
-    }
-    Err(Error::TooLong { name, value, limit: MAX_COUNT })
 }
 
 /// The lengths, counts and window of `problem`.

@@ -7,8 +7,10 @@ use fa_core::{Problem, Side};
 
 use crate::Error;
 use crate::jit::params::PlanParams;
+use crate::jit::source::{PLAN, PLAN_SMEM, PLAN_THREADS};
 use crate::launch::args::Shape;
-use crate::launch::launches::count;
+use crate::launch::checks::count;
+use crate::launch::launches::{Launch, Step};
 
 /// Ints of a plan's header (`kPlanHeader`), and of an entry of its lists.
 const PLAN_HEADER: usize = 16;
@@ -16,6 +18,18 @@ const PLAN_ENTRY: usize = 4;
 
 /// Lengths that a plan tells apart (`kPlanThreads`).
 const PLAN_BINS: usize = 1024;
+
+/// The launch of the plan kernel.
+pub(crate) fn plan_step() -> Step {
+    Step::Plan(Launch {
+        entry: PLAN,
+        grid: 1,
+        threads: PLAN_THREADS,
+        smem: PLAN_SMEM,
+        cluster: 1,
+        takes_maps: false,
+    })
+}
 
 /// The most parts that the keys of a row are divided into.
 const MAX_SPLITS: usize = 4096;

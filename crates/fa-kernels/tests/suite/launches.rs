@@ -2,8 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd, Sm90Fwd,
-    TensorLayout,
+    Alibi, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd,
+    Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
@@ -225,4 +225,47 @@ fn what_no_device_code_computes_is_refused() {
             }
         }
     }
+}
+
+#[test]
+fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
+    let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+    let problem = Problem { score, ..problem() };
+    let extras = RawExtras { alibi_slopes: Some(1 << 42), sinks: Some(1 << 43), ..RawExtras::default() };
+
+    let forward = KernelSpec { score: score.kind(), ..sm80_spec() };
+    let launches = Launches::of(&forward, &problem, Arch::Sm80, SMS).unwrap();
+    let tensors = tensors(&launches);
+    let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras };
+    launches.check(&at).unwrap();
+    let Params::Forward(params) = launches.params(&at) else { panic!() };
+    assert_eq!((params.mods.alibi_slopes.0, params.mods.sinks.0), (1 << 42, 1 << 43));
+    assert_eq!((params.mods.alibi_stride, params.mods.dsinks.0), (8, 0));
+    let without = Addresses { extras: RawExtras::default(), ..at };
+    assert!(matches!(launches.check(&without), Err(Error::MissingExtra { name: "alibi_slopes", need: 24 })));
+    let plain = Launches::of(&sm80_spec(), &Problem { score: ScoreMod::NONE, ..problem }, Arch::Sm80, SMS);
+    assert!(matches!(plain.unwrap().check(&at), Err(Error::UnusedExtra { name: "alibi_slopes" })));
+
+    let backward = KernelSpec { score: score.kind(), ..backward_spec(false) };
+    let launches = Launches::of(&backward, &problem, Arch::Sm90, SMS).unwrap();
+    assert_eq!(entries(&launches).last(), Some(&("fa_dsinks", 8)));
+    assert!(
+        !entries(
+            &Launches::of(
+                &backward_spec(false),
+                &Problem { score: ScoreMod::NONE, ..problem },
+                Arch::Sm90,
+                SMS
+            )
+            .unwrap()
+        )
+        .iter()
+        .any(|(entry, _)| *entry == "fa_dsinks")
+    );
+    let tensors = self::tensors(&launches);
+    let extras = RawExtras { dsinks: Some(1 << 44), ..extras };
+    let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras };
+    launches.check(&at).unwrap();
+    let Params::Backward(params) = launches.params(&at) else { panic!() };
+    assert_eq!((params.mods.sinks.0, params.mods.dsinks.0), (1 << 43, 1 << 44));
 }
