@@ -58,8 +58,9 @@ struct Traits {
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths and
     // pages of the device take some more.
-    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 3 ? 32 : C.varied ? 40 : 24;
-    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 3 ? 160 : C.varied ? 232 : 240;
+    static constexpr int kMoreRegs = C.varied && C.num_wg == 2 ? 8 : 0;
+    static constexpr int kProducerRegs = (C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32) + 2 * kMoreRegs;
+    static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160) - kMoreRegs;
 
     using Q = PanelTile<C.tile_m, C.head_dim>;
     using K = PanelTile<C.tile_n, C.head_dim>;
