@@ -459,6 +459,7 @@ fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
         ("dk_accum", workspace.dk_accum),
         ("dv_accum", workspace.dv_accum),
         ("dq_semaphores", workspace.dq_semaphores),
+        ("dkv_semaphores", workspace.dkv_semaphores),
         ("tile_counter", workspace.tile_counter),
     ];
     all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()

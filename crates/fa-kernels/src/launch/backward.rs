@@ -209,6 +209,10 @@ impl Launches {
     }
 }
 
+/// CTAs of a head that may run at once in a deterministic backward under a full mask: they start at the same
+/// queries, and each waits for the turns of those before it. By simulation 8 to 16 are alike (NB-055).
+const TURNS_AT_ONCE: usize = 16;
+
 /// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
 fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
     match &spec.kernel {
@@ -274,6 +278,11 @@ fn params(
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {
+        _ if traits.pass.deterministic() => {
+            let side_by_side = head_bytes.saturating_mul(slots.div_ceil(TURNS_AT_ONCE) as u64);
+            let room = if problem.mask.is_full() { room.max(side_by_side) } else { room.min(side_by_side) };
+            Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room)
+        }
         TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room),
         TileOrder::Natural => Sections { heads, sections: 0 },
     };

@@ -182,6 +182,7 @@ impl Launches {
                 dv_accum: floats(parts.dv_accum),
                 dq_semaphores: words(parts.dq_semaphores),
                 tile_counter: words(parts.tile_counter),
+                dkv_semaphores: words(parts.dkv_semaphores),
                 ..params
             }),
         }
