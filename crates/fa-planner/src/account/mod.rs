@@ -1,8 +1,8 @@
 //! What a kernel takes of an SM: shared memory and registers, counted exactly, and the limit that it breaks.
 //!
 //! This is the part of the planner that launching needs: the layout of shared memory, the panels of the
-//! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). It knows
-//! no problem but for those numbers, and ranks nothing.
+//! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). It
+//! knows no problem but for those numbers, and ranks nothing.
 
 pub(crate) mod code;
 pub(crate) mod kv_splits;

@@ -205,8 +205,8 @@ pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
     limits.fp32_flops / 2.0
 }
 
-/// The time of a problem from the clocks of a kernel's steps, with the keys of each tile divided among `parts`
-/// CTAs.
+/// The time of a problem from the clocks of a kernel's steps, with the keys of each tile divided among
+/// `parts` CTAs.
 pub(crate) fn evaluate(
     problem: &Problem,
     (tile_m, tile_n): (u32, u32),
