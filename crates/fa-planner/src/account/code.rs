@@ -11,8 +11,8 @@ struct Code {
     split: bool,
 }
 
-/// Nothing of it.
-const DENSE: Code = Code { varied: false, paged: false, alibi: false, sinks: false, split: false };
+/// Dense tiles, with every change of scores.
+const DENSE: Code = Code { varied: false, paged: false, alibi: true, sinks: true, split: false };
 
 /// What the device code of a kernel has. A switch is turned on with the code that honours it.
 const fn code_of(kernel: &Kernel) -> Code {
