@@ -197,6 +197,7 @@ impl Kernels {
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
+    #[allow(clippy::too_many_arguments)]
     pub fn softmax_gradient(
         &self,
         shape: TileShape,

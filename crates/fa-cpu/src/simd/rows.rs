@@ -24,7 +24,7 @@ pub trait Stored: Copy {
     /// As [`Stored::load`], for writes.
     unsafe fn store<V: Lanes>(values: V, to: *mut Self);
     /// The kernels for this type.
-    fn kernels<'a>(table: &'a RowTables) -> &'a RowTable<Self>;
+    fn kernels(table: &RowTables) -> &RowTable<Self>;
 }
 
 /// [`Vector`] under a name that a public trait may mention.
@@ -71,7 +71,7 @@ macro_rules! stored {
                 // SAFETY: the caller's.
                 unsafe { values.$store(to.cast()) }
             }
-            fn kernels<'a>(table: &'a RowTables) -> &'a RowTable<Self> {
+            fn kernels(table: &RowTables) -> &RowTable<Self> {
                 &table.$type
             }
         }
