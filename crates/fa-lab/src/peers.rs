@@ -5,12 +5,13 @@ use std::io::Write;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fa_core::Problem;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::error::{Context, Error, Result};
+use crate::marks::Wanted;
+use crate::sequences::Store;
 use crate::worker::{Received, StandardError, Worker};
 
 /// The helper, which is written to a temporary file: the program is then whole by itself.
@@ -128,28 +129,15 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
-    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone. Those that
-    /// do not compute it (a window, a soft cap) say so in the errors.
+    /// Readies `names` of peers (all, if empty) for the forward of `wanted`, or its backward alone. Those that
+    /// do not compute it (a window, a soft cap, packed sequences, pages, sinks) say so in the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> Result<Opened> {
-        let mask = &problem.mask;
-        let mut request = json!({
-            "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
-            "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-            "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
-            "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-            "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
-        });
-        if !(mask.is_full() || mask.is_causal()) {
-            request["window"] = json!([mask.left, mask.right]);
-        }
-        if let Some(softcap) = problem.score.softcap {
-            request["softcap"] = json!(softcap);
-        }
-        if !wanted.is_empty() {
-            request["peers"] = json!(wanted);
+    pub fn open(&mut self, wanted: &Wanted, names: &[String], backward: bool) -> Result<Opened> {
+        let mut request = request(wanted, backward);
+        if !names.is_empty() {
+            request["peers"] = json!(names);
         }
         self.ask(&request, READY)
     }
@@ -193,6 +181,50 @@ impl Peers {
     }
 }
 
+/// What the helper is asked for `wanted`.
+fn request(wanted: &Wanted, backward: bool) -> serde_json::Value {
+    let problem = &wanted.problem;
+    let mask = &problem.mask;
+    let mut request = json!({
+        "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
+        "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+        "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
+        "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
+    });
+    if !(mask.is_full() || mask.is_causal()) {
+        request["window"] = json!([mask.left, mask.right]);
+    }
+    if let Some(softcap) = problem.score.softcap {
+        request["softcap"] = json!(softcap);
+    }
+    if let Some(alibi) = problem.score.alibi {
+        request["alibi"] = json!(alibi.name());
+    }
+    if problem.score.sinks {
+        request["sinks"] = json!(true);
+    }
+    if wanted.graph > 0 {
+        request["graph"] = json!(wanted.graph);
+    }
+    if !problem.lengths.is_uniform() {
+        let sequences = wanted.sequences();
+        for (name, side) in [("q", &sequences.q), ("k", &sequences.k)] {
+            let lens: Vec<usize> = (0..side.sequences()).map(|b| side.len(b)).collect();
+            let (store, page) = match side.store() {
+                Store::Padded { .. } => ("padded", None),
+                Store::Packed { .. } => ("packed", None),
+                Store::Paged { page, .. } => ("paged", Some(*page)),
+            };
+            request["sequences"][name] = json!({ "store": store, "lens": lens });
+            if let Some(page) = page {
+                request["sequences"][name]["page"] = json!(page);
+            }
+        }
+    }
+    request
+}
+
 /// The helper's next line.
 fn receive(worker: &mut Worker, patience: Duration) -> Result<String> {
     let deadline = Instant::now() + patience;
@@ -216,5 +248,30 @@ impl Drop for Peers {
         // It ends by itself when it is asked to; one that hangs is killed with its worker.
         let _ = self.worker.send(&json!({"cmd": "quit"}));
         self.worker.ends_within(END);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::marks::Marks;
+
+    #[test]
+    fn requests_say_how_sequences_lie() {
+        let asked = |marks: Marks, row: usize| request(&marks.shapes()[row], false);
+        let packed = asked(Marks::Packed, 2);
+        assert_eq!(packed["sequences"]["q"]["store"], "packed");
+        assert_eq!(packed["sequences"]["k"]["lens"][59], 513);
+        assert_eq!((&packed["seqlen_q"], &packed["batch"]), (&json!(513), &json!(60)));
+        let dense = asked(Marks::Packed, 3);
+        assert!(dense.get("sequences").is_none() && dense.get("graph").is_none());
+        let pages = asked(Marks::Paged, 1);
+        assert_eq!(pages["sequences"]["k"]["page"], 16);
+        assert_eq!((&pages["sequences"]["q"]["store"], &pages["graph"]), (&json!("padded"), &json!(16)));
+        let sinks = asked(Marks::Sinks, 2);
+        assert_eq!((&sinks["sinks"], &sinks["window"]), (&json!(true), &json!([127, 0])));
+        assert!(asked(Marks::Sinks, 1).get("sinks").is_none());
+        assert_eq!(asked(Marks::Step, 0)["graph"], 32);
+        assert_eq!(request(&Marks::PackedBwd.shapes()[0], true)["mode"], "bwd");
     }
 }
