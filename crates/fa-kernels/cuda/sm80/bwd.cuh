@@ -62,6 +62,7 @@ struct alignas(128) BwdStorage {
     BwdTile tile;
     BlockRange range;
     BwdStep step[2];  // the current one of each group
+    int descending;   // see descends(); deterministic causal kernels only
 };
 
 // ---- Barriers -----------------------------------------------------------------------------------
@@ -113,6 +114,15 @@ struct BwdGroup {
         return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
     }
 
+    // Steps count the tiles of queries from the first to the last; this is the one that a step visits.
+    __device__ __forceinline__ int block(int m_block) const {
+        return query_block(range, descending(), m_block);
+    }
+    __device__ __forceinline__ bool descending() const {
+        if constexpr (C.deterministic && C.mask == MaskKind::Causal) return smem.descending;
+        return false;
+    }
+
     // The buffers of a step, from its number.
     __device__ __forceinline__ int number(BwdStep step) const {
         return (step.head - tile.first_head) * (range.end - range.begin) + step.m_block - range.begin;
@@ -149,20 +159,20 @@ struct BwdGroup {
         const int thread = thread_index_volatile() - FirstThread;
         static_assert(C.tile_m / 4 <= L::kGroupThreads);
         if (thread >= C.tile_m / 4) return;
-        const float* from = stats + dq_tile(params, tile, step.head, step.m_block) * C.tile_m;
+        const float* from = stats + dq_tile(params, tile, step.head, block(step.m_block)) * C.tile_m;
         cp_async_16(to + 16 * thread, from + 4 * thread, 16);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
         load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head,
-                                                  step.m_block * C.tile_m, visible.seqlen.q(),
+                                                  block(step.m_block) * C.tile_m, visible.seqlen.q(),
                                                   params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
         load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head,
-                                                   step.m_block * C.tile_m, visible.seqlen.q(),
+                                                   block(step.m_block) * C.tile_m, visible.seqlen.q(),
                                                    params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
@@ -256,7 +266,7 @@ struct BwdGroup {
     template <int Group>
     __device__ __forceinline__ DqAdder<Group> dq_adder(
         const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
-        const i64 index = dq_tile(params, tile, step.head, step.m_block);
+        const i64 index = dq_tile(params, tile, step.head, block(step.m_block));
         const Here place(step.m_block);
         float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
@@ -266,7 +276,8 @@ struct BwdGroup {
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             if (thread_index() == group * L::kGroupThreads)
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, step.head, step.m_block, kDqParts);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending(), step.head,
+                                                  block(step.m_block), kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
@@ -275,7 +286,7 @@ struct BwdGroup {
             fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
             if (thread_index() == group * L::kGroupThreads)
-                signal_next(params, tile, step.head, step.m_block);
+                signal_next(params, tile, step.head, block(step.m_block));
         }
     }
 
@@ -293,16 +304,28 @@ struct BwdGroup {
                ((Tile::chunk(column) ^ Tile::twist(row)) << 4);
     }
 
-    // Stores a warp's share of dK or dV, or adds it to its accumulator.
+    // Stores a warp's share of the gradient of group `group`, or adds it to its accumulator, where
+    // deterministic parts of a K/V head's query heads take turns.
     template <class Cut>
-    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum,
+    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, int group, float* accum,
                                            const MutTensor& gradient, int tile_columns, int columns,
                                            float factor) const {
         const Here place;
         if (params.head_splits > 1) {
             const i64 index =
                 (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            if constexpr (C.deterministic) {
+                if (thread_index() == group * L::kGroupThreads)
+                    wait_for_parts(dkv_semaphore(params, tile, group), tile.split);
+                named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
+            }
             Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
+            if constexpr (C.deterministic) {
+                fence_gpu();
+                named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
+                if (thread_index() == group * L::kGroupThreads)
+                    count_part(dkv_semaphore(params, tile, group));
+            }
             return;
         }
         const int first = tile.n_block * C.tile_n;
@@ -359,7 +382,7 @@ struct PWarps : BwdGroup<C> {
         Stats lse;
         this->read_stats(lse, this->lse_buffer(step), step);
         const Here place(step.m_block);
-        const bool masked = range.needs_mask(step.m_block);
+        const bool masked = range.needs_mask(this->block(step.m_block));
         const ScoreMod<C.softcap> score_mod{params.score};
         const float scale_log2 = score_mod.shares_to_log2();
 #pragma unroll
@@ -367,7 +390,7 @@ struct PWarps : BwdGroup<C> {
             score_mod.apply_as_shares(s[f]);
             if (masked) {
                 auto query_of = [&](int r) {
-                    return step.m_block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
+                    return this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
                            place.lane / 4;
                 };
                 const int first_key =
@@ -483,7 +506,7 @@ struct PWarps : BwdGroup<C> {
             this->template dq_adder<0>(dq, before).template round<1>(0);
             this->end_turn(before, 0);
         }
-        this->template finish<CutDv>(dv, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v,
+        this->template finish<CutDv>(dv, 0, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v,
                                      1.f);
     }
 };
@@ -570,7 +593,7 @@ struct DsWarps : BwdGroup<C> {
                 this->template dq_adder<1>(dq, step()));
             this->end_turn(step(), 1);
         } while (this->advance(1));
-        this->template finish<CutDk>(dk, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
+        this->template finish<CutDk>(dk, 1, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
                                      params.score.scale);
     }
 };
@@ -593,6 +616,8 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
         const Visibility<C.mask> visible{params.shape, Seqlen<>(params.shape, smem.tile.batch)};
         smem.range = query_blocks<C.tile_m, C.tile_n>(visible, smem.tile.n_block * C.tile_n);
+        if constexpr (C.deterministic && C.mask == MaskKind::Causal)
+            smem.descending = descends<C.mask, C.deterministic>(params, smem.tile);
         for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
     cta_sync();

@@ -91,7 +91,7 @@ struct alignas(1024) BwdStorage {
 
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
-                                             const BwdTile& tile, const BlockRange& range,
+                                             const BwdTile& tile, const BlockRange& range, bool descending,
                                              const TensorMap& map_q, const TensorMap& map_k,
                                              const TensorMap& map_v, const TensorMap& map_do) {
     using T = BwdTraits<C>;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     bool first = true;
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         const i64 stats = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks * C.tile_m;
-        for (int m_block = range.begin; m_block < range.end; ++m_block) {
-            const int row = m_block * C.tile_m;
+        for (int step = range.begin; step < range.end; ++step) {
+            const int row = query_block(range, descending, step) * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
                 load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head,
@@ -151,20 +151,23 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTil
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
                                            const Visibility<C.mask>& visible, const BwdTile& tile,
-                                           const BlockRange& range, int wg) {
+                                           const BlockRange& range, bool descending, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        for (int m_block = range.begin; m_block < range.end; ++m_block) {
+        for (int step = range.begin; step < range.end; ++step) {
+            const int m_block = query_block(range, descending, step);
 #pragma unroll
             for (int slice = 0; slice < C.dq_slices; ++slice) {
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
                     if constexpr (C.deterministic) {
-                        if (slice == 0)
-                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, C.num_wg);
+                        if (slice == 0) {
+                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head,
+                                                              m_block, C.num_wg);
+                        }
                     }
                     bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share,
                                  T::DqOrder::kShare * 4);
@@ -200,6 +203,7 @@ struct BwdConsumer {
     const Visibility<C.mask>& visible;
     const BwdTile& tile;
     const BlockRange& range;
+    const bool descending;
     const int wg, warp, lane;
     const bool elected;
 
@@ -437,7 +441,8 @@ struct BwdConsumer {
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, T::kConsumers);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head, m_block,
+                                                  T::kConsumers);
             }
             float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
 #pragma unroll
@@ -502,7 +507,8 @@ struct BwdConsumer {
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
-            for (int m_block = range.begin; m_block < range.end; ++m_block) step(head, m_block, slope);
+            for (int i = range.begin; i < range.end; ++i)
+                step(head, query_block(range, descending, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }
@@ -551,12 +557,31 @@ struct BwdConsumer {
         }
     }
 
+    // Deterministic parts of a K/V head's query heads add to dV (`of` = 0) and dK (1) in turn.
+    __device__ __forceinline__ void await_turn(int of) const {
+        if constexpr (C.deterministic) {
+            if (thread_index() == 128) wait_for_parts(dkv_semaphore(params, tile, of), tile.split);
+            named_barrier_sync(kPdsReady, T::kConsumers);
+        }
+    }
+    __device__ __forceinline__ void end_turn(int of) const {
+        if constexpr (C.deterministic) {
+            fence_gpu();
+            named_barrier_sync(kPdsReady, T::kConsumers);
+            if (thread_index() == 128) count_part(dkv_semaphore(params, tile, of));
+        }
+    }
+
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
             const i64 index =
                 (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            await_turn(0);
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
+            end_turn(0);
+            await_turn(1);
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
+            end_turn(1);
             return;
         }
         u16* out_k = view(params.dk).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
@@ -606,19 +631,23 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     const Visibility<C.mask> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
     const bool has_work = !range.empty() && tile.first_head < tile.end_head;
+    const bool descending = descends<C.mask, C.deterministic>(params, tile);
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         if (has_work && warp == 0) {
-            if (elect_one()) sm90::bwd_producer<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
+            if (elect_one()) {
+                sm90::bwd_producer<C>(smem, params, tile, range, descending, map_q, map_k, map_v, map_do);
+            }
         } else if (has_work && warp <= C.num_wg) {
-            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, visible, tile, range, warp - 1);
+            if constexpr (C.dq_via_smem)
+                sm90::bwd_add_dq<C>(smem, params, visible, tile, range, descending, warp - 1);
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (has_work) {
-            sm90::BwdConsumer<C> consumer{smem,         params,   visible,      tile,       range,
-                                          warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            sm90::BwdConsumer<C> consumer{smem,       params,       visible,  tile,         range,
+                                          descending, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.main_loop();
             consumer.finish();
         } else {
