@@ -94,12 +94,16 @@ impl Peers {
         let script = script.into_temp_path();
         let mut command = Command::new(&python);
         command.arg(&script);
+        let started = Peers::of(command, script);
+        started
+            .context(format!("cannot use {}: set {PYTHON_VARIABLE} to a Python with torch", python.display()))
+    }
+
+    /// The helper that `command` starts.
+    fn of(command: Command, script: tempfile::TempPath) -> Result<Peers> {
         let verbose = tracing::enabled!(tracing::Level::DEBUG);
         let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
-        let mut worker = Worker::start(command, errors).context(format!(
-            "cannot start {}: set {PYTHON_VARIABLE} to a Python with torch",
-            python.display()
-        ))?;
+        let mut worker = Worker::start(command, errors)?;
         #[derive(Deserialize)]
         struct First {
             hello: Hello,
@@ -255,6 +259,50 @@ impl Drop for Peers {
 mod tests {
     use super::*;
     use crate::marks::Marks;
+
+    /// A helper of fixed replies, one a request.
+    #[cfg(unix)]
+    fn stand_in(hello: &str, replies: &[&str]) -> Result<Peers> {
+        let replies: String = replies.iter().map(|reply| format!("read line; echo '{reply}'; ")).collect();
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("echo '{hello}'; {replies} read line")]);
+        Peers::of(command, tempfile::NamedTempFile::new().expect("a file").into_temp_path())
+    }
+
+    #[cfg(unix)]
+    const HELLO: &str =
+        r#"{"hello":{"torch":"2","gpu":"a GPU","driver":null,"peers":["fa3","cudnn"],"errors":{}}}"#;
+
+    #[cfg(unix)]
+    #[test]
+    fn rounds_of_peers_that_compute_a_shape_are_timed_and_the_others_say_why() {
+        let opened = r#"{"peers":["fa3"],"errors":{"cudnn":"no pages"}}"#;
+        let round = r#"{"times":[0.5,0.25],"errors":{}}"#;
+        let failed = r#"{"times":[],"errors":{"fa3":"out of memory"}}"#;
+        let mut peers = stand_in(HELLO, &[opened, round, failed]).expect("started");
+        assert_eq!(peers.hello.peers, ["fa3", "cudnn"]);
+        let found = peers.open(&Marks::Paged.shapes()[1], &[], false).expect("opened");
+        assert_eq!((found.peers, found.errors["cudnn"].as_str()), (vec!["fa3".to_owned()], "no pages"));
+        assert_eq!(peers.round("fa3", 2).expect("timed"), [0.5, 0.25]);
+        assert!(peers.round("fa3", 2).expect("an answer").is_empty());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_helper_without_peers_that_refuses_or_ends_says_so() {
+        let none =
+            r#"{"hello":{"torch":null,"gpu":null,"driver":null,"peers":[],"errors":{"torch":"not found"}}}"#;
+        let said = |error: Error| crate::error::message(&error);
+        assert!(said(stand_in(none, &[]).expect_err("no peers")).contains("torch: not found"));
+        let refused = r#"{"peers":{},"errors":{"request":"lens of k"}}"#;
+        let mut peers = stand_in(HELLO, &[refused]).expect("started");
+        let error = peers.open(&Marks::Packed.shapes()[0], &[], false).expect_err("refused");
+        assert!(said(error).contains("lens of k"));
+        let mut command = Command::new("sh");
+        command.args(["-c", "exit 1"]);
+        let script = tempfile::NamedTempFile::new().expect("a file").into_temp_path();
+        assert!(said(Peers::of(command, script).expect_err("it ends")).contains("has ended"));
+    }
 
     #[test]
     fn requests_say_how_sequences_lie() {

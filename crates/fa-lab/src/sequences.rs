@@ -103,7 +103,7 @@ impl Ragged {
         let needed: usize = lens.iter().map(|len| len.div_ceil(page)).sum();
         let max = lens.iter().copied().max().unwrap_or(0);
         let rows = Ragged { starts: starts(lens), max, used: true, store: Store::Padded { len: max } };
-        rows.in_pages(page, needed + spare, max.div_ceil(page), random)
+        rows.in_pages(page, (needed + spare).max(1), max.div_ceil(page), random)
     }
 
     fn in_pages(self, page: usize, pages: usize, columns: usize, random: &mut Random) -> Ragged {

@@ -18,6 +18,8 @@ pub struct PassCall<T> {
 }
 
 /// Tensors of a forward.
+// A handful exist at a time; a box would only be in the way.
+#[allow(clippy::large_enum_variant)]
 pub enum PlacedForward<T> {
     /// Of lengths that the host knows, and nothing beside.
     Plain(DeviceForward<T>),
@@ -26,6 +28,7 @@ pub enum PlacedForward<T> {
 }
 
 /// Tensors of a backward.
+#[allow(clippy::large_enum_variant)]
 pub enum PlacedBackward<T> {
     /// Next to a plain forward's.
     Plain(DeviceBackward<T>),
