@@ -6,8 +6,8 @@ use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::TensorRef;
 
-/// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or pages
-/// and rows of a page.
+/// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or
+/// pages and rows of a page.
 const fn outer(problem: &Problem, side: Side) -> [usize; 2] {
     match side.rows {
         SideRows::Padded { len } => [problem.lengths.sequences(), len],
@@ -22,7 +22,8 @@ pub const fn q_shape(problem: &Problem) -> [usize; 4] {
     [batch, seqlen, problem.heads_q, problem.head_dim]
 }
 
-/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed or `[pages, page, ..]`.
+/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed, or `[pages, page,
+/// ..]`.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
     let [batch, seqlen] = outer(problem, problem.lengths.k());
     [batch, seqlen, problem.heads_kv, problem.head_dim]

@@ -51,8 +51,8 @@ impl Kernels {
         unsafe { (T::kernels(&self.table.rows_of).dots)(&raw) }
     }
 
-    /// `o[query] += sum of p[query][key] * values[key]` for rows of `dims` values, `p` at stride `ldp`, `o` at
-    /// `ldo`.
+    /// `o[query] += sum of p[query][key] * values[key]` for rows of `dims` values, `p` at stride `ldp`, `o`
+    /// at `ldo`.
     ///
     /// # Panics
     /// If a row or a buffer is shorter than that.

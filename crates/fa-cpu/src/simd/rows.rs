@@ -1,5 +1,5 @@
-//! Kernels whose lanes lie along the head dim: conversions of rows, and the two products of attention for a few
-//! queries, which read K and V as they lie, in any element type.
+//! Kernels whose lanes lie along the head dim: conversions of rows, and the two products of attention for a
+//! few queries, which read K and V as they lie, in any element type.
 #![allow(unsafe_code)]
 
 use half::{bf16, f16};
@@ -310,8 +310,8 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
     }
 }
 
-/// Scores become probabilities `2^(score - max)`; returns the new maximum, the new sum, and the factor on what
-/// has been accumulated.
+/// Scores become probabilities `2^(score - max)`; returns the new maximum, the new sum, and the factor on
+/// what has been accumulated.
 #[inline(always)]
 pub(super) unsafe fn softmax<V: Vector>(call: &RawRow) -> [f32; 3] {
     // SAFETY: `RawRow`'s contract.

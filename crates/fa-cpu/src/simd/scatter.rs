@@ -12,8 +12,8 @@ use super::rows::Stored;
 use crate::batch::Span;
 use crate::view::TensorMut;
 
-/// A tensor whose rows `(sequence, position, head)` are handed out to threads in tiles of consecutive positions
-/// of the sequence, each tile once.
+/// A tensor whose rows `(sequence, position, head)` are handed out to threads in tiles of consecutive
+/// positions of the sequence, each tile once.
 ///
 /// [`TensorMut`] guarantees that no two elements share storage, the order of the sequences' spans that no two
 /// of them share rows, and the flags that no two threads hold the same rows. Together they make the writes of
@@ -48,7 +48,8 @@ pub(crate) struct Rows<'s, T> {
 }
 
 impl<'a, T: Stored> Scatter<'a, T> {
-    /// Takes the tensor for as long as threads write to it. A sequence is its rows, and the length of its tiles.
+    /// Takes the tensor for as long as threads write to it. A sequence is its rows, and the length of its
+    /// tiles.
     ///
     /// # Panics
     /// If the spans do not ascend, or reach out of the tensor.

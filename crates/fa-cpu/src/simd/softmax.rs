@@ -114,7 +114,8 @@ pub(super) struct RawGradient {
 /// One tile of scores that ALiBi lowers by `slope * |first + query - key|`.
 ///
 /// # Safety
-/// `scores` is valid for `keys` rows of `queries` values at stride `ld`; `queries` is a multiple of the lanes.
+/// `scores` is valid for `keys` rows of `queries` values at stride `ld`; `queries` is a multiple of the
+/// lanes.
 pub(super) struct RawAlibi {
     pub keys: usize,
     pub queries: usize,

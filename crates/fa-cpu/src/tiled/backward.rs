@@ -9,12 +9,13 @@ use std::sync::OnceLock;
 
 use fa_core::Problem;
 
-use super::band::Band;
 use super::buffer::Buffer;
+use super::cut::{Cut, Sizes, TILE_N, cuts};
 use super::inputs::BackwardInputs;
-use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows, row_stride};
+use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
 use super::schedule;
 use super::scores::Scores;
+use super::scratch::{QueryTile, Scratch};
 use super::work::Unit;
 use crate::batch::Batch;
 use crate::element::Element;
@@ -39,159 +40,11 @@ pub(super) struct Gradients<'a, T> {
     pub dsinks: Option<&'a mut [f32]>,
 }
 
-/// Keys of a tile.
-const TILE_N: usize = 128;
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
-/// Panels of queries in a tile.
-const PANELS: usize = 2;
 /// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
 /// of the row's.
 const FEW_KEYS: usize = 16;
-
-/// A tile of queries, in the forms that the five products read.
-struct QueryTile {
-    /// Qt `[head_dim][tile_m]`, scaled: B of the scores.
-    qt: Buffer,
-    /// Q `[tile_m][ld]`: B of dK.
-    q: Buffer,
-    /// dOt `[head_dim_v][tile_m]`: B of dP.
-    dot: Buffer,
-    /// dO `[tile_m][ld]`: B of dV.
-    dout: Buffer,
-    /// LSE in base 2, +inf for rows that see nothing.
-    lse: Buffer,
-    /// Row sums of dO * O.
-    delta: Buffer,
-    /// Rows without any probability: they see no key, or all their scores are -inf. Q and dO hold zeros for
-    /// them.
-    dead: Vec<usize>,
-    /// Rows where Q or dO holds infinities or NaN, as far as that matters: where the mask hides something.
-    wild: Vec<usize>,
-}
-
-/// What one worker keeps.
-struct Scratch {
-    queries: Vec<QueryTile>,
-    /// K and V of the item's keys, where they have to be converted.
-    k: Buffer,
-    v: Buffer,
-    /// dK `[keys of the item][ldq]`, dV the same.
-    dk: Buffer,
-    dv: Buffer,
-    /// St then Pt, and dPt then dSt: `[TILE_N][tile_m]`.
-    s: Buffer,
-    ds: Buffer,
-    /// Rows of O on their way in, rows of dQ on their way out: `[tile_m][ldq or ldo]`.
-    rows: Buffer,
-    /// dQt of one head, where nobody else adds to it.
-    dq: Buffer,
-}
-
-/// Sizes that follow from the problem and the kernels.
-#[derive(Clone, Copy)]
-struct Sizes {
-    tile_m: usize,
-    /// Padded head dims: whole registers, so that they can be columns of a product.
-    ldq: usize,
-    ldo: usize,
-    columns_q: usize,
-    columns_o: usize,
-}
-
-/// How one unit is cut: as all of its sequence.
-#[derive(Clone, Copy)]
-struct Cut {
-    unit: Unit,
-    band: Band,
-    m_tiles: usize,
-    /// Keys of an item.
-    keys: usize,
-    /// Items of a head.
-    parts: usize,
-    /// Values of one head's dQt.
-    dq_len: usize,
-    /// First partial dQt, where there are several items.
-    partial: usize,
-}
-
-impl Sizes {
-    fn new(problem: &Problem, kernels: Kernels) -> Sizes {
-        Sizes {
-            tile_m: PANELS * kernels.panel(),
-            ldq: row_stride(problem.head_dim),
-            ldo: row_stride(problem.head_dim_v),
-            columns_q: problem.head_dim.next_multiple_of(kernels.lanes()),
-            columns_o: problem.head_dim_v.next_multiple_of(kernels.lanes()),
-        }
-    }
-}
-
-/// Cuts all units. A head of long sequences is cut over its keys, which costs a dQ for each part, only as far
-/// as every worker has something to do.
-fn cuts(problem: &Problem, batch: &Batch<'_>, tile_m: usize, workers: usize) -> Vec<Cut> {
-    let uniform = problem.lengths.is_uniform();
-    let band = |sequence| Band::new(problem.mask, sequence);
-    let cost = |band: &Band| band.pairs() + (band.q + band.k) as f64;
-    let total = match uniform {
-        true => {
-            batch.sequences.first().map_or(0.0, |first| cost(&band(first))) * batch.sequences.len() as f64
-        }
-        false => batch.sequences.iter().map(|sequence| cost(&band(sequence))).sum(),
-    };
-    let heads = batch.sequences.len() * problem.heads_kv;
-    let even = uniform && (heads.is_multiple_of(workers) || heads >= 4 * workers);
-    let (mut cuts, mut partial) = (Vec::with_capacity(heads), 0);
-    for (index, sequence) in batch.sequences.iter().enumerate() {
-        let band = band(sequence);
-        if band.q + band.k == 0 {
-            continue;
-        }
-        let n_tiles = band.k.div_ceil(TILE_N);
-        let share = (2 * workers) as f64 * cost(&band) / (total * problem.heads_kv as f64);
-        let parts = if even { 1 } else { (share.ceil() as usize).clamp(1, n_tiles.max(1)) };
-        let keys = n_tiles.div_ceil(parts).max(1) * TILE_N;
-        let parts = band.k.div_ceil(keys).max(1);
-        let m_tiles = band.q.div_ceil(tile_m);
-        for kv_head in 0..problem.heads_kv {
-            let unit = Unit { sequence: index, kv_head };
-            let dq_len = m_tiles * problem.head_dim * tile_m;
-            cuts.push(Cut { unit, band, m_tiles, keys, parts, dq_len, partial });
-            partial += if parts > 1 { parts * problem.group_size() } else { 0 };
-        }
-    }
-    cuts
-}
-
-impl Scratch {
-    fn new(problem: &Problem, sizes: &Sizes, cuts: &[Cut], converts: bool) -> Scratch {
-        let Sizes { tile_m, ldq, ldo, .. } = *sizes;
-        let tile = || QueryTile {
-            qt: Buffer::new(problem.head_dim * tile_m),
-            q: Buffer::new(tile_m * ldq),
-            dot: Buffer::new(problem.head_dim_v * tile_m),
-            dout: Buffer::new(tile_m * ldo),
-            lse: Buffer::new(tile_m),
-            delta: Buffer::new(tile_m),
-            dead: Vec::new(),
-            wild: Vec::new(),
-        };
-        let most = |of: fn(&Cut) -> usize| cuts.iter().map(of).max().unwrap_or(0);
-        let keys = most(|cut| cut.keys.min(cut.band.k));
-        let converted = if converts { keys } else { 0 };
-        Scratch {
-            queries: (0..most(|cut| cut.m_tiles)).map(|_| tile()).collect(),
-            k: Buffer::new(converted * ldq),
-            v: Buffer::new(converted * ldo),
-            dk: Buffer::new(keys * ldq),
-            dv: Buffer::new(keys * ldo),
-            s: Buffer::new(TILE_N * tile_m),
-            ds: Buffer::new(TILE_N * tile_m),
-            rows: Buffer::new(tile_m * ldq.max(ldo)),
-            dq: Buffer::new(most(|cut| if cut.parts == 1 { cut.dq_len } else { 0 })),
-        }
-    }
-}
 
 /// Computes all gradients.
 pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {

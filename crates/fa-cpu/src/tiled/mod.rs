@@ -9,6 +9,7 @@ mod backward;
 mod band;
 mod buffer;
 mod by_type;
+mod cut;
 mod decode;
 mod forward;
 mod forward16;
@@ -17,6 +18,7 @@ mod pack;
 mod pack16;
 mod schedule;
 mod scores;
+mod scratch;
 mod work;
 
 use fa_core::Problem;
