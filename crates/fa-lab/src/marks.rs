@@ -156,8 +156,8 @@ impl Marks {
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
             Marks::Models | Marks::Sinks => true,
         };
-        let why = "the marks sm80, sm90, packed, decode, paged and step go with --mode fwd, sm80-bwd, sm90-bwd \
-                   and packed-bwd with --mode bwd, models and sinks with either";
+        let why = "the marks sm80, sm90, packed, decode, paged and step go with --mode fwd, sm80-bwd, \
+                   sm90-bwd and packed-bwd with --mode bwd, models and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 

@@ -133,8 +133,8 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
-    /// Readies `names` of peers (all, if empty) for the forward of `wanted`, or its backward alone. Those that
-    /// do not compute it (a window, a soft cap, packed sequences, pages, sinks) say so in the errors.
+    /// Readies `names` of peers (all, if empty) for the forward of `wanted`, or its backward alone. Those
+    /// that do not compute it (a window, a soft cap, packed sequences, pages, sinks) say so in the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.

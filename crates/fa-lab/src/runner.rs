@@ -5,11 +5,10 @@
 //! next. So every turn begins with launches that do not count, every launch that counts stands between two
 //! events, and what is compared are medians over turns that are spread over the run.
 //!
-//! Calls of a few microseconds are captured as one CUDA graph, of us and of peers alike: what is timed is then
-//! the GPU and not the host.
+//! Calls of a few microseconds are captured as one CUDA graph, of us and of peers alike: what is timed is
+//! then the GPU and not the host.
 
 use std::collections::BTreeMap;
-
 use std::sync::Arc;
 
 use fa_attn::device::{Bound, Gpu, Half};

@@ -1,4 +1,5 @@
-//! Attention as engines call it: packed batches, decoding, keys in pages, sinks, and a step of a served model.
+//! Attention as engines call it: packed batches, decoding, keys in pages, sinks, and a step of a served
+//! model.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
 

@@ -50,8 +50,8 @@ Examples:
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \
-times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us and \
-of peers.";
+times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us \
+and of peers.";
 
 /// Flags of `fa bench` that only the GPU has.
 #[derive(Clone, Debug, Default, Args)]

@@ -73,8 +73,8 @@ pub struct ValidateArgs {
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
     #[arg(long, group = "records", conflicts_with_all = [
-        "arch", "mode", "quick", "full", "filter", "groups", "spec", "repeat", "soak", "sanitize", "all_configs",
-        "record", "watchdog"
+        "arch", "mode", "quick", "full", "filter", "groups", "spec", "repeat", "soak", "sanitize",
+        "all_configs", "record", "watchdog"
     ])]
     pub check_records: bool,
     /// Where records lie
@@ -105,8 +105,8 @@ Each case fills its outputs with NaN, runs on the GPU and is compared with an f6
 (rounded) inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in \
 the kernel's precision; LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must \
 be written.
-Memory that is no sequence's (gaps, rows behind the last sequence, unused pages) holds NaN, unused entries of \
-page tables hold garbage, and nothing may be written there.
+Memory that is no sequence's (gaps, rows behind the last sequence, unused pages) holds NaN, unused entries \
+of page tables hold garbage, and nothing may be written there.
 A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
 
 impl ValidateArgs {
