@@ -263,9 +263,9 @@ impl KernelSpec {
     }
 
     /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
-    /// heads and how rows are found. A kernel is compiled without lengths, and a problem does not name a pass:
-    /// neither is compared. A kernel that splits keys serves what the same kernel without splits serves. The
-    /// problem must be valid ([`Problem::check`]).
+    /// heads and how rows are found. A kernel is compiled without lengths, and a problem does not name a
+    /// pass: neither is compared. A kernel that splits keys serves what the same kernel without splits
+    /// serves. The problem must be valid ([`Problem::check`]).
     ///
     /// # Errors
     /// The first [`Mismatch`] found.
