@@ -22,6 +22,17 @@ pub struct Extras {
 }
 
 impl Extras {
+    /// Nothing: of a batch of equal lengths without slopes and sinks.
+    pub const NONE: Extras = Extras {
+        cu_q: None,
+        cu_k: None,
+        used_q: None,
+        used_k: None,
+        page_table: None,
+        alibi_slopes: None,
+        sinks: None,
+    };
+
     /// As the oracle takes them.
     pub fn host(&self) -> fa_cpu::Extras<'_> {
         fa_cpu::Extras {
@@ -42,7 +53,8 @@ impl Extras {
         let heads = problem.heads_q;
         if let Some(alibi) = problem.score.alibi {
             let count = alibi.count(problem.lengths.sequences(), heads);
-            let slope = |i: usize| (-8.0 * (i % heads + 1) as f32 / heads as f32).exp2() * (1 + i / heads) as f32;
+            let slope =
+                |i: usize| (-8.0 * (i % heads + 1) as f32 / heads as f32).exp2() * (1 + i / heads) as f32;
             self.alibi_slopes = Some((0..count).map(slope).collect());
         }
         if problem.score.sinks {
@@ -125,8 +137,9 @@ impl Batch {
             }
             Some(cu)
         };
-        let used =
-            |lie: Lie, lens: &[usize]| (lie != Lie::Packed).then(|| lens.iter().map(|&len| len as i32).collect());
+        let used = |lie: Lie, lens: &[usize]| {
+            (lie != Lie::Packed).then(|| lens.iter().map(|&len| len as i32).collect())
+        };
         let page_table = match self.k {
             Lie::Paged(page) => Some(self.table(page, problem.lengths.table_columns())),
             Lie::Padded | Lie::Packed | Lie::PackedUsed => None,

@@ -25,10 +25,13 @@
 //! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX
 //! ISA's memory model would allow.
 
+pub mod batches;
 mod compiler;
 mod emulator;
 mod error;
+mod extras;
 mod machine;
+mod memory;
 pub mod mutate;
 mod options;
 mod outcome;
@@ -46,6 +49,7 @@ mod unit;
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
 pub use emulator::{Emulator, source};
 pub use error::Error;
+pub use extras::{Batch, Extras, Lie};
 pub use machine::version;
 pub use options::{Options, Pace, Progress};
 pub use outcome::{Counters, Finding, Frame, LaunchOutcome, Outcome, Party, Span};
