@@ -37,6 +37,16 @@ Examples:
   fa check out.safetensors other.safetensors          are two outputs equal within tolerance?
   fa doctor                                           what works on this machine
 
+Environment:
+  FA_CACHE_DIR       folder of compiled kernels [default: fa/kernels in the user's cache folder]
+  FA_TUNED           table of tuned kernels [default: tuned.ron beside the compiled kernels]
+  FA_NVRTC           the NVRTC library [default: searched in CUDA_HOME, CUDA_PATH, the loader's path and \
+the active Python environment]
+  FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
+  FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
+  RAYON_NUM_THREADS  threads of the CPU [default: all cores]
+  NO_COLOR           no colours, if it is not empty
+
 Exit codes: 0 done; 1 a negative verdict or a failure; 2 bad input or usage.";
 
 /// The commands.

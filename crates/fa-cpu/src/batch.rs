@@ -217,7 +217,10 @@ mod tests {
             refused(&[0, 4, 9, 11]),
             CpuError::Beyond { name: "cu_q", index: 3, value: 11, limit: 10 }
         );
-        assert_eq!(refused(&[-1, 4, 8, 9]), CpuError::Beyond { name: "cu_q", index: 0, value: -1, limit: 10 });
+        assert_eq!(
+            refused(&[-1, 4, 8, 9]),
+            CpuError::Beyond { name: "cu_q", index: 0, value: -1, limit: 10 }
+        );
         assert_eq!(refused(&[0, 6, 8, 9]), CpuError::TooLong { name: "cu_q", sequence: 0, len: 6, max: 5 });
         assert_eq!(
             Batch::new(&packed, &Extras { cu_q: None, ..extras }).unwrap_err(),
@@ -237,7 +240,8 @@ mod tests {
         let batch = Batch::new(&paged, &extras).unwrap();
         assert_eq!([batch.key(0, 3), batch.key(0, 5), batch.key(1, 0)], [(2, 3), (0, 1), (1, 0)]);
         let used = |used: &[i32]| {
-            Batch::new(&paged, &Extras { used_k: Some(used), page_table: Some(&table), ..extras }).unwrap_err()
+            Batch::new(&paged, &Extras { used_k: Some(used), page_table: Some(&table), ..extras })
+                .unwrap_err()
         };
         assert_eq!(used(&[9, 4]), CpuError::Page { sequence: 0, entry: 2, page: -7, pages: 3 });
         assert_eq!(used(&[7, 5]), CpuError::Page { sequence: 1, entry: 1, page: 99, pages: 3 });

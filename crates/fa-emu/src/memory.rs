@@ -2,8 +2,8 @@
 #![allow(unsafe_code)]
 
 use fa_core::{Pass, Problem, Strides};
-use fa_kernels::RawTensor;
 use fa_kernels::launch::{Addresses, Launches, Part, Workspace};
+use fa_kernels::{RawExtras, RawTensor};
 
 use crate::error::Error;
 use crate::machine::{Access, Memory, PAGE, Session};
@@ -127,7 +127,17 @@ impl<'a> DeviceMemory<'a> {
 
     pub fn addresses(&self) -> Addresses<'_> {
         let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
-        Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace }
+        let extras = RawExtras {
+            cu_q: self.extra("cu_q"),
+            cu_k: self.extra("cu_k"),
+            used_q: self.extra("used_q"),
+            used_k: self.extra("used_k"),
+            page_table: self.extra("page_table"),
+            alibi_slopes: self.extra("alibi_slopes"),
+            sinks: self.extra("sinks"),
+            dsinks: self.dsinks.as_ref().map(Memory::address),
+        };
+        Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }
 
     pub fn name_regions(&self, session: &Session, launches: &Launches) {
@@ -227,6 +237,7 @@ fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
         ("dk_accum", workspace.dk_accum),
         ("dv_accum", workspace.dv_accum),
         ("dq_semaphores", workspace.dq_semaphores),
+        ("dkv_semaphores", workspace.dkv_semaphores),
         ("tile_counter", workspace.tile_counter),
     ];
     all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()

@@ -60,6 +60,9 @@ by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 o
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
+/// What [`Row::compared`] says of A and of B where inputs tell what they should be.
+const TO_EXACT: [&str; 2] = ["A to f64", "B to f64"];
+
 /// The tensors that `fa run` writes.
 const OUTPUTS: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
 
@@ -75,6 +78,9 @@ struct Report {
     problem: Option<Problem>,
     rows: Vec<Row>,
     passed: bool,
+    /// The outputs, `a` or `b`, that are too far from the f64 result; none where no inputs tell.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    off: Vec<&'static str>,
 }
 
 /// By which rule outputs are judged.
@@ -157,6 +163,11 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         None => (RuleName::RoundingOfType, None, judge_by_rounding(&pairs, lse_dtype(&a, &b))?),
     };
     let passed = rows.iter().all(|row| row.found.passed());
+    let off = [("a", TO_EXACT[0]), ("b", TO_EXACT[1])]
+        .into_iter()
+        .filter(|(_, compared)| rows.iter().any(|row| row.compared == *compared && !row.found.passed()))
+        .map(|(side, _)| side)
+        .collect();
     let report = Report {
         a: args.a.clone(),
         b: args.b.clone(),
@@ -165,6 +176,7 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         problem,
         rows,
         passed,
+        off,
     };
     if args.json {
         output::print_json(&report)?
@@ -318,9 +330,9 @@ fn judge_by_inputs(
             .into());
         };
         let found = pair.compare(problem.types.qkv, &pair.a, exact, Some(low))?;
-        rows.push(pair.row("A to f64", found.allowing(*noise)));
+        rows.push(pair.row(TO_EXACT[0], found.allowing(*noise)));
         let found = pair.compare(problem.types.qkv, &pair.b, exact, Some(low))?;
-        rows.push(pair.row("B to f64", found.allowing(*noise)));
+        rows.push(pair.row(TO_EXACT[1], found.allowing(*noise)));
     }
     Ok((problem, rows))
 }
@@ -425,7 +437,13 @@ fn text(report: &Report) -> String {
         (RuleName::Given, _) => "A against B by the tolerances given".to_owned(),
         _ => "A against B by the rounding of their type (inputs unknown)".to_owned(),
     };
-    let verdict = if report.passed { "equal within tolerance" } else { "DIFFERENT" };
+    let verdict = match (report.passed, report.off.as_slice()) {
+        (true, _) => "equal within tolerance".to_owned(),
+        (false, ["a"]) => format!("DIFFERENT: A is off, {}; B is right", report.a.display()),
+        (false, ["b"]) => format!("DIFFERENT: B is off, {}; A is right", report.b.display()),
+        (false, ["a", "b"]) => "DIFFERENT: both are off".to_owned(),
+        (false, _) => "DIFFERENT".to_owned(),
+    };
     format!("{}rule     {rule}\nverdict  {verdict}\n", output::table_text(&table))
 }
 

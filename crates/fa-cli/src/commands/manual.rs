@@ -1,6 +1,10 @@
 //! `fa completions` and `fa man`.
 
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
 use clap::Command;
+use fa_attn::atomic_file::AtomicFile;
 
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -16,11 +20,20 @@ pub struct CompletionsArgs {
 
 /// `fa man`.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  fa man | man -l -\n  fa man plan > fa-plan.1")]
+#[command(after_help = MAN_EXAMPLES)]
 pub struct ManArgs {
     /// A command, such as plan
     pub command: Option<String>,
+    /// Write every page, fa.1, fa-run.1, .., into this folder, which is made if it is missing
+    #[arg(long, value_name = "DIR", conflicts_with = "command")]
+    pub out: Option<PathBuf>,
 }
+
+const MAN_EXAMPLES: &str = "\
+Examples:
+  fa man | man -l -
+  fa man plan > fa-plan.1
+  fa man --out ~/.local/share/man/man1";
 
 /// Prints a completion script.
 ///
@@ -34,12 +47,16 @@ pub fn completions(args: &CompletionsArgs, mut program: Command) -> anyhow::Resu
     Ok(Verdict::Good)
 }
 
-/// Prints a manual page.
+/// Prints a manual page, or writes all of them.
 ///
 /// # Errors
-/// [`InputError::Usage`] for a command that does not exist.
+/// [`InputError::Usage`] for a command that does not exist, [`InputError::Target`] for a folder that cannot
+/// be written.
 pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
     program.build();
+    if let Some(folder) = &args.out {
+        return write_pages(folder, program);
+    }
     let command = match &args.command {
         None => program,
         Some(name) => {
@@ -49,8 +66,34 @@ pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
             })?
         }
     };
+    output::print(&String::from_utf8(page_of(command)?)?)?;
+    Ok(Verdict::Good)
+}
+
+fn page_of(command: Command) -> std::io::Result<Vec<u8>> {
     let mut page = Vec::new();
     clap_mangen::Man::new(command).render(&mut page)?;
-    output::print(&String::from_utf8(page)?)?;
+    Ok(page)
+}
+
+/// Writes the pages of the program and of its commands, and says which.
+fn write_pages(folder: &Path, program: Command) -> anyhow::Result<Verdict> {
+    let refuse = |error: std::io::Error| InputError::Target {
+        path: folder.to_owned(),
+        reason: format!("the folder cannot be made: {error}"),
+    };
+    std::fs::create_dir_all(folder).map_err(refuse)?;
+    let commands: Vec<Command> =
+        program.get_subcommands().filter(|command| !command.is_hide_set()).cloned().collect();
+    let mut written = String::new();
+    for command in std::iter::once(program).chain(commands) {
+        let name = command.get_display_name().unwrap_or(command.get_name()).to_owned();
+        let path = folder.join(format!("{name}.1"));
+        let page = page_of(command).with_context(|| format!("the page of {name}"))?;
+        let target = AtomicFile::probe(&path).map_err(InputError::from)?;
+        target.write(|writer| writer.write_all(&page)).map_err(InputError::from)?;
+        written += &format!("{}\n", path.display());
+    }
+    output::print(&written)?;
     Ok(Verdict::Good)
 }

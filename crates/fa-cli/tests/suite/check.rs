@@ -130,6 +130,19 @@ fn inputs_show_which_of_two_outputs_is_wrong() {
     };
     assert_eq!(check(""), ("A to f64".into(), "pass".into(), "too_far".into()));
     assert_eq!(check("--causal"), ("A to f64".into(), "too_far".into(), "pass".into()));
+    // Which of the two is off is said.
+    let (good_path, causal_path) = (text(&good), text(&causal));
+    for (line, said, off) in [
+        (format!("{good_path} {causal_path}"), "B is off", serde_json::json!(["b"])),
+        (format!("{causal_path} {good_path}"), "A is off", serde_json::json!(["a"])),
+        (format!("{causal_path} {causal_path}"), "both are off", serde_json::json!(["a", "b"])),
+    ] {
+        let verdict = fa(&format!("check {line} --inputs {input}"));
+        assert!(verdict.stdout.contains(said), "{line}: {}", verdict.stdout);
+        let report = fa(&format!("check {line} --inputs {input} --json"));
+        let report: serde_json::Value = serde_json::from_str(&report.stdout).unwrap();
+        assert_eq!(report["off"], off, "{line}");
+    }
     // Named alone, the inputs' flags come with a note when the output's metadata says otherwise.
     fa(&format!("check {0} {0} --inputs {input}", text(&good))).good();
 }

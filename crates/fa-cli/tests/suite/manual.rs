@@ -1,6 +1,6 @@
 //! Help, manual pages, completions and `fa doctor`.
 
-use crate::common::{fa, fa_args};
+use crate::common::{fa, fa_args, listing, text};
 
 const COMMANDS: [&str; 11] =
     ["run", "plan", "check", "bench", "build", "validate", "tune", "ladder", "doctor", "completions", "man"];
@@ -17,6 +17,37 @@ fn every_command_has_help_with_examples_and_a_manual_page() {
     }
     assert!(fa("man").good().contains(".SH DESCRIPTION"));
     assert!(fa("--version").good().starts_with("fa "));
+}
+
+#[test]
+fn the_manual_is_written_as_pages_of_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let pages = folder.path().join("man/man1");
+    let said = fa_args(&["man", "--out", text(&pages)]).good();
+    let written = listing(&pages);
+    let mut expected: Vec<String> = COMMANDS.iter().map(|name| format!("fa-{name}.1")).collect();
+    expected.push("fa.1".to_owned());
+    for name in &expected {
+        assert!(written.contains(name), "{name} is not in {written:?}");
+        assert!(said.contains(name.as_str()), "{name} is not in {said}");
+    }
+    assert!(!written.iter().any(|name| name.contains("worker")), "{written:?}");
+    let one = std::fs::read_to_string(pages.join("fa-plan.1")).unwrap();
+    assert_eq!(one, fa("man plan").good());
+    // A file in the folder's place, and a page beside the folder.
+    let file = folder.path().join("file");
+    std::fs::write(&file, "x").unwrap();
+    let refused = fa_args(&["man", "--out", text(&file)]);
+    assert!(refused.code == 2 && refused.stderr.contains("cannot write"), "{refused:?}");
+    assert_eq!(fa_args(&["man", "plan", "--out", text(&pages)]).code, 2);
+}
+
+#[test]
+fn environment_variables_are_in_the_help() {
+    let help = fa("--help").good();
+    for name in ["FA_CACHE_DIR", "FA_TUNED", "FA_NVRTC", "FA_NVCC", "FA_PYTHON", "RAYON_NUM_THREADS"] {
+        assert!(help.contains(name), "{name} is not in\n{help}");
+    }
 }
 
 #[test]

@@ -280,7 +280,10 @@ impl<'a, R: Real> Head<'a, R> {
             let biased: Vec<R> = if self.slope == R::ZERO {
                 scores.clone()
             } else {
-                keys.clone().zip(&scores).map(|(j, &score)| score - self.slope * self.distance(i, j)).collect()
+                keys.clone()
+                    .zip(&scores)
+                    .map(|(j, &score)| score - self.slope * self.distance(i, j))
+                    .collect()
             };
             let max = biased.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score));
             let max = origin(self.sink.map_or(max, |sink| max.max(sink)));

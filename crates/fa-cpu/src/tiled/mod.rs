@@ -94,6 +94,7 @@ pub fn forward_with<T: Element>(
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
     check::check_forward(problem, q, k, v)?;
+    check::check_computed(problem)?;
     check::check_out(problem, "out", out.shape())?;
     if let Some(lse) = &lse {
         check::check_lse(problem, lse.len())?;
@@ -151,6 +152,7 @@ pub fn backward_with<T: Element>(
     dv: &mut TensorMut<'_, T>,
 ) -> Result<(), CpuError> {
     check::check_forward(problem, &inputs.q, &inputs.k, &inputs.v)?;
+    check::check_computed(problem)?;
     check::check_out(problem, "out", inputs.out.shape())?;
     check::check_out(problem, "dout", inputs.dout.shape())?;
     check::check_lse(problem, inputs.lse.len())?;
