@@ -6,8 +6,8 @@ use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::TensorRef;
 
-/// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or pages
-/// and rows of a page.
+/// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or
+/// pages and rows of a page.
 const fn outer(problem: &Problem, side: Side) -> [usize; 2] {
     match side.rows {
         SideRows::Padded { len } => [problem.lengths.sequences(), len],
@@ -22,7 +22,8 @@ pub const fn q_shape(problem: &Problem) -> [usize; 4] {
     [batch, seqlen, problem.heads_q, problem.head_dim]
 }
 
-/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed or `[pages, page, ..]`.
+/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed, or `[pages, page,
+/// ..]`.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
     let [batch, seqlen] = outer(problem, problem.lengths.k());
     [batch, seqlen, problem.heads_kv, problem.head_dim]
@@ -58,6 +59,7 @@ pub fn check_forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
+    check_computed(problem)?;
     if T::DTYPE.is_some_and(|dtype| dtype != problem.types.qkv) {
         return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.qkv });
     }
@@ -66,11 +68,8 @@ pub fn check_forward<T: Element>(
     check_shape("v", v.shape(), v_shape(problem))
 }
 
-/// The problem has nothing that the tiled implementation does not compute.
-///
-/// # Errors
-/// [`CpuError::NotComputed`].
-pub(crate) fn check_computed(problem: &Problem) -> Result<(), CpuError> {
+/// The problem has nothing that is not computed here.
+fn check_computed(problem: &Problem) -> Result<(), CpuError> {
     let Problem { lengths, score, .. } = problem;
     for (has, what) in [
         (!lengths.is_uniform(), "lengths that vary by sequence"),
@@ -168,7 +167,7 @@ mod tests {
             ),
             (Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..problem }, "sinks"),
         ] {
-            assert_eq!(check_computed(&problem), Err(CpuError::NotComputed { what }));
+            assert_eq!(check_forward(&problem, &q, &k, &v), Err(CpuError::NotComputed { what }));
         }
         assert_eq!(check_out(&problem, "dout", [1, 3, 2, 2]), Ok(()));
         assert!(check_out(&problem, "dout", [1, 3, 2, 4]).is_err());

@@ -488,7 +488,7 @@ fn text(report: &Report, sms: u32, spec: &KernelSpec) -> String {
             out += &format!("  {}\n", fault.replace('\n', "\n  "));
         }
         for Value { tensor, found } in run.values.iter().filter(|_| run.passed) {
-            out += &format!("  {tensor:<5}{found}\n");
+            out += &format!("  {tensor:<7}{found}\n");
         }
     }
     if let Some(run) = report.runs.iter().find(|run| run.passed) {

@@ -8,7 +8,8 @@
 
 use fa_core::Problem;
 
-use super::formula::{self, Tensors, gather_keys, gather_queries};
+use super::formula::{self, Tensors};
+use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
 use crate::check::{check_forward, check_out};
 use crate::element::Element;

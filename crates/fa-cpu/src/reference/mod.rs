@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! S_ij  = cap(scale * Q_i . K_j) - slope * |i + seqlen_k - seqlen_q - j|
-//!                                           cap(s) = softcap * tanh(s / softcap), or s; slope 0 without ALiBi
+//!                                           cap(s) = softcap * tanh(s / softcap), or s; without ALiBi 0
 //! LSE_i = ln (sum_j exp(S_ij) + exp(sink))  without the last term where there is no sink
 //! P_ij  = exp(S_ij - LSE_i)
 //! O_i   = sum_j P_ij V_j
@@ -28,6 +28,7 @@
 //! [`crate::compare`] measures an implementation's error by its.
 
 mod formula;
+mod heads;
 pub mod low_precision;
 
 use fa_core::Problem;
@@ -38,7 +39,8 @@ use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
 use crate::view::TensorRef;
-use formula::{Tensors, gather_keys, gather_queries};
+use formula::Tensors;
+use heads::{gather_keys, gather_queries};
 
 /// Output and LSE in f64.
 #[derive(Clone, Debug, PartialEq)]
