@@ -2,9 +2,9 @@
 
 use fa_core::{Alibi, KernelSpec, TensorLayout};
 
+use crate::case::{Case, problem};
 use crate::extras::{Batch, Lie};
 use crate::proof::Placing;
-use crate::sweep::{Case, problem};
 
 /// Lengths of the sequences of one batch, queries and keys: longer than a tile and shorter, none on either
 /// side, one query, more keys than queries.

@@ -46,8 +46,8 @@ impl Extras {
         }
     }
 
-    /// Slopes and sinks of a problem that has them: slopes of a published model's form, and sinks of which some
-    /// outweigh the keys.
+    /// Slopes and sinks of a problem that has them: slopes of a published model's form, and sinks of which
+    /// some outweigh the keys.
     #[must_use]
     pub fn with_mods(mut self, problem: &Problem) -> Extras {
         let heads = problem.heads_q;

@@ -26,6 +26,8 @@
 //! ISA's memory model would allow.
 
 pub mod batches;
+mod call;
+mod case;
 mod compiler;
 mod emulator;
 mod error;
@@ -46,6 +48,7 @@ mod symbols;
 pub mod timeline;
 mod unit;
 
+pub use call::{Call, Given};
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
 pub use emulator::{Emulator, source};
 pub use error::Error;
@@ -53,7 +56,6 @@ pub use extras::{Batch, Extras, Lie};
 pub use machine::version;
 pub use options::{Options, Pace, Progress};
 pub use outcome::{Counters, Finding, Frame, LaunchOutcome, Outcome, Party, Span};
-pub use pass::{Call, Given};
 pub use planned::Planned;
 pub use proof::{Placing, Proof, Trial};
 pub use unit::Unit;

@@ -5,10 +5,10 @@ use fa_core::{Pass, Problem, Strides};
 use fa_kernels::launch::{Addresses, Launches, Part, Workspace};
 use fa_kernels::{RawExtras, RawTensor};
 
+use crate::call::{Call, Given};
 use crate::error::Error;
 use crate::machine::{Access, Memory, PAGE, Session};
 use crate::outcome::Finding;
-use crate::pass::{Call, Given};
 use crate::unit::Unit;
 
 /// The tensors of a call in guarded memory.

@@ -10,12 +10,12 @@ use fa_cpu::compare::{Comparison, compare, compare_lse};
 use fa_cpu::{Element, TensorRef, reference};
 use half::{bf16, f16};
 
+use crate::call::{Call, Given};
 use crate::compiler::hash;
 use crate::error::Error;
 use crate::extras::Extras;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::pass::{Call, Given};
 use crate::unit::Unit;
 
 /// How the tensors of a call lie.

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fa_core::{Alibi, Arch, Kernel, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, Problem, TensorLayout};
 
 use crate::batches::batches;
+pub use crate::case::Case;
+use crate::case::problem;
 use crate::error::Error;
-use crate::extras::Extras;
 use crate::options::Options;
 use crate::planned::Planned;
 use crate::proof::{Placing, Proof, Trial};
@@ -28,24 +29,6 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
     (300, 300, 4, 1),
     (108, 256, 1, 1),
 ];
-
-/// A problem in a layout.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Case {
-    /// The problem.
-    pub problem: Problem,
-    /// How its tensors lie.
-    pub placing: Placing,
-    /// What it asks for beside them.
-    pub extras: Extras,
-}
-
-impl Case {
-    /// Of sequences of equal lengths.
-    pub fn of(problem: &Problem, placing: Placing) -> Case {
-        Case { problem: *problem, placing, extras: Extras::NONE.with_mods(problem) }
-    }
-}
 
 /// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head
 /// dims that the kernel pads; for a kernel that reads lengths on the device its batches.
@@ -70,34 +53,6 @@ pub fn cases(spec: &KernelSpec) -> Vec<Case> {
         cases.push(Case::of(&problem, placing));
     }
     cases
-}
-
-/// What a kernel of `spec` computes, with these heads.
-pub(crate) fn problem(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): (usize, usize)) -> Problem {
-    let mask = match spec.mask {
-        MaskKind::Full => Mask::FULL,
-        MaskKind::Causal => Mask::CAUSAL,
-        MaskKind::Window => Mask::window(40, 7),
-    };
-    let (head_dim, head_dim_v) = (spec.head_dim as usize, spec.head_dim_v as usize);
-    // Two heads of wide rows take as long as four of narrow ones.
-    let heads_q = if head_dim > 128 { heads_q.min(2) } else { heads_q };
-    let score = ScoreMod {
-        softcap: spec.score.softcap.then_some(15.0),
-        alibi: spec.score.alibi.then_some(Alibi::PerHead),
-        sinks: spec.score.sinks,
-    };
-    Problem {
-        lengths,
-        heads_q,
-        heads_kv: heads_kv.min(heads_q),
-        head_dim,
-        head_dim_v,
-        mask,
-        types: spec.types,
-        softmax_scale: None,
-        score,
-    }
 }
 
 /// Trials that have been made, for specs that share them.

@@ -42,7 +42,7 @@ pub struct EmulateArgs {
     /// Independent sequences
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
-    /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths on the device
+    /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths
     /// [default for kernels that do: 300,77,0,129,1x300,40x0,200x513]
     #[arg(long, value_name = "N[xM],...", value_delimiter = ',', conflicts_with_all = ["seqlen", "batch"])]
     pub lengths: Vec<Seqlen>,
@@ -52,7 +52,7 @@ pub struct EmulateArgs {
     /// How their keys lie, unless in pages
     #[arg(long, value_name = "ROWS", default_value = "packed")]
     pub rows_k: Rows,
-    /// Keys in pages of so many, by the kernel's form that reads a page table [default for kernels that do: 16]
+    /// Keys in pages of so many, by the kernel's form that reads pages [default for kernels that do: 16]
     #[arg(long, value_name = "N", conflicts_with = "rows_k")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub page: Option<u32>,
