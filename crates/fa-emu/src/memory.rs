@@ -136,6 +136,7 @@ impl<'a> DeviceMemory<'a> {
             alibi_slopes: self.extra("alibi_slopes"),
             sinks: self.extra("sinks"),
             dsinks: self.dsinks.as_ref().map(Memory::address),
+            ..RawExtras::default()
         };
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }
