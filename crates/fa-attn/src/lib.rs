@@ -24,7 +24,7 @@
 //! A problem that comes again is bound once and run as often as wanted:
 //!
 //! ```
-//! use fa_attn::{Dtype, Engine, ForwardTensors, Mask, Output, Pass, Problem, Tensor, TensorLayout};
+//! use fa_attn::{Dtype, Engine, Extras, ForwardTensors, Mask, Output, Pass, Problem, Tensor, TensorLayout};
 //!
 //! let problem = Problem::square(1, 100, 2, 64, Mask::causal_window(32), Dtype::F32);
 //! let engine = Engine::new()?;
@@ -40,6 +40,7 @@
 //!         v: q.view("v")?,
 //!         out: output.out.view_mut("out")?,
 //!         lse: &mut output.lse,
+//!         extras: Extras::NONE,
 //!     })?;
 //! }
 //! # Ok::<(), fa_attn::Error>(())
@@ -63,6 +64,7 @@ pub mod device;
 mod element;
 mod engine;
 mod error;
+mod extras;
 mod host;
 mod tensors;
 pub mod tune;
@@ -72,7 +74,11 @@ pub use call::{Call, Report};
 pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
-pub use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
+pub use extras::OwnedExtras;
+pub use fa_core::{
+    Alibi, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout,
+};
+pub use fa_cpu::Extras;
 pub use fa_cpu::simd::Isa;
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
