@@ -203,8 +203,7 @@ impl Call {
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
         cpu.install(|| {
-            let gradients = (&mut dq, &mut dk, &mut dv, dsinks);
-            tiled::backward_extras(options, problem, &extras, &inputs, gradients)
+            tiled::backward_extras(options, problem, &extras, &inputs, &mut dq, &mut dk, &mut dv, dsinks)
         })?;
         Ok(start.elapsed())
     }

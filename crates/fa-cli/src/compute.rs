@@ -151,7 +151,7 @@ impl<T: Element + Stored> Outputs<T> {
         // LSE is [batch, heads, seqlen]: BHSD with rows of one element.
         let [batch, seqlen, heads, _] = out.shape;
         blank(lse, [batch, seqlen, heads, 1], TensorLayout::Bhsd, q_rows.as_deref(), f32::NEG_INFINITY);
-        let mut settle = |tensor: &mut Tensor<T>, rows: &Option<Vec<bool>>| {
+        let settle = |tensor: &mut Tensor<T>, rows: &Option<Vec<bool>>| {
             blank(&mut tensor.data, tensor.shape, tensor.layout, rows.as_deref(), zero);
         };
         settle(out, q_rows);

@@ -63,7 +63,8 @@ impl SideTensors {
                     .to_owned(),
             ));
         }
-        let integers = |name, axes| read_ranked::<i32>(file, name, &[axes]).map(|found| found.map(|(v, _)| v));
+        let integers =
+            |name, axes| read_ranked::<i32>(file, name, &[axes]).map(|found| found.map(|(v, _)| v));
         let table = read_ranked::<i32>(file, "page_table", &["[batch, pages of a sequence]"])?;
         let slopes = read_ranked::<f32>(file, "alibi_slopes", &["[heads_q]", "[batch, heads_q]"])?;
         let sinks = read_ranked::<f32>(file, "sinks", &["[heads_q]"])?;
@@ -154,7 +155,11 @@ impl SideTensors {
                 "k" => k.to_vec(),
                 _ => vec![got],
             };
-            return refuse(name, got, format!("its first axis must be {need}: {from} gives a batch of {batch}"));
+            return refuse(
+                name,
+                got,
+                format!("its first axis must be {need}: {from} gives a batch of {batch}"),
+            );
         }
         let side = |cu: Option<&[i32]>, [_, rows, ..]: [usize; 4]| match cu {
             Some(starts) => Side::packed(rows, longest(starts)),
@@ -205,8 +210,8 @@ impl SideTensors {
     }
 }
 
-/// The sequences of a file's problem.
-#[derive(Clone, Debug, PartialEq)]
+/// The sequences of a file's problem; the default is that of a batch of equal lengths.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sequences {
     /// Queries and keys of each.
     pub counts: Vec<[usize; 2]>,

@@ -117,7 +117,12 @@ impl<T: Half> Tensors<T> {
                 dq: tensor(q)?,
                 dk: tensor(k)?,
                 dv: tensor(v)?,
-                dsinks: problem.score.sinks.then(|| stream.alloc_zeros(problem.heads_q)).transpose().map_err(&made)?,
+                dsinks: problem
+                    .score
+                    .sinks
+                    .then(|| stream.alloc_zeros(problem.heads_q))
+                    .transpose()
+                    .map_err(&made)?,
                 workspace: empty()?,
             }),
         };

@@ -385,20 +385,24 @@ fn references<T: Element + Stored>(
     fn widen<T: Stored>(values: &[T]) -> Vec<f64> {
         values.iter().map(|&value| value.to_f64()).collect()
     }
-    let problem = &inputs.problem;
+    let (problem, extras) = (&inputs.problem, &inputs.sides.extras());
     let [q, k, v] = inputs.views()?;
-    let exact = reference::forward(problem, &q, &k, &v)?;
-    let low = low_precision::forward(problem, &q, &k, &v)?;
+    let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
+    let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
     let mut references = BTreeMap::from([
         ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
         ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
     ]);
     if let Some(dout) = inputs.dout_view()? {
-        let exact = reference::backward(problem, &q, &k, &v, &dout)?;
-        let low = low_precision::backward(problem, &q, &k, &v, &dout)?;
+        let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
+        let low = low_precision::backward_extras(problem, extras, &q, &k, &v, &dout)?;
         references.insert("dq", Reference { exact: exact.dq, low: widen(&low.dq), noise: exact.dq_noise });
         references.insert("dk", Reference { exact: exact.dk, low: widen(&low.dk), noise: exact.dk_noise });
         references.insert("dv", Reference { exact: exact.dv, low: widen(&low.dv), noise: exact.dv_noise });
+        if problem.score.sinks {
+            let (low, noise) = (widen(&low.dsinks), exact.dsinks_noise);
+            references.insert("dsinks", Reference { exact: exact.dsinks, low, noise });
+        }
     }
     Ok(references)
 }
