@@ -355,8 +355,11 @@ struct BwdParams {
     ModParams mods;
     // Kernels with `varied` only.
     PlanParams plan;
+    // Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
+    // and of dK so far; null unless deterministic with head_splits > 1.
+    unsigned* dkv_semaphores;
 };
-static_assert(sizeof(BwdParams) == 600 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 608 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -384,6 +387,7 @@ static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
 static_assert(FA_OFFSETOF(BwdParams, varlen) == 408);
 static_assert(FA_OFFSETOF(BwdParams, mods) == 528);
 static_assert(FA_OFFSETOF(BwdParams, plan) == 560);
+static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 600);
 
 // A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.
 struct alignas(64) TensorMap {

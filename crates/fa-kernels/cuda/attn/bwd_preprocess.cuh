@@ -55,6 +55,9 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
                   threads = i64(cta_count()) * cta_threads();
         clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
         clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
+        if constexpr (C.deterministic) {
+            for (i64 i = thread; i < keys / C.tile_n * 2; i += threads) params.dkv_semaphores[i] = 0;
+        }
     }
 
     const u16* out = view(params.out).row(batch, 0, head);

@@ -14,12 +14,28 @@ struct BwdTile {
     int n_block, kv_head, batch, split, first_head, end_head;
 };
 
-// Deterministic tiles of a causal mask run from the last keys to the first: the last keys are seen by the
-// fewest queries and start where the tile before them is at its second step, so that each tile of dQ is
-// reached in order without waiting.
+// Deterministic tiles are drawn in an order in which each finds its turns at dQ as it comes to them (NB-055).
+// Where the mask moves with the keys the last keys come first: each tile starts where the one before it is at
+// its second step.
 template <MaskKind Mask, bool Deterministic>
 __device__ __forceinline__ constexpr bool last_keys_first() {
-    return Deterministic && Mask == MaskKind::Causal;
+    return Deterministic && Mask != MaskKind::Full;
+}
+
+// Under a causal mask that order starts with the shortest tiles. At the end of the run, in the last section
+// of heads, it is the reverse: the first keys first, and the queries from the last down, so that all tiles of
+// a head start at the same queries.
+template <MaskKind Mask, bool Deterministic>
+__device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile& tile) {
+    if constexpr (!Deterministic || Mask != MaskKind::Causal) return false;
+    const int head =
+        (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split;
+    return head >= params.sections * params.heads_per_section;
+}
+
+// The tile of queries that a tile of keys visits at step `step` of a head; steps count through `range`.
+__device__ __forceinline__ int query_block(const BlockRange& range, bool descending, int step) {
+    return descending ? range.begin + range.end - 1 - step : step;
 }
 
 template <MaskKind Mask, TileOrder Order, bool Deterministic>
@@ -27,9 +43,8 @@ __device__ __forceinline__ BwdTile bwd_tile_at(const BwdParams& params, int inde
     const ShapeParams& shape = params.shape;
     BwdTile tile;
     int head;  // counted through splits, K/V heads and sequences
-    if constexpr (Order == TileOrder::Natural || Deterministic) {
+    if constexpr (Order == TileOrder::Natural && !Deterministic) {
         tile.n_block = index % params.n_blocks;
-        if (last_keys_first<Mask, Deterministic>()) tile.n_block = params.n_blocks - 1 - tile.n_block;
         head = index / params.n_blocks;
     } else {
         // Sections of heads whose Q, dO and dQ fit the L2 together; within one, the first keys of all heads
@@ -43,6 +58,10 @@ __device__ __forceinline__ BwdTile bwd_tile_at(const BwdParams& params, int inde
                                    : shape.heads_kv * params.head_splits * shape.batch - first;
         tile.n_block = rest / in_section;
         head = first + rest % in_section;
+        if constexpr (last_keys_first<Mask, Deterministic>()) {
+            if (Mask != MaskKind::Causal || section < params.sections)
+                tile.n_block = params.n_blocks - 1 - tile.n_block;
+        }
     }
     tile.split = head % params.head_splits;
     head /= params.head_splits;
@@ -65,25 +84,43 @@ __device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const
     return params.dq_semaphores + dq_tile(params, tile, head, m_block);
 }
 
-// Waits until every tile of keys before this one has added its `parts` parts to tile `m_block` of dQ.
+// Waits until `semaphore` counts `parts`.
+__device__ __forceinline__ void wait_for_parts(const unsigned* semaphore, unsigned parts) {
+    while (load_acquire(semaphore) < parts) {
+    }
+}
+
+// Counts this thread's part as added.
+__device__ __forceinline__ void count_part(unsigned* semaphore) {
+    fence_gpu();
+    red_release_increment(semaphore);
+}
+
+// Waits until every tile of keys before this one has added its `parts` parts to tile `m_block` of dQ. They
+// were drawn before it and are running.
 template <int TileM, int TileN, MaskKind Mask, bool Varied>
 __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
-                                              const Visibility<Mask, Varied>& visible,
-                                              const BwdTile& tile, int head, int m_block, int parts) {
+                                              const Visibility<Mask, Varied>& visible, const BwdTile& tile,
+                                              bool descending, int head, int m_block, int parts) {
     const int first = m_block * TileM;
     const BlockRange keys = key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1);
-    const unsigned before =
-        last_keys_first<Mask, true>() ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
-    const unsigned* semaphore = dq_semaphore(params, tile, head, m_block);
-    while (load_acquire(semaphore) < before * parts) {
-    }
+    const bool last_first = last_keys_first<Mask, true>() && !descending;
+    const unsigned before = last_first ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
+    wait_for_parts(dq_semaphore(params, tile, head, m_block), before * parts);
 }
 
 // Counts this thread's part as added.
 __device__ __forceinline__ void signal_next(const BwdParams& params, const BwdTile& tile, int head,
                                             int m_block) {
-    fence_gpu();
-    red_release_increment(dq_semaphore(params, tile, head, m_block));
+    count_part(dq_semaphore(params, tile, head, m_block));
+}
+
+// Counts the parts of a K/V head's query heads that have been added to a tile of dV (`of` = 0) or dK (1): the
+// parts take turns as well.
+__device__ __forceinline__ unsigned* dkv_semaphore(const BwdParams& params, const BwdTile& tile, int of) {
+    const i64 index =
+        (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+    return params.dkv_semaphores + 2 * index + of;
 }
 
 }  // namespace fa

@@ -4,6 +4,8 @@
 // each product, whose operands are read from shared memory less often, and the exponentials of one group run
 // under the products of the other.
 #pragma once
+#include "attn/alibi.cuh"
+#include "attn/bwd_dsinks.cuh"
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
@@ -60,6 +62,7 @@ struct alignas(128) BwdStorage {
     BwdTile tile;
     BlockRange range;
     BwdStep step[2];  // the current one of each group
+    int descending;   // see descends(); deterministic causal kernels only
 };
 
 // ---- Barriers -----------------------------------------------------------------------------------
@@ -111,6 +114,15 @@ struct BwdGroup {
         return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
     }
 
+    // Steps count the tiles of queries from the first to the last; this is the one that a step visits.
+    __device__ __forceinline__ int block(int m_block) const {
+        return query_block(range, descending(), m_block);
+    }
+    __device__ __forceinline__ bool descending() const {
+        if constexpr (C.deterministic && C.mask == MaskKind::Causal) return smem.descending;
+        return false;
+    }
+
     // The buffers of a step, from its number.
     __device__ __forceinline__ int number(BwdStep step) const {
         return (step.head - tile.first_head) * (range.end - range.begin) + step.m_block - range.begin;
@@ -147,20 +159,20 @@ struct BwdGroup {
         const int thread = thread_index_volatile() - FirstThread;
         static_assert(C.tile_m / 4 <= L::kGroupThreads);
         if (thread >= C.tile_m / 4) return;
-        const float* from = stats + dq_tile(params, tile, step.head, step.m_block) * C.tile_m;
+        const float* from = stats + dq_tile(params, tile, step.head, block(step.m_block)) * C.tile_m;
         cp_async_16(to + 16 * thread, from + 4 * thread, 16);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
         load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head,
-                                                  step.m_block * C.tile_m, visible.seqlen.q(),
+                                                  block(step.m_block) * C.tile_m, visible.seqlen.q(),
                                                   params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
         load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head,
-                                                   step.m_block * C.tile_m, visible.seqlen.q(),
+                                                   block(step.m_block) * C.tile_m, visible.seqlen.q(),
                                                    params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
@@ -254,7 +266,7 @@ struct BwdGroup {
     template <int Group>
     __device__ __forceinline__ DqAdder<Group> dq_adder(
         const typename L::template CutDq<Group>::Accumulators& dq, BwdStep step) const {
-        const i64 index = dq_tile(params, tile, step.head, step.m_block);
+        const i64 index = dq_tile(params, tile, step.head, block(step.m_block));
         const Here place(step.m_block);
         float* accum = params.dq_accum + index * (C.tile_m * C.head_dim) + C.tile_m * Group * L::kDqFirst;
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
@@ -264,7 +276,8 @@ struct BwdGroup {
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             if (thread_index() == group * L::kGroupThreads)
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, step.head, step.m_block, kDqParts);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending(), step.head,
+                                                  block(step.m_block), kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
@@ -273,7 +286,7 @@ struct BwdGroup {
             fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
             if (thread_index() == group * L::kGroupThreads)
-                signal_next(params, tile, step.head, step.m_block);
+                signal_next(params, tile, step.head, block(step.m_block));
         }
     }
 
@@ -291,16 +304,28 @@ struct BwdGroup {
                ((Tile::chunk(column) ^ Tile::twist(row)) << 4);
     }
 
-    // Stores a warp's share of dK or dV, or adds it to its accumulator.
+    // Stores a warp's share of the gradient of group `group`, or adds it to its accumulator, where
+    // deterministic parts of a K/V head's query heads take turns.
     template <class Cut>
-    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, float* accum,
+    __device__ __forceinline__ void finish(const typename Cut::Accumulators& d, int group, float* accum,
                                            const MutTensor& gradient, int tile_columns, int columns,
                                            float factor) const {
         const Here place;
         if (params.head_splits > 1) {
             const i64 index =
                 (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            if constexpr (C.deterministic) {
+                if (thread_index() == group * L::kGroupThreads)
+                    wait_for_parts(dkv_semaphore(params, tile, group), tile.split);
+                named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
+            }
             Cut::add(accum + index * (C.tile_n * tile_columns), d, place.warp, place.lane);
+            if constexpr (C.deterministic) {
+                fence_gpu();
+                named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
+                if (thread_index() == group * L::kGroupThreads)
+                    count_part(dkv_semaphore(params, tile, group));
+            }
             return;
         }
         const int first = tile.n_block * C.tile_n;
@@ -349,13 +374,15 @@ struct PWarps : BwdGroup<C> {
 
     // P of a step.
     __device__ __forceinline__ void probabilities(typename CutS::Accumulators& s, BwdStep step) const {
+        float slope = 0.f;
+        if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, step.head);
         CutS::clear(s);
         Base::template multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, Base::kAheadA, 2>(
             s, this->q_buffer(step), this->buffer(smem.k), step.m_block);
         Stats lse;
         this->read_stats(lse, this->lse_buffer(step), step);
         const Here place(step.m_block);
-        const bool masked = range.needs_mask(step.m_block);
+        const bool masked = range.needs_mask(this->block(step.m_block));
         const ScoreMod<C.softcap> score_mod{params.score};
         const float scale_log2 = score_mod.shares_to_log2();
 #pragma unroll
@@ -363,16 +390,30 @@ struct PWarps : BwdGroup<C> {
             score_mod.apply_as_shares(s[f]);
             if (masked) {
                 auto query_of = [&](int r) {
-                    return step.m_block * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
+                    return this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + 8 * r +
                            place.lane / 4;
                 };
                 const int first_key =
                     tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
                 mask_tile(s[f], visible, query_of, first_key);
             }
+            if constexpr (C.alibi) {
+                float bias[CutS::kRegisters] = {};
+                const int query =
+                    step.m_block * C.tile_m + CutS::first_m(place.warp) + 16 * f + place.lane / 4;
+                const int diagonal = query + visible.seqlen.k() - visible.seqlen.q();
+                add_alibi<C.mask>(bias, 0.f, {slope, slope}, {diagonal, diagonal + 8},
+                                  tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4));
 #pragma unroll
-            for (int i = 0; i < CutS::kRegisters; ++i) {
-                s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
+                for (int i = 0; i < CutS::kRegisters; ++i) {
+                    const float exponent = fmaf(s[f][i], scale_log2, bias[i] - lse[f][i >> 1 & 1]);
+                    s[f][i] = kept(exp2_approx(exponent), s[f][i]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < CutS::kRegisters; ++i) {
+                    s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
+                }
             }
         }
     }
@@ -465,7 +506,7 @@ struct PWarps : BwdGroup<C> {
             this->template dq_adder<0>(dq, before).template round<1>(0);
             this->end_turn(before, 0);
         }
-        this->template finish<CutDv>(dv, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v,
+        this->template finish<CutDv>(dv, 0, params.dv_accum, params.dv, C.head_dim_v, params.shape.head_dim_v,
                                      1.f);
     }
 };
@@ -552,7 +593,7 @@ struct DsWarps : BwdGroup<C> {
                 this->template dq_adder<1>(dq, step()));
             this->end_turn(step(), 1);
         } while (this->advance(1));
-        this->template finish<CutDk>(dk, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
+        this->template finish<CutDk>(dk, 1, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
                                      params.score.scale);
     }
 };
@@ -575,6 +616,8 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
         smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
         const Visibility<C.mask> visible{params.shape, Seqlen<>(params.shape, smem.tile.batch)};
         smem.range = query_blocks<C.tile_m, C.tile_n>(visible, smem.tile.n_block * C.tile_n);
+        if constexpr (C.deterministic && C.mask == MaskKind::Causal)
+            smem.descending = descends<C.mask, C.deterministic>(params, smem.tile);
         for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
     }
     cta_sync();

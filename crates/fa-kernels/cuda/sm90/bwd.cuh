@@ -2,6 +2,8 @@
 // warp loads by TMA, the consumer warpgroups multiply by wgmma, and one more warp for each of them adds its
 // share of dQ to global memory.
 #pragma once
+#include "attn/alibi.cuh"
+#include "attn/bwd_dsinks.cuh"
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
@@ -89,7 +91,7 @@ struct alignas(1024) BwdStorage {
 
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
-                                             const BwdTile& tile, const BlockRange& range,
+                                             const BwdTile& tile, const BlockRange& range, bool descending,
                                              const TensorMap& map_q, const TensorMap& map_k,
                                              const TensorMap& map_v, const TensorMap& map_do) {
     using T = BwdTraits<C>;
@@ -106,8 +108,8 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     bool first = true;
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         const i64 stats = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks * C.tile_m;
-        for (int m_block = range.begin; m_block < range.end; ++m_block) {
-            const int row = m_block * C.tile_m;
+        for (int step = range.begin; step < range.end; ++step) {
+            const int row = query_block(range, descending, step) * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
                 load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head,
@@ -149,20 +151,23 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTil
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
                                            const Visibility<C.mask>& visible, const BwdTile& tile,
-                                           const BlockRange& range, int wg) {
+                                           const BlockRange& range, bool descending, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        for (int m_block = range.begin; m_block < range.end; ++m_block) {
+        for (int step = range.begin; step < range.end; ++step) {
+            const int m_block = query_block(range, descending, step);
 #pragma unroll
             for (int slice = 0; slice < C.dq_slices; ++slice) {
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
                     if constexpr (C.deterministic) {
-                        if (slice == 0)
-                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, C.num_wg);
+                        if (slice == 0) {
+                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head,
+                                                              m_block, C.num_wg);
+                        }
                     }
                     bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share,
                                  T::DqOrder::kShare * 4);
@@ -198,6 +203,7 @@ struct BwdConsumer {
     const Visibility<C.mask>& visible;
     const BwdTile& tile;
     const BlockRange& range;
+    const bool descending;
     const int wg, warp, lane;
     const bool elected;
 
@@ -302,11 +308,29 @@ struct BwdConsumer {
         }
     }
 
-    // Products to probabilities P of a tile of queries, in place.
-    __device__ __forceinline__ void to_probabilities(int m_block) {
+    // Scores of block `b` of a tile of queries to exponents, biased by ALiBi, in place.
+    __device__ __forceinline__ void add_bias(float (&scores)[S::kRegisters], int b, int m_block,
+                                             float to_log2, float slope) const {
+        const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
+        const int column = column_of_s() + 2 * (lane % 4);
+        const int first_query = m_block * C.tile_m + visible.seqlen.k() - visible.seqlen.q();
+        const int first_key = tile.n_block * C.tile_n;
+        if constexpr (C.sdp_swap_ab) {
+            add_alibi_transposed<C.mask>(scores, to_log2, slope, first_query + column, first_key + row);
+        } else {
+            add_alibi<C.mask>(scores, to_log2, {slope, slope}, {first_query + row, first_query + row + 8},
+                              first_key + column);
+        }
+    }
+
+    // Products to probabilities P of a tile of queries, in place. `slope` is ALiBi's, in exponents of 2.
+    __device__ __forceinline__ void to_probabilities(int m_block, float slope) {
         const ScoreMod<C.softcap> score_mod{params.score};
 #pragma unroll
-        for (int b = 0; b < S::kBlocks; ++b) score_mod.apply(s[b]);
+        for (int b = 0; b < S::kBlocks; ++b) {
+            score_mod.apply(s[b]);
+            if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
+        }
         if (range.needs_mask(m_block)) {
             const int first_query = m_block * C.tile_m, first_key = tile.n_block * C.tile_n;
 #pragma unroll
@@ -321,7 +345,7 @@ struct BwdConsumer {
                 }
             }
         }
-        const float scale_log2 = score_mod.to_log2();
+        const float scale_log2 = C.alibi ? 1.f : score_mod.to_log2();
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -336,9 +360,12 @@ struct BwdConsumer {
     }
 
     // dS = P (dP - dPsum), overwriting dP.
-    __device__ __forceinline__ void differentiate() {
+    __device__ __forceinline__ void differentiate(int m_block, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
+            // What P keeps of a capped score has ALiBi's bias in it.
+            float bias[S::kRegisters] = {};
+            if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
 #pragma unroll
             for (int i = 0; i < S::kRegisters / 4; ++i) {
                 float dpsum[4], lse[4];
@@ -349,8 +376,9 @@ struct BwdConsumer {
                     const float p = s[b][4 * i + j];
                     float ds = p * (dp[b][4 * i + j] - dpsum[j]);
                     if constexpr (C.softcap) {
-                        const float slope = ScoreMod<C.softcap>{params.score}.slope(p, lse[j]);
-                        ds = p > 0.f ? ds * slope : 0.f;
+                        const float capped = C.alibi ? lse[j] - bias[4 * i + j] : lse[j];
+                        const float factor = ScoreMod<C.softcap>{params.score}.slope(p, capped);
+                        ds = p > 0.f ? ds * factor : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
                 }
@@ -413,7 +441,8 @@ struct BwdConsumer {
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, head, m_block, T::kConsumers);
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head, m_block,
+                                                  T::kConsumers);
             }
             float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
 #pragma unroll
@@ -429,16 +458,16 @@ struct BwdConsumer {
     }
 
     // One tile of queries. P and dS are ready before dV is issued.
-    __device__ __forceinline__ void step(int head, int m_block) {
+    __device__ __forceinline__ void step(int head, int m_block, float slope) {
         smem.q_bars.wait_full(q_state);
         issue_s();
         smem.do_bars.wait_full(do_state);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
-        to_probabilities(m_block);
+        to_probabilities(m_block, slope);
         wgmma::wait<0>();
-        differentiate();
+        differentiate(m_block, slope);
         pack_words(p_words, s);
         pack_words(ds_words, dp);
         wait_pds_free();
@@ -476,7 +505,10 @@ struct BwdConsumer {
         mbarrier_wait(smem.k_full, 0);
         mbarrier_wait(smem.v_full, 0);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
-            for (int m_block = range.begin; m_block < range.end; ++m_block) step(head, m_block);
+            float slope = 0.f;
+            if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
+            for (int i = range.begin; i < range.end; ++i)
+                step(head, query_block(range, descending, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }
@@ -525,12 +557,31 @@ struct BwdConsumer {
         }
     }
 
+    // Deterministic parts of a K/V head's query heads add to dV (`of` = 0) and dK (1) in turn.
+    __device__ __forceinline__ void await_turn(int of) const {
+        if constexpr (C.deterministic) {
+            if (thread_index() == 128) wait_for_parts(dkv_semaphore(params, tile, of), tile.split);
+            named_barrier_sync(kPdsReady, T::kConsumers);
+        }
+    }
+    __device__ __forceinline__ void end_turn(int of) const {
+        if constexpr (C.deterministic) {
+            fence_gpu();
+            named_barrier_sync(kPdsReady, T::kConsumers);
+            if (thread_index() == 128) count_part(dkv_semaphore(params, tile, of));
+        }
+    }
+
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
             const i64 index =
                 (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            await_turn(0);
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
+            end_turn(0);
+            await_turn(1);
             add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
+            end_turn(1);
             return;
         }
         u16* out_k = view(params.dk).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
@@ -580,19 +631,23 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     const Visibility<C.mask> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
     const bool has_work = !range.empty() && tile.first_head < tile.end_head;
+    const bool descending = descends<C.mask, C.deterministic>(params, tile);
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         if (has_work && warp == 0) {
-            if (elect_one()) sm90::bwd_producer<C>(smem, params, tile, range, map_q, map_k, map_v, map_do);
+            if (elect_one()) {
+                sm90::bwd_producer<C>(smem, params, tile, range, descending, map_q, map_k, map_v, map_do);
+            }
         } else if (has_work && warp <= C.num_wg) {
-            if constexpr (C.dq_via_smem) sm90::bwd_add_dq<C>(smem, params, visible, tile, range, warp - 1);
+            if constexpr (C.dq_via_smem)
+                sm90::bwd_add_dq<C>(smem, params, visible, tile, range, descending, warp - 1);
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (has_work) {
-            sm90::BwdConsumer<C> consumer{smem,         params,   visible,      tile,       range,
-                                          warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            sm90::BwdConsumer<C> consumer{smem,       params,       visible,  tile,         range,
+                                          descending, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.main_loop();
             consumer.finish();
         } else {

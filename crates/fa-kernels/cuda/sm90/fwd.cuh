@@ -1,5 +1,6 @@
 // Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma, 64 query rows each.
 #pragma once
+#include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
@@ -279,7 +280,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.kv_stages> k_state, v_state;
     TileSource<C> tiles;
     const ScoreMod<C.softcap> score_mod{params.score};
-    const float scale_log2 = score_mod.to_log2();
+    // With ALiBi the scores are exponents already.
+    const float to_log2 = score_mod.to_log2();
+    const float scale_log2 = C.alibi ? 1.f : to_log2;
 
     // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
     // the next one.
@@ -385,9 +388,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int row = tile.m_block * C.tile_m + own_row;
         Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
 
+        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                           kLog2e);
+
         // Products to masked scores.
         auto modify = [&](int n_block) {
             score_mod.apply(s);
+            alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
             if (range.needs_mask(n_block)) {
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
                 mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
@@ -505,7 +512,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
             q_state.advance();
             float factor[2], lse[2];
-            softmax.finish(factor, lse);
+            finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, tile.head, factor, lse);
             wgmma::wait<0>();
             release_v();
             store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
@@ -523,7 +530,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     q_state.advance();
                 }
             }
-            store_nothing_seen<C.pack_gqa>(params, seqlen, row, tile.head, tile.batch);
+            store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, tile.head, tile.batch);
         }
         index = tiles.next(smem, params, index, elected);
     }

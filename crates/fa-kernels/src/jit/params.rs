@@ -397,12 +397,15 @@ param_struct! {
         pub mods: ModParams,
         /// Kernels with `varied` only.
         pub plan: PlanParams,
+        /// Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
+        /// and of dK so far; null unless deterministic with head_splits > 1.
+        pub dkv_semaphores: MutU32Ptr,
     }
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 440);
-const _: () = assert!(size_of::<BwdParams>() == 600);
+const _: () = assert!(size_of::<BwdParams>() == 608);
 const _: () = assert!(size_of::<VarlenParams>() == 120 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 

@@ -8,13 +8,11 @@ use crate::jit::params::{
     BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutPtr, MutTensor, MutU32Ptr,
     RowStrides, ScoreParams, ShapeParams,
 };
-use crate::launch::args::{RawTensor, Shape, check_address};
+use crate::launch::args::{RawTensor, Shape};
+use crate::launch::checks::{check_address, count};
+use crate::launch::extras::{Extra, RawExtras};
 use crate::launch::tma::{MapShape, MapTemplate, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
-
-/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the
-/// end.
-const MAX_COUNT: usize = 1 << 30;
 
 /// LSE is read and written word by word.
 const WORD_BYTES: u64 = 4;
@@ -82,6 +80,8 @@ pub struct Addresses<'a> {
     pub lse: Option<u64>,
     /// At least [`Workspace::bytes`] bytes; `None` where those are 0.
     pub workspace: Option<u64>,
+    /// What only some problems have.
+    pub extras: RawExtras,
 }
 
 /// What a pass launches for one problem.
@@ -89,6 +89,8 @@ pub struct Addresses<'a> {
 pub struct Launches {
     /// The tensors, in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
     pub tensors: Vec<Tensor>,
+    /// What else calls take.
+    pub extras: Vec<Extra>,
     /// The memory that the launches share.
     pub workspace: Workspace,
     /// What is enqueued, in this order; empty for a problem without work.
@@ -116,12 +118,14 @@ impl Launches {
     /// Checks strides, alignment and presence of a call's memory. Lengths are the caller's responsibility.
     ///
     /// # Errors
-    /// [`Error::Stride`], [`Error::Address`] and [`Error::NoWorkspace`].
+    /// [`Error::Stride`], [`Error::Address`], [`Error::MissingExtra`], [`Error::UnusedExtra`] and
+    /// [`Error::NoWorkspace`].
     pub fn check(&self, at: &Addresses) -> Result<(), Error> {
         for (tensor, raw) in self.tensors.iter().zip(at.tensors) {
             tensor.shape.check_strides(&raw.strides, tensor.is_output)?;
             tensor.shape.check_address(raw.address)?;
         }
+        at.extras.check(&self.extras)?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
             return Err(Error::NoWorkspace { need: bytes });
@@ -162,6 +166,8 @@ impl Launches {
                 out: writes(3),
                 lse: MutF32Ptr(lse),
                 tile_counter: words(parts.tile_counter),
+                varlen: at.extras.varlen(params.varlen),
+                mods: at.extras.mods(params.mods),
                 ..params
             }),
             Params::Backward(params) => Params::Backward(BwdParams {
@@ -181,6 +187,9 @@ impl Launches {
                 dv_accum: floats(parts.dv_accum),
                 dq_semaphores: words(parts.dq_semaphores),
                 tile_counter: words(parts.tile_counter),
+                varlen: at.extras.varlen(params.varlen),
+                mods: at.extras.mods(params.mods),
+                dkv_semaphores: words(parts.dkv_semaphores),
                 ..params
             }),
         }
@@ -201,15 +210,11 @@ impl Launches {
 /// # Errors
 /// [`Error::NoCode`] for the first.
 pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
-    let KernelSpec { score, reads, split, .. } = spec;
+    let KernelSpec { reads, split, .. } = spec;
     let lacks = match &spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => [
-            (reads.varied, "lengths on the device"),
-            (reads.paged, "keys in pages"),
-            (score.alibi, "alibi"),
-            (score.sinks, "sinks"),
-            (*split, "split"),
-        ],
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {
+            [(reads.varied, "lengths on the device"), (reads.paged, "keys in pages"), (*split, "split")]
+        }
     };
     let lacks = lacks.into_iter().find(|(needs, _)| *needs);
     lacks.map_or(Ok(()), |(_, what)| Err(Error::NoCode { kernel: spec.kernel.name(), what }))
@@ -217,13 +222,6 @@ pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
 
 fn row_strides(strides: &Strides) -> RowStrides {
     RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
-}
-
-pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
-    if value <= MAX_COUNT {
-        return Ok(value as i32);
-    }
-    Err(Error::TooLong { name, value, limit: MAX_COUNT })
 }
 
 /// The lengths, counts and window of `problem`.

@@ -38,6 +38,8 @@ pub struct Workspace {
     pub dv_accum: Option<Part>,
     /// Progress of each tile of dQ.
     pub dq_semaphores: Option<Part>,
+    /// Progress of each tile of dK and of dV.
+    pub dkv_semaphores: Option<Part>,
     /// The next tile to be drawn; of a forward also the number of CTAs that are done.
     pub tile_counter: Option<Part>,
 }
@@ -109,6 +111,9 @@ impl Workspace {
         if deterministic {
             parts.dq_semaphores = Some(part(rows / tile_m)?);
             parts.tile_counter = Some(part(1)?);
+            if splits > 1 {
+                parts.dkv_semaphores = Some(part((keys / tile_n).checked_mul(2)?)?);
+            }
         }
         Some(Workspace { bytes: end, ..parts })
     }
@@ -135,6 +140,8 @@ mod tests {
                     let mut bytes = 2 * part(rows) + part(rows * 128);
                     bytes += if splits > 1 { 2 * part(keys * 128) } else { 0 };
                     bytes += if deterministic { part(rows / tile_m) + part(1) } else { 0 };
+                    let turns = deterministic && splits > 1;
+                    bytes += if turns { part(keys / tile_n * 2) } else { 0 };
                     assert_eq!(parts.bytes, bytes);
                     let offset = |part: Option<Part>| part.expect("every backward has it").offset;
                     assert_eq!((offset(parts.lse_log2), offset(parts.dpsum)), (0, part(rows)));
@@ -144,6 +151,7 @@ mod tests {
                     );
                     assert_eq!(parts.dq_semaphores.is_some(), deterministic);
                     assert_eq!(parts.tile_counter.is_some(), deterministic);
+                    assert_eq!(parts.dkv_semaphores.is_some(), turns);
                 }
             }
         }

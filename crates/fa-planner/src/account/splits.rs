@@ -1,7 +1,7 @@
 //! How many CTAs share the query heads of a K/V head in the backward: launch and cost model take the same
 //! number.
 
-use fa_core::{Arch, ArchLimits, Family, KernelSpec, Pass, Problem};
+use fa_core::{Arch, ArchLimits, Family, KernelSpec, Problem};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::schedule::{Queue, TileClass, Work};
@@ -32,7 +32,7 @@ const GAIN: f64 = 1.01;
 /// in f32 in device memory. The number with the least estimated time is taken; the constants reproduce the
 /// measured choice (`tests/splits.rs`), not the rates.
 ///
-/// 1 where the order of sums must not depend on it, and where there is nothing to sum. `sms` is the number of
+/// 1 where there is nothing to sum. In a deterministic backward the parts add in turn. `sms` is the number of
 /// SMs of the GPU at hand.
 pub fn head_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> usize {
     Split::choose(problem, spec, arch, sms).parts
@@ -63,7 +63,7 @@ impl Split {
         }
         let model = Model::new(problem, spec, arch, sms);
         let mut best = model.split(1);
-        if spec.traits().pass != Pass::BACKWARD {
+        if !spec.kernel.is_backward() {
             return best;
         }
         let mut least = model.seconds(&best);

@@ -1,6 +1,6 @@
 //! What the SM80-class backward takes of an SM: its shared memory, its registers, and what a step reads.
 
-use fa_core::{Arch, KernelSpec, Sm80Bwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Sm80Bwd};
 
 use crate::kernels::sm80_fwd::account::ALIGN;
 use crate::occupancy::{WARP, register_ceiling};
@@ -43,6 +43,9 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("tile", 6 * 4, 4);
     plan.push("range", 4 * 4, 4);
     plan.push("step", 4 * 4, 8);
+    if kernel.deterministic && spec.mask == MaskKind::Causal {
+        plan.push("descending", 4, 4);
+    }
     plan.round_up(align)
 }
 
