@@ -1,7 +1,8 @@
 //! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so
 //! that the driver and an emulation run the same launches.
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem, Strides};
+use fa_core::{Arch, KernelSpec, Problem, Strides};
+use fa_planner::account::missing_code;
 
 use crate::Error;
 use crate::jit::params::{
@@ -205,19 +206,13 @@ impl Launches {
     }
 }
 
-/// What the device code of `spec`'s kernel does not have yet.
+/// The kernel of `spec` has device code for all that the spec asks for.
 ///
 /// # Errors
-/// [`Error::NoCode`] for the first.
+/// [`Error::NoCode`] for the first thing that it lacks.
 pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
-    let KernelSpec { reads, split, .. } = spec;
-    let lacks = match &spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {
-            [(reads.varied, "lengths on the device"), (reads.paged, "keys in pages"), (*split, "split")]
-        }
-    };
-    let lacks = lacks.into_iter().find(|(needs, _)| *needs);
-    lacks.map_or(Ok(()), |(_, what)| Err(Error::NoCode { kernel: spec.kernel.name(), what }))
+    let kernel = spec.kernel.name();
+    missing_code(spec).map_or(Ok(()), |what| Err(Error::NoCode { kernel, what }))
 }
 
 fn row_strides(strides: &Strides) -> RowStrides {
