@@ -273,12 +273,15 @@ pub fn blank<T: Copy>(
     }
 }
 
+/// A tensor's values and shape.
+type Ranked<T> = (Vec<T>, Vec<usize>);
+
 /// A tensor with as many axes as one of `forms` names, if the file has it: its values and shape.
 fn read_ranked<T: Plain>(
     file: &TensorFile,
     name: &str,
     forms: &[&str],
-) -> Result<Option<(Vec<T>, Vec<usize>)>, InputError> {
+) -> Result<Option<Ranked<T>>, InputError> {
     if !file.has(name) {
         return Ok(None);
     }
