@@ -1,4 +1,4 @@
-//! One step of decoding: a new token of each request on its keys in a cache of pages, as engines serve models.
+//! One step of decoding: a new token of each request on its keys in a cache of pages.
 //!
 //! ```text
 //! cargo run --release -p fa-attn --example decode

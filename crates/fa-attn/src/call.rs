@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 use fa_core::{Dtype, Family, KernelSpec, Pass, Problem};
 use fa_cpu::batch::{Batch, Span};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{CpuError, TensorMut, check, reference};
+use fa_cpu::{TensorMut, check, reference};
 use serde::Serialize;
 
 use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
 use crate::element::Element;
 use crate::error::Error;
+use crate::extras::check_dsinks;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 
 /// A pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
@@ -253,15 +254,6 @@ impl Call {
         let dsinks = dsinks.into_iter().flatten().zip(&exact.dsinks);
         dsinks.for_each(|(to, &value)| *to = value as f32);
         Ok(time)
-    }
-}
-
-/// The buffer for the gradient of the sinks is one of the problem.
-pub(crate) fn check_dsinks(problem: &Problem, dsinks: Option<&[f32]>) -> Result<(), CpuError> {
-    match dsinks {
-        Some(_) if !problem.score.sinks => Err(CpuError::Extra { name: "dsinks", asked: false }),
-        Some(dsinks) => check::check_len("dsinks", dsinks.len(), problem.heads_q),
-        None => Ok(()),
     }
 }
 

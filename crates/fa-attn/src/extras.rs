@@ -1,7 +1,7 @@
 //! What a call is given beside its tensors, owned.
 
 use fa_core::{Problem, Side, SideRows};
-use fa_cpu::Extras;
+use fa_cpu::{CpuError, Extras, check};
 
 /// [`Extras`] that own their values.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -68,6 +68,15 @@ impl OwnedExtras {
             alibi_slopes,
             sinks: problem.score.sinks.then(|| vec![0.0; problem.heads_q]),
         }
+    }
+}
+
+/// The buffer for the gradient of the sinks is one of the problem.
+pub(crate) fn check_dsinks(problem: &Problem, dsinks: Option<&[f32]>) -> Result<(), CpuError> {
+    match dsinks {
+        Some(_) if !problem.score.sinks => Err(CpuError::Extra { name: "dsinks", asked: false }),
+        Some(dsinks) => check::check_len("dsinks", dsinks.len(), problem.heads_q),
+        None => Ok(()),
     }
 }
 

@@ -6,11 +6,11 @@ use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_kernels::Error as KernelError;
 
-use crate::call::check_dsinks;
 use crate::device::{
     Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Half, Placement, doing,
 };
 use crate::error::Error;
+use crate::extras::check_dsinks;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 
 /// Runs a bound kernel on host tensors; the time of the last of `launches` launches, on the GPU alone.

@@ -11,12 +11,12 @@ use crate::tensors::{Output, Tensor};
 /// (cascade), the tokens of a speculative tree and the cache before them, or parts of a long cache.
 ///
 /// Computed in f32, rounded once. `(O = 0, LSE = -inf)`, the result of a row that sees no key, changes
-/// nothing. Parts leave sinks out; `sinks`, `[heads_q]`, joins the merged result once. The layout is the first
-/// part's.
+/// nothing. Parts leave sinks out; `sinks`, `[heads_q]`, joins the merged result once. The layout is the
+/// first part's.
 ///
 /// # Errors
-/// [`Error::NothingToMerge`] without a part, [`Error::Shape`] and [`Error::Cpu`] for parts, LSEs and sinks that
-/// do not fit each other.
+/// [`Error::NothingToMerge`] without a part, [`Error::Shape`] and [`Error::Cpu`] for parts, LSEs and sinks
+/// that do not fit each other.
 pub fn merge<T: Element>(parts: &[&Output<T>], sinks: Option<&[f32]>) -> Result<Output<T>, Error> {
     let Some(&first) = parts.first() else { return Err(Error::NothingToMerge) };
     let shape @ [batch, seqlen, heads, dim] = first.out.shape;

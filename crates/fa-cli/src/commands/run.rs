@@ -74,12 +74,13 @@ heads_q, seqlen_q] (natural logarithm). Masks are aligned at the bottom right: q
 seqlen_k - seqlen_q.
 
 Tensors beside them, found by name:
-  cu_seqlens_q, cu_seqlens_k   i32 [batch + 1]: the sequences' starts; q (k and v) are then [total, heads, dim], \
-lse [heads_q, total_q]
-  seqused_q, seqused_k         i32 [batch]: rows in use of each sequence (cache_seqlens is seqused_k)
+  cu_seqlens_q, cu_seqlens_k   i32 [batch + 1], the sequences' starts: q (k and v) are then [total, heads, \
+dim], lse [heads_q, total_q]
+  seqused_q, seqused_k         i32 [batch], rows in use of each sequence (cache_seqlens is seqused_k)
   page_table                   i32 [batch, pages of a sequence]: k and v are then a cache [pages, page, \
 heads_kv, dim], and cache_seqlens says how long each sequence is
-  alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope * |distance from the diagonal|
+  alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope times the distance from \
+the diagonal
   sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it
 
 Rows that belong to no sequence are written as out = 0, lse = -inf and gradients of 0.";

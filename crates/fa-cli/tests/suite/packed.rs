@@ -1,5 +1,5 @@
-//! `fa run` and `fa check` on packed sequences, keys in pages, slopes and sinks: the committed examples, whose
-//! outputs a script computed by the formula, and files made here.
+//! `fa run` and `fa check` on packed sequences, keys in pages, slopes and sinks: the committed examples,
+//! whose outputs a script computed by the formula, and files made here.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
