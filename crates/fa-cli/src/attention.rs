@@ -245,9 +245,11 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
 /// A problem in a line.
 pub fn describe(p: &Problem) -> String {
     let mut text = format!(
-        "batch {}, {}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
+        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
         p.lengths.sequences(),
-        lengths_text(&p.lengths),
+        p.lengths.max_q(),
+        p.lengths.max_k(),
+        rows(&p.lengths),
         pair(p.heads_q, p.heads_kv, ':'),
         head_dims(p),
         p.mask,
@@ -258,34 +260,30 @@ pub fn describe(p: &Problem) -> String {
         text += &format!(", soft cap {cap}");
     }
     match p.score.alibi {
+        None => (),
         Some(Alibi::PerHead) => text += ", ALiBi",
         Some(Alibi::PerSequenceHead) => text += ", ALiBi by sequence",
-        None => {}
     }
-    if p.score.sinks {
-        text += ", sinks";
-    }
+    text += if p.score.sinks { ", sinks" } else { "" };
     text
 }
 
-/// How many queries and keys sequences have, and how their rows lie.
-fn lengths_text(lengths: &Lengths) -> String {
-    let (q, k) = (lengths.max_q(), lengths.max_k());
+/// How rows lie where lengths are on the device; nothing for uniform lengths.
+fn rows(lengths: &Lengths) -> String {
     if lengths.is_uniform() {
-        return format!("queries x keys {q}x{k}");
+        return String::new();
     }
-    let side = |side: Side, rows: &str| {
-        let text = match side.rows {
-            SideRows::Padded { .. } if !side.used => return None,
-            SideRows::Padded { .. } => return Some(format!("{rows} used in part")),
-            SideRows::Packed { total, .. } => format!("{total} packed {rows}"),
-            SideRows::Paged { page, pages, .. } => return Some(format!("{rows} in {pages} pages of {page}")),
+    let side = |name: &str, side: Side| {
+        let lie = match side.rows {
+            SideRows::Padded { .. } => String::new(),
+            SideRows::Packed { total, .. } => format!(" packed in {total}"),
+            SideRows::Paged { page, pages, .. } => format!(" in {pages} pages of {page}"),
         };
-        Some(text + if side.used { " used in part" } else { "" })
+        let used = if side.used { " in use" } else { "" };
+        (!lie.is_empty() || side.used).then(|| format!("{name}{lie}{used}"))
     };
-    let parts = [side(lengths.q(), "queries"), side(lengths.k(), "keys")];
-    let parts: Vec<String> = parts.into_iter().flatten().collect();
-    format!("queries x keys up to {q}x{k}, {}", parts.join(", "))
+    let sides = [side("queries", lengths.q()), side("keys", lengths.k())];
+    format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
 /// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone

@@ -100,11 +100,14 @@ fn rows_of_no_sequence_see_nothing() {
 fn the_report_says_how_sequences_lie_and_counts_their_work() {
     let report = fa(&format!("run {} --causal", example("packed-causal"))).good();
     assert!(
-        report.contains("batch 4, queries x keys up to 60x60, 105 packed queries, 105 packed keys"),
+        report.contains("batch 4, queries x keys 60x60 at most (queries packed in 105, keys packed in 105)"),
         "{report}"
     );
     let report = fa(&format!("run {} --causal", example("decode-paged"))).good();
-    assert!(report.contains("batch 3, queries x keys up to 1x64, keys in 10 pages of 16"), "{report}");
+    assert!(
+        report.contains("batch 3, queries x keys 1x64 at most (keys in 10 pages of 16 in use)"),
+        "{report}"
+    );
     assert!(report.contains("own out"), "{report}");
     let json = fa(&format!("run {} --causal --json", example("sinks-window"))).json();
     assert_eq!((&json["problem"]["sinks"], &json["problem"]["batch"]), (&true.into(), &1.into()));
