@@ -160,7 +160,7 @@ pub enum Error {
     },
     /// Pages that a kernel cannot load.
     #[error(
-        "pages of {page} keys: at head dim {head_dim} the kernel loads parts of a multiple of {multiple} keys; \
+        "pages of {page} keys: at head dim {head_dim} the kernel loads a multiple of {multiple} keys at a time; \
          use pages of a multiple of {multiple}"
     )]
     Page {
