@@ -18,8 +18,8 @@ pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, heads of a group packed or
-/// not, keys in one piece or shared by several CTAs.
+/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, heads of a group
+/// packed or not, keys in one piece or shared by several CTAs.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
