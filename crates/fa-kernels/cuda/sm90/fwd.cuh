@@ -304,8 +304,10 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 const int row = lane_index() * params.varlen.page_part;
                 const int page = row < C.tile_n ? keys.page_of(n_block * C.tile_n + row) : -1;
                 bars.wait_empty(state);
-                if (leads) bars.announce(state, Kv::kBytes);
+                // The phase ends only after all lanes have seen the one before end. Boxes may come before
+                // they are announced.
                 warp_sync();
+                if (leads) bars.announce(state, Kv::kBytes);
                 keys.template load<Kv>(dst, map, strides, full, n_block, page);
             } else {
                 bars.acquire(state, Kv::kBytes);
