@@ -200,8 +200,8 @@ impl<'a> DeviceMemory<'a> {
         Some(Finding {
             kind: "leaked state".into(),
             text: format!(
-                "tile_counter is not zero at the end (byte {at} of the workspace): the next call would start from \
-                 it"
+                "tile_counter is not zero at the end (byte {at} of the workspace): the next call would start \
+                 from it"
             ),
             cta: None,
             thread: None,
