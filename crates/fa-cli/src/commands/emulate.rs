@@ -111,7 +111,7 @@ pub struct EmulateArgs {
     /// The cases that `fa validate` tries a configuration on, in place of one problem
     #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
     pub grid: bool,
-    /// Every shipped kernel and forms of some (packed, paged, split, with slopes and sinks) at awkward shapes,
+    /// Every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
     /// but those that the record knows; it is written
     #[arg(long, conflicts_with_all = ["spec", "mutate"])]
     pub shipped: bool,
