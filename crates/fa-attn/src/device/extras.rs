@@ -77,7 +77,7 @@ impl DeviceExtras {
             plan: None,
             alibi_slopes: read(&self.alibi_slopes),
             sinks: read(&self.sinks),
-            dsinks: None,
+            ..fa_kernels::Extras::default()
         }
     }
 
@@ -102,7 +102,7 @@ impl DeviceExtras {
             plan: None,
             alibi_slopes: at(&self.alibi_slopes, stream),
             sinks: at(&self.sinks, stream),
-            dsinks: None,
+            ..RawExtras::default()
         }
     }
 }
