@@ -4,10 +4,9 @@
 
 use half::{bf16, f16};
 
-use super::backward::{self, Backward, Gradients};
-use super::inputs::BackwardInputs;
+use super::inputs::{Backward, BackwardInputs, Gradients};
 use super::work::{Forward, Unit, units};
-use super::{decode, forward, forward16};
+use super::{backward, decode, forward, forward16};
 use crate::element::Element;
 use crate::simd::cast;
 use crate::view::TensorMut;
