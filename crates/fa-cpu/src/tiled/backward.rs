@@ -26,11 +26,22 @@ const GROUP: usize = 2;
 /// of the row's.
 const FEW_KEYS: usize = 16;
 
-/// Computes all gradients.
-pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
+/// Computes the gradients of the given units, or of all; returns what each of their heads adds to the
+/// gradient of its sink, in order.
+pub(super) fn run<T: Element>(
+    call: &Backward<'_, T>,
+    to: &mut Gradients<'_, T>,
+    only: Option<&[Unit]>,
+) -> Vec<(usize, f64)> {
     let Backward { kernels, threads, problem, batch, ref inputs } = *call;
     let sizes = Sizes::new(problem, kernels);
-    let cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
+    let mut cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
+    if let Some(only) = only {
+        cuts.retain(|cut| only.contains(&cut.unit));
+    }
+    if cuts.is_empty() {
+        return vec![];
+    }
     let group = problem.group_size();
     let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
     let job = Job { call, scores: &Scores::new(problem), sizes, k, v };
@@ -132,14 +143,8 @@ pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>)
     if partials > 0 {
         dq.add_partial(threads, group, &cuts, &partial);
     }
-    if let Some(to) = &mut to.dsinks {
-        let mut sums = vec![0f64; problem.heads_q];
-        for (index, sum) in dsinks.iter().enumerate() {
-            let head = cuts[index / group].unit.kv_head * group + index % group;
-            sums[head] += sum.get().copied().unwrap_or(0.0);
-        }
-        to.iter_mut().zip(sums).for_each(|(to, sum)| *to = sum as f32);
-    }
+    let of_head = |index: usize| cuts[index / group].unit.kv_head * group + index % group;
+    dsinks.iter().enumerate().filter_map(|(index, sum)| Some((of_head(index), *sum.get()?))).collect()
 }
 
 /// `to += factor * from`, as far as `to` goes.

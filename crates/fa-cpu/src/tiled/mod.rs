@@ -6,6 +6,7 @@
 //! lie transposed (keys down, queries across; see [`crate::simd`]).
 
 mod backward;
+mod backward16;
 mod band;
 mod buffer;
 mod by_type;
