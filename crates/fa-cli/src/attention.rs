@@ -1,7 +1,7 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
 use fa_attn::{Element, Tensor};
-use fa_core::{Dtype, Lengths, Problem, ScoreMod, TensorLayout, Types};
+use fa_core::{Alibi, Dtype, Lengths, Problem, ScoreMod, Side, SideRows, TensorLayout, Types};
 use fa_cpu::TensorRef;
 use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
@@ -235,10 +235,11 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
 /// A problem in a line.
 pub fn describe(p: &Problem) -> String {
     let mut text = format!(
-        "batch {}, queries x keys {}x{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
+        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
         p.lengths.sequences(),
         p.lengths.max_q(),
         p.lengths.max_k(),
+        rows(&p.lengths),
         pair(p.heads_q, p.heads_kv, ':'),
         head_dims(p),
         p.mask,
@@ -248,7 +249,31 @@ pub fn describe(p: &Problem) -> String {
     if let Some(cap) = p.score.softcap {
         text += &format!(", soft cap {cap}");
     }
+    match p.score.alibi {
+        None => (),
+        Some(Alibi::PerHead) => text += ", ALiBi",
+        Some(Alibi::PerSequenceHead) => text += ", ALiBi by sequence",
+    }
+    text += if p.score.sinks { ", sinks" } else { "" };
     text
+}
+
+/// How rows lie where lengths are on the device; nothing for uniform lengths.
+fn rows(lengths: &Lengths) -> String {
+    if lengths.is_uniform() {
+        return String::new();
+    }
+    let side = |name: &str, side: Side| {
+        let lie = match side.rows {
+            SideRows::Padded { .. } => String::new(),
+            SideRows::Packed { total, .. } => format!(" packed in {total}"),
+            SideRows::Paged { page, pages, .. } => format!(" in {pages} pages of {page}"),
+        };
+        let used = if side.used { " in use" } else { "" };
+        (!lie.is_empty() || side.used).then(|| format!("{name}{lie}{used}"))
+    };
+    let sides = [side("queries", lengths.q()), side("keys", lengths.k())];
+    format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
 /// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone
