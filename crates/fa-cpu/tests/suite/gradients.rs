@@ -95,7 +95,8 @@ proptest! {
         let mut random = Random::new(seed);
         let count = problem.lengths.sequences() * problem.heads_q;
         let slopes: Vec<f32> = (0..count).map(|_| random.uniform() as f32).collect();
-        let sinks: Vec<f32> = (0..problem.heads_q).map(|_| (8.0 * random.normal()).round() as f32 / 8.0).collect();
+        let eighths = (0..problem.heads_q).map(|_| (8.0 * random.normal()).round() as f32 / 8.0);
+        let sinks: Vec<f32> = eighths.collect();
         let mut inputs = Inputs::<f64>::random(&problem, seed);
         let views = inputs.views(&problem);
         let extras = Extras { alibi_slopes: Some(&slopes), sinks: Some(&sinks), ..Extras::NONE };

@@ -210,7 +210,8 @@ proptest! {
         let whole = reference::forward_extras(&problem, &extras, &views.q, &views.k, &views.v).unwrap();
         let mut ends: Vec<usize> = ends.iter().map(|end| (end * k as f64) as usize).chain([0, k]).collect();
         ends.sort_unstable();
-        let (mut out, mut lse) = (vec![f64::NAN; whole.out.len()], vec![f64::NEG_INFINITY; lse_len(&problem)]);
+        let mut out = vec![f64::NAN; whole.out.len()];
+        let mut lse = vec![f64::NEG_INFINITY; lse_len(&problem)];
         let shape = out_shape(&problem);
         for part in ends.windows(2) {
             let keys = (0..2).flat_map(|b| (part[0]..part[1]).map(move |key| b * k + key));
