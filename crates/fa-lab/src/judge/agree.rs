@@ -3,8 +3,8 @@
 
 use fa_attn::device::DeviceOutput;
 use fa_core::{Dtype, Pass, Problem};
+use fa_cpu::TensorRef;
 use fa_cpu::reference::low_precision;
-use fa_cpu::{Extras, TensorRef};
 use half::bf16;
 
 use super::forward::Oracle;
@@ -24,18 +24,6 @@ fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {
     };
     let mut seen = std::collections::HashSet::new();
     cases.into_iter().filter(of).filter(|case| seen.insert(case.problem_name())).collect()
-}
-
-fn extras(arrays: &Arrays) -> Extras<'_> {
-    Extras {
-        cu_q: arrays.cu_q.as_deref(),
-        cu_k: arrays.cu_k.as_deref(),
-        used_q: arrays.used_q.as_deref(),
-        used_k: arrays.used_k.as_deref(),
-        page_table: arrays.page_table.as_deref(),
-        alibi_slopes: arrays.alibi_slopes.as_deref(),
-        sinks: arrays.sinks.as_deref(),
-    }
 }
 
 /// Q, K and V where a kernel finds them, and what it is told.
@@ -66,7 +54,7 @@ fn whole_batches_pass_the_oracles_of_single_sequences() {
         let inputs = case.inputs::<bf16>();
         let memory = Memory::of(&inputs);
         let [q, k, v] = memory.views(&inputs);
-        let found = low_precision::forward_extras(&case.problem, &extras(&memory.arrays), &q, &k, &v)
+        let found = low_precision::forward_extras(&case.problem, &memory.arrays.extras(), &q, &k, &v)
             .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
         let Sequences { q: of_q, .. } = &inputs.sequences;
         let packed = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements()[3];
@@ -101,7 +89,7 @@ fn gradients_of_whole_batches_pass_the_oracles_of_single_heads() {
         let of_dout = store(&dout, of_q, &placement);
         let view = TensorRef::new("dout", &of_dout, placement.shape, placement.strides).expect("it fits");
         let [q, k, v] = memory.views(&inputs);
-        let found = low_precision::backward_extras(&case.problem, &extras(&memory.arrays), &q, &k, &v, &view)
+        let found = low_precision::backward_extras(&case.problem, &memory.arrays.extras(), &q, &k, &v, &view)
             .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
         let [p, r, s, _] = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements();
         let values = [load(found.dq, of_q, &p).0, load(found.dk, of_k, &r).0, load(found.dv, of_k, &s).0];
