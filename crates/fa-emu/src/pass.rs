@@ -89,7 +89,7 @@ impl Unit {
         for step in &launches.steps {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
-                Step::Launch(launch) => {
+                Step::Plan(launch) | Step::Launch(launch) => {
                     let mut arguments: Vec<*const c_void> = vec![raw(&mut params)];
                     if launch.takes_maps {
                         arguments.extend(maps.iter().map(|map| (&raw const *map).cast::<c_void>()));
@@ -188,6 +188,7 @@ impl Unit {
             outputs: memory.outputs(),
             lse: memory.lse(),
             dsinks: memory.dsinks(),
+            page_faults: memory.page_faults(),
         }
     }
 

@@ -73,9 +73,11 @@ impl DeviceExtras {
             used_q: read(&self.used_q),
             used_k: read(&self.used_k),
             page_table: read(&self.page_table),
+            page_faults: None,
+            plan: None,
             alibi_slopes: read(&self.alibi_slopes),
             sinks: read(&self.sinks),
-            dsinks: None,
+            ..fa_kernels::Extras::default()
         }
     }
 
@@ -96,9 +98,11 @@ impl DeviceExtras {
             used_q: at(&self.used_q, stream),
             used_k: at(&self.used_k, stream),
             page_table: at(&self.page_table, stream),
+            page_faults: None,
+            plan: None,
             alibi_slopes: at(&self.alibi_slopes, stream),
             sinks: at(&self.sinks, stream),
-            dsinks: None,
+            ..RawExtras::default()
         }
     }
 }

@@ -21,7 +21,7 @@ const DENSE: Code =
 const fn code_of(kernel: &Kernel) -> Code {
     match kernel {
         Kernel::Sm80Fwd(_) => Code { ..DENSE },
-        Kernel::Sm90Fwd(_) => Code { packs_gqa: true, ..DENSE },
+        Kernel::Sm90Fwd(_) => Code { varied: true, paged: true, split: true, packs_gqa: true, ..DENSE },
         Kernel::Sm80Bwd(_) => Code { ..DENSE },
         Kernel::Sm90Bwd(_) => Code { ..DENSE },
     }
