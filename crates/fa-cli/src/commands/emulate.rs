@@ -94,7 +94,7 @@ pub struct EmulateArgs {
     /// repeated) [default: 0, 1, 2]
     #[arg(long = "seed", value_name = "N")]
     pub seeds: Vec<u64>,
-    /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs have no work]
+    /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sms: Option<u32>,
     /// Give up after this many steps of the scheduler

@@ -7,6 +7,7 @@ mod shipped;
 mod subjects;
 mod values;
 mod varied;
+mod varied_faults;
 
 use std::path::Path;
 use std::sync::OnceLock;
