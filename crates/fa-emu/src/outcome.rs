@@ -163,6 +163,9 @@ pub struct Outcome {
     /// LSE of a forward.
     #[serde(skip)]
     pub lse: Vec<f32>,
+    /// Gradients of the sinks, of a backward that has them.
+    #[serde(skip)]
+    pub dsinks: Vec<f32>,
 }
 
 impl Outcome {

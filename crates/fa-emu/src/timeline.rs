@@ -175,6 +175,7 @@ mod tests {
                 span("warp 0", "nothing", 4, 4),
             ],
             outputs: Vec::new(),
+            dsinks: Vec::new(),
             lse: Vec::new(),
         };
         let page = page("t", "l", 0, &outcome);

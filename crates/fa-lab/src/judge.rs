@@ -6,3 +6,4 @@ mod heads;
 mod rows;
 pub mod sample_head;
 pub mod sample_rows;
+mod sinks;
