@@ -77,8 +77,8 @@ impl<'a> DeviceMemory<'a> {
             }
         }
         let mut workspace = Memory::new(machine, "workspace", launches.workspace.bytes)?;
-        if launches.workspace.starts_zero {
-            workspace.bytes_mut().fill(0);
+        if let Some(counter) = launches.workspace.tile_counter.filter(|_| launches.workspace.starts_zero) {
+            workspace.bytes_mut()[counter.offset..counter.offset + counter.bytes].fill(0);
         }
         let mut extras = Vec::new();
         let mut extra = |name, words: Option<Vec<[u8; 4]>>| -> Result<(), Error> {
@@ -160,10 +160,11 @@ impl<'a> DeviceMemory<'a> {
         }
         let access = if self.lse_is_input { Access::Input } else { Access::Unwritten };
         session.region("lse", self.lse.address(), self.lse.bytes().len() as u64, around, access);
-        let access = if launches.workspace.starts_zero { Access::Written } else { Access::Unwritten };
         let mut parts = parts(&launches.workspace);
         parts.sort_by_key(|(_, part)| part.offset);
         for (index, (name, part)) in parts.iter().enumerate() {
+            let is_zero = launches.workspace.starts_zero && *name == "tile_counter";
+            let access = if is_zero { Access::Written } else { Access::Unwritten };
             let end = part.offset + part.bytes;
             let next = parts.get(index + 1).map_or(launches.workspace.bytes, |(_, next)| next.offset);
             let before = if index == 0 { PAGE } else { 0 };
@@ -183,7 +184,9 @@ impl<'a> DeviceMemory<'a> {
 
     /// What is left in a workspace that a call finds zero and leaves zero.
     pub fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
-        let at = self.workspace.bytes().iter().position(|&byte| byte != 0)?;
+        let counter = workspace.tile_counter?;
+        let bytes = &self.workspace.bytes()[counter.offset..counter.offset + counter.bytes];
+        let at = counter.offset + bytes.iter().position(|&byte| byte != 0)?;
         let parts = parts(workspace);
         let part = parts.iter().find(|(_, part)| (part.offset..part.offset + part.bytes).contains(&at));
         let name = part.map_or("workspace", |(name, _)| name);
@@ -241,6 +244,9 @@ fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
         ("dq_semaphores", workspace.dq_semaphores),
         ("dkv_semaphores", workspace.dkv_semaphores),
         ("tile_counter", workspace.tile_counter),
+        ("plan", workspace.plan),
+        ("out_partial", workspace.out_partial),
+        ("lse_partial", workspace.lse_partial),
     ];
     all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, Family, KernelSpec, Problem};
+use fa_planner::account::kv_splits;
 use fa_planner::account::panels::widest;
 
 use crate::Error;
@@ -21,7 +22,7 @@ use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
-use crate::launch::varied::{PlanBounds, page_part, plan_step, shape_of, uniform_splits};
+use crate::launch::varied::{PlanBounds, page_part, plan_step, shape_of};
 use crate::launch::workspace::{ForwardParts, Workspace};
 use crate::smem_bytes;
 
@@ -147,7 +148,7 @@ impl Launches {
             Family::Sm80 => false,
             Family::Sm90 => true,
         };
-        let work = Work::of(spec, &traits, problem, sms);
+        let work = Work::of(spec, &traits, problem, (arch, sms));
         let params = params(spec, &traits, problem, &work, (arch, sms))?;
         // Of sequences whose lengths are on the device, the most tiles that there can be.
         let tiles = params.num_tiles as u32;
@@ -228,7 +229,7 @@ struct Work {
 }
 
 impl Work {
-    fn of(spec: &KernelSpec, traits: &Traits, problem: &Problem, sms: u32) -> Work {
+    fn of(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms): (Arch, u32)) -> Work {
         let (tile_m, _) = traits.tile;
         let (group, heads) =
             if traits.packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
@@ -249,7 +250,7 @@ impl Work {
                 (work.bounds.slots.max(1), work.bounds.slots, work.bounds.split_items);
         } else if spec.split {
             let tiles = rows.div_ceil(tile_m as usize).saturating_mul(problem.lengths.sequences());
-            work.splits = uniform_splits(problem, traits, tiles.saturating_mul(heads), ctas);
+            work.splits = kv_splits(problem, spec, arch, sms);
             if work.splits > 1 {
                 (work.slots, work.divided) = (tiles.saturating_mul(work.splits), tiles);
             }

@@ -1,5 +1,4 @@
-//! Work whose amount only the device knows: bounds on it, by which grids and lists are sized; and how many CTAs
-//! share the keys of a tile.
+//! Work whose amount only the device knows: bounds on it, by which grids and lists are sized.
 
 use fa_core::lengths::SideRows;
 use fa_core::spec::Traits;
@@ -30,9 +29,6 @@ pub(crate) fn plan_step() -> Step {
         takes_maps: false,
     })
 }
-
-/// The most parts that the keys of a row are divided into.
-const MAX_SPLITS: usize = 4096;
 
 /// The tensor of one side of a batch.
 pub(crate) fn shape_of(name: &'static str, side: Side, sequences: usize, heads: usize, dim: usize) -> Shape {
@@ -142,33 +138,8 @@ fn most_slots(heads: usize, ctas: usize) -> usize {
     6 * ctas / heads.max(1) + 2
 }
 
-/// Parts that the keys of every row of a batch of equal lengths are divided into, by the rule of the plan:
-/// about equal shares of what `ctas` CTAs do, one each where that is little, else four.
-pub(crate) fn uniform_splits(problem: &Problem, traits: &Traits, tiles: usize, ctas: usize) -> usize {
-    let blocks = problem.lengths.max_k().div_ceil(traits.tile.1 as usize);
-    let group = if traits.packs_gqa { problem.group_size() } else { 1 };
-    let rows = problem.lengths.max_q().saturating_mul(group).min(traits.tile.0 as usize);
-    let mask = &problem.mask;
-    // A window shows a tile's rows so many keys at most.
-    let window = match (mask.left, mask.right) {
-        (Some(left), Some(right)) => {
-            let keys =
-                (left as usize).saturating_add(right as usize).saturating_add(rows.div_ceil(group) + 1);
-            blocks.min(keys.div_ceil(traits.tile.1 as usize) + 1)
-        }
-        _ => blocks,
-    };
-    let each = window as f64 * tiles as f64 / ctas.max(1) as f64;
-    let length = if each <= 8.0 { each } else { each / 4.0 };
-    let length = (length.ceil() as usize).max(1);
-    ((window + length / 2) / length).clamp(1, window.clamp(1, MAX_SPLITS))
-}
-
 #[cfg(test)]
 mod tests {
-    use fa_core::spec::{Kernel, Sm90Fwd};
-    use fa_core::{Dtype, Lengths, Mask};
-
     use super::*;
 
     #[test]
@@ -191,25 +162,6 @@ mod tests {
         for (page, tile_n, part) in [(16, 128, 16), (1, 128, 1), (256, 176, 16), (48, 128, 16), (7, 64, 1)] {
             assert_eq!(page_part(page, tile_n), part);
         }
-    }
-
-    #[test]
-    fn keys_are_divided_where_heads_are_few() {
-        let kernel = Sm90Fwd { tile_m: 64, num_wg: 1, pack_gqa: true, ..Sm90Fwd::default() };
-        let traits = Kernel::Sm90Fwd(kernel).traits();
-        let splits = |batch, keys, heads_q, heads_kv| {
-            let problem = Problem {
-                lengths: Lengths::uniform(batch, 1, keys),
-                heads_q,
-                heads_kv,
-                ..Problem::square(1, 1, 1, 128, Mask::FULL, Dtype::Bf16)
-            };
-            uniform_splits(&problem, &traits, batch * heads_kv, 132)
-        };
-        // Decode: one part for each SM where the cache is short, four for each where it is long.
-        assert_eq!([splits(1, 8192, 32, 8), splits(1, 65536, 32, 8), splits(1, 131072, 64, 8)], [16, 64, 64]);
-        assert_eq!([splits(8, 8192, 32, 8), splits(64, 4096, 32, 8), splits(128, 1024, 64, 8)], [8, 1, 1]);
-        assert_eq!([splits(1, 0, 8, 8), splits(1, 1, 8, 8), splits(0, 8192, 8, 8)], [1, 1, 64]);
     }
 
     #[test]
