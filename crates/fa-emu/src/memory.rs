@@ -136,8 +136,7 @@ impl<'a> DeviceMemory<'a> {
             alibi_slopes: self.extra("alibi_slopes"),
             sinks: self.extra("sinks"),
             dsinks: self.dsinks.as_ref().map(Memory::address),
-            page_faults: None,
-            plan: None,
+            ..RawExtras::default()
         };
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }

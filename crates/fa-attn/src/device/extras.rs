@@ -75,7 +75,7 @@ impl DeviceExtras {
             page_table: read(&self.page_table),
             alibi_slopes: read(&self.alibi_slopes),
             sinks: read(&self.sinks),
-            dsinks: None,
+            ..fa_kernels::Extras::default()
         }
     }
 
@@ -98,7 +98,7 @@ impl DeviceExtras {
             page_table: at(&self.page_table, stream),
             alibi_slopes: at(&self.alibi_slopes, stream),
             sinks: at(&self.sinks, stream),
-            dsinks: None,
+            ..RawExtras::default()
         }
     }
 }
