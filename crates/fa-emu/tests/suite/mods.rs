@@ -47,8 +47,8 @@ const KERNELS: [&str; 11] = [
 
 fn spec(kernel: &str, mask: &str, [softcap, alibi, sinks]: [bool; 3]) -> KernelSpec {
     let text = format!(
-        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: {softcap}, alibi: {alibi}, sinks: \
-         {sinks}, kernel: {kernel})"
+        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: {softcap}, alibi: {alibi}, \
+         sinks: {sinks}, kernel: {kernel})"
     );
     KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
