@@ -1,9 +1,9 @@
 //! New keys and values for a cache, and rotary embedding of keys and queries: what is appended, as data.
 //!
 //! Row `t` of a sequence's new keys goes to position `len + t` of its cache, where `len` is the cache's
-//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding K is turned by that
-//! position on its way, and Q by the positions of its rows. Rows that have no place (beyond the cache's room,
-//! in a page that does not exist, at a position beyond the tables) are left out and counted.
+//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding K is turned by
+//! that position on its way, and Q by the positions of its rows. Rows that have no place (beyond the cache's
+//! room, in a page that does not exist, at a position beyond the tables) are left out and counted.
 
 use serde::{Deserialize, Serialize};
 
