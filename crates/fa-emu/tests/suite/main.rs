@@ -7,6 +7,7 @@ mod mods;
 mod shipped;
 mod subjects;
 mod values;
+mod varied;
 mod varied_sm80;
 
 use std::path::Path;
