@@ -50,7 +50,8 @@ impl Planned {
         };
         let (cluster, packed) = match &spec.kernel {
             Kernel::Sm90Fwd(own) => (own.cluster_m, own.pack_gqa),
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => (1, false),
+            Kernel::Sm80Fwd(own) => (1, own.pack_gqa),
+            Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => (1, false),
         };
         if cluster > 1 {
             return None;

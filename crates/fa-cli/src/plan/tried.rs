@@ -421,6 +421,7 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             Some(format!("{} warps", k.num_warps)),
             Some(format!("{} stages", k.stages)),
             on("Q in regs", k.q_in_regs),
+            on("pack GQA", k.pack_gqa),
             on("split", spec.split),
         ],
         Kernel::Sm90Fwd(k) => vec![
