@@ -177,16 +177,12 @@ struct Planner {
         return max(1, int(fminf(length, 1e9f) + 0.999f));
     }
 
-    // Tiles of queries with parts of their keys, and those that are divided.
+    // Tiles of queries with parts of their keys, longest first, and those that are divided.
     __device__ __forceinline__ void list_items(int most_splits) const {
         const WorkPlan plan{params};
-        const int chunk = R.split ? part_length() : 0;
+        const int chunk = part_length();
         auto splits_of = [&](int length) {
-            if constexpr (R.split) {
-                return max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
-            } else {
-                return 1;
-            }
+            return max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
         };
         auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
         clear_bins();
@@ -234,33 +230,61 @@ struct Planner {
         if (thread_index() == 0) plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
     }
 
-    // Tiles of keys: those of a sequence follow one another, the first first, or the last with `LastFirst`.
-    // Sequences with the most queries come first.
-    template <bool LastFirst>
-    __device__ __forceinline__ void list_n_tiles() const {
-        const WorkPlan plan{params};
-        auto n_blocks = [&](const Seqlen<true>& seqlen) { return ceil_div(seqlen.k(), R.tile_n); };
-        auto some = [&](const Seqlen<true>& seqlen) { return int(seqlen.k() > 0); };
+    // Lists the tiles of each sequence one after another, the first first, or the last with `LastFirst`;
+    // sequences of the greatest length_of(seqlen) come first. Returns how many there are.
+    template <bool LastFirst, class BlocksOf, class LengthOf>
+    __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, const BlocksOf& blocks_of,
+                                                    const LengthOf& length_of) const {
+        auto some = [&](const Seqlen<true>& seqlen) { return int(blocks_of(seqlen) > 0); };
+        auto bin = [&](const Seqlen<true>& seqlen) { return bin_of(length_of(seqlen), params.shift); };
         clear_bins();
         for_tiles(some, [&](int, const Seqlen<true>& seqlen, int, int, bool valid) {
-            take_places(smem, bin_of(m_blocks(seqlen), params.shift), n_blocks(seqlen), valid);
+            take_places(smem, bin(seqlen), blocks_of(seqlen), valid);
         });
         const int tiles = place_bins();
         for_tiles(some, [&](int sequence, const Seqlen<true>& seqlen, int, int, bool valid) {
-            const int blocks = n_blocks(seqlen);
-            const int place = take_places(smem, bin_of(m_blocks(seqlen), params.shift), blocks, valid);
-            // A warp writes the tiles of its sequences one sequence after another.
+            const int blocks = valid ? blocks_of(seqlen) : 0;
+            const int place = take_places(smem, bin(seqlen), blocks, valid);
+            auto write = [&](int own, int begin, int count, int i) {
+                if (begin + i < room)
+                    list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
+            };
+            // Short sequences are written by a thread each, others by the warp one after another.
+            if (!warp_any(blocks > 4)) {
+                for (int i = 0; i < blocks; ++i) write(sequence, place, blocks, i);
+                return;
+            }
             for (int lane = 0; lane < 32; ++lane) {
-                if (!shuffle_from(int(valid), lane)) break;
                 const int own = shuffle_from(sequence, lane), begin = shuffle_from(place, lane);
                 const int count = shuffle_from(blocks, lane);
-                for (int i = lane_index(); i < count; i += 32) {
-                    if (begin + i < params.n_tiles)
-                        plan.n_tiles()[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
-                }
+                for (int i = lane_index(); i < count; i += 32) write(own, begin, count, i);
             }
         });
-        if (thread_index() == 0) plan.count(PlanCount::NTiles) = min(tiles, params.n_tiles);
+        return min(tiles, room);
+    }
+
+    // Tiles of queries whose keys are not divided: the tiles of a sequence share its keys, which stay in the
+    // L2 while they run. Long sequences come first, and of each its last tiles.
+    __device__ __forceinline__ void list_whole_items() const {
+        const WorkPlan plan{params};
+        const int items = list_by_sequence<true>(
+            plan.items(), params.items, [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+            [&](const Seqlen<true>& seqlen) { return key_tiles(seqlen, m_blocks(seqlen) - 1); });
+        if (thread_index() == 0) {
+            plan.count(PlanCount::Items) = items;
+            plan.count(PlanCount::SplitItems) = plan.count(PlanCount::Slots) = plan.count(PlanCount::Chunk) = 0;
+        }
+    }
+
+    // Tiles of keys; sequences with the most queries come first.
+    template <bool LastFirst>
+    __device__ __forceinline__ void list_n_tiles() const {
+        const WorkPlan plan{params};
+        const int tiles = list_by_sequence<LastFirst>(
+            plan.n_tiles(), params.n_tiles,
+            [&](const Seqlen<true>& seqlen) { return ceil_div(seqlen.k(), R.tile_n); },
+            [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); });
+        if (thread_index() == 0) plan.count(PlanCount::NTiles) = tiles;
     }
 };
 
@@ -269,7 +293,11 @@ template <PlanRules R>
 __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
     const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
-    planner.list_items(params.split.splits);
+    if constexpr (R.split) {
+        planner.list_items(params.split.splits);
+    } else {
+        planner.list_whole_items();
+    }
 }
 
 // The entry `fa_plan` of a backward's unit. A deterministic kernel's turns go by the order of the tiles of a

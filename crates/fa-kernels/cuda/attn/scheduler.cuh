@@ -55,7 +55,7 @@ struct WorkPlan {
     __device__ __forceinline__ int& count(PlanCount which) const {
         return params.buffer[static_cast<int>(which)];
     }
-    // Tiles of queries with parts of their keys, longest first.
+    // Tiles of queries with parts of their keys, longest first; where none are divided, long sequences first.
     __device__ __forceinline__ PlanItem* items() const {
         return reinterpret_cast<PlanItem*>(params.buffer + kPlanHeader);
     }
