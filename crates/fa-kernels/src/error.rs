@@ -233,6 +233,20 @@ pub enum Error {
         /// Elements that it needs.
         need: u64,
     },
+    /// A call lacks a tensor that its problem has.
+    #[error("{name} is missing: the problem needs {need} elements of it")]
+    MissingExtra {
+        /// Its field in `Extras`.
+        name: &'static str,
+        /// Elements.
+        need: usize,
+    },
+    /// A call gives a tensor that its problem does not have.
+    #[error("{name} was given, but the problem has none: leave it out, or state it in the problem")]
+    UnusedExtra {
+        /// Its field in `Extras`.
+        name: &'static str,
+    },
     /// A kernel needs a workspace and got none.
     #[error("this kernel needs a workspace of {need} bytes, zero before its first use")]
     NoWorkspace {

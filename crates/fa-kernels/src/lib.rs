@@ -30,6 +30,7 @@
 //!     out: Output { data: &mut out, strides },
 //!     lse: Some(&mut lse),
 //!     workspace: Some(&mut workspace),
+//!     extras: Extras::default(),
 //! })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -38,7 +39,7 @@
 //!
 //! ```no_run
 //! # use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
-//! # use fa_kernels::{BackwardArgs, Input, Kernels, Output, driver};
+//! # use fa_kernels::{BackwardArgs, Extras, Input, Kernels, Output, driver};
 //! # use half::bf16;
 //! # let context = driver::context(0)?;
 //! # let stream = context.default_stream();
@@ -65,6 +66,7 @@
 //!     dk: Output { data: &mut dk, strides },
 //!     dv: Output { data: &mut dv, strides },
 //!     workspace: &mut workspace,
+//!     extras: Extras::default(),
 //! })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -99,6 +101,7 @@ pub use launch::args::{
     BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };
 pub use launch::backward::Backward;
+pub use launch::extras::{Extras, RawExtras};
 pub use launch::forward::Forward;
 pub use launch::module::LoadedKernel;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fa_core::{Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
-use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs};
+use fa_kernels::{Backward, BackwardArgs, Error, Extras, RawBackwardArgs, RawExtras};
 
 use super::forward::{DeviceForward, capture};
 use super::half::Half;
@@ -112,6 +112,7 @@ impl<T: Half> DeviceBackward<T> {
                 dk: self.dk.output(),
                 dv: self.dv.output(),
                 workspace: &mut self.workspace,
+                extras: Extras::default(),
             },
         )
     }
@@ -129,6 +130,7 @@ impl<T: Half> DeviceBackward<T> {
             dk: self.dk.raw(stream),
             dv: self.dv.raw(stream),
             workspace: self.workspace.device_ptr_mut(stream).0,
+            extras: RawExtras::default(),
         }
     }
 

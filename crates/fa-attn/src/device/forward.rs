@@ -7,7 +7,7 @@ use fa_core::Problem;
 use fa_cpu::TensorRef;
 use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DriverError};
-use fa_kernels::{Error, Forward, ForwardArgs, RawForwardArgs};
+use fa_kernels::{Error, Extras, Forward, ForwardArgs, RawExtras, RawForwardArgs};
 
 use super::half::Half;
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
@@ -131,6 +131,7 @@ impl<T: Half> DeviceForward<T> {
                 out: self.out.output(),
                 lse: Some(&mut self.lse),
                 workspace: Some(&mut self.workspace),
+                extras: Extras::default(),
             },
         )
     }
@@ -144,6 +145,7 @@ impl<T: Half> DeviceForward<T> {
             out: self.out.raw(stream),
             lse: Some(self.lse.device_ptr_mut(stream).0),
             workspace: Some(self.workspace.device_ptr_mut(stream).0),
+            extras: RawExtras::default(),
         }
     }
 

@@ -32,4 +32,13 @@ __device__ __forceinline__ BlockRange key_blocks(const Visibility<Mask, Varied>&
     return range;
 }
 
+// Part `split` of `splits` of the tiles, as equal as they can be.
+__device__ __forceinline__ BlockRange part_of(const BlockRange& all, int split, int splits) {
+    const int count = max(all.end - all.begin, 0), each = count / splits, more = count % splits;
+    BlockRange range = all;
+    range.begin = all.begin + split * each + min(split, more);
+    range.end = range.begin + each + (split < more);
+    return range;
+}
+
 }  // namespace fa

@@ -45,8 +45,29 @@ __device__ __forceinline__ void store_output(const FwdParams& params, const Seql
     }
 }
 
-// The same rows where no query of the tile sees a key: O = 0 and LSE = -inf.
-template <bool PackGqa, bool Varied>
+// The sinks of those rows: of the head that each belongs to, in natural units.
+template <bool PackGqa>
+__device__ __forceinline__ void load_sinks(const FwdParams& params, int row, int head, float (&sink)[2]) {
+    const Rows<PackGqa> rows(params.shape);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sink[r] = params.mods.sinks[rows.head(row + 8 * r, head)];
+}
+
+// Completes the rows' softmax, with sinks where there are some.
+template <bool PackGqa, bool Sinks, class RowState>
+__device__ __forceinline__ void finish_rows(const FwdParams& params, RowState& softmax, int row, int head,
+                                            float (&factor)[2], float (&lse)[2]) {
+    if constexpr (Sinks) {
+        float sink[2];
+        load_sinks<PackGqa>(params, row, head, sink);
+        softmax.finish(sink, factor, lse);
+    } else {
+        softmax.finish(factor, lse);
+    }
+}
+
+// The same rows where no query of the tile sees a key: O = 0, and LSE = -inf or the sink.
+template <bool PackGqa, bool Sinks, bool Varied>
 __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                                    int row, int head, int batch) {
     const int lane = thread_index() % 4;
@@ -56,7 +77,10 @@ __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, cons
         for (int column = 8 * lane; column < params.shape.head_dim_v; column += 32) {
             *reinterpret_cast<Vec16*>(target.out + column) = Vec16{};
         }
-        if (params.lse != nullptr && lane == 0) params.lse[target.lse] = minus_infinity();
+        if (params.lse != nullptr && lane == 0) {
+            const int of_head = Rows<PackGqa>(params.shape).head(row + 8 * r, head);
+            params.lse[target.lse] = Sinks ? params.mods.sinks[of_head] : minus_infinity();
+        }
     }
 }
 

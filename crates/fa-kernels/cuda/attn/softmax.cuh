@@ -132,6 +132,23 @@ struct Softmax {
             lse[row] = empty ? minus_infinity() : log_sum;
         }
     }
+
+    // The same with a sink for each row: one more logit, in natural units, that joins the sum but no output.
+    // It may be far above every score: the sum is taken against the larger of both. A row that saw nothing
+    // has the sink alone; a sink of -inf is none.
+    __device__ __forceinline__ void finish(const float (&sink)[2], float (&factor)[2], float (&lse)[2]) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float exponent = kNatural ? sink[row] : sink[row] * kLog2e;
+            const float largest = fmaxf(max[row], exponent);
+            const float shrunk = exponential(max[row] - largest);
+            const float total = fmaf(quad_sum(sum[row]), shrunk, exponential(exponent - largest));
+            const bool empty = total < 1e-30f;
+            factor[row] = empty ? 0.f : ApproxDivision ? shrunk * reciprocal_approx(total) : shrunk / total;
+            const float log_sum = kNatural ? largest + logf(total) : (largest + log2f(total)) * kLn2;
+            lse[row] = empty ? minus_infinity() : log_sum;
+        }
+    }
 };
 
 template <int N>

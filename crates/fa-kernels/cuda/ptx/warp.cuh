@@ -10,6 +10,12 @@ __device__ __forceinline__ T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(0xffffffff, value, mask);
 }
 
+// The value of lane `lane`.
+template <typename T>
+__device__ __forceinline__ T shuffle_from(T value, int lane) {
+    return __shfl_sync(0xffffffff, value, lane);
+}
+
 // True in all lanes if `predicate` is true in any.
 __device__ __forceinline__ bool warp_any(bool predicate) { return __any_sync(0xffffffff, predicate); }
 

@@ -4,6 +4,8 @@
 // each product, whose operands are read from shared memory less often, and the exponentials of one group run
 // under the products of the other.
 #pragma once
+#include "attn/alibi.cuh"
+#include "attn/bwd_dsinks.cuh"
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
@@ -372,6 +374,8 @@ struct PWarps : BwdGroup<C> {
 
     // P of a step.
     __device__ __forceinline__ void probabilities(typename CutS::Accumulators& s, BwdStep step) const {
+        float slope = 0.f;
+        if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, step.head);
         CutS::clear(s);
         Base::template multiply<CutS, typename L::QOfS, typename L::KOfS, C.head_dim, Base::kAheadA, 2>(
             s, this->q_buffer(step), this->buffer(smem.k), step.m_block);
@@ -393,9 +397,23 @@ struct PWarps : BwdGroup<C> {
                     tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
                 mask_tile(s[f], visible, query_of, first_key);
             }
+            if constexpr (C.alibi) {
+                float bias[CutS::kRegisters] = {};
+                const int query =
+                    this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + place.lane / 4;
+                const int diagonal = query + visible.seqlen.k() - visible.seqlen.q();
+                add_alibi<C.mask>(bias, 0.f, {slope, slope}, {diagonal, diagonal + 8},
+                                  tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4));
 #pragma unroll
-            for (int i = 0; i < CutS::kRegisters; ++i) {
-                s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
+                for (int i = 0; i < CutS::kRegisters; ++i) {
+                    const float exponent = fmaf(s[f][i], scale_log2, bias[i] - lse[f][i >> 1 & 1]);
+                    s[f][i] = kept(exp2_approx(exponent), s[f][i]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < CutS::kRegisters; ++i) {
+                    s[f][i] = kept(exp2_approx(fmaf(s[f][i], scale_log2, -lse[f][i >> 1 & 1])), s[f][i]);
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
 // Attention forward for SM80 and later: all warps load by cp.async and multiply by mma.sync, each for its
 // rows.
 #pragma once
+#include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
@@ -206,13 +207,17 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     if (range.empty()) {
         for (int f = 0; f < T::kFragments; ++f) {
             const int row = first_query + sm80::own_row<C>(thread_index()) + 16 * f;
-            store_nothing_seen<false>(params, seqlen, row, tile.head, tile.batch);
+            store_nothing_seen<false, C.sinks>(params, seqlen, row, tile.head, tile.batch);
         }
         return;
     }
 
     const ScoreMod<C.softcap> score_mod{params.score};
-    const float scale = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
+    // With ALiBi the scores are exponents already.
+    const float to_exponent = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
+    const float scale = C.alibi ? 1.f : to_exponent;
+    float slope = 0.f;
+    if constexpr (C.alibi) slope = (C.exp2 ? kLog2e : 1.f) * alibi_slope(params.mods, tile.batch, tile.head);
 
     float o[T::kFragments][C.head_dim_v / 2];
     float s[T::kFragments][C.tile_n / 2];
@@ -275,6 +280,13 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
         for (int f = 0; f < T::kFragments; ++f) {
             score_mod.apply(s[f]);
+            if constexpr (C.alibi) {
+                const int thread = thread_index_volatile();
+                const int diagonal =
+                    first_query + sm80::own_row<C>(thread) + 16 * f + seqlen.k() - seqlen.q();
+                add_alibi<C.mask>(s[f], to_exponent, {slope, slope}, {diagonal, diagonal + 8},
+                                  n_block * C.tile_n + 2 * (thread % 4));
+            }
             if (mask) {
                 const int thread = thread_index_volatile();
                 auto query_of = [&](int r) {
@@ -388,7 +400,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
-        rows[f].finish(factor, lse);
+        finish_rows<false, C.sinks>(params, rows[f], query + 16 * f, output.head, factor, lse);
         store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, query + 16 * f, output.head,
                                      output.batch);
     }

@@ -2,6 +2,8 @@
 // warp loads by TMA, the consumer warpgroups multiply by wgmma, and one more warp for each of them adds its
 // share of dQ to global memory.
 #pragma once
+#include "attn/alibi.cuh"
+#include "attn/bwd_dsinks.cuh"
 #include "attn/bwd_epilogue.cuh"
 #include "attn/bwd_postprocess.cuh"
 #include "attn/bwd_preprocess.cuh"
@@ -306,11 +308,29 @@ struct BwdConsumer {
         }
     }
 
-    // Products to probabilities P of a tile of queries, in place.
-    __device__ __forceinline__ void to_probabilities(int m_block) {
+    // Scores of block `b` of a tile of queries to exponents, biased by ALiBi, in place.
+    __device__ __forceinline__ void add_bias(float (&scores)[S::kRegisters], int b, int m_block,
+                                             float to_log2, float slope) const {
+        const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
+        const int column = column_of_s() + 2 * (lane % 4);
+        const int first_query = m_block * C.tile_m + visible.seqlen.k() - visible.seqlen.q();
+        const int first_key = tile.n_block * C.tile_n;
+        if constexpr (C.sdp_swap_ab) {
+            add_alibi_transposed<C.mask>(scores, to_log2, slope, first_query + column, first_key + row);
+        } else {
+            add_alibi<C.mask>(scores, to_log2, {slope, slope}, {first_query + row, first_query + row + 8},
+                              first_key + column);
+        }
+    }
+
+    // Products to probabilities P of a tile of queries, in place. `slope` is ALiBi's, in exponents of 2.
+    __device__ __forceinline__ void to_probabilities(int m_block, float slope) {
         const ScoreMod<C.softcap> score_mod{params.score};
 #pragma unroll
-        for (int b = 0; b < S::kBlocks; ++b) score_mod.apply(s[b]);
+        for (int b = 0; b < S::kBlocks; ++b) {
+            score_mod.apply(s[b]);
+            if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
+        }
         if (range.needs_mask(m_block)) {
             const int first_query = m_block * C.tile_m, first_key = tile.n_block * C.tile_n;
 #pragma unroll
@@ -325,7 +345,7 @@ struct BwdConsumer {
                 }
             }
         }
-        const float scale_log2 = score_mod.to_log2();
+        const float scale_log2 = C.alibi ? 1.f : score_mod.to_log2();
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
@@ -340,9 +360,12 @@ struct BwdConsumer {
     }
 
     // dS = P (dP - dPsum), overwriting dP.
-    __device__ __forceinline__ void differentiate() {
+    __device__ __forceinline__ void differentiate(int m_block, float slope) {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
+            // What P keeps of a capped score has ALiBi's bias in it.
+            float bias[S::kRegisters] = {};
+            if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
 #pragma unroll
             for (int i = 0; i < S::kRegisters / 4; ++i) {
                 float dpsum[4], lse[4];
@@ -353,8 +376,9 @@ struct BwdConsumer {
                     const float p = s[b][4 * i + j];
                     float ds = p * (dp[b][4 * i + j] - dpsum[j]);
                     if constexpr (C.softcap) {
-                        const float slope = ScoreMod<C.softcap>{params.score}.slope(p, lse[j]);
-                        ds = p > 0.f ? ds * slope : 0.f;
+                        const float capped = C.alibi ? lse[j] - bias[4 * i + j] : lse[j];
+                        const float factor = ScoreMod<C.softcap>{params.score}.slope(p, capped);
+                        ds = p > 0.f ? ds * factor : 0.f;
                     }
                     dp[b][4 * i + j] = ds;
                 }
@@ -434,16 +458,16 @@ struct BwdConsumer {
     }
 
     // One tile of queries. P and dS are ready before dV is issued.
-    __device__ __forceinline__ void step(int head, int m_block) {
+    __device__ __forceinline__ void step(int head, int m_block, float slope) {
         smem.q_bars.wait_full(q_state);
         issue_s();
         smem.do_bars.wait_full(do_state);
         issue_dp();
         if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
-        to_probabilities(m_block);
+        to_probabilities(m_block, slope);
         wgmma::wait<0>();
-        differentiate();
+        differentiate(m_block, slope);
         pack_words(p_words, s);
         pack_words(ds_words, dp);
         wait_pds_free();
@@ -481,7 +505,10 @@ struct BwdConsumer {
         mbarrier_wait(smem.k_full, 0);
         mbarrier_wait(smem.v_full, 0);
         for (int head = tile.first_head; head < tile.end_head; ++head) {
-            for (int i = range.begin; i < range.end; ++i) step(head, query_block(range, descending, i));
+            float slope = 0.f;
+            if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
+            for (int i = range.begin; i < range.end; ++i)
+                step(head, query_block(range, descending, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }

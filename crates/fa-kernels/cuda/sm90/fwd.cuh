@@ -1,13 +1,16 @@
 // Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma, 64 query rows each.
 #pragma once
+#include "attn/alibi.cuh"
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/split.cuh"
 #include "attn/visibility.cuh"
 #include "config.cuh"
 #include "params.cuh"
@@ -39,6 +42,8 @@ struct Traits {
     static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic,
                   "CTAs of a cluster take neighbouring tiles");
     static_assert(C.num_wg >= 2 || !C.ping_pong);
+    static_assert(C.cluster_m == 1 || (!C.varied && !C.split), "CTAs of a cluster load the same keys");
+    static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
     // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
     // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
@@ -51,9 +56,10 @@ struct Traits {
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8.
-    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32;
-    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160;
+    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths and
+    // pages of the device take some more.
+    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 3 ? 32 : C.varied ? 40 : 24;
+    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 3 ? 160 : C.varied ? 232 : 240;
 
     using Q = PanelTile<C.tile_m, C.head_dim>;
     using K = PanelTile<C.tile_n, C.head_dim>;
@@ -99,11 +105,21 @@ struct alignas(1024) SharedStorage {
 template <Sm90FwdConfig C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
+    int varied_tiles = 0;  // of a plan; without one they are a parameter
     PipelineState<1> state;
+
+    __device__ __forceinline__ explicit TileSource(const FwdParams& params) {
+        if constexpr (C.varied) varied_tiles = work_tiles<true>(params);
+    }
+
+    // Tiles of the launch.
+    __device__ __forceinline__ int count(const FwdParams& params) const {
+        return C.varied ? varied_tiles : params.num_tiles;
+    }
 
     // Producer: draws the tile after this one, some loads before it is needed: the counter is far away.
     __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
-        if constexpr (C.scheduler == Scheduler::PerTile) return params.num_tiles;
+        if constexpr (C.scheduler == Scheduler::PerTile) return count(params);
         if constexpr (C.scheduler == Scheduler::Static) return tile + cta_count();
         return cta_count() + atomic_add(&params.tile_counter[0], 1u);
     }
@@ -129,7 +145,7 @@ struct TileSource {
             state.advance();
             return next;
         }
-        return C.scheduler == Scheduler::PerTile ? params.num_tiles : tile + cta_count();
+        return C.scheduler == Scheduler::PerTile ? count(params) : tile + cta_count();
     }
 };
 
@@ -143,28 +159,71 @@ __device__ __forceinline__ void retire_counter(const FwdParams& params) {
 }
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange tile_blocks(const Visibility<C.mask>& visible,
-                                                  const Rows<C.pack_gqa>& rows, const Tile& tile) {
+using VisibleKeys = Visibility<C.mask, C.varied>;
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ BlockRange tile_blocks(const VisibleKeys<C>& visible, const Rows<C.pack_gqa>& rows,
+                                                  const WorkTile& tile) {
     const int first = tile.m_block * C.tile_m;
     const int last = min(first + C.tile_m, rows.count(visible.seqlen)) - 1;
-    return key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
+    const BlockRange all = key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
+    if constexpr (C.split) return part_of(all, tile.split, tile.splits);
+    return all;
 }
 
 // Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
 // their own diagonal. Tiles left of a window are visited by all rows.
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange warpgroup_blocks(const Visibility<C.mask>& visible,
-                                                       const Rows<C.pack_gqa>& rows, const Tile& tile,
+__device__ __forceinline__ BlockRange warpgroup_blocks(const VisibleKeys<C>& visible,
+                                                       const Rows<C.pack_gqa>& rows, const WorkTile& tile,
                                                        const BlockRange& all, int first) {
     const int begin = tile.m_block * C.tile_m + first;
     const int last = min(begin + 64, rows.count(visible.seqlen)) - 1;
     BlockRange range = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
     range.begin = all.begin;
     range.end = begin > last ? all.begin : min(range.end, all.end);
+    // A part may lie right of the diagonal of some rows.
+    if constexpr (C.split) range.end = max(range.end, all.begin);
     return range;
 }
 
-// ---- Producer: one thread issues all TMA loads --------------------------------------------------
+// ---- Producer: one thread issues all TMA loads; of pages, a warp ----------------------------------
+
+// Keys of one sequence and head in pages: boxes of `page_part` keys, which the lanes of a warp issue.
+template <Sm90FwdConfig C>
+struct PagedKeys {
+    const VarlenParams& varlen;
+    const int* table;  // the sequence's row
+    int keys, head, lane;
+
+    // The range of part `part` of the tile of keys `n_block`: empty beyond the end, and where the table names
+    // no page of the cache.
+    __device__ __forceinline__ int page_of(int key) const {
+        if (key >= keys) return -1;
+        const int page = table[key / varlen.page];
+        if (u32(page) < u32(varlen.pages)) return page;
+        if (varlen.page_faults != nullptr) atomic_add(varlen.page_faults, 1u);
+        return -1;
+    }
+
+    // Loads a tile whose first part of this lane lies in page `page` (read ahead).
+    template <class Kv>
+    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
+                                         Mbarrier& full, int n_block, int page) const {
+#pragma unroll 1
+        for (int row = lane * varlen.page_part; row < C.tile_n; row += 32 * varlen.page_part) {
+            const int key = n_block * C.tile_n + row;
+            if (row >= 32 * varlen.page_part) page = page_of(key);
+            const int len = page < 0 ? 0 : min(keys - key, varlen.page_part);
+            const RaggedRows rows(strides, max(page, 0), head, key % varlen.page, len);
+#pragma unroll
+            for (int i = 0; i < Kv::kPanels; ++i) {
+                load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(row), map, full, i * Kv::kPanel, rows,
+                            0, L2Policy::EvictLast);
+            }
+        }
+    }
+};
 
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params,
@@ -173,22 +232,43 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     using T = Traits<C>;
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
-    TileSource<C> tiles;
+    TileSource<C> tiles(params);
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
+    // Of a warp that loads pages, one lane does all else.
+    const bool leads = !C.paged || lane_index() == 0;
     // Each CTA of a cluster loads a share of every K and V tile, to all of them.
     const int share = C.cluster_m > 1 ? cluster_cta_rank() : 0;
 
     int index = cta_index();
-    while (index < params.num_tiles) {
-        const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const Seqlen<> seqlen(params.shape, tile.batch);
+    while (index < tiles.count(params)) {
+        const WorkTile tile = work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
+        const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
         const BlockRange range =
-            tile_blocks<C>(Visibility<C.mask>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
+            tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
         auto load_q = [&] {
+            if (!leads) return;
             smem.q_bars.acquire(q_state, T::Q::kBytes);
             Mbarrier& full = smem.q_bars.full[q_state.stage];
+            if constexpr (C.varied) {
+                const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(),
+                                      seqlen.q());
+#pragma unroll
+                for (int i = 0; i < T::Q::kPanels; ++i) {
+                    u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
+                    if constexpr (C.pack_gqa) {
+                        load_ragged_group(dst, map_q, full, i * T::Q::kPanel, rows,
+                                          tile.m_block * (C.tile_m / params.shape.group_size),
+                                          L2Policy::EvictFirst);
+                    } else {
+                        load_ragged(dst, map_q, full, i * T::Q::kPanel, rows, tile.m_block * C.tile_m,
+                                    L2Policy::EvictFirst);
+                    }
+                }
+                q_state.advance();
+                return;
+            }
 #pragma unroll
             for (int i = 0; i < T::Q::kPanels; ++i) {
                 u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
@@ -219,17 +299,62 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 }
             }
         };
+        // Keys of sequences that start anywhere, or lie in pages.
+        auto load_varied = [&](auto tile_type, u8* dst, const TensorMap& map, const TmaStrides& strides,
+                               auto& bars, auto& state, int n_block) {
+            using Kv = decltype(tile_type);
+            Mbarrier& full = bars.full[state.stage];
+            if constexpr (C.paged) {
+                const PagedKeys<C> keys{params.varlen,
+                                        params.varlen.page_table +
+                                            i64(tile.batch) * params.varlen.table_stride,
+                                        seqlen.k(), kv_head, lane_index()};
+                // The page's number is on its way while the stage is waited for.
+                const int row = lane_index() * params.varlen.page_part;
+                const int page = row < C.tile_n ? keys.page_of(n_block * C.tile_n + row) : -1;
+                bars.wait_empty(state);
+                if (leads) bars.announce(state, Kv::kBytes);
+                warp_sync();
+                keys.template load<Kv>(dst, map, strides, full, n_block, page);
+            } else {
+                bars.acquire(state, Kv::kBytes);
+                const RaggedRows rows(strides, tile.batch, kv_head, seqlen.k_offset(), seqlen.k());
+#pragma unroll
+                for (int i = 0; i < Kv::kPanels; ++i) {
+                    load_ragged(dst + i * Kv::kPanelBytes, map, full, i * Kv::kPanel, rows,
+                                n_block * C.tile_n, L2Policy::EvictLast);
+                }
+            }
+            state.advance();
+        };
         auto load_k = [&](int n_block) {
-            smem.k_bars.acquire(k_state, T::K::kBytes);
-            load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage],
-                       n_block);
-            k_state.advance();
+            if constexpr (C.varied) {
+                load_varied(typename T::K{}, smem.k[k_state.stage], map_k, params.varlen.tma_k, smem.k_bars,
+                            k_state, n_block);
+            } else {
+                smem.k_bars.acquire(k_state, T::K::kBytes);
+                load_share(typename T::K{}, smem.k[k_state.stage], map_k, smem.k_bars.full[k_state.stage],
+                           n_block);
+                k_state.advance();
+            }
         };
         auto load_v = [&](int n_block) {
-            smem.v_bars.acquire(v_state, T::V::kBytes);
-            load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage],
-                       n_block);
-            v_state.advance();
+            if constexpr (C.varied) {
+                load_varied(typename T::V{}, smem.v[v_state.stage], map_v, params.varlen.tma_v, smem.v_bars,
+                            v_state, n_block);
+            } else {
+                smem.v_bars.acquire(v_state, T::V::kBytes);
+                load_share(typename T::V{}, smem.v[v_state.stage], map_v, smem.v_bars.full[v_state.stage],
+                           n_block);
+                v_state.advance();
+            }
+        };
+        auto draw = [&] {
+            if constexpr (C.paged && C.scheduler == Scheduler::Dynamic) {
+                return shuffle_from(leads ? tiles.draw(params, index) : 0, 0);
+            } else {
+                return tiles.draw(params, index);
+            }
         };
 
         int next;
@@ -243,15 +368,17 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 load_k(n_block - 1);
                 load_v(n_block);
             }
-            next = tiles.draw(params, index);
+            next = draw();
             load_v(range.begin);
         } else {
-            next = tiles.draw(params, index);
+            next = draw();
         }
-        tiles.publish(smem, next);
+        if (leads) tiles.publish(smem, next);
         index = next;
     }
-    if constexpr (C.scheduler == Scheduler::Dynamic) retire_counter(params);
+    if constexpr (C.scheduler == Scheduler::Dynamic) {
+        if (leads) retire_counter(params);
+    }
 }
 
 // ---- Consumers: 64 rows each --------------------------------------------------------------------
@@ -277,9 +404,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
-    TileSource<C> tiles;
+    TileSource<C> tiles(params);
     const ScoreMod<C.softcap> score_mod{params.score};
-    const float scale_log2 = score_mod.to_log2();
+    // With ALiBi the scores are exponents already.
+    const float to_log2 = score_mod.to_log2();
+    const float scale_log2 = C.alibi ? 1.f : to_log2;
 
     // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
     // the next one.
@@ -373,10 +502,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
     };
 
     int index = cta_index();
-    while (index < params.num_tiles) {
-        const Tile tile = tile_at<C.tile_order>(params, index, heads);
-        const Seqlen<> seqlen(params.shape, tile.batch);
-        const Visibility<C.mask> visible{params.shape, seqlen};
+    while (index < tiles.count(params)) {
+        const WorkTile tile = work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
+        const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
+        const VisibleKeys<C> visible{params.shape, seqlen};
         const Rows<C.pack_gqa> rows(params.shape);
         const BlockRange all = tile_blocks<C>(visible, rows, tile);
         BlockRange range = all;
@@ -385,9 +514,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const int row = tile.m_block * C.tile_m + own_row;
         Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
 
+        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                           kLog2e);
+
         // Products to masked scores.
         auto modify = [&](int n_block) {
             score_mod.apply(s);
+            alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
             if (range.needs_mask(n_block)) {
                 auto query_of = [&](int r) { return rows.query(row + 8 * r); };
                 mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
@@ -505,10 +638,18 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
             q_state.advance();
             float factor[2], lse[2];
-            softmax.finish(factor, lse);
+            if (C.split && tile.splits > 1) {
+                softmax.finish(factor, lse);
+            } else {
+                finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, tile.head, factor, lse);
+            }
             wgmma::wait<0>();
             release_v();
-            store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
+            if (C.split && tile.splits > 1) {
+                store_partial<C.pack_gqa>(params, seqlen, o, factor, lse, row, own_row, tile, heads);
+            } else {
+                store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
+            }
         } else {
             if constexpr (T::kSkipsBlocks) {
                 if (skipped > 0) {
@@ -523,7 +664,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     q_state.advance();
                 }
             }
-            store_nothing_seen<C.pack_gqa>(params, seqlen, row, tile.head, tile.batch);
+            if (C.split && tile.splits > 1) {
+                store_nothing_partial<C.pack_gqa>(params, seqlen, row, own_row, tile, heads);
+            } else {
+                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, tile.head, tile.batch);
+            }
         }
         index = tiles.next(smem, params, index, elected);
     }
@@ -563,7 +708,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
+        if (warp == 0 && (C.paged || elect_one())) sm90::produce<C>(smem, params, map_q, map_k, map_v);
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);

@@ -39,6 +39,14 @@ struct PipelineBarriers {
         mbarrier_arrive_expect(full[state.stage], bytes);
     }
 
+    // The same in two steps, for several threads that load: all wait, and one announces.
+    __device__ __forceinline__ void wait_empty(const PipelineState<Stages>& state) {
+        mbarrier_wait(empty[state.stage], state.phase ^ 1);
+    }
+    __device__ __forceinline__ void announce(const PipelineState<Stages>& state, u32 bytes) {
+        mbarrier_arrive_expect(full[state.stage], bytes);
+    }
+
     __device__ __forceinline__ void wait_full(const PipelineState<Stages>& state) {
         mbarrier_wait(full[state.stage], state.phase);
     }

@@ -22,13 +22,23 @@ pub(crate) const POSTPROCESS: &str = "fa_postprocess";
 /// The last entry where several CTAs share a tile of dK and dV: both from their accumulators.
 pub(crate) const POSTPROCESS_KV: &str = "fa_postprocess_kv";
 
+/// The entry of a backward with sinks: their gradient from the statistics of the rows.
+pub(crate) const DSINKS: &str = "fa_dsinks";
+
+/// Threads of a CTA of [`DSINKS`].
+pub(crate) const DSINKS_THREADS: u32 = 1024;
+
 /// Threads of a CTA of the entries before and after the main one.
 pub(crate) const PROCESS_THREADS: u32 = 256;
 
 /// The entry functions of a spec's unit, the main one first.
 pub fn entries(spec: &KernelSpec) -> &'static [&'static str] {
-    const ENTRIES: [&str; 4] = [ENTRY, PREPROCESS, POSTPROCESS, POSTPROCESS_KV];
-    if spec.kernel.is_backward() { &ENTRIES } else { &ENTRIES[..1] }
+    const ENTRIES: [&str; 5] = [ENTRY, PREPROCESS, POSTPROCESS, POSTPROCESS_KV, DSINKS];
+    match (spec.kernel.is_backward(), spec.score.sinks) {
+        (false, _) => &ENTRIES[..1],
+        (true, false) => &ENTRIES[..4],
+        (true, true) => &ENTRIES,
+    }
 }
 
 /// All that a compiler is given, except its flags.
@@ -143,15 +153,18 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
     if spec.kernel.is_backward() {
         let layout = format!("{}::BwdLayout<config>", &name[..4]);
-        let body = |entry: &str, function: String| {
+        let body = |entry: &str, threads: u32, function: String| {
             format!(
-                "\nextern \"C\" __global__ void __launch_bounds__({PROCESS_THREADS})\n\
+                "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
                  {entry}(const __grid_constant__ BwdParams params) {{\n    {function}(params);\n}}\n"
             )
         };
-        text.push_str(&body(PREPROCESS, "bwd_preprocess<config>".into()));
-        text.push_str(&body(POSTPROCESS, format!("bwd_postprocess<config, {layout}>")));
-        text.push_str(&body(POSTPROCESS_KV, format!("bwd_postprocess_kv<config, {layout}>")));
+        text.push_str(&body(PREPROCESS, PROCESS_THREADS, "bwd_preprocess<config>".into()));
+        text.push_str(&body(POSTPROCESS, PROCESS_THREADS, format!("bwd_postprocess<config, {layout}>")));
+        text.push_str(&body(POSTPROCESS_KV, PROCESS_THREADS, format!("bwd_postprocess_kv<config, {layout}>")));
+        if spec.score.sinks {
+            text.push_str(&body(DSINKS, DSINKS_THREADS, "bwd_dsinks<config>".into()));
+        }
     }
     text
 }

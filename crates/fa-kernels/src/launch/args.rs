@@ -4,6 +4,7 @@ use cudarc::driver::{DevicePtr, DevicePtrMut};
 use fa_core::{Dtype, Strides};
 
 use crate::Error;
+use crate::launch::extras::{Extras, RawExtras};
 
 /// A Rust type with the representation of a [`Dtype`].
 pub trait Element: 'static {
@@ -54,6 +55,8 @@ pub struct ForwardArgs<'a, T> {
     /// At least `Forward::workspace_bytes` bytes, zero before their first use; a call leaves them zero. Calls
     /// that may run at the same time need one each. `None` where no workspace is needed.
     pub workspace: Option<&'a mut dyn DevicePtrMut<u8>>,
+    /// What only some problems have.
+    pub extras: Extras<'a>,
 }
 
 /// The arguments of a backward call. Shapes are the problem's, by each tensor's strides.
@@ -79,6 +82,8 @@ pub struct BackwardArgs<'a, T> {
     /// At least `Backward::workspace_bytes` bytes, whatever is in them. Calls that may run at the same time
     /// need one each.
     pub workspace: &'a mut dyn DevicePtrMut<u8>,
+    /// What only some problems have.
+    pub extras: Extras<'a>,
 }
 
 /// A tensor by its address alone, for memory that cudarc does not own.
@@ -105,6 +110,8 @@ pub struct RawForwardArgs {
     pub lse: Option<u64>,
     /// Workspace; `None` where none is needed.
     pub workspace: Option<u64>,
+    /// What only some problems have.
+    pub extras: RawExtras,
 }
 
 /// [`BackwardArgs`] by addresses alone.
@@ -130,6 +137,8 @@ pub struct RawBackwardArgs {
     pub dv: RawTensor,
     /// Workspace, a multiple of 16.
     pub workspace: u64,
+    /// What only some problems have.
+    pub extras: RawExtras,
 }
 
 /// A tensor's name and lengths.

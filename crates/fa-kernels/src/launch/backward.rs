@@ -2,7 +2,7 @@
 //!
 //! Three launches on the caller's stream, and a fourth where several CTAs share a tile of dK and dV:
 //! preprocess (row statistics, zeroed accumulators), the products, postprocess (dQ from its accumulators),
-//! and the same for dK and dV.
+//! and the same for dK and dV. With sinks, one more: their gradient from the row statistics.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -15,8 +15,9 @@ use fa_planner::account::panels::BwdPanels;
 
 use crate::Error;
 use crate::jit::params::BwdParams;
-use crate::jit::source::{ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::source::{DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
+use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
     Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
 };
@@ -78,7 +79,7 @@ impl Backward {
     /// The dtype, a stride, an alignment or a length that does not fit; a stream or a tensor of another
     /// context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: BackwardArgs<'_, T>) -> Result<(), Error> {
-        let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace } = args;
+        let BackwardArgs { q, k, v, out, lse, dout, dq, dk, dv, workspace, mut extras } = args;
         check_element::<T>(&self.problem)?;
         let buffers = [
             Buffer::of(&q.strides, q.data.len(), q.data.stream()),
@@ -93,6 +94,9 @@ impl Backward {
         let lse_buffer = Some((lse.len(), lse.stream()));
         let workspace_buffer = Some((workspace.len(), workspace.stream()));
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
+        let (extras, _extras) = extras.raw(&self.launches.extras, stream, |name, of| {
+            self.kernel.check_context(name, of.context())
+        })?;
         // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its
         // tensor.
         let raw = |address, strides| RawTensor { address, strides };
@@ -117,6 +121,7 @@ impl Backward {
             dk: raw(dk_address, dk.strides),
             dv: raw(dv_address, dv.strides),
             workspace: workspace_address,
+            extras,
         };
         // SAFETY: the lengths cover the shapes under the strides, and the guards keep the memory until the
         // launches are in the stream.
@@ -135,7 +140,7 @@ impl Backward {
     /// As [`Backward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawBackwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
-        let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace) };
+        let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace), extras: args.extras };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
@@ -198,9 +203,20 @@ impl Launches {
         if n_tiles > 0 && splits > 1 {
             steps.push(process(POSTPROCESS_KV, n_tiles));
         }
+        if problem.score.sinks {
+            steps.push(Step::Launch(Launch {
+                entry: DSINKS,
+                grid: params.shape.heads_q as u32,
+                threads: DSINKS_THREADS,
+                smem: DSINKS_THREADS / 32 * 4,
+                cluster: 1,
+                takes_maps: false,
+            }));
+        }
         let panels = panels.filter(|_| n_tiles > 0);
         Ok(Launches {
             tensors: tensors(problem),
+            extras: Extra::of(problem, true),
             workspace,
             steps,
             params: Params::Backward(params),
@@ -289,6 +305,8 @@ fn params(
     Ok(BwdParams {
         shape: shape_params(problem)?,
         score,
+        varlen: varlen_params(&problem.lengths)?,
+        mods: mod_params(problem),
         m_blocks: count("tiles of a head", m_blocks)?,
         n_blocks: count("tiles of a head", n_blocks)?,
         head_splits: count("head_splits", splits)?,

@@ -12,6 +12,7 @@ use crate::Error;
 use crate::jit::params::FwdParams;
 use crate::jit::source::ENTRY;
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
+use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
     Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
 };
@@ -73,7 +74,7 @@ impl Forward {
     /// The dtype, a stride, an alignment or a length that does not fit; a missing workspace; a stream or a
     /// tensor of another context; [`Error::Driver`].
     pub fn run<T: Element>(&self, stream: &CudaStream, args: ForwardArgs<'_, T>) -> Result<(), Error> {
-        let ForwardArgs { q, k, v, out, lse, workspace } = args;
+        let ForwardArgs { q, k, v, out, lse, workspace, mut extras } = args;
         check_element::<T>(&self.problem)?;
         let buffers = [
             Buffer::of(&q.strides, q.data.len(), q.data.stream()),
@@ -84,6 +85,9 @@ impl Forward {
         let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
         let workspace_buffer = workspace.as_ref().map(|workspace| (workspace.len(), workspace.stream()));
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
+        let (extras, _extras) = extras.raw(&self.launches.extras, stream, |name, of| {
+            self.kernel.check_context(name, of.context())
+        })?;
         // Each guard tells cudarc, when it is dropped after the launch, that the stream has used its tensor.
         let raw = |address, strides| RawTensor { address, strides };
         let (q_address, _q) = q.data.device_ptr(stream);
@@ -99,6 +103,7 @@ impl Forward {
             out: raw(out_address, out.strides),
             lse: lse.as_ref().map(|(address, _)| *address),
             workspace: workspace.as_ref().map(|(address, _)| *address),
+            extras,
         };
         // SAFETY: the tensors' lengths were checked against shapes and strides, they stay borrowed until the
         // launch is enqueued, and cudarc orders the stream before any later use or release of them.
@@ -116,7 +121,7 @@ impl Forward {
     /// As [`Forward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawForwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out];
-        let at = Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace };
+        let at = Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace, extras: args.extras };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }
@@ -160,6 +165,7 @@ impl Launches {
         let has_work = grid > 0;
         Ok(Launches {
             tensors: tensors(problem),
+            extras: Extra::of(problem, false),
             workspace: Workspace::forward(draws_tiles),
             steps: if has_work { vec![Step::Launch(launch)] } else { Vec::new() },
             params: Params::Forward(params),
@@ -217,6 +223,8 @@ fn params(traits: &Traits, problem: &Problem, arch: Arch, sms: u32) -> Result<Fw
     Ok(FwdParams {
         shape: shape_params(problem)?,
         score,
+        varlen: varlen_params(&problem.lengths)?,
+        mods: mod_params(problem),
         m_blocks: count("tiles of a head", m_blocks)?,
         num_tiles: count("tiles", m_blocks.saturating_mul(all_heads))?,
         heads_per_section: count("heads", order.heads)?,

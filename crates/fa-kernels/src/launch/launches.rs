@@ -9,6 +9,7 @@ use crate::jit::params::{
     RowStrides, ScoreParams, ShapeParams,
 };
 use crate::launch::args::{RawTensor, Shape, check_address};
+use crate::launch::extras::{Extra, RawExtras};
 use crate::launch::tma::{MapShape, MapTemplate, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 
@@ -82,6 +83,8 @@ pub struct Addresses<'a> {
     pub lse: Option<u64>,
     /// At least [`Workspace::bytes`] bytes; `None` where those are 0.
     pub workspace: Option<u64>,
+    /// What only some problems have.
+    pub extras: RawExtras,
 }
 
 /// What a pass launches for one problem.
@@ -89,6 +92,8 @@ pub struct Addresses<'a> {
 pub struct Launches {
     /// The tensors, in the order of a call: q, k, v, out; of a backward also dout, dq, dk, dv.
     pub tensors: Vec<Tensor>,
+    /// What else calls take.
+    pub extras: Vec<Extra>,
     /// The memory that the launches share.
     pub workspace: Workspace,
     /// What is enqueued, in this order; empty for a problem without work.
@@ -116,12 +121,14 @@ impl Launches {
     /// Checks strides, alignment and presence of a call's memory. Lengths are the caller's responsibility.
     ///
     /// # Errors
-    /// [`Error::Stride`], [`Error::Address`] and [`Error::NoWorkspace`].
+    /// [`Error::Stride`], [`Error::Address`], [`Error::MissingExtra`], [`Error::UnusedExtra`] and
+    /// [`Error::NoWorkspace`].
     pub fn check(&self, at: &Addresses) -> Result<(), Error> {
         for (tensor, raw) in self.tensors.iter().zip(at.tensors) {
             tensor.shape.check_strides(&raw.strides, tensor.is_output)?;
             tensor.shape.check_address(raw.address)?;
         }
+        at.extras.check(&self.extras)?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
             return Err(Error::NoWorkspace { need: bytes });
@@ -162,6 +169,8 @@ impl Launches {
                 out: writes(3),
                 lse: MutF32Ptr(lse),
                 tile_counter: words(parts.tile_counter),
+                varlen: at.extras.varlen(params.varlen),
+                mods: at.extras.mods(params.mods),
                 ..params
             }),
             Params::Backward(params) => Params::Backward(BwdParams {
@@ -182,6 +191,8 @@ impl Launches {
                 dq_semaphores: words(parts.dq_semaphores),
                 tile_counter: words(parts.tile_counter),
                 dkv_semaphores: words(parts.dkv_semaphores),
+                varlen: at.extras.varlen(params.varlen),
+                mods: at.extras.mods(params.mods),
                 ..params
             }),
         }
@@ -202,13 +213,11 @@ impl Launches {
 /// # Errors
 /// [`Error::NoCode`] for the first.
 pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
-    let KernelSpec { score, reads, split, .. } = spec;
+    let KernelSpec { reads, split, .. } = spec;
     let lacks = match &spec.kernel {
         Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => [
             (reads.varied, "lengths on the device"),
             (reads.paged, "keys in pages"),
-            (score.alibi, "alibi"),
-            (score.sinks, "sinks"),
             (*split, "split"),
         ],
     };

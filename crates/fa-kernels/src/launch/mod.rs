@@ -3,6 +3,7 @@
 
 pub(crate) mod args;
 pub(crate) mod backward;
+pub(crate) mod extras;
 pub(crate) mod forward;
 mod launches;
 pub(crate) mod module;
@@ -12,6 +13,7 @@ mod tma;
 mod workspace;
 
 pub use args::Shape;
+pub use extras::Extra;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
 pub use tma::{MapShape, TensorMap};
 pub use workspace::{Part, Workspace};

@@ -6,7 +6,7 @@ use fa_core::{
     TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
-use fa_kernels::{Error, RawTensor, smem_bytes};
+use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
 
 use crate::{sm80_spec, sm90_spec};
 
@@ -78,7 +78,7 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
     let spec = KernelSpec { kernel: Kernel::Sm90Fwd(kernel), ..sm90_spec() };
     let launches = Launches::of(&spec, &problem(), Arch::Sm90, SMS).unwrap();
     let tensors = tensors(&launches);
-    let at = Addresses { tensors: &tensors, lse: None, workspace: Some(1 << 40) };
+    let at = Addresses { tensors: &tensors, lse: None, workspace: Some(1 << 40), extras: RawExtras::default() };
     let maps: Vec<_> = launches.maps(&at).collect();
     let (row, seq) = (64, 8 * 64);
     assert_eq!(maps.iter().map(|map| map.tensor).collect::<Vec<_>>(), ["q", "k", "v"]);
@@ -107,7 +107,7 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     .unwrap();
     let (m_tiles, n_tiles) = (8 * 1000u32.div_ceil(64), 2 * 1000u32.div_ceil(128));
     let tensors = tensors(&launches);
-    let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40) };
+    let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras: RawExtras::default() };
     launches.check(&at).unwrap();
     let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };
     let splits = params.head_splits as u32;
@@ -144,7 +144,7 @@ fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
     assert_eq!(entries(&launches).len(), 2);
     // The maps of Q and dO are of K's and V's memory.
     let tensors = tensors(&launches);
-    let at = Addresses { tensors: &tensors, lse: Some(0), workspace: Some(1 << 40) };
+    let at = Addresses { tensors: &tensors, lse: Some(0), workspace: Some(1 << 40), extras: RawExtras::default() };
     launches.check(&at).unwrap();
     let addresses: Vec<u64> = launches.maps(&at).map(|map| map.address >> 32).collect();
     assert_eq!(addresses, [2, 2, 3, 3]);
@@ -168,7 +168,7 @@ fn nothing_to_compute_is_nothing_to_launch() {
 }
 
 fn empty() -> Addresses<'static> {
-    Addresses { tensors: &[], lse: None, workspace: None }
+    Addresses { tensors: &[], lse: None, workspace: None, extras: RawExtras::default() }
 }
 
 #[test]
@@ -176,14 +176,14 @@ fn what_a_call_lacks_is_named() {
     let kernel = Kernel::Sm80Bwd(Sm80Bwd { tile_order: TileOrder::Natural, ..Sm80Bwd::default() });
     let launches = Launches::of(&KernelSpec { kernel, ..sm80_spec() }, &problem(), Arch::Sm80, 108).unwrap();
     let mut tensors = tensors(&launches);
-    let lacks = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: None };
+    let lacks = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: None, extras: RawExtras::default() };
     assert!(
         matches!(launches.check(&lacks), Err(Error::NoWorkspace { need }) if need == launches.workspace.bytes)
     );
     let odd = Addresses { workspace: Some(8), ..lacks };
     assert!(matches!(launches.check(&odd), Err(Error::Address { tensor: "workspace", align: 16, .. })));
     tensors[6].strides.seq = 0;
-    let shared = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40) };
+    let shared = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras: RawExtras::default() };
     assert!(matches!(launches.check(&shared), Err(Error::Stride { tensor: "dk", axis: "seq", .. })));
 }
 

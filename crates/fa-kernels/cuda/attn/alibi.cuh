@@ -1,0 +1,87 @@
+// ALiBi: scores fall with the distance between query and key, by -slope * |distance|. The diagonal of a query
+// is at the key in line with it, bottom right: distance = query + seqlen_k - seqlen_q - key.
+#pragma once
+#include "attn/rows.cuh"
+#include "attn/seqlen.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/math.cuh"
+
+namespace fa {
+
+// The slope of a query head, in natural units.
+__device__ __forceinline__ float alibi_slope(const ModParams& mods, int batch, int head) {
+    return mods.alibi_slopes[batch * mods.alibi_stride + head];
+}
+
+// The bias at `distance` + `Step` times `column`. Under a causal mask no visible key is right of the
+// diagonal: the distance needs no absolute value, and -slope * distance is one for all columns.
+template <MaskKind Mask, int Step>
+__device__ __forceinline__ float alibi_bias(float slope, float distance, int column) {
+    if constexpr (Mask == MaskKind::Causal) return fmaf(slope, float(-Step * column), -slope * distance);
+    return -slope * fabsf(distance + float(Step * column));
+}
+
+// S: the thread's row r has its diagonal at key diagonal[r], its first column is key `first_key`. The
+// products, or capped scores, become exponents, biased: times `to_exponent`, with slopes in the same units.
+template <MaskKind Mask, int N>
+__device__ __forceinline__ void add_alibi(float (&s)[N], float to_exponent, const float (&slope)[2],
+                                          const int (&diagonal)[2], int first_key) {
+    const float distance[2] = {float(diagonal[0] - first_key), float(diagonal[1] - first_key)};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int row = (i >> 1) & 1, column = 8 * (i / 4) + (i & 1);
+        s[i] = fmaf(s[i], to_exponent, alibi_bias<Mask, -1>(slope[row], distance[row], column));
+    }
+}
+
+// S^T: the thread's row r is key `first_key` + 8 r, its first column a query whose diagonal is at key
+// `diagonal`.
+template <MaskKind Mask, int N>
+__device__ __forceinline__ void add_alibi_transposed(float (&s)[N], float to_exponent, float slope,
+                                                     int diagonal, int first_key) {
+    const float distance[2] = {float(diagonal - first_key), float(diagonal - first_key - 8)};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int row = (i >> 1) & 1, column = 8 * (i / 4) + (i & 1);
+        s[i] = fmaf(s[i], to_exponent, alibi_bias<Mask, 1>(slope, distance[row], column));
+    }
+}
+
+// A forward's: the slopes and diagonals of a thread's two rows of a work tile, `row` and 8 below. With packed
+// heads rows are of different heads. Without ALiBi, nothing.
+template <bool Alibi, MaskKind Mask, bool PackGqa>
+struct AlibiRows {
+    static constexpr int kHeld = PackGqa ? 2 : 1;
+    float slope[kHeld];
+    int diagonal[kHeld];
+
+    // `unit` is what one natural unit is in exponents.
+    template <bool Varied>
+    __device__ __forceinline__ AlibiRows(const FwdParams& params, const Seqlen<Varied>& seqlen, int row,
+                                         int head, int batch, float unit) {
+        const Rows<PackGqa> rows(params.shape);
+#pragma unroll
+        for (int r = 0; r < kHeld; ++r) {
+            diagonal[r] = rows.query(row + 8 * r) + seqlen.k() - seqlen.q();
+            slope[r] = unit * alibi_slope(params.mods, batch, rows.head(row + 8 * r, head));
+        }
+    }
+
+    template <int N>
+    __device__ __forceinline__ void apply(float (&s)[N], float to_exponent, int first_key) const {
+        add_alibi<Mask>(s, to_exponent, {slope[0], slope[kHeld - 1]},
+                        {diagonal[0], PackGqa ? diagonal[kHeld - 1] : diagonal[0] + 8}, first_key);
+    }
+};
+
+template <MaskKind Mask, bool PackGqa>
+struct AlibiRows<false, Mask, PackGqa> {
+    template <class... Arguments>
+    __device__ __forceinline__ AlibiRows(const Arguments&...) {}
+
+    template <int N>
+    __device__ __forceinline__ void apply(float (&)[N], float, int) const {}
+};
+
+}  // namespace fa

@@ -1,0 +1,46 @@
+// The gradient of the sinks: dsink = -sum over the head's rows of exp(sink - LSE) * dPsum.
+#pragma once
+#include "params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/math.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// One CTA per query head, after the preprocess, from the rows' statistics in the workspace. Every thread adds
+// its rows in order and the threads' sums are added in one order: equal inputs give equal bits. Rows beyond
+// the end have an LSE of +inf and add nothing. C is a backward's config.
+template <auto C>
+__device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
+    struct Sums {
+        float of_warp[32];
+    };
+    if (params.mods.dsinks == nullptr) return;
+    const int head = cta_index(), rows = params.m_blocks * C.tile_m, heads = params.shape.heads_q;
+    const float sink_log2 = params.mods.sinks[head] * kLog2e;
+    float sum = 0.f;
+    for (int batch = 0, row = thread_index();; row += cta_threads()) {
+        while (row >= rows && batch < params.shape.batch) {
+            row -= rows;
+            ++batch;
+        }
+        if (batch >= params.shape.batch) break;
+        const i64 at = (i64(batch) * heads + head) * rows + row;
+        sum = fmaf(exp2_approx(sink_log2 - params.lse_log2[at]), params.dpsum[at], sum);
+    }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) sum += shuffle_xor(sum, distance);
+    auto& smem = shared_memory<Sums>();
+    if (lane_index() == 0) smem.of_warp[warp_index()] = sum;
+    cta_sync();
+    if (thread_index() != 0) return;
+    float total = 0.f;
+    const int warps = cta_threads() / 32;
+    for (int warp = 0; warp < warps; ++warp) total += smem.of_warp[warp];
+    params.mods.dsinks[head] = -total;
+}
+
+}  // namespace fa

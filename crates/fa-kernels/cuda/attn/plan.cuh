@@ -1,0 +1,281 @@
+// The plan kernel: lists the work of sequences whose lengths only the device knows, longest first. One CTA,
+// any number of sequences, no host read; all layers of a step can share what it writes (attn/scheduler.cuh).
+//
+// Sequences are taken 1024 at a time, a thread each; a scan of their tiles gives every tile a number, by
+// which threads find theirs again. Tiles are sorted by counting: the length of a tile is the number of tiles
+// of keys (of queries, in the backward) that it visits.
+#pragma once
+#include "attn/block_range.cuh"
+#include "attn/rows.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+constexpr int kPlanThreads = 1024;
+
+struct PlanStorage {
+    int bins[kPlanThreads];    // by length, longest first: how many, then where the next one goes
+    int starts[kPlanThreads];  // tiles of the sequences before, of those taken together
+    int queries[kPlanThreads], keys[kPlanThreads];
+    int warp_sums[kPlanThreads / 32];
+    float warp_work[kPlanThreads / 32];
+    u32 slots, split_items;
+};
+constexpr int plan_smem_bytes = sizeof(PlanStorage);
+
+// How a kernel divides its work: what decides which tiles there are and how long they take.
+struct PlanRules {
+    MaskKind mask;
+    int tile_m, tile_n;
+    bool pack_gqa, split;
+};
+
+// Sums over the lanes before this one.
+__device__ __forceinline__ int warp_scan(int value) {
+    const int lane = lane_index();
+    int sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = shuffle_from(sum, max(lane - step, 0));
+        if (lane >= step) sum += other;
+    }
+    return sum - value;
+}
+
+// Sums over the threads before this one, and over all.
+__device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total) {
+    const int lane = lane_index(), warp = warp_index();
+    const int before = warp_scan(value);
+    if (lane == 31) smem.warp_sums[warp] = before + value;
+    cta_sync();
+    const int own = smem.warp_sums[lane];
+    const int warps_before = warp_scan(own);
+    total = shuffle_from(warps_before + own, 31);
+    const int base = shuffle_from(warps_before, warp);
+    cta_sync();
+    return base + before;
+}
+
+// Takes `count` places of bin `bin`; returns the first. A warp executes it together, and lane 0 is `valid`.
+// Lanes of one bin, as of sequences alike, take theirs together.
+__device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count, bool valid) {
+    const int first_bin = shuffle_from(bin, 0);
+    const bool differs = valid && bin != first_bin;
+    u32* const bins = reinterpret_cast<u32*>(smem.bins);
+    if (warp_any(differs)) return valid ? int(atomic_add(&bins[bin], count)) : 0;
+    const int own = valid ? count : 0, before = warp_scan(own);
+    const int sum = shuffle_from(before + own, 31);
+    int first = 0;
+    if (lane_index() == 0) first = int(atomic_add(&bins[bin], sum));
+    return shuffle_from(first, 0) + before;
+}
+
+template <PlanRules R>
+struct Planner {
+    PlanStorage& smem;
+    const ShapeParams& shape;
+    const VarlenParams& varlen;
+    const PlanParams& params;
+
+    // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
+    // each sequence, numbered in this order. Whole warps call it; the tiles of lanes that are not valid do
+    // not exist. Returns how many there are.
+    template <class BlocksOf, class Each>
+    __device__ __forceinline__ int for_tiles(const BlocksOf& blocks_of, const Each& each) const {
+        const int thread = thread_index();
+        int all = 0;
+#pragma unroll 1
+        for (int first = 0; first < shape.batch; first += kPlanThreads) {
+            int blocks = 0;
+            if (first + thread < shape.batch) {
+                const auto seqlen = Seqlen<true>::of(shape, varlen, first + thread);
+                blocks = blocks_of(seqlen);
+                smem.queries[thread] = seqlen.q();
+                smem.keys[thread] = seqlen.k();
+            }
+            int total;
+            smem.starts[thread] = cta_scan(smem, blocks, total);
+            cta_sync();
+            const int sequences = min(kPlanThreads, shape.batch - first);
+#pragma unroll 1
+            for (int base = thread - lane_index(); base < total; base += kPlanThreads) {
+                const int number = base + lane_index();
+                const bool valid = number < total;
+                // The last sequence that starts at the number or before: those before it without tiles start
+                // there too.
+                int own = 0;
+                for (int step = kPlanThreads / 2; step > 0; step /= 2) {
+                    if (own + step < sequences && smem.starts[own + step] <= number) own += step;
+                }
+                const Seqlen<true> seqlen{smem.queries[own], smem.keys[own], 0, 0, 0, 0};
+                each(first + own, seqlen, number - smem.starts[own], all + number, valid);
+            }
+            all += total;
+            cta_sync();
+        }
+        return all;
+    }
+
+    __device__ __forceinline__ static int bin_of(int length, int shift) {
+        return kPlanThreads - 1 - min(length >> shift, kPlanThreads - 1);
+    }
+
+    __device__ __forceinline__ void clear_bins() const {
+        smem.bins[thread_index()] = 0;
+        cta_sync();
+    }
+    // From how many entries a bin has to where its first one goes; returns how many there are in all.
+    __device__ __forceinline__ int place_bins() const {
+        cta_sync();
+        int total;
+        const int begin = cta_scan(smem, smem.bins[thread_index()], total);
+        smem.bins[thread_index()] = begin;
+        cta_sync();
+        return total;
+    }
+
+    __device__ __forceinline__ int m_blocks(const Seqlen<true>& seqlen) const {
+        return ceil_div(Rows<R.pack_gqa>(shape).count(seqlen), R.tile_m);
+    }
+
+    // Tiles of keys that a tile of queries visits.
+    __device__ __forceinline__ int key_tiles(const Seqlen<true>& seqlen, int block) const {
+        const Rows<R.pack_gqa> rows(shape);
+        const int first = block * R.tile_m, last = min(first + R.tile_m, rows.count(seqlen)) - 1;
+        const auto range = key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, rows.query(first),
+                                                rows.query(last));
+        return max(range.end - range.begin, 0);
+    }
+
+    // How many tiles of keys a part has, so that parts are about equal shares of what all SMs do: one each
+    // where that is little, else four, for an even end.
+    __device__ __forceinline__ int part_length() const {
+        float own = 0.f;
+        for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+                  [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
+                      if (valid) own += float(key_tiles(seqlen, block));
+                  });
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) own += shuffle_xor(own, step);
+        if (lane_index() == 0) smem.warp_work[warp_index()] = own;
+        cta_sync();
+        float all = 0.f;
+        for (int warp = 0; warp < kPlanThreads / 32; ++warp) all += smem.warp_work[warp];
+        const float per_cta = all * float(params.heads) / float(params.slots);
+        const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
+        return max(1, int(fminf(length, 1e9f) + 0.999f));
+    }
+
+    // Tiles of queries with parts of their keys, and those that are divided.
+    __device__ __forceinline__ void list_items(int most_splits) const {
+        const WorkPlan plan{params};
+        const int chunk = R.split ? part_length() : 0;
+        auto splits_of = [&](int length) {
+            if (!R.split) return 1;
+            return max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
+        };
+        auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
+        clear_bins();
+        for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
+            const int length = valid ? key_tiles(seqlen, block) : 0, splits = splits_of(length);
+            take_places(smem, bin_of(ceil_div(length, splits), params.shift), splits, valid);
+        });
+        const int items = place_bins();
+        if (thread_index() == 0) smem.slots = smem.split_items = 0;
+        cta_sync();
+        for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
+            const int length = valid ? key_tiles(seqlen, block) : 0, splits = splits_of(length);
+            const int place =
+                take_places(smem, bin_of(ceil_div(length, splits), params.shift), splits, valid);
+            if (!valid) return;
+            int slot = 0;
+            if (splits > 1) {
+                slot = atomic_add(&smem.slots, splits);
+                const int number = atomic_add(&smem.split_items, 1);
+                if (number < params.split_items)
+                    plan.split_items()[number] = {sequence, block, splits, slot};
+            }
+            for (int split = 0; split < splits; ++split) {
+                if (place + split < params.items)
+                    plan.items()[place + split] = {sequence, block, split | splits << 16, slot + split};
+            }
+        });
+        if (thread_index() == 0) {
+            plan.count(PlanCount::Items) = min(items, params.items);
+            plan.count(PlanCount::SplitItems) = min(int(smem.split_items), params.split_items);
+            plan.count(PlanCount::Slots) = int(smem.slots);
+            plan.count(PlanCount::Chunk) = chunk;
+        }
+    }
+
+    // Tiles of queries in the order of the sequences.
+    __device__ __forceinline__ void list_m_tiles() const {
+        const WorkPlan plan{params};
+        const int tiles =
+            for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
+                      [&](int sequence, const Seqlen<true>&, int block, int number, bool valid) {
+                          if (valid && number < params.m_tiles)
+                              plan.m_tiles()[number] = {sequence, block, 1 << 16, 0};
+                      });
+        if (thread_index() == 0) plan.count(PlanCount::MTiles) = min(tiles, params.m_tiles);
+    }
+
+    // Tiles of keys: those of a sequence follow one another, the first first, or the last with `LastFirst`.
+    // Sequences with the most queries come first.
+    template <bool LastFirst>
+    __device__ __forceinline__ void list_n_tiles() const {
+        const WorkPlan plan{params};
+        auto n_blocks = [&](const Seqlen<true>& seqlen) { return ceil_div(seqlen.k(), R.tile_n); };
+        auto some = [&](const Seqlen<true>& seqlen) { return int(seqlen.k() > 0); };
+        clear_bins();
+        for_tiles(some, [&](int, const Seqlen<true>& seqlen, int, int, bool valid) {
+            take_places(smem, bin_of(m_blocks(seqlen), params.shift), n_blocks(seqlen), valid);
+        });
+        const int tiles = place_bins();
+        for_tiles(some, [&](int sequence, const Seqlen<true>& seqlen, int, int, bool valid) {
+            const int blocks = n_blocks(seqlen);
+            const int place = take_places(smem, bin_of(m_blocks(seqlen), params.shift), blocks, valid);
+            // A warp writes the tiles of its sequences one sequence after another.
+            for (int lane = 0; lane < 32; ++lane) {
+                if (!shuffle_from(int(valid), lane)) break;
+                const int own = shuffle_from(sequence, lane), begin = shuffle_from(place, lane);
+                const int count = shuffle_from(blocks, lane);
+                for (int i = lane_index(); i < count; i += 32) {
+                    if (begin + i < params.n_tiles)
+                        plan.n_tiles()[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
+                }
+            }
+        });
+        if (thread_index() == 0) plan.count(PlanCount::NTiles) = min(tiles, params.n_tiles);
+    }
+};
+
+// The entry `fa_plan` of a forward's unit.
+template <PlanRules R>
+__device__ __forceinline__ void plan_forward(const FwdParams& params) {
+    auto& smem = shared_memory<PlanStorage>();
+    const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
+    planner.list_items(params.split.splits);
+}
+
+// The entry `fa_plan` of a backward's unit. A deterministic kernel's turns go by the order of the tiles of a
+// sequence.
+template <PlanRules R, bool LastFirst>
+__device__ __forceinline__ void plan_backward(const BwdParams& params) {
+    auto& smem = shared_memory<PlanStorage>();
+    const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
+    planner.list_m_tiles();
+    planner.template list_n_tiles<LastFirst>();
+}
+
+}  // namespace fa

@@ -1,0 +1,161 @@
+// Rows whose keys several CTAs share: partial results in f32, and the kernel that combines them.
+#pragma once
+#include "attn/epilogue.cuh"
+#include "attn/rows.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/seqlen.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/math.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "types.cuh"
+
+namespace fa {
+
+// The partial result of row `row` of a slot's tile.
+__device__ __forceinline__ i64 partial_row(const FwdParams& params, int slot, int heads, int head, int row) {
+    return (i64(slot) * heads + head) * params.split.slot_rows + row;
+}
+
+// As store_output for a part of the keys: O in f32 and LSE go to the tile's slot. `row_in_tile`: the thread's
+// first row within its tile; the lanes of a quad store 32 contiguous bytes at a time.
+template <bool PackGqa, bool Varied, int N>
+__device__ __forceinline__ void store_partial(const FwdParams& params, const Seqlen<Varied>& seqlen,
+                                              const float (&o)[N], const float (&factor)[2],
+                                              const float (&lse)[2], int row, int row_in_tile,
+                                              const WorkTile& tile, int heads) {
+    const int lane = thread_index() % 4;
+    const int count = Rows<PackGqa>(params.shape).count(seqlen), columns = params.shape.head_dim_v;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        if (row + 8 * r >= count) continue;
+        const i64 at = partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r);
+        float* out = params.split.out_partial + at * columns + 2 * lane;
+#pragma unroll
+        for (int block = 0; block < N / 4; ++block) {
+            const int i = 4 * block + 2 * r;
+            if (8 * block < columns)
+                *reinterpret_cast<float2*>(out + 8 * block) = {o[i] * factor[r], o[i + 1] * factor[r]};
+        }
+        if (lane == 0) params.split.lse_partial[at] = lse[r];
+    }
+}
+
+// The same where no query of the tile sees a key of the part: LSE = -inf, and nobody reads O.
+template <bool PackGqa, bool Varied>
+__device__ __forceinline__ void store_nothing_partial(const FwdParams& params, const Seqlen<Varied>& seqlen,
+                                                      int row, int row_in_tile, const WorkTile& tile,
+                                                      int heads) {
+    const int count = Rows<PackGqa>(params.shape).count(seqlen);
+    if (thread_index() % 4 != 0) return;
+    for (int r = 0; r < 2; ++r) {
+        if (row + 8 * r >= count) continue;
+        params.split.lse_partial[partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r)] =
+            minus_infinity();
+    }
+}
+
+// ---- Combine ------------------------------------------------------------------------------------
+
+constexpr int kCombineThreads = 128;
+constexpr int kCombineWarps = kCombineThreads / 32;
+constexpr int kMaxHeadDim = 256;
+
+struct CombineStorage {
+    alignas(16) float sums[kCombineWarps][kMaxHeadDim];
+};
+constexpr int combine_smem_bytes = sizeof(CombineStorage);
+
+// O and LSE of the rows whose keys were divided, from the parts' results: a CTA a row at a time, its warps
+// share the parts.
+template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
+__device__ __forceinline__ void combine(const FwdParams& params) {
+    auto& smem = shared_memory<CombineStorage>();
+    const int lane = lane_index(), warp = warp_index(), thread = thread_index();
+    const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
+    const int slot_rows = params.split.slot_rows, columns = params.shape.head_dim_v;
+    const int tiles = Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems)
+                             : params.m_blocks * params.shape.batch;
+    const i64 rows = i64(tiles) * heads * slot_rows;
+#pragma unroll 1
+    for (i64 index = cta_index(); index < rows; index += cta_count()) {
+        const int row = int(index % slot_rows);
+        const int tile_head = int(index / slot_rows), head = tile_head % heads, number = tile_head / heads;
+        PlanItem tile;
+        if constexpr (Varied) {
+            tile = WorkPlan{params.plan}.split_items()[number];
+        } else {
+            const int splits = params.split.splits;
+            tile = {number / params.m_blocks, number % params.m_blocks, splits, number * splits};
+        }
+        const auto seqlen = Seqlen<Varied>::of(params, tile.sequence);
+        const OutputRow<PackGqa> target(params, seqlen, tile.block * TileM + row, head, tile.sequence);
+        if (!target.inside) continue;
+
+        const int splits = tile.part;
+        const i64 first = partial_row(params, tile.slot, heads, head, row);
+        const i64 step = i64(heads) * slot_rows;
+        const float* lse = params.split.lse_partial + first;
+        float top = minus_infinity();
+        for (int split = lane; split < splits; split += 32) top = fmaxf(top, lse[split * step]);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
+        float sink = minus_infinity();
+        if constexpr (Sinks)
+            sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile.block * TileM + row, head)];
+        top = fmaxf(top, sink);
+        // Without a finite LSE there is nothing to weigh.
+        const float base = top == minus_infinity() ? 0.f : top;
+        float sum = 0.f;
+        for (int split = lane; split < splits; split += 32)
+            sum += exp2_approx((lse[split * step] - base) * kLog2e);
+#pragma unroll
+        for (int mask = 1; mask < 32; mask *= 2) sum += shuffle_xor(sum, mask);
+        if constexpr (Sinks) sum += exp2_approx((sink - base) * kLog2e);
+        const float factor = sum > 0.f ? 1.f / sum : 0.f;
+
+        float4 acc[2] = {};
+        const float* out = params.split.out_partial + first * columns;
+#pragma unroll 4
+        for (int split = warp; split < splits; split += kCombineWarps) {
+            const float weight = exp2_approx((lse[split * step] - base) * kLog2e) * factor;
+            if (weight > 0.f) {
+#pragma unroll
+                for (int part = 0; part < 2; ++part) {
+                    const int column = 128 * part + 4 * lane;
+                    if (column >= columns) continue;
+                    const float4 own =
+                        *reinterpret_cast<const float4*>(out + split * step * columns + column);
+                    acc[part].x += weight * own.x;
+                    acc[part].y += weight * own.y;
+                    acc[part].z += weight * own.z;
+                    acc[part].w += weight * own.w;
+                }
+            }
+        }
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+            const int column = 128 * part + 4 * lane;
+            if (column < columns) *reinterpret_cast<float4*>(&smem.sums[warp][column]) = acc[part];
+        }
+        cta_sync();
+        const int column = 2 * thread;
+        if (column < columns) {
+            float a = 0.f, b = 0.f;
+#pragma unroll
+            for (int i = 0; i < kCombineWarps; ++i) {
+                a += smem.sums[i][column];
+                b += smem.sums[i][column + 1];
+            }
+            *reinterpret_cast<u32*>(target.out + column) = pack<T>(a, b);
+        }
+        if (params.lse != nullptr && thread == 0)
+            params.lse[target.lse] = sum > 0.f ? base + logf(sum) : minus_infinity();
+        cta_sync();
+    }
+}
+
+}  // namespace fa

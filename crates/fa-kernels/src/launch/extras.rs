@@ -1,0 +1,284 @@
+//! Tensors of a call that only some problems have: lengths and starts on the device, pages, slopes, sinks.
+
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
+use fa_core::lengths::SideRows;
+use fa_core::{Lengths, Problem};
+
+use crate::Error;
+use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, VarlenParams};
+use crate::launch::args::check_address;
+use crate::launch::launches::count;
+
+/// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
+/// asks for and nothing else.
+#[derive(Default)]
+pub struct Extras<'a> {
+    /// `[batch + 1]`: the first row of each sequence of packed queries, then the end of the last.
+    pub cu_q: Option<&'a dyn DevicePtr<i32>>,
+    /// `[batch + 1]`: the same of packed keys.
+    pub cu_k: Option<&'a dyn DevicePtr<i32>>,
+    /// `[batch]`: queries in use, where the problem's queries are used in part.
+    pub used_q: Option<&'a dyn DevicePtr<i32>>,
+    /// `[batch]`: keys in use, where the problem's keys are used in part or lie in pages.
+    pub used_k: Option<&'a dyn DevicePtr<i32>>,
+    /// `[batch, Lengths::table_columns]`: the pages of each sequence.
+    pub page_table: Option<&'a dyn DevicePtr<i32>>,
+    /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
+    pub alibi_slopes: Option<&'a dyn DevicePtr<f32>>,
+    /// Sinks, `[heads_q]`, in natural units.
+    pub sinks: Option<&'a dyn DevicePtr<f32>>,
+    /// The gradient of the sinks, `[heads_q]`, written in full; for a backward, and optional.
+    pub dsinks: Option<&'a mut dyn DevicePtrMut<f32>>,
+}
+
+/// [`Extras`] by addresses alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RawExtras {
+    /// As [`Extras::cu_q`].
+    pub cu_q: Option<u64>,
+    /// As [`Extras::cu_k`].
+    pub cu_k: Option<u64>,
+    /// As [`Extras::used_q`].
+    pub used_q: Option<u64>,
+    /// As [`Extras::used_k`].
+    pub used_k: Option<u64>,
+    /// As [`Extras::page_table`].
+    pub page_table: Option<u64>,
+    /// As [`Extras::alibi_slopes`].
+    pub alibi_slopes: Option<u64>,
+    /// As [`Extras::sinks`].
+    pub sinks: Option<u64>,
+    /// As [`Extras::dsinks`].
+    pub dsinks: Option<u64>,
+}
+
+/// One of the [`Extras`] that a problem has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extra {
+    /// Its field's name.
+    pub name: &'static str,
+    /// Its elements, of 4 bytes.
+    pub len: usize,
+    /// Whether a call may leave it out.
+    pub is_optional: bool,
+}
+
+/// Extras are read and written word by word.
+const WORD_BYTES: u64 = 4;
+
+impl Extra {
+    /// What calls of `problem` take.
+    pub(crate) fn of(problem: &Problem, is_backward: bool) -> Vec<Extra> {
+        let (lengths, heads) = (&problem.lengths, problem.heads_q);
+        let batch = lengths.sequences();
+        let is_packed = |rows| matches!(rows, SideRows::Packed { .. });
+        let slopes = problem.score.alibi.map_or(0, |alibi| alibi.count(batch, heads));
+        let needs = [
+            ("cu_q", is_packed(lengths.q().rows), batch + 1),
+            ("cu_k", is_packed(lengths.k().rows), batch + 1),
+            ("used_q", lengths.q().used, batch),
+            ("used_k", lengths.k().used, batch),
+            ("page_table", lengths.page().is_some(), batch * lengths.table_columns()),
+            ("alibi_slopes", problem.score.alibi.is_some(), slopes),
+            ("sinks", problem.score.sinks, heads),
+            ("dsinks", problem.score.sinks && is_backward, heads),
+        ];
+        let needed = needs.into_iter().filter(|(_, is_needed, _)| *is_needed);
+        needed.map(|(name, _, len)| Extra { name, len, is_optional: name == "dsinks" }).collect()
+    }
+}
+
+impl RawExtras {
+    fn named(&self) -> [(&'static str, Option<u64>); 8] {
+        [
+            ("cu_q", self.cu_q),
+            ("cu_k", self.cu_k),
+            ("used_q", self.used_q),
+            ("used_k", self.used_k),
+            ("page_table", self.page_table),
+            ("alibi_slopes", self.alibi_slopes),
+            ("sinks", self.sinks),
+            ("dsinks", self.dsinks),
+        ]
+    }
+
+    /// Checks that what `needs` lists is there, on a word, and nothing else.
+    ///
+    /// # Errors
+    /// [`Error::MissingExtra`], [`Error::UnusedExtra`] and [`Error::Address`].
+    pub(crate) fn check(&self, needs: &[Extra]) -> Result<(), Error> {
+        for (name, address) in self.named() {
+            match (needs.iter().find(|need| need.name == name), address) {
+                (None, None) => (),
+                (None, Some(_)) => return Err(Error::UnusedExtra { name }),
+                (Some(need), None) if !need.is_optional => {
+                    return Err(Error::MissingExtra { name, need: need.len });
+                }
+                // Of a batch of nothing there may be no memory.
+                (Some(need), Some(address)) if need.len > 0 => check_address(name, address, WORD_BYTES)?,
+                (Some(_), _) => (),
+            }
+        }
+        Ok(())
+    }
+
+    /// The lengths' addresses, beside what the problem decides.
+    pub(crate) fn varlen(&self, params: VarlenParams) -> VarlenParams {
+        let words = |address: Option<u64>| ConstI32Ptr(address.unwrap_or(0));
+        VarlenParams {
+            cu_q: words(self.cu_q),
+            cu_k: words(self.cu_k),
+            used_q: words(self.used_q),
+            used_k: words(self.used_k),
+            page_table: words(self.page_table),
+            ..params
+        }
+    }
+
+    /// The addresses of what changes scores, beside what the problem decides.
+    pub(crate) fn mods(&self, params: ModParams) -> ModParams {
+        ModParams {
+            alibi_slopes: ConstF32Ptr(self.alibi_slopes.unwrap_or(0)),
+            sinks: ConstF32Ptr(self.sinks.unwrap_or(0)),
+            dsinks: MutF32Ptr(self.dsinks.unwrap_or(0)),
+            ..params
+        }
+    }
+}
+
+/// What the problem decides of how its lengths are read.
+pub(crate) fn varlen_params(lengths: &Lengths) -> Result<VarlenParams, Error> {
+    let (page, pages) = match lengths.k().rows {
+        SideRows::Paged { page, pages, .. } => (page, pages),
+        SideRows::Padded { .. } | SideRows::Packed { .. } => (0, 0),
+    };
+    let total_q = match lengths.q().rows {
+        SideRows::Packed { total, .. } => total,
+        SideRows::Padded { .. } | SideRows::Paged { .. } => 0,
+    };
+    Ok(VarlenParams {
+        page: count("page", page)?,
+        pages: count("pages", pages)?,
+        table_stride: count("entries of the page table", lengths.table_columns())?,
+        total_q: count("total_q", total_q)?,
+        ..VarlenParams::default()
+    })
+}
+
+/// What the problem decides of how scores change.
+pub(crate) fn mod_params(problem: &Problem) -> ModParams {
+    use fa_core::Alibi;
+    let per_sequence = problem.score.alibi == Some(Alibi::PerSequenceHead);
+    ModParams {
+        alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 },
+        ..ModParams::default()
+    }
+}
+
+/// The guards of extras: each tells cudarc, when it is dropped after the launch, that the stream has used its
+/// tensor.
+pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 8];
+
+impl Extras<'_> {
+    /// Checks lengths against `needs` and takes the addresses.
+    ///
+    /// # Errors
+    /// [`Error::TooShort`], and what `check_context` finds of a tensor's context.
+    pub(crate) fn raw<'g>(
+        &'g mut self,
+        needs: &[Extra],
+        stream: &'g CudaStream,
+        check_context: impl Fn(&'static str, &CudaStream) -> Result<(), Error>,
+    ) -> Result<(RawExtras, Guards<'g>), Error> {
+        let check = |name, have: usize, of: &CudaStream| {
+            let need = needs.iter().find(|need| need.name == name).map_or(0, |need| need.len);
+            if have < need {
+                return Err(Error::TooShort { tensor: name, have: have as u64, need: need as u64 });
+            }
+            check_context(name, of)
+        };
+        fn read<'g, T>(
+            from: Option<&'g dyn DevicePtr<T>>,
+            name: &'static str,
+            stream: &'g CudaStream,
+            check: &impl Fn(&'static str, usize, &CudaStream) -> Result<(), Error>,
+        ) -> Result<(Option<u64>, Option<SyncOnDrop<'g>>), Error> {
+            let Some(from) = from else { return Ok((None, None)) };
+            check(name, from.len(), from.stream())?;
+            let (address, guard) = from.device_ptr(stream);
+            Ok((Some(address), Some(guard)))
+        }
+        let (cu_q, cu_q_guard) = read(self.cu_q, "cu_q", stream, &check)?;
+        let (cu_k, cu_k_guard) = read(self.cu_k, "cu_k", stream, &check)?;
+        let (used_q, used_q_guard) = read(self.used_q, "used_q", stream, &check)?;
+        let (used_k, used_k_guard) = read(self.used_k, "used_k", stream, &check)?;
+        let (page_table, page_table_guard) = read(self.page_table, "page_table", stream, &check)?;
+        let (alibi_slopes, slopes_guard) = read(self.alibi_slopes, "alibi_slopes", stream, &check)?;
+        let (sinks, sinks_guard) = read(self.sinks, "sinks", stream, &check)?;
+        let (dsinks, dsinks_guard) = match self.dsinks.as_deref_mut() {
+            Some(to) => {
+                check("dsinks", to.len(), to.stream())?;
+                let (address, guard) = to.device_ptr_mut(stream);
+                (Some(address), Some(guard))
+            }
+            None => (None, None),
+        };
+        let raw = RawExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dsinks };
+        let guards = [
+            cu_q_guard,
+            cu_k_guard,
+            used_q_guard,
+            used_k_guard,
+            page_table_guard,
+            slopes_guard,
+            sinks_guard,
+            dsinks_guard,
+        ];
+        Ok((raw, guards))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Alibi, Dtype, Mask, ScoreMod};
+
+    use super::*;
+
+    fn problem() -> Problem {
+        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+        Problem { score, ..Problem::square(3, 16, 4, 64, Mask::FULL, Dtype::F16) }
+    }
+
+    #[test]
+    fn a_call_gives_what_its_problem_asks_for() {
+        let needs = Extra::of(&problem(), true);
+        let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
+        assert_eq!(names, [("alibi_slopes", 12), ("sinks", 4), ("dsinks", 4)]);
+        let given = RawExtras { alibi_slopes: Some(256), sinks: Some(512), ..RawExtras::default() };
+        given.check(&needs).unwrap();
+        RawExtras { dsinks: Some(1024), ..given }.check(&needs).unwrap();
+        let refused = |raw: RawExtras, part: &str| {
+            let text = raw.check(&needs).expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not say {part}");
+        };
+        refused(RawExtras { alibi_slopes: None, ..given }, "alibi_slopes is missing");
+        refused(RawExtras { used_k: Some(256), ..given }, "used_k");
+        refused(RawExtras { sinks: Some(6), ..given }, "sinks starts at 0x6");
+        let forward = Extra::of(&problem(), false);
+        let unused = RawExtras { dsinks: Some(1024), ..given }.check(&forward).expect_err("not a backward");
+        assert!(matches!(unused, Error::UnusedExtra { name: "dsinks" }));
+    }
+
+    #[test]
+    fn the_problem_decides_strides_and_pages() {
+        assert_eq!(mod_params(&problem()).alibi_stride, 4);
+        assert_eq!(mod_params(&Problem { score: ScoreMod::NONE, ..problem() }).alibi_stride, 0);
+        let cache = fa_core::Side::paged(16, 10, 100);
+        let lengths = Lengths::of(3, fa_core::Side::packed(7, 4), cache);
+        let params = varlen_params(&lengths).unwrap();
+        assert_eq!((params.page, params.pages, params.table_stride, params.total_q), (16, 10, 7, 7));
+        let needs = Extra::of(&Problem { lengths, score: ScoreMod::NONE, ..problem() }, false);
+        let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
+        assert_eq!(names, [("cu_q", 4), ("used_k", 3), ("page_table", 21)]);
+    }
+}
