@@ -1,34 +1,50 @@
 //! Whether tensors fit their problem: checked once at the entry of every implementation, before a write.
 
-use fa_core::Problem;
+use fa_core::{Problem, Side, SideRows};
 
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::TensorRef;
 
-/// Shape of Q and dQ: `[batch, seqlen_q, heads_q, head_dim]`.
+/// First two lengths of a side's tensors: sequences and rows, 1 and the rows of all packed sequences, or
+/// pages and rows of a page.
+const fn outer(problem: &Problem, side: Side) -> [usize; 2] {
+    match side.rows {
+        SideRows::Padded { len } => [problem.lengths.sequences(), len],
+        SideRows::Packed { total, .. } => [1, total],
+        SideRows::Paged { page, pages, .. } => [pages, page],
+    }
+}
+
+/// Shape of Q and dQ: `[batch, seqlen_q, heads_q, head_dim]`, or `[1, total_q, ..]` packed.
 pub const fn q_shape(problem: &Problem) -> [usize; 4] {
-    [problem.lengths.sequences(), problem.lengths.max_q(), problem.heads_q, problem.head_dim]
+    let [batch, seqlen] = outer(problem, problem.lengths.q());
+    [batch, seqlen, problem.heads_q, problem.head_dim]
 }
 
-/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`.
+/// Shape of K and dK: `[batch, seqlen_k, heads_kv, head_dim]`, `[1, total_k, ..]` packed, or `[pages, page,
+/// ..]`.
 pub const fn k_shape(problem: &Problem) -> [usize; 4] {
-    [problem.lengths.sequences(), problem.lengths.max_k(), problem.heads_kv, problem.head_dim]
+    let [batch, seqlen] = outer(problem, problem.lengths.k());
+    [batch, seqlen, problem.heads_kv, problem.head_dim]
 }
 
-/// Shape of V and dV: `[batch, seqlen_k, heads_kv, head_dim_v]`.
+/// Shape of V and dV: as [`k_shape`], with rows of `head_dim_v`.
 pub const fn v_shape(problem: &Problem) -> [usize; 4] {
-    [problem.lengths.sequences(), problem.lengths.max_k(), problem.heads_kv, problem.head_dim_v]
+    let [batch, seqlen] = outer(problem, problem.lengths.k());
+    [batch, seqlen, problem.heads_kv, problem.head_dim_v]
 }
 
-/// Shape of O and dO: `[batch, seqlen_q, heads_q, head_dim_v]`.
+/// Shape of O and dO: as [`q_shape`], with rows of `head_dim_v`.
 pub const fn out_shape(problem: &Problem) -> [usize; 4] {
-    [problem.lengths.sequences(), problem.lengths.max_q(), problem.heads_q, problem.head_dim_v]
+    let [batch, seqlen] = outer(problem, problem.lengths.q());
+    [batch, seqlen, problem.heads_q, problem.head_dim_v]
 }
 
-/// Number of LSE values: `batch * heads_q * seqlen_q`, laid out `[batch, heads_q, seqlen_q]`.
+/// Number of LSE values: `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` packed.
 pub const fn lse_len(problem: &Problem) -> usize {
-    problem.lengths.sequences() * problem.heads_q * problem.lengths.max_q()
+    let [batch, seqlen] = outer(problem, problem.lengths.q());
+    batch * problem.heads_q * seqlen
 }
 
 /// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have

@@ -3,6 +3,8 @@
 use fa_core::Dtype;
 use half::{bf16, f16};
 
+use crate::simd::rows::Stored;
+
 /// Keeps other crates from adding element types: the passes are compiled for those below.
 mod sealed {
     pub trait Sealed {}
@@ -10,7 +12,7 @@ mod sealed {
 
 /// A number that tensors may hold: f64, f32, f16 or bf16. Conversions are exact upwards and round to nearest
 /// even downwards.
-pub trait Element: Copy + Send + Sync + sealed::Sealed + 'static {
+pub trait Element: Copy + Send + Sync + Stored + sealed::Sealed + 'static {
     /// The element type's name in problems; `None` for f64, which only the oracle's own tensors have.
     const DTYPE: Option<Dtype>;
     /// Rounds to this type.

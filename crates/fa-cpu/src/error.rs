@@ -63,6 +63,68 @@ pub enum CpuError {
         /// The length needed.
         need: usize,
     },
+    /// Something beside the tensors is missing, or the problem does not name it.
+    #[error(
+        "{name} {}",
+        if *asked { "is missing: the problem names it" } else { "is given, but the problem does not name it" }
+    )]
+    Extra {
+        /// The field of [`crate::Extras`].
+        name: &'static str,
+        /// Whether the problem names it.
+        asked: bool,
+    },
+    /// Starts of packed sequences go back.
+    #[error("{name}[{index}] = {before} and {name}[{}] = {after}: starts must not descend", index + 1)]
+    Descending {
+        /// The field of [`crate::Extras`].
+        name: &'static str,
+        /// The sequence that ends before it starts.
+        index: usize,
+        /// Its start.
+        before: i32,
+        /// Its end.
+        after: i32,
+    },
+    /// A start or a length points outside the rows that there are.
+    #[error("{name}[{index}] = {value}: it must be from 0 to {limit}")]
+    Beyond {
+        /// The field of [`crate::Extras`].
+        name: &'static str,
+        /// The entry.
+        index: usize,
+        /// Its value.
+        value: i32,
+        /// The rows that there are.
+        limit: usize,
+    },
+    /// A packed sequence is longer than the problem's bound.
+    #[error("{name} gives sequence {sequence} {len} rows, the problem's bound is {max}")]
+    TooLong {
+        /// The field of [`crate::Extras`].
+        name: &'static str,
+        /// The sequence.
+        sequence: usize,
+        /// Its rows.
+        len: usize,
+        /// The bound.
+        max: usize,
+    },
+    /// A page in use does not exist.
+    #[error("entry {entry} of sequence {sequence} in the page table is {page}: the cache has {pages} pages")]
+    Page {
+        /// The sequence.
+        sequence: usize,
+        /// The entry of its row.
+        entry: usize,
+        /// Its value.
+        page: i32,
+        /// Pages of the cache.
+        pages: usize,
+    },
+    /// Gradients of keys that lie in pages were asked for.
+    #[error("keys and values lie in pages, which the backward does not take: pack or pad them")]
+    PagedBackward,
     /// Scale and soft cap leave no room for scores in f32.
     #[error(
         "softmax_scale = {scale:?}{}: the tiled implementation computes scores in f32, for which {} may be \

@@ -9,6 +9,9 @@
 //! - [`threads`]: how many are of use.
 //! - [`softmax`], [`merge`]: the online softmax of one row; results over parts of the keys combined into one.
 //!
+//! Sequences of different lengths, keys in pages, ALiBi slopes and sinks come with a call's [`Extras`];
+//! [`batch`] says where the rows of each sequence lie.
+//!
 //! All of them take a [`fa_core::Problem`] and strided [`TensorRef`]s of f32, f16 or bf16.
 //!
 //! ```
@@ -36,10 +39,12 @@
 //! # Ok::<(), fa_cpu::CpuError>(())
 //! ```
 
+pub mod batch;
 pub mod check;
 pub mod compare;
 pub mod element;
 pub mod error;
+pub mod extras;
 pub mod grid;
 pub mod merge;
 pub mod peak;
@@ -53,5 +58,6 @@ pub mod view;
 
 pub use element::Element;
 pub use error::CpuError;
+pub use extras::Extras;
 pub use real::Real;
 pub use view::{TensorMut, TensorRef};

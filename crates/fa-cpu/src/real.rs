@@ -24,6 +24,8 @@ pub trait Real:
     const ONE: Self;
     /// The score of a key that is not seen, and the LSE of a row that sees none.
     const NEG_INFINITY: Self;
+    /// Not a number: what nobody writes.
+    const NAN: Self;
     /// `e^self`.
     fn exp(self) -> Self;
     /// The natural logarithm.
@@ -46,6 +48,7 @@ macro_rules! real {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
             const NEG_INFINITY: Self = $type::NEG_INFINITY;
+            const NAN: Self = $type::NAN;
             fn exp(self) -> Self {
                 $type::exp(self)
             }

@@ -120,6 +120,11 @@ impl<'a, T> TensorMut<'a, T> {
         self.data
     }
 
+    /// The same tensor, borrowed for a shorter time.
+    pub fn reborrow(&mut self) -> TensorMut<'_, T> {
+        TensorMut { data: self.data, shape: self.shape, strides: self.strides }
+    }
+
     /// The same elements, to be read.
     pub fn as_ref(&self) -> TensorRef<'_, T> {
         TensorRef { data: self.data, shape: self.shape, strides: self.strides }

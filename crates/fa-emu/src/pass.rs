@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use std::fmt::Write;
 
 use fa_core::{Dtype, Family, Problem, Strides, TensorLayout};
-use fa_kernels::{RawExtras, RawTensor};
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Shape, Step, TensorMap, Workspace};
+use fa_kernels::{RawExtras, RawTensor};
 use serde::Deserialize;
 
 use crate::error::Error;
@@ -378,7 +378,12 @@ impl<'a> DeviceMemory<'a> {
 
     fn addresses(&self) -> Addresses<'_> {
         let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
-        Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras: RawExtras::default() }
+        Addresses {
+            tensors: &self.raw,
+            lse: Some(self.lse.address()),
+            workspace,
+            extras: RawExtras::default(),
+        }
     }
 
     fn name_regions(&self, session: &Session, launches: &Launches) {

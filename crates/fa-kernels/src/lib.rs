@@ -2,7 +2,7 @@
 //!
 //! ```no_run
 //! use fa_core::{Dtype, Mask, Problem, ShippedSpec, TensorLayout};
-//! use fa_kernels::{ForwardArgs, Input, Kernels, Output, driver};
+//! use fa_kernels::{Extras, ForwardArgs, Input, Kernels, Output, driver};
 //! use half::bf16;
 //!
 //! let context = driver::context(0)?;

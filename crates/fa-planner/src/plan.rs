@@ -7,7 +7,7 @@ use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemEr
 use serde::Serialize;
 
 use crate::account::reason::Reason;
-use crate::account::{Account, account};
+use crate::account::{Account, account, missing_code};
 use crate::cost::{Cost, CostConstants, Cuts, predict_with};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
@@ -235,6 +235,9 @@ fn judge(
     cuts: &mut Cuts,
 ) -> Result<Plan, Reason> {
     spec.serves(problem)?;
+    if let Some(what) = missing_code(spec) {
+        return Err(Reason::Code { kernel: spec.kernel.name(), what });
+    }
     let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(spec, arch)?;
     let cost = predict_with(cuts, problem, spec, arch, constants);
     Ok(Plan { spec: spec.clone(), smem, regs, threads, occupancy, blocks_per_sm, cost })

@@ -179,6 +179,7 @@ fn run_as_f16(
             out: fa_kernels::Output { data: &mut to, strides: out },
             lse: None,
             workspace: None,
+            extras: fa_kernels::Extras::default(),
         },
     )
 }

@@ -183,6 +183,7 @@ pub fn backward_map(problem: &Problem) -> anyhow::Result<String> {
 fn excess(reason: &Reason) -> String {
     match reason {
         Reason::Registers { need, have } => format!("R +{}", need - have),
+        Reason::Code { .. } => "code".to_owned(),
         Reason::Spills { .. } => "spills".to_owned(),
         Reason::Smem { need, have } => format!("S +{}K", (need - have).div_ceil(1024)),
         Reason::Occupancy { need, have, .. } => format!("O {have}/{need}"),

@@ -5,19 +5,21 @@
 use std::ops::Range;
 
 use fa_core::Problem;
-use rayon::prelude::*;
 
-use crate::element::Element;
+use super::heads::{for_each_head, interleave, row};
+use crate::batch::{Batch, Span};
+use crate::check;
 use crate::real::Real;
 use crate::simd::{Work, widest};
 use crate::softmax::origin;
-use crate::view::TensorRef;
 
-/// Reads one head of a tensor, `(batch, head)`, packed `[seqlen, dim]`.
+/// Reads one head of a tensor, `(sequence, head)`, packed `[rows of the sequence, dim]`.
 pub(super) type Rows<'a, R> = &'a (dyn Fn(usize, usize) -> Vec<R> + Sync);
 
 /// Q, K and V, and what becomes of a number that enters a second product.
 pub(super) struct Tensors<'a, R> {
+    /// Where the sequences lie, with their slopes and sinks.
+    pub batch: &'a Batch<'a>,
     pub q: Rows<'a, R>,
     pub k: Rows<'a, R>,
     pub v: Rows<'a, R>,
@@ -25,26 +27,33 @@ pub(super) struct Tensors<'a, R> {
     pub round: fn(R) -> R,
 }
 
-/// Q, K and V of one query head, packed `[seqlen, dim]`, and the scalars.
+/// Q, K and V of one query head of one sequence, packed `[rows, dim]`, and the scalars.
 struct Head<'a, R> {
     problem: &'a Problem,
+    /// Queries and keys of the sequence.
+    seqlens: [usize; 2],
     q: Vec<R>,
     k: Vec<R>,
     v: Vec<R>,
     round: fn(R) -> R,
     scale: R,
     softcap: Option<R>,
+    /// ALiBi's; 0 without it.
+    slope: R,
+    sink: Option<R>,
 }
 
 /// One query's softmax.
 struct Row<R> {
     /// The keys that it sees; empty where all scores are -inf.
     keys: Range<usize>,
-    /// S of those keys.
+    /// Scores of those keys, capped, without ALiBi's bias.
     scores: Vec<R>,
     /// `exp(S - max)`.
     exps: Vec<R>,
-    /// Their sum.
+    /// `exp(sink - max)`; 0 without a sink.
+    sink: R,
+    /// The sum of all of these.
     sum: R,
     lse: R,
 }
@@ -78,11 +87,11 @@ fn within(keys: &Range<usize>, block: &Range<usize>) -> Range<usize> {
 
 /// What the forward computes.
 pub(super) struct Forward<R> {
-    /// Packed BSHD.
+    /// Packed BSHD; NaN in rows of no sequence.
     pub out: Vec<R>,
-    /// `[batch, heads_q, seqlen_q]`.
+    /// `[batch, heads_q, seqlen_q]`, NaN likewise.
     pub lse: Vec<R>,
-    /// Per row of O, see [`Norms`]; in the order of the LSE.
+    /// Per row of O, see [`Norms`]; head by head.
     pub out_terms: Vec<R>,
 }
 
@@ -97,28 +106,43 @@ pub(super) fn forward_f32(problem: &Problem, tensors: &Tensors<'_, f32>) -> Forw
 }
 
 fn forward<R: Real>(problem: &Problem, tensors: &Tensors<'_, R>) -> Forward<R> {
-    let heads: Vec<Forward<R>> =
-        for_each_head(problem, |b, h| widest(OneForward { head: Head::gather(problem, tensors, b, h) }));
+    let batch = tensors.batch;
+    let heads: Vec<Forward<R>> = for_each_head(problem, batch, |s, h| {
+        widest(OneForward { head: Head::gather(problem, tensors, s, h) })
+    });
     let out: Vec<&[R]> = heads.iter().map(|head| &head.out[..]).collect();
+    let spans: Vec<Span> = batch.sequences.iter().map(|sequence| sequence.q).collect();
+    let mut lse = vec![R::NAN; check::lse_len(problem)];
+    let [_, seqlen, heads_q, _] = check::q_shape(problem);
+    for (index, head) in heads.iter().enumerate() {
+        let Span { batch, first, len } = spans[index / heads_q];
+        let start = (batch * heads_q + index % heads_q) * seqlen + first;
+        lse[start..start + len].copy_from_slice(&head.lse);
+    }
     Forward {
-        out: interleave(&out, problem.heads_q, problem.lengths.max_q(), problem.head_dim_v),
-        lse: heads.iter().flat_map(|head| &head.lse).copied().collect(),
+        out: interleave(&out, &spans, check::out_shape(problem)),
+        lse,
         out_terms: heads.iter().flat_map(|head| &head.out_terms).copied().collect(),
     }
 }
 
-/// What the backward computes, packed BSHD, or `[seqlen, dim]` where it is one head's alone.
+/// What the backward computes, packed BSHD (NaN in rows of no sequence), or `[rows, dim]` where it is one
+/// head's of one sequence.
 #[derive(Default)]
 pub(super) struct Gradients<R> {
     pub dq: Vec<R>,
     pub dk: Vec<R>,
     pub dv: Vec<R>,
-    /// Per row of dQ, see [`Norms`].
+    /// `[heads_q]`, or one value; empty without sinks.
+    pub dsinks: Vec<R>,
+    /// Per row of dQ, see [`Norms`]; head by head.
     pub dq_terms: Vec<R>,
     /// Per row of dK.
     pub dk_terms: Vec<R>,
     /// Per row of dV.
     pub dv_terms: Vec<R>,
+    /// Per sink.
+    pub dsinks_terms: Vec<R>,
 }
 
 /// The backward in f64, without any rounding but f64's.
@@ -146,25 +170,33 @@ fn backward<R: Real>(
     dout: Rows<'_, R>,
     held: R,
 ) -> Gradients<R> {
-    let heads: Vec<Gradients<R>> = for_each_head(problem, |b, h| {
-        let head = Head::gather(problem, tensors, b, h);
-        widest(OneBackward { head, dout: dout(b, h), held })
+    let batch = tensors.batch;
+    let heads: Vec<Gradients<R>> = for_each_head(problem, batch, |s, h| {
+        let head = Head::gather(problem, tensors, s, h);
+        widest(OneBackward { head, dout: dout(s, h), held })
     });
-    let of_queries = |field: fn(&Gradients<R>) -> &[R], dim| {
-        let per_head: Vec<&[R]> = heads.iter().map(field).collect();
-        interleave(&per_head, problem.heads_q, problem.lengths.max_q(), dim)
+    let spans_q: Vec<Span> = batch.sequences.iter().map(|sequence| sequence.q).collect();
+    let spans_k: Vec<Span> = batch.sequences.iter().map(|sequence| sequence.k).collect();
+    let dq: Vec<&[R]> = heads.iter().map(|head| &head.dq[..]).collect();
+    let of_keys = |field: fn(&Gradients<R>) -> &[R]| -> Vec<Vec<R>> {
+        heads.chunks(problem.group_size()).map(|group| sum(group.iter().map(field))).collect()
     };
-    let of_keys = |field: fn(&Gradients<R>) -> &[R], dim| {
-        let groups = heads.chunks(problem.group_size()).map(|group| sum(group.iter().map(field)));
-        interleave(&groups.collect::<Vec<_>>(), problem.heads_kv, problem.lengths.max_k(), dim)
+    let of_sinks = |field: fn(&Gradients<R>) -> &[R]| -> Vec<R> {
+        if !problem.score.sinks {
+            return vec![];
+        }
+        let of_head = |h: usize| heads.iter().skip(h).step_by(problem.heads_q).flat_map(field);
+        (0..problem.heads_q).map(|h| of_head(h).fold(R::ZERO, |sum, &value| sum + value)).collect()
     };
     Gradients {
-        dq: of_queries(|head| &head.dq, problem.head_dim),
-        dk: of_keys(|head| &head.dk, problem.head_dim),
-        dv: of_keys(|head| &head.dv, problem.head_dim_v),
-        dq_terms: of_queries(|head| &head.dq_terms, 1),
-        dk_terms: of_keys(|head| &head.dk_terms, 1),
-        dv_terms: of_keys(|head| &head.dv_terms, 1),
+        dq: interleave(&dq, &spans_q, check::q_shape(problem)),
+        dk: interleave(&of_keys(|head| &head.dk), &spans_k, check::k_shape(problem)),
+        dv: interleave(&of_keys(|head| &head.dv), &spans_k, check::v_shape(problem)),
+        dsinks: of_sinks(|head| &head.dsinks),
+        dq_terms: heads.iter().flat_map(|head| &head.dq_terms).copied().collect(),
+        dk_terms: of_keys(|head| &head.dk_terms).concat(),
+        dv_terms: of_keys(|head| &head.dv_terms).concat(),
+        dsinks_terms: of_sinks(|head| &head.dsinks_terms),
     }
 }
 
@@ -199,16 +231,19 @@ impl<R: Real> Work for OneBackward<'_, R> {
 }
 
 impl<'a, R: Real> Head<'a, R> {
-    fn gather(problem: &'a Problem, tensors: &Tensors<'_, R>, b: usize, h: usize) -> Self {
-        let kv = h / problem.group_size();
+    fn gather(problem: &'a Problem, tensors: &Tensors<'_, R>, s: usize, h: usize) -> Self {
+        let (kv, sequence) = (h / problem.group_size(), tensors.batch.sequences[s]);
         Head {
             problem,
-            q: (tensors.q)(b, h),
-            k: (tensors.k)(b, kv),
-            v: (tensors.v)(b, kv),
+            seqlens: [sequence.q.len, sequence.k.len],
+            q: (tensors.q)(s, h),
+            k: (tensors.k)(s, kv),
+            v: (tensors.v)(s, kv),
             round: tensors.round,
             scale: R::from_f64(problem.scale()),
             softcap: problem.score.softcap.map(R::from_f64),
+            slope: R::from_element(tensors.batch.slope(s, h)),
+            sink: tensors.batch.sink(h).map(R::from_element),
         }
     }
 
@@ -228,7 +263,7 @@ impl<'a, R: Real> Head<'a, R> {
     #[inline(always)]
     fn rows(&self, queries: Range<usize>) -> Vec<Row<R>> {
         let Problem { mask, .. } = *self.problem;
-        let (seqlen_q, seqlen_k) = (self.problem.lengths.max_q(), self.problem.lengths.max_k());
+        let [seqlen_q, seqlen_k] = self.seqlens;
         let keys: Vec<Range<usize>> = queries.clone().map(|i| mask.keys(i, seqlen_q, seqlen_k)).collect();
         let mut scores: Vec<Vec<R>> = keys.iter().map(|keys| Vec::with_capacity(keys.len())).collect();
         for block in key_blocks(keys.iter()) {
@@ -239,14 +274,31 @@ impl<'a, R: Real> Head<'a, R> {
                 }
             }
         }
-        let softmax = |(keys, scores): (Range<usize>, Vec<R>)| {
-            let max = origin(scores.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score)));
-            let exps: Vec<R> = scores.iter().map(|&score| (score - max).exp()).collect();
+        let softmax = |((i, keys), scores): ((usize, Range<usize>), Vec<R>)| {
+            let biased: Vec<R> = if self.slope == R::ZERO {
+                scores.clone()
+            } else {
+                keys.clone()
+                    .zip(&scores)
+                    .map(|(j, &score)| score - self.slope * self.distance(i, j))
+                    .collect()
+            };
+            let max = biased.iter().fold(R::NEG_INFINITY, |max, &score| max.max(score));
+            let max = origin(self.sink.map_or(max, |sink| max.max(sink)));
+            let exps: Vec<R> = biased.iter().map(|&score| (score - max).exp()).collect();
             let sum = exps.iter().fold(R::ZERO, |sum, &exp| sum + exp);
             let keys = if sum == R::ZERO { 0..0 } else { keys };
-            Row { keys, scores, exps, sum, lse: max + sum.ln() }
+            let sink = self.sink.map_or(R::ZERO, |sink| (sink - max).exp());
+            let sum = sum + sink;
+            Row { keys, scores, exps, sink, sum, lse: max + sum.ln() }
         };
-        keys.into_iter().zip(scores).map(softmax).collect()
+        queries.zip(keys).zip(scores).map(softmax).collect()
+    }
+
+    /// `|i + seqlen_k - seqlen_q - j|`.
+    fn distance(&self, i: usize, j: usize) -> R {
+        let [seqlen_q, seqlen_k] = self.seqlens;
+        R::from_f64((i + seqlen_k).abs_diff(seqlen_q + j) as f64)
     }
 
     /// O of the queries whose softmaxes are `rows`, packed, the exponentials rounded at `held` times their
@@ -273,7 +325,7 @@ impl<'a, R: Real> Head<'a, R> {
     #[inline(always)]
     fn forward(&self) -> Forward<R> {
         let Problem { head_dim, head_dim_v, .. } = *self.problem;
-        let seqlen_q = self.problem.lengths.max_q();
+        let [seqlen_q, _] = self.seqlens;
         let (q, k) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let v = Norms::of(&self.v, head_dim_v);
         let (mut out, mut lse, mut out_terms) = (vec![], vec![], vec![]);
@@ -282,7 +334,8 @@ impl<'a, R: Real> Head<'a, R> {
             out.extend(self.outputs(&rows, R::ONE));
             for (i, row) in queries.zip(rows) {
                 let terms = row.keys.zip(&row.exps).map(|(j, &exp)| {
-                    exp / row.sum * self.exp_roundings(q.norm[i], k.norm[j], row.lse) * v.largest[j]
+                    let roundings = self.exp_roundings(q.norm[i], k.norm[j], self.distance(i, j), row.lse);
+                    exp / row.sum * roundings * v.largest[j]
                 });
                 lse.push(row.lse);
                 out_terms.push(terms.fold(R::ZERO, |sum, term| sum + term));
@@ -295,7 +348,7 @@ impl<'a, R: Real> Head<'a, R> {
     #[inline(always)]
     fn gradients(&self, dout: &[R], held: R) -> Gradients<R> {
         let Problem { head_dim, head_dim_v, .. } = *self.problem;
-        let (seqlen_q, seqlen_k) = (self.problem.lengths.max_q(), self.problem.lengths.max_k());
+        let [seqlen_q, seqlen_k] = self.seqlens;
         let mut dq = vec![R::ZERO; self.q.len()];
         let mut dk = vec![R::ZERO; self.k.len()];
         let mut dv = vec![R::ZERO; self.v.len()];
@@ -303,6 +356,8 @@ impl<'a, R: Real> Head<'a, R> {
         let [mut dk_terms, mut dv_terms] = [(); 2].map(|()| vec![R::ZERO; seqlen_k]);
         let (q_norms, k_norms) = (Norms::of(&self.q, head_dim), Norms::of(&self.k, head_dim));
         let (v_norms, dout_norms) = (Norms::of(&self.v, head_dim_v), Norms::of(dout, head_dim_v));
+        let longest_key = k_norms.norm.iter().fold(R::ZERO, |max, &norm| max.max(norm));
+        let (mut dsink, mut dsink_terms) = (R::ZERO, R::ZERO);
         for queries in blocks(0..seqlen_q, QUERIES) {
             let rows = self.rows(queries.clone());
             let out = self.outputs(&rows, held);
@@ -312,9 +367,22 @@ impl<'a, R: Real> Head<'a, R> {
                 (dot(row(dout, i, head_dim_v), out), norm(out))
             });
             let of_out: Vec<(R, R)> = of_out.collect();
+            if let Some(sink) = self.sink {
+                for ((softmax, &(p_dp, out_norm)), i) in rows.iter().zip(&of_out).zip(queries.clone()) {
+                    // Rows that see nothing have no output, and a sink that is not there no probability.
+                    if softmax.keys.is_empty() || softmax.sink == R::ZERO {
+                        continue;
+                    }
+                    let p = softmax.sink / softmax.sum;
+                    dsink += R::ZERO - p * p_dp;
+                    let farthest = self.distance(i, 0).max(self.distance(i, seqlen_k));
+                    let roundings = self.exp_roundings(q_norms.norm[i], longest_key, farthest, softmax.lse);
+                    dsink_terms += p * (roundings + abs(sink)) * dout_norms.norm[i] * out_norm;
+                }
+            }
             for block in key_blocks(rows.iter().map(|row| &row.keys)) {
                 for ((softmax, &(p_dp, out_norm)), i) in rows.iter().zip(&of_out).zip(queries.clone()) {
-                    let Row { keys, scores, exps, sum, lse } = softmax;
+                    let Row { keys, scores, exps, sum, lse, .. } = softmax;
                     let dout = row(dout, i, head_dim_v);
                     for j in within(keys, &block) {
                         let (score, exp) = (scores[j - keys.start], exps[j - keys.start]);
@@ -326,7 +394,8 @@ impl<'a, R: Real> Head<'a, R> {
                         add_scaled(row_mut(&mut dk, j, head_dim), ds, self.q(i));
                         add_scaled(row_mut(&mut dv, j, head_dim_v), (self.round)(p), dout);
 
-                        let roundings = self.exp_roundings(q_norms.norm[i], k_norms.norm[j], *lse);
+                        let distance = self.distance(i, j);
+                        let roundings = self.exp_roundings(q_norms.norm[i], k_norms.norm[j], distance, *lse);
                         let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
                         let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
                         dq_terms[i] += ds_terms * k_norms.largest[j];
@@ -339,13 +408,15 @@ impl<'a, R: Real> Head<'a, R> {
         for value in dq.iter_mut().chain(&mut dk) {
             *value *= self.scale;
         }
-        Gradients { dq, dk, dv, dq_terms, dk_terms, dv_terms }
+        let [dsinks, dsinks_terms] =
+            [dsink, dsink_terms].map(|value| self.sink.map_or(vec![], |_| vec![value]));
+        Gradients { dq, dk, dv, dsinks, dq_terms, dk_terms, dv_terms, dsinks_terms }
     }
 
     /// How many roundings, in the relative error of `exp(S - LSE)`, a computation may make: what S and LSE
     /// lose is relative to the magnitudes that they are made of.
-    fn exp_roundings(&self, q_norm: R, k_norm: R, lse: R) -> R {
-        R::ONE + abs(self.scale) * q_norm * k_norm + abs(lse)
+    fn exp_roundings(&self, q_norm: R, k_norm: R, distance: R, lse: R) -> R {
+        R::ONE + abs(self.scale) * q_norm * k_norm + abs(self.slope) * distance + abs(lse)
     }
 }
 
@@ -376,33 +447,6 @@ fn abs<R: Real>(value: R) -> R {
     value.max(R::ZERO - value)
 }
 
-/// `compute(batch, query head)` for all of them, in parallel, in order.
-fn for_each_head<A: Send>(problem: &Problem, compute: impl Fn(usize, usize) -> A + Sync) -> Vec<A> {
-    (0..problem.lengths.sequences() * problem.heads_q)
-        .into_par_iter()
-        .map(|index| compute(index / problem.heads_q, index % problem.heads_q))
-        .collect()
-}
-
-/// One head of a tensor, packed `[seqlen, dim]`.
-pub(super) fn gather<R: Real, T: Element>(tensor: &TensorRef<'_, T>, b: usize, h: usize) -> Vec<R> {
-    let [_, seqlen, _, dim] = tensor.shape();
-    (0..seqlen * dim).map(|at| R::from_element(tensor.at(b, at / dim, h, at % dim))).collect()
-}
-
-/// `[batch * heads][seqlen, dim]` to packed `[batch, seqlen, heads, dim]`.
-fn interleave<R: Real>(per_head: &[impl AsRef<[R]>], heads: usize, seqlen: usize, dim: usize) -> Vec<R> {
-    let mut packed = Vec::with_capacity(per_head.len() * seqlen * dim);
-    for of_batch in per_head.chunks(heads) {
-        for s in 0..seqlen {
-            for head in of_batch {
-                packed.extend_from_slice(row(head.as_ref(), s, dim));
-            }
-        }
-    }
-    packed
-}
-
 /// The sum of equally long vectors.
 fn sum<'a, R: Real>(mut vectors: impl Iterator<Item = &'a [R]>) -> Vec<R> {
     let mut sum = vectors.next().map(<[R]>::to_vec).unwrap_or_default();
@@ -410,10 +454,6 @@ fn sum<'a, R: Real>(mut vectors: impl Iterator<Item = &'a [R]>) -> Vec<R> {
         add_scaled(&mut sum, R::ONE, vector);
     }
     sum
-}
-
-fn row<R>(matrix: &[R], index: usize, dim: usize) -> &[R] {
-    &matrix[index * dim..(index + 1) * dim]
 }
 
 fn row_mut<R>(matrix: &mut [R], index: usize, dim: usize) -> &mut [R] {

@@ -8,10 +8,13 @@
 
 use fa_core::Problem;
 
-use super::formula::{self, Tensors, gather};
+use super::formula::{self, Tensors};
+use super::heads::{gather_keys, gather_queries};
+use crate::batch::Batch;
 use crate::check::{check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
+use crate::extras::Extras;
 use crate::real::Real;
 use crate::view::TensorRef;
 
@@ -33,23 +36,41 @@ pub struct LowGradients<T> {
     pub dk: Vec<T>,
     /// Packed `[batch, seqlen_k, heads_kv, head_dim_v]`.
     pub dv: Vec<T>,
+    /// `[heads_q]`; empty without sinks.
+    pub dsinks: Vec<f32>,
 }
 
 /// O and LSE with the rounding errors that a kernel may make.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`].
+/// As [`super::forward`].
 pub fn forward<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
+    forward_extras(problem, &Extras::NONE, q, k, v)
+}
+
+/// [`forward`] with lengths, pages, slopes or sinks.
+///
+/// # Errors
+/// As [`super::forward_extras`].
+pub fn forward_extras<T: Element>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+) -> Result<LowForward<T>, CpuError> {
     check_forward(problem, q, k, v)?;
+    let batch = Batch::new(problem, extras)?;
     let tensors = Tensors {
-        q: &|b, h| gather(q, b, h),
-        k: &|b, h| gather(k, b, h),
-        v: &|b, h| gather(v, b, h),
+        batch: &batch,
+        q: &|s, h| gather_queries(q, &batch, s, h),
+        k: &|s, h| gather_keys(k, &batch, s, h),
+        v: &|s, h| gather_keys(v, &batch, s, h),
         round: f32::rounded_to::<T>,
     };
     let formula::Forward { out, lse, .. } = formula::forward_f32(problem, &tensors);
@@ -59,7 +80,7 @@ pub fn forward<T: Element>(
 /// dQ, dK and dV with the rounding errors that a kernel may make.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`].
+/// As [`super::backward`].
 pub fn backward<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
@@ -70,13 +91,28 @@ pub fn backward<T: Element>(
     backward_held_at(problem, q, k, v, dout, 1.0)
 }
 
+/// [`backward`] with lengths, slopes or sinks.
+///
+/// # Errors
+/// As [`super::backward_extras`].
+pub fn backward_extras<T: Element>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    dout: &TensorRef<'_, T>,
+) -> Result<LowGradients<T>, CpuError> {
+    backward_extras_held_at(problem, extras, q, k, v, dout, 1.0)
+}
+
 /// The same where the forward holds its probabilities at `held` times `exp(S - max)` when it rounds them, as
 /// one does that follows the maximum only now and then. At 1 the largest probability of a row is exact,
 /// elsewhere its rounding is in O and so in `dO . O`: in steep rows most of the error of dQ and dK, and
 /// several times as large as at 1.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`].
+/// As [`super::backward`].
 pub fn backward_held_at<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
@@ -85,17 +121,39 @@ pub fn backward_held_at<T: Element>(
     dout: &TensorRef<'_, T>,
     held: f32,
 ) -> Result<LowGradients<T>, CpuError> {
+    backward_extras_held_at(problem, &Extras::NONE, q, k, v, dout, held)
+}
+
+/// [`backward_held_at`] with lengths, slopes or sinks.
+///
+/// # Errors
+/// As [`super::backward_extras`].
+pub fn backward_extras_held_at<T: Element>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    dout: &TensorRef<'_, T>,
+    held: f32,
+) -> Result<LowGradients<T>, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
+    let batch = Batch::new(problem, extras)?;
+    if batch.is_paged() {
+        return Err(CpuError::PagedBackward);
+    }
     let tensors = Tensors {
-        q: &|b, h| gather(q, b, h),
-        k: &|b, h| gather(k, b, h),
-        v: &|b, h| gather(v, b, h),
+        batch: &batch,
+        q: &|s, h| gather_queries(q, &batch, s, h),
+        k: &|s, h| gather_keys(k, &batch, s, h),
+        v: &|s, h| gather_keys(v, &batch, s, h),
         round: f32::rounded_to::<T>,
     };
-    let gradients = formula::backward_f32(problem, &tensors, &|b, h| gather(dout, b, h), held);
+    let dout = |s: usize, h: usize| gather_queries(dout, &batch, s, h);
+    let gradients = formula::backward_f32(problem, &tensors, &dout, held);
     let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| round(gradient));
-    Ok(LowGradients { dq, dk, dv })
+    Ok(LowGradients { dq, dk, dv, dsinks: gradients.dsinks })
 }
 
 fn round<T: Element>(values: &[f32]) -> Vec<T> {

@@ -3,42 +3,51 @@
 //! With query `i`, the keys `j` that it sees, and K/V head `h / (heads_q / heads_kv)` for query head `h`:
 //!
 //! ```text
-//! S_ij  = cap(scale * Q_i . K_j)            cap(s) = softcap * tanh(s / softcap), or s
-//! LSE_i = ln sum_j exp(S_ij)
+//! S_ij  = cap(scale * Q_i . K_j) - slope * |i + seqlen_k - seqlen_q - j|
+//!                                           cap(s) = softcap * tanh(s / softcap), or s; without ALiBi 0
+//! LSE_i = ln (sum_j exp(S_ij) + exp(sink))  without the last term where there is no sink
 //! P_ij  = exp(S_ij - LSE_i)
 //! O_i   = sum_j P_ij V_j
 //!
 //! dP_ij = dO_i . V_j
-//! dS_ij = P_ij (dP_ij - sum_j P_ij dP_ij) * cap'(S_ij)      cap' = 1 - tanh(s / softcap)^2, or 1
+//! dS_ij = P_ij (dP_ij - sum_j P_ij dP_ij) * cap'            cap' = 1 - tanh(s / softcap)^2, or 1
 //! dQ_i  = scale * sum_j dS_ij K_j
 //! dK_j  = scale * sum_i dS_ij Q_i           summed over the query heads that share the K/V head
 //! dV_j  = sum_i P_ij dO_i                   likewise
+//! dsink = -sum_i exp(sink - LSE_i) sum_j P_ij dP_ij         for each query head, over all sequences
 //! ```
 //!
 //! A key that the mask hides takes no part, whatever it and its value hold. A query that sees no key, or
-//! whose scores are all -inf, has `O = 0`, `LSE = -inf` and gives no gradient. Any other NaN or infinity goes
-//! where IEEE arithmetic takes it.
+//! whose scores are all -inf, has `O = 0`, `LSE = -inf` (or the sink) and gives no gradient. Any other NaN or
+//! infinity goes where IEEE arithmetic takes it.
+//!
+//! Where sequences are packed or used in part, rows of no sequence are never read, and hold NaN in the
+//! results: an output that nobody wrote.
 //!
 //! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of
 //! [`crate::compare`] measures an implementation's error by its.
 
 mod formula;
+mod heads;
 pub mod low_precision;
 
 use fa_core::Problem;
 
+use crate::batch::Batch;
 use crate::check::{check_forward, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
+use crate::extras::Extras;
 use crate::view::TensorRef;
-use formula::{Tensors, gather};
+use formula::Tensors;
+use heads::{gather_keys, gather_queries};
 
 /// Output and LSE in f64.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Forward {
-    /// O, packed `[batch, seqlen_q, heads_q, head_dim_v]`.
+    /// O, packed `[batch, seqlen_q, heads_q, head_dim_v]`, or `[total_q, ..]`.
     pub out: Vec<f64>,
-    /// Natural logarithm of the sum of exponentials, `[batch, heads_q, seqlen_q]`.
+    /// Natural logarithm of the sum of exponentials, `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]`.
     pub lse: Vec<f64>,
     /// How much of O may be noise of f32 arithmetic: see [`Gradients::dq_noise`].
     pub out_noise: f64,
@@ -53,6 +62,8 @@ pub struct Gradients {
     pub dk: Vec<f64>,
     /// Packed `[batch, seqlen_k, heads_kv, head_dim_v]`.
     pub dv: Vec<f64>,
+    /// `[heads_q]`; empty without sinks.
+    pub dsinks: Vec<f64>,
     /// How much of dQ may be noise of f32 arithmetic.
     ///
     /// The roundings of a computation are relative to the terms that make a result, not to the result: scores
@@ -65,6 +76,8 @@ pub struct Gradients {
     pub dk_noise: f64,
     /// The same of dV.
     pub dv_noise: f64,
+    /// The same of the sinks' gradients.
+    pub dsinks_noise: f64,
 }
 
 /// The distance from 1 to the next f32: two roundings.
@@ -84,18 +97,35 @@ fn noise(terms: Vec<f64>) -> f64 {
 /// how many threads there are.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`].
+/// Tensors that do not fit the problem: see [`check_forward`]. A problem that needs [`Extras`]: see
+/// [`forward_extras`].
 pub fn forward<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
+    forward_extras(problem, &Extras::NONE, q, k, v)
+}
+
+/// [`forward`] with lengths, pages, slopes or sinks.
+///
+/// # Errors
+/// Tensors that do not fit the problem: see [`check_forward`] and [`Batch::new`].
+pub fn forward_extras<T: Element>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+) -> Result<Forward, CpuError> {
     check_forward(problem, q, k, v)?;
+    let batch = Batch::new(problem, extras)?;
     let tensors = Tensors {
-        q: &|b, h| gather(q, b, h),
-        k: &|b, h| gather(k, b, h),
-        v: &|b, h| gather(v, b, h),
+        batch: &batch,
+        q: &|s, h| gather_queries(q, &batch, s, h),
+        k: &|s, h| gather_keys(k, &batch, s, h),
+        v: &|s, h| gather_keys(v, &batch, s, h),
         round: exact,
     };
     let formula::Forward { out, lse, out_terms } = formula::forward_f64(problem, &tensors);
@@ -105,7 +135,7 @@ pub fn forward<T: Element>(
 /// The gradients of `sum(O * dO)` with respect to Q, K and V. Deterministic as [`forward`] is.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`].
+/// As [`forward`].
 pub fn backward<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
@@ -113,21 +143,43 @@ pub fn backward<T: Element>(
     v: &TensorRef<'_, T>,
     dout: &TensorRef<'_, T>,
 ) -> Result<Gradients, CpuError> {
+    backward_extras(problem, &Extras::NONE, q, k, v, dout)
+}
+
+/// [`backward`] with lengths, slopes or sinks.
+///
+/// # Errors
+/// As [`forward_extras`], and [`CpuError::PagedBackward`].
+pub fn backward_extras<T: Element>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    dout: &TensorRef<'_, T>,
+) -> Result<Gradients, CpuError> {
     check_forward(problem, q, k, v)?;
     check_out(problem, "dout", dout.shape())?;
+    let batch = Batch::new(problem, extras)?;
+    if batch.is_paged() {
+        return Err(CpuError::PagedBackward);
+    }
     let tensors = Tensors {
-        q: &|b, h| gather(q, b, h),
-        k: &|b, h| gather(k, b, h),
-        v: &|b, h| gather(v, b, h),
+        batch: &batch,
+        q: &|s, h| gather_queries(q, &batch, s, h),
+        k: &|s, h| gather_keys(k, &batch, s, h),
+        v: &|s, h| gather_keys(v, &batch, s, h),
         round: exact,
     };
-    let found = formula::backward_f64(problem, &tensors, &|b, h| gather(dout, b, h));
+    let found = formula::backward_f64(problem, &tensors, &|s, h| gather_queries(dout, &batch, s, h));
     Ok(Gradients {
         dq: found.dq,
         dk: found.dk,
         dv: found.dv,
+        dsinks: found.dsinks,
         dq_noise: noise(found.dq_terms),
         dk_noise: noise(found.dk_terms),
         dv_noise: noise(found.dv_terms),
+        dsinks_noise: noise(found.dsinks_terms),
     })
 }

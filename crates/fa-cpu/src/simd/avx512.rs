@@ -68,6 +68,41 @@ impl Vector for F32x16 {
         unsafe { _mm512_cmp_ps_mask::<_CMP_GT_OQ>(self.0, limit.0) != 0 }
     }
     #[inline(always)]
+    unsafe fn sum(self) -> f32 {
+        unsafe { _mm512_reduce_add_ps(self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        unsafe {
+            let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            F32x16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self {
+        unsafe { F32x16(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16) {
+        unsafe {
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+            // A NaN stays one, quiet.
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self.0, self.0);
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let words = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(words));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16) {
+        unsafe {
+            let halves = _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(self.0);
+            _mm256_storeu_si256(to.cast(), halves);
+        }
+    }
+    #[inline(always)]
     unsafe fn transpose(from: *const u32, ld_from: usize, to: *mut u32, ld_to: usize) {
         unsafe {
             let mut rows = [_mm512_setzero_si512(); 16];

@@ -10,7 +10,7 @@ pub enum Isa {
     Portable,
     /// AArch64 Advanced SIMD.
     Neon,
-    /// x86-64 AVX2 with FMA.
+    /// x86-64 AVX2 with FMA and F16C.
     Avx2,
     /// x86-64 AVX-512 (F, BW, DQ, VL).
     Avx512,
@@ -41,7 +41,11 @@ impl Isa {
         match self {
             Isa::Portable => true,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => {
                 Isa::Avx2.is_available()

@@ -7,7 +7,7 @@ use super::isa::Isa;
 #[cfg(target_arch = "aarch64")]
 use super::neon;
 use super::product::{Init, Order, RawProduct};
-use super::softmax::{RawGradient, RawSoftmax};
+use super::softmax::{RawAlibi, RawGradient, RawSoftmax};
 use super::table::Table;
 use super::tile::{TileShape, extent};
 use super::transpose::RawTranspose;
@@ -19,7 +19,7 @@ use super::{peak, portable};
 #[derive(Clone, Copy)]
 pub struct Kernels {
     isa: Isa,
-    table: &'static Table,
+    pub(super) table: &'static Table,
     table16: Option<&'static Table16>,
 }
 
@@ -48,6 +48,15 @@ pub struct Product<'a> {
     pub ldc: usize,
     /// What is added to.
     pub init: Init<'a>,
+}
+
+/// ALiBi's bias on one tile: `slope * |first + query - key|`, query and key counted within the tile.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bias {
+    /// The slope, in the scores' base.
+    pub slope: f32,
+    /// Distance of the tile's first query from its first key, with its sign: `i + seqlen_k - seqlen_q - j`.
+    pub first: f32,
 }
 
 impl Kernels {
@@ -184,10 +193,11 @@ impl Kernels {
     /// Backward of the softmax on one tile: `scores` (base 2) become probabilities `P = 2^(score - lse)`,
     /// `dp` (dP) become `dS = P (dP - delta)`. `lse` is in base 2 too, +inf for rows that see nothing.
     /// With a `cap` (times log2 e) the scores come in before the cap, divided by it, and dS takes in the
-    /// cap's derivative.
+    /// cap's derivative. With `alibi` they come in before its bias, which comes after the cap.
     ///
     /// # Panics
     /// If a buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
+    #[allow(clippy::too_many_arguments)]
     pub fn softmax_gradient(
         &self,
         shape: TileShape,
@@ -196,8 +206,10 @@ impl Kernels {
         lse: &[f32],
         delta: &[f32],
         cap: Option<f32>,
+        alibi: Option<Bias>,
     ) {
         let TileShape { keys, queries, ld } = shape;
+        let Bias { slope, first } = alibi.unwrap_or(Bias { slope: 0.0, first: 0.0 });
         self.check_tile(shape, scores.len().min(dp.len()));
         assert!(lse.len() >= queries && delta.len() >= queries, "row data too short");
         let raw = RawGradient {
@@ -209,9 +221,23 @@ impl Kernels {
             lse: lse.as_ptr(),
             delta: delta.as_ptr(),
             cap: cap.unwrap_or(0.0),
+            slope,
+            first,
         };
         // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
         unsafe { (self.table.gradient)(&raw) }
+    }
+
+    /// Lowers a tile of scores by `slope * |first + query - key|`.
+    ///
+    /// # Panics
+    /// If the buffer is shorter than the shape says, or `queries` is no multiple of the lanes.
+    pub fn alibi(&self, shape: TileShape, scores: &mut [f32], Bias { slope, first }: Bias) {
+        let TileShape { keys, queries, ld } = shape;
+        self.check_tile(shape, scores.len());
+        let raw = RawAlibi { keys, queries, scores: scores.as_mut_ptr(), ld, slope, first };
+        // SAFETY: lengths were just checked, and the table was given out for a CPU that has the instructions.
+        unsafe { (self.table.alibi)(&raw) }
     }
 
     fn check_tile(&self, shape: TileShape, len: usize) {

@@ -20,6 +20,8 @@ mod neon;
 mod peak;
 mod portable;
 mod product;
+mod row_kernels;
+pub(crate) mod rows;
 pub(crate) mod scatter;
 mod softmax;
 mod table;
@@ -29,7 +31,7 @@ mod vector;
 mod widest;
 
 pub use isa::{Isa, ParseIsaError};
-pub use kernels::{Kernels, Product};
+pub use kernels::{Bias, Kernels, Product};
 pub use product::{Init, Order};
 pub use tile::TileShape;
 pub(crate) use widest::{Work, widest};

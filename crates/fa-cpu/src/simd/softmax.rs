@@ -1,7 +1,7 @@
 //! The online softmax and its backward on transposed tiles of scores, in base 2.
 #![allow(unsafe_code)]
 
-use super::vector::{Vector, exp2, tanh};
+use super::vector::{Vector, counting, exp2, tanh};
 
 /// How far (in powers of two) scores may exceed the running maximum before it is raised and what has been
 /// accumulated is rescaled. Probabilities up to 2^8 cost no precision in f32 sums, and on most tiles nothing
@@ -105,6 +105,51 @@ pub(super) struct RawGradient {
     pub delta: *const f32,
     /// `cap * log2(e)` when the scores are capped, else 0.
     pub cap: f32,
+    /// ALiBi's slope times log2(e), else 0.
+    pub slope: f32,
+    /// Distance of query 0 from key 0, with its sign.
+    pub first: f32,
+}
+
+/// One tile of scores that ALiBi lowers by `slope * |first + query - key|`.
+///
+/// # Safety
+/// `scores` is valid for `keys` rows of `queries` values at stride `ld`; `queries` is a multiple of the
+/// lanes.
+pub(super) struct RawAlibi {
+    pub keys: usize,
+    pub queries: usize,
+    pub scores: *mut f32,
+    pub ld: usize,
+    pub slope: f32,
+    pub first: f32,
+}
+
+/// `score - slope * |position - key|`.
+#[inline(always)]
+unsafe fn lowered<V: Vector>(score: V, slope: V, position: V, key: usize) -> V {
+    // SAFETY: register operations only; the caller vouches for the instruction set.
+    unsafe {
+        let distance = position.sub(V::splat(key as f32));
+        let distance = distance.max(V::splat(0.0).sub(distance));
+        V::splat(0.0).sub(slope).mul_add(distance, score)
+    }
+}
+
+/// Lowers a tile of scores by their distance from the diagonal.
+#[inline(always)]
+pub(super) unsafe fn alibi<V: Vector>(call: &RawAlibi) {
+    // SAFETY: `RawAlibi`'s contract.
+    unsafe {
+        let slope = V::splat(call.slope);
+        for column in (0..call.queries).step_by(V::LANES) {
+            let position = counting::<V>(call.first + column as f32);
+            for key in 0..call.keys {
+                let at = call.scores.add(key * call.ld + column);
+                lowered(V::load(at), slope, position, key).store(at);
+            }
+        }
+    }
 }
 
 /// With P = 2^(S - LSE): scores become P, `dp` (dP) becomes dS = P * (dP - delta).
@@ -113,16 +158,25 @@ pub(super) struct RawGradient {
 #[inline(always)]
 pub(super) unsafe fn gradient<V: Vector>(call: &RawGradient) {
     // SAFETY: `RawGradient`'s contract.
+    unsafe { if call.slope == 0.0 { gradient_by::<V, false>(call) } else { gradient_by::<V, true>(call) } }
+}
+
+#[inline(always)]
+unsafe fn gradient_by<V: Vector, const ALIBI: bool>(call: &RawGradient) {
+    // SAFETY: `RawGradient`'s contract.
     unsafe {
+        let slope = V::splat(call.slope);
         for column in (0..call.queries).step_by(V::LANES) {
             let lse = V::load(call.lse.add(column));
             let delta = V::load(call.delta.add(column));
+            let position = counting::<V>(call.first + column as f32);
             for key in 0..call.keys {
                 let score_at = call.scores.add(key * call.ld + column);
                 let dp_at = call.dp.add(key * call.ld + column);
                 let difference = V::load(dp_at).sub(delta);
                 let score = V::load(score_at);
                 if call.cap == 0.0 {
+                    let score = if ALIBI { lowered(score, slope, position, key) } else { score };
                     let p = exp2(score.sub(lse));
                     p.store(score_at);
                     p.mul(difference).store(dp_at);
@@ -132,6 +186,7 @@ pub(super) unsafe fn gradient<V: Vector>(call: &RawGradient) {
                     let masked = V::splat(f32::NEG_INFINITY);
                     let score =
                         V::splat(f32::MIN).select_greater(score, masked, capped.mul(V::splat(call.cap)));
+                    let score = if ALIBI { lowered(score, slope, position, key) } else { score };
                     let p = exp2(score.sub(lse));
                     p.store(score_at);
                     let slope = V::splat(1.0).sub(capped.mul(capped));

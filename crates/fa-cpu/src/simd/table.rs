@@ -6,7 +6,8 @@
 #![allow(unsafe_code)]
 
 use super::product::RawProduct;
-use super::softmax::{RawGradient, RawSoftmax};
+use super::rows::RowTables;
+use super::softmax::{RawAlibi, RawGradient, RawSoftmax};
 use super::transpose::RawTranspose;
 
 /// The kernels of one instruction set.
@@ -20,6 +21,8 @@ pub(super) struct Table {
     pub product: unsafe fn(&RawProduct),
     pub softmax: unsafe fn(&RawSoftmax) -> bool,
     pub gradient: unsafe fn(&RawGradient),
+    pub alibi: unsafe fn(&RawAlibi),
+    pub rows_of: RowTables,
     pub softcap: unsafe fn(*mut f32, usize, f32),
     pub exp2: unsafe fn(*mut f32, usize),
     pub transpose: unsafe fn(&RawTranspose),
@@ -31,7 +34,7 @@ macro_rules! table {
     ($vector:ty $(, $features:literal)?) => {
         /// The kernels on these registers.
         pub(super) static TABLE: super::table::Table = {
-            use super::{peak, product, softmax, transpose};
+            use super::{peak, product, rows, softmax, transpose};
             $(#[target_feature(enable = $features)])?
             unsafe fn product(call: &product::RawProduct) {
                 // SAFETY: the caller keeps the contract of `RawProduct`.
@@ -46,6 +49,42 @@ macro_rules! table {
             unsafe fn gradient(call: &softmax::RawGradient) {
                 // SAFETY: the caller keeps the contract of `RawGradient`.
                 unsafe { softmax::gradient::<$vector>(call) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn alibi(call: &softmax::RawAlibi) {
+                // SAFETY: the caller keeps the contract of `RawAlibi`.
+                unsafe { softmax::alibi::<$vector>(call) }
+            }
+            $(#[target_feature(enable = $features)])?
+            unsafe fn row_softmax(call: &rows::RawRow) -> [f32; 3] {
+                // SAFETY: the caller keeps the contract of `RawRow`.
+                unsafe { rows::softmax::<$vector>(call) }
+            }
+            /// The kernels on rows of one element type.
+            macro_rules! row_table {
+                ($type:ty) => {{
+                    $(#[target_feature(enable = $features)])?
+                    unsafe fn widen(from: *const $type, to: *mut f32, len: usize) {
+                        // SAFETY: the caller vouches for `len` numbers at both.
+                        unsafe { rows::widen::<$vector, $type>(from, to, len) }
+                    }
+                    $(#[target_feature(enable = $features)])?
+                    unsafe fn narrow(from: *const f32, factor: f32, to: *mut $type, len: usize) {
+                        // SAFETY: the caller vouches for `len` numbers at both.
+                        unsafe { rows::narrow::<$vector, $type>(from, factor, to, len) }
+                    }
+                    $(#[target_feature(enable = $features)])?
+                    unsafe fn dots(call: &rows::RawDots<'_, $type>) {
+                        // SAFETY: the caller keeps the contract of `RawDots`.
+                        unsafe { rows::dots::<$vector, $type>(call) }
+                    }
+                    $(#[target_feature(enable = $features)])?
+                    unsafe fn accumulate(call: &rows::RawAccumulate<'_, $type>) {
+                        // SAFETY: the caller keeps the contract of `RawAccumulate`.
+                        unsafe { rows::accumulate::<$vector, $type>(call) }
+                    }
+                    rows::RowTable { widen, narrow, dots, accumulate }
+                }};
             }
             $(#[target_feature(enable = $features)])?
             unsafe fn softcap(data: *mut f32, len: usize, cap: f32) {
@@ -74,6 +113,14 @@ macro_rules! table {
                 product,
                 softmax,
                 gradient,
+                alibi,
+                rows_of: rows::RowTables {
+                    f32: row_table!(f32),
+                    bf16: row_table!(half::bf16),
+                    f16: row_table!(half::f16),
+                    f64: row_table!(f64),
+                    softmax: row_softmax,
+                },
                 softcap,
                 exp2,
                 transpose,

@@ -196,7 +196,7 @@ fn softmax_gradient_follows_its_formula() {
             lse[1] = f32::INFINITY;
             let (before, dbefore) = (scores.clone(), dp.clone());
             let shape = TileShape { keys, queries, ld };
-            kernels.softmax_gradient(shape, &mut scores, &mut dp, &lse, &delta, cap);
+            kernels.softmax_gradient(shape, &mut scores, &mut dp, &lse, &delta, cap, None);
             for i in (0..keys * ld).filter(|i| i % ld < queries) {
                 let (query, score) = (i % ld, f64::from(before[i]));
                 let capped = cap.map_or(score, |cap| f64::from(cap) * score.tanh());
@@ -356,7 +356,7 @@ fn softmax_gradient_with_bf16_results_agrees_with_f32() {
             });
             let mut want: Vec<f32> = scores.iter().map(|score| score * scale).collect();
             let mut dwant = dp.clone();
-            kernels.softmax_gradient(shape, &mut want, &mut dwant, &lse, &delta, cap);
+            kernels.softmax_gradient(shape, &mut want, &mut dwant, &lse, &delta, cap, None);
             let value = |bits: u16| half::bf16::from_bits(bits).to_f32();
             for i in 0..keys * queries {
                 let (key, query) = (i / queries, i % queries);

@@ -33,6 +33,50 @@ pub(super) trait Vector: Copy {
     unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
     /// Whether `self > limit` in any lane.
     unsafe fn any_greater(self, limit: Self) -> bool;
+    /// The sum of all lanes.
+    #[inline(always)]
+    unsafe fn sum(self) -> f32 {
+        let mut lanes = [0.0; 16];
+        // SAFETY: no register has more lanes.
+        unsafe { self.store(lanes.as_mut_ptr()) };
+        lanes.iter().sum()
+    }
+    /// `LANES` bf16 numbers.
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe { load_each::<Self>(|i| half::bf16::from_bits(*from.add(i)).to_f32()) }
+    }
+    /// `LANES` f16 numbers.
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe { load_each::<Self>(|i| half::f16::from_bits(*from.add(i)).to_f32()) }
+    }
+    /// `LANES` f64 numbers, rounded.
+    #[inline(always)]
+    unsafe fn load_f64(from: *const f64) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe { load_each::<Self>(|i| *from.add(i) as f32) }
+    }
+    /// Rounds to nearest even.
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16) {
+        // SAFETY: the caller vouches for `LANES` places.
+        unsafe { store_each(self, |i, value| *to.add(i) = half::bf16::from_f32(value).to_bits()) }
+    }
+    /// Rounds to nearest even.
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16) {
+        // SAFETY: the caller vouches for `LANES` places.
+        unsafe { store_each(self, |i, value| *to.add(i) = half::f16::from_f32(value).to_bits()) }
+    }
+    /// Exact.
+    #[inline(always)]
+    unsafe fn store_f64(self, to: *mut f64) {
+        // SAFETY: the caller vouches for `LANES` places.
+        unsafe { store_each(self, |i, value| *to.add(i) = f64::from(value)) }
+    }
     /// Transposes a square of `LANES x LANES` words.
     #[inline(always)]
     unsafe fn transpose(from: *const u32, ld_from: usize, to: *mut u32, ld_to: usize) {
@@ -43,6 +87,33 @@ pub(super) trait Vector: Copy {
             }
         }
     }
+}
+
+/// A register, lane by lane.
+#[inline(always)]
+unsafe fn load_each<V: Vector>(lane: impl Fn(usize) -> f32) -> V {
+    let lanes: [f32; 16] = core::array::from_fn(|i| if i < V::LANES { lane(i) } else { 0.0 });
+    // SAFETY: no register has more lanes.
+    unsafe { V::load(lanes.as_ptr()) }
+}
+
+/// Each lane of a register.
+#[inline(always)]
+unsafe fn store_each<V: Vector>(values: V, mut lane: impl FnMut(usize, f32)) {
+    let mut lanes = [0.0; 16];
+    // SAFETY: no register has more lanes.
+    unsafe { values.store(lanes.as_mut_ptr()) };
+    lanes[..V::LANES].iter().enumerate().for_each(|(i, &value)| lane(i, value));
+}
+
+/// 0, 1, 2, ...
+const COUNTING: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+
+/// `first`, `first + 1`, ...
+#[inline(always)]
+pub(super) unsafe fn counting<V: Vector>(first: f32) -> V {
+    // SAFETY: no register has more lanes; the caller vouches for the instruction set.
+    unsafe { V::load(COUNTING.as_ptr()).add(V::splat(first)) }
 }
 
 /// 1.5 * 2^23: adding it leaves the nearest integer in the low bits.

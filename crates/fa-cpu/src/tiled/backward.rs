@@ -7,203 +7,145 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use fa_core::{Mask, Problem};
+use fa_core::Problem;
 
 use super::buffer::Buffer;
-use super::forward::{Scores, hide, sees_all, visible_keys};
+use super::cut::{Cut, Sizes, TILE_N, cuts};
 use super::inputs::BackwardInputs;
-use super::pack::{HeadRows, all_finite, dot, is_finite, read_row, read_rows, row_stride};
+use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
 use super::schedule;
+use super::scores::Scores;
+use super::scratch::{QueryTile, Scratch};
+use super::work::Unit;
+use crate::batch::Batch;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
 use crate::simd::{Init, Kernels, Order, Product, TileShape};
 use crate::view::TensorMut;
 
-/// Keys of a tile.
-const TILE_N: usize = 128;
+/// What a backward reads, and how it is to be run.
+pub(super) struct Backward<'a, T> {
+    pub kernels: Kernels,
+    pub threads: Option<usize>,
+    pub problem: &'a Problem,
+    pub batch: &'a Batch<'a>,
+    pub inputs: BackwardInputs<'a, T>,
+}
+
+/// What a backward writes.
+pub(super) struct Gradients<'a, T> {
+    pub dq: TensorMut<'a, T>,
+    pub dk: TensorMut<'a, T>,
+    pub dv: TensorMut<'a, T>,
+    pub dsinks: Option<&'a mut [f32]>,
+}
+
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
-/// Panels of queries in a tile.
-const PANELS: usize = 2;
 /// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
 /// of the row's.
 const FEW_KEYS: usize = 16;
 
-/// A tile of queries, in the forms that the five products read.
-struct QueryTile {
-    /// Qt `[head_dim][tile_m]`, scaled: B of the scores.
-    qt: Buffer,
-    /// Q `[tile_m][ld]`: B of dK.
-    q: Buffer,
-    /// dOt `[head_dim_v][tile_m]`: B of dP.
-    dot: Buffer,
-    /// dO `[tile_m][ld]`: B of dV.
-    dout: Buffer,
-    /// LSE in base 2, +inf for rows that see nothing.
-    lse: Buffer,
-    /// Row sums of dO * O.
-    delta: Buffer,
-    /// Rows without any probability: they see no key, or all their scores are -inf. Q and dO hold zeros for
-    /// them.
-    dead: Vec<usize>,
-    /// Rows where Q or dO holds infinities or NaN, as far as that matters: where the mask hides something.
-    wild: Vec<usize>,
-}
-
-/// What one worker keeps.
-struct Scratch {
-    queries: Vec<QueryTile>,
-    /// dK `[keys of the item][ld]`, dV the same.
-    dk: Buffer,
-    dv: Buffer,
-    /// St then Pt, and dPt then dSt: `[TILE_N][tile_m]`.
-    s: Buffer,
-    ds: Buffer,
-    /// Rows of O on their way in, rows of dQ on their way out: `[tile_m][ldq or ldo]`.
-    rows: Buffer,
-}
-
-/// Sizes that follow from the problem and the kernels.
-#[derive(Clone, Copy)]
-struct Sizes {
-    tile_m: usize,
-    m_tiles: usize,
-    /// Padded head dims: whole registers, so that they can be columns of a product.
-    ldq: usize,
-    ldo: usize,
-    columns_q: usize,
-    columns_o: usize,
-    /// Keys of an item.
-    keys: usize,
-    /// Items of a head.
-    parts: usize,
-    /// Values of one head's dQt.
-    dq_len: usize,
-}
-
-impl Sizes {
-    fn new(problem: &Problem, kernels: Kernels, workers: usize) -> Sizes {
-        let tile_m = PANELS * kernels.panel();
-        let m_tiles = problem.lengths.max_q().div_ceil(tile_m);
-        let n_tiles = problem.lengths.max_k().div_ceil(TILE_N);
-        let heads = problem.lengths.sequences() * problem.heads_kv;
-        // Splitting costs a dQ for each part, so only as far as every worker has something to do.
-        let parts = if heads.is_multiple_of(workers) || heads >= 4 * workers {
-            1
-        } else {
-            (2 * workers).div_ceil(heads.max(1)).clamp(1, n_tiles.max(1))
-        };
-        let keys = n_tiles.div_ceil(parts).max(1) * TILE_N;
-        Sizes {
-            tile_m,
-            m_tiles,
-            ldq: row_stride(problem.head_dim),
-            ldo: row_stride(problem.head_dim_v),
-            columns_q: problem.head_dim.next_multiple_of(kernels.lanes()),
-            columns_o: problem.head_dim_v.next_multiple_of(kernels.lanes()),
-            keys,
-            parts: problem.lengths.max_k().div_ceil(keys).max(1),
-            dq_len: m_tiles * problem.head_dim * tile_m,
-        }
-    }
-}
-
-impl Scratch {
-    fn new(problem: &Problem, sizes: &Sizes) -> Scratch {
-        let Sizes { tile_m, ldq, ldo, .. } = *sizes;
-        let tile = || QueryTile {
-            qt: Buffer::new(problem.head_dim * tile_m),
-            q: Buffer::new(tile_m * ldq),
-            dot: Buffer::new(problem.head_dim_v * tile_m),
-            dout: Buffer::new(tile_m * ldo),
-            lse: Buffer::new(tile_m),
-            delta: Buffer::new(tile_m),
-            dead: Vec::new(),
-            wild: Vec::new(),
-        };
-        let keys = sizes.keys.min(problem.lengths.max_k());
-        Scratch {
-            queries: (0..sizes.m_tiles).map(|_| tile()).collect(),
-            dk: Buffer::new(keys * ldq),
-            dv: Buffer::new(keys * ldo),
-            s: Buffer::new(TILE_N * tile_m),
-            ds: Buffer::new(TILE_N * tile_m),
-            rows: Buffer::new(tile_m * ldq.max(ldo)),
-        }
-    }
-}
-
-pub(super) fn run<T: Element>(
-    kernels: Kernels,
-    threads: Option<usize>,
-    problem: &Problem,
-    inputs: &BackwardInputs<'_, T>,
-    dq: &mut TensorMut<'_, T>,
-    dk: &mut TensorMut<'_, T>,
-    dv: &mut TensorMut<'_, T>,
-) {
-    let sizes = Sizes::new(problem, kernels, schedule::workers(threads));
+/// Computes all gradients.
+pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
+    let Backward { kernels, threads, problem, batch, ref inputs } = *call;
+    let sizes = Sizes::new(problem, kernels);
+    let cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
     let group = problem.group_size();
-    let (k, v) = (HeadRows::new(&inputs.k, threads), HeadRows::new(&inputs.v, threads));
-    let scores = Scores::new(problem);
-    let finite_k = problem.mask.is_full() || all_finite(&k, inputs.k.shape(), threads);
-    let job = Job { kernels, problem, scores: &scores, sizes, finite_k };
-    let dq = Scatter::new(dq, sizes.tile_m);
-    let dk = Scatter::new(dk, sizes.keys);
-    let dv = Scatter::new(dv, sizes.keys);
+    let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
+    let job = Job { call, scores: &Scores::new(problem), sizes, k, v };
+    let sequences = &batch.sequences;
+    let dq = Scatter::new(&mut to.dq, sequences.iter().map(|sequence| (sequence.q, sizes.tile_m)));
+    let mut tiles = vec![TILE_N; sequences.len()];
+    cuts.iter().for_each(|cut| tiles[cut.unit.sequence] = cut.keys);
+    let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
+    let (dk, dv) = (Scatter::new(&mut to.dk, of_keys()), Scatter::new(&mut to.dv, of_keys()));
 
-    let items = problem.lengths.sequences() * problem.heads_kv * sizes.parts;
+    let mut items: Vec<(usize, usize)> = Vec::with_capacity(cuts.len());
+    for (index, cut) in cuts.iter().enumerate() {
+        items.extend((0..cut.parts).map(|part| (index, part)));
+    }
+    if !problem.lengths.is_uniform() {
+        // Most work first.
+        let weight = |&(cut, _): &(usize, usize)| (cuts[cut].band.pairs() / cuts[cut].parts as f64) as u64;
+        items.sort_by_cached_key(|item| std::cmp::Reverse(weight(item)));
+    }
     // dQt of every (item, head of its group), where items of one head have to be added up.
-    let partial: Vec<OnceLock<Buffer>> = match sizes.parts {
-        1 => Vec::new(),
-        _ => (0..items * group).map(|_| OnceLock::new()).collect(),
+    let partials =
+        cuts.last().map_or(0, |last| last.partial + if last.parts > 1 { last.parts * group } else { 0 });
+    let partial: Vec<OnceLock<Buffer>> = (0..partials).map(|_| OnceLock::new()).collect();
+    // What each head of each unit adds to its sink's gradient.
+    let dsinks: Vec<OnceLock<f64>> = match to.dsinks {
+        Some(_) => (0..cuts.len() * group).map(|_| OnceLock::new()).collect(),
+        None => Vec::new(),
     };
     schedule::run(
-        items,
+        items.len(),
         threads,
-        || (Scratch::new(problem, &sizes), Buffer::new(if sizes.parts == 1 { sizes.dq_len } else { 0 })),
-        |(scratch, own_dq), item| {
-            let (index, part) = (item / sizes.parts, item % sizes.parts);
-            let (batch, kv_head) = (index / problem.heads_kv, index % problem.heads_kv);
-            let keys = part * sizes.keys..problem.lengths.max_k().min((part + 1) * sizes.keys);
-            scratch.dk.fill(0.0);
-            scratch.dv.fill(0.0);
+        || Scratch::new(problem, &sizes, &cuts, k.converts() || v.converts()),
+        |scratch, item| {
+            let (index, part) = items[item];
+            let cut = &cuts[index];
+            let Unit { sequence, kv_head } = cut.unit;
+            let keys = part * cut.keys..cut.band.k.min((part + 1) * cut.keys);
+            let (mut k_rows, mut v_rows) = (std::mem::take(&mut scratch.k), std::mem::take(&mut scratch.v));
+            let k = k.tile(kernels, cut.unit, keys.clone(), &mut k_rows);
+            let v = v.tile(kernels, cut.unit, keys.clone(), &mut v_rows);
+            let mut own_dq = std::mem::take(&mut scratch.dq);
+            scratch.dk[..keys.len() * sizes.ldq].fill(0.0);
+            scratch.dv[..keys.len() * sizes.ldo].fill(0.0);
             for member in 0..group {
                 let head = kv_head * group + member;
-                let tensors = [k.head(batch, kv_head), v.head(batch, kv_head)];
-                for (tile, queries) in scratch.queries.iter_mut().enumerate() {
-                    job.read_queries(inputs, batch, head, tile, queries, &mut scratch.rows);
+                for tile in 0..cut.m_tiles {
+                    let queries = &mut scratch.queries[tile];
+                    job.read_queries(cut, head, tile, queries, &mut scratch.rows);
                     if size_of::<T>() == 2 {
-                        job.exact_deltas(job.rows(tile), queries, tensors);
+                        job.exact_deltas(cut, head, tile, queries, &keys, [k, v]);
                     }
                 }
-                if sizes.parts == 1 {
+                if part == 0
+                    && let Some(sum) = dsinks.get(index * group + member)
+                {
+                    let empty = sum.set(job.dsink(cut, head, &scratch.queries)).is_ok();
+                    debug_assert!(empty, "an item runs once");
+                }
+                if cut.parts == 1 {
+                    let own_dq = &mut own_dq[..cut.dq_len];
                     own_dq.fill(0.0);
-                    job.main_loop(scratch, &keys, tensors, own_dq);
-                    for tile in 0..sizes.m_tiles {
+                    job.main_loop(scratch, cut, head, &keys, [k, v], own_dq);
+                    for tile in 0..cut.m_tiles {
                         let dqt = &own_dq[tile * problem.head_dim * sizes.tile_m..];
-                        job.write_queries(&dq, [batch, head, tile], dqt, &mut scratch.rows);
+                        job.write_queries(&dq, cut, [head, tile], dqt, &mut scratch.rows);
                     }
                 } else {
-                    let mut own = Buffer::new(sizes.dq_len);
-                    job.main_loop(scratch, &keys, tensors, &mut own);
-                    let empty = partial[item * group + member].set(own).is_ok();
+                    let mut own = Buffer::new(cut.dq_len);
+                    job.main_loop(scratch, cut, head, &keys, [k, v], &mut own);
+                    let empty = partial[cut.partial + part * group + member].set(own).is_ok();
                     debug_assert!(empty, "an item runs once");
                 }
             }
             if !keys.is_empty() {
                 let scale = problem.scale() as f32;
-                let mut dk = dk.take(batch, kv_head, part);
-                let mut dv = dv.take(batch, kv_head, part);
+                let mut dk = dk.take(sequence, kv_head, part);
+                let mut dv = dv.take(sequence, kv_head, part);
                 for (i, key) in keys.enumerate() {
-                    dk.write(key, scratch.dk[i * sizes.ldq..].iter().map(|&x| T::from_f32(x * scale)));
-                    dv.write(key, scratch.dv[i * sizes.ldo..].iter().map(|&x| T::from_f32(x)));
+                    dk.write(kernels, key, &scratch.dk[i * sizes.ldq..], scale);
+                    dv.write(kernels, key, &scratch.dv[i * sizes.ldo..], 1.0);
                 }
             }
+            (scratch.k, scratch.v, scratch.dq) = (k_rows, v_rows, own_dq);
         },
     );
-    if sizes.parts > 1 {
-        job.add_partial(threads, &partial, &dq);
+    if partials > 0 {
+        job.add_partial(&cuts, &partial, &dq);
+    }
+    if let Some(to) = &mut to.dsinks {
+        let mut sums = vec![0f64; problem.heads_q];
+        for (index, sum) in dsinks.iter().enumerate() {
+            let head = cuts[index / group].unit.kv_head * group + index % group;
+            sums[head] += sum.get().copied().unwrap_or(0.0);
+        }
+        to.iter_mut().zip(sums).for_each(|(to, sum)| *to = sum as f32);
     }
 }
 
@@ -214,45 +156,45 @@ fn add_scaled(to: &mut [f32], factor: f32, from: &[f32]) {
     }
 }
 
-struct Job<'a> {
-    kernels: Kernels,
-    problem: &'a Problem,
+struct Job<'a, T> {
+    call: &'a Backward<'a, T>,
     scores: &'a Scores,
     sizes: Sizes,
-    /// Whether K holds neither infinities nor NaN, as far as that matters.
-    finite_k: bool,
+    k: KeyRows<'a, T>,
+    v: KeyRows<'a, T>,
 }
 
-impl Job<'_> {
-    fn rows(&self, tile: usize) -> Range<usize> {
-        tile * self.sizes.tile_m..self.problem.lengths.max_q().min((tile + 1) * self.sizes.tile_m)
+impl<T: Element> Job<'_, T> {
+    fn rows(&self, cut: &Cut, tile: usize) -> Range<usize> {
+        tile * self.sizes.tile_m..cut.band.q.min((tile + 1) * self.sizes.tile_m)
     }
 
-    fn read_queries<T: Element>(
-        &self,
-        inputs: &BackwardInputs<'_, T>,
-        batch: usize,
-        head: usize,
-        tile: usize,
-        to: &mut QueryTile,
-        row: &mut [f32],
-    ) {
-        let (problem, Sizes { tile_m, ldq, ldo, .. }) = (self.problem, self.sizes);
-        let rows = self.rows(tile);
-        let at = [batch, rows.start, head];
+    /// Where a head's LSE of one sequence begins.
+    fn lse(&self, cut: &Cut, head: usize) -> &[f32] {
+        let ([_, seqlen, heads, _], span) =
+            (self.call.inputs.q.shape(), self.call.batch.sequences[cut.unit.sequence].q);
+        let start = (span.batch * heads + head) * seqlen + span.first;
+        &self.call.inputs.lse[start..start + span.len]
+    }
+
+    fn read_queries(&self, cut: &Cut, head: usize, tile: usize, to: &mut QueryTile, row: &mut [f32]) {
+        let Backward { kernels, problem, batch, ref inputs, .. } = *self.call;
+        let Sizes { tile_m, ldq, ldo, .. } = self.sizes;
+        let (rows, span) = (self.rows(cut, tile), batch.sequences[cut.unit.sequence].q);
+        let at = [span.batch, span.first + rows.start, head];
         let (hd, hdv) = (problem.head_dim, problem.head_dim_v);
         // Qt is scaled, Q is not: the scaled rows only pass through. Rows past the end may hold what another
         // head left there; their probabilities are 0 because their LSE is +inf.
-        read_rows(&inputs.q, at, rows.len(), self.scores.scale, &mut to.q, ldq);
-        self.kernels.transpose([rows.len(), hd], &to.q, ldq, &mut to.qt, tile_m);
-        read_rows(&inputs.q, at, rows.len(), 1.0, &mut to.q, ldq);
-        read_rows(&inputs.dout, at, rows.len(), 1.0, &mut to.dout, ldo);
-        self.kernels.transpose([rows.len(), hdv], &to.dout, ldo, &mut to.dot, tile_m);
+        read_rows(kernels, &inputs.q, at, rows.len(), self.scores.scale, &mut to.q, ldq);
+        kernels.transpose([rows.len(), hd], &to.q, ldq, &mut to.qt, tile_m);
+        read_rows(kernels, &inputs.q, at, rows.len(), 1.0, &mut to.q, ldq);
+        read_rows(kernels, &inputs.dout, at, rows.len(), 1.0, &mut to.dout, ldo);
+        kernels.transpose([rows.len(), hdv], &to.dout, ldo, &mut to.dot, tile_m);
         to.lse.fill(f32::INFINITY);
         to.delta.fill(0.0);
         to.dead.clear();
         to.wild.clear();
-        let lse = &inputs.lse[(batch * problem.heads_q + head) * problem.lengths.max_q()..];
+        let lse = self.lse(cut, head);
         let hides = !problem.mask.is_full();
         for (i, query) in rows.enumerate() {
             let (q, dout) = (&mut to.q[i * ldq..][..hd], &mut to.dout[i * ldo..][..hdv]);
@@ -265,7 +207,7 @@ impl Job<'_> {
             if hides && !(is_finite(q) && is_finite(dout)) {
                 to.wild.push(i);
             }
-            read_row(&inputs.out, [batch, query, head], &mut row[..hdv]);
+            read_row(kernels, &inputs.out, [span.batch, span.first + query, head], &mut row[..hdv]);
             to.delta[i] = dot(&row[..hdv], dout);
             to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
         }
@@ -273,59 +215,96 @@ impl Job<'_> {
 
     /// Takes delta from P and dP in rows that see few keys. `sum_j P dP = dO . O` holds for the exact O; an O
     /// of 16 bits is off by its rounding, all of which is an error of dS where few terms cancel.
-    fn exact_deltas(&self, rows: Range<usize>, tile: &mut QueryTile, [k, v]: [(&[f32], usize); 2]) {
-        let (problem, Sizes { ldq, ldo, .. }) = (self.problem, self.sizes);
-        for (i, query) in rows.enumerate() {
-            let keys = problem.mask.keys(query, problem.lengths.max_q(), problem.lengths.max_k());
-            if keys.len() > FEW_KEYS || tile.lse[i] == f32::INFINITY {
+    fn exact_deltas(
+        &self,
+        cut: &Cut,
+        head: usize,
+        tile: usize,
+        to: &mut QueryTile,
+        own: &Range<usize>,
+        [k, v]: [(&[f32], usize); 2],
+    ) {
+        let Backward { kernels, problem, batch, .. } = *self.call;
+        let Sizes { ldq, ldo, .. } = self.sizes;
+        let (slope, sink) = (batch.slope(cut.unit.sequence, head), batch.sink(head));
+        let mut others: Option<[Buffer; 2]> = None;
+        for (i, query) in self.rows(cut, tile).enumerate() {
+            let keys = cut.band.keys(query);
+            if keys.len() > FEW_KEYS || to.lse[i] == f32::INFINITY {
                 continue;
             }
-            let q = &tile.q[i * ldq..][..problem.head_dim];
-            let dout = &tile.dout[i * ldo..][..problem.head_dim_v];
-            let (mut sum, mut delta) = (0.0, 0.0);
+            let (k, v, first) = if own.start <= keys.start && keys.end <= own.end {
+                (k, v, own.start)
+            } else {
+                let [k, v] = others.get_or_insert_with(|| [ldq, ldo].map(|ld| Buffer::new(FEW_KEYS * ld)));
+                self.k.read(kernels, cut.unit, keys.clone(), k, ldq);
+                self.v.read(kernels, cut.unit, keys.clone(), v, ldo);
+                ((&k[..], ldq), (&v[..], ldo), keys.start)
+            };
+            let q = &to.q[i * ldq..][..problem.head_dim];
+            let dout = &to.dout[i * ldo..][..problem.head_dim_v];
+            let sink = sink.map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - to.lse[i]).exp2());
+            let (mut sum, mut delta) = (sink, 0.0);
             for key in keys {
-                let score = self.scores.scale * dot(q, &k.0[key * k.1..][..problem.head_dim]);
+                let score = self.scores.scale * dot(q, &k.0[(key - first) * k.1..][..problem.head_dim]);
                 let score = self.scores.cap.map_or(score, |cap| cap * score.tanh());
-                let p = (score - tile.lse[i]).exp2();
+                let bias = cut.band.bias(slope, query, key).map_or(0.0, |bias| bias.slope * bias.first.abs());
+                let p = (score - bias - to.lse[i]).exp2();
                 sum += p;
-                delta += p * dot(dout, &v.0[key * v.1..][..problem.head_dim_v]);
+                delta += p * dot(dout, &v.0[(key - first) * v.1..][..problem.head_dim_v]);
             }
-            tile.delta[i] = delta / sum;
+            to.delta[i] = if sum == 0.0 { 0.0 } else { delta / sum };
         }
     }
 
+    /// What the rows of one head add to the gradient of its sink.
+    fn dsink(&self, cut: &Cut, head: usize, tiles: &[QueryTile]) -> f64 {
+        let Some(sink) = self.call.batch.sink(head) else { return 0.0 };
+        let (lse, mut sum) = (self.lse(cut, head), 0.0);
+        for (tile, queries) in tiles[..cut.m_tiles].iter().enumerate() {
+            for (query, &delta) in self.rows(cut, tile).zip(&*queries.delta) {
+                // Rows that see nothing, and rows without a sink, add nothing.
+                if delta != 0.0 && sink != f32::NEG_INFINITY {
+                    sum -= (f64::from(sink) - f64::from(lse[query])).exp() * f64::from(delta);
+                }
+            }
+        }
+        sum
+    }
+
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and
-    /// to dQt.
+    /// to dQt. `k` and `v` begin with the first of the keys.
     fn main_loop(
         &self,
         scratch: &mut Scratch,
+        cut: &Cut,
+        head: usize,
         keys: &Range<usize>,
         [k, v]: [(&[f32], usize); 2],
         dq: &mut [f32],
     ) {
-        let Job { problem, sizes, .. } = *self;
-        let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
-        let seen_by = |key| transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
+        let (Backward { problem, .. }, sizes, band) = (self.call, self.sizes, &cut.band);
         for key in keys.clone().step_by(GROUP * TILE_N) {
             let group = key..keys.end.min(key + GROUP * TILE_N);
-            let seen = seen_by(group.start).start..seen_by(group.end - 1).end;
+            let seen = band.queries(group.start).start..band.queries(group.end - 1).end;
             if seen.is_empty() {
                 continue;
             }
             for m_tile in seen.start / sizes.tile_m..seen.end.div_ceil(sizes.tile_m) {
-                let queries = self.rows(m_tile);
-                let visible = visible_keys(problem, &queries);
+                let queries = self.rows(cut, m_tile);
+                let visible = band.visible_keys(&queries);
                 let dq = &mut dq[m_tile * problem.head_dim * sizes.tile_m..];
                 for key in group.clone().step_by(TILE_N) {
                     let tile = visible.start.max(key)..visible.end.min(group.end).min(key + TILE_N);
                     if !tile.is_empty() {
-                        self.tile(scratch, m_tile, &queries, &tile, keys.start, k, v, dq);
+                        self.tile(scratch, cut, [head, m_tile], &queries, &tile, keys.start, k, v, dq);
                     }
                 }
             }
         }
         // 0 times an infinity of K is NaN, but a row without probabilities has no gradient.
-        for (tile, dq) in scratch.queries.iter().zip(dq.chunks_mut(problem.head_dim * sizes.tile_m)) {
+        let tiles = scratch.queries[..cut.m_tiles].iter();
+        for (tile, dq) in tiles.zip(dq.chunks_mut(problem.head_dim * sizes.tile_m)) {
             for column in dq.chunks_mut(sizes.tile_m) {
                 tile.dead.iter().for_each(|&query| column[query] = 0.0);
             }
@@ -336,7 +315,8 @@ impl Job<'_> {
     fn tile(
         &self,
         scratch: &mut Scratch,
-        m_tile: usize,
+        cut: &Cut,
+        [head, m_tile]: [usize; 2],
         queries: &Range<usize>,
         keys: &Range<usize>,
         first_key: usize,
@@ -344,11 +324,12 @@ impl Job<'_> {
         (v, ldv): (&[f32], usize),
         dq: &mut [f32],
     ) {
-        let Job { kernels, problem, sizes, .. } = *self;
+        let (Backward { kernels, problem, batch, .. }, sizes, band) = (self.call, self.sizes, &cut.band);
         let Sizes { tile_m, ldq, ldo, .. } = sizes;
         let Scratch { queries: tiles, dk, dv, s, ds, .. } = scratch;
         let tile = &tiles[m_tile];
-        let (k, v) = (&k[keys.start * ldk..], &v[keys.start * ldv..]);
+        let first = keys.start - first_key;
+        let (k, v) = (&k[first * ldk..], &v[first * ldv..]);
         let (rows, columns) = (keys.len(), queries.len().next_multiple_of(kernels.lanes()));
         let product = |[m, n, depth]: [usize; 3],
                        (a, lda): (&[f32], usize),
@@ -361,17 +342,18 @@ impl Job<'_> {
 
         let (scores, dp) = ([rows, columns, problem.head_dim], [rows, columns, problem.head_dim_v]);
         product(scores, (k, ldk), Order::Rows, (&tile.qt, tile_m), (s, tile_m), Init::Zero);
-        let hiding = !sees_all(problem, queries, keys);
+        let hiding = !band.sees_all(queries, keys);
         if hiding {
-            hide(problem, queries, keys, s, tile_m, f32::NEG_INFINITY);
+            band.hide(queries, keys, s, tile_m, f32::NEG_INFINITY);
         }
         product(dp, (v, ldv), Order::Rows, (&tile.dot, tile_m), (ds, tile_m), Init::Zero);
         let shape = TileShape { keys: rows, queries: columns, ld: tile_m };
-        kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap);
+        let bias = band.bias(batch.slope(cut.unit.sequence, head), queries.start, keys.start);
+        kernels.softmax_gradient(shape, s, ds, &tile.lse, &tile.delta, self.scores.cap, bias);
         // P and dS are 0 where nothing is seen, even where 0 was multiplied by NaN.
         for tile_of in [&mut *s, &mut *ds] {
             if hiding {
-                hide(problem, queries, keys, tile_of, tile_m, 0.0);
+                band.hide(queries, keys, tile_of, tile_m, 0.0);
             }
             for row in tile_of.chunks_mut(tile_m).take(rows) {
                 tile.dead.iter().for_each(|&query| row[query] = 0.0);
@@ -380,15 +362,7 @@ impl Job<'_> {
 
         // 0 times what is not finite is NaN too: where a tile hides something, such rows of Q, dO and K come
         // in by themselves, for those who see them.
-        let seen = |query: usize, key: usize| {
-            problem.mask.visible(
-                queries.start + query,
-                keys.start + key,
-                problem.lengths.max_q(),
-                problem.lengths.max_k(),
-            )
-        };
-        let first = keys.start - first_key;
+        let seen = |query: usize, key: usize| band.visible(queries.start + query, keys.start + key);
         let (dv, dk) = (&mut dv[first * ldo..], &mut dk[first * ldq..]);
         let mut from = 0;
         for to in tile.wild.iter().copied().filter(|_| hiding).chain([queries.len()]) {
@@ -409,8 +383,8 @@ impl Job<'_> {
             }
             from = to + 1;
         }
-        let is_wild =
-            |key: &usize| hiding && !self.finite_k && !is_finite(&k[key * ldk..][..problem.head_dim]);
+        let any_wild = hiding && !all_finite(k, rows, problem.head_dim, ldk);
+        let is_wild = |key: &usize| any_wild && !is_finite(&k[key * ldk..][..problem.head_dim]);
         let mut from = 0;
         while from < rows {
             let to = (from..rows).find(is_wild).unwrap_or(rows);
@@ -432,48 +406,49 @@ impl Job<'_> {
     }
 
     /// Writes one tile of dQ from dQt, by way of `rows`.
-    fn write_queries<T: Element>(
+    fn write_queries(
         &self,
         dq: &Scatter<'_, T>,
-        [batch, head, tile]: [usize; 3],
+        cut: &Cut,
+        [head, tile]: [usize; 2],
         dqt: &[f32],
         rows: &mut [f32],
     ) {
-        let (Sizes { tile_m, ldq, .. }, scale) = (self.sizes, self.problem.scale() as f32);
-        let queries = self.rows(tile);
-        self.kernels.transpose([self.problem.head_dim, queries.len()], dqt, tile_m, rows, ldq);
-        let mut to = dq.take(batch, head, tile);
+        let Backward { kernels, problem, .. } = *self.call;
+        let (Sizes { tile_m, ldq, .. }, scale) = (self.sizes, problem.scale() as f32);
+        let queries = self.rows(cut, tile);
+        kernels.transpose([problem.head_dim, queries.len()], dqt, tile_m, rows, ldq);
+        let mut to = dq.take(cut.unit.sequence, head, tile);
         for (row, values) in queries.zip(rows.chunks(ldq)) {
-            to.write(row, values.iter().map(|&value| T::from_f32(value * scale)));
+            to.write(kernels, row, values, scale);
         }
     }
 
     /// Adds up the parts of every head's dQ, in order, and writes it.
-    fn add_partial<T: Element>(
-        &self,
-        threads: Option<usize>,
-        partial: &[OnceLock<Buffer>],
-        dq: &Scatter<'_, T>,
-    ) {
-        let Job { problem, sizes, .. } = *self;
-        let (group, len) = (problem.group_size(), problem.head_dim * sizes.tile_m);
+    fn add_partial(&self, cuts: &[Cut], partial: &[OnceLock<Buffer>], dq: &Scatter<'_, T>) {
+        let Backward { problem, threads, .. } = *self.call;
+        let (sizes, group) = (self.sizes, problem.group_size());
+        let len = problem.head_dim * sizes.tile_m;
+        let mut items = vec![];
+        for cut in cuts.iter().filter(|cut| cut.parts > 1) {
+            items.extend((0..group).flat_map(|member| (0..cut.m_tiles).map(move |tile| (cut, member, tile))));
+        }
         schedule::run(
-            problem.lengths.sequences() * problem.heads_q * sizes.m_tiles,
+            items.len(),
             threads,
             || [Buffer::new(len), Buffer::new(sizes.tile_m * sizes.ldq)],
             |[sum, rows], item| {
-                let (index, tile) = (item / sizes.m_tiles, item % sizes.m_tiles);
-                let (batch, head) = (index / problem.heads_q, index % problem.heads_q);
-                let first = (batch * problem.heads_kv + head / group) * sizes.parts;
+                let (cut, member, tile) = items[item];
                 sum.fill(0.0);
-                for part in first..first + sizes.parts {
-                    if let Some(part) = partial[part * group + head % group].get() {
+                for part in 0..cut.parts {
+                    if let Some(part) = partial[cut.partial + part * group + member].get() {
                         for (sum, value) in sum.iter_mut().zip(&part[tile * len..]) {
                             *sum += value;
                         }
                     }
                 }
-                self.write_queries(dq, [batch, head, tile], sum, rows);
+                let head = cut.unit.kv_head * group + member;
+                self.write_queries(dq, cut, [head, tile], sum, rows);
             },
         );
     }

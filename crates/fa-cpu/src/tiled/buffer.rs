@@ -50,9 +50,19 @@ impl<T: Copy + Default + 'static> Buffer<T> {
     }
 }
 
+impl<T: Copy + Default + 'static> Default for Buffer<T> {
+    /// No values.
+    fn default() -> Self {
+        Buffer { storage: Vec::new(), start: 0, len: 0 }
+    }
+}
+
 impl<T: Copy + Default + 'static> Drop for Buffer<T> {
     fn drop(&mut self) {
         let storage = std::mem::take(&mut self.storage);
+        if storage.is_empty() {
+            return;
+        }
         let size = storage.len() * size_of::<T>();
         // When the thread is going away there is nothing to keep it for.
         let _ = KEPT.try_with(|kept| {

@@ -2,80 +2,45 @@
 //! and as far optimised as it is, where a generic function would be compiled again in every crate that calls
 //! it.
 
-use fa_core::Problem;
 use half::{bf16, f16};
 
+use super::backward::{self, Backward, Gradients};
 use super::inputs::BackwardInputs;
-use super::{backward, forward};
+use super::work::{Forward, Unit, units};
+use super::{decode, forward, forward16};
 use crate::element::Element;
-use crate::simd::{Kernels, cast};
-use crate::view::{TensorMut, TensorRef};
+use crate::simd::cast;
+use crate::view::TensorMut;
 
 macro_rules! passes {
     ($($type:ty: $forward:ident, $backward:ident;)+) => {
         /// The forward of checked tensors.
-        #[allow(clippy::too_many_arguments)]
         pub(super) fn run_forward<T: Element>(
-            kernels: Kernels,
-            threads: Option<usize>,
-            problem: &Problem,
-            q: &TensorRef<'_, T>,
-            k: &TensorRef<'_, T>,
-            v: &TensorRef<'_, T>,
+            call: &Forward<'_, T>,
             out: &mut TensorMut<'_, T>,
             lse: Option<&mut [f32]>,
         ) {
-            $(if let (Some(q), Some(k), Some(v), Some(out)) =
-                (cast::tensor(q), cast::tensor(k), cast::tensor(v), cast::tensor_mut(out))
-            {
-                return $forward(kernels, threads, problem, &q, &k, &v, out, lse);
+            $(if let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out)) {
+                return $forward(&call, out, lse);
             })+
             unreachable!("every Element is listed");
         }
 
         /// The backward of checked tensors.
-        pub(super) fn run_backward<T: Element>(
-            kernels: Kernels,
-            threads: Option<usize>,
-            problem: &Problem,
-            inputs: &BackwardInputs<'_, T>,
-            dq: &mut TensorMut<'_, T>,
-            dk: &mut TensorMut<'_, T>,
-            dv: &mut TensorMut<'_, T>,
-        ) {
-            $(if let (Some(inputs), Some(dq), Some(dk), Some(dv)) =
-                (cast_inputs(inputs), cast::tensor_mut(dq), cast::tensor_mut(dk), cast::tensor_mut(dv))
-            {
-                return $backward(kernels, threads, problem, &inputs, dq, dk, dv);
+        pub(super) fn run_backward<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
+            $(if let (Some(call), Some(mut to)) = (cast_backward(call), cast_gradients(to)) {
+                return $backward(&call, &mut to);
             })+
             unreachable!("every Element is listed");
         }
 
         $(
-            #[allow(clippy::too_many_arguments)]
-            fn $forward(
-                kernels: Kernels,
-                threads: Option<usize>,
-                problem: &Problem,
-                q: &TensorRef<'_, $type>,
-                k: &TensorRef<'_, $type>,
-                v: &TensorRef<'_, $type>,
-                out: &mut TensorMut<'_, $type>,
-                lse: Option<&mut [f32]>,
-            ) {
-                forward::run(kernels, threads, problem, q, k, v, out, lse);
+            fn $forward(call: &Forward<'_, $type>, out: &mut TensorMut<'_, $type>, lse: Option<&mut [f32]>) {
+                forward_of(call, out, lse);
             }
 
-            fn $backward(
-                kernels: Kernels,
-                threads: Option<usize>,
-                problem: &Problem,
-                inputs: &BackwardInputs<'_, $type>,
-                dq: &mut TensorMut<'_, $type>,
-                dk: &mut TensorMut<'_, $type>,
-                dv: &mut TensorMut<'_, $type>,
-            ) {
-                backward::run(kernels, threads, problem, inputs, dq, dk, dv);
+            fn $backward(call: &Backward<'_, $type>, to: &mut Gradients<'_, $type>) {
+                backward::run(call, to);
             }
         )+
     };
@@ -88,13 +53,44 @@ passes! {
     f64: forward_f64, backward_f64;
 }
 
-fn cast_inputs<'a, T: Element, U: Element>(inputs: &BackwardInputs<'a, T>) -> Option<BackwardInputs<'a, U>> {
-    Some(BackwardInputs {
+/// Sequences of few queries one way, the others another.
+fn forward_of<T: Element>(call: &Forward<'_, T>, out: &mut TensorMut<'_, T>, mut lse: Option<&mut [f32]>) {
+    let decodes = decode::applies(call);
+    let few = |unit: &Unit| decodes && call.batch.sequences[unit.sequence].q.len <= decode::QUERIES;
+    let (few, mut many): (Vec<_>, Vec<_>) = units(call.problem, call.batch).into_iter().partition(few);
+    decode::run(call, &few, out, lse.as_deref_mut());
+    if forward16::applies(call.kernels, call.problem)
+        && let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out))
+    {
+        many = forward16::run(&call, &many, out, lse.as_deref_mut());
+    }
+    forward::run(call, &many, out, lse);
+}
+
+fn cast_forward<'a, T: Element, U: Element>(call: &Forward<'a, T>) -> Option<Forward<'a, U>> {
+    let Forward { kernels, threads, problem, batch, ref q, ref k, ref v } = *call;
+    let (q, k, v) = (cast::tensor(q)?, cast::tensor(k)?, cast::tensor(v)?);
+    Some(Forward { kernels, threads, problem, batch, q, k, v })
+}
+
+fn cast_backward<'a, T: Element, U: Element>(call: &Backward<'a, T>) -> Option<Backward<'a, U>> {
+    let Backward { kernels, threads, problem, batch, ref inputs } = *call;
+    let inputs = BackwardInputs {
         q: cast::tensor(&inputs.q)?,
         k: cast::tensor(&inputs.k)?,
         v: cast::tensor(&inputs.v)?,
         out: cast::tensor(&inputs.out)?,
         lse: inputs.lse,
         dout: cast::tensor(&inputs.dout)?,
+    };
+    Some(Backward { kernels, threads, problem, batch, inputs })
+}
+
+fn cast_gradients<'s, T: Element, U: Element>(to: &'s mut Gradients<'_, T>) -> Option<Gradients<'s, U>> {
+    Some(Gradients {
+        dq: cast::tensor_mut(&mut to.dq)?.reborrow(),
+        dk: cast::tensor_mut(&mut to.dk)?.reborrow(),
+        dv: cast::tensor_mut(&mut to.dv)?.reborrow(),
+        dsinks: to.dsinks.as_deref_mut(),
     })
 }

@@ -1,59 +1,31 @@
-//! The forward in f32: one work item is a tile of queries of one head.
+//! The forward in f32: panels of queries, tiles of keys.
 
 use std::ops::Range;
 
-use fa_core::{Mask, Problem, Strides};
+use fa_core::Strides;
 
+use super::band::Band;
 use super::buffer::Buffer;
-use super::pack::{HeadRows, all_finite, read_rows, row_stride};
+use super::pack::{KeyRows, Shared, all_finite, is_finite, read_rows, row_stride};
 use super::schedule;
+use super::scores::{Scores, finish};
+use super::work::{Forward, Item, Unit, items};
 use crate::element::Element;
-use crate::error::CpuError;
 use crate::simd::scatter::Scatter;
-use crate::simd::{Init, Kernels, Order, Product, TileShape};
-use crate::view::{TensorMut, TensorRef};
+use crate::simd::{Init, Order, Product, TileShape};
+use crate::view::TensorMut;
 
 /// Keys of a tile: a panel of probabilities (`tile_n x panel`) and one of queries stay in the first-level
 /// cache.
 pub(super) const TILE_N: usize = 128;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
-const PANELS: usize = 8;
-
-/// The largest factor on products: queries are scaled before they meet keys, and what is left of f32's range
-/// is for both. Beyond it a query that overflows would give NaN with a key of 0.
-const MAX_FACTOR: f32 = 1e30;
-
-/// Score tiles are in base 2: `scale` turns a product into it (or into the cap's argument).
-pub(super) struct Scores {
-    pub(super) scale: f32,
-    /// `cap * log2(e)`.
-    pub(super) cap: Option<f32>,
-}
-
-impl Scores {
-    pub(super) fn new(problem: &Problem) -> Scores {
-        let log2e = std::f64::consts::LOG2_E;
-        match problem.score.softcap {
-            None => Scores { scale: (problem.scale() * log2e) as f32, cap: None },
-            Some(cap) => Scores { scale: (problem.scale() / cap) as f32, cap: Some((cap * log2e) as f32) },
-        }
-    }
-
-    /// The factor on products leaves room for them in f32, and the soft cap is a normal number of f32.
-    ///
-    /// # Errors
-    /// [`CpuError::Range`].
-    pub(super) fn check(problem: &Problem) -> Result<(), CpuError> {
-        let Scores { scale, cap } = Scores::new(problem);
-        if scale.abs() <= MAX_FACTOR && cap.is_none_or(f32::is_normal) {
-            return Ok(());
-        }
-        Err(CpuError::Range { scale: problem.scale(), softcap: problem.score.softcap, limit: MAX_FACTOR })
-    }
-}
+pub(super) const PANELS: usize = 8;
 
 /// A panel of queries and what has been accumulated for it.
 struct Panel {
+    /// Query head.
+    head: usize,
+    queries: Range<usize>,
     /// Qt `[head_dim][panel]`, scaled.
     q: Buffer,
     /// Ot `[head_dim_v][panel]`, not normalised.
@@ -71,11 +43,111 @@ struct Scratch {
     factor: Buffer,
     /// Rows of Q on their way in, rows of O on their way out.
     rows: Buffer,
+    /// A tile of K and one of V, where they have to be converted.
+    k: Buffer,
+    v: Buffer,
 }
 
-impl Scratch {
-    fn new(problem: &Problem, width: usize, panels: usize) -> Scratch {
+/// Adds `p[i] * value` to the columns of Ot of those `queries` that see `key`.
+fn add_seen(band: &Band, queries: &Range<usize>, key: usize, p: &[f32], value: &[f32], o: &mut [f32]) {
+    for (column, query) in queries.clone().enumerate() {
+        if band.visible(query, key) {
+            for (sum, value) in o[column..].iter_mut().step_by(p.len()).zip(value) {
+                *sum += p[column] * value;
+            }
+        }
+    }
+}
+
+/// Computes O and LSE of the given units.
+pub(super) fn run<T: Element>(
+    call: &Forward<'_, T>,
+    units: &[Unit],
+    out: &mut TensorMut<'_, T>,
+    lse: Option<&mut [f32]>,
+) {
+    let Forward { kernels, threads, problem, batch, q, .. } = *call;
+    let width = kernels.panel();
+    let cut = items(problem, batch, units, [width, PANELS], schedule::workers(threads));
+    if cut.items.is_empty() {
+        return;
+    }
+    let shared = |tensor| Shared::new(kernels, threads, KeyRows::new(tensor, batch), units, &cut.shared);
+    let (k, v) = (shared(&call.k), shared(&call.v));
+    let spans = || batch.sequences.iter().map(|sequence| (sequence.q, width));
+    let mut lse = lse.map(|lse| lse_tensor(q.shape(), lse));
+    let (out, lse) = (Scatter::new(out, spans()), lse.as_mut().map(|lse| Scatter::new(lse, spans())));
+    let scores = Scores::new(problem);
+    let job = Job { call, scores: &scores, units, k: &k, v: &v, width };
+    let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
+    schedule::run(
+        cut.items.len(),
+        threads,
+        || job.scratch(cut.most),
+        |scratch, item| {
+            let item = &cut.items[item];
+            let Unit { sequence, kv_head } = units[item.unit];
+            let band = call.band(sequence);
+            let (span, panels) = (batch.sequences[sequence].q, band.q.div_ceil(width));
+            for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
+                let first = index % panels * width;
+                panel.head = kv_head * problem.group_size() + index / panels;
+                panel.queries = first..band.q.min(first + width);
+                let at = [span.batch, span.first + first, panel.head];
+                let count = panel.queries.len();
+                read_rows(kernels, &q, at, count, scores.scale, &mut scratch.rows, ld);
+                // Columns past the last query keep what an earlier tile left there: nobody looks at their
+                // results.
+                kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
+                panel.max.fill(f32::NEG_INFINITY);
+                panel.sum.fill(0.0);
+                panel.started = false;
+            }
+            job.main_loop(scratch, item, &band);
+
+            for panel in &mut scratch.panels[..item.panels.len()] {
+                if !panel.started {
+                    panel.o.fill(0.0);
+                }
+                let tile = panel.queries.start / width;
+                let mut out_rows = out.take(sequence, panel.head, tile);
+                let mut lse_rows = lse.as_ref().map(|lse| lse.take(sequence, panel.head, tile));
+                let shape = [problem.head_dim_v, panel.queries.len()];
+                kernels.transpose(shape, &panel.o, width, &mut scratch.rows, ld);
+                for (i, row) in panel.queries.clone().enumerate() {
+                    let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
+                    out_rows.write(kernels, row, &scratch.rows[i * ld..], normaliser);
+                    if let Some(lse_rows) = &mut lse_rows {
+                        lse_rows.write(kernels, row, &[lse], 1.0);
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// The LSE buffer of queries `[batch, seqlen, heads, _]` as a tensor of head dim 1.
+pub(super) fn lse_tensor([batch, seqlen, heads, _]: [usize; 4], lse: &mut [f32]) -> TensorMut<'_, f32> {
+    let strides = Strides { batch: (heads * seqlen) as i64, seq: 1, head: seqlen as i64, dim: 1 };
+    TensorMut::new("lse", lse, [batch, seqlen, heads, 1], strides)
+        .expect("the length was checked against the problem")
+}
+
+struct Job<'a, T> {
+    call: &'a Forward<'a, T>,
+    scores: &'a Scores,
+    units: &'a [Unit],
+    k: &'a Shared<'a, T>,
+    v: &'a Shared<'a, T>,
+    width: usize,
+}
+
+impl<T: Element> Job<'_, T> {
+    fn scratch(&self, panels: usize) -> Scratch {
+        let (problem, width) = (self.call.problem, self.width);
         let panel = || Panel {
+            head: 0,
+            queries: 0..0,
             q: Buffer::new(problem.head_dim * width),
             o: Buffer::new(problem.head_dim_v * width),
             max: Buffer::new(width),
@@ -87,201 +159,29 @@ impl Scratch {
             s: Buffer::new(TILE_N * width),
             factor: Buffer::new(width),
             rows: Buffer::new(width * row_stride(problem.head_dim.max(problem.head_dim_v))),
+            k: Buffer::new(TILE_N * row_stride(problem.head_dim)),
+            v: Buffer::new(TILE_N * row_stride(problem.head_dim_v)),
         }
     }
-}
 
-/// How many panels of `width` queries make a tile: as many as `most`, but fewer where threads would have
-/// nothing to do, and so that all tiles are about equally long.
-pub(super) fn panels_in_tile(problem: &Problem, width: usize, most: usize, workers: usize) -> usize {
-    let panels = problem.lengths.max_q().div_ceil(width).max(1);
-    let heads = (problem.lengths.sequences() * problem.heads_q).max(1);
-    let tiles = panels.div_ceil(most).max((4 * workers).div_ceil(heads)).min(panels);
-    panels.div_ceil(tiles)
-}
-
-/// (batch, query head, tile of queries), most work first.
-pub(super) fn items(problem: &Problem, tile_m: usize) -> Vec<(usize, usize, usize)> {
-    let tiles = problem.lengths.max_q().div_ceil(tile_m);
-    let mut items = Vec::with_capacity(problem.lengths.sequences() * problem.heads_q * tiles);
-    for batch in 0..problem.lengths.sequences() {
-        for head in 0..problem.heads_q {
-            items.extend((0..tiles).map(|tile| (batch, head, tile)));
-        }
-    }
-    if !problem.mask.is_full() {
-        let cost = |tile: usize| {
-            let rows = tile * tile_m..problem.lengths.max_q().min((tile + 1) * tile_m);
-            problem.mask.n_blocks(rows, problem.lengths.max_q(), problem.lengths.max_k(), 1).len()
-        };
-        items.sort_by_key(|&(_, _, tile)| std::cmp::Reverse(cost(tile)));
-    }
-    items
-}
-
-/// The keys that at least one of `queries` (not empty) sees.
-pub(super) fn visible_keys(problem: &Problem, queries: &Range<usize>) -> Range<usize> {
-    let keys = |query| problem.mask.keys(query, problem.lengths.max_q(), problem.lengths.max_k());
-    let (first, last) = (keys(queries.start), keys(queries.end - 1));
-    first.start..last.end.max(first.start)
-}
-
-/// Whether every one of `queries` sees every one of `keys`.
-pub(super) fn sees_all(problem: &Problem, queries: &Range<usize>, keys: &Range<usize>) -> bool {
-    let seen = |query| problem.mask.keys(query, problem.lengths.max_q(), problem.lengths.max_k());
-    seen(queries.end - 1).start <= keys.start && keys.end <= seen(queries.start).end
-}
-
-/// Sets what the mask hides to `value` in a tile, `keys` down and `queries` across at stride `ld`: -inf for
-/// scores.
-pub(super) fn hide(
-    problem: &Problem,
-    queries: &Range<usize>,
-    keys: &Range<usize>,
-    s: &mut [f32],
-    ld: usize,
-    value: f32,
-) {
-    // Key j is seen by a band of queries: the mask with its sides exchanged.
-    let transposed = Mask { left: problem.mask.right, right: problem.mask.left };
-    let clamp = |query: usize| query.clamp(queries.start, queries.end) - queries.start;
-    for (row, key) in s.chunks_mut(ld).zip(keys.clone()) {
-        let seen = transposed.keys(key, problem.lengths.max_k(), problem.lengths.max_q());
-        let row = &mut row[..queries.len()];
-        row[..clamp(seen.start)].fill(value);
-        row[clamp(seen.end)..].fill(value);
-    }
-}
-
-/// Queries of a work item.
-pub(super) fn tile_m(kernels: Kernels, problem: &Problem, threads: Option<usize>) -> usize {
-    kernels.panel() * panels_in_tile(problem, kernels.panel(), PANELS, schedule::workers(threads))
-}
-
-/// Adds `p[i] * value` to the columns of Ot of those `queries` that see `key`.
-fn add_seen(problem: &Problem, queries: &Range<usize>, key: usize, p: &[f32], value: &[f32], o: &mut [f32]) {
-    for (column, query) in queries.clone().enumerate() {
-        if problem.mask.visible(query, key, problem.lengths.max_q(), problem.lengths.max_k()) {
-            for (sum, value) in o[column..].iter_mut().step_by(p.len()).zip(value) {
-                *sum += p[column] * value;
-            }
-        }
-    }
-}
-
-#[allow(clippy::too_many_arguments)]
-pub(super) fn run<T: Element>(
-    kernels: Kernels,
-    threads: Option<usize>,
-    problem: &Problem,
-    q: &TensorRef<'_, T>,
-    k: &TensorRef<'_, T>,
-    v: &TensorRef<'_, T>,
-    out: &mut TensorMut<'_, T>,
-    lse: Option<&mut [f32]>,
-) {
-    let width = kernels.panel();
-    let tile_m = tile_m(kernels, problem, threads);
-    let items = items(problem, tile_m);
-    if items.is_empty() {
-        return;
-    }
-    let v_shape = v.shape();
-    let (k, v) = (HeadRows::new(k, threads), HeadRows::new(v, threads));
-    let finite_v = problem.mask.is_full() || all_finite(&v, v_shape, threads);
-    let out = Scatter::new(out, tile_m);
-    let mut lse = lse.map(|lse| lse_tensor(problem, lse));
-    let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));
-    let scores = Scores::new(problem);
-    schedule::run(
-        items.len(),
-        threads,
-        || Scratch::new(problem, width, tile_m / width),
-        |scratch, item| {
-            let (batch, head, tile) = items[item];
-            let rows = tile * tile_m..problem.lengths.max_q().min((tile + 1) * tile_m);
-            let kv_head = head / problem.group_size();
-            let job = Job { kernels, problem, scores: &scores, width, finite_v };
-            let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
-            for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
-                let count = width.min(rows.end - first);
-                read_rows(q, [batch, first, head], count, scores.scale, &mut scratch.rows, ld);
-                // Columns past the last query keep what an earlier tile left there: nobody looks at their
-                // results.
-                kernels.transpose([count, problem.head_dim], &scratch.rows, ld, &mut panel.q, width);
-                panel.max.fill(f32::NEG_INFINITY);
-                panel.sum.fill(0.0);
-                panel.started = false;
-            }
-            job.main_loop(scratch, &rows, k.head(batch, kv_head), v.head(batch, kv_head));
-
-            let mut out_rows = out.take(batch, head, tile);
-            let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
-            for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(width)) {
-                if !panel.started {
-                    panel.o.fill(0.0);
-                }
-                let queries = first..rows.end.min(first + width);
-                let shape = [problem.head_dim_v, queries.len()];
-                kernels.transpose(shape, &panel.o, width, &mut scratch.rows, ld);
-                for (i, row) in queries.enumerate() {
-                    let sum = panel.sum[i];
-                    let normaliser = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-                    let values = &scratch.rows[i * ld..][..problem.head_dim_v];
-                    out_rows.write(row, values.iter().map(|&value| T::from_f32(value * normaliser)));
-                    if let Some(lse_rows) = &mut lse_rows {
-                        lse_rows.write(row, std::iter::once(natural_lse(panel.max[i], sum)));
-                    }
-                }
-            }
-        },
-    );
-}
-
-/// The natural logarithm of `sum * 2^max`; -inf when nothing was seen.
-pub(super) fn natural_lse(max: f32, sum: f32) -> f32 {
-    if sum == 0.0 { f32::NEG_INFINITY } else { max * std::f32::consts::LN_2 + sum.ln() }
-}
-
-/// The LSE buffer as a tensor of head dim 1.
-pub(super) fn lse_tensor<'a>(problem: &Problem, lse: &'a mut [f32]) -> TensorMut<'a, f32> {
-    let (seqlen, heads) = (problem.lengths.max_q() as i64, problem.heads_q as i64);
-    let strides = Strides { batch: heads * seqlen, seq: 1, head: seqlen, dim: 1 };
-    TensorMut::new(
-        "lse",
-        lse,
-        [problem.lengths.sequences(), problem.lengths.max_q(), problem.heads_q, 1],
-        strides,
-    )
-    .expect("the length was checked against the problem")
-}
-
-struct Job<'a> {
-    kernels: Kernels,
-    problem: &'a Problem,
-    scores: &'a Scores,
-    width: usize,
-    /// Whether V holds neither infinities nor NaN, as far as that matters.
-    finite_v: bool,
-}
-
-impl Job<'_> {
-    /// All tiles of keys that `rows` see, each for every panel of queries.
-    fn main_loop(
-        &self,
-        scratch: &mut Scratch,
-        rows: &Range<usize>,
-        (k, ldk): (&[f32], usize),
-        (v, ldv): (&[f32], usize),
-    ) {
-        let Job { kernels, problem, scores, width, finite_v } = *self;
-        let Scratch { panels, s, factor, .. } = scratch;
-        let seen = visible_keys(problem, rows);
+    /// All tiles of keys that the item's panels see, each for every panel.
+    fn main_loop(&self, scratch: &mut Scratch, item: &Item, band: &Band) {
+        let Job { call, scores, width, .. } = *self;
+        let Forward { kernels, problem, batch, .. } = *call;
+        let unit = self.units[item.unit];
+        let Scratch { panels, s, factor, k, v, .. } = scratch;
+        let panels = &mut panels[..item.panels.len()];
+        let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
+        let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
         for key in (seen.start / TILE_N * TILE_N..seen.end).step_by(TILE_N) {
-            for (panel, first) in panels.iter_mut().zip(rows.clone().step_by(width)) {
-                let queries = first..rows.end.min(first + width);
-                let seen = visible_keys(problem, &queries);
-                let keys = key.max(seen.start)..seen.end.min(key + TILE_N);
+            let tile = key.max(seen.start)..seen.end.min(key + TILE_N);
+            let (k, ldk) = self.k.tile(kernels, item.unit, unit, tile.clone(), k);
+            let (v, ldv) = self.v.tile(kernels, item.unit, unit, tile.clone(), v);
+            let mut finite_v = None;
+            for panel in panels.iter_mut() {
+                let queries = panel.queries.clone();
+                let seen = band.visible_keys(&queries);
+                let keys = tile.start.max(seen.start)..seen.end.min(tile.end);
                 if keys.is_empty() {
                     continue;
                 }
@@ -290,7 +190,7 @@ impl Job<'_> {
                     m: keys.len(),
                     n: columns,
                     k: problem.head_dim,
-                    a: &k[keys.start * ldk..],
+                    a: &k[(keys.start - tile.start) * ldk..],
                     lda: ldk,
                     order: Order::Rows,
                     b: &panel.q,
@@ -302,11 +202,15 @@ impl Job<'_> {
                 if let Some(cap) = scores.cap {
                     kernels.softcap(&mut s[..keys.len() * width], cap);
                 }
-                let hiding = !sees_all(problem, &queries, &keys);
-                if hiding {
-                    hide(problem, &queries, &keys, s, width, f32::NEG_INFINITY);
-                }
                 let shape = TileShape { keys: keys.len(), queries: columns, ld: width };
+                let slope = batch.slope(unit.sequence, panel.head);
+                if let Some(bias) = band.bias(slope, queries.start, keys.start) {
+                    kernels.alibi(shape, s, bias);
+                }
+                let hiding = !band.sees_all(&queries, &keys);
+                if hiding {
+                    band.hide(&queries, &keys, s, width, f32::NEG_INFINITY);
+                }
                 let rescale = kernels.online_softmax(shape, s, &mut panel.max, &mut panel.sum, factor);
                 let mut init = match (panel.started, rescale) {
                     (false, _) => Init::Zero,
@@ -315,17 +219,18 @@ impl Job<'_> {
                 };
                 // A probability of 0 times a value that is not finite is NaN: where a tile hides something,
                 // such values come in by themselves, for those who see them.
-                let value = |key: usize| &v[key * ldv..][..problem.head_dim_v];
-                let wild =
-                    |key: &usize| hiding && !finite_v && value(*key).iter().any(|value| !value.is_finite());
+                let value = |key: usize| &v[(key - tile.start) * ldv..][..problem.head_dim_v];
+                let wild = hiding
+                    && !*finite_v.get_or_insert_with(|| all_finite(v, tile.len(), problem.head_dim_v, ldv));
                 let mut from = keys.start;
                 while from < keys.end {
-                    let to = (from..keys.end).find(wild).unwrap_or(keys.end);
+                    let to = (from..keys.end).find(|&key| wild && !is_finite(value(key)));
+                    let to = to.unwrap_or(keys.end);
                     kernels.product(Product {
                         m: problem.head_dim_v,
                         n: columns,
                         k: to - from,
-                        a: &v[from * ldv..],
+                        a: &v[(from - tile.start) * ldv..],
                         lda: ldv,
                         order: Order::Columns,
                         b: &s[(from - keys.start) * width..],
@@ -336,7 +241,7 @@ impl Job<'_> {
                     });
                     if to < keys.end {
                         let p = &s[(to - keys.start) * width..][..width];
-                        add_seen(problem, &queries, to, p, value(to), &mut panel.o);
+                        add_seen(band, &queries, to, p, value(to), &mut panel.o);
                     }
                     (init, from) = (Init::Add, to + 1);
                 }
@@ -344,4 +249,12 @@ impl Job<'_> {
             }
         }
     }
+}
+
+/// Queries of a tile of the longest sequence, for who asks how a forward will be computed.
+pub(super) fn tile_m(problem: &fa_core::Problem, width: usize, most: usize, workers: usize) -> usize {
+    let panels = problem.lengths.max_q().div_ceil(width).max(1);
+    let heads = (problem.lengths.sequences() * problem.heads_q).max(1);
+    let tiles = panels.div_ceil(most).max((4 * workers).div_ceil(heads)).min(panels);
+    width * panels.div_ceil(tiles)
 }

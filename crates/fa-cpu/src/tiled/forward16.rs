@@ -5,28 +5,33 @@
 //! rounding.
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use fa_core::Problem;
 use half::bf16;
 
+use super::band::Band;
 use super::buffer::Buffer;
-use super::forward::{Scores, hide, items, lse_tensor, natural_lse, panels_in_tile, sees_all, visible_keys};
-use super::pack16::{PackedKv, grain, read_rows};
+use super::forward::lse_tensor;
+use super::pack16::{Packed, TILE_N, TileBuffer, grain, read_rows};
 use super::schedule;
+use super::scores::{Scores, finish};
+use super::work::{Forward, Item, Unit, items};
 use crate::simd::bf16::{Bf16Kernels, GRAIN, Product16};
 use crate::simd::scatter::Scatter;
 use crate::simd::{Kernels, TileShape};
-use crate::view::{TensorMut, TensorRef};
+use crate::view::TensorMut;
 
-/// Keys of a tile.
-pub(super) const TILE_N: usize = 128;
 /// Queries of a panel: with a tile of keys, its scores stay in the first-level cache.
-const PANEL: usize = 32;
+pub(super) const PANEL: usize = 32;
 /// Most panels of queries that share a tile of keys while it is in the second-level cache.
-const PANELS: usize = 16;
+pub(super) const PANELS: usize = 16;
 
 /// A panel of queries and what has been accumulated for it.
 struct Panel {
+    /// Query head.
+    head: usize,
+    queries: Range<usize>,
     /// Qt in pairs `[head_dim / 2][PANEL]`.
     q: Buffer<u32>,
     /// Ot `[head_dim_v][PANEL]`, not normalised.
@@ -47,6 +52,8 @@ struct Scratch {
     /// Rows of Q as words, before they are transposed; rows of O afterwards.
     rows: Buffer<u32>,
     out: Buffer,
+    /// A tile of K and V that no other item reads.
+    tile: TileBuffer,
 }
 
 /// The largest scale without a soft cap. `score * scale - max * scale` is one multiply-add, off by the
@@ -59,80 +66,80 @@ pub(super) fn applies(kernels: Kernels, problem: &Problem) -> bool {
     kernels.has_bf16() && scale.is_normal() && scale > 0.0 && (cap.is_some() || scale <= MAX_SCALE)
 }
 
-/// Queries of a work item.
-pub(super) fn tile_m(problem: &Problem, threads: Option<usize>) -> usize {
-    PANEL * panels_in_tile(problem, PANEL, PANELS, schedule::workers(threads))
-}
-
-#[allow(clippy::too_many_arguments)]
+/// Computes O and LSE of the given units; returns those that are left to the f32 path. Hidden values that are
+/// not finite need the care that only that one takes.
 pub(super) fn run(
-    kernels: Kernels,
-    threads: Option<usize>,
-    problem: &Problem,
-    q: &TensorRef<'_, bf16>,
-    k: &TensorRef<'_, bf16>,
-    v: &TensorRef<'_, bf16>,
+    call: &Forward<'_, bf16>,
+    units: &[Unit],
     out: &mut TensorMut<'_, bf16>,
     lse: Option<&mut [f32]>,
-) {
-    let tile_m = tile_m(problem, threads);
-    let items = items(problem, tile_m);
-    if items.is_empty() {
-        return;
+) -> Vec<Unit> {
+    let Forward { kernels, threads, problem, batch, q, .. } = *call;
+    let cut = items(problem, batch, units, [PANEL, PANELS], schedule::workers(threads));
+    if cut.items.is_empty() {
+        return vec![];
     }
-    let kv = PackedKv::new(kernels, threads, k, v, TILE_N);
-    if !kv.finite_v && !problem.mask.is_full() {
-        // Hidden values that are not finite need the care that only the f32 path takes.
-        return super::forward::run(kernels, threads, problem, q, k, v, out, lse);
-    }
-    let out = Scatter::new(out, tile_m);
-    let mut lse = lse.map(|lse| lse_tensor(problem, lse));
-    let lse = lse.as_mut().map(|lse| Scatter::new(lse, tile_m));
+    let kv = Packed::new(call, units, &cut.shared);
+    let spans = || batch.sequences.iter().map(|sequence| (sequence.q, PANEL));
+    let mut lse = lse.map(|lse| lse_tensor(q.shape(), lse));
+    let (out, lse) = (Scatter::new(out, spans()), lse.as_mut().map(|lse| Scatter::new(lse, spans())));
     let (words, dims_v) = (grain(problem.head_dim) / 2, grain(problem.head_dim_v));
-    let job = Job { kernels, problem, scores: &Scores::new(problem), kv: &kv, words, dims_v };
+    let job = Job { call, scores: &Scores::new(problem), units, kv: &kv, words, dims_v };
+    let left = Mutex::new(vec![]);
     schedule::run(
-        items.len(),
+        cut.items.len(),
         threads,
-        || job.scratch(tile_m / PANEL),
+        || job.scratch(cut.most),
         |scratch, item| {
-            let (batch, head, tile) = items[item];
-            let rows = tile * tile_m..problem.lengths.max_q().min((tile + 1) * tile_m);
-            for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(PANEL)) {
-                let count = PANEL.min(rows.end - first);
-                read_rows(q, [batch, first, head], count, &mut scratch.rows, words);
+            let item = &cut.items[item];
+            let Unit { sequence, kv_head } = units[item.unit];
+            let band = call.band(sequence);
+            let (span, panels) = (batch.sequences[sequence].q, band.q.div_ceil(PANEL));
+            for (panel, index) in scratch.panels.iter_mut().zip(item.panels.clone()) {
+                let first = index % panels * PANEL;
+                panel.head = kv_head * problem.group_size() + index / panels;
+                panel.queries = first..band.q.min(first + PANEL);
+                let at = [span.batch, span.first + first, panel.head];
+                read_rows(&q, at, panel.queries.len(), &mut scratch.rows, words);
                 kernels.transpose_words([PANEL, words], &scratch.rows, words, &mut panel.q, PANEL);
                 panel.max.fill(f32::NEG_INFINITY);
                 panel.sum.fill(0.0);
                 panel.started = false;
             }
-            job.main_loop(scratch, &rows, batch, head / problem.group_size());
+            if !job.main_loop(scratch, item, &band) {
+                left.lock().unwrap_or_else(PoisonError::into_inner).push(item.unit);
+                return;
+            }
 
-            let mut out_rows = out.take(batch, head, tile);
-            let mut lse_rows = lse.as_ref().map(|lse| lse.take(batch, head, tile));
-            for (panel, first) in scratch.panels.iter_mut().zip(rows.clone().step_by(PANEL)) {
+            for panel in &mut scratch.panels[..item.panels.len()] {
                 if !panel.started {
                     panel.o.fill(0.0);
                 }
+                let tile = panel.queries.start / PANEL;
+                let mut out_rows = out.take(sequence, panel.head, tile);
+                let mut lse_rows = lse.as_ref().map(|lse| lse.take(sequence, panel.head, tile));
                 kernels.transpose([dims_v, PANEL], &panel.o, PANEL, &mut scratch.out, dims_v);
-                for (i, row) in (first..rows.end.min(first + PANEL)).enumerate() {
-                    let sum = panel.sum[i];
-                    let normaliser = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-                    let values = &scratch.out[i * dims_v..][..problem.head_dim_v];
-                    out_rows.write(row, values.iter().map(|&value| bf16::from_f32(value * normaliser)));
+                for (i, row) in panel.queries.clone().enumerate() {
+                    let (normaliser, lse) = finish(panel.max[i], panel.sum[i], batch.sink(panel.head));
+                    out_rows.write(kernels, row, &scratch.out[i * dims_v..], normaliser);
                     if let Some(lse_rows) = &mut lse_rows {
-                        lse_rows.write(row, std::iter::once(natural_lse(panel.max[i], sum)));
+                        lse_rows.write(kernels, row, &[lse], 1.0);
                     }
                 }
             }
         },
     );
+    let mut left = left.into_inner().unwrap_or_else(PoisonError::into_inner);
+    left.sort_unstable();
+    left.dedup();
+    left.into_iter().map(|unit| units[unit]).collect()
 }
 
 struct Job<'a> {
-    kernels: Kernels,
-    problem: &'a Problem,
+    call: &'a Forward<'a, bf16>,
     scores: &'a Scores,
-    kv: &'a PackedKv,
+    units: &'a [Unit],
+    kv: &'a Packed<'a>,
     /// Words of a padded row of Q or K.
     words: usize,
     /// Padded head dim of V.
@@ -142,6 +149,8 @@ struct Job<'a> {
 impl Job<'_> {
     fn scratch(&self, panels: usize) -> Scratch {
         let panel = || Panel {
+            head: 0,
+            queries: 0..0,
             q: Buffer::new(self.words * PANEL),
             o: Buffer::new(self.dims_v * PANEL),
             max: [0.0; PANEL],
@@ -149,25 +158,35 @@ impl Job<'_> {
             started: false,
         };
         Scratch {
-            tiles: self.kernels.bf16().expect("the caller asked whether there are such kernels"),
+            tiles: self.call.kernels.bf16().expect("the caller asked whether there are such kernels"),
             panels: (0..panels).map(|_| panel()).collect(),
             s: Buffer::new(TILE_N * PANEL),
             p: Buffer::new(TILE_N / 2 * PANEL),
             rows: Buffer::new(PANEL * self.words),
             out: Buffer::new(PANEL * self.dims_v),
+            tile: self.kv.buffer(),
         }
     }
 
-    /// All tiles of keys that `rows` see, each for every panel of queries.
-    fn main_loop(&self, scratch: &mut Scratch, rows: &Range<usize>, batch: usize, kv_head: usize) {
-        let Job { problem, scores, kv, words, dims_v, .. } = *self;
-        let Scratch { tiles, panels, s, p, .. } = scratch;
-        let seen = visible_keys(problem, rows);
-        for tile in seen.start / TILE_N..seen.end.div_ceil(TILE_N) {
-            let first_key = tile * TILE_N;
-            for (panel, first) in panels.iter_mut().zip(rows.clone().step_by(PANEL)) {
-                let queries = first..rows.end.min(first + PANEL);
-                let seen = visible_keys(problem, &queries);
+    /// All tiles of keys that the item's panels see, each for every panel. Returns whether all of the unit's
+    /// values allow it: without a mask they do.
+    fn main_loop(&self, scratch: &mut Scratch, item: &Item, band: &Band) -> bool {
+        let Job { call, scores, kv, words, dims_v, .. } = *self;
+        let Forward { kernels, batch, .. } = *call;
+        let unit = self.units[item.unit];
+        let Scratch { tiles, panels, s, p, tile: buffer, .. } = scratch;
+        let panels = &mut panels[..item.panels.len()];
+        let seen = panels.iter().map(|panel| band.visible_keys(&panel.queries));
+        let seen = seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        for index in seen.start / TILE_N..seen.end.div_ceil(TILE_N) {
+            let first_key = index * TILE_N;
+            let tile = kv.tile(kernels, item.unit, unit, index, buffer);
+            if tile.wild && !band.mask.is_full() {
+                return false;
+            }
+            for panel in panels.iter_mut() {
+                let queries = panel.queries.clone();
+                let seen = band.visible_keys(&queries);
                 let keys = first_key.max(seen.start)..seen.end.min(first_key + TILE_N);
                 if keys.is_empty() {
                     continue;
@@ -177,7 +196,7 @@ impl Job<'_> {
                 let within = keys.start - first_key..keys.end - first_key;
                 tiles.product(Product16 {
                     shape: [keys.len(), PANEL, 2 * words],
-                    a: kv.k(batch, kv_head, tile, &within, words),
+                    a: &tile.k[2 * within.start * words..],
                     lda: 2 * words,
                     b: &panel.q,
                     ldb: PANEL,
@@ -186,18 +205,24 @@ impl Job<'_> {
                     add: false,
                 });
                 let mut scale = scores.scale;
-                if let Some(cap) = scores.cap {
+                let bias = band.bias(batch.slope(unit.sequence, panel.head), queries.start, keys.start);
+                let shape = TileShape { keys: keys.len(), queries: PANEL, ld: PANEL };
+                if scores.cap.is_some() || bias.is_some() {
                     let s = &mut s[..keys.len() * PANEL];
                     s.iter_mut().for_each(|score| *score *= scale);
-                    self.kernels.softcap(s, cap);
+                    if let Some(cap) = scores.cap {
+                        kernels.softcap(s, cap);
+                    }
+                    if let Some(bias) = bias {
+                        kernels.alibi(shape, s, bias);
+                    }
                     scale = 1.0;
                 }
-                let real = keys.start..keys.end.min(problem.lengths.max_k());
-                if !sees_all(problem, &queries, &real) {
-                    hide(problem, &queries, &real, s, PANEL, f32::NEG_INFINITY);
+                let real = keys.start..keys.end.min(band.k);
+                if !band.sees_all(&queries, &real) {
+                    band.hide(&queries, &real, s, PANEL, f32::NEG_INFINITY);
                 }
                 s[real.len() * PANEL..keys.len() * PANEL].fill(f32::NEG_INFINITY);
-                let shape = TileShape { keys: keys.len(), queries: PANEL, ld: PANEL };
                 let mut factor = [0.0; PANEL];
                 let (max, sum) = (&mut panel.max, &mut panel.sum);
                 let rescale = tiles.online_softmax(shape, s, scale, p, PANEL, max, sum, &mut factor);
@@ -210,8 +235,8 @@ impl Job<'_> {
                 }
                 tiles.product(Product16 {
                     shape: [dims_v, PANEL, keys.len()],
-                    a: kv.vt(batch, kv_head, tile, within.start),
-                    lda: TILE_N,
+                    a: &tile.vt[within.start..],
+                    lda: tile.capacity,
                     b: p,
                     ldb: PANEL,
                     c: &mut panel.o,
@@ -221,5 +246,6 @@ impl Job<'_> {
                 panel.started = true;
             }
         }
+        true
     }
 }

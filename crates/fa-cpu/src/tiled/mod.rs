@@ -6,22 +6,30 @@
 //! lie transposed (keys down, queries across; see [`crate::simd`]).
 
 mod backward;
+mod band;
 mod buffer;
 mod by_type;
+mod cut;
+mod decode;
 mod forward;
 mod forward16;
 mod inputs;
 mod pack;
 mod pack16;
 mod schedule;
+mod scores;
+mod scratch;
+mod work;
 
 use fa_core::Problem;
 pub use inputs::BackwardInputs;
 
+use crate::batch::Batch;
 use crate::check;
 use crate::element::Element;
 use crate::error::CpuError;
-use crate::simd::{Isa, Kernels, cast};
+use crate::extras::Extras;
+use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
 
 /// How to run; the default is the best that the machine has.
@@ -52,12 +60,13 @@ pub struct Plan {
 /// [`CpuError::Isa`] when the CPU lacks the instruction set.
 pub fn plan(options: Options, problem: &Problem) -> Result<Plan, CpuError> {
     let kernels = kernels(options)?;
-    let (tile_m, tile_n) = if forward16::applies(kernels, problem) {
-        (forward16::tile_m(problem, options.threads), forward16::TILE_N)
-    } else {
-        (forward::tile_m(kernels, problem, options.threads), forward::TILE_N)
+    let workers = schedule::workers(options.threads);
+    let (width, most) = match forward16::applies(kernels, problem) {
+        true => (forward16::PANEL, forward16::PANELS),
+        false => (kernels.panel(), forward::PANELS),
     };
-    Ok(Plan { isa: kernels.isa(), threads: schedule::workers(options.threads), tile_m, tile_n })
+    let tile_m = forward::tile_m(problem, width, most, workers);
+    Ok(Plan { isa: kernels.isa(), threads: workers, tile_m, tile_n: forward::TILE_N })
 }
 
 /// Attention forward: `out`, and `lse` (natural logarithm, `[batch, heads_q, seqlen_q]`) when asked for.
@@ -93,22 +102,39 @@ pub fn forward_with<T: Element>(
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
+    forward_extras(options, problem, &Extras::NONE, q, k, v, out, lse)
+}
+
+/// [`forward_with`] lengths, pages, slopes or sinks.
+///
+/// Packed queries are `[1, total_q, heads_q, head_dim]`, with an LSE `[heads_q, total_q]`; keys in pages are
+/// `[pages, page, heads_kv, head_dim]`. Rows of no sequence are neither read nor written. LSE includes the
+/// sink.
+///
+/// # Errors
+/// As [`forward_with`], and those of [`Batch::new`]; nothing is written then.
+#[allow(clippy::too_many_arguments)]
+pub fn forward_extras<T: Element>(
+    options: Options,
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    out: &mut TensorMut<'_, T>,
+    lse: Option<&mut [f32]>,
+) -> Result<(), CpuError> {
     check::check_forward(problem, q, k, v)?;
     check::check_out(problem, "out", out.shape())?;
     if let Some(lse) = &lse {
         check::check_lse(problem, lse.len())?;
     }
-    forward::Scores::check(problem)?;
-    let kernels = kernels(options)?;
+    scores::Scores::check(problem)?;
+    let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
-    if forward16::applies(kernels, problem)
-        && let (Some(q), Some(k), Some(v), Some(out)) =
-            (cast::tensor(q), cast::tensor(k), cast::tensor(v), cast::tensor_mut(out))
-    {
-        forward16::run(kernels, options.threads, problem, &q, &k, &v, out, lse);
-    } else {
-        by_type::run_forward(kernels, options.threads, problem, q, k, v, out, lse);
-    }
+    let Options { threads, .. } = options;
+    let call = work::Forward { kernels, threads, problem, batch: &batch, q: *q, k: *k, v: *v };
+    by_type::run_forward(&call, out, lse);
     Ok(())
 }
 
@@ -150,15 +176,47 @@ pub fn backward_with<T: Element>(
     dk: &mut TensorMut<'_, T>,
     dv: &mut TensorMut<'_, T>,
 ) -> Result<(), CpuError> {
+    backward_extras(options, problem, &Extras::NONE, inputs, dq, dk, dv, None)
+}
+
+/// [`backward_with`] lengths, slopes or sinks, whose gradients (`[heads_q]`) go to `dsinks` when asked for.
+///
+/// Rows of no sequence are neither read nor written.
+///
+/// # Errors
+/// As [`backward_with`], those of [`Batch::new`], and [`CpuError::PagedBackward`]; nothing is written then.
+#[allow(clippy::too_many_arguments)]
+pub fn backward_extras<T: Element>(
+    options: Options,
+    problem: &Problem,
+    extras: &Extras<'_>,
+    inputs: &BackwardInputs<'_, T>,
+    dq: &mut TensorMut<'_, T>,
+    dk: &mut TensorMut<'_, T>,
+    dv: &mut TensorMut<'_, T>,
+    dsinks: Option<&mut [f32]>,
+) -> Result<(), CpuError> {
     check::check_forward(problem, &inputs.q, &inputs.k, &inputs.v)?;
     check::check_out(problem, "out", inputs.out.shape())?;
     check::check_out(problem, "dout", inputs.dout.shape())?;
     check::check_lse(problem, inputs.lse.len())?;
     check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
-    forward::Scores::check(problem)?;
-    let kernels = kernels(options)?;
+    scores::Scores::check(problem)?;
+    let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
+    if batch.is_paged() {
+        return Err(CpuError::PagedBackward);
+    }
+    if let Some(dsinks) = &dsinks {
+        if !problem.score.sinks {
+            return Err(CpuError::Extra { name: "dsinks", asked: false });
+        }
+        check::check_len("dsinks", dsinks.len(), problem.heads_q)?;
+    }
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled backward");
-    by_type::run_backward(kernels, options.threads, problem, inputs, dq, dk, dv);
+    let Options { threads, .. } = options;
+    let call = backward::Backward { kernels, threads, problem, batch: &batch, inputs: *inputs };
+    let (dq, dk, dv) = (dq.reborrow(), dk.reborrow(), dv.reborrow());
+    by_type::run_backward(&call, &mut backward::Gradients { dq, dk, dv, dsinks });
     Ok(())
 }
 

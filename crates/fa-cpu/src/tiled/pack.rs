@@ -1,29 +1,15 @@
-//! From tensors of any element type and strides to f32 tiles.
+//! From tensors of any element type and strides to f32 rows.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use super::buffer::Buffer;
 use super::schedule;
+use super::work::Unit;
+use crate::batch::{Batch, Span};
 use crate::element::Element;
-use crate::simd::cast;
+use crate::simd::{Kernels, Work, cast, widest};
 use crate::view::TensorRef;
-
-/// The rows of every head as f32.
-pub(super) enum HeadRows<'a> {
-    /// The tensor's own, where it is f32 with the head dim contiguous: products read them as they lie.
-    InPlace(TensorRef<'a, f32>),
-    /// Converted.
-    Packed {
-        /// Each head's rows consecutively, at stride `ld`.
-        data: Buffer,
-        /// Heads.
-        heads: usize,
-        /// Values of one head.
-        head_len: usize,
-        /// Distance between rows.
-        ld: usize,
-    },
-}
 
 /// A row stride of at least `len` values that is an odd number of cache lines: a column of a tile then
 /// spreads over all sets of the first-level cache.
@@ -31,82 +17,172 @@ pub(super) fn row_stride(len: usize) -> usize {
     (len.div_ceil(16) | 1) * 16
 }
 
-impl<'a> HeadRows<'a> {
-    /// All of a tensor's rows, converted (where they have to be) by all threads.
-    pub(super) fn new<T: Element>(tensor: &TensorRef<'a, T>, threads: Option<usize>) -> Self {
-        let [batch, seqlen, heads, dims] = tensor.shape();
+/// K or V of a call.
+#[derive(Clone, Copy)]
+pub(super) struct KeyRows<'a, T> {
+    tensor: TensorRef<'a, T>,
+    batch: &'a Batch<'a>,
+    /// The tensor itself, where it is f32 with the head dim contiguous: products read its rows as they lie.
+    in_place: Option<TensorRef<'a, f32>>,
+}
+
+impl<'a, T: Element> KeyRows<'a, T> {
+    pub(super) fn new(tensor: &TensorRef<'a, T>, batch: &'a Batch<'a>) -> Self {
         let strides = tensor.strides();
-        if let Some(tensor) = cast::tensor(tensor)
-            && strides.dim == 1
-            && strides.seq >= dims as i64
-        {
-            return HeadRows::InPlace(tensor);
-        }
-        let ld = row_stride(dims);
-        let mut data = Buffer::new(batch * heads * seqlen * ld);
-        let head_len = seqlen * ld;
-        if head_len > 0 {
-            // A few hundred kilobytes a piece: small enough to share out, large enough not to matter.
-            const ROWS: usize = 512;
-            let pieces: Vec<_> = data
-                .chunks_mut(head_len)
-                .enumerate()
-                .flat_map(|(head, rows)| {
-                    rows.chunks_mut(ROWS * ld).enumerate().map(move |(i, rows)| (head, i * ROWS, rows))
-                })
-                .map(std::sync::Mutex::new)
-                .collect();
-            schedule::run(
-                pieces.len(),
-                threads,
-                || (),
-                |(), piece| {
-                    let mut piece = pieces[piece].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                    let (head, first, rows) = &mut *piece;
-                    for (i, row) in rows.chunks_mut(ld).enumerate() {
-                        read_row(tensor, [*head / heads, *first + i, *head % heads], &mut row[..dims]);
-                    }
-                },
-            );
-        }
-        HeadRows::Packed { data, heads, head_len, ld }
+        let lies_well = strides.dim == 1 && strides.seq >= tensor.shape()[3] as i64 && !batch.is_paged();
+        let in_place = if lies_well { cast::tensor(tensor) } else { None };
+        KeyRows { tensor: *tensor, batch, in_place }
     }
 
-    /// The rows of one head, from its first on, and the distance between them. Empty when the sequence is.
-    pub(super) fn head(&self, batch: usize, head: usize) -> (&[f32], usize) {
-        match self {
-            HeadRows::InPlace(tensor) => {
-                let strides = tensor.strides();
-                let start = strides.offset(batch, 0, head, 0) as usize;
-                (tensor.data().get(start..).unwrap_or(&[]), strides.seq as usize)
-            }
-            HeadRows::Packed { data, heads, head_len, ld } => {
-                let start = (batch * heads + head) * head_len;
-                (&data[start..start + head_len], *ld)
-            }
+    /// Elements of a row.
+    pub(super) fn dims(&self) -> usize {
+        self.tensor.shape()[3]
+    }
+
+    /// Whether rows have to be converted.
+    pub(super) fn converts(&self) -> bool {
+        self.in_place.is_none()
+    }
+
+    /// Whether rows are slices of the tensor.
+    pub(super) fn has_slices(&self) -> bool {
+        self.tensor.strides().dim == 1
+    }
+
+    /// Some rows of one head as f32, and the distance between them: as they lie, or converted into `scratch`.
+    pub(super) fn tile<'s>(
+        &'s self,
+        kernels: Kernels,
+        Unit { sequence, kv_head }: Unit,
+        keys: Range<usize>,
+        scratch: &'s mut [f32],
+    ) -> (&'s [f32], usize) {
+        if let Some(tensor) = &self.in_place {
+            let (Span { batch, first, .. }, strides) = (self.batch.sequences[sequence].k, tensor.strides());
+            let start = strides.offset(batch, first + keys.start, kv_head, 0) as usize;
+            return (tensor.data().get(start..).unwrap_or(&[]), strides.seq as usize);
+        }
+        let ld = row_stride(self.dims());
+        self.read(kernels, Unit { sequence, kv_head }, keys, scratch, ld);
+        (scratch, ld)
+    }
+
+    /// Some rows of one head as f32, at stride `ld`.
+    pub(super) fn read(
+        &self,
+        kernels: Kernels,
+        Unit { sequence, kv_head }: Unit,
+        keys: Range<usize>,
+        to: &mut [f32],
+        ld: usize,
+    ) {
+        for (key, row) in keys.zip(to.chunks_mut(ld)) {
+            let (outer, inner) = self.batch.key(sequence, key);
+            read_row(kernels, &self.tensor, [outer, inner, kv_head], &mut row[..self.dims()]);
+        }
+    }
+
+    /// Some rows of one head as they lie; the tensor [has slices](Self::has_slices).
+    pub(super) fn slices(&self, Unit { sequence, kv_head }: Unit, keys: Range<usize>, to: &mut Vec<&'a [T]>) {
+        let (dims, strides, data) = (self.dims(), self.tensor.strides(), self.tensor.data());
+        to.clear();
+        to.extend(keys.map(|key| {
+            let (outer, inner) = self.batch.key(sequence, key);
+            let start = strides.offset(outer, inner, kv_head, 0) as usize;
+            &data[start..start + dims]
+        }));
+    }
+}
+
+/// K or V of the units that several items share, converted by all threads.
+pub(super) struct Shared<'a, T> {
+    rows: KeyRows<'a, T>,
+    data: Buffer,
+    /// Where each unit's rows begin; `None` where items convert what they need.
+    starts: Vec<Option<usize>>,
+    ld: usize,
+}
+
+impl<'a, T: Element> Shared<'a, T> {
+    /// Converts (where they have to be) the rows of all `units` that are `shared`.
+    pub(super) fn new(
+        kernels: Kernels,
+        threads: Option<usize>,
+        rows: KeyRows<'a, T>,
+        units: &[Unit],
+        shared: &[bool],
+    ) -> Self {
+        /// A few hundred kilobytes a piece: small enough to share out, large enough not to matter.
+        const ROWS: usize = 512;
+        let (ld, mut len) = (row_stride(rows.dims()), 0);
+        let mut pieces = Vec::new();
+        let starts = units.iter().zip(shared).map(|(unit, &shared)| {
+            let keys = rows.batch.sequences[unit.sequence].k.len;
+            (shared && rows.converts()).then(|| {
+                let start = len;
+                len += keys * ld;
+                let ends = |first: usize| first..keys.min(first + ROWS);
+                pieces.extend((0..keys).step_by(ROWS).map(|first| (*unit, ends(first))));
+                start
+            })
+        });
+        let starts: Vec<Option<usize>> = starts.collect();
+        let mut data = Buffer::new(len);
+        let mut rest = &mut data[..];
+        let pieces: Vec<_> = pieces
+            .into_iter()
+            .map(|(unit, keys)| {
+                let (piece, after) = std::mem::take(&mut rest).split_at_mut(keys.len() * ld);
+                rest = after;
+                Mutex::new((unit, keys, piece))
+            })
+            .collect();
+        schedule::run(
+            pieces.len(),
+            threads,
+            || (),
+            |(), piece| {
+                let mut piece = pieces[piece].lock().unwrap_or_else(PoisonError::into_inner);
+                let (unit, keys, to) = &mut *piece;
+                rows.read(kernels, *unit, keys.clone(), to, ld);
+            },
+        );
+        drop(pieces);
+        Shared { rows, data, starts, ld }
+    }
+
+    /// Some rows of unit number `index`, and the distance between them.
+    pub(super) fn tile<'s>(
+        &'s self,
+        kernels: Kernels,
+        index: usize,
+        unit: Unit,
+        keys: Range<usize>,
+        scratch: &'s mut [f32],
+    ) -> (&'s [f32], usize) {
+        match self.starts[index] {
+            Some(start) => (&self.data[start + keys.start * self.ld..], self.ld),
+            None => self.rows.tile(kernels, unit, keys, scratch),
         }
     }
 }
 
-/// Whether all rows (`[batch, seqlen, heads, dims]`) hold neither infinities nor NaN.
-pub(super) fn all_finite(rows: &HeadRows<'_>, shape: [usize; 4], threads: Option<usize>) -> bool {
-    let [batch, seqlen, heads, dims] = shape;
-    let finite = AtomicBool::new(true);
-    schedule::run(
-        batch * heads,
-        threads,
-        || (),
-        |(), item| {
-            let (values, ld) = rows.head(item / heads, item % heads);
-            if !values.chunks(ld).take(seqlen).all(|row| is_finite(&row[..dims])) {
-                finite.store(false, Ordering::Relaxed);
-            }
-        },
-    );
-    finite.into_inner()
+/// Whether `count` rows of `dims` values at stride `ld` hold neither infinities nor NaN.
+pub(super) fn all_finite(rows: &[f32], count: usize, dims: usize, ld: usize) -> bool {
+    struct Finite<'a>(&'a [f32], usize, usize, usize);
+    impl Work for Finite<'_> {
+        type Output = bool;
+        #[inline(always)]
+        fn run(self) -> bool {
+            let Finite(rows, count, dims, ld) = self;
+            (0..count).all(|row| is_finite(&rows[row * ld..][..dims]))
+        }
+    }
+    widest(Finite(rows, count, dims, ld))
 }
 
 /// Whether all values are neither infinities nor NaN.
+#[inline(always)]
 pub(super) fn is_finite(values: &[f32]) -> bool {
     // No early exit: the largest of all bits (without the sign) vectorises.
     let largest = values.iter().fold(0, |max, value| max.max(value.to_bits() << 1));
@@ -115,6 +191,7 @@ pub(super) fn is_finite(values: &[f32]) -> bool {
 
 /// Row `(batch, seq, head)` as f32.
 pub(super) fn read_row<T: Element>(
+    kernels: Kernels,
     tensor: &TensorRef<'_, T>,
     [batch, seq, head]: [usize; 3],
     to: &mut [f32],
@@ -122,10 +199,7 @@ pub(super) fn read_row<T: Element>(
     let strides = tensor.strides();
     if strides.dim == 1 {
         let start = strides.offset(batch, seq, head, 0) as usize;
-        let row = &tensor.data()[start..start + to.len()];
-        for (to, &value) in to.iter_mut().zip(row) {
-            *to = value.to_f32();
-        }
+        kernels.widen(&tensor.data()[start..start + to.len()], to);
     } else {
         for (dim, to) in to.iter_mut().enumerate() {
             *to = tensor.at(batch, seq, head, dim).to_f32();
@@ -135,6 +209,7 @@ pub(super) fn read_row<T: Element>(
 
 /// Rows `first..first + rows` of one head, multiplied by `scale`, at stride `ld`.
 pub(super) fn read_rows<T: Element>(
+    kernels: Kernels,
     tensor: &TensorRef<'_, T>,
     [batch, first, head]: [usize; 3],
     rows: usize,
@@ -145,7 +220,7 @@ pub(super) fn read_rows<T: Element>(
     let dims = tensor.shape()[3];
     for (i, row) in to.chunks_mut(ld).take(rows).enumerate() {
         let row = &mut row[..dims];
-        read_row(tensor, [batch, first + i, head], row);
+        read_row(kernels, tensor, [batch, first + i, head], row);
         if scale != 1.0 {
             row.iter_mut().for_each(|value| *value *= scale);
         }

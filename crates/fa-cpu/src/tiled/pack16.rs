@@ -3,11 +3,14 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
 use super::buffer::Buffer;
+use super::work::{Forward, Unit};
+use crate::batch::Batch;
 use crate::simd::Kernels;
 use crate::simd::bf16::GRAIN;
 use crate::simd::cast::{halves, halves_mut};
@@ -31,6 +34,13 @@ fn read_row(tensor: &TensorRef<'_, bf16>, [batch, seq, head]: [usize; 3], to: &m
     }
 }
 
+/// A row as words, filled up with zeros.
+fn read_padded(tensor: &TensorRef<'_, bf16>, at: [usize; 3], to: &mut [u32]) {
+    let (row, padding) = halves_mut(to).split_at_mut(tensor.shape()[3]);
+    read_row(tensor, at, row);
+    padding.fill(0);
+}
+
 /// Reads `rows` rows of one head from `first` on as words, each padded with zeros to `words` words; rows up
 /// to `to.len() / words` become zeros.
 pub(super) fn read_rows(
@@ -40,13 +50,9 @@ pub(super) fn read_rows(
     to: &mut [u32],
     words: usize,
 ) {
-    let dims = tensor.shape()[3];
     let (full, rest) = to.split_at_mut(rows * words);
     for (i, row) in full.chunks_mut(words).enumerate() {
-        let row = halves_mut(row);
-        let (row, padding) = row.split_at_mut(dims);
-        read_row(tensor, [batch, first + i, head], row);
-        padding.fill(0);
+        read_padded(tensor, [batch, first + i, head], row);
     }
     rest.fill(0);
 }
@@ -61,98 +67,180 @@ pub(super) fn pair_rows(rows: &[u32], words: usize, to: &mut [u32]) {
     }
 }
 
-/// K and V of every head, in tiles of `tile_n` keys (the last one filled up with zeros).
-pub(super) struct PackedKv {
-    /// K, rows of `head_dim` padded.
-    k: Buffer<u32>,
-    /// Vt, `head_dim_v` padded rows of `tile_n` keys for each tile.
-    vt: Buffer<u32>,
-    /// Words of one tile.
-    k_tile: usize,
-    vt_tile: usize,
-    heads: usize,
-    tiles: usize,
-    /// Whether V holds neither infinities nor NaN.
-    pub(super) finite_v: bool,
+/// K and V of a call as 16-bit products read them, in tiles of [`TILE_N`] keys. A tile's keys are filled up
+/// with zeros to a multiple of [`GRAIN`], its capacity.
+pub(super) struct Packed<'a> {
+    batch: &'a Batch<'a>,
+    k: TensorRef<'a, bf16>,
+    v: TensorRef<'a, bf16>,
+    /// Words of a row of K, of a row of V.
+    words_k: usize,
+    words_v: usize,
+    /// What several items share: K, rows of `words_k`, and Vt, `2 * words_v` rows of a tile's keys.
+    data_k: Buffer<u32>,
+    data_vt: Buffer<u32>,
+    /// Where each unit's K and Vt begin; `None` where items pack what they need.
+    starts: Vec<Option<[usize; 2]>>,
+    /// Of each unit that is packed: whether V holds infinities or NaN.
+    wild: Vec<AtomicBool>,
 }
 
-impl PackedKv {
-    /// Converts with all threads.
-    pub(super) fn new(
-        kernels: Kernels,
-        threads: Option<usize>,
-        k: &TensorRef<'_, bf16>,
-        v: &TensorRef<'_, bf16>,
-        tile_n: usize,
-    ) -> PackedKv {
-        let [batch, seqlen, heads, _] = k.shape();
+/// Keys of a tile.
+pub(super) const TILE_N: usize = 128;
+
+/// One tile, packed.
+#[derive(Clone, Copy)]
+pub(super) struct Tile<'a> {
+    /// K `[capacity][2 * words_k]`.
+    pub k: &'a [u16],
+    /// Vt `[2 * words_v][capacity]`.
+    pub vt: &'a [u16],
+    /// Keys that there is room for, a multiple of [`GRAIN`].
+    pub capacity: usize,
+    /// Whether V holds infinities or NaN.
+    pub wild: bool,
+}
+
+/// Room for a tile.
+pub(super) struct TileBuffer {
+    k: Buffer<u32>,
+    vt: Buffer<u32>,
+    rows: Buffer<u32>,
+    pairs: Buffer<u32>,
+}
+
+impl<'a> Packed<'a> {
+    /// Packs the tiles of all `units` that are `shared`, with all threads.
+    pub(super) fn new(call: &Forward<'a, bf16>, units: &[Unit], shared: &[bool]) -> Packed<'a> {
+        let Forward { batch, k, v, threads, kernels, .. } = *call;
         let (words_k, words_v) = (grain(k.shape()[3]) / 2, grain(v.shape()[3]) / 2);
-        let tiles = seqlen.div_ceil(tile_n);
-        let (k_tile, vt_tile) = (tile_n * words_k, words_v * tile_n);
-        let count = batch * heads * tiles;
-        let mut packed = PackedKv {
-            k: Buffer::new(count * k_tile),
-            vt: Buffer::new(count * vt_tile),
-            k_tile,
-            vt_tile,
-            heads,
-            tiles,
-            finite_v: true,
+        let (mut len_k, mut len_vt, mut pieces) = (0, 0, Vec::new());
+        let starts = units.iter().zip(shared).enumerate().map(|(index, (unit, &shared))| {
+            let keys = batch.sequences[unit.sequence].k.len;
+            shared.then(|| {
+                let start = [len_k, len_vt];
+                pieces.extend((0..keys.div_ceil(TILE_N)).map(|tile| (index, tile)));
+                (len_k, len_vt) = (len_k + grain(keys) * words_k, len_vt + grain(keys) * words_v);
+                start
+            })
+        });
+        let starts: Vec<_> = starts.collect();
+        let (mut data_k, mut data_vt) = (Buffer::new(len_k), Buffer::new(len_vt));
+        let packed = Packed {
+            batch,
+            k,
+            v,
+            words_k,
+            words_v,
+            data_k: Buffer::new(0),
+            data_vt: Buffer::new(0),
+            starts,
+            wild: units.iter().map(|_| AtomicBool::new(false)).collect(),
         };
-        if count == 0 {
-            return packed;
-        }
-        let pieces: Vec<_> = packed
-            .k
-            .chunks_mut(k_tile)
-            .zip(packed.vt.chunks_mut(vt_tile))
-            .map(std::sync::Mutex::new)
+        let (mut rest_k, mut rest_vt) = (&mut data_k[..], &mut data_vt[..]);
+        let pieces: Vec<_> = pieces
+            .into_iter()
+            .map(|(index, tile)| {
+                let capacity = packed.capacity(units[index], tile);
+                let (to_k, after_k) = std::mem::take(&mut rest_k).split_at_mut(capacity * words_k);
+                let (to_vt, after_vt) = std::mem::take(&mut rest_vt).split_at_mut(capacity * words_v);
+                (rest_k, rest_vt) = (after_k, after_vt);
+                Mutex::new((index, tile, to_k, to_vt))
+            })
             .collect();
-        let finite_v = AtomicBool::new(true);
         super::schedule::run(
-            count,
+            pieces.len(),
             threads,
-            || [Buffer::<u32>::new(vt_tile), Buffer::<u32>::new(vt_tile)],
-            |[rows, pairs], piece| {
-                let (index, tile) = (piece / tiles, piece % tiles);
-                let at = [index / heads, tile * tile_n, index % heads];
-                let keys = tile_n.min(seqlen - tile * tile_n);
-                let mut piece = pieces[piece].lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                read_rows(k, at, keys, piece.0, words_k);
-                read_rows(v, at, keys, rows, words_v);
-                // An exponent of all ones.
-                if halves(rows).iter().fold(0, |max, bits| max.max(bits & 0x7fff)) >= 0x7f80 {
-                    finite_v.store(false, Ordering::Relaxed);
+            || packed.buffer(),
+            |buffer, piece| {
+                let mut piece = pieces[piece].lock().unwrap_or_else(PoisonError::into_inner);
+                let (index, tile, to_k, to_vt) = &mut *piece;
+                let rows = [&mut buffer.rows[..], &mut buffer.pairs[..]];
+                if packed.pack(kernels, units[*index], *tile, to_k, to_vt, rows) {
+                    packed.wild[*index].store(true, Ordering::Relaxed);
                 }
-                pair_rows(rows, words_v, pairs);
-                kernels.transpose_words([tile_n / 2, 2 * words_v], pairs, 2 * words_v, piece.1, tile_n / 2);
             },
         );
         drop(pieces);
-        packed.finite_v = finite_v.into_inner();
-        packed
+        Packed { data_k, data_vt, ..packed }
     }
 
-    fn index(&self, batch: usize, head: usize, tile: usize) -> usize {
-        (batch * self.heads + head) * self.tiles + tile
+    /// Keys that there is room for in a tile.
+    fn capacity(&self, unit: Unit, tile: usize) -> usize {
+        grain(self.batch.sequences[unit.sequence].k.len.min((tile + 1) * TILE_N)) - tile * TILE_N
     }
 
-    /// Rows `keys` (counted within the tile) of K.
-    pub(super) fn k(
+    /// Room for a tile that is not shared.
+    pub(super) fn buffer(&self) -> TileBuffer {
+        TileBuffer {
+            k: Buffer::new(TILE_N * self.words_k),
+            vt: Buffer::new(TILE_N * self.words_v),
+            rows: Buffer::new(TILE_N * self.words_v),
+            pairs: Buffer::new(TILE_N * self.words_v),
+        }
+    }
+
+    /// Packs a tile; returns whether V holds infinities or NaN.
+    fn pack(
         &self,
-        batch: usize,
-        head: usize,
+        kernels: Kernels,
+        unit: Unit,
         tile: usize,
-        keys: &Range<usize>,
-        words: usize,
-    ) -> &[u16] {
-        let start = self.index(batch, head, tile) * self.k_tile;
-        halves(&self.k[start + keys.start * words..start + self.k_tile])
+        k: &mut [u32],
+        vt: &mut [u32],
+        [rows, pairs]: [&mut [u32]; 2],
+    ) -> bool {
+        let (words_v, capacity) = (self.words_v, self.capacity(unit, tile));
+        let keys = tile * TILE_N..self.batch.sequences[unit.sequence].k.len.min((tile + 1) * TILE_N);
+        self.read(&self.k, unit, &keys, k, self.words_k);
+        let (rows, pairs) = (&mut rows[..capacity * words_v], &mut pairs[..capacity * words_v]);
+        self.read(&self.v, unit, &keys, rows, words_v);
+        pair_rows(rows, words_v, pairs);
+        kernels.transpose_words([capacity / 2, 2 * words_v], pairs, 2 * words_v, vt, capacity / 2);
+        // An exponent of all ones.
+        halves(rows).iter().fold(0, |max, bits| max.max(bits & 0x7fff)) >= 0x7f80
     }
 
-    /// Vt of a tile from key `first` (counted within the tile, even) on.
-    pub(super) fn vt(&self, batch: usize, head: usize, tile: usize, first: usize) -> &[u16] {
-        let start = self.index(batch, head, tile) * self.vt_tile;
-        halves(&self.vt[start + first / 2..start + self.vt_tile])
+    /// Rows of K or V as words, zeros behind the last one.
+    fn read(
+        &self,
+        tensor: &TensorRef<'_, bf16>,
+        unit: Unit,
+        keys: &Range<usize>,
+        to: &mut [u32],
+        words: usize,
+    ) {
+        let (full, rest) = to.split_at_mut(keys.len() * words);
+        for (key, row) in keys.clone().zip(full.chunks_mut(words)) {
+            let (outer, inner) = self.batch.key(unit.sequence, key);
+            read_padded(tensor, [outer, inner, unit.kv_head], row);
+        }
+        rest.fill(0);
+    }
+
+    /// A tile of unit number `index`: the shared one, or packed into `buffer`.
+    pub(super) fn tile<'s>(
+        &'s self,
+        kernels: Kernels,
+        index: usize,
+        unit: Unit,
+        tile: usize,
+        buffer: &'s mut TileBuffer,
+    ) -> Tile<'s> {
+        let capacity = self.capacity(unit, tile);
+        let (len_k, len_vt) = (capacity * self.words_k, capacity * self.words_v);
+        if let Some([k, vt]) = self.starts[index] {
+            let (k, vt) = (k + tile * TILE_N * self.words_k, vt + tile * TILE_N * self.words_v);
+            return Tile {
+                k: halves(&self.data_k[k..k + len_k]),
+                vt: halves(&self.data_vt[vt..vt + len_vt]),
+                capacity,
+                wild: self.wild[index].load(Ordering::Relaxed),
+            };
+        }
+        let TileBuffer { k, vt, rows, pairs } = buffer;
+        let (k, vt) = (&mut k[..len_k], &mut vt[..len_vt]);
+        let wild = self.pack(kernels, unit, tile, k, vt, [rows, pairs]);
+        Tile { k: halves(k), vt: halves(vt), capacity, wild }
     }
 }

@@ -75,7 +75,8 @@ fn sections_and_parts_give_the_same_bits_under_every_schedule() {
             };
             let launches = Launches::of(&spec, &problem, Arch::Sm90, case.sms).unwrap();
             let nowhere = RawTensor { address: 0, strides: TensorLayout::Bshd.strides(1, 1, 64) };
-            let at = Addresses { tensors: &[nowhere; 8], lse: None, workspace: None };
+            let at =
+                Addresses { tensors: &[nowhere; 8], lse: None, workspace: None, extras: Default::default() };
             let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };
             let is = (params.sections > 0, params.head_splits > 1);
             assert_eq!(is, (case.sections, case.parts), "{problem:?}: {params:?}");

@@ -417,8 +417,8 @@ struct PWarps : BwdGroup<C> {
             }
             if constexpr (C.alibi) {
                 float bias[CutS::kRegisters] = {};
-                const int query =
-                    this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f + place.lane / 4;
+                const int query = this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f +
+                                  place.lane / 4;
                 const int diagonal = query + this->seqlen().k() - this->seqlen().q();
                 add_alibi<C.mask>(bias, 0.f, {slope, slope}, {diagonal, diagonal + 8},
                                   tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4));

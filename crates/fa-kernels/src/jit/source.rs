@@ -161,7 +161,11 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
         };
         text.push_str(&body(PREPROCESS, PROCESS_THREADS, "bwd_preprocess<config>".into()));
         text.push_str(&body(POSTPROCESS, PROCESS_THREADS, format!("bwd_postprocess<config, {layout}>")));
-        text.push_str(&body(POSTPROCESS_KV, PROCESS_THREADS, format!("bwd_postprocess_kv<config, {layout}>")));
+        text.push_str(&body(
+            POSTPROCESS_KV,
+            PROCESS_THREADS,
+            format!("bwd_postprocess_kv<config, {layout}>"),
+        ));
         if spec.score.sinks {
             text.push_str(&body(DSINKS, DSINKS_THREADS, "bwd_dsinks<config>".into()));
         }

@@ -4,6 +4,7 @@ use cudarc::driver::{DevicePtr, DevicePtrMut};
 use fa_core::{Dtype, Strides};
 
 use crate::Error;
+use crate::launch::checks::check_address;
 use crate::launch::extras::{Extras, RawExtras};
 
 /// A Rust type with the representation of a [`Dtype`].
@@ -241,14 +242,6 @@ impl Shape {
             need: u64::try_from(need).unwrap_or(u64::MAX),
         })
     }
-}
-
-/// Checks that `tensor` starts on a multiple of `align` bytes.
-pub(crate) fn check_address(tensor: &'static str, address: u64, align: u64) -> Result<(), Error> {
-    if address != 0 && address.is_multiple_of(align) {
-        return Ok(());
-    }
-    Err(Error::Address { tensor, address, align })
 }
 
 #[cfg(test)]

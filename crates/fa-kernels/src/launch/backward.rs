@@ -15,11 +15,14 @@ use fa_planner::account::panels::BwdPanels;
 
 use crate::Error;
 use crate::jit::params::BwdParams;
-use crate::jit::source::{DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS};
+use crate::jit::source::{
+    DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS,
+};
 use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
+use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
@@ -94,9 +97,8 @@ impl Backward {
         let lse_buffer = Some((lse.len(), lse.stream()));
         let workspace_buffer = Some((workspace.len(), workspace.stream()));
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        let (extras, _extras) = extras.raw(&self.launches.extras, stream, |name, of| {
-            self.kernel.check_context(name, of.context())
-        })?;
+        let (extras, _extras) = extras
+            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
         // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its
         // tensor.
         let raw = |address, strides| RawTensor { address, strides };
@@ -140,7 +142,12 @@ impl Backward {
     /// As [`Backward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawBackwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out, args.dout, args.dq, args.dk, args.dv];
-        let at = Addresses { tensors: &tensors, lse: Some(args.lse), workspace: Some(args.workspace), extras: args.extras };
+        let at = Addresses {
+            tensors: &tensors,
+            lse: Some(args.lse),
+            workspace: Some(args.workspace),
+            extras: args.extras,
+        };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }

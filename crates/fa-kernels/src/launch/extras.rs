@@ -6,8 +6,7 @@ use fa_core::{Lengths, Problem};
 
 use crate::Error;
 use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, VarlenParams};
-use crate::launch::args::check_address;
-use crate::launch::launches::count;
+use crate::launch::checks::{check_address, count};
 
 /// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
 /// asks for and nothing else.
@@ -169,10 +168,7 @@ pub(crate) fn varlen_params(lengths: &Lengths) -> Result<VarlenParams, Error> {
 pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     use fa_core::Alibi;
     let per_sequence = problem.score.alibi == Some(Alibi::PerSequenceHead);
-    ModParams {
-        alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 },
-        ..ModParams::default()
-    }
+    ModParams { alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 }, ..ModParams::default() }
 }
 
 /// The guards of extras: each tells cudarc, when it is dropped after the launch, that the stream has used its

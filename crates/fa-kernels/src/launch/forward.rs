@@ -12,9 +12,10 @@ use crate::Error;
 use crate::jit::params::FwdParams;
 use crate::jit::source::ENTRY;
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
+use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
-    Addresses, Launch, Launches, Params, Step, Tensor, check_code, count, score_params, shape_params,
+    Addresses, Launch, Launches, Params, Step, Tensor, check_code, score_params, shape_params,
 };
 use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
@@ -85,9 +86,8 @@ impl Forward {
         let lse_buffer = lse.as_ref().map(|lse| (lse.len(), lse.stream()));
         let workspace_buffer = workspace.as_ref().map(|workspace| (workspace.len(), workspace.stream()));
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
-        let (extras, _extras) = extras.raw(&self.launches.extras, stream, |name, of| {
-            self.kernel.check_context(name, of.context())
-        })?;
+        let (extras, _extras) = extras
+            .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
         // Each guard tells cudarc, when it is dropped after the launch, that the stream has used its tensor.
         let raw = |address, strides| RawTensor { address, strides };
         let (q_address, _q) = q.data.device_ptr(stream);
@@ -121,7 +121,8 @@ impl Forward {
     /// As [`Forward::run`], except that lengths are the caller's responsibility.
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawForwardArgs) -> Result<(), Error> {
         let tensors = [args.q, args.k, args.v, args.out];
-        let at = Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace, extras: args.extras };
+        let at =
+            Addresses { tensors: &tensors, lse: args.lse, workspace: args.workspace, extras: args.extras };
         // SAFETY: the launches are of this kernel; the caller vouches for the memory.
         unsafe { enqueue(&self.kernel, &self.launches, self.problem.types.qkv, stream, &at) }
     }

@@ -1,21 +1,19 @@
 //! A pass as data: its parameters, tensor maps, workspace and list of launches. No CUDA call is made here, so
 //! that the driver and an emulation run the same launches.
 
-use fa_core::{Arch, Kernel, KernelSpec, Problem, Strides};
+use fa_core::{Arch, KernelSpec, Problem, Strides};
+use fa_planner::account::missing_code;
 
 use crate::Error;
 use crate::jit::params::{
     BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutPtr, MutTensor, MutU32Ptr,
     RowStrides, ScoreParams, ShapeParams,
 };
-use crate::launch::args::{RawTensor, Shape, check_address};
+use crate::launch::args::{RawTensor, Shape};
+use crate::launch::checks::{check_address, count};
 use crate::launch::extras::{Extra, RawExtras};
 use crate::launch::tma::{MapShape, MapTemplate, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
-
-/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the
-/// end.
-const MAX_COUNT: usize = 1 << 30;
 
 /// LSE is read and written word by word.
 const WORD_BYTES: u64 = 4;
@@ -190,9 +188,9 @@ impl Launches {
                 dv_accum: floats(parts.dv_accum),
                 dq_semaphores: words(parts.dq_semaphores),
                 tile_counter: words(parts.tile_counter),
-                dkv_semaphores: words(parts.dkv_semaphores),
                 varlen: at.extras.varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
+                dkv_semaphores: words(parts.dkv_semaphores),
                 ..params
             }),
         }
@@ -208,32 +206,17 @@ impl Launches {
     }
 }
 
-/// What the device code of `spec`'s kernel does not have yet.
+/// The kernel of `spec` has device code for all that the spec asks for.
 ///
 /// # Errors
-/// [`Error::NoCode`] for the first.
+/// [`Error::NoCode`] for the first thing that it lacks.
 pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
-    let KernelSpec { reads, split, .. } = spec;
-    let lacks = match &spec.kernel {
-        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => [
-            (reads.varied, "lengths on the device"),
-            (reads.paged, "keys in pages"),
-            (*split, "split"),
-        ],
-    };
-    let lacks = lacks.into_iter().find(|(needs, _)| *needs);
-    lacks.map_or(Ok(()), |(_, what)| Err(Error::NoCode { kernel: spec.kernel.name(), what }))
+    let kernel = spec.kernel.name();
+    missing_code(spec).map_or(Ok(()), |what| Err(Error::NoCode { kernel, what }))
 }
 
 fn row_strides(strides: &Strides) -> RowStrides {
     RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
-}
-
-pub(crate) fn count(name: &'static str, value: usize) -> Result<i32, Error> {
-    if value <= MAX_COUNT {
-        return Ok(value as i32);
-    }
-    Err(Error::TooLong { name, value, limit: MAX_COUNT })
 }
 
 /// The lengths, counts and window of `problem`.

@@ -3,6 +3,7 @@
 
 pub(crate) mod args;
 pub(crate) mod backward;
+mod checks;
 pub(crate) mod extras;
 pub(crate) mod forward;
 mod launches;

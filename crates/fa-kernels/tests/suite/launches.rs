@@ -2,8 +2,8 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd, Sm90Fwd,
-    TensorLayout,
+    Alibi, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd,
+    Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
 use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
@@ -78,7 +78,8 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
     let spec = KernelSpec { kernel: Kernel::Sm90Fwd(kernel), ..sm90_spec() };
     let launches = Launches::of(&spec, &problem(), Arch::Sm90, SMS).unwrap();
     let tensors = tensors(&launches);
-    let at = Addresses { tensors: &tensors, lse: None, workspace: Some(1 << 40), extras: RawExtras::default() };
+    let at =
+        Addresses { tensors: &tensors, lse: None, workspace: Some(1 << 40), extras: RawExtras::default() };
     let maps: Vec<_> = launches.maps(&at).collect();
     let (row, seq) = (64, 8 * 64);
     assert_eq!(maps.iter().map(|map| map.tensor).collect::<Vec<_>>(), ["q", "k", "v"]);
@@ -107,7 +108,12 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     .unwrap();
     let (m_tiles, n_tiles) = (8 * 1000u32.div_ceil(64), 2 * 1000u32.div_ceil(128));
     let tensors = tensors(&launches);
-    let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras: RawExtras::default() };
+    let at = Addresses {
+        tensors: &tensors,
+        lse: Some(1 << 41),
+        workspace: Some(1 << 40),
+        extras: RawExtras::default(),
+    };
     launches.check(&at).unwrap();
     let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };
     let splits = params.head_splits as u32;
@@ -144,7 +150,8 @@ fn without_queries_a_deterministic_backward_clears_its_counter_itself() {
     assert_eq!(entries(&launches).len(), 2);
     // The maps of Q and dO are of K's and V's memory.
     let tensors = tensors(&launches);
-    let at = Addresses { tensors: &tensors, lse: Some(0), workspace: Some(1 << 40), extras: RawExtras::default() };
+    let at =
+        Addresses { tensors: &tensors, lse: Some(0), workspace: Some(1 << 40), extras: RawExtras::default() };
     launches.check(&at).unwrap();
     let addresses: Vec<u64> = launches.maps(&at).map(|map| map.address >> 32).collect();
     assert_eq!(addresses, [2, 2, 3, 3]);
@@ -176,14 +183,20 @@ fn what_a_call_lacks_is_named() {
     let kernel = Kernel::Sm80Bwd(Sm80Bwd { tile_order: TileOrder::Natural, ..Sm80Bwd::default() });
     let launches = Launches::of(&KernelSpec { kernel, ..sm80_spec() }, &problem(), Arch::Sm80, 108).unwrap();
     let mut tensors = tensors(&launches);
-    let lacks = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: None, extras: RawExtras::default() };
+    let lacks =
+        Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: None, extras: RawExtras::default() };
     assert!(
         matches!(launches.check(&lacks), Err(Error::NoWorkspace { need }) if need == launches.workspace.bytes)
     );
     let odd = Addresses { workspace: Some(8), ..lacks };
     assert!(matches!(launches.check(&odd), Err(Error::Address { tensor: "workspace", align: 16, .. })));
     tensors[6].strides.seq = 0;
-    let shared = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras: RawExtras::default() };
+    let shared = Addresses {
+        tensors: &tensors,
+        lse: Some(1 << 41),
+        workspace: Some(1 << 40),
+        extras: RawExtras::default(),
+    };
     assert!(matches!(launches.check(&shared), Err(Error::Stride { tensor: "dk", axis: "seq", .. })));
 }
 
@@ -212,4 +225,47 @@ fn what_no_device_code_computes_is_refused() {
             }
         }
     }
+}
+
+#[test]
+fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
+    let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+    let problem = Problem { score, ..problem() };
+    let extras = RawExtras { alibi_slopes: Some(1 << 42), sinks: Some(1 << 43), ..RawExtras::default() };
+
+    let forward = KernelSpec { score: score.kind(), ..sm80_spec() };
+    let launches = Launches::of(&forward, &problem, Arch::Sm80, SMS).unwrap();
+    let tensors = tensors(&launches);
+    let at = Addresses { tensors: &tensors, lse: None, workspace: None, extras };
+    launches.check(&at).unwrap();
+    let Params::Forward(params) = launches.params(&at) else { panic!() };
+    assert_eq!((params.mods.alibi_slopes.0, params.mods.sinks.0), (1 << 42, 1 << 43));
+    assert_eq!((params.mods.alibi_stride, params.mods.dsinks.0), (8, 0));
+    let without = Addresses { extras: RawExtras::default(), ..at };
+    assert!(matches!(launches.check(&without), Err(Error::MissingExtra { name: "alibi_slopes", need: 24 })));
+    let plain = Launches::of(&sm80_spec(), &Problem { score: ScoreMod::NONE, ..problem }, Arch::Sm80, SMS);
+    assert!(matches!(plain.unwrap().check(&at), Err(Error::UnusedExtra { name: "alibi_slopes" })));
+
+    let backward = KernelSpec { score: score.kind(), ..backward_spec(false) };
+    let launches = Launches::of(&backward, &problem, Arch::Sm90, SMS).unwrap();
+    assert_eq!(entries(&launches).last(), Some(&("fa_dsinks", 8)));
+    assert!(
+        !entries(
+            &Launches::of(
+                &backward_spec(false),
+                &Problem { score: ScoreMod::NONE, ..problem },
+                Arch::Sm90,
+                SMS
+            )
+            .unwrap()
+        )
+        .iter()
+        .any(|(entry, _)| *entry == "fa_dsinks")
+    );
+    let tensors = self::tensors(&launches);
+    let extras = RawExtras { dsinks: Some(1 << 44), ..extras };
+    let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras };
+    launches.check(&at).unwrap();
+    let Params::Backward(params) = launches.params(&at) else { panic!() };
+    assert_eq!((params.mods.sinks.0, params.mods.dsinks.0), (1 << 43, 1 << 44));
 }

@@ -1,9 +1,11 @@
 //! What a kernel takes of an SM: shared memory and registers, counted exactly, and the limit that it breaks.
 //!
 //! This is the part of the planner that launching needs: the layout of shared memory, the panels of the
-//! operands, and the number of CTAs that share a K/V head. It knows no problem but for that number, and ranks
-//! nothing.
+//! operands, and the numbers of CTAs that share a K/V head (backward) or the keys of a tile (forward). It
+//! knows no problem but for those numbers, and ranks nothing.
 
+pub(crate) mod code;
+pub(crate) mod kv_splits;
 pub mod panels;
 pub(crate) mod reason;
 pub(crate) mod splits;
@@ -17,6 +19,8 @@ use crate::occupancy::register_ceiling;
 pub use crate::occupancy::Occupancy;
 pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
+pub use code::missing_code;
+pub use kv_splits::{MAX_SPLITS, kv_splits};
 pub use panels::BwdPanels;
 pub use reason::Reason;
 pub use splits::head_splits;

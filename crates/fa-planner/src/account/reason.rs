@@ -22,6 +22,14 @@ pub enum Reason {
         /// The problem's value.
         need: String,
     },
+    /// Its kernel has no device code for it.
+    #[error("{kernel} has no device code for {what}")]
+    Code {
+        /// The kernel.
+        kernel: &'static str,
+        /// What it lacks.
+        what: &'static str,
+    },
     /// Shared memory of one CTA.
     #[error("shared memory: needs {need} B of {have} B ({} B too many)", need - have)]
     Smem {
@@ -72,6 +80,7 @@ impl Reason {
         match self {
             Reason::Rule(_) => "rule",
             Reason::Problem { .. } => "problem",
+            Reason::Code { .. } => "code",
             Reason::Smem { .. } => "smem",
             Reason::Registers { .. } => "registers",
             Reason::Spills { .. } => "spills",
@@ -87,7 +96,7 @@ impl Reason {
             | Reason::Registers { need, have }
             | Reason::Tmem { need, have }
             | Reason::Occupancy { need, have, .. } => Some((*need, *have)),
-            Reason::Rule(_) | Reason::Problem { .. } | Reason::Spills { .. } => None,
+            Reason::Rule(_) | Reason::Problem { .. } | Reason::Code { .. } | Reason::Spills { .. } => None,
         }
     }
 

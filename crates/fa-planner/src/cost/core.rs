@@ -19,7 +19,7 @@ pub struct Cost {
     pub bottleneck: Bottleneck,
     /// Where the time goes.
     pub terms: Terms,
-    /// Query tiles over all heads and sequences.
+    /// Query tiles over all heads and sequences; with splits, their parts.
     pub tiles: f64,
     /// Tiles that the GPU works on at once.
     pub slots: f64,
@@ -27,6 +27,8 @@ pub struct Cost {
     pub steps: f64,
     /// Steps that test a mask.
     pub masked_steps: f64,
+    /// CTAs that share the keys of a tile's rows: the most, where lengths are on the device.
+    pub splits: usize,
 }
 
 /// Seconds that each resource alone would take with all SMs equally busy. They overlap and do not add up to
@@ -103,6 +105,7 @@ impl Cost {
             slots,
             steps: work.steps(),
             masked_steps: work.masked(),
+            splits: 1,
         }
     }
 }
@@ -151,6 +154,31 @@ pub(crate) struct KernelModel {
     pub exposed: f64,
     /// Clocks of a tile outside its steps.
     pub tile: f64,
+    /// Query rows of a tile that exist, of `tile_m`: what partial results are made of.
+    pub rows: f64,
+}
+
+/// Rows that a CTA of the combine kernel takes.
+const COMBINE_ROWS: f64 = 4.0;
+
+/// Seconds from the main kernel to the combine kernel and through its fixed part, in a stream or a graph.
+const COMBINE_S: f64 = 2.5e-6;
+
+/// Seconds of the kernel that adds up the partial results of `parts` CTAs for `rows` rows: each of its CTAs
+/// reads `COMBINE_ROWS` rows of all parts, mostly from the L2.
+fn combine_seconds(
+    rows: f64,
+    head_dim_v: u32,
+    parts: f64,
+    clock: f64,
+    limits: &ArchLimits,
+    c: &CostConstants,
+) -> f64 {
+    let ctas = (rows / COMBINE_ROWS).ceil().max(1.0);
+    let row_bytes = 4.0 * f64::from(head_dim_v) + 4.0;
+    let busy = ctas.min(f64::from(limits.sms));
+    let rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
+    COMBINE_S + rows * parts * row_bytes / rate
 }
 
 /// CTAs that are resident on an SM when the tiles are spread over all SMs first.
@@ -177,16 +205,19 @@ pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
     limits.fp32_flops / 2.0
 }
 
-/// The time of a problem from the clocks of a kernel's steps.
+/// The time of a problem from the clocks of a kernel's steps, with the keys of each tile divided among
+/// `parts` CTAs.
 pub(crate) fn evaluate(
     problem: &Problem,
-    tile_m: u32,
-    tile_n: u32,
-    work: &Work,
+    (tile_m, tile_n): (u32, u32),
+    whole: &Work,
+    parts: usize,
     model: &KernelModel,
     limits: &ArchLimits,
     c: &CostConstants,
 ) -> Cost {
+    let in_parts = (parts > 1).then(|| whole.in_parts(parts));
+    let work = in_parts.as_ref().unwrap_or(whole);
     let sms = f64::from(limits.sms);
     let clock = limits.clock_ghz * 1e9 * c.clock;
     let slots = sms * model.resident;
@@ -209,11 +240,18 @@ pub(crate) fn evaluate(
     let busy = work.tiles.min(sms).max(1.0);
     let l2_rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
     let l2 = l2_bytes / l2_rate;
-    let hbm = hbm_bytes(problem, work, slots, limits, c) / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+    let together = work.tiles / whole.tiles.max(1.0);
+    let bytes = hbm_bytes(problem, whole, slots / together.max(1.0), limits, c);
+    let hbm = bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
 
     let chip = overlap([compute, power], 8.0);
     let busy_time = overlap([overlap([chip, l2], 6.0), hbm], 3.0);
-    let seconds = busy_time + c.launch_s;
+    let combine = if parts > 1 {
+        combine_seconds(whole.tiles * model.rows, model.head_dim_v, together, clock, limits, c)
+    } else {
+        0.0
+    };
+    let seconds = busy_time + combine + c.launch_s;
     let terms = Terms {
         tensor,
         exp: alone(model.exp),
@@ -221,7 +259,7 @@ pub(crate) fn evaluate(
         l2,
         hbm,
         waves: compute - even,
-        latency: c.launch_s + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
+        latency: c.launch_s + combine + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
     };
     let tflops = problem.flops_forward() / seconds / 1e12;
     Cost {
@@ -233,6 +271,7 @@ pub(crate) fn evaluate(
         slots,
         steps,
         masked_steps,
+        splits: parts,
     }
 }
 
@@ -243,7 +282,7 @@ fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c:
         return 0.0;
     }
     let heads = problem.lengths.sequences() as f64 * problem.heads_kv as f64;
-    let kv_head = problem.lengths.max_k() as f64 * width;
+    let kv_head = problem.lengths.mean_k() as f64 * width;
     if kv_head == 0.0 {
         return problem.bytes_forward();
     }

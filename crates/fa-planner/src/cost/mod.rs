@@ -17,7 +17,8 @@ use std::collections::HashMap;
 
 use fa_core::{Arch, Kernel, KernelSpec, Problem};
 
-use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
+use crate::account::kv_splits::best_split;
+use crate::kernels::{sm80_bwd, sm90_bwd};
 
 pub use constants::{CostConstants, Sm90BwdConstants};
 pub use core::{Bottleneck, Cost, Terms};
@@ -27,7 +28,8 @@ pub use schedule::{Queue, TileClass, Work};
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
 ///
 /// Assumes that the spec serves the problem and fits the GPU, which [`crate::plan`] checks. An SM80-class
-/// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one.
+/// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one. A kernel with
+/// `split` has the number of splits that takes the least time.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
     predict_with(&mut Cuts::default(), problem, spec, arch, constants)
 }
@@ -53,13 +55,11 @@ pub(crate) fn predict_with(
     constants: &CostConstants,
 ) -> Cost {
     match &spec.kernel {
-        Kernel::Sm80Fwd(kernel) => {
-            let work = cuts.of(problem, kernel.tile_m, kernel.tile_n, false);
-            sm80_fwd::cost::predict(problem, work, spec, kernel, arch, constants)
-        }
-        Kernel::Sm90Fwd(kernel) => {
-            let work = cuts.of(problem, kernel.tile_m, kernel.tile_n, kernel.pack_gqa);
-            sm90_fwd::cost::predict(problem, work, spec, kernel, arch, constants)
+        Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => {
+            let (tile_m, tile_n) = spec.tile();
+            let work = cuts.of(problem, tile_m, tile_n, spec.traits().packs_gqa);
+            let cost = best_split(problem, spec, arch.limits(), constants, Some(work));
+            cost.expect("forward kernels have a cost")
         }
         Kernel::Sm80Bwd(kernel) => sm80_bwd::cost::predict(problem, spec, kernel, arch, constants),
         Kernel::Sm90Bwd(kernel) => sm90_bwd::cost::predict(problem, spec, kernel, arch, constants),

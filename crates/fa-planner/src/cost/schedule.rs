@@ -48,16 +48,24 @@ const SAMPLES: usize = 32;
 impl Work {
     /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a
     /// K/V head's query heads lie together: row `r` is query `r / group_size`.
+    ///
+    /// Where lengths are on the device every sequence counts as one of mean length, and the longest tile is
+    /// that of a sequence with the most queries and keys.
     pub fn of(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
         let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
-        let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
-        Work::cut(problem, (seqlen_q * group).div_ceil(tile_m), heads, |tile| {
+        let tiles = |seqlen_q: usize| (seqlen_q * group).div_ceil(tile_m);
+        let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let first = tile * tile_m / group;
             let last = ((tile + 1) * tile_m).div_ceil(group).min(seqlen_q);
             let range = problem.mask.n_blocks(first..last, seqlen_q, seqlen_k, tile_n);
             (range.len(), range.masked())
+        };
+        let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
+        let work = Work::cut(problem, tiles(mean_q), heads, |tile| count(tile, mean_q, mean_k));
+        work.with_longest(problem, |max_q, max_k| {
+            (tiles(max_q) > 0).then(|| count(tiles(max_q) - 1, max_q, max_k))
         })
     }
 
@@ -66,13 +74,62 @@ impl Work {
     pub fn of_keys(problem: &Problem, tile_m: u32, tile_n: u32, splits: usize) -> Work {
         let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * splits) as f64;
         let walks = problem.group_size().div_ceil(splits.max(1));
-        let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
-        Work::cut(problem, seqlen_k.div_ceil(tile_n), heads, |tile| {
+        let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
             let range = problem.mask.m_blocks(keys, seqlen_q, seqlen_k, tile_m);
             (walks * range.len(), walks * range.masked())
-        })
+        };
+        let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
+        let work = Work::cut(problem, mean_k.div_ceil(tile_n), heads, |tile| count(tile, mean_q, mean_k));
+        work.with_longest(problem, |max_q, max_k| (max_k > 0).then(|| count(0, max_q, max_k)))
+    }
+
+    /// The same work, whose longest tile is at least that of a sequence with the most queries and keys.
+    fn with_longest(
+        mut self,
+        problem: &Problem,
+        count: impl FnOnce(usize, usize) -> Option<(usize, usize)>,
+    ) -> Work {
+        if problem.lengths.is_uniform() || self.tiles == 0.0 {
+            return self;
+        }
+        if let Some((steps, masked)) = count(problem.lengths.max_q(), problem.lengths.max_k())
+            && steps as f64 > self.longest.steps
+        {
+            self.longest = TileClass { count: 1.0, steps: steps as f64, masked: masked as f64 };
+        }
+        self
+    }
+
+    /// The same steps with the keys of every tile divided among `parts` CTAs, as evenly as whole steps can
+    /// be: fewer parts for tiles of fewer steps.
+    pub fn in_parts(&self, parts: usize) -> Work {
+        if parts <= 1 {
+            return self.clone();
+        }
+        let (most, mut tiles) = (parts as f64, 0.0);
+        let mut classes = Vec::with_capacity(2 * self.classes.len());
+        for class in &self.classes {
+            let own = most.min(class.steps.floor()).max(1.0);
+            tiles += class.count * own;
+            // Of `own` parts some have one step more.
+            let each = (class.steps / own).floor();
+            let more = class.steps - each * own;
+            let masked = class.masked / own;
+            for (share, steps) in [(own - more, each), (more, each + 1.0)] {
+                if share > 0.0 {
+                    classes.push(TileClass { count: class.count * share, steps, masked: masked.min(steps) });
+                }
+            }
+        }
+        let own = most.min(self.longest.steps.floor()).max(1.0);
+        let longest = TileClass {
+            count: 1.0,
+            steps: (self.longest.steps / own).ceil(),
+            masked: (self.longest.masked / own).ceil(),
+        };
+        Work { tiles, classes, longest }
     }
 
     /// Sorts a head's `m_tiles` tiles into classes: equal tiles where there are few kinds, else runs of
@@ -220,6 +277,41 @@ mod tests {
             assert_eq!(alike, seqlen.div_ceil(128) as f64 - others, "{work:?}");
             assert_eq!((work.tiles, work.longest.steps), (alike + others, 11.0));
         }
+    }
+
+    #[test]
+    fn parts_keep_the_steps_and_shorten_the_longest() {
+        let problem = Problem::square(2, 5000, 4, 64, Mask::CAUSAL, Dtype::F16);
+        for seqlen in [1, 100, 5000, 40_000] {
+            let whole =
+                Work::of(&Problem { lengths: Lengths::uniform(2, seqlen, seqlen), ..problem }, 64, 96, false);
+            for parts in [1, 2, 3, 7, 1000] {
+                let work = whole.in_parts(parts);
+                assert!((work.steps() / whole.steps() - 1.0).abs() < 1e-9, "{seqlen} in {parts}");
+                let count: f64 = work.classes.iter().map(|c| c.count).sum();
+                assert!((count / work.tiles - 1.0).abs() < 1e-9);
+                assert!(work.tiles >= whole.tiles && work.tiles <= whole.tiles * parts as f64);
+                let most = (whole.longest.steps / parts as f64).ceil().max(1.0);
+                assert_eq!(work.longest.steps, most, "{seqlen} in {parts}");
+                assert!(work.classes.iter().all(|c| c.masked <= c.steps));
+            }
+        }
+        let one = Work::of(&Problem { lengths: Lengths::uniform(1, 1, 640), ..problem }, 64, 64, false);
+        let counts: Vec<_> = one.in_parts(4).classes.iter().map(|c| (c.count, c.steps)).collect();
+        assert_eq!(counts, [(8.0, 2.0), (8.0, 3.0)]);
+    }
+
+    #[test]
+    fn packed_work_is_that_of_the_mean_with_the_longest_at_the_bound() {
+        let problem = Problem::square(1, 1, 4, 64, Mask::CAUSAL, Dtype::F16);
+        let packed = Problem { lengths: Lengths::packed(8, 4096, 4096, 2048, 2048), ..problem };
+        let mean = Problem { lengths: Lengths::uniform(8, 512, 512), ..problem };
+        let (work, even) = (Work::of(&packed, 128, 128, false), Work::of(&mean, 128, 128, false));
+        assert_eq!((work.tiles, work.steps(), work.longest.steps), (even.tiles, even.steps(), 16.0));
+        let (work, even) = (Work::of_keys(&packed, 64, 128, 1), Work::of_keys(&mean, 64, 128, 1));
+        assert_eq!((work.tiles, work.steps(), work.longest.steps), (even.tiles, even.steps(), 32.0));
+        let none = Problem { lengths: Lengths::packed(8, 0, 4096, 0, 2048), ..problem };
+        assert_eq!(Work::of(&none, 128, 128, false).tiles, 0.0);
     }
 
     #[test]

@@ -11,3 +11,19 @@ pub mod sm80_bwd;
 pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
+
+use fa_core::Problem;
+
+/// Tiles up to which splits of the keys are tried: some four for each SM of a large GPU. More tiles fill it.
+const SPLIT_TILES: usize = 512;
+
+/// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
+/// tile's keys (`split`): with and without where there are few tiles of more than one step.
+fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &'static [bool] {
+    let lengths = &problem.lengths;
+    let group = if packed { problem.group_size().max(1) } else { 1 };
+    let blocks = lengths.mean_q().saturating_mul(group).div_ceil(tile_m.max(1) as usize);
+    let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
+    let few = blocks.saturating_mul(heads) <= SPLIT_TILES;
+    if few && lengths.max_k() > tile_n as usize { &[false, true] } else { &[false] }
+}

@@ -19,7 +19,7 @@ pub(super) fn predict(
     let (tile_m, tile_n) = (account.tile.tile_m(), account.tile.tile_n);
     let work = Work::of(problem, tile_m, tile_n, false);
     let model = model(account, problem, &work, arch.limits(), constants);
-    evaluate(problem, tile_m, tile_n, &work, &model, arch.limits(), constants)
+    evaluate(problem, (tile_m, tile_n), &work, 1, &model, arch.limits(), constants)
 }
 
 fn model(
@@ -65,5 +65,6 @@ fn model(
         mask: resident * scores * c.mask_ops / f32_lanes(limits),
         exposed,
         tile: c.sm100_tile + products + exp - hidden,
+        rows,
     }
 }

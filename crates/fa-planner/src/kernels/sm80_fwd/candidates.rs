@@ -2,6 +2,8 @@
 
 use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
 
+use crate::kernels::split_choices;
+
 /// Query rows and warps of a CTA that are tried: 16 or 32 rows per warp.
 pub const TILE_M: [(u32, u32); 4] = [(64, 4), (128, 4), (128, 8), (256, 8)];
 
@@ -16,17 +18,24 @@ pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM.
+/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, keys in one piece or
+/// shared by several CTAs.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
+    let problem = *problem;
     TILE_M
         .into_iter()
         .flat_map(|rows| TILE_N.into_iter().map(move |tile_n| (rows, tile_n)))
         .flat_map(|tile| STAGES.into_iter().map(move |stages| (tile, stages)))
         .flat_map(|pipe| [false, true].into_iter().map(move |q_in_regs| (pipe, q_in_regs)))
         .flat_map(|block| BLOCKS_PER_SM.into_iter().map(move |blocks| (block, blocks)))
-        .map(move |(((((tile_m, num_warps), tile_n), stages), q_in_regs), blocks_per_sm)| {
+        .flat_map(move |candidate| {
+            let ((((rows, tile_n), _), _), _) = candidate;
+            let choices = split_choices(&problem, rows.0, tile_n, false);
+            choices.iter().map(move |&split| (candidate, split))
+        })
+        .map(move |((((((tile_m, num_warps), tile_n), stages), q_in_regs), blocks_per_sm), split)| {
             let kernel = Sm80Fwd {
                 tile_m,
                 tile_n,
@@ -48,7 +57,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 mask,
                 score,
                 reads,
-                split: false,
+                split,
                 kernel: Kernel::Sm80Fwd(kernel),
             }
         })

@@ -1,7 +1,7 @@
 //! The time of an SM80-class forward: mma.sync, whose operands pass through ldmatrix, in as many CTAs as an
 //! SM holds.
 
-use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
+use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, softmax_clocks};
@@ -10,19 +10,19 @@ use crate::occupancy::{Occupancy, WARP};
 
 use super::account::{registers, smem};
 
-/// Predicts the forward of `problem`, cut into the tiles of `kernel`.
+/// Predicts the forward of `problem`, cut into the tiles of `kernel`, with the keys of each divided among
+/// `parts` CTAs.
 pub(crate) fn predict(
     problem: &Problem,
     work: &Work,
-    spec: &KernelSpec,
-    kernel: &Sm80Fwd,
-    arch: Arch,
+    parts: usize,
+    (spec, kernel): (&KernelSpec, &Sm80Fwd),
+    limits: &ArchLimits,
     constants: &CostConstants,
 ) -> Cost {
-    let limits = arch.limits();
     let resident = resident_blocks(work, blocks(spec, kernel, limits), limits);
-    let model = model(spec, kernel, limits, constants, resident);
-    evaluate(problem, kernel.tile_m, kernel.tile_n, work, &model, limits, constants)
+    let model = model(problem, spec, kernel, limits, constants, resident);
+    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, &model, limits, constants)
 }
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
@@ -33,6 +33,7 @@ fn blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
 }
 
 fn model(
+    problem: &Problem,
     spec: &KernelSpec,
     k: &Sm80Fwd,
     limits: &ArchLimits,
@@ -89,5 +90,6 @@ fn model(
         mask: 0.0,
         exposed,
         tile: c.sm80_block,
+        rows: tile_m.min(problem.lengths.mean_q() as f64),
     }
 }

@@ -4,6 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
+use crate::kernels::split_choices;
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
@@ -16,13 +17,13 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 /// H100.
 ///
 /// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
-/// group packed or not.
+/// group packed or not, keys in one piece or shared by several CTAs.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
     let problem = *problem;
     // Tiles of equal length are assigned statically; others dynamically, the longest first.
-    let (scheduler, tile_order) = if mask == MaskKind::Full {
+    let (scheduler, tile_order) = if mask == MaskKind::Full && !reads.varied {
         (Scheduler::Static, TileOrder::Natural)
     } else {
         (Scheduler::Dynamic, TileOrder::LongestFirst)
@@ -34,7 +35,13 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         .flat_map(move |(tile, switch)| {
             packings(&problem, 64 * tile.0).iter().map(move |&pack_gqa| (tile, switch, pack_gqa))
         })
-        .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg), pack_gqa)| {
+        .flat_map(move |(tile, switch, pack_gqa)| {
+            let rows = 64 * tile.0;
+            split_choices(&problem, rows, tile.1, pack_gqa)
+                .iter()
+                .map(move |&split| (tile, switch, pack_gqa, split))
+        })
+        .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg), pack_gqa, split)| {
             let tile_m = 64 * num_wg;
             let kernel = Sm90Fwd {
                 tile_m,
@@ -59,7 +66,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 mask,
                 score,
                 reads,
-                split: false,
+                split,
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })

@@ -2,7 +2,7 @@
 //! (ping-pong) or of the same one (the next step's products).
 
 use fa_core::spec::{Scheduler, TileOrder};
-use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
+use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, softmax_clocks};
@@ -10,18 +10,18 @@ use crate::cost::schedule::{Queue, Work};
 
 use super::account::accumulators;
 
-/// Predicts the forward of `problem`, cut into the tiles of `kernel`.
+/// Predicts the forward of `problem`, cut into the tiles of `kernel`, with the keys of each divided among
+/// `parts` CTAs.
 pub(crate) fn predict(
     problem: &Problem,
     work: &Work,
-    spec: &KernelSpec,
-    kernel: &Sm90Fwd,
-    arch: Arch,
+    parts: usize,
+    (spec, kernel): (&KernelSpec, &Sm90Fwd),
+    limits: &ArchLimits,
     constants: &CostConstants,
 ) -> Cost {
-    let limits = arch.limits();
     let model = model(problem, spec, kernel, limits, constants);
-    evaluate(problem, kernel.tile_m, kernel.tile_n, work, &model, limits, constants)
+    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, &model, limits, constants)
 }
 
 fn model(
@@ -64,8 +64,8 @@ fn model(
     let outside = if k.scheduler == Scheduler::PerTile { c.sm90_block } else { c.sm90_tile };
     // A warpgroup skips the key tiles that only the rows of the warpgroups below it see (64 keys less for
     // each), and the whole tile if it has no rows.
+    let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
     let (passed, busy) = if masked && (64..k.tile_m).contains(&k.tile_n) && k.kv_stages > 1 {
-        let rows = problem.lengths.max_q() * if k.pack_gqa { problem.group_size() } else { 1 };
         let groups = rows.div_ceil(k.tile_m as usize) * k.num_wg as usize;
         (32.0 * (num_wg - 1.0) / tile_n, rows.div_ceil(64) as f64 / groups.max(1) as f64)
     } else {
@@ -89,5 +89,6 @@ fn model(
         exposed,
         // Nothing hides the first step's S and the last step's P V.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
+        rows: tile_m.min(rows as f64),
     }
 }

@@ -1,0 +1,274 @@
+//! Where the rows of each sequence lie: lengths, starts and page table of a call, checked once.
+
+use fa_core::{Alibi, Problem, Side, SideRows};
+
+use crate::check::check_len;
+use crate::error::CpuError;
+use crate::extras::Extras;
+
+/// Consecutive rows of a tensor `[batch, seqlen, heads, dim]` that belong to one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// First index of the tensor: the sequence, 0 where sequences are packed. Of no meaning in pages.
+    pub batch: usize,
+    /// Second index of the sequence's first row.
+    pub first: usize,
+    /// Rows of the sequence.
+    pub len: usize,
+}
+
+/// The rows of one sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sequence {
+    /// Rows of Q, O and their gradients.
+    pub q: Span,
+    /// Rows of K, V and their gradients.
+    pub k: Span,
+}
+
+/// The sequences of a call.
+#[derive(Clone, Debug)]
+pub struct Batch<'a> {
+    /// One for each sequence of the problem.
+    pub sequences: Vec<Sequence>,
+    pages: Option<Pages<'a>>,
+    slopes: Option<(&'a [f32], usize)>,
+    sinks: Option<&'a [f32]>,
+}
+
+/// The pages of all sequences.
+#[derive(Clone, Copy, Debug)]
+struct Pages<'a> {
+    table: &'a [i32],
+    /// Entries of a sequence.
+    columns: usize,
+    /// Rows of a page.
+    page: usize,
+}
+
+impl<'a> Batch<'a> {
+    /// Lengths and places of `problem`'s sequences.
+    ///
+    /// # Errors
+    /// [`CpuError::Extra`] when something is missing that the problem names or given that it does not,
+    /// [`CpuError::Length`] for a wrong number of values, [`CpuError::Descending`], [`CpuError::Beyond`] and
+    /// [`CpuError::Page`] for values that point outside the tensors.
+    pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
+        let (lengths, score) = (&problem.lengths, &problem.score);
+        let count = lengths.sequences();
+        let q = spans(lengths.q(), count, ["cu_q", "used_q"], [extras.cu_q, extras.used_q])?;
+        let k = spans(lengths.k(), count, ["cu_k", "used_k"], [extras.cu_k, extras.used_k])?;
+        let paged = match lengths.k().rows {
+            SideRows::Paged { page, pages, .. } => Some((page, pages)),
+            SideRows::Padded { .. } | SideRows::Packed { .. } => None,
+        };
+        let pages = match (paged, wanted("page_table", paged.is_some(), extras.page_table)?) {
+            (Some((page, pages)), Some(table)) => {
+                let found = Pages { table, columns: lengths.table_columns(), page };
+                found.check(&k, pages)?;
+                Some(found)
+            }
+            _ => None,
+        };
+        let slopes = wanted("alibi_slopes", score.alibi.is_some(), extras.alibi_slopes)?;
+        if let (Some(slopes), Some(alibi)) = (slopes, score.alibi) {
+            check_len("alibi_slopes", slopes.len(), alibi.count(count, problem.heads_q))?;
+        }
+        let stride = if score.alibi == Some(Alibi::PerSequenceHead) { problem.heads_q } else { 0 };
+        let sinks = wanted("sinks", score.sinks, extras.sinks)?;
+        if let Some(sinks) = sinks {
+            check_len("sinks", sinks.len(), problem.heads_q)?;
+        }
+        let sequences = q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }).collect();
+        Ok(Batch { sequences, pages, slopes: slopes.map(|slopes| (slopes, stride)), sinks })
+    }
+
+    /// Whether keys lie in pages.
+    pub fn is_paged(&self) -> bool {
+        self.pages.is_some()
+    }
+
+    /// First and second index, in the tensors of K and V, of a key of sequence `sequence`.
+    pub fn key(&self, sequence: usize, key: usize) -> (usize, usize) {
+        match &self.pages {
+            Some(Pages { table, columns, page }) => {
+                (table[sequence * columns + key / page] as usize, key % page)
+            }
+            None => {
+                let span = self.sequences[sequence].k;
+                (span.batch, span.first + key)
+            }
+        }
+    }
+
+    /// The slope of a query head; 0 without ALiBi.
+    pub fn slope(&self, sequence: usize, head: usize) -> f32 {
+        self.slopes.map_or(0.0, |(slopes, stride)| slopes[sequence * stride + head])
+    }
+
+    /// The sink of a query head.
+    pub fn sink(&self, head: usize) -> Option<f32> {
+        self.sinks.map(|sinks| sinks[head])
+    }
+}
+
+impl Pages<'_> {
+    /// The pages in use exist.
+    fn check(&self, spans: &[Span], pages: usize) -> Result<(), CpuError> {
+        check_len("page_table", self.table.len(), spans.len() * self.columns)?;
+        for (sequence, span) in spans.iter().enumerate() {
+            let row = &self.table[sequence * self.columns..][..span.len.div_ceil(self.page)];
+            let outside = |&page: &i32| usize::try_from(page).map_or(true, |page| page >= pages);
+            if let Some(entry) = row.iter().position(outside) {
+                return Err(CpuError::Page { sequence, entry, page: row[entry], pages });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `given`, which the problem asks for or not.
+fn wanted<'a, T>(
+    name: &'static str,
+    asked: bool,
+    given: Option<&'a [T]>,
+) -> Result<Option<&'a [T]>, CpuError> {
+    match (asked, given) {
+        (true, None) | (false, Some(_)) => Err(CpuError::Extra { name, asked }),
+        _ => Ok(given),
+    }
+}
+
+/// The rows of every sequence on one side.
+fn spans(
+    side: Side,
+    count: usize,
+    [cu_name, used_name]: [&'static str; 2],
+    [cu, used]: [Option<&[i32]>; 2],
+) -> Result<Vec<Span>, CpuError> {
+    let packed = matches!(side.rows, SideRows::Packed { .. });
+    let mut spans: Vec<Span> = match (side.rows, wanted(cu_name, packed, cu)?) {
+        (SideRows::Packed { total, max }, Some(cu)) => {
+            check_len(cu_name, cu.len(), count + 1)?;
+            let beyond = |index, limit| CpuError::Beyond { name: cu_name, index, value: cu[index], limit };
+            if cu[0] < 0 {
+                return Err(beyond(0, total));
+            }
+            let mut spans = Vec::with_capacity(count);
+            for (index, pair) in cu.windows(2).enumerate() {
+                let (first, end) = (pair[0] as usize, pair[1] as usize);
+                if pair[1] < pair[0] {
+                    let [before, after] = [pair[0], pair[1]];
+                    return Err(CpuError::Descending { name: cu_name, index, before, after });
+                }
+                if end > total {
+                    return Err(beyond(index + 1, total));
+                }
+                if end - first > max {
+                    return Err(CpuError::TooLong { name: cu_name, sequence: index, len: end - first, max });
+                }
+                spans.push(Span { batch: 0, first, len: end - first });
+            }
+            if cu[0] as usize > total {
+                return Err(beyond(0, total));
+            }
+            spans
+        }
+        _ => (0..count).map(|batch| Span { batch, first: 0, len: side.max() }).collect(),
+    };
+    if let Some(used) = wanted(used_name, side.used, used)? {
+        check_len(used_name, used.len(), count)?;
+        for (index, (span, &value)) in spans.iter_mut().zip(used).enumerate() {
+            match usize::try_from(value) {
+                Ok(len) if len <= span.len => span.len = len,
+                _ => return Err(CpuError::Beyond { name: used_name, index, value, limit: span.len }),
+            }
+        }
+    }
+    Ok(spans)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Lengths, Mask, ScoreMod};
+
+    use super::*;
+
+    fn problem(lengths: Lengths) -> Problem {
+        Problem { lengths, ..Problem::square(1, 1, 2, 4, Mask::FULL, Dtype::F32) }
+    }
+
+    #[test]
+    fn packed_sequences_start_where_cu_seqlens_says() {
+        let packed = problem(Lengths::packed(3, 10, 8, 5, 6));
+        let extras = Extras { cu_q: Some(&[0, 4, 4, 9]), cu_k: Some(&[1, 1, 7, 8]), ..Extras::NONE };
+        let batch = Batch::new(&packed, &extras).unwrap();
+        let span = |first, len| Span { batch: 0, first, len };
+        let expected = [(span(0, 4), span(1, 0)), (span(4, 0), span(1, 6)), (span(4, 5), span(7, 1))];
+        assert_eq!(batch.sequences, expected.map(|(q, k)| Sequence { q, k }));
+        assert_eq!(batch.key(1, 5), (0, 6));
+        let refused = |cu_q: &[i32]| Batch::new(&packed, &Extras { cu_q: Some(cu_q), ..extras }).unwrap_err();
+        assert_eq!(refused(&[0, 4, 9]), CpuError::Length { buffer: "cu_q", got: 3, need: 4 });
+        assert_eq!(
+            refused(&[0, 4, 3, 9]),
+            CpuError::Descending { name: "cu_q", index: 1, before: 4, after: 3 }
+        );
+        assert_eq!(
+            refused(&[0, 4, 9, 11]),
+            CpuError::Beyond { name: "cu_q", index: 3, value: 11, limit: 10 }
+        );
+        assert_eq!(
+            refused(&[-1, 4, 8, 9]),
+            CpuError::Beyond { name: "cu_q", index: 0, value: -1, limit: 10 }
+        );
+        assert_eq!(refused(&[0, 6, 8, 9]), CpuError::TooLong { name: "cu_q", sequence: 0, len: 6, max: 5 });
+        assert_eq!(
+            Batch::new(&packed, &Extras { cu_q: None, ..extras }).unwrap_err(),
+            CpuError::Extra { name: "cu_q", asked: true }
+        );
+        assert_eq!(
+            Batch::new(&packed, &Extras { sinks: Some(&[0.0; 2]), ..extras }).unwrap_err(),
+            CpuError::Extra { name: "sinks", asked: false }
+        );
+    }
+
+    #[test]
+    fn used_lengths_and_pages_are_checked_as_far_as_they_are_used() {
+        let paged = problem(Lengths::of(2, Side::padded(1), Side::paged(4, 3, 9)));
+        let table = [2, 0, -7, 1, 99, 99];
+        let extras = Extras { used_k: Some(&[7, 4]), page_table: Some(&table), ..Extras::NONE };
+        let batch = Batch::new(&paged, &extras).unwrap();
+        assert_eq!([batch.key(0, 3), batch.key(0, 5), batch.key(1, 0)], [(2, 3), (0, 1), (1, 0)]);
+        let used = |used: &[i32]| {
+            Batch::new(&paged, &Extras { used_k: Some(used), page_table: Some(&table), ..extras })
+                .unwrap_err()
+        };
+        assert_eq!(used(&[9, 4]), CpuError::Page { sequence: 0, entry: 2, page: -7, pages: 3 });
+        assert_eq!(used(&[7, 5]), CpuError::Page { sequence: 1, entry: 1, page: 99, pages: 3 });
+        assert_eq!(used(&[7, 10]), CpuError::Beyond { name: "used_k", index: 1, value: 10, limit: 9 });
+        assert_eq!(used(&[-1, 4]), CpuError::Beyond { name: "used_k", index: 0, value: -1, limit: 9 });
+        assert_eq!(
+            Batch::new(&paged, &Extras { page_table: Some(&table[..5]), ..extras }).unwrap_err(),
+            CpuError::Length { buffer: "page_table", got: 5, need: 6 }
+        );
+    }
+
+    #[test]
+    fn slopes_and_sinks_have_a_value_per_head() {
+        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..ScoreMod::NONE };
+        let problem = Problem { score, ..problem(Lengths::uniform(2, 1, 1)) };
+        let extras =
+            Extras { alibi_slopes: Some(&[1.0, 2.0, 3.0, 4.0]), sinks: Some(&[5.0, 6.0]), ..Extras::NONE };
+        let batch = Batch::new(&problem, &extras).unwrap();
+        assert_eq!((batch.slope(1, 0), batch.sink(1)), (3.0, Some(6.0)));
+        let per_head = Problem { score: ScoreMod { alibi: Some(Alibi::PerHead), ..score }, ..problem };
+        assert_eq!(
+            Batch::new(&per_head, &extras).unwrap_err(),
+            CpuError::Length { buffer: "alibi_slopes", got: 4, need: 2 }
+        );
+        assert_eq!(
+            Batch::new(&problem, &Extras::NONE).unwrap_err(),
+            CpuError::Extra { name: "alibi_slopes", asked: true }
+        );
+    }
+}

@@ -1,0 +1,337 @@
+//! Kernels whose lanes lie along the head dim: conversions of rows, and the two products of attention for a
+//! few queries, which read K and V as they lie, in any element type.
+#![allow(unsafe_code)]
+
+use half::{bf16, f16};
+
+use super::vector::{Vector, exp2};
+
+/// A number type as it lies in memory, read and written a register at a time.
+pub trait Stored: Copy {
+    /// The number.
+    #[allow(clippy::wrong_self_convention)]
+    fn as_f32(self) -> f32;
+    /// Rounded to nearest even.
+    fn rounded(value: f32) -> Self;
+    /// `LANES` numbers from `from` on.
+    ///
+    /// # Safety
+    /// They must be valid, and the CPU must have the instructions of `V`.
+    unsafe fn load<V: Lanes>(from: *const Self) -> V;
+    /// Writes `LANES` numbers, rounded to nearest even.
+    ///
+    /// # Safety
+    /// As [`Stored::load`], for writes.
+    unsafe fn store<V: Lanes>(values: V, to: *mut Self);
+    /// The kernels for this type.
+    fn kernels(table: &RowTables) -> &RowTable<Self>;
+}
+
+/// [`Vector`] under a name that a public trait may mention.
+#[allow(private_bounds)]
+pub trait Lanes: Vector {}
+
+impl<V: Vector> Lanes for V {}
+
+/// The kernels of one instruction set and element type.
+pub struct RowTable<T> {
+    pub(super) widen: unsafe fn(*const T, *mut f32, usize),
+    pub(super) narrow: unsafe fn(*const f32, f32, *mut T, usize),
+    pub(super) dots: unsafe fn(&RawDots<'_, T>),
+    pub(super) accumulate: unsafe fn(&RawAccumulate<'_, T>),
+}
+
+/// The kernels of one instruction set.
+pub struct RowTables {
+    pub(super) f32: RowTable<f32>,
+    pub(super) bf16: RowTable<bf16>,
+    pub(super) f16: RowTable<f16>,
+    pub(super) f64: RowTable<f64>,
+    pub(super) softmax: unsafe fn(&RawRow) -> [f32; 3],
+}
+
+macro_rules! stored {
+    ($type:ident, $to:expr, $from:expr, $load:ident, $store:ident) => {
+        impl Stored for $type {
+            #[inline(always)]
+            fn as_f32(self) -> f32 {
+                $to(self)
+            }
+            #[inline(always)]
+            fn rounded(value: f32) -> Self {
+                $from(value)
+            }
+            #[inline(always)]
+            unsafe fn load<V: Lanes>(from: *const Self) -> V {
+                // SAFETY: the caller's.
+                unsafe { V::$load(from.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn store<V: Lanes>(values: V, to: *mut Self) {
+                // SAFETY: the caller's.
+                unsafe { values.$store(to.cast()) }
+            }
+            fn kernels(table: &RowTables) -> &RowTable<Self> {
+                &table.$type
+            }
+        }
+    };
+}
+
+stored!(f32, |value| value, |value| value, load, store);
+stored!(bf16, bf16::to_f32, bf16::from_f32, load_bf16, store_bf16);
+stored!(f16, f16::to_f32, f16::from_f32, load_f16, store_f16);
+stored!(f64, |value| value as f32, f64::from, load_f64, store_f64);
+
+/// `S[query][key] = K[key] . Q[query]`.
+///
+/// # Safety
+/// Rows of `keys` have `dims` values; `q` has `queries` rows of `dims` at stride `ldq`, `s` as many of
+/// `keys.len()` at stride `lds`.
+pub(super) struct RawDots<'a, T> {
+    pub keys: &'a [&'a [T]],
+    pub dims: usize,
+    pub queries: usize,
+    pub q: *const f32,
+    pub ldq: usize,
+    pub s: *mut f32,
+    pub lds: usize,
+}
+
+/// `O[query] += sum over keys of P[query][key] V[key]`.
+///
+/// # Safety
+/// Rows of `values` have `dims` values; `p` has `queries` rows of `values.len()` at stride `ldp`, `o` as many
+/// of `dims` at stride `ldo`.
+pub(super) struct RawAccumulate<'a, T> {
+    pub values: &'a [&'a [T]],
+    pub dims: usize,
+    pub queries: usize,
+    pub p: *const f32,
+    pub ldp: usize,
+    pub o: *mut f32,
+    pub ldo: usize,
+}
+
+/// One row of scores in base 2 for the online softmax.
+///
+/// # Safety
+/// `scores` is valid for `len` values, a multiple of the lanes.
+pub(super) struct RawRow {
+    pub scores: *mut f32,
+    pub len: usize,
+    pub max: f32,
+    pub sum: f32,
+}
+
+/// Converts `len` numbers.
+#[inline(always)]
+pub(super) unsafe fn widen<V: Vector, T: Stored>(from: *const T, to: *mut f32, len: usize) {
+    let whole = len / V::LANES * V::LANES;
+    // SAFETY: the caller vouches for `len` numbers at both.
+    unsafe {
+        for i in (0..whole).step_by(V::LANES) {
+            T::load::<V>(from.add(i)).store(to.add(i));
+        }
+        for i in whole..len {
+            *to.add(i) = (*from.add(i)).as_f32();
+        }
+    }
+}
+
+/// Multiplies `len` numbers by `factor` and rounds them.
+#[inline(always)]
+pub(super) unsafe fn narrow<V: Vector, T: Stored>(from: *const f32, factor: f32, to: *mut T, len: usize) {
+    let whole = len / V::LANES * V::LANES;
+    // SAFETY: the caller vouches for `len` numbers at both.
+    unsafe {
+        for i in (0..whole).step_by(V::LANES) {
+            T::store(V::load(from.add(i)).mul(V::splat(factor)), to.add(i));
+        }
+        for i in whole..len {
+            *to.add(i) = T::rounded(*from.add(i) * factor);
+        }
+    }
+}
+
+/// Scores of a few queries. Each sum is taken in one order, whatever the blocks.
+#[inline(always)]
+pub(super) unsafe fn dots<V: Vector, T: Stored>(call: &RawDots<'_, T>) {
+    let mut query = 0;
+    // SAFETY: `RawDots`'s contract; blocks stay within the queries.
+    unsafe {
+        if V::LANES == 16 {
+            while call.queries - query >= 4 {
+                dots_of::<V, T, 4, 4>(call, query);
+                query += 4;
+            }
+        }
+        while call.queries - query >= 2 {
+            dots_of::<V, T, 4, 2>(call, query);
+            query += 2;
+        }
+        if query < call.queries {
+            dots_of::<V, T, 8, 1>(call, query);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize>(
+    call: &RawDots<'_, T>,
+    query: usize,
+) {
+    let mut key = 0;
+    // SAFETY: `RawDots`'s contract; blocks stay within the keys.
+    unsafe {
+        while call.keys.len() - key >= KEYS {
+            dots_block::<V, T, KEYS, QUERIES>(call, key, query);
+            key += KEYS;
+        }
+        while key < call.keys.len() {
+            dots_block::<V, T, 1, QUERIES>(call, key, query);
+            key += 1;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize>(
+    call: &RawDots<'_, T>,
+    key: usize,
+    query: usize,
+) {
+    // SAFETY: `RawDots`'s contract; the block lies within keys and queries.
+    unsafe {
+        let rows: [*const T; KEYS] = core::array::from_fn(|i| call.keys.get_unchecked(key + i).as_ptr());
+        let q = call.q.add(query * call.ldq);
+        let mut sums = [[V::splat(0.0); QUERIES]; KEYS];
+        let whole = call.dims / V::LANES * V::LANES;
+        for d in (0..whole).step_by(V::LANES) {
+            let q: [V; QUERIES] = core::array::from_fn(|j| V::load(q.add(j * call.ldq + d)));
+            for (row, sums) in rows.iter().zip(&mut sums) {
+                let k = T::load::<V>(row.add(d));
+                for (sum, q) in sums.iter_mut().zip(q) {
+                    *sum = k.mul_add(q, *sum);
+                }
+            }
+        }
+        for (i, sums) in sums.iter().enumerate() {
+            for (j, sum) in sums.iter().enumerate() {
+                let mut total = sum.sum();
+                for d in whole..call.dims {
+                    total += (*rows[i].add(d)).as_f32() * *q.add(j * call.ldq + d);
+                }
+                *call.s.add((query + j) * call.lds + key + i) = total;
+            }
+        }
+    }
+}
+
+/// Adds weighted values for a few queries. Each sum is taken in the keys' order, whatever the blocks.
+#[inline(always)]
+pub(super) unsafe fn accumulate<V: Vector, T: Stored>(call: &RawAccumulate<'_, T>) {
+    let mut query = 0;
+    // SAFETY: `RawAccumulate`'s contract; blocks stay within the queries.
+    unsafe {
+        if V::LANES == 16 {
+            while call.queries - query >= 4 {
+                accumulate_of::<V, T, 4, 4>(call, query);
+                query += 4;
+            }
+        }
+        while call.queries - query >= 2 {
+            accumulate_of::<V, T, 2, 4>(call, query);
+            query += 2;
+        }
+        if query < call.queries {
+            accumulate_of::<V, T, 1, 8>(call, query);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn accumulate_of<V: Vector, T: Stored, const QUERIES: usize, const REGISTERS: usize>(
+    call: &RawAccumulate<'_, T>,
+    query: usize,
+) {
+    let mut column = 0;
+    // SAFETY: `RawAccumulate`'s contract; blocks stay within the columns.
+    unsafe {
+        while call.dims - column >= REGISTERS * V::LANES {
+            accumulate_block::<V, T, QUERIES, REGISTERS>(call, query, column);
+            column += REGISTERS * V::LANES;
+        }
+        while call.dims - column >= 2 * V::LANES {
+            accumulate_block::<V, T, QUERIES, 2>(call, query, column);
+            column += 2 * V::LANES;
+        }
+        while call.dims - column >= V::LANES {
+            accumulate_block::<V, T, QUERIES, 1>(call, query, column);
+            column += V::LANES;
+        }
+        for column in column..call.dims {
+            for query in query..query + QUERIES {
+                let o = call.o.add(query * call.ldo + column);
+                for (key, row) in call.values.iter().enumerate() {
+                    *o += *call.p.add(query * call.ldp + key) * row.get_unchecked(column).as_f32();
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REGISTERS: usize>(
+    call: &RawAccumulate<'_, T>,
+    query: usize,
+    column: usize,
+) {
+    // SAFETY: `RawAccumulate`'s contract; the block lies within queries and columns.
+    unsafe {
+        let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
+        let mut sums: [[V; REGISTERS]; QUERIES] =
+            core::array::from_fn(|i| core::array::from_fn(|r| V::load(o.add(i * call.ldo + r * V::LANES))));
+        for (key, row) in call.values.iter().enumerate() {
+            let row = row.as_ptr().add(column);
+            let values: [V; REGISTERS] = core::array::from_fn(|r| T::load::<V>(row.add(r * V::LANES)));
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let p = V::splat(*p.add(i * call.ldp + key));
+                for (sum, value) in sums.iter_mut().zip(values) {
+                    *sum = p.mul_add(value, *sum);
+                }
+            }
+        }
+        for (i, sums) in sums.iter().enumerate() {
+            for (r, &sum) in sums.iter().enumerate() {
+                sum.store(o.add(i * call.ldo + r * V::LANES));
+            }
+        }
+    }
+}
+
+/// Scores become probabilities `2^(score - max)`; returns the new maximum, the new sum, and the factor on
+/// what has been accumulated.
+#[inline(always)]
+pub(super) unsafe fn softmax<V: Vector>(call: &RawRow) -> [f32; 3] {
+    // SAFETY: `RawRow`'s contract.
+    unsafe {
+        let mut tops = V::splat(call.max);
+        for i in (0..call.len).step_by(V::LANES) {
+            tops = V::load(call.scores.add(i)).max(tops);
+        }
+        let mut lanes = [f32::NEG_INFINITY; 16];
+        tops.store(lanes.as_mut_ptr());
+        let max = lanes[..V::LANES].iter().fold(f32::NEG_INFINITY, |max, &lane| max.max(lane));
+        // -inf - (-inf) would be NaN.
+        let origin = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let mut sums = V::splat(0.0);
+        for i in (0..call.len).step_by(V::LANES) {
+            let p = exp2(V::load(call.scores.add(i)).sub(V::splat(origin)));
+            p.store(call.scores.add(i));
+            sums = sums.add(p);
+        }
+        let factor = if call.max == max { 1.0 } else { (call.max - origin).exp2() };
+        [max, call.sum * factor + sums.sum(), factor]
+    }
+}

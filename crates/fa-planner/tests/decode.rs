@@ -1,0 +1,154 @@
+//! Splits of the keys: how many, and what that does to decode.
+
+use fa_core::{
+    Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreMod, Side, Types,
+};
+use fa_planner::account::{MAX_SPLITS, account, kv_splits};
+use fa_planner::cost::{Cost, CostConstants, predict};
+use fa_planner::kernels::{sm80_fwd, sm90_fwd};
+use fa_planner::plan::{PlanError, PlanOptions, explore};
+use proptest::prelude::*;
+
+/// One token for each of `batch` sequences of `keys` keys.
+fn decode(batch: usize, heads_q: usize, heads_kv: usize, keys: usize) -> Problem {
+    Problem {
+        lengths: Lengths::uniform(batch, 1, keys),
+        heads_q,
+        heads_kv,
+        ..Problem::square(1, 1, 1, 128, Mask::FULL, Dtype::Bf16)
+    }
+}
+
+/// The candidate with the least predicted time of those that fit, whether there is device code for it or not.
+fn best(problem: &Problem, arch: Arch) -> (KernelSpec, Cost) {
+    let constants = CostConstants::of(arch);
+    let specs: Vec<KernelSpec> = if arch == Arch::Sm90 {
+        sm90_fwd::candidates::candidates(problem, 128, 128).collect()
+    } else {
+        sm80_fwd::candidates::candidates(problem, 128, 128).collect()
+    };
+    let fitting = specs.into_iter().filter(|spec| account(spec, arch).is_ok());
+    let costs = fitting.map(|spec| {
+        let cost = predict(problem, &spec, arch, &constants);
+        (spec, cost)
+    });
+    costs.min_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds)).expect("something fits")
+}
+
+/// Batch, heads and keys of a batch that decodes, with the rate in TB/s of the fastest other library.
+const ROWS: [((usize, usize, usize, usize), f64); 8] = [
+    ((1, 32, 8, 8 << 10), 1.38),
+    ((1, 32, 8, 64 << 10), 2.55),
+    ((8, 32, 8, 8 << 10), 2.56),
+    ((64, 32, 8, 4 << 10), 2.95),
+    ((8, 32, 8, 32 << 10), 2.93),
+    ((1, 64, 8, 128 << 10), 2.78),
+    ((1, 32, 1, 32 << 10), 0.84),
+    ((128, 64, 8, 1 << 10), 2.76),
+];
+
+/// One tile for each K/V head leaves SMs idle; splits fill them, as far as the combine kernel pays.
+#[test]
+fn splits_fill_an_h100() {
+    for ((batch, heads_q, heads_kv, keys), other) in ROWS {
+        let problem = decode(batch, heads_q, heads_kv, keys);
+        let (spec, cost) = best(&problem, Arch::Sm90);
+        let splits = kv_splits(&problem, &spec, Arch::Sm90, 132);
+        assert_eq!(splits, cost.splits, "{spec}");
+        assert!(cost.tiles >= 64.0, "{batch} x {keys}: {} CTAs", cost.tiles);
+        assert!((batch * heads_kv < 128) == (splits > 1), "{batch} x {keys}: {splits} splits");
+        // One warpgroup: more would compute rows that do not exist.
+        assert_eq!((spec.tile().0, spec.traits().packs_gqa), (64, true), "{spec}");
+        let rate = problem.bytes_forward() / cost.seconds / 1e12;
+        assert!(rate >= 0.97 * other, "{batch} x {keys}: {rate:.2} TB/s");
+        // Twice the SMs take at least as many splits, a tenth of them no more.
+        let of = |sms| kv_splits(&problem, &spec, Arch::Sm90, sms);
+        assert!(of(264) >= splits && of(13) <= splits, "{} {splits} {}", of(13), of(264));
+    }
+}
+
+/// Where lengths are on the device a sequence may be alone in the batch: it takes as many splits as one of
+/// the most keys.
+#[test]
+fn sequences_of_unknown_length_have_the_splits_of_one_alone() {
+    let alone = decode(1, 32, 8, 8192);
+    let lengths = Lengths::of(64, Side::packed(64, 1), Side::paged(16, 64 * 512, 8192));
+    let paged = Problem { lengths, ..alone };
+    let (spec, cost) = best(&alone, Arch::Sm90);
+    assert!(cost.splits > 8);
+    let varied = KernelSpec { reads: Reads::of(&paged), ..spec.clone() };
+    assert_eq!(kv_splits(&paged, &varied, Arch::Sm90, 132), cost.splits);
+    let whole = KernelSpec { split: false, ..spec };
+    assert_eq!(kv_splits(&alone, &whole, Arch::Sm90, 132), 1);
+}
+
+fn problems() -> impl Strategy<Value = Problem> {
+    let mask = prop_oneof![
+        Just(Mask::FULL),
+        Just(Mask::CAUSAL),
+        (0u32..5000, 0u32..5000).prop_map(|(l, r)| Mask::window(l, r)),
+    ];
+    let len = || prop_oneof![0usize..3, 0usize..300, 0usize..200_000];
+    let side = (len(), len(), any::<bool>(), 0u32..2).prop_map(|(total, max, used, packed)| {
+        let side = if packed == 1 { Side::packed(total, max) } else { Side::padded(max) };
+        if used { side.with_used() } else { side }
+    });
+    let paged =
+        (1usize..600, 1usize..5000, len()).prop_map(|(page, pages, max)| Side::paged(page, pages, max));
+    let keys = prop_oneof![side.clone(), paged];
+    let score = (any::<bool>(), 0u32..3, any::<bool>()).prop_map(|(cap, alibi, sinks)| ScoreMod {
+        softcap: cap.then_some(30.0),
+        alibi: [None, Some(Alibi::PerHead), Some(Alibi::PerSequenceHead)][alibi as usize],
+        sinks,
+    });
+    let heads = (1usize..5, prop_oneof![1usize..9, Just(32usize)]);
+    (prop_oneof![0usize..5, 1usize..9000], side, keys, heads, (1usize..33, 1usize..33), mask, score).prop_map(
+        |(batch, q, k, (heads_kv, group), (hd, hdv), mask, score)| Problem {
+            lengths: Lengths::of(batch, q, k),
+            heads_q: heads_kv * group,
+            heads_kv,
+            head_dim: 8 * hd,
+            head_dim_v: 8 * hdv,
+            mask,
+            types: Types::same(Dtype::Bf16),
+            softmax_scale: None,
+            score,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Problems of every kind are planned or refused by name, and splits stay within bounds.
+    #[test]
+    fn problems_of_every_kind_are_planned(problem in problems(), sms in 1u32..200) {
+        prop_assume!(problem.check().is_ok());
+        let targets = [(Arch::Sm90, Family::Sm90), (Arch::Sm90, Family::Sm80), (Arch::Sm86, Family::Sm80)];
+        for (arch, family) in targets {
+            for pass in [Pass::Forward, Pass::BACKWARD, Pass::DETERMINISTIC_BACKWARD] {
+                let options = PlanOptions { family: Some(family), pass, constants: None };
+                let set = match explore(&problem, arch, &options) {
+                    Ok(set) => set,
+                    Err(PlanError::PagedBackward { page }) => {
+                        prop_assert_eq!(problem.lengths.page(), Some(page));
+                        prop_assert!(pass.is_backward());
+                        continue;
+                    }
+                    Err(error) => panic!("{error}"),
+                };
+                let specs = set.plans.iter().map(|p| &p.spec).chain(set.rejected.iter().map(|r| &r.spec));
+                for spec in specs.step_by(5).filter(|spec| account(spec, arch).is_ok()) {
+                    prop_assert_eq!(spec.serves(&problem), Ok(()), "{}", spec);
+                    let cost = predict(&problem, spec, arch, &CostConstants::of(arch));
+                    prop_assert!(cost.seconds.is_finite() && cost.seconds > 0.0, "{}: {:?}", spec, cost);
+                    let splits = kv_splits(&problem, spec, arch, sms);
+                    let steps = problem.lengths.max_k().div_ceil(spec.tile().1 as usize).max(1);
+                    prop_assert!((1..=MAX_SPLITS.min(steps)).contains(&splits), "{}: {}", spec, splits);
+                    prop_assert!(spec.split || splits == 1);
+                    prop_assert!((1..=MAX_SPLITS.min(steps)).contains(&cost.splits), "{}: {:?}", spec, cost);
+                }
+            }
+        }
+    }
+}
