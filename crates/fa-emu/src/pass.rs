@@ -106,7 +106,7 @@ impl Unit {
         for step in &launches.steps {
             match step {
                 Step::Clear(part) => memory.clear(&session, part),
-                Step::Launch(launch) => {
+                Step::Plan(launch) | Step::Launch(launch) => {
                     let mut arguments: Vec<*const c_void> = vec![raw(&mut params)];
                     if launch.takes_maps {
                         arguments.extend(maps.iter().map(|map| (&raw const *map).cast::<c_void>()));
@@ -417,7 +417,9 @@ impl<'a> DeviceMemory<'a> {
 
     /// What is left in a workspace that a call finds zero and leaves zero.
     fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
-        let at = self.workspace.bytes().iter().position(|&byte| byte != 0)?;
+        let counter = workspace.tile_counter?;
+        let bytes = &self.workspace.bytes()[counter.offset..counter.offset + counter.bytes];
+        let at = counter.offset + bytes.iter().position(|&byte| byte != 0)?;
         let parts = parts(workspace);
         let part = parts.iter().find(|(_, part)| (part.offset..part.offset + part.bytes).contains(&at));
         let name = part.map_or("workspace", |(name, _)| name);
@@ -466,6 +468,9 @@ fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
         ("dq_semaphores", workspace.dq_semaphores),
         ("dkv_semaphores", workspace.dkv_semaphores),
         ("tile_counter", workspace.tile_counter),
+        ("plan", workspace.plan),
+        ("out_partial", workspace.out_partial),
+        ("lse_partial", workspace.lse_partial),
     ];
     all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()
 }

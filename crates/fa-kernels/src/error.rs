@@ -158,6 +158,19 @@ pub enum Error {
         /// What was asked.
         problem: String,
     },
+    /// Pages that a kernel cannot load.
+    #[error(
+        "pages of {page} keys: at head dim {head_dim} the kernel loads parts of a multiple of {multiple} keys; use pages \
+         of a multiple of {multiple}"
+    )]
+    Page {
+        /// Keys of a page.
+        page: usize,
+        /// The kernel's head dim.
+        head_dim: u32,
+        /// What parts of a page are multiples of.
+        multiple: u32,
+    },
     /// A length exceeds the kernels' 32-bit counters.
     #[error("{name} = {value} is above {limit}: split the problem")]
     TooLong {

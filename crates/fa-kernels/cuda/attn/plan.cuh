@@ -181,8 +181,11 @@ struct Planner {
         const WorkPlan plan{params};
         const int chunk = R.split ? part_length() : 0;
         auto splits_of = [&](int length) {
-            if (!R.split) return 1;
-            return max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
+            if constexpr (R.split) {
+                return max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
+            } else {
+                return 1;
+            }
         };
         auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
         clear_bins();

@@ -58,8 +58,9 @@ struct Traits {
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths and
     // pages of the device take some more.
-    static constexpr int kProducerRegs = C.num_wg == 1 ? 56 : C.num_wg == 3 ? 32 : C.varied ? 40 : 24;
-    static constexpr int kConsumerRegs = C.num_wg == 1 ? 256 : C.num_wg == 3 ? 160 : C.varied ? 232 : 240;
+    static constexpr int kMoreRegs = C.varied && C.num_wg == 2 ? 8 : 0;
+    static constexpr int kProducerRegs = (C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32) + 2 * kMoreRegs;
+    static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160) - kMoreRegs;
 
     using Q = PanelTile<C.tile_m, C.head_dim>;
     using K = PanelTile<C.tile_n, C.head_dim>;
@@ -251,34 +252,24 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             if (!leads) return;
             smem.q_bars.acquire(q_state, T::Q::kBytes);
             Mbarrier& full = smem.q_bars.full[q_state.stage];
-            if constexpr (C.varied) {
-                const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(),
-                                      seqlen.q());
-#pragma unroll
-                for (int i = 0; i < T::Q::kPanels; ++i) {
-                    u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
-                    if constexpr (C.pack_gqa) {
-                        load_ragged_group(dst, map_q, full, i * T::Q::kPanel, rows,
-                                          tile.m_block * (C.tile_m / params.shape.group_size),
-                                          L2Policy::EvictFirst);
-                    } else {
-                        load_ragged(dst, map_q, full, i * T::Q::kPanel, rows, tile.m_block * C.tile_m,
-                                    L2Policy::EvictFirst);
-                    }
-                }
-                q_state.advance();
-                return;
-            }
+            // Of packed heads, positions; of varied sequences, within the sequence.
+            const int first = C.pack_gqa ? tile.m_block * (C.tile_m / params.shape.group_size)
+                                         : tile.m_block * C.tile_m;
+            const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
 #pragma unroll
             for (int i = 0; i < T::Q::kPanels; ++i) {
                 u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
-                if constexpr (C.pack_gqa) {
-                    tma_load_5d(dst, map_q, full, i * T::Q::kPanel, 0,
-                                tile.m_block * (C.tile_m / params.shape.group_size), tile.head, tile.batch,
+                const int column = i * T::Q::kPanel;
+                if constexpr (C.varied && C.pack_gqa) {
+                    load_ragged_group(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
+                } else if constexpr (C.varied) {
+                    load_ragged(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
+                } else if constexpr (C.pack_gqa) {
+                    tma_load_5d(dst, map_q, full, column, 0, first, tile.head, tile.batch,
                                 L2Policy::EvictFirst);
                 } else {
-                    tma_load_4d(dst, map_q, full, i * T::Q::kPanel, tile.m_block * C.tile_m, tile.head,
-                                tile.batch, L2Policy::EvictFirst);
+                    tma_load_4d(dst, map_q, full, column, first, tile.head, tile.batch,
+                                L2Policy::EvictFirst);
                 }
             }
             q_state.advance();

@@ -31,14 +31,33 @@ pub(crate) const DSINKS_THREADS: u32 = 1024;
 /// Threads of a CTA of the entries before and after the main one.
 pub(crate) const PROCESS_THREADS: u32 = 256;
 
+/// The entry of kernels that read lengths on the device: the work plan.
+pub(crate) const PLAN: &str = "fa_plan";
+
+/// Threads of the one CTA of [`PLAN`], and its shared memory in bytes.
+pub(crate) const PLAN_THREADS: u32 = 1024;
+pub(crate) const PLAN_SMEM: u32 = 16648;
+
+/// The entry of a forward that divides keys among CTAs: O and LSE from the parts' results.
+pub(crate) const COMBINE: &str = "fa_combine";
+
+/// Threads of a CTA of [`COMBINE`], and its shared memory in bytes.
+pub(crate) const COMBINE_THREADS: u32 = 128;
+pub(crate) const COMBINE_SMEM: u32 = 4096;
+
 /// The entry functions of a spec's unit, the main one first.
-pub fn entries(spec: &KernelSpec) -> &'static [&'static str] {
-    const ENTRIES: [&str; 5] = [ENTRY, PREPROCESS, POSTPROCESS, POSTPROCESS_KV, DSINKS];
-    match (spec.kernel.is_backward(), spec.score.sinks) {
-        (false, _) => &ENTRIES[..1],
-        (true, false) => &ENTRIES[..4],
-        (true, true) => &ENTRIES,
-    }
+pub fn entries(spec: &KernelSpec) -> Vec<&'static str> {
+    let is_backward = spec.kernel.is_backward();
+    let all = [
+        (ENTRY, true),
+        (PREPROCESS, is_backward),
+        (POSTPROCESS, is_backward),
+        (POSTPROCESS_KV, is_backward),
+        (DSINKS, is_backward && spec.score.sinks),
+        (PLAN, spec.reads.varied),
+        (COMBINE, spec.split),
+    ];
+    all.into_iter().filter_map(|(name, has)| has.then_some(name)).collect()
 }
 
 /// All that a compiler is given, except its flags.
@@ -124,7 +143,14 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     };
     let Traits { blocks_per_sm, cluster, .. } = spec.traits();
     let params = if spec.kernel.is_backward() { "BwdParams" } else { "FwdParams" };
-    let mut text = format!("// {spec}\n#include \"{header}\"\n\nusing namespace fa;\n\n");
+    let mut text = format!("// {spec}\n#include \"{header}\"\n");
+    if spec.reads.varied {
+        text.push_str("#include \"attn/plan.cuh\"\n");
+    }
+    if spec.split {
+        text.push_str("#include \"attn/split.cuh\"\n");
+    }
+    text.push_str("\nusing namespace fa;\n\n");
     let _ = writeln!(text, "constexpr {} config{{", config::struct_name(&spec.kernel));
     for field in config::fields_of(spec) {
         let _ = writeln!(text, "    .{} = {},", field.name, field.literal);
@@ -151,14 +177,39 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
     }
     let arguments: String = maps.iter().map(|map| format!(", {map}")).collect();
     let _ = write!(text, ") {{\n    {name}<config>(params{arguments});\n}}\n");
+    let body = |entry: &str, threads: u32, function: String| {
+        // The plan's registers would be halved for a second CTA.
+        let threads = if entry == PLAN { format!("{threads}, 1") } else { threads.to_string() };
+        format!(
+            "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
+             {entry}(const __grid_constant__ {params} params) {{\n    {function}(params);\n}}\n"
+        )
+    };
+    let packs = spec.traits().packs_gqa;
+    if spec.reads.varied {
+        let _ = writeln!(
+            text,
+            "\nconstexpr PlanRules plan_rules{{config.mask, config.tile_m, config.tile_n, {packs}, \
+             config.split}};\nstatic_assert(plan_smem_bytes == {PLAN_SMEM} && kPlanThreads == \
+             {PLAN_THREADS});"
+        );
+        let function = if spec.kernel.is_backward() {
+            "plan_backward<plan_rules, last_keys_first<config.mask, config.deterministic>()>"
+        } else {
+            "plan_forward<plan_rules>"
+        };
+        text.push_str(&body(PLAN, PLAN_THREADS, function.into()));
+    }
+    if spec.split {
+        let _ = writeln!(
+            text,
+            "\nstatic_assert(combine_smem_bytes == {COMBINE_SMEM} && kCombineThreads == {COMBINE_THREADS});"
+        );
+        let function = format!("combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks>");
+        text.push_str(&body(COMBINE, COMBINE_THREADS, function));
+    }
     if spec.kernel.is_backward() {
         let layout = format!("{}::BwdLayout<config>", &name[..4]);
-        let body = |entry: &str, threads: u32, function: String| {
-            format!(
-                "\nextern \"C\" __global__ void __launch_bounds__({threads})\n\
-                 {entry}(const __grid_constant__ BwdParams params) {{\n    {function}(params);\n}}\n"
-            )
-        };
         text.push_str(&body(PREPROCESS, PROCESS_THREADS, "bwd_preprocess<config>".into()));
         text.push_str(&body(POSTPROCESS, PROCESS_THREADS, format!("bwd_postprocess<config, {layout}>")));
         text.push_str(&body(

@@ -14,7 +14,7 @@ use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
 
 use crate::Error;
-use crate::jit::params::BwdParams;
+use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::source::{
     DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS,
 };
@@ -28,6 +28,7 @@ use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
+use crate::launch::varied::{PlanBounds, plan_step};
 use crate::launch::workspace::Workspace;
 use crate::smem_bytes;
 
@@ -169,9 +170,11 @@ impl Launches {
         };
         let panels = panels(spec);
         let splits = head_splits(problem, spec, arch, sms);
-        let params = params(&traits, problem, (arch, sms), splits)?;
+        let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
+        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
+        let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
+        workspace.add_plan(plan_bytes)?;
         let tiles = |heads: i32, blocks: i32| (heads * blocks * params.shape.batch) as u32;
         let m_tiles = tiles(params.shape.heads_q, params.m_blocks);
         let n_tiles = tiles(params.shape.heads_kv, params.n_blocks);
@@ -195,6 +198,9 @@ impl Launches {
             takes_maps: panels.is_some(),
         });
         let mut steps = Vec::new();
+        if spec.reads.varied && m_tiles + n_tiles > 0 {
+            steps.push(plan_step());
+        }
         if m_tiles > 0 {
             steps.push(process(PREPROCESS, m_tiles));
         } else if let Some(counter) = workspace.tile_counter {
@@ -223,11 +229,12 @@ impl Launches {
         let panels = panels.filter(|_| n_tiles > 0);
         Ok(Launches {
             tensors: tensors(problem),
-            extras: Extra::of(problem, true),
+            extras: Extra::of(problem, true, plan_bytes),
             workspace,
             steps,
             params: Params::Backward(params),
             maps: panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, problem)),
+            plan_bytes,
         })
     }
 }
@@ -269,7 +276,8 @@ fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> 
     // Without queries Q and dO are not loaded and their addresses are unchecked, but a map needs valid
     // memory: use K's and V's.
     let (q, dout) = if problem.lengths.max_q() == 0 { (k, v) } else { (0, 4) };
-    let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None };
+    let map =
+        |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None, is_ragged: false };
     vec![
         map("q", q, panels.q, tile_m),
         map("k", k, panels.k, tile_n),
@@ -280,6 +288,7 @@ fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> 
 
 /// The parameters that the problem alone decides.
 fn params(
+    spec: &KernelSpec,
     traits: &Traits,
     problem: &Problem,
     (arch, sms): (Arch, u32),
@@ -309,7 +318,15 @@ fn params(
         TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room),
         TileOrder::Natural => Sections { heads, sections: 0 },
     };
+    let plan = if spec.reads.varied {
+        // Tiles of keys are sorted by the tiles of queries that see them.
+        let heads = problem.heads_kv.saturating_mul(splits);
+        PlanBounds::backward(problem, traits).params(heads, slots, m_blocks)?
+    } else {
+        PlanParams::default()
+    };
     Ok(BwdParams {
+        plan,
         shape: shape_params(problem)?,
         score,
         varlen: varlen_params(&problem.lengths)?,

@@ -5,7 +5,7 @@ use fa_core::lengths::SideRows;
 use fa_core::{Lengths, Problem};
 
 use crate::Error;
-use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, VarlenParams};
+use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, MutU32Ptr, VarlenParams};
 use crate::launch::checks::{check_address, count};
 
 /// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
@@ -22,6 +22,12 @@ pub struct Extras<'a> {
     pub used_k: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch, Lengths::table_columns]`: the pages of each sequence.
     pub page_table: Option<&'a dyn DevicePtr<i32>>,
+    /// `[1]`, and optional: how many entries of the page table named no page of the cache is added to it.
+    /// The keys of such entries read as zeros.
+    pub page_faults: Option<&'a mut dyn DevicePtrMut<u32>>,
+    /// A work plan that `Forward::plan` or `Backward::plan` has written for the same kernel, problem and
+    /// lengths, and optional: without one, each call makes its own.
+    pub plan: Option<&'a dyn DevicePtr<u8>>,
     /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
     pub alibi_slopes: Option<&'a dyn DevicePtr<f32>>,
     /// Sinks, `[heads_q]`, in natural units.
@@ -43,6 +49,10 @@ pub struct RawExtras {
     pub used_k: Option<u64>,
     /// As [`Extras::page_table`].
     pub page_table: Option<u64>,
+    /// As [`Extras::page_faults`].
+    pub page_faults: Option<u64>,
+    /// As [`Extras::plan`], on a multiple of 16 bytes.
+    pub plan: Option<u64>,
     /// As [`Extras::alibi_slopes`].
     pub alibi_slopes: Option<u64>,
     /// As [`Extras::sinks`].
@@ -56,7 +66,7 @@ pub struct RawExtras {
 pub struct Extra {
     /// Its field's name.
     pub name: &'static str,
-    /// Its elements, of 4 bytes.
+    /// Its elements, of 4 bytes; of a work plan, bytes.
     pub len: usize,
     /// Whether a call may leave it out.
     pub is_optional: bool,
@@ -65,9 +75,12 @@ pub struct Extra {
 /// Extras are read and written word by word.
 const WORD_BYTES: u64 = 4;
 
+/// Entries of a work plan are read at once.
+const PLAN_ALIGN: u64 = 16;
+
 impl Extra {
     /// What calls of `problem` take.
-    pub(crate) fn of(problem: &Problem, is_backward: bool) -> Vec<Extra> {
+    pub(crate) fn of(problem: &Problem, is_backward: bool, plan_bytes: usize) -> Vec<Extra> {
         let (lengths, heads) = (&problem.lengths, problem.heads_q);
         let batch = lengths.sequences();
         let is_packed = |rows| matches!(rows, SideRows::Packed { .. });
@@ -78,23 +91,33 @@ impl Extra {
             ("used_q", lengths.q().used, batch),
             ("used_k", lengths.k().used, batch),
             ("page_table", lengths.page().is_some(), batch * lengths.table_columns()),
+            ("page_faults", lengths.page().is_some(), 1),
+            ("plan", plan_bytes > 0, plan_bytes),
             ("alibi_slopes", problem.score.alibi.is_some(), slopes),
             ("sinks", problem.score.sinks, heads),
             ("dsinks", problem.score.sinks && is_backward, heads),
         ];
         let needed = needs.into_iter().filter(|(_, is_needed, _)| *is_needed);
-        needed.map(|(name, _, len)| Extra { name, len, is_optional: name == "dsinks" }).collect()
+        needed
+            .map(|(name, _, len)| Extra {
+                name,
+                len,
+                is_optional: ["dsinks", "page_faults", "plan"].contains(&name),
+            })
+            .collect()
     }
 }
 
 impl RawExtras {
-    fn named(&self) -> [(&'static str, Option<u64>); 8] {
+    fn named(&self) -> [(&'static str, Option<u64>); 10] {
         [
             ("cu_q", self.cu_q),
             ("cu_k", self.cu_k),
             ("used_q", self.used_q),
             ("used_k", self.used_k),
             ("page_table", self.page_table),
+            ("page_faults", self.page_faults),
+            ("plan", self.plan),
             ("alibi_slopes", self.alibi_slopes),
             ("sinks", self.sinks),
             ("dsinks", self.dsinks),
@@ -114,7 +137,9 @@ impl RawExtras {
                     return Err(Error::MissingExtra { name, need: need.len });
                 }
                 // Of a batch of nothing there may be no memory.
-                (Some(need), Some(address)) if need.len > 0 => check_address(name, address, WORD_BYTES)?,
+                (Some(need), Some(address)) if need.len > 0 => {
+                    check_address(name, address, if name == "plan" { PLAN_ALIGN } else { WORD_BYTES })?;
+                }
                 (Some(_), _) => (),
             }
         }
@@ -130,6 +155,7 @@ impl RawExtras {
             used_q: words(self.used_q),
             used_k: words(self.used_k),
             page_table: words(self.page_table),
+            page_faults: MutU32Ptr(self.page_faults.unwrap_or(0)),
             ..params
         }
     }
@@ -155,11 +181,16 @@ pub(crate) fn varlen_params(lengths: &Lengths) -> Result<VarlenParams, Error> {
         SideRows::Packed { total, .. } => total,
         SideRows::Padded { .. } | SideRows::Paged { .. } => 0,
     };
+    let total_k = match lengths.k().rows {
+        SideRows::Packed { total, .. } => total,
+        SideRows::Padded { .. } | SideRows::Paged { .. } => 0,
+    };
     Ok(VarlenParams {
         page: count("page", page)?,
         pages: count("pages", pages)?,
         table_stride: count("entries of the page table", lengths.table_columns())?,
         total_q: count("total_q", total_q)?,
+        total_k: count("total_k", total_k)?,
         ..VarlenParams::default()
     })
 }
@@ -173,7 +204,7 @@ pub(crate) fn mod_params(problem: &Problem) -> ModParams {
 
 /// The guards of extras: each tells cudarc, when it is dropped after the launch, that the stream has used its
 /// tensor.
-pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 8];
+pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 10];
 
 impl Extras<'_> {
     /// Checks lengths against `needs` and takes the addresses.
@@ -209,6 +240,15 @@ impl Extras<'_> {
         let (used_q, used_q_guard) = read(self.used_q, "used_q", stream, &check)?;
         let (used_k, used_k_guard) = read(self.used_k, "used_k", stream, &check)?;
         let (page_table, page_table_guard) = read(self.page_table, "page_table", stream, &check)?;
+        let (plan, plan_guard) = read(self.plan, "plan", stream, &check)?;
+        let (page_faults, faults_guard) = match self.page_faults.as_deref_mut() {
+            Some(to) => {
+                check("page_faults", to.len(), to.stream())?;
+                let (address, guard) = to.device_ptr_mut(stream);
+                (Some(address), Some(guard))
+            }
+            None => (None, None),
+        };
         let (alibi_slopes, slopes_guard) = read(self.alibi_slopes, "alibi_slopes", stream, &check)?;
         let (sinks, sinks_guard) = read(self.sinks, "sinks", stream, &check)?;
         let (dsinks, dsinks_guard) = match self.dsinks.as_deref_mut() {
@@ -219,13 +259,26 @@ impl Extras<'_> {
             }
             None => (None, None),
         };
-        let raw = RawExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dsinks };
+        let raw = RawExtras {
+            cu_q,
+            cu_k,
+            used_q,
+            used_k,
+            page_table,
+            page_faults,
+            plan,
+            alibi_slopes,
+            sinks,
+            dsinks,
+        };
         let guards = [
             cu_q_guard,
             cu_k_guard,
             used_q_guard,
             used_k_guard,
             page_table_guard,
+            faults_guard,
+            plan_guard,
             slopes_guard,
             sinks_guard,
             dsinks_guard,
@@ -247,7 +300,7 @@ mod tests {
 
     #[test]
     fn a_call_gives_what_its_problem_asks_for() {
-        let needs = Extra::of(&problem(), true);
+        let needs = Extra::of(&problem(), true, 0);
         let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
         assert_eq!(names, [("alibi_slopes", 12), ("sinks", 4), ("dsinks", 4)]);
         let given = RawExtras { alibi_slopes: Some(256), sinks: Some(512), ..RawExtras::default() };
@@ -260,7 +313,7 @@ mod tests {
         refused(RawExtras { alibi_slopes: None, ..given }, "alibi_slopes is missing");
         refused(RawExtras { used_k: Some(256), ..given }, "used_k");
         refused(RawExtras { sinks: Some(6), ..given }, "sinks starts at 0x6");
-        let forward = Extra::of(&problem(), false);
+        let forward = Extra::of(&problem(), false, 0);
         let unused = RawExtras { dsinks: Some(1024), ..given }.check(&forward).expect_err("not a backward");
         assert!(matches!(unused, Error::UnusedExtra { name: "dsinks" }));
     }
@@ -273,8 +326,11 @@ mod tests {
         let lengths = Lengths::of(3, fa_core::Side::packed(7, 4), cache);
         let params = varlen_params(&lengths).unwrap();
         assert_eq!((params.page, params.pages, params.table_stride, params.total_q), (16, 10, 7, 7));
-        let needs = Extra::of(&Problem { lengths, score: ScoreMod::NONE, ..problem() }, false);
+        let needs = Extra::of(&Problem { lengths, score: ScoreMod::NONE, ..problem() }, false, 1024);
         let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
-        assert_eq!(names, [("cu_q", 4), ("used_k", 3), ("page_table", 21)]);
+        assert_eq!(
+            names,
+            [("cu_q", 4), ("used_k", 3), ("page_table", 21), ("page_faults", 1), ("plan", 1024)]
+        );
     }
 }

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, Family, KernelSpec, Problem};
+use fa_planner::account::kv_splits;
 use fa_planner::account::panels::widest;
 
 use crate::Error;
-use crate::jit::params::FwdParams;
-use crate::jit::source::ENTRY;
-use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor, Shape};
+use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
+use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, ENTRY};
+use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor};
 use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
@@ -21,7 +22,8 @@ use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
-use crate::launch::workspace::Workspace;
+use crate::launch::varied::{PlanBounds, page_part, plan_step, shape_of};
+use crate::launch::workspace::{ForwardParts, Workspace};
 use crate::smem_bytes;
 
 /// A forward pass ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
@@ -146,7 +148,9 @@ impl Launches {
             Family::Sm80 => false,
             Family::Sm90 => true,
         };
-        let params = params(&traits, problem, arch, sms)?;
+        let work = Work::of(spec, &traits, problem, (arch, sms));
+        let params = params(spec, &traits, problem, &work, (arch, sms))?;
+        // Of sequences whose lengths are on the device, the most tiles that there can be.
         let tiles = params.num_tiles as u32;
         // Persistent CTAs compute tiles until none is left.
         let resident = sms / traits.cluster * traits.cluster;
@@ -163,25 +167,103 @@ impl Launches {
             cluster: traits.cluster,
             takes_maps: uses_tma,
         };
-        let has_work = grid > 0;
+        let has_work = grid > 0 && problem.lengths.total_q() > 0;
+        let tensors = tensors(problem);
+        let plan_bytes = if spec.reads.varied { work.bounds.bytes() } else { 0 };
+        let rows = work.slots.saturating_mul(work.heads).saturating_mul(work.slot_rows);
+        let workspace = Workspace::forward(ForwardParts {
+            draws_tiles,
+            plan: plan_bytes,
+            rows,
+            columns: problem.head_dim_v,
+        })?;
+        let mut steps = Vec::new();
+        if has_work && spec.reads.varied {
+            steps.push(plan_step());
+        }
+        if has_work {
+            steps.push(Step::Launch(launch));
+        }
+        if has_work && rows > 0 {
+            // A CTA a row at a time; of what a plan divides, the most rows that there can be.
+            let rows = work.divided.saturating_mul(work.heads).saturating_mul(work.slot_rows);
+            steps.push(Step::Launch(Launch {
+                entry: COMBINE,
+                grid: rows.min(COMBINE_CTAS * sms as usize) as u32,
+                threads: COMBINE_THREADS,
+                smem: COMBINE_SMEM,
+                cluster: 1,
+                takes_maps: false,
+            }));
+        }
+        let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors)? } else { Vec::new() };
         Ok(Launches {
-            tensors: tensors(problem),
-            extras: Extra::of(problem, false),
-            workspace: Workspace::forward(draws_tiles),
-            steps: if has_work { vec![Step::Launch(launch)] } else { Vec::new() },
+            tensors,
+            extras: Extra::of(problem, false, plan_bytes),
+            workspace,
+            steps,
             params: Params::Forward(params),
-            maps: if has_work && uses_tma { maps(spec, &traits, problem) } else { Vec::new() },
+            maps,
+            plan_bytes,
         })
+    }
+}
+
+/// CTAs of the combine kernel for each SM, at the most.
+const COMBINE_CTAS: usize = 16;
+
+/// How the work of a forward is divided.
+struct Work {
+    /// Bounds on a work plan's lists.
+    bounds: PlanBounds,
+    /// Tiles that an entry of the plan stands for, and CTAs that compute at once.
+    heads: usize,
+    ctas: usize,
+    /// Parts of the keys of every row, or the most of them.
+    splits: usize,
+    /// Partial results of a head, and tiles that they belong to; 0 where no keys are divided.
+    slots: usize,
+    divided: usize,
+    /// Rows of a tile that can exist.
+    slot_rows: usize,
+}
+
+impl Work {
+    fn of(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms): (Arch, u32)) -> Work {
+        let (tile_m, _) = traits.tile;
+        let (group, heads) =
+            if traits.packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
+        let rows = problem.lengths.max_q().saturating_mul(group);
+        let ctas = sms as usize * traits.blocks_per_sm as usize;
+        let mut work = Work {
+            bounds: PlanBounds::default(),
+            heads,
+            ctas,
+            splits: 1,
+            slots: 0,
+            divided: 0,
+            slot_rows: rows.min(tile_m as usize),
+        };
+        if spec.reads.varied {
+            work.bounds = PlanBounds::forward(problem, traits, spec.split, (heads, ctas));
+            (work.splits, work.slots, work.divided) =
+                (work.bounds.slots.max(1), work.bounds.slots, work.bounds.split_items);
+        } else if spec.split {
+            let tiles = rows.div_ceil(tile_m as usize).saturating_mul(problem.lengths.sequences());
+            work.splits = kv_splits(problem, spec, arch, sms);
+            if work.splits > 1 {
+                (work.slots, work.divided) = (tiles.saturating_mul(work.splits), tiles);
+            }
+        }
+        work
     }
 }
 
 /// q, k, v and out.
 fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-    let (batch, seqlen_q, seqlen_k) =
-        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k());
-    let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
-    let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, lengths, .. } = *problem;
+    let queries = |name, dim| shape_of(name, lengths.q(), lengths.sequences(), heads_q, dim);
+    let keys = |name, dim| shape_of(name, lengths.k(), lengths.sequences(), heads_kv, dim);
     vec![
         Tensor { shape: queries("q", head_dim), is_output: false },
         Tensor { shape: keys("k", head_dim), is_output: false },
@@ -190,26 +272,54 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
     ]
 }
 
-/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows.
-fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem) -> Vec<MapTemplate> {
+/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them.
+///
+/// # Errors
+/// [`Error::Page`] for pages whose parts no box can place.
+fn maps(
+    spec: &KernelSpec,
+    traits: &Traits,
+    problem: &Problem,
+    tensors: &[Tensor],
+) -> Result<Vec<MapTemplate>, Error> {
     let (tile_m, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
     // Without keys K and V are not loaded and their addresses are unchecked, but a map needs valid memory:
     // use Q's.
-    let (k, v) = if problem.lengths.max_k() == 0 { (0, 0) } else { (1, 2) };
+    let no_keys = problem.lengths.max_k() == 0 || tensors[1].shape.is_empty();
+    let (k, v) = if no_keys { (0, 0) } else { (1, 2) };
     // CTAs of a cluster load an equal share of each K and V tile.
-    let share = tile_n / traits.cluster;
-    vec![
-        MapTemplate { name: "q", tensor: 0, panel, rows: tile_m, group },
-        MapTemplate { name: "k", tensor: k, panel, rows: share, group: None },
-        MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None },
-    ]
+    let mut share = tile_n / traits.cluster;
+    if let Some(page) = problem.lengths.page() {
+        share = page_part(page, tile_n) as u32;
+        for (columns, panel) in [(spec.head_dim, panel), (spec.head_dim_v, panel_v)] {
+            let multiple = BOX_ALIGN / (2 * panel);
+            if !share.is_multiple_of(multiple.max(1)) {
+                return Err(Error::Page { page, head_dim: columns, multiple });
+            }
+        }
+    }
+    let is_ragged = spec.reads.varied;
+    Ok(vec![
+        MapTemplate { name: "q", tensor: 0, panel, rows: tile_m, group, is_ragged },
+        MapTemplate { name: "k", tensor: k, panel, rows: share, group: None, is_ragged },
+        MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None, is_ragged },
+    ])
 }
 
+/// Bytes that boxes start on in shared memory.
+const BOX_ALIGN: u32 = 128;
+
 /// The parameters that the problem alone decides.
-fn params(traits: &Traits, problem: &Problem, arch: Arch, sms: u32) -> Result<FwdParams, Error> {
-    let (tile_m, _) = traits.tile;
+fn params(
+    spec: &KernelSpec,
+    traits: &Traits,
+    problem: &Problem,
+    work: &Work,
+    (arch, sms): (Arch, u32),
+) -> Result<FwdParams, Error> {
+    let (tile_m, tile_n) = traits.tile;
     let group = problem.group_size();
     let (rows, heads) = if traits.packs_gqa {
         (problem.lengths.max_q().saturating_mul(group), problem.heads_kv)
@@ -221,13 +331,30 @@ fn params(traits: &Traits, problem: &Problem, arch: Arch, sms: u32) -> Result<Fw
     let score = score_params(problem)?;
     count("query rows of a head", rows)?;
     let order = sections(traits, problem, (arch, sms), all_heads, m_blocks);
+    let tiles = if spec.reads.varied {
+        work.bounds.items.saturating_mul(heads)
+    } else {
+        m_blocks.saturating_mul(all_heads).saturating_mul(work.splits)
+    };
+    let longest = problem.lengths.max_k().div_ceil(tile_n as usize);
+    let part = problem.lengths.page().map_or(0, |page| page_part(page, tile_n));
     Ok(FwdParams {
         shape: shape_params(problem)?,
         score,
-        varlen: varlen_params(&problem.lengths)?,
+        varlen: VarlenParams { page_part: count("keys of a box", part)?, ..varlen_params(&problem.lengths)? },
+        split: SplitParams {
+            splits: count("parts of the keys", work.splits)?,
+            slot_rows: count("rows of a tile", work.slot_rows)?,
+            ..SplitParams::default()
+        },
+        plan: if spec.reads.varied {
+            work.bounds.params(work.heads, work.ctas, longest)?
+        } else {
+            PlanParams::default()
+        },
         mods: mod_params(problem),
         m_blocks: count("tiles of a head", m_blocks)?,
-        num_tiles: count("tiles", m_blocks.saturating_mul(all_heads))?,
+        num_tiles: count("tiles", tiles)?,
         heads_per_section: count("heads", order.heads)?,
         sections: count("sections", order.sections)?,
         ..FwdParams::default()

@@ -6,13 +6,13 @@ use fa_planner::account::missing_code;
 
 use crate::Error;
 use crate::jit::params::{
-    BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutPtr, MutTensor, MutU32Ptr,
-    RowStrides, ScoreParams, ShapeParams,
+    BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutI32Ptr, MutPtr, MutTensor,
+    MutU32Ptr, PlanParams, RowStrides, ScoreParams, ShapeParams, SplitParams, TmaStrides, VarlenParams,
 };
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::{check_address, count};
 use crate::launch::extras::{Extra, RawExtras};
-use crate::launch::tma::{MapShape, MapTemplate, TensorMap};
+use crate::launch::tma::{MapShape, MapTemplate, Ragged, TensorMap};
 use crate::launch::workspace::{Part, Workspace};
 
 /// LSE is read and written word by word.
@@ -59,6 +59,9 @@ pub struct Launch {
 pub enum Step {
     /// Sets a part of the workspace to zero.
     Clear(Part),
+    /// Launches the kernel that plans the work of sequences whose lengths are on the device. Left out where
+    /// a call brings a plan that was made before.
+    Plan(Launch),
     /// Launches a kernel.
     Launch(Launch),
 }
@@ -99,6 +102,8 @@ pub struct Launches {
     /// All but addresses and strides.
     pub(crate) params: Params,
     pub(crate) maps: Vec<MapTemplate>,
+    /// Bytes of a work plan; 0 where there is none.
+    pub plan_bytes: usize,
 }
 
 impl Launches {
@@ -126,6 +131,10 @@ impl Launches {
             tensor.shape.check_strides(&raw.strides, tensor.is_output)?;
             tensor.shape.check_address(raw.address)?;
         }
+        for map in self.maps.iter().filter(|map| map.is_ragged) {
+            let tensor = &self.tensors[map.tensor].shape;
+            Ragged::of(tensor, &at.tensors[map.tensor].strides, map.group).check(tensor.name)?;
+        }
         at.extras.check(&self.extras)?;
         let Workspace { bytes, align, .. } = self.workspace;
         if bytes > 0 && at.workspace.is_none() {
@@ -148,17 +157,34 @@ impl Launches {
     pub fn params(&self, at: &Addresses) -> Params {
         let reads = |i: usize| {
             let RawTensor { address, strides } = at.tensors[i];
-            ConstTensor { data: ConstPtr(address), strides: row_strides(&strides) }
+            let shape = &self.tensors[i].shape;
+            ConstTensor { data: ConstPtr(address), strides: row_strides(shape, &strides) }
         };
         let writes = |i: usize| {
             let RawTensor { address, strides } = at.tensors[i];
-            MutTensor { data: MutPtr(address), strides: row_strides(&strides) }
+            let shape = &self.tensors[i].shape;
+            MutTensor { data: MutPtr(address), strides: row_strides(shape, &strides) }
         };
         let lse = at.lse.unwrap_or(0);
         let part = |part: Option<Part>| part.map_or(0, |part| at.workspace.unwrap_or(0) + part.offset as u64);
         let floats = |of: Option<Part>| MutF32Ptr(part(of));
         let words = |of: Option<Part>| MutU32Ptr(part(of));
         let parts = &self.workspace;
+        let plan = MutI32Ptr(at.extras.plan.unwrap_or_else(|| part(parts.plan)));
+        let tma = |i: usize| match self.maps.get(i) {
+            Some(map) if map.is_ragged => {
+                let strides = &at.tensors[map.tensor].strides;
+                Ragged::of(&self.tensors[map.tensor].shape, strides, map.group).params()
+            }
+            _ => TmaStrides::default(),
+        };
+        let varlen = |params: VarlenParams| VarlenParams {
+            tma_q: tma(0),
+            tma_k: tma(1),
+            tma_v: tma(2),
+            tma_do: tma(3),
+            ..at.extras.varlen(params)
+        };
         match self.params {
             Params::Forward(params) => Params::Forward(FwdParams {
                 q: reads(0),
@@ -167,8 +193,14 @@ impl Launches {
                 out: writes(3),
                 lse: MutF32Ptr(lse),
                 tile_counter: words(parts.tile_counter),
-                varlen: at.extras.varlen(params.varlen),
+                varlen: varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
+                split: SplitParams {
+                    out_partial: floats(parts.out_partial),
+                    lse_partial: floats(parts.lse_partial),
+                    ..params.split
+                },
+                plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
             }),
             Params::Backward(params) => Params::Backward(BwdParams {
@@ -188,9 +220,10 @@ impl Launches {
                 dv_accum: floats(parts.dv_accum),
                 dq_semaphores: words(parts.dq_semaphores),
                 tile_counter: words(parts.tile_counter),
-                varlen: at.extras.varlen(params.varlen),
+                varlen: varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
                 dkv_semaphores: words(parts.dkv_semaphores),
+                plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
             }),
         }
@@ -215,8 +248,10 @@ pub(crate) fn check_code(spec: &KernelSpec) -> Result<(), Error> {
     missing_code(spec).map_or(Ok(()), |what| Err(Error::NoCode { kernel, what }))
 }
 
-fn row_strides(strides: &Strides) -> RowStrides {
-    RowStrides { batch: strides.batch, seq: strides.seq, head: strides.head }
+/// Packed sequences are one entry whose rows are counted through: no sequence steps along the batch.
+fn row_strides(shape: &Shape, strides: &Strides) -> RowStrides {
+    let batch = if shape.batch > 1 { strides.batch } else { 0 };
+    RowStrides { batch, seq: strides.seq, head: strides.head }
 }
 
 /// The lengths, counts and window of `problem`.

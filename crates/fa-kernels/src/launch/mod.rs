@@ -11,6 +11,7 @@ pub(crate) mod module;
 mod run;
 mod sections;
 mod tma;
+pub(crate) mod varied;
 mod workspace;
 
 pub use args::Shape;

@@ -45,11 +45,11 @@ impl LoadedKernel {
         let module = context
             .load_module(Ptx::from_binary(cubin.to_vec()))
             .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
-        let entry = |name: &&'static str| -> Result<_, Error> {
+        let entry = |name: &'static str| -> Result<_, Error> {
             let function = module.load_function(name).map_err(|e| Error::driver("finding an entry", e))?;
-            Ok((*name, function))
+            Ok((name, function))
         };
-        let entries = entries(spec).iter().map(entry).collect::<Result<Vec<_>, _>>()?;
+        let entries = entries(spec).into_iter().map(entry).collect::<Result<Vec<_>, _>>()?;
         let function = entries[0].1.clone();
         let smem = smem_bytes(spec);
         let bytes = i32::try_from(smem).unwrap_or(i32::MAX);

@@ -62,7 +62,8 @@ pub(crate) unsafe fn enqueue(
                 unsafe { result::memset_d8_async(address, 0, part.bytes, stream.cu_stream()) }
                     .map_err(|source| Error::Driver { doing: "clearing a part of the workspace", source })?;
             }
-            Step::Launch(launch) => {
+            Step::Plan(_) if at.extras.plan.is_some() => {}
+            Step::Plan(launch) | Step::Launch(launch) => {
                 let taken = if launch.takes_maps { filled } else { 1 };
                 // SAFETY: every entry takes the parameters, those with maps the maps after them; the caller
                 // vouches for the addresses.

@@ -11,6 +11,7 @@ use cudarc::driver::sys::{
 use fa_core::{Dtype, Strides};
 
 use crate::Error;
+use crate::jit::params::TmaStrides;
 use crate::launch::args::Shape;
 
 /// The most axes of a tensor map.
@@ -23,7 +24,7 @@ pub struct MapShape {
     pub rank: usize,
     /// Lengths in elements.
     pub dims: [u64; MAX_RANK],
-    /// Distances between neighbours in elements; the first is 1.
+    /// Distances between neighbours in elements; the first is 1. Those of a ragged map wrap around.
     pub strides: [u64; MAX_RANK],
     /// Lengths of the box.
     pub tile: [u32; MAX_RANK],
@@ -42,6 +43,8 @@ pub(crate) struct MapTemplate {
     pub rows: u32,
     /// With packed heads: query heads of a group. A box then holds `rows / group` positions of all of them.
     pub group: Option<u32>,
+    /// Whether rows start and end anywhere: sequences that the device knows, pages.
+    pub is_ragged: bool,
 }
 
 /// A tensor map before it is encoded.
@@ -59,6 +62,9 @@ impl MapShape {
     /// `{head dim, sequence, heads, batch}` with a box of one panel and some positions; with packed heads
     /// `{head dim, group, sequence, K/V heads, batch}` and a box of all heads of a group.
     pub(crate) fn of(shape: &Shape, strides: &Strides, map: &MapTemplate) -> MapShape {
+        if map.is_ragged {
+            return Ragged::of(shape, strides, map.group).map_shape(map);
+        }
         let Shape { batch, seqlen, heads, dim, .. } = *shape;
         let (dim, seqlen, heads, batch) = (dim as u64, seqlen.max(1) as u64, heads as u64, batch as u64);
         // The strides have been checked to be 0 or more on every axis longer than 1.
@@ -75,6 +81,97 @@ impl MapShape {
                 rank: 5,
                 dims: [dim, group.into(), seqlen, heads / u64::from(group), batch],
                 strides: [1, head, seq, head * u64::from(group), entry],
+                tile: [map.panel, group, map.rows / group, 1, 1],
+            },
+        }
+    }
+}
+
+/// The extent of a ragged map's axis of rows: a range of rows ends there.
+const RAGGED_ROWS: u64 = 1 << 30;
+
+/// The extent of its axis of units.
+const RAGGED_UNITS: u64 = 1 << 31;
+
+/// Copies move 16 bytes: 8 elements of 16 bits.
+const UNIT: u64 = 8;
+
+/// A ragged map: see `attn/ragged.cuh`. Strides in elements, 0 along axes that are never stepped along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ragged {
+    dim: u64,
+    row: u64,
+    /// Between heads, or groups of packed heads.
+    head: u64,
+    entry: u64,
+    /// Between the heads of a group.
+    within: u64,
+    /// Divides all strides.
+    unit: u64,
+    /// The largest multiple of the unit that a range of rows ends at.
+    span: u64,
+}
+
+impl Ragged {
+    pub fn of(shape: &Shape, strides: &Strides, group: Option<u32>) -> Ragged {
+        fn gcd(a: u64, b: u64) -> u64 {
+            if b == 0 { a } else { gcd(b, a % b) }
+        }
+        let Shape { batch, seqlen, heads, dim, .. } = *shape;
+        let along = |len: usize, stride: i64| if len > 1 { stride.max(0) as u64 } else { 0 };
+        let row = if seqlen > 1 { strides.seq.max(0) as u64 } else { (dim as u64).next_multiple_of(UNIT) };
+        let group = group.unwrap_or(1) as usize;
+        let head = along(heads / group, strides.head) * group as u64;
+        let entry = along(batch, strides.batch);
+        let last = |len: usize, stride: u64| (len.max(1) as u64 - 1).saturating_mul(stride);
+        let span = (seqlen as u64)
+            .saturating_mul(row)
+            .saturating_add(last(heads / group, head))
+            .saturating_add(last(batch, entry));
+        let unit = gcd(gcd(row, head), entry);
+        let unit = if unit == 0 { UNIT } else { unit };
+        Ragged { dim: dim as u64, row, head, entry, within: strides.head.max(0) as u64, unit, span }
+    }
+
+    /// Checks that the map's coordinates reach all of the tensor.
+    ///
+    /// # Errors
+    /// [`Error::Stride`] and [`Error::TooLong`].
+    pub fn check(&self, tensor: &'static str) -> Result<(), Error> {
+        if self.row >= RAGGED_ROWS * UNIT {
+            let need = "below 2^33 elements where lengths are on the device";
+            return Err(Error::Stride { tensor, axis: "seq", stride: self.row as i64, need });
+        }
+        let units = self.span / self.unit;
+        if units < RAGGED_UNITS {
+            return Ok(());
+        }
+        let name = "units of a tensor whose lengths are on the device";
+        Err(Error::TooLong { name, value: units as usize, limit: RAGGED_UNITS as usize - 1 })
+    }
+
+    /// Strides in units, modulo 2^32 as coordinates are.
+    pub fn params(&self) -> TmaStrides {
+        let units = |stride: u64| (stride / self.unit) as u32;
+        TmaStrides { row: units(self.row), head: units(self.head), entry: units(self.entry) }
+    }
+
+    /// `{head dim, row, unit, wrap}`; with packed heads `{head dim, group, row, unit, wrap}`.
+    fn map_shape(&self, map: &MapTemplate) -> MapShape {
+        // Times two bytes, the last axis steps over 2^34 bytes less a row: 2^30 steps wrap around to minus
+        // 2^30 rows.
+        let wrap = RAGGED_ROWS * UNIT - self.row;
+        match map.group {
+            None => MapShape {
+                rank: 4,
+                dims: [self.dim, RAGGED_ROWS, RAGGED_UNITS, RAGGED_ROWS + 1, 1],
+                strides: [1, self.row, self.unit, wrap, 0],
+                tile: [map.panel, map.rows, 1, 1, 1],
+            },
+            Some(group) => MapShape {
+                rank: 5,
+                dims: [self.dim, group.into(), RAGGED_ROWS, RAGGED_UNITS, RAGGED_ROWS + 1],
+                strides: [1, self.within, self.row, self.unit, wrap],
                 tile: [map.panel, group, map.rows / group, 1, 1],
             },
         }

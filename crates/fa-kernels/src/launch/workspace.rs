@@ -24,7 +24,8 @@ pub struct Workspace {
     pub bytes: usize,
     /// What its address must be a multiple of.
     pub align: u64,
-    /// Whether it must be zero before the first call; each call then leaves it zero.
+    /// Whether it must be zero before the first call; each call then leaves `tile_counter` zero, of which
+    /// alone this is read.
     pub starts_zero: bool,
     /// LSE of each row in base 2.
     pub lse_log2: Option<Part>,
@@ -42,14 +43,84 @@ pub struct Workspace {
     pub dkv_semaphores: Option<Part>,
     /// The next tile to be drawn; of a forward also the number of CTAs that are done.
     pub tile_counter: Option<Part>,
+    /// The work plan, where a call brings none of its own.
+    pub plan: Option<Part>,
+    /// O of parts of the keys, in f32.
+    pub out_partial: Option<Part>,
+    /// LSE of parts of the keys.
+    pub lse_partial: Option<Part>,
+}
+
+/// What a forward needs beside its tensors.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ForwardParts {
+    /// Whether tiles are drawn from a counter.
+    pub draws_tiles: bool,
+    /// Bytes of a work plan.
+    pub plan: usize,
+    /// Rows of partial results.
+    pub rows: usize,
+    /// Columns of O.
+    pub columns: usize,
 }
 
 impl Workspace {
-    /// Of a forward: the counters of a dynamic scheduler, or nothing.
-    pub(crate) fn forward(dynamic: bool) -> Workspace {
-        let bytes = if dynamic { 8 } else { 0 };
-        let tile_counter = dynamic.then_some(Part { offset: 0, bytes });
-        Workspace { bytes, align: 4, starts_zero: true, tile_counter, ..Workspace::default() }
+    /// Of a forward: the counters of a dynamic scheduler, a work plan, partial results; or nothing.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when it is larger than the address space.
+    pub(crate) fn forward(parts: ForwardParts) -> Result<Workspace, Error> {
+        Workspace::forward_parts(parts).ok_or(Error::TooLong {
+            name: "bytes of workspace",
+            value: usize::MAX,
+            limit: isize::MAX as usize,
+        })
+    }
+
+    fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
+        let ForwardParts { draws_tiles, plan, rows, columns } = parts;
+        let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: 8 });
+        let mut end = if draws_tiles { 8usize } else { 0 };
+        let mut part = |bytes: usize| -> Option<Option<Part>> {
+            if bytes == 0 {
+                return Some(None);
+            }
+            let offset = end.checked_next_multiple_of(PART_ALIGN)?;
+            end = offset.checked_add(bytes)?;
+            Some(Some(Part { offset, bytes }))
+        };
+        let plan = part(plan)?;
+        let lse_partial = part(rows.checked_mul(4)?)?;
+        let out_partial = part(rows.checked_mul(columns)?.checked_mul(4)?)?;
+        let align = if end > 8 { 16 } else { 4 };
+        Some(Workspace {
+            bytes: end,
+            align,
+            starts_zero: true,
+            tile_counter,
+            plan,
+            out_partial,
+            lse_partial,
+            ..Workspace::default()
+        })
+    }
+
+    /// Adds a work plan of so many bytes at the end; none for 0.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] when it is then larger than the address space.
+    pub(crate) fn add_plan(&mut self, bytes: usize) -> Result<(), Error> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let too_long =
+            Error::TooLong { name: "bytes of workspace", value: usize::MAX, limit: isize::MAX as usize };
+        let offset = self.bytes.checked_next_multiple_of(PART_ALIGN);
+        let end = offset.and_then(|offset| Some((offset, offset.checked_add(bytes)?)));
+        let (offset, end) = end.ok_or(too_long)?;
+        self.plan = Some(Part { offset, bytes });
+        self.bytes = end;
+        Ok(())
     }
 
     /// Of a backward whose head dims are padded to `head_dims`.

@@ -36,7 +36,7 @@ fn tensors(launches: &Launches) -> Vec<RawTensor> {
 fn entries(launches: &Launches) -> Vec<(&'static str, u32)> {
     let name = |step: &Step| match step {
         Step::Clear(_) => ("clear", 0),
-        Step::Launch(launch) => (launch.entry, launch.grid),
+        Step::Plan(launch) | Step::Launch(launch) => (launch.entry, launch.grid),
     };
     launches.steps.iter().map(name).collect()
 }

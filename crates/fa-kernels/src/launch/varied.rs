@@ -1,0 +1,190 @@
+//! Work whose amount only the device knows: bounds on it, by which grids and lists are sized.
+
+use fa_core::lengths::SideRows;
+use fa_core::spec::Traits;
+use fa_core::{Problem, Side};
+
+use crate::Error;
+use crate::jit::params::PlanParams;
+use crate::jit::source::{PLAN, PLAN_SMEM, PLAN_THREADS};
+use crate::launch::args::Shape;
+use crate::launch::checks::count;
+use crate::launch::launches::{Launch, Step};
+
+/// Ints of a plan's header (`kPlanHeader`), and of an entry of its lists.
+const PLAN_HEADER: usize = 16;
+const PLAN_ENTRY: usize = 4;
+
+/// Lengths that a plan tells apart (`kPlanThreads`).
+const PLAN_BINS: usize = 1024;
+
+/// The launch of the plan kernel.
+pub(crate) fn plan_step() -> Step {
+    Step::Plan(Launch {
+        entry: PLAN,
+        grid: 1,
+        threads: PLAN_THREADS,
+        smem: PLAN_SMEM,
+        cluster: 1,
+        takes_maps: false,
+    })
+}
+
+/// The tensor of one side of a batch.
+pub(crate) fn shape_of(name: &'static str, side: Side, sequences: usize, heads: usize, dim: usize) -> Shape {
+    let (batch, seqlen) = match side.rows {
+        SideRows::Padded { len } => (sequences, len),
+        SideRows::Packed { total, .. } => (1, total),
+        SideRows::Paged { page, pages, .. } => (pages, page),
+    };
+    Shape { name, batch, seqlen, heads, dim }
+}
+
+/// Rows of a page that one box of TMA loads: the largest number that divides both.
+pub(crate) fn page_part(page: usize, tile_n: u32) -> usize {
+    let (mut a, mut b) = (page, tile_n as usize);
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+/// Tiles of `tile` rows that the sequences of a side have at most, each of its rows counting `group` times.
+pub(crate) fn most_tiles(side: Side, sequences: usize, reach: usize, group: usize, tile: u32) -> usize {
+    let tile = tile as usize;
+    let each = side.max().saturating_mul(group).div_ceil(tile);
+    let all = sequences.saturating_mul(each);
+    // Of packed sequences each has one tile at most that is not full.
+    all.min((reach.saturating_mul(group) / tile).saturating_add(sequences))
+}
+
+/// Bounds on the lists of a work plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PlanBounds {
+    /// Tiles of queries with parts of their keys.
+    pub items: usize,
+    /// Tiles of queries whose keys are divided.
+    pub split_items: usize,
+    /// Partial results of a head.
+    pub slots: usize,
+    /// Tiles of queries of a backward.
+    pub m_tiles: usize,
+    /// Tiles of keys of a backward.
+    pub n_tiles: usize,
+}
+
+impl PlanBounds {
+    /// Of a forward on `ctas` CTAs at once, for `heads` tiles an entry.
+    pub fn forward(
+        problem: &Problem,
+        traits: &Traits,
+        split: bool,
+        (heads, ctas): (usize, usize),
+    ) -> PlanBounds {
+        let lengths = &problem.lengths;
+        let group = if traits.packs_gqa { problem.group_size() } else { 1 };
+        let sequences = lengths.sequences();
+        let tiles = most_tiles(lengths.q(), sequences, lengths.reach_q(), group, traits.tile.0);
+        let slots = if split { most_slots(heads, ctas) } else { 0 };
+        PlanBounds {
+            items: tiles.saturating_add(slots),
+            split_items: (slots / 2).min(tiles),
+            slots,
+            ..PlanBounds::default()
+        }
+    }
+
+    /// Of a backward.
+    pub fn backward(problem: &Problem, traits: &Traits) -> PlanBounds {
+        let lengths = &problem.lengths;
+        let sequences = lengths.sequences();
+        let (tile_m, tile_n) = traits.tile;
+        PlanBounds {
+            m_tiles: most_tiles(lengths.q(), sequences, lengths.reach_q(), 1, tile_m),
+            n_tiles: most_tiles(lengths.k(), sequences, lengths.reach_k(), 1, tile_n),
+            ..PlanBounds::default()
+        }
+    }
+
+    /// The plan's parameters. `longest`: tiles that the longest work of an entry visits.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`].
+    pub fn params(&self, heads: usize, ctas: usize, longest: usize) -> Result<PlanParams, Error> {
+        let shift = (0..31).find(|shift| longest >> shift < PLAN_BINS).unwrap_or(31);
+        Ok(PlanParams {
+            items: count("entries of the work plan", self.items)?,
+            split_items: count("entries of the work plan", self.split_items)?,
+            m_tiles: count("entries of the work plan", self.m_tiles)?,
+            n_tiles: count("entries of the work plan", self.n_tiles)?,
+            heads: count("heads", heads)?,
+            slots: count("CTAs", ctas)?,
+            shift,
+            ..PlanParams::default()
+        })
+    }
+
+    /// Bytes of the plan.
+    pub fn bytes(&self) -> usize {
+        let entries = self.items + self.split_items + self.m_tiles + self.n_tiles;
+        4 * (PLAN_HEADER + PLAN_ENTRY * entries)
+    }
+}
+
+/// Partial results of a head that a plan asks for at most. A tile is divided into `n / length` parts to the
+/// nearest, two at least, where a part's length is a quarter of what each of `ctas` CTAs does (`part_length`
+/// of attn/plan.cuh): 4/3 of `4 * ctas / heads` parts, and some for what is rounded.
+fn most_slots(heads: usize, ctas: usize) -> usize {
+    6 * ctas / heads.max(1) + 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_bounded_by_rows_and_by_sequences() {
+        let packed = |total, max| Side::packed(total, max);
+        assert_eq!(most_tiles(Side::padded(300), 3, 900, 1, 128), 9);
+        // 1000 rows in 10 sequences of any lengths: 7 full tiles and one that is not for each.
+        assert_eq!(most_tiles(packed(1000, 1000), 10, 1000, 1, 128), 17);
+        assert_eq!(most_tiles(packed(10, 1), 10, 10, 4, 128), 10);
+        assert_eq!(most_tiles(packed(0, 8), 0, 0, 1, 64), 0);
+        for lengths in [[1usize, 999, 0, 128, 129], [0, 0, 1, 1, 1], [300, 300, 300, 300, 300]] {
+            let (total, max) = (lengths.iter().sum(), lengths.into_iter().max().expect("five"));
+            let tiles: usize = lengths.iter().map(|len| (len * 3).div_ceil(64)).sum();
+            assert!(tiles <= most_tiles(packed(total, max), 5, total, 3, 64));
+        }
+    }
+
+    #[test]
+    fn boxes_divide_pages_and_tiles() {
+        for (page, tile_n, part) in [(16, 128, 16), (1, 128, 1), (256, 176, 16), (48, 128, 16), (7, 64, 1)] {
+            assert_eq!(page_part(page, tile_n), part);
+        }
+    }
+
+    #[test]
+    fn a_plan_has_room_for_every_part() {
+        // Whatever the lengths: as part_length and splits_of of attn/plan.cuh count.
+        let mut state = 7u64;
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as usize % below
+        };
+        for _ in 0..2000 {
+            let (heads, ctas) = (1 + random(64), 1 + random(200));
+            let most = 1 + random(2000);
+            let lengths: Vec<usize> = (0..1 + random(300)).map(|_| random(most)).collect();
+            let each = lengths.iter().sum::<usize>() as f64 * heads as f64 / ctas as f64;
+            let length = if each <= 8.0 { each } else { each / 4.0 };
+            let length = ((length + 0.999) as usize).max(1);
+            let splits: Vec<usize> =
+                lengths.iter().map(|n| ((n + length / 2) / length).clamp(1, (*n).max(1))).collect();
+            let divided: Vec<usize> = splits.into_iter().filter(|&splits| splits > 1).collect();
+            let slots = most_slots(heads, ctas);
+            assert!(divided.iter().sum::<usize>() <= slots, "{heads} {ctas} {lengths:?}");
+            assert!(divided.len() <= slots / 2);
+        }
+    }
+}
