@@ -34,8 +34,9 @@ __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
         for (i64 row = thread_index(); row < i64(items) * C.tile_m; row += cta_threads()) {
             const PlanItem item = plan.m_tiles()[row / C.tile_m];
             const auto seqlen = Seqlen<true>::of(params, item.sequence);
-            const i64 tile = i64(head) * params.m_blocks +
-                             first_m_tile<C.tile_m>(params, seqlen, item.sequence) + item.block;
+            const auto place = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, item.sequence);
+            const i64 tile =
+                (i64(place.entry) * heads + head) * params.m_blocks + place.first + item.block;
             add(tile * C.tile_m + row % C.tile_m);
         }
     } else {

@@ -67,7 +67,8 @@ __device__ __forceinline__ void bwd_postprocess_kv(const BwdParams& params) {
         const PlanItem item = plan.n_tiles()[cta_index() % items];
         n_block = item.block, batch = item.sequence, head = cta_index() / items;
         const auto seqlen = Seqlen<true>::of(params, batch);
-        tile = i64(head) * params.n_blocks + first_n_tile<C.tile_n>(params, seqlen, batch) + n_block;
+        const auto place = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, batch);
+        tile = (i64(place.entry) * params.shape.heads_kv + head) * params.n_blocks + place.first + n_block;
     } else {
         const int batch_head = cta_index() / params.n_blocks;
         n_block = cta_index() % params.n_blocks;

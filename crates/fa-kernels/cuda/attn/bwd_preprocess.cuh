@@ -55,7 +55,8 @@ __device__ __forceinline__ bool planned_query_tile(const BwdParams& params, Quer
     tile.batch = item.sequence;
     tile.head = number / items;
     const auto seqlen = Seqlen<true>::of(params, tile.batch);
-    tile.index = i64(tile.head) * params.m_blocks + first_m_tile<TileM>(params, seqlen, tile.batch) +
+    const auto place = WorkspacePlace::of_queries<TileM>(params, seqlen, tile.batch);
+    tile.index = (i64(place.entry) * params.shape.heads_q + tile.head) * params.m_blocks + place.first +
                  tile.m_block;
     return true;
 }
@@ -64,7 +65,8 @@ __device__ __forceinline__ bool planned_query_tile(const BwdParams& params, Quer
 // take part.
 template <auto C>
 __device__ __forceinline__ void clear_key_gradients(const BwdParams& params) {
-    const i64 sequences = C.varied ? 1 : params.shape.batch;  // n_blocks counts through those of a plan
+    // Packed sequences are one entry.
+    const i64 sequences = C.varied && params.varlen.total_k > 0 ? 1 : params.shape.batch;
     const i64 keys = sequences * params.shape.heads_kv * params.n_blocks * C.tile_n;
     const i64 thread = i64(cta_index()) * cta_threads() + thread_index(),
               threads = i64(cta_count()) * cta_threads();

@@ -17,28 +17,35 @@ struct BwdTile {
     int n_block, kv_head, batch, split, first_head, end_head;
 };
 
-// Of sequences of different lengths: tiles of queries and of keys that the workspace has before the
-// sequence's first.
+// Where a sequence's tiles are in the workspace `[entries, heads, tiles, ...]`. Padded sequences are entries;
+// packed ones are one entry, in which each starts on a tile of its own.
+struct WorkspacePlace {
+    int entry, first;
+
+    template <int Tile>
+    __device__ __forceinline__ static WorkspacePlace of(bool packed, int first_row, int batch) {
+        if (packed) return {0, first_row / Tile + batch};
+        return {batch, 0};
+    }
+    // Of its tiles of queries, and of keys.
+    template <int TileM>
+    __device__ __forceinline__ static WorkspacePlace of_queries(const BwdParams& params,
+                                                                const Seqlen<true>& seqlen, int batch) {
+        return of<TileM>(params.varlen.total_q > 0, seqlen.q_offset(), batch);
+    }
+    template <int TileN>
+    __device__ __forceinline__ static WorkspacePlace of_keys(const BwdParams& params,
+                                                             const Seqlen<true>& seqlen, int batch) {
+        return of<TileN>(params.varlen.total_k > 0, seqlen.k_offset(), batch);
+    }
+};
+
+// Of sequences of different lengths.
 struct VariedBwdTile : BwdTile {
-    int first_m, first_n;
+    WorkspacePlace queries, keys;
 };
 template <bool Varied>
 using BwdTileOf = Either<Varied, VariedBwdTile, BwdTile>;
-
-// Tiles of rows that the workspace has before a sequence's first, of which `rows` are used before: each
-// sequence begins with a tile. Of padded sequences each has as many.
-template <int Tile>
-__device__ __forceinline__ int first_tile(bool packed, int rows, int room, int batch) {
-    return packed ? rows / Tile + batch : batch * ceil_div(room, Tile);
-}
-template <int TileM>
-__device__ __forceinline__ int first_m_tile(const BwdParams& params, const Seqlen<true>& seqlen, int batch) {
-    return first_tile<TileM>(params.varlen.total_q > 0, seqlen.q_offset(), params.shape.seqlen_q, batch);
-}
-template <int TileN>
-__device__ __forceinline__ int first_n_tile(const BwdParams& params, const Seqlen<true>& seqlen, int batch) {
-    return first_tile<TileN>(params.varlen.total_k > 0, seqlen.k_offset(), params.shape.seqlen_k, batch);
-}
 
 // Deterministic tiles are drawn in an order in which each finds its turns at dQ as it comes to them (NB-055).
 // Where the mask moves with the keys the last keys come first: each tile starts where the one before it is at
@@ -143,7 +150,8 @@ __device__ __forceinline__ i64 dq_tile(const BwdParams& params, const BwdTile& t
 
 __device__ __forceinline__ i64 dq_tile(const BwdParams& params, const VariedBwdTile& tile, int head,
                                        int m_block) {
-    return i64(head) * params.m_blocks + tile.first_m + m_block;
+    return (i64(tile.queries.entry) * params.shape.heads_q + head) * params.m_blocks +
+           (m_block + tile.queries.first);
 }
 
 // Index of the tile of keys in the accumulators of dK and dV.
@@ -151,7 +159,8 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const BwdTile& 
     return (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
 }
 __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwdTile& tile) {
-    return i64(tile.kv_head) * params.n_blocks + tile.first_n + tile.n_block;
+    return (i64(tile.keys.entry) * params.shape.heads_kv + tile.kv_head) * params.n_blocks +
+           (tile.n_block + tile.keys.first);
 }
 
 // Counts what has been added to tile `m_block` of dQ.

@@ -106,22 +106,6 @@ struct BwdGroup {
     const BwdTileOf<C.varied>& tile = smem.tile;
     const BlockRange& range = smem.range;
 
-    // Lengths that the parameters do not have are read again from shared memory at each use.
-    __device__ __forceinline__ decltype(auto) visible() const {
-        if constexpr (C.varied) {
-            return Visibility<C.mask, true>{params.shape, smem.seqlen};
-        } else {
-            return (own_visible);
-        }
-    }
-    __device__ __forceinline__ decltype(auto) seqlen() const {
-        if constexpr (C.varied) {
-            return Seqlen<true>(smem.seqlen);
-        } else {
-            return (own_visible.seqlen);
-        }
-    }
-
     // Warps with many fragments of A in S and dP have no registers for those of two contraction steps.
     static constexpr int kAheadA = CutS::kFragments > 2 ? 0 : 1;
 
@@ -131,6 +115,34 @@ struct BwdGroup {
     __device__ __forceinline__ u32 buffer(const void* within) const {
         const u8* first = reinterpret_cast<const u8*>(&smem);
         return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
+    }
+
+    // Lengths that the parameters do not have are read from shared memory at each use.
+    __device__ __forceinline__ int length(const int Seqlen<true>::* of) const {
+        return int(load_shared_u32(buffer(&(smem.seqlen.*of))));
+    }
+    __device__ __forceinline__ int queries() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::queries);
+        return own_visible.seqlen.q();
+    }
+    __device__ __forceinline__ int keys() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::keys);
+        return own_visible.seqlen.k();
+    }
+    __device__ __forceinline__ int first_query() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::first_query);
+        return 0;
+    }
+    __device__ __forceinline__ int first_key() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::first_key);
+        return 0;
+    }
+    __device__ __forceinline__ decltype(auto) visible() const {
+        if constexpr (C.varied) {
+            return Visibility<C.mask, true>{params.shape, Seqlen<true>{queries(), keys(), 0, 0, 0, 0}};
+        } else {
+            return (own_visible);
+        }
     }
 
     // Steps count the tiles of queries from the first to the last; this is the one that a step visits.
@@ -166,9 +178,9 @@ struct BwdGroup {
     __device__ __forceinline__ bool exists(BwdStep step) const { return step.head < tile.end_head; }
 
     template <class Tile, int Threads, int FirstThread>
-    __device__ __forceinline__ static void load(u32 to, const ConstTensor& tensor, int batch, int first,
-                                                int head, int row, int end, int columns) {
-        const u16* from = view(tensor).row(batch, first, head);
+    __device__ __forceinline__ static void load(u32 to, const ConstTensor& tensor, int batch, int head,
+                                                int row, int end, int columns) {
+        const u16* from = view(tensor).row(batch, 0, head);
         TileCopy<Tile, Threads, FirstThread>{from, tensor.strides.seq, columns}.template start<true>(to, row,
                                                                                                      end);
     }
@@ -183,26 +195,26 @@ struct BwdGroup {
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
-        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, seqlen().q_offset(),
-                                                  step.head, block(step.m_block) * C.tile_m, seqlen().q(),
-                                                  params.shape.head_dim);
+        load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head,
+                                                  first_query() + block(step.m_block) * C.tile_m,
+                                                  first_query() + queries(), params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
-        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, seqlen().q_offset(),
-                                                   step.head, block(step.m_block) * C.tile_m, seqlen().q(),
-                                                   params.shape.head_dim_v);
+        load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head,
+                                                   first_query() + block(step.m_block) * C.tile_m,
+                                                   first_query() + queries(), params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
-        const int key = tile.n_block * C.tile_n;
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, seqlen().k_offset(),
-                                            tile.kv_head, key, seqlen().k(), params.shape.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, seqlen().k_offset(),
-                                            tile.kv_head, key, seqlen().k(), params.shape.head_dim_v);
+        const int key = first_key() + tile.n_block * C.tile_n, end = first_key() + keys();
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key, end,
+                                            params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key, end,
+                                            params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -347,11 +359,11 @@ struct BwdGroup {
             return;
         }
         const int first = tile.n_block * C.tile_n;
-        u16* out = view(gradient).row(tile.batch, seqlen().k_offset() + first, tile.kv_head);
+        u16* out = view(gradient).row(tile.batch, first_key() + first, tile.kv_head);
 #pragma unroll
         for (int f = 0; f < Cut::kFragments; ++f) {
             const int row = Cut::first_m(place.warp) + 16 * f + place.lane / 4;
-            const int left = seqlen().k() - first;
+            const int left = keys() - first;
             store_fragment_row<C.dtype>(0, out + row * gradient.strides.seq, row < left, d[f], factor,
                                         Cut::first_n(place.warp), columns);
             store_fragment_row<C.dtype>(1, out + (row + 8) * gradient.strides.seq, row + 8 < left, d[f],
@@ -419,7 +431,7 @@ struct PWarps : BwdGroup<C> {
                 float bias[CutS::kRegisters] = {};
                 const int query = this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f +
                                   place.lane / 4;
-                const int diagonal = query + this->seqlen().k() - this->seqlen().q();
+                const int diagonal = query + this->keys() - this->queries();
                 add_alibi<C.mask>(bias, 0.f, {slope, slope}, {diagonal, diagonal + 8},
                                   tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4));
 #pragma unroll
@@ -638,8 +650,8 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
             smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic, C.varied>(params, index);
             const auto seqlen = Seqlen<C.varied>::of(params, smem.tile.batch);
             if constexpr (C.varied) {
-                smem.tile.first_m = first_m_tile<C.tile_m>(params, seqlen, smem.tile.batch);
-                smem.tile.first_n = first_n_tile<C.tile_n>(params, seqlen, smem.tile.batch);
+                smem.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, smem.tile.batch);
+                smem.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, smem.tile.batch);
                 smem.seqlen = seqlen;
             }
             smem.range = query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen},

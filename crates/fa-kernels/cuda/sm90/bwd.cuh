@@ -651,8 +651,8 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     auto tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic, C.varied>(params, index);
     const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
     if constexpr (C.varied) {
-        tile.first_m = first_m_tile<C.tile_m>(params, seqlen, tile.batch);
-        tile.first_n = first_n_tile<C.tile_n>(params, seqlen, tile.batch);
+        tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, tile.batch);
+        tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, tile.batch);
     }
     const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);

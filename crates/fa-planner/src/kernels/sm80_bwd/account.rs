@@ -41,7 +41,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("lse", kernel.q_stages * tile_m * 4, align);
     plan.push("dpsum", kernel.do_stages * tile_m * 4, align);
     let varied = spec.reads.varied;
-    plan.push("tile", if varied { 8 * 4 } else { 6 * 4 }, 4);
+    plan.push("tile", if varied { 10 * 4 } else { 6 * 4 }, 4);
     plan.push("range", 4 * 4, 4);
     plan.push("step", 4 * 4, 8);
     if varied {
