@@ -11,7 +11,10 @@ with null for what is not there, and in errors why a peer is not in the list. Th
 
     {"cmd": "time", "mode": "fwd"|"bwd", "batch": 1, "heads_q": 16, "heads_kv": 16, "seqlen_q": 8192, "seqlen_k": 8192,
      "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30,
-     "window": [1023, 0], "softcap": 50.0}        the last two only where there are any; null is an open side
+     "window": [1023, 0], "softcap": 50.0,        these and what follows only where there are any; null is an open side
+     "alibi": "per_head", "sinks": true,
+     "sequences": {"q": {"store": "packed", "lens": [100, 7]}, "k": {"store": "paged", "lens": [90, 33], "page": 16}},
+     "graph": 16}
         -> {"peers": {"fa2": 3.1, "cudnn": 1.9}, "errors": {"fa3": "forward only"}}      median milliseconds
     {"cmd": "open", ... as "time"}
         -> {"peers": ["fa2", "cudnn"], "errors": {"fa3": "forward only"}}    checked and warm; replaces what was open
@@ -21,6 +24,11 @@ with null for what is not there, and in errors why a peer is not in the list. Th
     {"cmd": "matmul"} -> {"tflops": 785.0, "ms": 1.4, "errors": {}}       8192^3, bf16, random normal
     {"cmd": "copy"}   -> {"gb_per_s": 3020.0, "ms": 1.4, "errors": {}}    on the device, bytes read plus bytes written
     {"cmd": "quit"}   -> no reply; it exits, as it does at the end of its input
+
+"sequences" has the length of each sequence where they differ or lie otherwise than [batch, seqlen, heads, dim]; stores are
+padded (with lengths in use), packed (cu_seqlens) and paged (shuffled pages of so many rows). With "graph" so many calls are
+captured as one CUDA graph, which is replayed: times are those of one call still, without the host's. Peers then use their
+entry for decoding, where they have one.
 
 "time" takes an optional "peers": ["fa2", ...] that limits what is timed. A request that makes no sense gets
 {"peers": {}, "errors": {"request": "why"}}. When the GPU context is lost the reply says so and the process exits with
@@ -61,6 +69,7 @@ QUEUE_CALLS = 32
 SPIN_SECONDS_LIMIT = 0.25
 L2_BYTES_FALLBACK = 50 << 20
 MAX_INPUT_SETS = 8
+MAX_GRAPH_CALLS = 256
 # Root mean square of the difference over that of the reference. 16-bit rounding stays under 1 percent.
 DISAGREEMENT_LIMIT = 0.03
 
@@ -79,6 +88,12 @@ class Refused(Exception):
     """A peer does not do what was asked for, known without trying."""
 
 
+def stores(request):
+    """How queries and keys lie: (padded, packed or paged; None where they are plain tensors), each."""
+    sequences = request.get("sequences") or {}
+    return tuple((sequences.get(side) or {}).get("store") for side in ("q", "k"))
+
+
 class Sdpa:
     """torch's scaled_dot_product_attention, kept to one backend."""
 
@@ -92,10 +107,15 @@ class Sdpa:
     def refuse(self, request):
         if request.get("window") or request.get("softcap"):
             raise Refused("torch's fused kernels take no window and no soft cap")
+        if request.get("sinks") or request.get("alibi"):
+            raise Refused("torch's fused kernels take no sinks and no slopes")
+        if request.get("sequences"):
+            raise Refused("torch's fused kernels take neither packed sequences nor pages nor lengths in use")
         if request["causal"] and request["seqlen_q"] not in (1, request["seqlen_k"]):
             raise Refused("torch aligns a causal mask top-left; seqlen_q must be seqlen_k (or 1)")
 
-    def __call__(self, q, k, v, request):
+    def __call__(self, tensors, request):
+        q, k, v = (tensors[name] for name in ("q", "k", "v"))
         # One query at the bottom right sees every key; torch's top-left mask would leave it only the first.
         causal = request["causal"] and q.shape[1] > 1
         grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
@@ -105,28 +125,69 @@ class Sdpa:
         return out.transpose(1, 2)
 
 
-class Function:
-    """A package's flash_attn_func: BSHD in and out, causal aligned bottom-right."""
+class Package:
+    """A package's functions: BSHD in and out, causal aligned bottom-right; by name flash_attn_func and, where it has them,
+    flash_attn_varlen_func and flash_attn_with_kvcache."""
 
-    def __init__(self, function, open_side, forward_only=False, dtypes=("bf16", "f16")):
-        self.function = function
+    def __init__(self, module, open_side, forward_only=False, dtypes=("bf16", "f16"), sinks=False):
+        self.dense = module.flash_attn_func
+        self.varlen = getattr(module, "flash_attn_varlen_func", None)
+        self.kvcache = getattr(module, "flash_attn_with_kvcache", None)
         self.open_side = open_side
         self.forward_only = forward_only
         self.dtypes = dtypes
+        self.sinks = sinks
 
     def refuse(self, request):
         if request["mode"] == "bwd" and self.forward_only:
             raise Refused("this build has the forward only")
         if request["dtype"] not in self.dtypes:
             raise Refused(f"this build does not take {request['dtype']}, only {', '.join(self.dtypes)}")
+        if request.get("sinks") and not self.sinks:
+            raise Refused("this build takes no sinks")
+        if request.get("alibi"):
+            raise Refused("this build takes no ALiBi slopes")
+        q, k = stores(request)
+        if q or k:
+            if not (self.varlen or self.kvcache):
+                raise Refused("this build takes neither packed sequences nor pages nor lengths in use")
+            if "packed" in (q, k) and not self.varlen:
+                raise Refused("this build takes no packed sequences")
+            if k == "packed" and q != "packed" or q == "paged":
+                raise Refused("this build takes packed keys with packed queries only")
 
-    def __call__(self, q, k, v, request):
+    def options(self, request):
         options = {"causal": request["causal"]}
         if request.get("window"):
             options["window_size"] = tuple(self.open_side if side is None else side for side in request["window"])
         if request.get("softcap"):
             options["softcap"] = request["softcap"]
-        out = self.function(q, k, v, **options)
+        return options
+
+    def __call__(self, tensors, request):
+        options = self.options(request)
+        if request.get("sinks"):
+            options["learnable_sink"] = tensors["sinks"]
+        q, k = stores(request)
+        # What a build calls decoding splits the keys; its other functions do not.
+        decodes = request["mode"] == "fwd" and self.kvcache and q != "packed" and k != "packed" and (k or request.get("graph"))
+        if decodes and not request.get("sinks"):
+            if k:
+                options["cache_seqlens"] = tensors["used_k"]
+            if k == "paged":
+                options["page_table"] = tensors["table"]
+            out = self.kvcache(tensors["q"], tensors["k"], tensors["v"], **options)
+        elif q or k:
+            lengths = {"cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k", "used_q": "seqused_q", "used_k": "seqused_k",
+                       "table": "page_table"}
+            given = {name: tensors[own] for own, name in lengths.items() if own in tensors}
+            if q == "packed":
+                given["max_seqlen_q"] = request["seqlen_q"]
+            if k == "packed" or q == "packed":
+                given["max_seqlen_k"] = request["seqlen_k"]
+            out = self.varlen(tensors["q"], tensors["k"], tensors["v"], **given, **options)
+        else:
+            out = self.dense(tensors["q"], tensors["k"], tensors["v"], **options)
         # Some versions return (out, lse).
         return out[0] if isinstance(out, (tuple, list)) else out
 
@@ -134,21 +195,21 @@ class Function:
 def load_fa3(_torch):
     try:
         # Importing the module registers its operators; the wheel is built without the backward and without f16.
-        from fa3_fwd_interface import flash_attn_func
+        import fa3_fwd_interface
 
-        return Function(flash_attn_func, open_side=-1, forward_only=True, dtypes=("bf16",))
+        return Package(fa3_fwd_interface, open_side=-1, forward_only=True, dtypes=("bf16",))
     except ImportError as wheel_error:
         try:
-            from flash_attn_interface import flash_attn_func
+            import flash_attn_interface
         except ImportError as error:
             raise ImportError(f"{wheel_error}; {error}") from error
-        return Function(flash_attn_func, open_side=-1)
+        return Package(flash_attn_interface, open_side=-1)
 
 
 def load_fa4(_torch):
-    from flash_attn.cute import flash_attn_func
+    import flash_attn.cute
 
-    return Function(flash_attn_func, open_side=None)
+    return Package(flash_attn.cute, open_side=None, sinks=True)
 
 
 LOADERS = {
@@ -230,29 +291,78 @@ class Clock:
 
 
 class Inputs:
-    """Sets of q, k, v, dout in BSHD memory, enough of them to be out of the L2 cache when their turn comes."""
+    """Sets of q, k, v, dout in BSHD memory (packed and paged where asked), enough of them to be out of the L2 cache when
+    their turn comes."""
 
     def __init__(self, torch, request, device):
         dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[request["dtype"]]
-        batch, seqlen_q, seqlen_k = request["batch"], request["seqlen_q"], request["seqlen_k"]
         heads_q, heads_kv = request["heads_q"], request["heads_kv"]
+        sides = self.sides(request)
         shapes = {
-            "q": (batch, seqlen_q, heads_q, request["head_dim"]),
-            "k": (batch, seqlen_k, heads_kv, request["head_dim"]),
-            "v": (batch, seqlen_k, heads_kv, request["head_dim_v"]),
-            "dout": (batch, seqlen_q, heads_q, request["head_dim_v"]),
+            "q": (*sides["q"], heads_q, request["head_dim"]),
+            "k": (*sides["k"], heads_kv, request["head_dim"]),
+            "v": (*sides["k"], heads_kv, request["head_dim_v"]),
+            "dout": (*sides["q"], heads_q, request["head_dim_v"]),
         }
         read = ("q", "k", "v", "dout") if request["mode"] == "bwd" else ("q", "k", "v")
         bytes_per_set = 2 * sum(math.prod(shapes[name]) for name in read)
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or L2_BYTES_FALLBACK
         count = 1 if bytes_per_set > cache else min(MAX_INPUT_SETS, 1 + math.ceil(cache / bytes_per_set))
         generator = torch.Generator(device=device).manual_seed(0)
+        leaf = request["mode"] == "bwd"
 
         def draw(name):
             tensor = torch.randn(shapes[name], device=device, dtype=torch.float32, generator=generator).to(dtype)
-            return tensor.requires_grad_() if request["mode"] == "bwd" and name != "dout" else tensor
+            return tensor.requires_grad_() if leaf and name != "dout" else tensor
 
-        self.sets = [{name: draw(name) for name in read} for _ in range(count)]
+        extras = self.arrays(torch, request, device)
+        if request.get("sinks"):
+            sinks = torch.randn(heads_q, device=device, dtype=torch.float32, generator=generator)
+            extras["sinks"] = sinks.requires_grad_() if leaf else sinks
+        self.sets = [{name: draw(name) for name in read} | extras for _ in range(count)]
+
+    @staticmethod
+    def sides(request):
+        """The leading lengths of the queries' and of the keys' tensors."""
+        found = {}
+        for side, seqlen in (("q", request["seqlen_q"]), ("k", request["seqlen_k"])):
+            sequences = (request.get("sequences") or {}).get(side)
+            if sequences and sequences["store"] == "packed":
+                found[side] = (max(sum(sequences["lens"]), 1),)
+            elif sequences and sequences["store"] == "paged":
+                page = sequences["page"]
+                found[side] = (max(sum(-(-length // page) for length in sequences["lens"]), 1), page)
+            else:
+                found[side] = (request["batch"], seqlen)
+        return found
+
+    @staticmethod
+    def arrays(torch, request, device):
+        """Lengths, starts and pages of the sequences, i32 on the device."""
+        found = {}
+        for side, sequences in (request.get("sequences") or {}).items():
+            lens = sequences["lens"]
+            own = torch.tensor(lens, dtype=torch.int32, device=device)
+            seqlen = request["seqlen_q"] if side == "q" else request["seqlen_k"]
+            if sequences["store"] == "packed":
+                cu = torch.zeros(len(lens) + 1, dtype=torch.int32, device=device)
+                cu[1:] = own.cumsum(0)
+                found[f"cu_{side}"] = cu
+            elif sequences["store"] == "paged" or any(length != seqlen for length in lens) or side == "k":
+                found[f"used_{side}"] = own
+            if sequences["store"] == "paged":
+                page = sequences["page"]
+                needed = [-(-length // page) for length in lens]
+                generator = torch.Generator().manual_seed(page)
+                order = torch.randperm(sum(needed), generator=generator).to(torch.int32)
+                columns = max(-(-seqlen // page), max(needed, default=1), 1)
+                table = torch.zeros((len(lens), columns), dtype=torch.int32)
+                first = 0
+                for row, count in enumerate(needed):
+                    table[row, :count] = order[first : first + count]
+                    first += count
+                found["table"] = table.to(device)
+        return found
 
 
 def make_call(torch, peer, request, inputs):
@@ -265,23 +375,45 @@ def make_call(torch, peer, request, inputs):
             tensors = inputs.sets[turn % len(inputs.sets)]
             turn += 1
             with torch.no_grad():
-                return {"out": peer(tensors["q"], tensors["k"], tensors["v"], request)}
+                return {"out": peer(tensors, request)}
 
         return call
 
     graphs = []
     for tensors in inputs.sets:
-        leaves = [tensors[name] for name in ("q", "k", "v")]
-        graphs.append((peer(*leaves, request), leaves, tensors["dout"]))
+        leaves = {f"d{name}": tensors[name] for name in ("q", "k", "v", "sinks") if name in tensors}
+        graphs.append((peer(tensors, request), leaves, tensors["dout"]))
 
     def call():
         nonlocal turn
         out, leaves, dout = graphs[turn % len(graphs)]
         turn += 1
-        gradients = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        gradients = torch.autograd.grad(out, list(leaves.values()), dout, retain_graph=True)
+        return dict(zip(leaves, gradients, strict=True))
 
     return call
+
+
+class Replay:
+    """So many calls captured as one CUDA graph."""
+
+    def __init__(self, torch, call, calls):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_CALLS):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.calls = calls
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            # Results live in the graph's memory.
+            self.results = [call() for _ in range(calls)]
+
+    def __call__(self):
+        self.graph.replay()
+        return self.results[-1]
 
 
 def disagreement(result, reference):
@@ -309,7 +441,31 @@ def checked_request(request):
     softcap = request.get("softcap")
     if softcap is not None and not (isinstance(softcap, (int, float)) and softcap > 0):
         raise ValueError(f"softcap must be above 0, not {softcap!r}")
+    graph = request.get("graph")
+    if graph is not None and not (type(graph) is int and 1 <= graph <= MAX_GRAPH_CALLS):
+        raise ValueError(f"graph must be a whole number from 1 to {MAX_GRAPH_CALLS}, not {graph!r}")
+    if graph is not None and request["mode"] == "bwd":
+        raise ValueError("graph goes with the forward")
+    checked_sequences(request)
     return request
+
+
+def checked_sequences(request):
+    """Both sides' stores and lengths, where there are any, fit the request's bounds, or ValueError."""
+    sequences = request.get("sequences")
+    if sequences is None:
+        return
+    if not isinstance(sequences, dict) or set(sequences) != {"q", "k"}:
+        raise ValueError(f"sequences must have q and k, not {sequences!r}")
+    for side, bound in (("q", request["seqlen_q"]), ("k", request["seqlen_k"])):
+        store, lens, page = (sequences[side].get(name) for name in ("store", "lens", "page"))
+        if store not in ("padded", "packed", "paged") or (store == "paged") != (page is not None):
+            raise ValueError(f"{side} must be padded, packed or paged with a page, not {store!r} with {page!r}")
+        if page is not None and not (type(page) is int and page >= 1):
+            raise ValueError(f"page must be a whole number of at least 1, not {page!r}")
+        fits = isinstance(lens, list) and all(type(length) is int and 0 <= length <= bound for length in lens)
+        if not fits or len(lens) != request["batch"]:
+            raise ValueError(f"lens of {side} must be {request['batch']} whole numbers of at most {bound}")
 
 
 class Helper:
@@ -401,6 +557,8 @@ class Helper:
                 if reference is None:
                     reference = (name, {what: result.clone() for what, result in results.items()})
                 del results, result
+                if request.get("graph"):
+                    call = Replay(self.torch, call, request["graph"])
                 host_seconds[name] = self.clock.warm_up(call)
                 calls[name] = call
             except Exception as error:
@@ -418,7 +576,9 @@ class Helper:
         if type(reps) is not int or reps < 1:
             raise ValueError(f"reps must be a whole number of at least 1, not {reps!r}")
         try:
-            return {"times": self.clock.time(calls[name], reps, host_seconds[name]), "errors": {}}
+            times = self.clock.time(calls[name], reps, host_seconds[name])
+            share = getattr(calls[name], "calls", 1)
+            return {"times": [ms / share for ms in times], "errors": {}}
         except Exception as error:
             log(name, "failed while timed:", brief(error))
             del calls[name]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_core::{Dtype, Family, KernelSpec, Pass, Problem};
+use fa_cpu::batch::{Batch, Span};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{TensorMut, check, reference};
 use serde::Serialize;
@@ -12,6 +13,7 @@ use crate::cpu::Cpu;
 use crate::device::{Bound, Gpu};
 use crate::element::Element;
 use crate::error::Error;
+use crate::extras::check_dsinks;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 
 /// A pass of a problem, planned, checked and bound by [`crate::Engine::bind`]. Shared by threads.
@@ -185,9 +187,10 @@ impl Call {
         cpu: &Cpu,
         tensors: ForwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let ForwardTensors { q, k, v, mut out, lse } = tensors;
+        let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
+        let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
-        cpu.install(|| tiled::forward_with(cpu.options(), &self.problem, &q, &k, &v, &mut out, Some(lse)))?;
+        cpu.install(|| tiled::forward_extras(options, problem, &extras, &q, &k, &v, &mut out, Some(lse)))?;
         Ok(start.elapsed())
     }
 
@@ -196,11 +199,12 @@ impl Call {
         cpu: &Cpu,
         tensors: BackwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv } = tensors;
+        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
         let inputs = BackwardInputs { q, k, v, out, lse, dout };
+        let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
         cpu.install(|| {
-            tiled::backward_with(cpu.options(), &self.problem, &inputs, &mut dq, &mut dk, &mut dv)
+            tiled::backward_extras(options, problem, &extras, &inputs, &mut dq, &mut dk, &mut dv, dsinks)
         })?;
         Ok(start.elapsed())
     }
@@ -210,14 +214,23 @@ impl Call {
         cpu: &Cpu,
         tensors: ForwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let ForwardTensors { q, k, v, mut out, lse } = tensors;
-        check::check_out(&self.problem, "out", out.shape())?;
-        check::check_lse(&self.problem, lse.len())?;
+        let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
+        let problem = &self.problem;
+        check::check_out(problem, "out", out.shape())?;
+        check::check_lse(problem, lse.len())?;
+        let batch = Batch::new(problem, &extras)?;
         let start = Instant::now();
-        let exact = cpu.install(|| reference::forward(&self.problem, &q, &k, &v))?;
+        let exact = cpu.install(|| reference::forward_extras(problem, &extras, &q, &k, &v))?;
         let time = start.elapsed();
-        round_into(&exact.out, &mut out);
-        lse.iter_mut().zip(&exact.lse).for_each(|(to, &lse)| *to = lse as f32);
+        let spans = || batch.sequences.iter().map(|sequence| sequence.q);
+        let [_, seqlen, heads, _] = out.shape();
+        round_rows(&exact.out, &mut out, spans());
+        for Span { batch, first, len } in spans() {
+            for (s, h) in (first..first + len).flat_map(|s| (0..heads).map(move |h| (s, h))) {
+                let at = (batch * heads + h) * seqlen + s;
+                lse[at] = exact.lse[at] as f32;
+            }
+        }
         Ok(time)
     }
 
@@ -226,28 +239,35 @@ impl Call {
         cpu: &Cpu,
         tensors: BackwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let BackwardTensors { q, k, v, dout, mut dq, mut dk, mut dv, .. } = tensors;
-        check::check_gradients(&self.problem, dq.shape(), dk.shape(), dv.shape())?;
+        let BackwardTensors { q, k, v, dout, mut dq, mut dk, mut dv, dsinks, extras, .. } = tensors;
+        let problem = &self.problem;
+        check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
+        check_dsinks(problem, dsinks.as_deref())?;
+        let batch = Batch::new(problem, &extras)?;
         let start = Instant::now();
-        let exact = cpu.install(|| reference::backward(&self.problem, &q, &k, &v, &dout))?;
+        let exact = cpu.install(|| reference::backward_extras(problem, &extras, &q, &k, &v, &dout))?;
         let time = start.elapsed();
-        round_into(&exact.dq, &mut dq);
-        round_into(&exact.dk, &mut dk);
-        round_into(&exact.dv, &mut dv);
+        let keys = || batch.sequences.iter().map(|sequence| sequence.k);
+        round_rows(&exact.dq, &mut dq, batch.sequences.iter().map(|sequence| sequence.q));
+        round_rows(&exact.dk, &mut dk, keys());
+        round_rows(&exact.dv, &mut dv, keys());
+        let dsinks = dsinks.into_iter().flatten().zip(&exact.dsinks);
+        dsinks.for_each(|(to, &value)| *to = value as f32);
         Ok(time)
     }
 }
 
-/// Rounds a packed BSHD tensor into `to`.
-fn round_into<T: Element>(values: &[f64], to: &mut TensorMut<'_, T>) {
-    let ([batch, seqlen, heads, dim], strides) = (to.shape(), to.strides());
+/// Rounds the rows of `spans` of a packed BSHD tensor into `to`; the others are left as they are.
+fn round_rows<T: Element>(values: &[f64], to: &mut TensorMut<'_, T>, spans: impl Iterator<Item = Span>) {
+    let [_, seqlen, heads, dim] = to.shape();
+    let strides = to.strides();
     let data = to.data_mut();
-    let mut values = values.iter();
-    for b in 0..batch {
-        for s in 0..seqlen {
+    for Span { batch, first, len } in spans {
+        for s in first..first + len {
             for h in 0..heads {
-                for (d, &value) in values.by_ref().take(dim).enumerate() {
-                    data[strides.offset(b, s, h, d) as usize] = T::from_f64(value);
+                let row = &values[((batch * seqlen + s) * heads + h) * dim..][..dim];
+                for (d, &value) in row.iter().enumerate() {
+                    data[strides.offset(batch, s, h, d) as usize] = T::from_f64(value);
                 }
             }
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_core::{Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_cpu::Extras;
 use fa_cpu::simd::{Isa, Kernels};
 use fa_kernels::driver;
 
@@ -183,16 +184,63 @@ impl Engine {
         v: &Tensor<T>,
         mask: Mask,
     ) -> Result<Output<T>, Error> {
-        let problem = problem_of(q, k, v, mask)?;
-        let mut output = Output::new(&problem, q.layout);
-        self.bind(&problem, Pass::Forward)?.run(ForwardTensors {
+        self.forward(&problem_of(q, k, v, mask)?, [q, k, v], &Extras::NONE)
+    }
+
+    /// The forward of `problem` on `q`, `k` and `v` with what the problem names beside them: packed
+    /// sequences, lengths in use, keys in pages, slopes, sinks. Allocates the output, in the layout of `q`;
+    /// rows that no sequence has hold NaN.
+    ///
+    /// # Errors
+    /// Tensors and extras that are not the problem's, and those of [`Engine::bind`].
+    pub fn forward<T: Element>(
+        &self,
+        problem: &Problem,
+        [q, k, v]: [&Tensor<T>; 3],
+        extras: &Extras<'_>,
+    ) -> Result<Output<T>, Error> {
+        let call = self.bind(problem, Pass::Forward)?;
+        let mut output = Output::new(problem, q.layout);
+        call.run(ForwardTensors {
             q: q.view("q")?,
             k: k.view("k")?,
             v: v.view("v")?,
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
+            extras: *extras,
         })?;
         Ok(output)
+    }
+
+    /// The gradients of `q`, `k` and `v`, and of the sinks where there are some, from that of the output,
+    /// `dout`, for an `output` of [`Engine::forward`]. Allocates them, in the layout of `q`.
+    ///
+    /// # Errors
+    /// As [`Engine::forward`]; keys in pages have no gradients.
+    pub fn backward<T: Element>(
+        &self,
+        problem: &Problem,
+        [q, k, v]: [&Tensor<T>; 3],
+        extras: &Extras<'_>,
+        output: &Output<T>,
+        dout: &Tensor<T>,
+    ) -> Result<Gradients<T>, Error> {
+        let call = self.bind(problem, Pass::BACKWARD)?;
+        let mut gradients = Gradients::new(problem, q.layout);
+        call.run(BackwardTensors {
+            q: q.view("q")?,
+            k: k.view("k")?,
+            v: v.view("v")?,
+            out: output.out.view("out")?,
+            lse: &output.lse,
+            dout: dout.view("dout")?,
+            dq: gradients.dq.view_mut("dq")?,
+            dk: gradients.dk.view_mut("dk")?,
+            dv: gradients.dv.view_mut("dv")?,
+            dsinks: gradients.dsinks.as_deref_mut(),
+            extras: *extras,
+        })?;
+        Ok(gradients)
     }
 
     /// The gradients of `q`, `k` and `v` from that of the output, `dout`, for an `output` of
@@ -207,20 +255,7 @@ impl Engine {
         output: &Output<T>,
         dout: &Tensor<T>,
     ) -> Result<Gradients<T>, Error> {
-        let problem = problem_of(q, k, v, mask)?;
-        let mut gradients = Gradients::new(&problem, q.layout);
-        self.bind(&problem, Pass::Backward { deterministic: false })?.run(BackwardTensors {
-            q: q.view("q")?,
-            k: k.view("k")?,
-            v: v.view("v")?,
-            out: output.out.view("out")?,
-            lse: &output.lse,
-            dout: dout.view("dout")?,
-            dq: gradients.dq.view_mut("dq")?,
-            dk: gradients.dk.view_mut("dk")?,
-            dv: gradients.dv.view_mut("dv")?,
-        })?;
-        Ok(gradients)
+        self.backward(&problem_of(q, k, v, mask)?, [q, k, v], &Extras::NONE, output, dout)
     }
 
     /// f32 operations per second that multiply-adds in registers reach on all of the CPU's threads together:

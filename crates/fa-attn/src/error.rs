@@ -76,6 +76,9 @@ pub enum Error {
         /// What it must be.
         need: String,
     },
+    /// No partial result is given to be merged.
+    #[error("nothing to merge: give at least one partial result")]
+    NothingToMerge,
     /// Tuning is asked of an engine that runs no GPU kernels.
     #[error(
         "the {backend} has nothing to tune: tuning chooses among GPU kernels; leave it off, or use a \

@@ -3,10 +3,14 @@
 use std::time::Duration;
 
 use fa_core::{Pass, Problem, Strides, TensorLayout};
+use fa_cpu::batch::Batch;
 use fa_kernels::Error as KernelError;
 
-use crate::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Gpu, Half, Placement, doing};
+use crate::device::{
+    Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Half, Placement, doing,
+};
 use crate::error::Error;
+use crate::extras::check_dsinks;
 use crate::tensors::{BackwardTensors, ForwardTensors, Tensors};
 
 /// Runs a bound kernel on host tensors; the time of the last of `launches` launches, on the GPU alone.
@@ -41,15 +45,25 @@ fn forward<T: Half>(
     tensors: ForwardTensors<'_, T>,
     launches: usize,
 ) -> Result<Duration, Error> {
-    let ForwardTensors { q, k, v, mut out, lse } = tensors;
+    let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
     let problem: &Problem = bound.problem();
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
+    // Starts, lengths and pages that point outside the tensors are found here; kernels trust them.
+    Batch::new(problem, &extras)?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let bytes = bound.workspace_bytes();
     let mut device = DeviceForward::upload(stream, problem, bytes, [&q, &k, &v], placement)?;
+    device.extras = DeviceExtras::upload(stream, &extras)?;
+    if !problem.lengths.is_uniform() {
+        // Rows that no sequence has are not written, here as on the CPU.
+        device.out = DeviceTensor::upload(stream, &out.as_ref())?;
+        if !lse.is_empty() {
+            device.lse = stream.clone_htod(&*lse).map_err(doing("copying to the GPU"))?;
+        }
+    }
     let mut time = Duration::ZERO;
     for _ in 0..launches {
         time = gpu.time(|stream| device.run(bound, stream))?;
@@ -68,22 +82,30 @@ fn backward<T: Half>(
     tensors: BackwardTensors<'_, T>,
     launches: usize,
 ) -> Result<Duration, Error> {
-    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv } = tensors;
+    let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
     let problem: &Problem = bound.problem();
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_out(problem, "dout", dout.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
     fa_cpu::check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
+    check_dsinks(problem, dsinks.as_deref())?;
+    Batch::new(problem, &extras)?;
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let mut forward = DeviceForward::upload(stream, problem, 0, [&q, &k, &v], placement)?;
+    forward.extras = DeviceExtras::upload(stream, &extras)?;
     forward.out = DeviceTensor::upload(stream, &out)?;
     if !lse.is_empty() {
         forward.lse = stream.clone_htod(lse).map_err(doing("copying to the GPU"))?;
     }
     let dout = DeviceTensor::upload(stream, &dout)?;
     let mut device = DeviceBackward::new(stream, bound, &forward, dout)?;
+    if !problem.lengths.is_uniform() {
+        device.dq = DeviceTensor::upload(stream, &dq.as_ref())?;
+        device.dk = DeviceTensor::upload(stream, &dk.as_ref())?;
+        device.dv = DeviceTensor::upload(stream, &dv.as_ref())?;
+    }
     let mut time = Duration::ZERO;
     for _ in 0..launches {
         time = gpu.time(|stream| -> Result<(), KernelError> { device.run(&forward, bound, stream) })?;
@@ -91,6 +113,9 @@ fn backward<T: Half>(
     device.dq.download(stream, &mut dq)?;
     device.dk.download(stream, &mut dk)?;
     device.dv.download(stream, &mut dv)?;
+    if let (Some(dsinks), Some(found)) = (dsinks, &device.dsinks) {
+        stream.memcpy_dtoh(found, dsinks).map_err(doing("copying from the GPU"))?;
+    }
     gpu.synchronize()?;
     Ok(time)
 }

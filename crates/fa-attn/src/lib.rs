@@ -24,7 +24,7 @@
 //! A problem that comes again is bound once and run as often as wanted:
 //!
 //! ```
-//! use fa_attn::{Dtype, Engine, ForwardTensors, Mask, Output, Pass, Problem, Tensor, TensorLayout};
+//! use fa_attn::{Dtype, Engine, Extras, ForwardTensors, Mask, Output, Pass, Problem, Tensor, TensorLayout};
 //!
 //! let problem = Problem::square(1, 100, 2, 64, Mask::causal_window(32), Dtype::F32);
 //! let engine = Engine::new()?;
@@ -40,15 +40,41 @@
 //!         v: q.view("v")?,
 //!         out: output.out.view_mut("out")?,
 //!         lse: &mut output.lse,
+//!         extras: Extras::NONE,
 //!     })?;
 //! }
 //! # Ok::<(), fa_attn::Error>(())
 //! ```
 //!
+//! Sequences of different lengths are packed end to end, [`Extras`] say where each starts; lengths in use, a
+//! cache in pages, ALiBi slopes and sinks come the same way:
+//!
+//! ```
+//! use fa_attn::{Dtype, Engine, Extras, Lengths, Mask, Problem, Tensor, TensorLayout};
+//!
+//! // Sequences of 5, 0 and 7 positions: 12 rows, none longer than 7. Packed tensors have a batch of 1.
+//! let square = Problem::square(1, 12, 4, 32, Mask::CAUSAL, Dtype::F32);
+//! let problem = Problem { lengths: Lengths::packed(3, 12, 12, 7, 7), ..square };
+//! let q = Tensor::filled([1, 12, 4, 32], TensorLayout::Bshd, 0.5f32);
+//! let starts = [0, 5, 5, 12];
+//! let extras = Extras { cu_q: Some(&starts), cu_k: Some(&starts), ..Extras::NONE };
+//!
+//! let engine = Engine::new()?;
+//! let output = engine.forward(&problem, [&q, &q, &q], &extras)?;
+//! // [heads, total]: the sixth row is the third sequence's first, which sees itself alone.
+//! assert!((output.lse[5] - 0.25 * 32f32.sqrt()).abs() < 1e-5);
+//! let gradients = engine.backward(&problem, [&q, &q, &q], &extras, &output, &output.out)?;
+//! assert_eq!(gradients.dk.shape, [1, 12, 4, 32]);
+//! # Ok::<(), fa_attn::Error>(())
+//! ```
+//!
+//! Results over different keys of the same queries are combined by [`merge`].
+//!
 //! Tensors that stay on the GPU are [`device`]'s: a [`device::Gpu`] binds a kernel, and its launches allocate
 //! nothing and wait for nothing.
 //!
-//! - `engine`, `call`, `tensors`: the three steps above; `host`: a call's way to the GPU and back.
+//! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back.
+//! - `merge`: partial results into one.
 //! - `device`: a GPU, its tensors, launches and their time.
 //! - `choose`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
 //! - `atomic_file`: files that appear whole or not at all.
@@ -63,7 +89,9 @@ pub mod device;
 mod element;
 mod engine;
 mod error;
+mod extras;
 mod host;
+mod merge;
 mod tensors;
 pub mod tune;
 mod tuning;
@@ -72,10 +100,15 @@ pub use call::{Call, Report};
 pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
-pub use fa_core::{Dtype, Family, Mask, Pass, Problem, TensorLayout};
+pub use extras::OwnedExtras;
+pub use fa_core::{
+    Alibi, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout, Types,
+};
+pub use fa_cpu::Extras;
 pub use fa_cpu::simd::Isa;
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
+pub use merge::merge;
 pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
 pub use tuning::{Tried, Tuning, TuningOutcome};
 

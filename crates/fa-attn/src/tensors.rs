@@ -2,7 +2,7 @@
 
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
-use fa_cpu::{Element, TensorMut, TensorRef};
+use fa_cpu::{Element, Extras, TensorMut, TensorRef};
 
 use crate::error::Error;
 
@@ -66,9 +66,10 @@ impl<T: Element> Tensor<T> {
 /// What a forward gives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output<T> {
-    /// O, `[batch, seqlen_q, heads_q, head_dim_v]`.
+    /// O, `[batch, seqlen_q, heads_q, head_dim_v]`; `[1, total_q, ..]` of packed sequences.
     pub out: Tensor<T>,
-    /// `[batch, heads_q, seqlen_q]`, natural logarithm; -inf for a row that sees no key.
+    /// `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` of packed sequences, natural logarithm; it
+    /// includes the sink. Of a row that sees no key the sink, or -inf.
     pub lse: Vec<f32>,
 }
 
@@ -88,6 +89,8 @@ pub struct Gradients<T> {
     pub dk: Tensor<T>,
     /// The gradient of V, in its shape.
     pub dv: Tensor<T>,
+    /// The gradient of the sinks, `[heads_q]`; `None` without sinks.
+    pub dsinks: Option<Vec<f32>>,
 }
 
 impl<T: Element> Gradients<T> {
@@ -97,6 +100,7 @@ impl<T: Element> Gradients<T> {
             dq: nan(q_shape(problem), layout),
             dk: nan(k_shape(problem), layout),
             dv: nan(v_shape(problem), layout),
+            dsinks: problem.score.sinks.then(|| vec![f32::NAN; problem.heads_q]),
         }
     }
 }
@@ -106,7 +110,9 @@ fn nan<T: Element>(shape: [usize; 4], layout: TensorLayout) -> Tensor<T> {
     Tensor::filled(shape, layout, T::from_f32(f32::NAN))
 }
 
-/// The host tensors of a forward. Strides are free; `lse` is `[batch, heads_q, seqlen_q]`.
+/// The host tensors of a forward, in the shapes that the problem's lengths give ([`fa_core::SideRows`]):
+/// padded `[batch, seqlen, heads, dim]`, packed `[1, total, heads, dim]`, a cache in pages `[pages, page,
+/// heads_kv, dim]`. Strides are free.
 #[derive(Debug)]
 pub struct ForwardTensors<'a, T> {
     /// Q.
@@ -115,13 +121,15 @@ pub struct ForwardTensors<'a, T> {
     pub k: TensorRef<'a, T>,
     /// V.
     pub v: TensorRef<'a, T>,
-    /// O, written.
+    /// O; rows that belong to a sequence are written.
     pub out: TensorMut<'a, T>,
-    /// LSE, written.
+    /// LSE, `[batch, heads_q, seqlen_q]` or packed `[heads_q, total_q]`; rows of sequences are written.
     pub lse: &'a mut [f32],
+    /// Starts and lengths of sequences, page table, slopes and sinks: those that the problem names.
+    pub extras: Extras<'a>,
 }
 
-/// The host tensors of a backward. Strides are free; `lse` is `[batch, heads_q, seqlen_q]`.
+/// The host tensors of a backward, in shapes as those of [`ForwardTensors`]. Strides are free.
 #[derive(Debug)]
 pub struct BackwardTensors<'a, T> {
     /// Q.
@@ -136,12 +144,17 @@ pub struct BackwardTensors<'a, T> {
     pub lse: &'a [f32],
     /// The gradient of O.
     pub dout: TensorRef<'a, T>,
-    /// The gradient of Q, written.
+    /// The gradient of Q; of all gradients the rows that belong to a sequence are written.
     pub dq: TensorMut<'a, T>,
     /// The gradient of K, written.
     pub dk: TensorMut<'a, T>,
     /// The gradient of V, written.
     pub dv: TensorMut<'a, T>,
+    /// The gradient of the sinks, `[heads_q]`, written; `None` where the problem has none, or to leave it
+    /// out.
+    pub dsinks: Option<&'a mut [f32]>,
+    /// As the forward's.
+    pub extras: Extras<'a>,
 }
 
 /// The host tensors of a call.

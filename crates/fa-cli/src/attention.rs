@@ -1,7 +1,7 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
 use fa_attn::{Element, Tensor};
-use fa_core::{Dtype, Lengths, Problem, ScoreMod, TensorLayout, Types};
+use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types};
 use fa_cpu::TensorRef;
 use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
@@ -10,10 +10,12 @@ use safetensors::Dtype as StoredDtype;
 
 use crate::flags::AttentionArgs;
 use crate::safetensors::{Stored, TensorFile};
+use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
 use crate::term::output::si;
 
-/// Q, K, V and perhaps dO of one problem, packed in `layout`.
+/// Q, K, V and perhaps dO of one problem, in `layout`, and the tensors beside them. Of packed sequences the
+/// tensors are `[1, total, heads, head_dim]`; a cache in pages is `[pages, page, heads, head_dim]`.
 #[derive(Debug)]
 pub struct Inputs<T> {
     /// The problem, checked.
@@ -28,6 +30,10 @@ pub struct Inputs<T> {
     pub v: Tensor<T>,
     /// `[batch, seqlen_q, heads_q, head_dim_v]`.
     pub dout: Option<Tensor<T>>,
+    /// Starts, lengths, pages, slopes and sinks.
+    pub sides: SideTensors,
+    /// What these make of the problem.
+    pub sequences: Sequences,
 }
 
 /// [`Inputs`] of whichever type the file holds.
@@ -61,12 +67,14 @@ impl AnyInputs {
     /// [`InputError`] or [`fa_core::ProblemError`].
     pub fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
         let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
-        let problem = problem_of(file, args, layout, backward)?;
+        let sides = SideTensors::read(file)?;
+        let problem = problem_of(file, args, &sides, layout, backward)?;
         check_memory(&problem, backward)?;
+        let beside = (sides.sequences(&problem)?, sides);
         Ok(match problem.types.qkv {
-            Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, layout, backward)?),
-            Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, layout, backward)?),
-            Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, layout, backward)?),
+            Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, layout, backward)?),
+            Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, layout, backward)?),
+            Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, layout, backward)?),
             Dtype::E4m3 => unreachable!("problem_of refuses it"),
         })
     }
@@ -76,6 +84,7 @@ impl<T: Element + Stored> Inputs<T> {
     fn read(
         file: &TensorFile,
         problem: Problem,
+        (sequences, sides): (Sequences, SideTensors),
         layout: TensorLayout,
         backward: bool,
     ) -> anyhow::Result<Self> {
@@ -90,6 +99,8 @@ impl<T: Element + Stored> Inputs<T> {
             k: tensor("k", k_shape(&problem))?,
             v: tensor("v", v_shape(&problem))?,
             dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
+            sides,
+            sequences,
         })
     }
 
@@ -136,31 +147,44 @@ pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError>
 fn problem_of(
     file: &TensorFile,
     args: &AttentionArgs,
+    sides: &SideTensors,
     layout: TensorLayout,
     backward: bool,
 ) -> anyhow::Result<Problem> {
+    if backward && sides.page_table.is_some() {
+        let message = "the keys lie in pages, which have no gradients: leave --backward out, or give k and v \
+                       packed, with cu_seqlens_k, or padded";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     let dtype = common_dtype(file, backward)?;
-    let [batch, seqlen_q, heads_q, head_dim] = shape_of(file, "q", layout)?;
-    let k = shape_of(file, "k", layout)?;
-    let v = shape_of(file, "v", layout)?;
-    let [_, seqlen_k, heads_kv, _] = k;
+    let q = shape_of(file, "q", layout, "cu_seqlens_q")?;
+    let [batch, seqlen_q, heads_q, head_dim] = q;
+    let k = shape_of(file, "k", layout, "cu_seqlens_k")?;
+    let v = shape_of(file, "v", layout, "cu_seqlens_k")?;
+    let [batch_k, seqlen_k, heads_kv, _] = k;
     let head_dim_v = v[3];
     let agree = |name: &str, got: [usize; 4], need: [usize; 4], why: &str| {
         if got == need {
             return Ok(());
         }
-        let shape = |[b, s, h, d]: [usize; 4]| layout.shape(b, s, h, d);
+        let rank = file.entry(name)?.shape.len();
+        let shape = |[b, s, h, d]: [usize; 4]| layout.shape(b, s, h, d)[4 - rank..].to_vec();
         let need = format!("{why} (in {layout}: {:?})", shape(need));
-        Err(InputError::Shape { name: name.to_owned(), got: shape(got).to_vec(), need })
+        Err(InputError::Shape { name: name.to_owned(), got: shape(got), need })
     };
-    agree("k", k, [batch, seqlen_k, heads_kv, head_dim], "batch and head_dim must be q's")?;
-    agree("v", v, [batch, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads must be k's")?;
+    let (batch_of_k, why) = match sides.are_padded() {
+        true => (batch, "batch and head_dim must be q's"),
+        false => (batch_k, "head_dim must be q's"),
+    };
+    agree("k", k, [batch_of_k, seqlen_k, heads_kv, head_dim], why)?;
+    agree("v", v, [batch_k, seqlen_k, heads_kv, head_dim_v], "batch, seqlen and heads must be k's")?;
     if backward {
-        let dout = shape_of(file, "dout", layout)?;
+        let dout = shape_of(file, "dout", layout, "cu_seqlens_q")?;
         agree("dout", dout, [batch, seqlen_q, heads_q, head_dim_v], "it must have the shape of the output")?;
     }
+    sides.check_heads(heads_q)?;
     let problem = Problem {
-        lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
+        lengths: sides.lengths(q, k)?,
         heads_q,
         heads_kv,
         head_dim,
@@ -168,7 +192,7 @@ fn problem_of(
         mask: args.mask.mask(),
         types: Types::same(dtype),
         softmax_scale: args.scale,
-        score: ScoreMod::softcap_or_none(args.softcap),
+        score: sides.score(args.softcap),
     };
     problem.check()?;
     Ok(problem)
@@ -193,20 +217,6 @@ fn common_dtype(file: &TensorFile, backward: bool) -> Result<Dtype, InputError> 
         }
     }
     Ok(dtype)
-}
-
-/// A tensor's `[batch, seqlen, heads, dim]`.
-fn shape_of(file: &TensorFile, name: &str, layout: TensorLayout) -> Result<[usize; 4], InputError> {
-    let shape = &file.entry(name)?.shape;
-    let refuse = |need: String| InputError::Shape { name: name.to_owned(), got: shape.clone(), need };
-    let &[first, second, third, dim] = shape.as_slice() else {
-        return Err(refuse(format!("its rank is {}, it must be 4, {layout}", shape.len())));
-    };
-    let (seqlen, heads) = match layout {
-        TensorLayout::Bshd => (second, third),
-        TensorLayout::Bhsd => (third, second),
-    };
-    Ok([first, seqlen, heads, dim])
 }
 
 /// Packs a tensor of `layout` as BSHD; `shape` is `[batch, seqlen, heads, dim]`.
@@ -235,10 +245,11 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
 /// A problem in a line.
 pub fn describe(p: &Problem) -> String {
     let mut text = format!(
-        "batch {}, queries x keys {}x{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
+        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
         p.lengths.sequences(),
         p.lengths.max_q(),
         p.lengths.max_k(),
+        rows(&p.lengths),
         pair(p.heads_q, p.heads_kv, ':'),
         head_dims(p),
         p.mask,
@@ -248,7 +259,31 @@ pub fn describe(p: &Problem) -> String {
     if let Some(cap) = p.score.softcap {
         text += &format!(", soft cap {cap}");
     }
+    match p.score.alibi {
+        None => (),
+        Some(Alibi::PerHead) => text += ", ALiBi",
+        Some(Alibi::PerSequenceHead) => text += ", ALiBi by sequence",
+    }
+    text += if p.score.sinks { ", sinks" } else { "" };
     text
+}
+
+/// How rows lie where lengths are on the device; nothing for uniform lengths.
+fn rows(lengths: &Lengths) -> String {
+    if lengths.is_uniform() {
+        return String::new();
+    }
+    let side = |name: &str, side: Side| {
+        let lie = match side.rows {
+            SideRows::Padded { .. } => String::new(),
+            SideRows::Packed { total, .. } => format!(" packed in {total}"),
+            SideRows::Paged { page, pages, .. } => format!(" in {pages} pages of {page}"),
+        };
+        let used = if side.used { " in use" } else { "" };
+        (!lie.is_empty() || side.used).then(|| format!("{name}{lie}{used}"))
+    };
+    let sides = [side("queries", lengths.q()), side("keys", lengths.k())];
+    format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
 /// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone

@@ -4,13 +4,14 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use fa_attn::{
-    BackwardTensors, Call, CpuOptions, Element, Engine, ForwardTensors, Gradients, Isa, Output, Pass,
+    BackwardTensors, Call, CpuOptions, Element, Engine, ForwardTensors, Gradients, Isa, Output, Pass, Tensor,
 };
-use fa_core::Problem;
+use fa_core::{Problem, Side, SideRows, TensorLayout};
 
 use crate::attention::Inputs;
 use crate::flags::{Backend, CpuArgs};
 use crate::safetensors::{NewTensor, Stored};
+use crate::sequences::{Sequences, blank};
 use crate::term::failure::InputError;
 
 /// The engine that the flags ask for. `auto` with a flag of the CPU is the CPU.
@@ -89,6 +90,7 @@ impl Calls {
             v: inputs.v.view("v")?,
             out: out.view_mut("out")?,
             lse,
+            extras: inputs.sides.extras(),
         })?)
     }
 
@@ -116,6 +118,8 @@ impl Calls {
             dq: gradients.dq.view_mut("dq")?,
             dk: gradients.dk.view_mut("dk")?,
             dv: gradients.dv.view_mut("dv")?,
+            dsinks: gradients.dsinks.as_deref_mut(),
+            extras: inputs.sides.extras(),
         })?))
     }
 }
@@ -139,21 +143,38 @@ impl<T: Element + Stored> Outputs<T> {
         }
     }
 
+    /// Gives rows that no sequence has, which nothing computes, the values of rows that see nothing.
+    pub fn settle(&mut self, inputs: &Inputs<T>) {
+        let Sequences { q_rows, k_rows, .. } = &inputs.sequences;
+        let Output { out, lse } = &mut self.output;
+        let zero = T::from_f32(0.0);
+        // LSE is [batch, heads, seqlen]: BHSD with rows of one element.
+        let [batch, seqlen, heads, _] = out.shape;
+        blank(lse, [batch, seqlen, heads, 1], TensorLayout::Bhsd, q_rows.as_deref(), f32::NEG_INFINITY);
+        let settle = |tensor: &mut Tensor<T>, rows: &Option<Vec<bool>>| {
+            blank(&mut tensor.data, tensor.shape, tensor.layout, rows.as_deref(), zero);
+        };
+        settle(out, q_rows);
+        if let Some(Gradients { dq, dk, dv, .. }) = &mut self.gradients {
+            settle(dq, q_rows);
+            settle(dk, k_rows);
+            settle(dv, k_rows);
+        }
+    }
+
     /// The tensors to write to a file.
     pub fn tensors(&self, problem: &Problem) -> Vec<NewTensor> {
         let Output { out, lse } = &self.output;
-        let mut tensors = vec![
-            NewTensor::of("out", out),
-            NewTensor::new(
-                "lse",
-                &[problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()],
-                lse,
-            ),
-        ];
-        if let Some(Gradients { dq, dk, dv }) = &self.gradients {
-            tensors.extend(
-                [("dq", dq), ("dk", dk), ("dv", dv)].map(|(name, tensor)| NewTensor::of(name, tensor)),
-            );
+        let packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
+        let [q, k] = [packed(problem.lengths.q()), packed(problem.lengths.k())];
+        let [batch, seqlen, heads, _] = out.shape;
+        let rows = [batch, heads, seqlen];
+        let mut tensors =
+            vec![NewTensor::of("out", out, q), NewTensor::new("lse", &rows[usize::from(q)..], lse)];
+        if let Some(Gradients { dq, dk, dv, dsinks }) = &self.gradients {
+            let gradients = [("dq", dq, q), ("dk", dk, k), ("dv", dv, k)];
+            tensors.extend(gradients.map(|(name, tensor, packed)| NewTensor::of(name, tensor, packed)));
+            tensors.extend(dsinks.as_ref().map(|dsinks| NewTensor::new("dsinks", &[dsinks.len()], dsinks)));
         }
         tensors
     }

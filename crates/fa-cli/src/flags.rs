@@ -1,5 +1,7 @@
 //! Flags that commands share, parsed once into resolved values. No command is imported here.
 
+pub mod lengths;
+
 use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -10,6 +12,7 @@ use fa_lab::marks::Marks;
 use fa_lab::shape::{HeadDim, parse_pair};
 use fa_planner::Mode;
 
+use crate::flags::lengths::{LengthsArgs, ScoreArgs};
 use crate::term::failure::InputError;
 
 /// Which implementation computes.
@@ -101,20 +104,24 @@ pub struct ProblemArgs {
     /// Scores pass through a soft cap
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     pub softcap: Option<f64>,
+    #[command(flatten)]
+    pub score: ScoreArgs,
+    #[command(flatten)]
+    pub lengths: LengthsArgs,
 }
 
 impl ProblemArgs {
     /// The problem, checked.
     ///
     /// # Errors
-    /// What [`Problem::check`] finds.
-    pub fn problem(&self) -> Result<Problem, fa_core::ProblemError> {
+    /// What [`Problem::check`] finds, and [`InputError::Usage`] for flags that contradict each other.
+    pub fn problem(&self) -> anyhow::Result<Problem> {
         let seqlen = match (self.seqlen_q, self.seqlen_k) {
             (Some(q), Some(k)) => Seqlen { q, k },
             _ => self.seqlen,
         };
         let problem = Problem {
-            lengths: Lengths::uniform(self.batch, seqlen.q, seqlen.k),
+            lengths: self.lengths.lengths(self.batch, seqlen.q, seqlen.k).map_err(InputError::Usage)?,
             heads_q: self.heads.q,
             heads_kv: self.heads.kv,
             head_dim: self.headdim.qk,
@@ -122,7 +129,7 @@ impl ProblemArgs {
             mask: self.mask.mask(),
             types: Types::same(self.dtype),
             softmax_scale: None,
-            score: ScoreMod::softcap_or_none(self.softcap),
+            score: self.score.score(self.softcap),
         };
         problem.check()?;
         Ok(problem)

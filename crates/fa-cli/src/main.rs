@@ -9,6 +9,7 @@ mod flags;
 mod page;
 mod plan;
 mod safetensors;
+mod sequences;
 mod term;
 
 use std::io::{IsTerminal, Write};

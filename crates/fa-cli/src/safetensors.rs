@@ -28,8 +28,8 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// The key of the header's free-text entries.
 const METADATA_KEY: &str = "__metadata__";
 
-/// An element type that tensors are read into and written from.
-pub trait Stored: Element {
+/// A number that tensors hold.
+pub trait Plain: Copy {
     /// The format's type.
     const STORED: Dtype;
     /// One element from its little-endian bytes, of which there are as many as the type has.
@@ -38,9 +38,14 @@ pub trait Stored: Element {
     fn push_bytes(self, bytes: &mut Vec<u8>);
 }
 
+/// An element type that tensors are read into and written from.
+pub trait Stored: Plain + Element {}
+
+impl<T: Plain + Element> Stored for T {}
+
 macro_rules! stored {
     ($type:ty, $stored:ident) => {
-        impl Stored for $type {
+        impl Plain for $type {
             const STORED: Dtype = Dtype::$stored;
             fn from_bytes(bytes: &[u8]) -> Self {
                 let mut array = [0; size_of::<$type>()];
@@ -54,6 +59,7 @@ macro_rules! stored {
     };
 }
 
+stored!(i32, I32);
 stored!(f64, F64);
 stored!(f32, F32);
 stored!(f16, F16);
@@ -147,7 +153,7 @@ impl TensorFile {
     ///
     /// # Errors
     /// [`InputError::MissingTensor`], [`InputError::Dtype`], [`InputError::Read`].
-    pub fn read<T: Stored>(&self, name: &str) -> Result<Vec<T>, InputError> {
+    pub fn read<T: Plain>(&self, name: &str) -> Result<Vec<T>, InputError> {
         let entry = self.entry(name)?;
         if entry.dtype != T::STORED {
             let need = format!("it must hold {}", T::STORED);
@@ -355,17 +361,18 @@ pub struct NewTensor {
 
 impl NewTensor {
     /// A tensor with `values` in the order of `shape`, slowest first.
-    pub fn new<T: Stored>(name: &'static str, shape: &[usize], values: &[T]) -> NewTensor {
+    pub fn new<T: Plain>(name: &'static str, shape: &[usize], values: &[T]) -> NewTensor {
         debug_assert_eq!(shape.iter().product::<usize>(), values.len(), "{name}");
         let mut bytes = Vec::with_capacity(size_of_val(values));
         values.iter().for_each(|&value| value.push_bytes(&mut bytes));
         NewTensor { name, dtype: T::STORED, shape: shape.to_vec(), bytes }
     }
 
-    /// A tensor of attention, its axes in its own order.
-    pub fn of<T: Stored>(name: &'static str, tensor: &Tensor<T>) -> NewTensor {
+    /// A tensor of attention, its axes in its own order; of packed sequences without the batch.
+    pub fn of<T: Stored>(name: &'static str, tensor: &Tensor<T>, packed: bool) -> NewTensor {
         let [batch, seqlen, heads, dim] = tensor.shape;
-        NewTensor::new(name, &tensor.layout.shape(batch, seqlen, heads, dim), &tensor.data)
+        let shape = tensor.layout.shape(batch, seqlen, heads, dim);
+        NewTensor::new(name, &shape[usize::from(packed)..], &tensor.data)
     }
 }
 

@@ -83,6 +83,12 @@ impl<'a> Batch<'a> {
         Ok(Batch { sequences, pages, slopes: slopes.map(|slopes| (slopes, stride)), sinks })
     }
 
+    /// Whether all sequences are of the same lengths.
+    pub fn is_even(&self) -> bool {
+        let lengths = |sequence: &Sequence| (sequence.q.len, sequence.k.len);
+        self.sequences.windows(2).all(|pair| lengths(&pair[0]) == lengths(&pair[1]))
+    }
+
     /// Whether keys lie in pages.
     pub fn is_paged(&self) -> bool {
         self.pages.is_some()

@@ -51,7 +51,7 @@ pub const fn lse_len(problem: &Problem) -> usize {
 /// its shapes.
 ///
 /// # Errors
-/// [`CpuError::Problem`], [`CpuError::NotComputed`], [`CpuError::Dtype`] or [`CpuError::Shape`].
+/// [`CpuError::Problem`], [`CpuError::Dtype`] or [`CpuError::Shape`].
 pub fn check_forward<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
@@ -59,28 +59,12 @@ pub fn check_forward<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<(), CpuError> {
     problem.check()?;
-    check_computed(problem)?;
     if T::DTYPE.is_some_and(|dtype| dtype != problem.types.qkv) {
         return Err(CpuError::Dtype { got: T::DTYPE, need: problem.types.qkv });
     }
     check_shape("q", q.shape(), q_shape(problem))?;
     check_shape("k", k.shape(), k_shape(problem))?;
     check_shape("v", v.shape(), v_shape(problem))
-}
-
-/// The problem has nothing that is not computed here.
-fn check_computed(problem: &Problem) -> Result<(), CpuError> {
-    let Problem { lengths, score, .. } = problem;
-    for (has, what) in [
-        (!lengths.is_uniform(), "lengths that vary by sequence"),
-        (score.alibi.is_some(), "alibi"),
-        (score.sinks, "sinks"),
-    ] {
-        if has {
-            return Err(CpuError::NotComputed { what });
-        }
-    }
-    Ok(())
 }
 
 /// The tensor called `tensor` (O or dO) has the shape of the problem's output.
@@ -132,7 +116,7 @@ pub fn check_len(buffer: &'static str, got: usize, need: usize) -> Result<(), Cp
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Alibi, Dtype, Lengths, Mask, ProblemError, ScoreMod, TensorLayout, Types};
+    use fa_core::{Dtype, Mask, ProblemError, TensorLayout, Types};
 
     use super::*;
 
@@ -158,17 +142,6 @@ mod tests {
             check_forward(&headless, &q, &k, &v),
             Err(CpuError::Problem(ProblemError::Zero { name: "heads_kv" }))
         );
-        let lengths = Lengths::packed(1, 3, 3, 3, 3);
-        for (problem, what) in [
-            (Problem { lengths, ..problem }, "lengths that vary by sequence"),
-            (
-                Problem { score: ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE }, ..problem },
-                "alibi",
-            ),
-            (Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..problem }, "sinks"),
-        ] {
-            assert_eq!(check_forward(&problem, &q, &k, &v), Err(CpuError::NotComputed { what }));
-        }
         assert_eq!(check_out(&problem, "dout", [1, 3, 2, 2]), Ok(()));
         assert!(check_out(&problem, "dout", [1, 3, 2, 4]).is_err());
         assert_eq!(check_lse(&problem, 5), Err(CpuError::Length { buffer: "lse", got: 5, need: 6 }));

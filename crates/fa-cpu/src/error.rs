@@ -8,12 +8,6 @@ pub enum CpuError {
     /// The problem itself is not valid.
     #[error(transparent)]
     Problem(#[from] ProblemError),
-    /// The problem has something that the CPU implementations do not compute.
-    #[error("{what}: the CPU implementations do not compute it; use a problem without it")]
-    NotComputed {
-        /// What.
-        what: &'static str,
-    },
     /// A tensor's shape is not what the problem says.
     #[error("{tensor} is [batch, seqlen, heads, dim] = {got:?}, the problem needs {need:?}")]
     Shape {

@@ -6,6 +6,8 @@
 //! Merging is associative and commutative up to rounding, and `(O = 0, LSE = -inf)`, the result of a row that
 //! sees no key, is its identity. A part whose LSE is -inf leaves the other exactly as it is, whatever its own
 //! output holds.
+//!
+//! Partial results leave sinks out: [`add_sinks`] adds them to the merged result, once.
 
 use crate::check::{check_len, check_shape};
 use crate::element::Element;
@@ -65,6 +67,51 @@ pub fn merge<T: Element, R: Real>(
             other_row[d] = R::from_element(other_out.at(b, s, h, d));
         }
         merge_row(&mut row, lse, &other_row, other_lse);
+        for (d, value) in row.iter().enumerate() {
+            out.data_mut()[at(d)] = T::from_f64(value.to_f64());
+        }
+    }
+    Ok(())
+}
+
+/// Adds a row's sink: one more logit in the denominator, without a value.
+pub fn add_sink_to_row<R: Real>(out: &mut [R], lse: &mut R, sink: R) {
+    if sink == R::NEG_INFINITY {
+        return;
+    }
+    if *lse == R::NEG_INFINITY {
+        out.iter_mut().for_each(|value| *value = R::ZERO);
+        *lse = sink;
+        return;
+    }
+    let mut softmax = OnlineSoftmax { max: *lse, sum: R::ONE };
+    let factor = softmax.absorb(&mut [sink]);
+    out.iter_mut().for_each(|value| *value = *value * factor / softmax.sum);
+    *lse = softmax.lse();
+}
+
+/// Adds a sink for each head to a result that has none: `out` is `[batch, seqlen_q, heads_q, head_dim_v]`,
+/// `lse` `[batch, heads_q, seqlen_q]`, `sinks` `[heads_q]`. Computed in `R`, the output rounded to `T`.
+///
+/// # Errors
+/// [`CpuError::Length`] when the three do not fit each other; nothing is written then.
+pub fn add_sinks<T: Element, R: Real>(
+    out: &mut TensorMut<'_, T>,
+    lse: &mut [R],
+    sinks: &[f32],
+) -> Result<(), CpuError> {
+    let [batch, seqlen, heads, dim] = out.shape();
+    check_len("lse", lse.len(), batch * heads * seqlen)?;
+    check_len("sinks", sinks.len(), heads)?;
+    let strides = out.strides();
+    let mut row = vec![R::ZERO; dim];
+    for (index, lse) in lse.iter_mut().enumerate() {
+        let (b, h, s) = (index / (heads * seqlen), index / seqlen % heads, index % seqlen);
+        let at = |d: usize| strides.offset(b, s, h, d) as usize;
+        for (d, value) in row.iter_mut().enumerate() {
+            *value = R::from_element(out.data_mut()[at(d)]);
+        }
+        add_sink_to_row(&mut row, lse, R::from_element(sinks[h]));
         for (d, value) in row.iter().enumerate() {
             out.data_mut()[at(d)] = T::from_f64(value.to_f64());
         }

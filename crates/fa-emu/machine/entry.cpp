@@ -115,7 +115,12 @@ EMU_EXPORT void* emu_open(const EmuOptions* options) {
 EMU_EXPORT void emu_region(void* session, const char* name, u64 begin, u64 bytes, u64 before, u64 after,
                            int writable, int initialised) {
     static_cast<Session*>(session)->machine.global.add(
-        {begin, bytes, before, after, name, writable != 0, initialised != 0, {}});
+        {begin, bytes, before, after, name, writable != 0, initialised != 0, {}, {}});
+}
+
+// Bytes of named memory that no access may touch.
+EMU_EXPORT void emu_forbid(void* session, u64 begin, u64 bytes) {
+    static_cast<Session*>(session)->machine.global.forbid(begin, bytes);
 }
 
 // 1 when the launch came to its end.

@@ -39,6 +39,16 @@ void Global::add(Region region) {
     last_ = nullptr;
 }
 
+void Global::forbid(u64 begin, u64 bytes) {
+    auto next = regions_.upper_bound(begin);
+    if (next == regions_.begin()) return;
+    Region& region = std::prev(next)->second;
+    if (!region.holds(begin, bytes)) return;
+    region.foreign.resize((region.bytes + 15) / 16);
+    const u64 first = (begin - region.begin + 15) / 16, end = (begin + bytes - region.begin) / 16;
+    for (u64 index = first; index < end; ++index) region.foreign[index] = true;
+}
+
 void Global::next_launch() {
     for (auto& [from, region] : regions_) {
         for (Region::Cell& cell : region.cells) {
@@ -124,6 +134,15 @@ void Global::access(u64 address, u32 bytes, Use use, const char* doing, const Au
         fatal("out of bounds", me() + " " + doing + " " + std::to_string(bytes) + " bytes at " + region.name +
                                    " +" + std::to_string((long long)(address - region.begin)) + " of " +
                                    std::to_string(region.bytes));
+    }
+    if (!region.foreign.empty()) {
+        const u64 first = (address - region.begin) / 16, end = (address + bytes - region.begin + 15) / 16;
+        for (u64 index = first; index < end; ++index) {
+            if (!region.foreign[index]) continue;
+            report("foreign row", me() + " " + doing + " " + region.name + " +" + std::to_string(16 * index) +
+                                      ", in a row that no sequence has");
+            break;
+        }
     }
     if (!region.writable) {
         if (use != Use::Read) fatal("write to an input", me() + " " + doing + " " + region.name);

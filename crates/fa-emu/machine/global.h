@@ -26,6 +26,9 @@ struct Region {
     };
     std::vector<Cell> cells;  // of writable ones
 
+    // 16 bytes each: whether they are of no row that a sequence has. Empty where all are of some row.
+    std::vector<bool> foreign;
+
     bool holds(u64 address, u64 count) const { return address >= begin && address + count <= begin + bytes; }
 };
 
@@ -42,6 +45,8 @@ struct Author {
 class Global {
   public:
     void add(Region region);
+    // Bytes of a region that no access may touch: rows behind the end of a sequence.
+    void forbid(u64 begin, u64 bytes);
     // Launches are ordered: all that was written is there, and no access of the last one concerns the next.
     void next_launch();
     // Checks an access, if it is to a tensor or near one.

@@ -25,10 +25,15 @@
 //! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX
 //! ISA's memory model would allow.
 
+pub mod batches;
+mod call;
+mod case;
 mod compiler;
 mod emulator;
 mod error;
+mod extras;
 mod machine;
+mod memory;
 pub mod mutate;
 mod options;
 mod outcome;
@@ -37,19 +42,21 @@ mod planned;
 mod proof;
 pub mod record;
 pub mod sample;
+pub mod shipped;
 pub mod subjects;
 pub mod sweep;
 mod symbols;
 pub mod timeline;
 mod unit;
 
+pub use call::{Call, Given};
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
 pub use emulator::{Emulator, source};
 pub use error::Error;
+pub use extras::{Batch, Extras, Lie};
 pub use machine::version;
 pub use options::{Options, Pace, Progress};
 pub use outcome::{Counters, Finding, Frame, LaunchOutcome, Outcome, Party, Span};
-pub use pass::{Call, Given};
 pub use planned::Planned;
 pub use proof::{Placing, Proof, Trial};
 pub use unit::Unit;

@@ -140,6 +140,7 @@ impl Machine {
     function!(emu_open: fn(*const RawOptions) -> *mut c_void);
     function!(emu_close: fn(*mut c_void));
     function!(emu_region: fn(*mut c_void, *const c_char, u64, u64, u64, u64, c_int, c_int));
+    function!(emu_forbid: fn(*mut c_void, u64, u64));
     function!(emu_launch: fn(*mut c_void, *const RawLaunch) -> c_int);
     function!(emu_result: fn(*mut c_void) -> *const c_char);
     function!(emu_map: fn(u64) -> *mut u8);
@@ -229,6 +230,12 @@ impl Session<'_> {
                 initialised.into(),
             );
         }
+    }
+
+    /// Bytes of named memory that no access may touch: rows that no sequence has.
+    pub fn forbid(&self, begin: u64, bytes: u64) {
+        // SAFETY: memory is only named here.
+        unsafe { self.machine.emu_forbid()(self.handle, begin, bytes) }
     }
 
     /// Runs a launch; false when it had to be given up.

@@ -163,6 +163,11 @@ pub struct Outcome {
     /// LSE of a forward.
     #[serde(skip)]
     pub lse: Vec<f32>,
+    /// Gradients of the sinks, of a backward that has them.
+    #[serde(skip)]
+    pub dsinks: Vec<f32>,
+    /// Entries of the page table that were taken for no pages.
+    pub page_faults: u32,
 }
 
 impl Outcome {

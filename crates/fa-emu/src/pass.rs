@@ -6,37 +6,20 @@ use std::ffi::c_void;
 use std::fmt::Write;
 
 use fa_core::{Dtype, Family, Problem, Strides, TensorLayout};
-use fa_kernels::launch::{Addresses, Launches, Params, Part, Shape, Step, TensorMap, Workspace};
-use fa_kernels::{RawExtras, RawTensor};
+use fa_kernels::launch::{Launches, Params, Shape, Step, TensorMap};
 use serde::Deserialize;
 
+use crate::call::{Call, Given};
 use crate::error::Error;
-use crate::machine::{Access, Launch, Memory, PAGE, Session, SessionOptions};
+use crate::machine::{Launch, SessionOptions};
+use crate::memory::DeviceMemory;
 use crate::options::Options;
 use crate::outcome::{Finding, Frame, LaunchOutcome, Outcome, Party, Span};
 use crate::symbols::{self, Symbols};
 use crate::unit::Unit;
 
-/// One tensor of a call, as elements of 16 bits.
-#[derive(Clone, Copy, Debug)]
-pub enum Given<'a> {
-    /// An input.
-    Input(&'a [u16], Strides),
-    /// An output of so many elements.
-    Output(usize, Strides),
-}
-
-/// The tensors of a call.
-#[derive(Clone, Debug)]
-pub struct Call<'a> {
-    /// In the order of the library's arguments: q, k, v, out; of a backward also dout, dq, dk, dv.
-    pub tensors: Vec<Given<'a>>,
-    /// LSE, an input of a backward. A forward writes one of its own.
-    pub lse: Option<&'a [f32]>,
-}
-
 impl Unit {
-    /// A forward on packed tensors `[batch, seqlen, heads, dim]`: q, k and v.
+    /// A forward on packed tensors `[batch, seqlen, heads, dim]` of equal lengths: q, k and v.
     ///
     /// # Errors
     /// Those of the library for a problem that the kernel does not compute.
@@ -50,7 +33,7 @@ impl Unit {
         let packed = packed(&launches);
         let mut tensors: Vec<_> = (0..3).map(|i| Given::Input(inputs[i], packed[i].1)).collect();
         tensors.push(Given::Output(packed[3].0, packed[3].1));
-        self.run(problem, &Call { tensors, lse: None }, options)
+        self.run(problem, &Call::dense(tensors, None), options)
     }
 
     /// A backward on packed tensors: q, k, v, out and dout.
@@ -68,7 +51,7 @@ impl Unit {
         let packed = packed(&launches);
         let mut tensors: Vec<_> = (0..5).map(|i| Given::Input(inputs[i], packed[i].1)).collect();
         tensors.extend((5..8).map(|i| Given::Output(packed[i].0, packed[i].1)));
-        self.run(problem, &Call { tensors, lse: Some(lse) }, options)
+        self.run(problem, &Call::dense(tensors, Some(lse)), options)
     }
 
     /// What the pass launches on as many SMs as the options say.
@@ -85,7 +68,7 @@ impl Unit {
     /// Those of the library, and [`Error::TooShort`].
     pub fn run(&self, problem: &Problem, call: &Call, options: &Options) -> Result<Outcome, Error> {
         let launches = self.launches(problem, options)?;
-        let memory = DeviceMemory::new(self, &launches, call)?;
+        let memory = DeviceMemory::new(self, problem, &launches, call)?;
         let addresses = memory.addresses();
         launches.check(&addresses)?;
         let session = self.machine.session(&SessionOptions {
@@ -204,6 +187,8 @@ impl Unit {
             spans: spans.collect(),
             outputs: memory.outputs(),
             lse: memory.lse(),
+            dsinks: memory.dsinks(),
+            page_faults: memory.page_faults(),
         }
     }
 
@@ -316,163 +301,6 @@ impl EmulatedMap {
             rest: [0; 20],
         }
     }
-}
-
-/// The tensors of a call in guarded memory.
-struct DeviceMemory<'a> {
-    tensors: Vec<(&'static str, bool, Memory<'a>, Strides)>,
-    raw: Vec<RawTensor>,
-    lse: Memory<'a>,
-    lse_is_input: bool,
-    workspace: Memory<'a>,
-}
-
-impl<'a> DeviceMemory<'a> {
-    fn new(unit: &'a Unit, launches: &Launches, call: &Call) -> Result<DeviceMemory<'a>, Error> {
-        let machine = &*unit.machine;
-        let mut tensors = Vec::new();
-        for (tensor, given) in launches.tensors.iter().zip(&call.tensors) {
-            let shape = &tensor.shape;
-            let name = shape.name;
-            let (have, strides) = match *given {
-                Given::Input(elements, strides) => (elements.len(), strides),
-                Given::Output(elements, strides) => (elements, strides),
-            };
-            let is_empty = shape.batch * shape.seqlen * shape.heads * shape.dim == 0;
-            let last = |len: usize, stride: i64| (len as i64 - 1) * stride;
-            let need = last(shape.batch, strides.batch)
-                + last(shape.seqlen, strides.seq)
-                + last(shape.heads, strides.head)
-                + shape.dim as i64;
-            if !is_empty && usize::try_from(need).is_ok_and(|need| need > have) {
-                return Err(Error::TooShort { tensor: name, have, need: need as usize });
-            }
-            let mut memory = Memory::new(machine, name, 2 * have)?;
-            if let Given::Input(elements, _) = given {
-                for (to, from) in memory.bytes_mut().chunks_exact_mut(2).zip(elements.iter()) {
-                    to.copy_from_slice(&from.to_ne_bytes());
-                }
-            }
-            tensors.push((name, tensor.is_output, memory, strides));
-        }
-        let queries = &launches.tensors[0].shape;
-        let rows = queries.batch * queries.heads * queries.seqlen;
-        let mut lse = Memory::new(machine, "lse", 4 * rows)?;
-        if let Some(given) = call.lse {
-            if given.len() < rows {
-                return Err(Error::TooShort { tensor: "lse", have: given.len(), need: rows });
-            }
-            for (to, from) in lse.bytes_mut().chunks_exact_mut(4).zip(given) {
-                to.copy_from_slice(&from.to_ne_bytes());
-            }
-        }
-        let mut workspace = Memory::new(machine, "workspace", launches.workspace.bytes)?;
-        if launches.workspace.starts_zero {
-            workspace.bytes_mut().fill(0);
-        }
-        let raw = tensors
-            .iter()
-            .map(|(_, _, memory, strides)| RawTensor { address: memory.address(), strides: *strides });
-        Ok(DeviceMemory { raw: raw.collect(), tensors, lse, lse_is_input: call.lse.is_some(), workspace })
-    }
-
-    fn addresses(&self) -> Addresses<'_> {
-        let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
-        Addresses {
-            tensors: &self.raw,
-            lse: Some(self.lse.address()),
-            workspace,
-            extras: RawExtras::default(),
-        }
-    }
-
-    fn name_regions(&self, session: &Session, launches: &Launches) {
-        let around = (PAGE, PAGE);
-        for (name, is_output, memory, _) in &self.tensors {
-            let access = if *is_output { Access::Unwritten } else { Access::Input };
-            session.region(name, memory.address(), memory.bytes().len() as u64, around, access);
-        }
-        let access = if self.lse_is_input { Access::Input } else { Access::Unwritten };
-        session.region("lse", self.lse.address(), self.lse.bytes().len() as u64, around, access);
-        let access = if launches.workspace.starts_zero { Access::Written } else { Access::Unwritten };
-        let mut parts = parts(&launches.workspace);
-        parts.sort_by_key(|(_, part)| part.offset);
-        for (index, (name, part)) in parts.iter().enumerate() {
-            let end = part.offset + part.bytes;
-            let next = parts.get(index + 1).map_or(launches.workspace.bytes, |(_, next)| next.offset);
-            let before = if index == 0 { PAGE } else { 0 };
-            let after = (next - end) as u64 + if index + 1 == parts.len() { PAGE } else { 0 };
-            let begin = self.workspace.address() + part.offset as u64;
-            session.region(&format!("workspace {name}"), begin, part.bytes as u64, (before, after), access);
-        }
-    }
-
-    /// Sets a part of the workspace to zero, as the stream would.
-    fn clear(&self, session: &Session, part: &Part) {
-        let begin = self.workspace.address() + part.offset as u64;
-        // SAFETY: the part lies within the workspace, which nothing else looks at between launches.
-        unsafe { std::ptr::write_bytes(begin as *mut u8, 0, part.bytes) };
-        session.region("workspace, cleared", begin, part.bytes as u64, (0, 0), Access::Written);
-    }
-
-    /// What is left in a workspace that a call finds zero and leaves zero.
-    fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
-        let counter = workspace.tile_counter?;
-        let bytes = &self.workspace.bytes()[counter.offset..counter.offset + counter.bytes];
-        let at = counter.offset + bytes.iter().position(|&byte| byte != 0)?;
-        let parts = parts(workspace);
-        let part = parts.iter().find(|(_, part)| (part.offset..part.offset + part.bytes).contains(&at));
-        let name = part.map_or("workspace", |(name, _)| name);
-        Some(Finding {
-            kind: "leaked state".into(),
-            text: format!(
-                "{name} is not zero at the end (byte {at} of the workspace): the next call would start from \
-                 it"
-            ),
-            cta: None,
-            thread: None,
-            count: 1,
-            stack: Vec::new(),
-            others: Vec::new(),
-        })
-    }
-
-    fn outputs(&self) -> Vec<Vec<u16>> {
-        let words = |memory: &Memory| {
-            memory.bytes().chunks_exact(2).map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect()
-        };
-        self.tensors
-            .iter()
-            .filter(|(_, is_output, ..)| *is_output)
-            .map(|(_, _, memory, _)| words(memory))
-            .collect()
-    }
-
-    fn lse(&self) -> Vec<f32> {
-        if self.lse_is_input {
-            return Vec::new();
-        }
-        let word = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-        self.lse.bytes().chunks_exact(4).map(word).collect()
-    }
-}
-
-/// The parts of a workspace that a pass has.
-fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
-    let all = [
-        ("lse_log2", workspace.lse_log2),
-        ("dpsum", workspace.dpsum),
-        ("dq_accum", workspace.dq_accum),
-        ("dk_accum", workspace.dk_accum),
-        ("dv_accum", workspace.dv_accum),
-        ("dq_semaphores", workspace.dq_semaphores),
-        ("dkv_semaphores", workspace.dkv_semaphores),
-        ("tile_counter", workspace.tile_counter),
-        ("plan", workspace.plan),
-        ("out_partial", workspace.out_partial),
-        ("lse_partial", workspace.lse_partial),
-    ];
-    all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()
 }
 
 #[derive(Deserialize)]

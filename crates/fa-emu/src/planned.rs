@@ -25,8 +25,12 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// For a kernel of `spec` on a GPU of `sms` SMs; `None` for clusters, whose CTAs share their loads.
+    /// For a kernel of `spec` on a GPU of `sms` SMs; `None` for clusters, whose CTAs share their loads, for
+    /// keys that several CTAs share, and for lengths that the device alone knows.
     pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Option<Planned> {
+        if spec.split || !problem.lengths.is_uniform() {
+            return None;
+        }
         let (tile_m, tile_n) = spec.tile();
         let (m, n) = (f64::from(tile_m), f64::from(tile_n));
         let (hd, hdv) = (f64::from(spec.head_dim), f64::from(spec.head_dim_v));
@@ -46,7 +50,8 @@ impl Planned {
         };
         let (cluster, packed) = match &spec.kernel {
             Kernel::Sm90Fwd(own) => (own.cluster_m, own.pack_gqa),
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => (1, false),
+            Kernel::Sm80Fwd(own) => (1, own.pack_gqa),
+            Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => (1, false),
         };
         if cluster > 1 {
             return None;

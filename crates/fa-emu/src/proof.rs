@@ -4,16 +4,18 @@
 //! Values are judged by the rule of [`fa_cpu::compare`], as on a GPU.
 
 use fa_core::{Dtype, Pass, Problem, Strides, TensorLayout};
-use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::batch::Batch;
+use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
 use fa_cpu::{Element, TensorRef, reference};
 use half::{bf16, f16};
 
+use crate::call::{Call, Given};
 use crate::compiler::hash;
 use crate::error::Error;
+use crate::extras::Extras;
 use crate::options::Options;
 use crate::outcome::Outcome;
-use crate::pass::{Call, Given};
 use crate::unit::Unit;
 
 /// How the tensors of a call lie.
@@ -44,11 +46,23 @@ pub struct Trial {
     problem: Problem,
     pass: Pass,
     placing: Placing,
+    extras: Extras,
+    /// Of queries and of keys: the rows that sequences have; empty where they have all.
+    rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
     inputs: Vec<Vec<u16>>,
     lse: Vec<f32>,
     expected: Vec<Expected>,
     expected_lse: Vec<f64>,
+    expected_dsinks: Option<ExpectedSinks>,
+}
+
+/// What the gradients of the sinks should be.
+#[derive(Clone, Debug)]
+struct ExpectedSinks {
+    exact: Vec<f64>,
+    low: Vec<f32>,
+    noise: f64,
 }
 
 /// What an output should be.
@@ -89,6 +103,10 @@ impl Proof {
         {
             faults.push(format!("{} did not end", launch.entry));
         }
+        if self.outcome.page_faults > 0 {
+            let count = self.outcome.page_faults;
+            faults.push(format!("page faults: {count} pages were taken for none, and all of them exist"));
+        }
         let far = self.values.iter().filter(|(_, found)| !found.passed());
         faults.extend(far.map(|(name, found)| format!("wrong values: {name}: {found}")));
         faults.extend(
@@ -99,14 +117,23 @@ impl Proof {
 }
 
 impl Trial {
-    /// Inputs of `problem`, roughly normal and always the same, and what the oracle makes of them.
+    /// Inputs of `problem`, whose sequences have equal lengths, roughly normal and always the same, and what
+    /// the oracle makes of them.
     ///
     /// # Panics
     /// On a dtype that kernels do not take.
     pub fn new(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
+        Trial::with(problem, pass, placing, &Extras::NONE.with_mods(problem))
+    }
+
+    /// The same with lengths, pages, slopes and sinks.
+    ///
+    /// # Panics
+    /// On a dtype that kernels do not take, and on extras that are not what the problem asks for.
+    pub fn with(problem: &Problem, pass: Pass, placing: Placing, extras: &Extras) -> Trial {
         match problem.types.qkv {
-            Dtype::F16 => Trial::of(problem, pass, placing, &normal::<f16>(problem)),
-            Dtype::Bf16 => Trial::of(problem, pass, placing, &normal::<bf16>(problem)),
+            Dtype::F16 => Trial::of(problem, pass, placing, extras, &normal::<f16>(problem)),
+            Dtype::Bf16 => Trial::of(problem, pass, placing, extras, &normal::<bf16>(problem)),
             Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
         }
     }
@@ -115,56 +142,80 @@ impl Trial {
     /// reads no dout.)
     ///
     /// # Panics
-    /// On a dtype that kernels do not take, and on values that are not as many as the problem asks for.
-    pub fn of_values(problem: &Problem, pass: Pass, placing: Placing, values: &[Vec<u16>; 4]) -> Trial {
+    /// On a dtype that kernels do not take, and on values and extras that are not what the problem asks for.
+    pub fn of_values(
+        problem: &Problem,
+        pass: Pass,
+        placing: Placing,
+        extras: &Extras,
+        values: &[Vec<u16>; 4],
+    ) -> Trial {
+        let values = values.each_ref();
         match problem.types.qkv {
-            Dtype::F16 => {
-                Trial::of(problem, pass, placing, &values.each_ref().map(|own| of_bits::<f16>(own)))
-            }
-            Dtype::Bf16 => {
-                Trial::of(problem, pass, placing, &values.each_ref().map(|own| of_bits::<bf16>(own)))
-            }
+            Dtype::F16 => Trial::of(problem, pass, placing, extras, &values.map(|own| of_bits::<f16>(own))),
+            Dtype::Bf16 => Trial::of(problem, pass, placing, extras, &values.map(|own| of_bits::<bf16>(own))),
             Dtype::F32 | Dtype::E4m3 => panic!("kernels take 16-bit types, not {}", problem.types.qkv),
         }
     }
 
-    fn of<T: Half>(problem: &Problem, pass: Pass, placing: Placing, host: &[Vec<T>; 4]) -> Trial {
+    fn of<T: Half>(
+        problem: &Problem,
+        pass: Pass,
+        placing: Placing,
+        extras: &Extras,
+        host: &[Vec<T>; 4],
+    ) -> Trial {
         let shapes = shapes(problem);
+        let own = extras.host();
+        let rows = rows(problem, &own);
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
         let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
         let fits = "the tensors are the problem's";
-        let low = reference::low_precision::forward(problem, &q, &k, &v).expect(fits);
-        let placed = |values: &[T], shape| place(values, shape, placing);
-        let mut inputs: Vec<Vec<u16>> = (0..3).map(|i| placed(&host[i], shapes[i])).collect();
+        let low = reference::low_precision::forward_extras(problem, &own, &q, &k, &v).expect(fits);
+        let placed = |values: &[T], i: usize| {
+            let of_keys = matches!(i, 1 | 2);
+            place(values, shapes[i], placing, &rows[usize::from(of_keys)])
+        };
         let bits = |values: &[T]| values.iter().map(|value| value.bits()).collect();
         let expected =
             |name, shape, exact, low: &[T], noise| Expected { name, shape, exact, low: bits(low), noise };
+        let mut trial = Trial {
+            problem: *problem,
+            pass,
+            placing,
+            extras: extras.clone(),
+            inputs: (0..3).map(|i| placed(&host[i], i)).collect(),
+            lse: Vec::new(),
+            expected: Vec::new(),
+            expected_lse: Vec::new(),
+            expected_dsinks: None,
+            rows: [Vec::new(), Vec::new()],
+        };
         if pass == Pass::Forward {
-            let exact = reference::forward(problem, &q, &k, &v).expect(fits);
-            let expected = vec![expected("out", shapes[3], exact.out, &low.out, exact.out_noise)];
-            return Trial {
-                problem: *problem,
-                pass,
-                placing,
-                inputs,
-                lse: Vec::new(),
-                expected,
-                expected_lse: exact.lse,
-            };
+            let exact = reference::forward_extras(problem, &own, &q, &k, &v).expect(fits);
+            trial.expected = vec![expected("out", shapes[3], exact.out, &low.out, exact.out_noise)];
+            trial.expected_lse = exact.lse;
+        } else {
+            trial.inputs.extend([placed(&low.out, 3), placed(&host[3], 3)]);
+            let exact = reference::backward_extras(problem, &own, &q, &k, &v, &dout).expect(fits);
+            let of_low = reference::low_precision::backward_extras(problem, &own, &q, &k, &v, &dout);
+            let of_low = of_low.expect(fits);
+            trial.expected = vec![
+                expected("dq", shapes[0], exact.dq, &of_low.dq, exact.dq_noise),
+                expected("dk", shapes[1], exact.dk, &of_low.dk, exact.dk_noise),
+                expected("dv", shapes[2], exact.dv, &of_low.dv, exact.dv_noise),
+            ];
+            trial.lse = low.lse.iter().map(|lse| lse.to_f32()).collect();
+            trial.expected_dsinks = problem.score.sinks.then_some(ExpectedSinks {
+                exact: exact.dsinks,
+                low: of_low.dsinks,
+                noise: exact.dsinks_noise,
+            });
         }
-        inputs.push(placed(&low.out, shapes[3]));
-        inputs.push(placed(&host[3], shapes[3]));
-        let exact = reference::backward(problem, &q, &k, &v, &dout).expect(fits);
-        let low_gradients = reference::low_precision::backward(problem, &q, &k, &v, &dout).expect(fits);
-        let expected = vec![
-            expected("dq", shapes[0], exact.dq, &low_gradients.dq, exact.dq_noise),
-            expected("dk", shapes[1], exact.dk, &low_gradients.dk, exact.dk_noise),
-            expected("dv", shapes[2], exact.dv, &low_gradients.dv, exact.dv_noise),
-        ];
-        let lse = low.lse.iter().map(|lse| lse.to_f32()).collect();
-        Trial { problem: *problem, pass, placing, inputs, lse, expected, expected_lse: Vec::new() }
+        trial.rows = rows;
+        trial
     }
 
     /// The problem.
@@ -188,7 +239,9 @@ impl Trial {
         tensors
             .extend(outputs.map(|shape| Given::Output(self.placing.len(shape), self.placing.strides(shape))));
         let lse = (self.pass != Pass::Forward).then_some(&self.lse[..]);
-        let outcome = unit.run(&self.problem, &Call { tensors, lse }, options)?;
+        let rows = [&self.rows[0][..], &self.rows[1][..]];
+        let call = Call { tensors, lse, extras: &self.extras, rows };
+        let outcome = unit.run(&self.problem, &call, options)?;
         Ok(match self.problem.types.qkv {
             Dtype::F16 => self.judge::<f16>(outcome),
             Dtype::Bf16 => self.judge::<bf16>(outcome),
@@ -209,11 +262,16 @@ impl Trial {
             values.push((own.name, found.expect("of the same shape").allowing(own.noise)));
         }
         if finished && self.pass == Pass::Forward {
-            let Problem { heads_q, .. } = self.problem;
-            let batch = self.problem.lengths.sequences();
-            let shape = [batch, heads_q, lse_len(&self.problem) / (batch * heads_q).max(1)];
+            let [batch, seqlen, heads, _] = q_shape(&self.problem);
+            let shape = [batch, heads, seqlen];
             let found = compare_lse(shape, self.problem.types.qkv, &outcome.lse, &self.expected_lse);
             values.push(("lse", found.expect("of the same shape")));
+        }
+        if let Some(own) = self.expected_dsinks.as_ref().filter(|_| finished) {
+            let shape = [1, 1, self.problem.heads_q, 1];
+            let dtype = self.problem.types.qkv;
+            let found = compare(shape, dtype, &outcome.dsinks, &own.exact, Some(&own.low));
+            values.push(("dsinks", found.expect("of the same shape").allowing(own.noise)));
         }
         let texts: Vec<String> = outcome
             .outputs
@@ -254,6 +312,26 @@ fn shapes(problem: &Problem) -> [[usize; 4]; 4] {
     [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)]
 }
 
+/// Of queries and of keys, the rows `[batch, seqlen]` that sequences have; empty where they have all.
+fn rows(problem: &Problem, extras: &fa_cpu::Extras<'_>) -> [Vec<bool>; 2] {
+    if problem.lengths.is_uniform() {
+        return [Vec::new(), Vec::new()];
+    }
+    let batch = Batch::new(problem, extras).expect("the extras are the problem's");
+    let [q, k] = [q_shape(problem), k_shape(problem)];
+    let mut rows = [vec![false; q[0] * q[1]], vec![false; k[0] * k[1]]];
+    for (index, sequence) in batch.sequences.iter().enumerate() {
+        for row in 0..sequence.q.len {
+            rows[0][sequence.q.batch * q[1] + sequence.q.first + row] = true;
+        }
+        for row in 0..sequence.k.len {
+            let (entry, at) = batch.key(index, row);
+            rows[1][entry * k[1] + at] = true;
+        }
+    }
+    rows
+}
+
 fn of_bits<T: Half>(bits: &[u16]) -> Vec<T> {
     bits.iter().map(|&bits| T::of_bits(bits)).collect()
 }
@@ -286,11 +364,14 @@ fn positions([batch, seqlen, heads, dim]: [usize; 4]) -> impl Iterator<Item = [u
 /// NaN in every 16-bit type.
 const POISON: u16 = 0xffff;
 
-fn place<T: Half>(values: &[T], shape: [usize; 4], placing: Placing) -> Vec<u16> {
+/// Values at their places; NaN between rows, and in rows that no sequence has.
+fn place<T: Half>(values: &[T], shape: [usize; 4], placing: Placing, rows: &[bool]) -> Vec<u16> {
     let strides = placing.strides(shape);
     let mut placed = vec![POISON; placing.len(shape)];
     for ([b, s, h, d], value) in positions(shape).zip(values) {
-        placed[strides.offset(b, s, h, d) as usize] = value.bits();
+        if rows.get(b * shape[1] + s).is_none_or(|&own| own) {
+            placed[strides.offset(b, s, h, d) as usize] = value.bits();
+        }
     }
     placed
 }

@@ -160,5 +160,5 @@ fn subject(
             spec.types.qkv,
         )
     };
-    Subject { spec, arch: Arch::Sm90, case: Case { problem, placing: Placing::PACKED } }
+    Subject { spec, arch: Arch::Sm90, case: Case::of(&problem, Placing::PACKED) }
 }

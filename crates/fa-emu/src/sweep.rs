@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fa_core::{Arch, Kernel, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+use fa_core::{Arch, Kernel, KernelSpec, Lengths, Problem, TensorLayout};
 
+use crate::batches::batches;
+pub use crate::case::Case;
+use crate::case::problem;
 use crate::error::Error;
 use crate::options::Options;
 use crate::planned::Planned;
@@ -27,39 +30,16 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
     (108, 256, 1, 1),
 ];
 
-/// A problem in a layout.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Case {
-    /// The problem.
-    pub problem: Problem,
-    /// How its tensors lie.
-    pub placing: Placing,
-}
-
 /// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head
-/// dims that the kernel pads.
+/// dims that the kernel pads; for a kernel that reads lengths on the device its batches.
 pub fn cases(spec: &KernelSpec) -> Vec<Case> {
-    let mask = match spec.mask {
-        MaskKind::Full => Mask::FULL,
-        MaskKind::Causal => Mask::CAUSAL,
-        MaskKind::Window => Mask::window(40, 7),
-    };
+    if spec.reads.varied {
+        return batches(spec).iter().map(|own| own.case(spec)).collect();
+    }
     let mut cases = Vec::new();
-    for (turn, (seqlen_q, seqlen_k, heads_q, heads_kv)) in SHAPES.into_iter().enumerate() {
-        let (head_dim, head_dim_v) = (spec.head_dim as usize, spec.head_dim_v as usize);
-        // Two heads of wide rows take as long as four of narrow ones.
-        let heads_q = if head_dim > 128 { heads_q.min(2) } else { heads_q };
-        let mut problem = Problem {
-            lengths: Lengths::uniform(1, seqlen_q, seqlen_k),
-            heads_q,
-            heads_kv: heads_kv.min(heads_q),
-            head_dim,
-            head_dim_v,
-            mask,
-            types: spec.types,
-            softmax_scale: None,
-            score: ScoreMod::softcap_or_none(spec.score.softcap.then_some(15.0)),
-        };
+    let few_queries: &[_] = if spec.split { &[(1, 700, 4, 1), (5, 1030, 2, 2)] } else { &[] };
+    for (turn, &(seqlen_q, seqlen_k, heads_q, heads_kv)) in SHAPES.iter().chain(few_queries).enumerate() {
+        let mut problem = problem(spec, Lengths::uniform(1, seqlen_q, seqlen_k), (heads_q, heads_kv));
         let mut placing = Placing::PACKED;
         match turn {
             1 => problem.lengths = Lengths::uniform(2, seqlen_q, seqlen_k),
@@ -70,7 +50,7 @@ pub fn cases(spec: &KernelSpec) -> Vec<Case> {
             }
             _ => {}
         }
-        cases.push(Case { problem, placing });
+        cases.push(Case::of(&problem, placing));
     }
     cases
 }
@@ -90,7 +70,7 @@ impl Trials {
         let key = format!("{case:?} {pass:?}");
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         known.unwrap_or_else(|| {
-            let trial = Arc::new(Trial::new(&case.problem, pass, case.placing));
+            let trial = Arc::new(Trial::with(&case.problem, pass, case.placing, &case.extras));
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(key, trial.clone());
             trial
         })

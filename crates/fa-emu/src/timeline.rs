@@ -175,6 +175,8 @@ mod tests {
                 span("warp 0", "nothing", 4, 4),
             ],
             outputs: Vec::new(),
+            dsinks: Vec::new(),
+            page_faults: 0,
             lse: Vec::new(),
         };
         let page = page("t", "l", 0, &outcome);

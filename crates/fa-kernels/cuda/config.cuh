@@ -58,6 +58,8 @@ struct Sm80FwdConfig {
     bool loop_split;
     // Last query tiles first, so that the causal mask's longest tiles start earliest.
     bool reverse_blocks;
+    // Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+    bool pack_gqa;
 };
 
 // Parameters of the SM90 forward.

@@ -160,8 +160,8 @@ pub enum Error {
     },
     /// Pages that a kernel cannot load.
     #[error(
-        "pages of {page} keys: at head dim {head_dim} the kernel loads parts of a multiple of {multiple} keys; use pages \
-         of a multiple of {multiple}"
+        "pages of {page} keys: at head dim {head_dim} a multiple of {multiple} keys is loaded at a time; use \
+         pages of a multiple of {multiple}"
     )]
     Page {
         /// Keys of a page.

@@ -119,16 +119,15 @@ fn measure_shape<T: Half>(
     turns: Turns,
     kernels: &mut Vec<KernelRecord>,
 ) -> Result<Vec<Row>> {
-    let problem = &wanted.problem;
     let pass = bound[0].spec().kernel.pass();
-    let mut runner = Runner::<T>::new(gpu, problem, &bound[0])?;
+    let mut runner = Runner::<T>::of(gpu, wanted, &bound[0])?;
     let judged = bound.iter().map(|pass| runner.check(pass)).collect::<Result<Vec<_>>>()?;
     let specs: Vec<KernelSpec> = bound.iter().map(|pass| pass.spec().clone()).collect();
     let right = bound.into_iter().zip(&judged).filter(|(_, judged)| judged.passed);
     let right: Vec<Bound> = right.map(|(pass, _)| pass).collect();
-    let Outcome { ours, peers, peer_errors } = runner.run(&right, problem, peers, turns)?;
+    let Outcome { ours, peers, peer_errors } = runner.run(&right, peers, turns)?;
     let peers: BTreeMap<String, f64> =
-        peers.into_iter().map(|(name, times)| (name, times.tflops(problem, pass))).collect();
+        peers.into_iter().map(|(name, times)| (name, wanted.rate(times.median(), pass))).collect();
     let mut times = ours.into_iter();
     let mut rows = Vec::new();
     for (spec, judged) in specs.iter().zip(judged) {

@@ -1,6 +1,7 @@
 //! The GPU at hand: what it is, tensors of calls that are timed in turn, and times of launches.
 
 mod call;
+mod placed;
 mod timer;
 
 use fa_attn::device::{Bound, Gpu, Half};
@@ -12,7 +13,8 @@ use crate::error::{self, gpu_only};
 use crate::machine;
 use crate::tensors::Inputs;
 
-pub use call::{PassCall, place_backward, place_forward};
+pub use call::{PassCall, capture_calls};
+pub use placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
 pub use timer::{Timing, median, time_each};
 
 /// What a GPU is, for records of measurements.

@@ -2,10 +2,20 @@
 
 mod case;
 mod gradients;
+mod groups;
 pub mod knobs;
+mod known;
 mod library;
+mod of_spec;
+mod paged;
+mod scores;
+mod serving;
 pub mod soak;
+mod varied;
 
-pub use case::{Action, Arrangement, BASE, Case, Extent, NamedSpec, Values, case};
+pub use case::{Action, Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
 pub use gradients::gradients;
-pub use library::{library, of_spec};
+pub use groups::{GROUPS, check_group, is_serving};
+pub use library::library;
+pub use of_spec::of_spec;
+pub use serving::{serving, serving_gradients};

@@ -1,8 +1,11 @@
 //! Is a result right? Against the oracle on the CPU.
 
+#[cfg(test)]
+mod agree;
 pub mod forward;
 pub mod gradients;
 mod heads;
 mod rows;
 pub mod sample_head;
 pub mod sample_rows;
+mod sinks;

@@ -109,7 +109,7 @@ fn measure<T: Half>(gpu: &Gpu, ladder: &Ladder, turns: Turns, report: &mut Repor
         return Ok(report::rows(ladder, &[], &errors, &wrong));
     };
     let (indices, forwards): (Vec<usize>, Vec<Bound>) = bound.into_iter().unzip();
-    let outcome = runner.run(&forwards, problem, None, turns)?;
+    let outcome = runner.run(&forwards, None, turns)?;
     let timed: Vec<(usize, &KernelSpec, f64)> = indices
         .iter()
         .zip(&forwards)

@@ -10,6 +10,19 @@
 //! Functions take plain options, show their [`Step`]s and return reports that serialize. What may hang or
 //! break its GPU context runs in a [`worker`] process: the program that is started again hands its standard
 //! input to [`serve()`].
+//!
+//! ```
+//! use fa_core::Pass;
+//! use fa_lab::marks::Marks;
+//!
+//! // The shapes that `fa bench --marks sm90` measures, and the libraries beside which it does.
+//! Marks::Sm90.check_pass(Pass::Forward)?;
+//! for wanted in Marks::Sm90.shapes() {
+//!     println!("{}: {:?}, {:.1} GFLOP", wanted.group, wanted.problem, wanted.problem.flops_forward() / 1e9);
+//! }
+//! println!("beside {}", Marks::Sm90.peers().join(", "));
+//! # Ok::<(), String>(())
+//! ```
 
 pub mod bench;
 pub mod configs;
@@ -20,11 +33,14 @@ pub mod judge;
 pub mod ladder;
 pub mod machine;
 pub mod marks;
+pub mod memory;
+pub mod mods;
 pub mod peers;
 mod progress;
 pub mod random;
 pub mod record;
 pub mod runner;
+pub mod sequences;
 mod serve;
 pub mod shape;
 pub mod spec_file;

@@ -1,6 +1,7 @@
 //! The shapes that the kernels are measured by, fixed so that results can be compared over time.
 
 mod models;
+mod serving;
 mod wanted;
 
 use std::collections::BTreeMap;
@@ -8,7 +9,7 @@ use std::str::FromStr;
 
 use fa_core::{Dtype, Family, Mask, Pass, Problem};
 
-pub use wanted::Wanted;
+pub use wanted::{Unit, Wanted};
 
 /// A fixed list of shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,18 @@ pub enum Marks {
     Sm90Bwd,
     /// Layers of released models, either pass, by the fastest kernels that the GPU runs
     Models,
+    /// Packed batches of uneven, equal and short sequences
+    Packed,
+    /// Their gradients
+    PackedBwd,
+    /// One query token on long caches, as replays of a CUDA graph
+    Decode,
+    /// A cache in pages: one query token and 512
+    Paged,
+    /// A logit per head in the denominator, with and without a window
+    Sinks,
+    /// The attention of one step of a served model, as a CUDA graph
+    Step,
 }
 
 /// Positions of all sequences together in most rows.
@@ -56,7 +69,19 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 5] = [Marks::Sm80, Marks::Sm90, Marks::Sm80Bwd, Marks::Sm90Bwd, Marks::Models];
+    pub const ALL: [Marks; 11] = [
+        Marks::Sm80,
+        Marks::Sm90,
+        Marks::Sm80Bwd,
+        Marks::Sm90Bwd,
+        Marks::Models,
+        Marks::Packed,
+        Marks::PackedBwd,
+        Marks::Decode,
+        Marks::Paged,
+        Marks::Sinks,
+        Marks::Step,
+    ];
 
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
@@ -66,6 +91,12 @@ impl Marks {
             Marks::Sm80Bwd => "sm80-bwd",
             Marks::Sm90Bwd => "sm90-bwd",
             Marks::Models => "models",
+            Marks::Packed => "packed",
+            Marks::PackedBwd => "packed-bwd",
+            Marks::Decode => "decode",
+            Marks::Paged => "paged",
+            Marks::Sinks => "sinks",
+            Marks::Step => "step",
         }
     }
 
@@ -85,6 +116,16 @@ impl Marks {
             Marks::Models => {
                 "Layers of released models, with --mode fwd or bwd, by the fastest kernels that the GPU runs"
             }
+            Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
+            Marks::PackedBwd => "Gradients of packed: the same batches",
+            Marks::Decode => "One query token on 1k to 128k keys: TB/s of K and V, replays of a CUDA graph",
+            Marks::Paged => "64 x 4k keys in one piece and in pages of 16, 64, 128 and 1: one query and 512",
+            Marks::Sinks => {
+                "gpt-oss's layers with sinks and without, causal and with a window of 128; --mode fwd or bwd"
+            }
+            Marks::Step => {
+                "The attention of a served model's step: 32 layers of decoding, 32 sequences, one CUDA graph"
+            }
         }
     }
 
@@ -93,7 +134,13 @@ impl Marks {
         match self {
             Marks::Sm80 | Marks::Sm80Bwd => Some(Family::Sm80),
             Marks::Sm90 | Marks::Sm90Bwd => Some(Family::Sm90),
-            Marks::Models => None,
+            Marks::Models
+            | Marks::Packed
+            | Marks::PackedBwd
+            | Marks::Decode
+            | Marks::Paged
+            | Marks::Sinks
+            | Marks::Step => None,
         }
     }
 
@@ -103,12 +150,14 @@ impl Marks {
     /// What to ask for instead.
     pub fn check_pass(self, pass: Pass) -> Result<(), String> {
         let measured = match self {
-            Marks::Sm80 | Marks::Sm90 => !pass.is_backward(),
-            Marks::Sm80Bwd | Marks::Sm90Bwd => pass.is_backward(),
-            Marks::Models => true,
+            Marks::Sm80 | Marks::Sm90 | Marks::Packed | Marks::Decode | Marks::Paged | Marks::Step => {
+                !pass.is_backward()
+            }
+            Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
+            Marks::Models | Marks::Sinks => true,
         };
-        let why = "the marks sm80 and sm90 go with --mode fwd, sm80-bwd and sm90-bwd with --mode bwd, models \
-                   with either";
+        let why = "the marks sm80, sm90, packed, decode, paged and step go with --mode fwd, sm80-bwd, \
+                   sm90-bwd and packed-bwd with --mode bwd, models and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -118,6 +167,12 @@ impl Marks {
             // Also made of mma.sync; the others use what only newer GPUs have.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
             Marks::Sm90 | Marks::Sm90Bwd | Marks::Models => Vec::new(),
+            // torch's own kernels take neither packed batches nor pages nor sinks.
+            Marks::Packed | Marks::PackedBwd | Marks::Paged | Marks::Sinks | Marks::Step => {
+                vec!["fa3".to_owned(), "fa4".to_owned()]
+            }
+            // FlashAttention 4 does not split keys on this architecture.
+            Marks::Decode => vec!["fa3".to_owned(), "cudnn".to_owned(), "fa2".to_owned()],
         }
     }
 
@@ -127,6 +182,11 @@ impl Marks {
             Marks::Sm80 | Marks::Sm80Bwd => (&HEADS[..2], 1024),
             Marks::Sm90 | Marks::Sm90Bwd => (&HEADS, 512),
             Marks::Models => return models::shapes(),
+            Marks::Packed | Marks::PackedBwd => return serving::packed(),
+            Marks::Decode => return serving::decode(),
+            Marks::Paged => return serving::paged(),
+            Marks::Sinks => return serving::sinks(),
+            Marks::Step => return serving::step(),
         };
         let mut shapes = Vec::new();
         for &(head_dim, head_dim_v, heads) in dims {
@@ -220,5 +280,10 @@ mod tests {
         assert!(Marks::Sm90.check_pass(Pass::BACKWARD).is_err_and(|why| why.contains("--mode fwd")));
         assert!(Marks::Sm80Bwd.check_pass(Pass::Forward).is_err());
         assert_eq!(Marks::Sm90Bwd.check_pass(Pass::DETERMINISTIC_BACKWARD), Ok(()));
+        assert!(
+            Marks::PackedBwd.check_pass(Pass::Forward).is_err()
+                && Marks::Decode.check_pass(Pass::BACKWARD).is_err()
+        );
+        assert_eq!(Marks::Sinks.check_pass(Pass::BACKWARD), Ok(()));
     }
 }

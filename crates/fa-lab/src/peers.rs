@@ -5,12 +5,13 @@ use std::io::Write;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use fa_core::Problem;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::error::{Context, Error, Result};
+use crate::marks::Wanted;
+use crate::sequences::Store;
 use crate::worker::{Received, StandardError, Worker};
 
 /// The helper, which is written to a temporary file: the program is then whole by itself.
@@ -93,12 +94,16 @@ impl Peers {
         let script = script.into_temp_path();
         let mut command = Command::new(&python);
         command.arg(&script);
+        let started = Peers::of(command, script);
+        started
+            .context(format!("cannot use {}: set {PYTHON_VARIABLE} to a Python with torch", python.display()))
+    }
+
+    /// The helper that `command` starts.
+    fn of(command: Command, script: tempfile::TempPath) -> Result<Peers> {
         let verbose = tracing::enabled!(tracing::Level::DEBUG);
         let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
-        let mut worker = Worker::start(command, errors).context(format!(
-            "cannot start {}: set {PYTHON_VARIABLE} to a Python with torch",
-            python.display()
-        ))?;
+        let mut worker = Worker::start(command, errors)?;
         #[derive(Deserialize)]
         struct First {
             hello: Hello,
@@ -128,28 +133,15 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
-    /// Readies `wanted` peers (all, if empty) for the forward of `problem`, or its backward alone. Those that
-    /// do not compute it (a window, a soft cap) say so in the errors.
+    /// Readies `names` of peers (all, if empty) for the forward of `wanted`, or its backward alone. Those
+    /// that do not compute it (a window, a soft cap, packed sequences, pages, sinks) say so in the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn open(&mut self, problem: &Problem, wanted: &[String], backward: bool) -> Result<Opened> {
-        let mask = &problem.mask;
-        let mut request = json!({
-            "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
-            "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-            "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
-            "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-            "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
-        });
-        if !(mask.is_full() || mask.is_causal()) {
-            request["window"] = json!([mask.left, mask.right]);
-        }
-        if let Some(softcap) = problem.score.softcap {
-            request["softcap"] = json!(softcap);
-        }
-        if !wanted.is_empty() {
-            request["peers"] = json!(wanted);
+    pub fn open(&mut self, wanted: &Wanted, names: &[String], backward: bool) -> Result<Opened> {
+        let mut request = request(wanted, backward);
+        if !names.is_empty() {
+            request["peers"] = json!(names);
         }
         self.ask(&request, READY)
     }
@@ -193,6 +185,50 @@ impl Peers {
     }
 }
 
+/// What the helper is asked for `wanted`.
+fn request(wanted: &Wanted, backward: bool) -> serde_json::Value {
+    let problem = &wanted.problem;
+    let mask = &problem.mask;
+    let mut request = json!({
+        "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
+        "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
+        "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
+        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
+        "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
+    });
+    if !(mask.is_full() || mask.is_causal()) {
+        request["window"] = json!([mask.left, mask.right]);
+    }
+    if let Some(softcap) = problem.score.softcap {
+        request["softcap"] = json!(softcap);
+    }
+    if let Some(alibi) = problem.score.alibi {
+        request["alibi"] = json!(alibi.name());
+    }
+    if problem.score.sinks {
+        request["sinks"] = json!(true);
+    }
+    if wanted.graph > 0 {
+        request["graph"] = json!(wanted.graph);
+    }
+    if !problem.lengths.is_uniform() {
+        let sequences = wanted.sequences();
+        for (name, side) in [("q", &sequences.q), ("k", &sequences.k)] {
+            let lens: Vec<usize> = (0..side.sequences()).map(|b| side.len(b)).collect();
+            let (store, page) = match side.store() {
+                Store::Padded { .. } => ("padded", None),
+                Store::Packed { .. } => ("packed", None),
+                Store::Paged { page, .. } => ("paged", Some(*page)),
+            };
+            request["sequences"][name] = json!({ "store": store, "lens": lens });
+            if let Some(page) = page {
+                request["sequences"][name]["page"] = json!(page);
+            }
+        }
+    }
+    request
+}
+
 /// The helper's next line.
 fn receive(worker: &mut Worker, patience: Duration) -> Result<String> {
     let deadline = Instant::now() + patience;
@@ -216,5 +252,74 @@ impl Drop for Peers {
         // It ends by itself when it is asked to; one that hangs is killed with its worker.
         let _ = self.worker.send(&json!({"cmd": "quit"}));
         self.worker.ends_within(END);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::marks::Marks;
+
+    /// A helper of fixed replies, one a request.
+    #[cfg(unix)]
+    fn stand_in(hello: &str, replies: &[&str]) -> Result<Peers> {
+        let replies: String = replies.iter().map(|reply| format!("read line; echo '{reply}'; ")).collect();
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("echo '{hello}'; {replies} read line")]);
+        Peers::of(command, tempfile::NamedTempFile::new().expect("a file").into_temp_path())
+    }
+
+    #[cfg(unix)]
+    const HELLO: &str =
+        r#"{"hello":{"torch":"2","gpu":"a GPU","driver":null,"peers":["fa3","cudnn"],"errors":{}}}"#;
+
+    #[cfg(unix)]
+    #[test]
+    fn rounds_of_peers_that_compute_a_shape_are_timed_and_the_others_say_why() {
+        let opened = r#"{"peers":["fa3"],"errors":{"cudnn":"no pages"}}"#;
+        let round = r#"{"times":[0.5,0.25],"errors":{}}"#;
+        let failed = r#"{"times":[],"errors":{"fa3":"out of memory"}}"#;
+        let mut peers = stand_in(HELLO, &[opened, round, failed]).expect("started");
+        assert_eq!(peers.hello.peers, ["fa3", "cudnn"]);
+        let found = peers.open(&Marks::Paged.shapes()[1], &[], false).expect("opened");
+        assert_eq!((found.peers, found.errors["cudnn"].as_str()), (vec!["fa3".to_owned()], "no pages"));
+        assert_eq!(peers.round("fa3", 2).expect("timed"), [0.5, 0.25]);
+        assert!(peers.round("fa3", 2).expect("an answer").is_empty());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_helper_without_peers_that_refuses_or_ends_says_so() {
+        let none =
+            r#"{"hello":{"torch":null,"gpu":null,"driver":null,"peers":[],"errors":{"torch":"not found"}}}"#;
+        let said = |error: Error| crate::error::message(&error);
+        assert!(said(stand_in(none, &[]).expect_err("no peers")).contains("torch: not found"));
+        let refused = r#"{"peers":{},"errors":{"request":"lens of k"}}"#;
+        let mut peers = stand_in(HELLO, &[refused]).expect("started");
+        let error = peers.open(&Marks::Packed.shapes()[0], &[], false).expect_err("refused");
+        assert!(said(error).contains("lens of k"));
+        let mut command = Command::new("sh");
+        command.args(["-c", "exit 1"]);
+        let script = tempfile::NamedTempFile::new().expect("a file").into_temp_path();
+        assert!(said(Peers::of(command, script).expect_err("it ends")).contains("has ended"));
+    }
+
+    #[test]
+    fn requests_say_how_sequences_lie() {
+        let asked = |marks: Marks, row: usize| request(&marks.shapes()[row], false);
+        let packed = asked(Marks::Packed, 2);
+        assert_eq!(packed["sequences"]["q"]["store"], "packed");
+        assert_eq!(packed["sequences"]["k"]["lens"][59], 513);
+        assert_eq!((&packed["seqlen_q"], &packed["batch"]), (&json!(513), &json!(60)));
+        let dense = asked(Marks::Packed, 3);
+        assert!(dense.get("sequences").is_none() && dense.get("graph").is_none());
+        let pages = asked(Marks::Paged, 1);
+        assert_eq!(pages["sequences"]["k"]["page"], 16);
+        assert_eq!((&pages["sequences"]["q"]["store"], &pages["graph"]), (&json!("padded"), &json!(16)));
+        let sinks = asked(Marks::Sinks, 2);
+        assert_eq!((&sinks["sinks"], &sinks["window"]), (&json!(true), &json!([127, 0])));
+        assert!(asked(Marks::Sinks, 1).get("sinks").is_none());
+        assert_eq!(asked(Marks::Step, 0)["graph"], 32);
+        assert_eq!(request(&Marks::PackedBwd.shapes()[0], true)["mode"], "bwd");
     }
 }

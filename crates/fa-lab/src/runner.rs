@@ -4,18 +4,24 @@
 //! A GPU's clock follows its temperature and power, and the first kernel after a pause runs slower than the
 //! next. So every turn begins with launches that do not count, every launch that counts stands between two
 //! events, and what is compared are medians over turns that are spread over the run.
+//!
+//! Calls of a few microseconds are captured as one CUDA graph, of us and of peers alike: what is timed is
+//! then the GPU and not the host.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_kernels::Error;
+use fa_kernels::cudarc::driver::{CudaGraph, CudaStream};
 use serde::{Deserialize, Serialize};
 
-use crate::device::{PassCall, calls, median, time_each};
+use crate::device::{PassCall, calls, capture_calls, median, time_each};
 use crate::error::Result;
 use crate::judge::sample_head::SampleHead;
 use crate::judge::sample_rows::{Judged, SampleRows};
+use crate::marks::Wanted;
 use crate::peers::Peers;
 use crate::random::Random;
 use crate::tensors::{Inputs, random_dout};
@@ -46,6 +52,7 @@ impl Turns {
 /// A problem's tensors on the GPU, shared by all kernels that are tried on it, and what they must compute.
 pub struct Runner<'d, T> {
     gpu: &'d Gpu,
+    wanted: Wanted,
     calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
@@ -66,9 +73,9 @@ impl Times {
         if self.ms.is_empty() { f64::INFINITY } else { median(&self.ms) }
     }
 
-    /// TFLOP/s of `pass` over `problem`, at the median.
-    pub fn tflops(&self, problem: &Problem, pass: Pass) -> f64 {
-        problem.flops(pass) / (self.median() * 1e9)
+    /// TFLOP/s of `pass` over the visible pairs of `wanted`, at the median.
+    pub fn tflops(&self, wanted: &Wanted, pass: Pass) -> f64 {
+        wanted.flops(pass) / (self.median() * 1e9)
     }
 }
 
@@ -83,14 +90,27 @@ pub struct Outcome {
     pub peer_errors: BTreeMap<String, String>,
 }
 
+/// What is timed: launches one by one, or a graph's replays.
+enum Candidate<'b> {
+    Launches(&'b Bound),
+    Replays(Graph),
+}
+
+/// Calls captured on a stream, which they are replayed on.
+struct Graph {
+    graph: CudaGraph,
+    stream: Arc<CudaStream>,
+}
+
 impl<'d, T: Half> Runner<'d, T> {
-    /// Random inputs for `problem`, as many copies as it takes for none to be found in the L2, and some exact
+    /// Random inputs for `wanted`, as many copies as it takes for none to be found in the L2, and some exact
     /// rows. `any` is one of the kernels; each gets room for its workspace when it is checked.
     ///
     /// # Errors
     /// Above all for want of device memory.
-    pub fn new(gpu: &'d Gpu, problem: &Problem, any: &Bound) -> Result<Runner<'d, T>> {
-        let inputs = Inputs::<T>::random(problem, TensorLayout::Bshd, 1);
+    pub fn of(gpu: &'d Gpu, wanted: &Wanted, any: &Bound) -> Result<Runner<'d, T>> {
+        let problem = &wanted.problem;
+        let inputs = Inputs::<T>::of(problem, wanted.sequences(), TensorLayout::Bshd, 1);
         let (rows, head, calls) = match any {
             Bound::Forward(forward) => {
                 (SampleRows::new(&inputs, 2)?, None, calls(gpu, forward, None, &inputs)?)
@@ -99,10 +119,18 @@ impl<'d, T: Half> Runner<'d, T> {
                 let dout = random_dout(&inputs, 1);
                 let forward = gpu.forward(problem, None)?;
                 let calls = calls(gpu, &forward, Some((backward, &dout)), &inputs)?;
-                (SampleRows::none(problem), Some(SampleHead::new(&inputs, &dout)?), calls)
+                (SampleRows::none(&inputs), Some(SampleHead::new(&inputs, &dout)?), calls)
             }
         };
-        Ok(Runner { gpu, calls, turn: 0, rows, head })
+        Ok(Runner { gpu, wanted: wanted.clone(), calls, turn: 0, rows, head })
+    }
+
+    /// The same for a problem without a name.
+    ///
+    /// # Errors
+    /// As [`Runner::of`].
+    pub fn new(gpu: &'d Gpu, problem: &Problem, any: &Bound) -> Result<Runner<'d, T>> {
+        Runner::of(gpu, &Wanted::new(*problem, ""), any)
     }
 
     /// Runs `pass` once on poisoned outputs and judges what it wrote. A pass is checked before it is timed:
@@ -147,6 +175,27 @@ impl<'d, T: Half> Runner<'d, T> {
         })
     }
 
+    /// The calls of a graph on all copies of the tensors in turn, captured on a stream of its own.
+    fn graph(&mut self, pass: &Bound) -> Result<Graph> {
+        let stream = self.gpu.context().new_stream()?;
+        self.gpu.synchronize()?;
+        let graph = capture_calls(&mut self.calls, pass, &stream, self.wanted.graph)?;
+        Ok(Graph { graph, stream })
+    }
+
+    /// Milliseconds of a call of `candidate`, `reps` times.
+    fn time(&mut self, candidate: &Candidate<'_>, reps: usize) -> Result<Vec<f64>, Error> {
+        match candidate {
+            Candidate::Launches(pass) => self.sample(pass, reps),
+            Candidate::Replays(Graph { graph, stream }) => {
+                let calls = self.wanted.graph.max(1) as f64;
+                let launched = |source| Error::Driver { doing: "launching a graph", source };
+                let times = time_each(stream, LEAD, reps, || graph.launch().map_err(launched))?;
+                Ok(times.into_iter().map(|ms| ms / calls).collect())
+            }
+        }
+    }
+
     /// Times `ours` and the peers in turns; all are warm first. Kernels are to be checked before.
     ///
     /// # Errors
@@ -154,23 +203,29 @@ impl<'d, T: Half> Runner<'d, T> {
     pub fn run(
         &mut self,
         ours: &[Bound],
-        problem: &Problem,
         mut peers: Option<(&mut Peers, &[String])>,
         turns: Turns,
     ) -> Result<Outcome> {
         let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
         let mut names = Vec::new();
         if let Some((peers, wanted)) = &mut peers {
-            let opened = peers.open(problem, wanted, self.head.is_some())?;
+            let opened = peers.open(&self.wanted, wanted, self.head.is_some())?;
             outcome.peer_errors = opened.errors;
             names = opened.peers;
         }
         ours.iter().try_for_each(|pass| self.warm_up(pass))?;
-        let mut random = Random::new(problem.lengths.max_k() as u64);
+        let mut candidates = Vec::new();
+        for pass in ours {
+            candidates.push(match self.wanted.graph {
+                0 => Candidate::Launches(pass),
+                _ => Candidate::Replays(self.graph(pass)?),
+            });
+        }
+        let mut random = Random::new(self.wanted.problem.lengths.max_k() as u64);
         for _ in 0..turns.rounds {
             for candidate in random.order(ours.len() + names.len()) {
-                match ours.get(candidate) {
-                    Some(pass) => outcome.ours[candidate].ms.extend(self.sample(pass, turns.reps)?),
+                match candidates.get(candidate) {
+                    Some(own) => outcome.ours[candidate].ms.extend(self.time(own, turns.reps)?),
                     None => {
                         let name = &names[candidate - ours.len()];
                         if let Some((peers, _)) = &mut peers {
@@ -220,6 +275,7 @@ mod tests {
     #[test]
     fn rates_are_of_the_median() {
         let problem = Problem::square(1, 1000, 1, 50, fa_core::Mask::FULL, fa_core::Dtype::Bf16);
+        let problem = Wanted::new(problem, "");
         let times = Times { ms: vec![1.0, 2.0, 30.0] };
         assert!((times.tflops(&problem, fa_core::Pass::Forward) - 0.1).abs() < 1e-12);
         assert!((times.tflops(&problem, fa_core::Pass::BACKWARD) - 0.25).abs() < 1e-12);

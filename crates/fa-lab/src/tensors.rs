@@ -1,10 +1,12 @@
 //! A problem's tensors on the host: values, and how they are to lie on the GPU.
 
-use fa_attn::device::{Half, Placement, shapes};
+use fa_attn::device::{Half, Placement};
 use fa_core::{Problem, Strides, TensorLayout};
 use rayon::prelude::*;
 
+use crate::mods::Mods;
 use crate::random::Random;
+use crate::sequences::Sequences;
 
 /// Evaluates an expression with `$T` standing for the Rust type of a 16-bit [`fa_core::Dtype`]; `$other` for
 /// the rest.
@@ -25,33 +27,52 @@ macro_rules! with_half {
 }
 pub(crate) use with_half;
 
-/// Q, K and V of a problem: values packed `[batch, seqlen, heads, dim]` on the host, and where they are to
-/// lie.
+/// Q, K and V of a problem: values of the sequences end to end, `[rows, heads, dim]` (of sequences of one
+/// length that is packed `[batch, seqlen, heads, dim]`), and where they are to lie.
 #[derive(Clone, Debug)]
 pub struct Inputs<T> {
     /// The problem.
     pub problem: Problem,
-    /// Q, K and V, packed BSHD.
+    /// Q, K and V, rows end to end.
     pub values: [Vec<T>; 3],
     /// Where Q, K, V and O lie on the GPU.
     pub placements: [Placement; 4],
+    /// How long each sequence is.
+    pub sequences: Sequences,
+    /// The slopes and sinks, where scores are changed by any.
+    pub mods: Mods,
 }
 
 impl<T: Half> Inputs<T> {
     /// Values as a layer has them (independent, unit variance), the same for the same seed, all packed in
-    /// `layout`.
+    /// `layout`; sequences as long as the problem's bounds allow.
     pub fn random(problem: &Problem, layout: TensorLayout, seed: u64) -> Inputs<T> {
-        Inputs::placed(problem, shapes(problem).map(|shape| Placement::packed(shape, layout)), seed)
+        Inputs::of(problem, Sequences::filling(&problem.lengths), layout, seed)
+    }
+
+    /// The same of sequences with lengths of their own.
+    pub fn of(problem: &Problem, sequences: Sequences, layout: TensorLayout, seed: u64) -> Inputs<T> {
+        let placements = sequences.shapes(problem).map(|shape| Placement::packed(shape, layout));
+        Inputs::placed(problem, sequences, placements, seed)
     }
 
     /// Values as of [`Inputs::random`] for tensors that lie anywhere; along broadcast axes they repeat.
-    pub fn placed(problem: &Problem, placements: [Placement; 4], seed: u64) -> Inputs<T> {
+    pub fn placed(
+        problem: &Problem,
+        sequences: Sequences,
+        placements: [Placement; 4],
+        seed: u64,
+    ) -> Inputs<T> {
         let values = [0usize, 1, 2].map(|i| {
-            let mut values = normal(placements[i].elements(), seed.wrapping_mul(3).wrapping_add(i as u64));
+            let rows = if i == 0 { &sequences.q } else { &sequences.k };
+            let [_, _, heads, dim] = placements[i].shape;
+            let len = rows.total() * heads * dim;
+            let mut values = normal(len, seed.wrapping_mul(3).wrapping_add(i as u64));
             repeat_broadcast(&mut values, &placements[i]);
             values
         });
-        Inputs { problem: *problem, values, placements }
+        let mods = Mods::random(problem, seed);
+        Inputs { problem: *problem, values, placements, sequences, mods }
     }
 }
 
@@ -84,10 +105,12 @@ fn repeat_broadcast<T: Copy>(values: &mut [T], placement: &Placement) {
     }
 }
 
-/// dO of unit variance for `inputs`, packed BSHD, the same for the same seed.
+/// dO of unit variance for `inputs`, rows end to end, the same for the same seed.
 pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
     let placement = dout_placement(&inputs.placements);
-    let mut values = normal(placement.elements(), seed ^ 0x5851_f42d_4c95_7f2d);
+    let [_, _, heads, dim] = placement.shape;
+    let len = inputs.sequences.q.total() * heads * dim;
+    let mut values = normal(len, seed ^ 0x5851_f42d_4c95_7f2d);
     repeat_broadcast(&mut values, &placement);
     values
 }
@@ -141,14 +164,16 @@ mod tests {
     #[test]
     fn dout_is_broadcast_as_keys_are() {
         let problem = Problem::square(2, 3, 4, 8, Mask::FULL, Dtype::Bf16);
-        let packed = shapes(&problem).map(|shape| Placement::packed(shape, TensorLayout::Bshd));
-        let plain = Inputs::<bf16>::placed(&problem, packed, 1);
+        let sequences = Sequences::uniform(&problem.lengths);
+        let packed = sequences.shapes(&problem).map(|shape| Placement::packed(shape, TensorLayout::Bshd));
+        let placed = |placements| Inputs::<bf16>::placed(&problem, sequences.clone(), placements, 1);
+        let plain = placed(packed);
         assert_eq!(dout_placement(&packed), packed[3]);
         let rows = random_dout(&plain, 1);
         assert_ne!(rows[..8], rows[8..16]);
         let mut shared = packed;
         shared[1].strides.head = 0;
-        let dout = random_dout(&Inputs::<bf16>::placed(&problem, shared, 1), 1);
+        let dout = random_dout(&placed(shared), 1);
         assert!(dout.chunks(4 * 8).all(|heads| heads.chunks(8).all(|row| *row == heads[..8])));
         assert_ne!(dout[..32], dout[32..64]);
     }

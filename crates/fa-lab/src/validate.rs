@@ -81,7 +81,11 @@ pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) ->
     let results = supervise::run(program, job, watchdog, deadline, Vec::new(), progress)?;
     if results.is_empty() {
         let filter = options.filter.as_deref().unwrap_or_default();
-        return Err(Error::Request(format!("no case has '{filter}' in its name")));
+        let groups = match options.groups.as_slice() {
+            [] => String::new(),
+            groups => format!(" of the groups {} of this pass", groups.join(", ")),
+        };
+        return Err(Error::Request(format!("no case{groups} has '{filter}' in its name")));
     }
     report(options, family, results, start.elapsed())
 }
@@ -89,7 +93,8 @@ pub fn run(options: &Options, program: &Program, progress: &mut Progress<'_>) ->
 fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Duration) -> Result<Report> {
     let passed = results.iter().all(|result| result.status != Status::Failed);
     // A filter leaves out cases that a kernel would have to pass, as the other ways to choose cases do.
-    let whole = options.filter.is_none() && matches!(options.cases, Cases::Grid { .. });
+    let whole =
+        options.filter.is_none() && options.groups.is_empty() && matches!(options.cases, Cases::Grid { .. });
     let kernels = if whole { passed_kernels(&results)? } else { Vec::new() };
     let mut report = Report {
         kind: if options.soak_time().is_some() { "soak" } else { "validate" },

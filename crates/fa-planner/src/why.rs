@@ -104,9 +104,13 @@ fn specs(set: &PlanSet) -> impl Iterator<Item = &KernelSpec> {
     set.plans.iter().map(|p| &p.spec).chain(set.rejected.iter().map(|r| &r.spec))
 }
 
-/// A parameter of a spec's kernel, as its text form writes it.
+/// The parameter of all kernels that candidates for one problem differ in.
+const SPLIT: &str = "split";
+
+/// A parameter of a spec's kernel, or whether it splits keys, as its text form writes it.
 fn field(spec: &KernelSpec, name: &str) -> Option<String> {
-    spec.kernel.param(name).map(|value| value.to_string())
+    let own = spec.kernel.param(name).map(|value| value.to_string());
+    own.or_else(|| (name == SPLIT).then(|| spec.split.to_string()))
 }
 
 /// The parameters that a query may name: those of the kernels that were tried.
@@ -117,6 +121,7 @@ fn known(set: &PlanSet) -> Vec<&'static str> {
             names.push(param.name);
         }
     }
+    names.extend((!names.is_empty()).then_some(SPLIT));
     names
 }
 

@@ -1,7 +1,8 @@
 //! Splits of the keys: how many, and what that does to decode.
 
 use fa_core::{
-    Alibi, Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreMod, Side, Types,
+    Alibi, Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreMod, Side,
+    Sm80Fwd, Types,
 };
 use fa_planner::account::{MAX_SPLITS, account, kv_splits};
 use fa_planner::cost::{Cost, CostConstants, predict};
@@ -64,6 +65,28 @@ fn splits_fill_an_h100() {
         // Twice the SMs take at least as many splits, a tenth of them no more.
         let of = |sms| kv_splits(&problem, &spec, Arch::Sm90, sms);
         assert!(of(264) >= splits && of(13) <= splits, "{} {splits} {}", of(13), of(264));
+    }
+}
+
+/// The same for the SM80 class, whose CTAs share SMs.
+#[test]
+fn splits_fill_an_a100() {
+    for ((batch, heads_q, heads_kv, keys), _) in ROWS {
+        let problem = decode(batch, heads_q, heads_kv, keys);
+        let (spec, cost) = best(&problem, Arch::Sm80);
+        assert!(
+            cost.tiles >= 96.0 && spec.traits().packs_gqa,
+            "{batch} x {keys}: {} CTAs, {spec}",
+            cost.tiles
+        );
+        assert!(batch * heads_kv >= 108 || cost.splits > 1, "{batch} x {keys}: {spec}");
+        let apart = Kernel::Sm80Fwd(match &spec.kernel {
+            Kernel::Sm80Fwd(own) => Sm80Fwd { pack_gqa: false, ..own.clone() },
+            _ => panic!("an SM80 kernel"),
+        });
+        let apart = KernelSpec { kernel: apart, ..spec };
+        let apart = predict(&problem, &apart, Arch::Sm80, &CostConstants::of(Arch::Sm80));
+        assert!(apart.seconds > 1.5 * cost.seconds, "{batch} x {keys}: {} {}", apart.seconds, cost.seconds);
     }
 }
 

@@ -111,7 +111,7 @@ fn backward<T: Element>(
     let [q, k, v] = qkv.map(|values| shape.tensor::<T>(values));
     let output = Output { out: shape.tensor::<T>(out)?, lse: lse.to_vec() };
     let dout = shape.tensor(dout)?;
-    let fa_attn::Gradients { dq, dk, dv } =
+    let fa_attn::Gradients { dq, dk, dv, .. } =
         engine.gradients([&q?, &k?, &v?], Mask::CAUSAL, &output, &dout)?;
     Ok(Gradients { dq: widened(&dq), dk: widened(&dk), dv: widened(&dv) })
 }

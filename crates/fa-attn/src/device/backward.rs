@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fa_core::{Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
-use fa_kernels::{Backward, BackwardArgs, Error, Extras, RawBackwardArgs, RawExtras};
+use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs, RawExtras};
 
 use super::forward::{DeviceForward, capture};
 use super::half::Half;
@@ -22,6 +22,8 @@ pub struct DeviceBackward<T> {
     pub dk: DeviceTensor<T>,
     /// The gradient of V.
     pub dv: DeviceTensor<T>,
+    /// The gradient of the sinks, `[heads_q]`, where there are some.
+    pub dsinks: Option<CudaSlice<f32>>,
     /// The kernel's workspace.
     pub workspace: CudaSlice<u8>,
 }
@@ -63,7 +65,10 @@ impl<T: Half> DeviceBackward<T> {
         let bytes = backward.workspace_bytes().max(16);
         let workspace = stream.alloc_zeros(bytes).map_err(doing("allocating device memory"))?;
         let (dq, dk, dv) = (room(&forward.q)?, room(&forward.k)?, room(&forward.v)?);
-        let mut made = DeviceBackward { dout, dq, dk, dv, workspace };
+        let problem = backward.problem();
+        let dsinks = problem.score.sinks.then(|| stream.alloc_zeros(problem.heads_q));
+        let dsinks = dsinks.transpose().map_err(doing("allocating device memory"))?;
+        let mut made = DeviceBackward { dout, dq, dk, dv, dsinks, workspace };
         fill_with_nan(stream, &mut made.workspace)?;
         Ok(made)
     }
@@ -112,7 +117,7 @@ impl<T: Half> DeviceBackward<T> {
                 dk: self.dk.output(),
                 dv: self.dv.output(),
                 workspace: &mut self.workspace,
-                extras: Extras::default(),
+                extras: forward.extras.backward_args(&mut self.dsinks),
             },
         )
     }
@@ -130,7 +135,10 @@ impl<T: Half> DeviceBackward<T> {
             dk: self.dk.raw(stream),
             dv: self.dv.raw(stream),
             workspace: self.workspace.device_ptr_mut(stream).0,
-            extras: RawExtras::default(),
+            extras: RawExtras {
+                dsinks: self.dsinks.as_mut().map(|dsinks| dsinks.device_ptr_mut(stream).0),
+                ..forward.extras.raw(stream)
+            },
         }
     }
 

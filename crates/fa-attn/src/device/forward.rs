@@ -7,8 +7,9 @@ use fa_core::Problem;
 use fa_cpu::TensorRef;
 use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DriverError};
-use fa_kernels::{Error, Extras, Forward, ForwardArgs, RawExtras, RawForwardArgs};
+use fa_kernels::{Error, Forward, ForwardArgs, RawForwardArgs};
 
+use super::extras::DeviceExtras;
 use super::half::Half;
 use super::tensor::{DeviceTensor, Placement, doing, fill_with_nan};
 
@@ -29,6 +30,8 @@ pub struct DeviceForward<T> {
     pub workspace: CudaSlice<u8>,
     /// Elements of LSE.
     pub rows: usize,
+    /// Starts and lengths of sequences, page table, slopes and sinks: those that the problem names.
+    pub extras: DeviceExtras,
 }
 
 /// What a forward wrote.
@@ -100,7 +103,7 @@ impl<T: Half> DeviceForward<T> {
         fill_with_nan(stream, &mut lse)?;
         // Zero before its first use, as kernels ask.
         let workspace = stream.alloc_zeros(workspace_bytes.max(16)).map_err(&made)?;
-        Ok(DeviceForward { q, k, v, out, lse, workspace, rows })
+        Ok(DeviceForward { q, k, v, out, lse, workspace, rows, extras: DeviceExtras::default() })
     }
 
     /// Where Q, K, V and O lie.
@@ -131,7 +134,7 @@ impl<T: Half> DeviceForward<T> {
                 out: self.out.output(),
                 lse: Some(&mut self.lse),
                 workspace: Some(&mut self.workspace),
-                extras: Extras::default(),
+                extras: self.extras.args(),
             },
         )
     }
@@ -145,7 +148,7 @@ impl<T: Half> DeviceForward<T> {
             out: self.out.raw(stream),
             lse: Some(self.lse.device_ptr_mut(stream).0),
             workspace: Some(self.workspace.device_ptr_mut(stream).0),
-            extras: RawExtras::default(),
+            extras: self.extras.raw(stream),
         }
     }
 

@@ -3,6 +3,7 @@
 
 mod backward;
 mod bound;
+mod extras;
 mod forward;
 mod gpu;
 mod half;
@@ -10,6 +11,7 @@ mod tensor;
 
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bound::Bound;
+pub use extras::DeviceExtras;
 pub use forward::{DeviceForward, DeviceOutput, capture};
 pub use gpu::Gpu;
 pub use half::Half;

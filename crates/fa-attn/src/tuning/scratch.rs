@@ -9,8 +9,11 @@ use fa_kernels::cudarc::driver::sys::{self, CUevent_flags, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use fa_kernels::{Kernels, driver};
 
-use crate::device::{Bound, DeviceBackward, DeviceForward, DeviceTensor, Half, Placement, shapes};
+use crate::device::{
+    Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Half, Placement, shapes,
+};
 use crate::error::Error;
+use crate::extras::OwnedExtras;
 
 use super::search::Bench;
 
@@ -105,6 +108,7 @@ impl<T: Half> Tensors<T> {
             lse,
             workspace: empty()?,
             rows,
+            extras: DeviceExtras::upload(stream, &OwnedExtras::even(problem).view())?,
         };
         let backward = match pass {
             Pass::Forward => None,
@@ -113,6 +117,12 @@ impl<T: Half> Tensors<T> {
                 dq: tensor(q)?,
                 dk: tensor(k)?,
                 dv: tensor(v)?,
+                dsinks: problem
+                    .score
+                    .sinks
+                    .then(|| stream.alloc_zeros(problem.heads_q))
+                    .transpose()
+                    .map_err(&made)?,
                 workspace: empty()?,
             }),
         };

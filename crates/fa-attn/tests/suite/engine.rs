@@ -4,8 +4,8 @@ use fa_core::Types;
 use std::num::NonZeroUsize;
 
 use fa_attn::{
-    Backend, CpuOptions, Dtype, Element, Engine, Error, ForwardTensors, Gradients, Isa, Mask, Output, Pass,
-    Problem, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
+    Backend, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients, Isa, Mask, Output,
+    Pass, Problem, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
 };
 
 const PROBLEM: Problem = Problem { heads_q: 4, ..Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32) };
@@ -108,6 +108,7 @@ fn a_call_says_what_runs_and_runs_again() {
             v: v.view("v").unwrap(),
             out: output.out.view_mut("out").unwrap(),
             lse: &mut output.lse,
+            extras: Extras::NONE,
         })
         .unwrap();
         output
@@ -141,6 +142,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
             v: v.view("v")?,
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
+            extras: Extras::NONE,
         })
     };
     refused(forward(&mut output).unwrap_err(), "the call computes the backward");
@@ -151,6 +153,7 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
         v: v.view("v").unwrap(),
         out: output.out.view_mut("out").unwrap(),
         lse: &mut output.lse,
+        extras: Extras::NONE,
     });
     refused(error.unwrap_err(), "computes in f16, its tensors hold f32");
     assert!(output.out.data.iter().all(|value| value.is_nan()), "nothing is written on a refusal");

@@ -1,4 +1,5 @@
 //! Tests that need no GPU.
 
 mod engine;
+mod packed;
 mod train;

@@ -22,6 +22,7 @@ use crate::compute::{self, Calls, Outputs};
 use crate::draw::chart::{Chart, Series};
 use crate::flags::Backend;
 use crate::safetensors::Stored;
+use crate::sequences::{Sequences, SideTensors};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -211,6 +212,8 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
         k: tensor(k_shape(problem)),
         v: tensor(v_shape(problem)),
         dout: with_dout.then(|| tensor(out_shape(problem))),
+        sides: SideTensors::default(),
+        sequences: Sequences::default(),
     }
 }
 

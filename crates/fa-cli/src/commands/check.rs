@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use fa_attn::Element;
-use fa_core::{Dtype, Problem};
+use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use fa_cpu::reference;
 use fa_cpu::reference::low_precision;
@@ -14,6 +14,7 @@ use serde::Serialize;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::flags::AttentionArgs;
 use crate::safetensors::{Stored, TensorFile};
+use crate::sequences::{Sequences, blank};
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress;
@@ -64,7 +65,10 @@ Exit code 1 when the outputs differ beyond tolerance.";
 const TO_EXACT: [&str; 2] = ["A to f64", "B to f64"];
 
 /// The tensors that `fa run` writes.
-const OUTPUTS: [&str; 5] = ["out", "lse", "dq", "dk", "dv"];
+const OUTPUTS: [&str; 6] = ["out", "lse", "dq", "dk", "dv", "dsinks"];
+
+/// Those of them that have rows of heads: of rank 3 where sequences are packed.
+const ROWS: [&str; 4] = ["out", "dq", "dk", "dv"];
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -105,7 +109,8 @@ struct Row {
     found: Comparison,
 }
 
-/// The f64 result and the same in the inputs' precision, packed BSHD (LSE: `[batch, heads, seqlen_q]`).
+/// The f64 result and the same in the inputs' precision, packed BSHD (LSE: `[batch, heads, seqlen_q]`, a
+/// batch of 1 for packed sequences).
 struct Reference {
     exact: Vec<f64>,
     low: Vec<f64>,
@@ -131,7 +136,7 @@ struct Pair {
 pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let a = TensorFile::open(&args.a)?;
     let b = TensorFile::open(&args.b)?;
-    let pairs: Vec<Pair> =
+    let mut pairs: Vec<Pair> =
         names(args, &a, &b)?.iter().map(|name| Pair::read(args, &a, &b, name)).collect::<Result<_, _>>()?;
     let given = args.atol.is_some() || args.rtol.is_some();
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
@@ -144,7 +149,7 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     }
     let (rule, problem, rows) = match inputs {
         Some(file) => {
-            let (problem, rows) = judge_by_inputs(file, &args.attention, [&a, &b], &pairs)?;
+            let (problem, rows) = judge_by_inputs(file, &args.attention, [&a, &b], &mut pairs)?;
             // Outputs say what they were computed with, inputs what they were made for.
             let mut asked: Vec<&TensorFile> = Vec::new();
             for one in [&a, &b, file] {
@@ -243,7 +248,7 @@ impl Pair {
     }
 }
 
-/// A tensor's values and shape, rank 4 tensors in BSHD order, others with leading ones.
+/// A tensor's values and shape: rows of heads in BSHD order, others with leading ones.
 fn read_bshd(
     file: &TensorFile,
     args: &AttentionArgs,
@@ -253,19 +258,20 @@ fn read_bshd(
     let stored = &file.entry(name)?.shape;
     let refuse =
         |need: &str| InputError::Shape { name: name.to_owned(), got: stored.clone(), need: need.to_owned() };
-    if name == "lse" && stored.len() != 3 {
-        return Err(refuse("lse must be [batch, heads, seqlen_q]"));
+    let rank = stored.len();
+    if name == "lse" && !(2..=3).contains(&rank) {
+        return Err(refuse("lse must be [batch, heads, seqlen_q], or [heads, total_q] of packed sequences"));
     }
-    if stored.len() > 4 {
+    if rank > 4 {
         return Err(refuse("tensors of rank 4 at most are compared"));
     }
     let mut shape = [1usize; 4];
-    shape[4 - stored.len()..].copy_from_slice(stored);
+    shape[4 - rank..].copy_from_slice(stored);
     let values = file.read_f64(name)?;
-    if stored.len() < 4 {
+    if rank < 3 || rank == 3 && !ROWS.contains(&name) {
         return Ok((shape, values));
     }
-    if layout == fa_core::TensorLayout::Bhsd {
+    if layout == TensorLayout::Bhsd {
         shape.swap(1, 2);
     }
     Ok((shape, attention::to_bshd(&values, shape, layout)))
@@ -294,12 +300,13 @@ fn judge_by_inputs(
     file: &TensorFile,
     args: &AttentionArgs,
     [a, b]: [&TensorFile; 2],
-    pairs: &[Pair],
+    pairs: &mut [Pair],
 ) -> anyhow::Result<(Problem, Vec<Row>)> {
-    let backward = pairs.iter().any(|pair| ["dq", "dk", "dv"].contains(&pair.name.as_str()));
+    let gradients = ["dq", "dk", "dv", "dsinks"];
+    let backward = pairs.iter().any(|pair| gradients.contains(&pair.name.as_str()));
     let inputs = AnyInputs::read(file, args, backward)?;
     let posed = with_inputs!(&inputs, inputs => inputs.problem);
-    for pair in pairs {
+    for pair in pairs.iter() {
         let Some(need) = shape_in(&posed, &pair.name).filter(|need| *need != pair.shape) else { continue };
         // LSE has no axis of the head dim, which stands first as 1.
         let (axes, from) = if pair.is_lse() { ("heads, seqlen_q", 1) } else { ("seqlen, heads, dim", 0) };
@@ -315,10 +322,16 @@ fn judge_by_inputs(
             InputError::Shape { name: pair.name.clone(), got: pair.shape[from..].to_vec(), need }.into()
         );
     }
-    let (problem, references) = progress::spinner(
-        "computing in f64",
-        || with_inputs!(&inputs, inputs => references(inputs).map(|found| (inputs.problem, found))),
-    )?;
+    let (problem, sequences) = with_inputs!(&inputs, inputs => (inputs.problem, &inputs.sequences));
+    let mut references =
+        progress::spinner("computing in f64", || with_inputs!(&inputs, inputs => references(inputs)))?;
+    // What the rows hold that no sequence has is nobody's business.
+    for pair in pairs.iter_mut() {
+        let Some(reference) = references.get_mut(pair.name.as_str()) else { continue };
+        for values in [&mut pair.a, &mut pair.b, &mut reference.exact, &mut reference.low] {
+            blank_unused(&pair.name, values, pair.shape, sequences);
+        }
+    }
     let mut rows = Vec::new();
     for pair in pairs {
         let Some(Reference { exact, low, noise }) = references.get(pair.name.as_str()) else {
@@ -337,12 +350,28 @@ fn judge_by_inputs(
     Ok((problem, rows))
 }
 
+/// Zeroes the rows of an output that no sequence has.
+fn blank_unused(name: &str, values: &mut [f64], shape: [usize; 4], sequences: &Sequences) {
+    let (q_rows, k_rows) = (sequences.q_rows.as_deref(), sequences.k_rows.as_deref());
+    let [_, batch, heads, seqlen] = shape;
+    match name {
+        "out" | "dq" => blank(values, shape, TensorLayout::Bshd, q_rows, 0.0),
+        "dk" | "dv" => blank(values, shape, TensorLayout::Bshd, k_rows, 0.0),
+        "lse" => blank(values, [batch, seqlen, heads, 1], TensorLayout::Bhsd, q_rows, 0.0),
+        _ => {}
+    }
+}
+
 /// The shape of an output of `problem`, as [`Pair::shape`]; `None` for other tensors.
 fn shape_in(problem: &Problem, name: &str) -> Option<[usize; 4]> {
     use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
     match name {
         "out" => Some(out_shape(problem)),
-        "lse" => Some([1, problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()]),
+        "lse" => {
+            let [batch, seqlen, heads, _] = out_shape(problem);
+            Some([1, batch, heads, seqlen])
+        }
+        "dsinks" => Some([1, 1, 1, problem.heads_q]),
         "dq" => Some(q_shape(problem)),
         "dk" => Some(k_shape(problem)),
         "dv" => Some(v_shape(problem)),
@@ -356,20 +385,24 @@ fn references<T: Element + Stored>(
     fn widen<T: Stored>(values: &[T]) -> Vec<f64> {
         values.iter().map(|&value| value.to_f64()).collect()
     }
-    let problem = &inputs.problem;
+    let (problem, extras) = (&inputs.problem, &inputs.sides.extras());
     let [q, k, v] = inputs.views()?;
-    let exact = reference::forward(problem, &q, &k, &v)?;
-    let low = low_precision::forward(problem, &q, &k, &v)?;
+    let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
+    let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
     let mut references = BTreeMap::from([
         ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
         ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
     ]);
     if let Some(dout) = inputs.dout_view()? {
-        let exact = reference::backward(problem, &q, &k, &v, &dout)?;
-        let low = low_precision::backward(problem, &q, &k, &v, &dout)?;
+        let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
+        let low = low_precision::backward_extras(problem, extras, &q, &k, &v, &dout)?;
         references.insert("dq", Reference { exact: exact.dq, low: widen(&low.dq), noise: exact.dq_noise });
         references.insert("dk", Reference { exact: exact.dk, low: widen(&low.dk), noise: exact.dk_noise });
         references.insert("dv", Reference { exact: exact.dv, low: widen(&low.dv), noise: exact.dv_noise });
+        if problem.score.sinks {
+            let (low, noise) = (widen(&low.dsinks), exact.dsinks_noise);
+            references.insert("dsinks", Reference { exact: exact.dsinks, low, noise });
+        }
     }
     Ok(references)
 }

@@ -7,12 +7,15 @@ use anyhow::Context;
 use clap::Args;
 use fa_attn::atomic_file;
 use fa_attn::device::Half;
-use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
+use fa_core::{Alibi, Arch, Dtype, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
 use fa_emu::mutate::{self, Statement};
 use fa_emu::record::{Attempt, Candidate, Record, prove, today};
 use fa_emu::sample::sample;
-use fa_emu::sweep::{SEEDS, Trials, distinct};
-use fa_emu::{Counters, Emulator, Finding, Options, Pace, Placing, Planned, Proof, Trial, Unit, timeline};
+use fa_emu::sweep::{SEEDS, Trials};
+use fa_emu::{
+    Batch, Counters, Emulator, Extras, Finding, Lie, Options, Pace, Placing, Planned, Proof, Trial, Unit,
+    timeline,
+};
 use fa_kernels::Headers;
 use fa_lab::grid::{Arrangement, Case, Extent};
 use fa_lab::shape::HeadDim;
@@ -39,6 +42,32 @@ pub struct EmulateArgs {
     /// Independent sequences
     #[arg(long, default_value_t = 1)]
     pub batch: usize,
+    /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths
+    /// [default for kernels that do: 300,77,0,129,1x300,40x0,200x513]
+    #[arg(long, value_name = "N[xM],...", value_delimiter = ',', conflicts_with_all = ["seqlen", "batch"])]
+    pub lengths: Vec<Seqlen>,
+    /// How the queries of sequences of different lengths lie
+    #[arg(long, value_name = "ROWS", default_value = "packed")]
+    pub rows_q: Rows,
+    /// How their keys lie, unless in pages
+    #[arg(long, value_name = "ROWS", default_value = "packed")]
+    pub rows_k: Rows,
+    /// Keys in pages of so many, by the kernel's form that reads pages [default for kernels that do: 16]
+    #[arg(long, value_name = "N", conflicts_with = "rows_k")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub page: Option<u32>,
+    /// By how many rows tensors and bounds exceed the sequences; a kernel must not touch those rows
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub slack: usize,
+    /// Several CTAs share a row's keys: the kernel's split form
+    #[arg(long)]
+    pub split: bool,
+    /// ALiBi slopes, per_head or per_sequence_head: the kernel's form that has them
+    #[arg(long, value_name = "SLOPES", value_parser = parse_alibi)]
+    pub alibi: Option<Alibi>,
+    /// A sink for each head: the kernel's form that has them
+    #[arg(long)]
+    pub sinks: bool,
     /// Query heads, and key/value heads if fewer
     #[arg(long, value_name = "Q[:KV]", default_value = "2")]
     pub heads: Heads,
@@ -82,7 +111,8 @@ pub struct EmulateArgs {
     /// The cases that `fa validate` tries a configuration on, in place of one problem
     #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
     pub grid: bool,
-    /// Every shipped kernel at awkward shapes, but those that the record knows; it is written
+    /// Every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
+    /// but those that the record knows; it is written
     #[arg(long, conflicts_with_all = ["spec", "mutate"])]
     pub shipped: bool,
     /// So many of the planner's other configurations at awkward shapes: others each day
@@ -115,6 +145,7 @@ Examples:
   fa emulate my.ron --seqlen 113x203 --heads 4:2 --seed 7 --json
   fa emulate my.ron --grid                                 the cases of fa validate --all-configs
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
+  fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --mutate                                      is every barrier missed when it is gone?
 
@@ -124,6 +155,35 @@ reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, 
 It says
 nothing about speed, spills, and the rounding within a tensor core.
 Exit code 1 when anything is found.";
+
+/// How the rows of one side lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Rows {
+    /// End to end
+    Packed,
+    /// End to end, in rooms of which a part is used
+    PackedUsed,
+    /// In a room of equal size for each sequence, of which a part is used
+    Padded,
+}
+
+impl Rows {
+    fn lie(self) -> Lie {
+        match self {
+            Rows::Packed => Lie::Packed,
+            Rows::PackedUsed => Lie::PackedUsed,
+            Rows::Padded => Lie::Padded,
+        }
+    }
+}
+
+fn parse_alibi(text: &str) -> Result<Alibi, String> {
+    let all = [Alibi::PerHead, Alibi::PerSequenceHead];
+    all.into_iter().find(|own| own.name() == text).ok_or_else(|| {
+        let names = all.map(Alibi::name).join(" or ");
+        format!("slopes are {names}")
+    })
+}
 
 /// One run.
 #[derive(Debug, Serialize)]
@@ -169,7 +229,7 @@ pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
         Some(path) => {
             let (spec, arch) = read(args, path)?;
             if args.mutate {
-                let case = fa_emu::sweep::Case { problem: problem(args, &spec)?, placing: placing(args) };
+                let case = case(args, &spec)?;
                 let subject = mutate::Subject { spec, arch, case };
                 return mutations(args, &emulator, vec![("the kernel", vec![subject])]);
             }
@@ -179,7 +239,13 @@ pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
 }
 
 fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {
-    let spec = fa_lab::spec_file::read_spec(path)?;
+    let mut spec = fa_lab::spec_file::read_spec(path)?;
+    spec.reads.paged |= args.page.is_some();
+    spec.reads.varied |= spec.reads.paged || !args.lengths.is_empty();
+    spec.score.alibi |= args.alibi.is_some();
+    spec.score.sinks |= args.sinks;
+    spec.split |= args.split;
+    spec.check()?;
     let shipped =
         std::fs::read_to_string(path).ok().and_then(|text| fa_core::ShippedSpec::from_ron(&text).ok());
     let named = shipped.and_then(|shipped| shipped.archs.first().copied());
@@ -191,7 +257,34 @@ fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {
     Ok((spec, arch))
 }
 
-fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
+/// The problem that was asked for, its layout, and lengths, slopes and sinks where it has them.
+fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<fa_emu::sweep::Case> {
+    let batch = batch(args, spec);
+    let lengths = match &batch {
+        Some(batch) => batch.lengths(),
+        None => Lengths::uniform(args.batch, args.seqlen.q, args.seqlen.k),
+    };
+    let problem = problem(args, spec, lengths)?;
+    let placing = Placing { layout: args.layout, gap: args.gap };
+    let extras = batch.map_or_else(|| Extras::NONE.with_mods(&problem), |batch| batch.extras(&problem));
+    Ok(fa_emu::sweep::Case { problem, placing, extras })
+}
+
+/// The sequences that were asked for, for a kernel that reads their lengths.
+fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Option<Batch> {
+    if !spec.reads.varied {
+        return None;
+    }
+    let sequences = if args.lengths.is_empty() {
+        fa_emu::batches::LENGTHS.to_vec()
+    } else {
+        args.lengths.iter().map(|own| (own.q, own.k)).collect()
+    };
+    let k = if spec.reads.paged { Lie::Paged(args.page.unwrap_or(16) as usize) } else { args.rows_k.lie() };
+    Some(Batch { sequences, q: args.rows_q.lie(), k, slack: args.slack })
+}
+
+fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {
     let given = args.mask.mask();
     let mask = match spec.mask {
         _ if !given.is_full() => given,
@@ -202,7 +295,7 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
     let (head_dim, head_dim_v) =
         args.headdim.map_or((spec.head_dim as usize, spec.head_dim_v as usize), |dims| (dims.qk, dims.v));
     let problem = Problem {
-        lengths: Lengths::uniform(args.batch, args.seqlen.q, args.seqlen.k),
+        lengths,
         heads_q: args.heads.q,
         heads_kv: args.heads.kv,
         head_dim,
@@ -210,7 +303,11 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
         mask,
         types: spec.types,
         softmax_scale: args.scale,
-        score: ScoreMod::softcap_or_none(args.softcap.or_else(|| spec.score.softcap.then_some(15.0))),
+        score: ScoreMod {
+            softcap: args.softcap.or_else(|| spec.score.softcap.then_some(15.0)),
+            alibi: spec.score.alibi.then(|| args.alibi.unwrap_or(Alibi::PerHead)),
+            sinks: spec.score.sinks,
+        },
     };
     problem.check()?;
     // What takes seconds of emulation takes a GPU microseconds.
@@ -229,15 +326,13 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Problem> {
     Ok(problem)
 }
 
-fn placing(args: &EmulateArgs) -> Placing {
-    Placing { layout: args.layout, gap: args.gap }
-}
-
 fn one(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) -> anyhow::Result<Verdict> {
-    let problem = problem(args, spec)?;
+    let case = case(args, spec)?;
+    let problem = case.problem;
     let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &Headers::embedded()))?;
-    let trial =
-        progress::spinner("computing in f64", || Trial::new(&problem, spec.kernel.pass(), placing(args)));
+    let trial = progress::spinner("computing in f64", || {
+        Trial::with(&problem, spec.kernel.pass(), case.placing, &case.extras)
+    });
     let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
     let mut runs = Vec::new();
     for &seed in seeds {
@@ -344,7 +439,13 @@ fn trial_of(case: &Case) -> anyhow::Result<Trial> {
         Dtype::F16 => bits::<half::f16>(case),
         _ => bits::<half::bf16>(case),
     };
-    Ok(Trial::of_values(&case.problem, case.pass, Placing { layout, gap }, &values))
+    Ok(Trial::of_values(
+        &case.problem,
+        case.pass,
+        Placing { layout, gap },
+        &Extras::NONE.with_mods(&case.problem),
+        &values,
+    ))
 }
 
 fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<Proof> {
@@ -388,7 +489,7 @@ fn text(report: &Report, sms: u32, spec: &KernelSpec) -> String {
             out += &format!("  {}\n", fault.replace('\n', "\n  "));
         }
         for Value { tensor, found } in run.values.iter().filter(|_| run.passed) {
-            out += &format!("  {tensor:<5}{found}\n");
+            out += &format!("  {tensor:<7}{found}\n");
         }
     }
     if let Some(run) = report.runs.iter().find(|run| run.passed) {
@@ -423,13 +524,8 @@ fn workers(args: &EmulateArgs) -> usize {
 }
 
 fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
-    let files = fa_kernels::specs::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
-    let mut candidates = Vec::new();
-    for file in files {
-        for arch in distinct(&file.shipped.spec, &file.shipped.archs) {
-            candidates.push(Candidate { name: file.path.to_owned(), spec: file.shipped.spec.clone(), arch });
-        }
-    }
+    let candidates =
+        fa_emu::shipped::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
     let record = Record::read(&args.record);
     let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();

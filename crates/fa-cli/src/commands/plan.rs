@@ -18,7 +18,8 @@ use crate::page;
 use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
 use crate::plan::guide::GuideArgs;
 use crate::plan::planned::Planned;
-use crate::plan::tried::{self, Tried, TriedReport};
+use crate::plan::tried::{Tried, TriedReport};
+use crate::plan::why::why_text as answer;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use clap::{Args, ValueEnum};
@@ -43,7 +44,8 @@ pub struct PlanArgs {
     pub problem: ProblemArgs,
     /// Read the problem from a RON file instead
     #[arg(long = "problem", value_name = "FILE", conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap"
+        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "headdim", "causal", "window", "dtype", "softcap",
+        "alibi", "sinks", "packed", "page", "used_q", "used_k"
     ])]
     pub problem_file: Option<PathBuf>,
     /// GPU architecture: sm80, sm86, sm89, sm90, sm100, sm103, sm120, sm121
@@ -93,6 +95,8 @@ Examples:
   fa plan --headdim 192-128 --mode bwd -n 5 --json
   fa plan --headdim 128 --why tile_n=192
   fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html
+  fa plan --batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks
+  fa plan --batch 64 --heads 32:8 --seqlen 1x8192 --packed 64 --page 16
   fa plan --guide --headdim 192-128 --mode bwd --explain";
 
 /// Plans that a table shows by default.
@@ -182,7 +186,7 @@ fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> Strin
 }
 
 fn problem(args: &PlanArgs) -> anyhow::Result<Problem> {
-    let Some(path) = &args.problem_file else { return Ok(args.problem.problem()?) };
+    let Some(path) = &args.problem_file else { return args.problem.problem() };
     let text = read_text(path)?;
     let problem: Problem = ron::from_str(&text)
         .map_err(|e| InputError::Usage(format!("{} holds no problem: {e}", path.display())))?;
@@ -274,7 +278,7 @@ fn heading(arch: Arch, problem: &Problem) -> String {
 fn why_text(report: &WhyReport) -> String {
     let mut text = heading(report.arch, &report.problem);
     if let Some(why) = &report.forward {
-        text += &tried::why_text(why);
+        text += &answer(why);
     }
     if let Some(why) = &report.backward {
         text += &why.text();

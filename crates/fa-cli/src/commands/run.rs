@@ -16,6 +16,7 @@ use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{self, Calls, Outputs};
 use crate::flags::{AttentionArgs, Backend, CpuArgs};
 use crate::safetensors::{self, Stored, TensorFile};
+use crate::sequences::blank;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output::{self, si};
 use crate::term::progress;
@@ -25,10 +26,11 @@ use clap::Args;
 #[derive(Debug, Args)]
 #[command(after_help = RUN_EXAMPLES)]
 pub struct RunArgs {
-    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16
+    /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16; cu_seqlens_q,
+    /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged
     pub input: PathBuf,
-    /// Where to write out and lse (with --backward also dq, dk, dv); replaced in one step when all is
-    /// computed
+    /// Where to write out and lse (with --backward also dq, dk, dv, and dsinks where there are sinks);
+    /// replaced in one step when all is computed
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
     #[command(flatten)]
@@ -63,11 +65,25 @@ Examples:
   fa run qkv.safetensors --causal --backward -o grads.safetensors --threads 8
   fa run qkv.safetensors --causal --backward --backend cuda --deterministic -o grads.safetensors
   fa run qkv.safetensors --causal --tune -o out.safetensors
+  fa run examples/packed-causal.safetensors --causal --backward -o grads.safetensors
+  fa run examples/decode-paged.safetensors --causal -o out.safetensors
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
 heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
 heads_q, seqlen_q] (natural logarithm). Masks are aligned at the bottom right: query i sits on key i + \
-seqlen_k - seqlen_q.";
+seqlen_k - seqlen_q.
+
+Tensors beside them, found by name:
+  cu_seqlens_q, cu_seqlens_k   i32 [batch + 1], the sequences' starts: q (k and v) are then [total, heads, \
+dim], lse [heads_q, total_q]
+  seqused_q, seqused_k         i32 [batch], rows in use of each sequence (cache_seqlens is seqused_k)
+  page_table                   i32 [batch, pages of a sequence]: k and v are then a cache [pages, page, \
+heads_kv, dim], and cache_seqlens says how long each sequence is
+  alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope times the distance from \
+the diagonal
+  sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it
+
+Rows that belong to no sequence are written as out = 0, lse = -inf and gradients of 0.";
 
 /// What is printed.
 #[derive(Debug, Serialize)]
@@ -227,6 +243,8 @@ fn compute<T: Element + Stored>(
         let forward_time = calls.forward(inputs, &mut outputs)?;
         anyhow::Ok((forward_time, calls.backward(inputs, &mut outputs)?))
     })?;
+    outputs.settle(inputs);
+    let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
     let kernel_backward = calls.backward.as_ref().and_then(Call::spec).map(ToString::to_string);
     let mut report = Report {
         input: args.input.clone(),
@@ -236,8 +254,8 @@ fn compute<T: Element + Stored>(
         cpu_plan: calls.forward.cpu_plan()?.map(|plan| CpuPlan { tile_m: plan.tile_m, tile_n: plan.tile_n }),
         engine: calls.forward.report(),
         kernel_backward,
-        forward: Timing::new(forward_time, problem.flops_forward()),
-        backward: backward_time.map(|time| Timing::new(time, problem.flops_backward())),
+        forward: Timing::new(forward_time, flops(Problem::flops_forward)),
+        backward: backward_time.map(|time| Timing::new(time, flops(Problem::flops_backward))),
         difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
         output: target.map(|target| target.path().to_owned()),
         tuned: Vec::new(),
@@ -272,11 +290,13 @@ fn difference_from_own_out<T: Element + Stored>(
     let shape = fa_cpu::check::out_shape(&inputs.problem);
     let [b, s, h, d] = shape;
     let stored = inputs.layout.shape(b, s, h, d);
-    if !file.has("out") || file.entry("out")?.shape != stored {
+    let rank = file.entry("q")?.shape.len();
+    if !file.has("out") || file.entry("out")?.shape != stored[4 - rank..] {
         return Ok(None);
     }
     let ours = attention::to_bshd(&outputs.output.out.data, shape, inputs.layout);
-    let theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
+    let mut theirs = attention::to_bshd(&file.read_f64("out")?, shape, inputs.layout);
+    blank(&mut theirs, shape, TensorLayout::Bshd, inputs.sequences.q_rows.as_deref(), 0.0);
     let found = compare::compare::<T, T>(shape, inputs.problem.types.qkv, &ours, &theirs, None)?;
     Ok(Some(Difference::of(&found)))
 }

@@ -12,7 +12,8 @@ use fa_planner::{HeadDims, Mode};
 use serde::Serialize;
 
 use crate::flags::PlanFamily;
-use crate::plan::tried::{self, Tried, TriedReport};
+use crate::plan::tried::{Tried, TriedReport};
+use crate::plan::why::why_lines;
 use crate::term::failure::InputError;
 
 /// What was tried for a backward.
@@ -114,7 +115,7 @@ impl Backward {
 impl BackwardWhy {
     /// For people.
     pub fn text(&self) -> String {
-        let mut text = tried::why_lines(&self.query, &self.feasible, self.rejected.len());
+        let mut text = why_lines(&self.query, &self.feasible, self.rejected.len());
         for Rejected { spec, reason } in &self.rejected {
             writeln!(text, "rejected  {spec}: {reason}").expect("writing to a string cannot fail");
         }

@@ -11,10 +11,10 @@ use fa_planner::occupancy::Occupancy;
 use fa_planner::plan::{self, Plan, PlanOptions, PlanSet};
 use fa_planner::smem::SmemPlan;
 use fa_planner::tally::{Tally, tally};
-use fa_planner::why::{Ranked, Why};
 use serde::Serialize;
 
 use crate::flags::PlanFamily;
+use crate::plan::splits;
 use crate::term::failure::InputError;
 use crate::term::output::{self, si};
 
@@ -218,9 +218,16 @@ impl Tried {
         let mut text = format!("{:<10}{} of {tried} candidates fit\n", pass.name(), fits.len());
         if let Some(best) = fits.first() {
             text.push('\n');
-            text += &table(&fits[..fits.len().min(limit)], arch);
+            let moves_bytes = pass == Pass::Forward && splits::moves_bytes(problem);
+            text += &table(&fits[..fits.len().min(limit)], arch, moves_bytes.then(|| problem.bytes(pass)));
             text.push('\n');
             text += &account(best, problem, pass, arch);
+            if let Tried::Kernels(PlanSet { plans, .. }) = self
+                && pass == Pass::Forward
+                && let Some(reason) = splits::reason(&plans[0], problem, arch)
+            {
+                line(&mut text, "splits", &reason);
+            }
         }
         for LimitReport { limit, count, nearest, reason } in self.limits() {
             line(&mut text, "rejected", &format!("{count} by {limit}, nearest {nearest}: {reason}"));
@@ -233,9 +240,12 @@ fn line(text: &mut String, name: &str, value: &str) {
     writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
 }
 
-fn table(fits: &[Fit], arch: Arch) -> String {
+/// The plans, with the rate at which they move `bytes` where that is what counts, and with splits where one
+/// has any.
+fn table(fits: &[Fit], arch: Arch, bytes: Option<f64>) -> String {
     let peak = arch.limits().peak_tensor_flops() / 1e12;
-    let mut table = output::table(&[
+    let has_splits = fits.iter().any(|fit| fit.cost.splits > 1);
+    let mut headers = vec![
         "#",
         "tile_m",
         "tile_n",
@@ -247,10 +257,13 @@ fn table(fits: &[Fit], arch: Arch) -> String {
         "TFLOP/s",
         "of peak",
         "bottleneck",
-    ]);
+    ];
+    headers.extend(bytes.map(|_| "GB/s"));
+    headers.extend(has_splits.then_some("splits"));
+    let mut table = output::table(&headers);
     for (rank, fit) in fits.iter().enumerate() {
         let regs: u32 = fit.regs.iter().map(|(_, n)| n).sum();
-        table.add_row([
+        let mut row = vec![
             (rank + 1).to_string(),
             fit.tile_m.to_string(),
             fit.tile_n.to_string(),
@@ -262,7 +275,10 @@ fn table(fits: &[Fit], arch: Arch) -> String {
             format!("{:.1}", fit.cost.tflops),
             format!("{:.0} %", 100.0 * fit.cost.tflops / peak),
             fit.cost.bottleneck.name().to_owned(),
-        ]);
+        ];
+        row.extend(bytes.map(|bytes| format!("{:.0}", bytes / fit.cost.seconds / 1e9)));
+        row.extend(has_splits.then(|| fit.cost.splits.to_string()));
+        table.add_row(row);
     }
     output::table_text(&table)
 }
@@ -276,6 +292,12 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
     let flops = problem.flops(pass);
     let intensity = flops / problem.bytes(pass).max(1.0);
     line(&mut text, "work", &format!("{}, {intensity:.0} FLOP per byte", si(flops, "FLOP")));
+    if pass == Pass::Forward && splits::moves_bytes(problem) {
+        let (rate, most) = (problem.bytes(pass) / best.cost.seconds, limits.hbm_bytes_per_s);
+        let share = 100.0 * rate / most;
+        let rate = format!("{:.0} GB/s, {share:.0} % of the memory's {:.0}", rate / 1e9, most / 1e9);
+        line(&mut text, "bandwidth", &rate);
+    }
     if !best.regs.is_empty() {
         let parts: Vec<String> = best.regs.iter().map(|(name, n)| format!("{name} {n}")).collect();
         let total: u32 = best.regs.iter().map(|(_, n)| n).sum();
@@ -324,32 +346,6 @@ pub fn prediction(cost: &Cost) -> String {
         cost.tiles,
         cost.slots
     )
-}
-
-/// Answers to `--why` in lines.
-pub fn why_text(why: &Why) -> String {
-    let mut text = why_lines(&why.query, &why.feasible, why.rejected.len());
-    for miss in &why.rejected {
-        line(&mut text, "rejected", &format!("{}: {}", miss.spec, miss.reason));
-    }
-    text
-}
-
-/// How many fit and how many do not, and the place of each that does.
-pub fn why_lines(query: &str, feasible: &[Ranked], rejected: usize) -> String {
-    let mut text = String::new();
-    line(&mut text, "why", &format!("{query}: {} fit, {rejected} do not", feasible.len()));
-    for ranked in feasible {
-        let cost = &ranked.plan.cost;
-        let place = if ranked.rank == 1 {
-            "the best".to_owned()
-        } else {
-            format!("rank {}, {:.2} times the best's time", ranked.rank, ranked.slowdown)
-        };
-        let about = format!("{place}, {:.0} TFLOP/s, waits for {}", cost.tflops, cost.bottleneck.name());
-        line(&mut text, "fits", &format!("{}: {about}", ranked.plan.spec));
-    }
-    text
 }
 
 /// Bytes as KiB.
@@ -425,6 +421,8 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             Some(format!("{} warps", k.num_warps)),
             Some(format!("{} stages", k.stages)),
             on("Q in regs", k.q_in_regs),
+            on("pack GQA", k.pack_gqa),
+            on("split", spec.split),
         ],
         Kernel::Sm90Fwd(k) => vec![
             Some(format!("{} wg", k.num_wg)),
@@ -433,6 +431,7 @@ fn knobs_of_spec(spec: &KernelSpec) -> String {
             Some(format!("{} stages", k.kv_stages)),
             on("ping-pong", k.ping_pong),
             on("pack GQA", k.pack_gqa),
+            on("split", spec.split),
         ],
         Kernel::Sm80Bwd(k) => {
             vec![

@@ -286,7 +286,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
     fa(&format!("plan --problem {}", text(&path))).good();
     for (from, to, part) in [
         ("batch", "batches", "batches"),
-        ("dtype: bf16", "dtype: bf16, sinks: 3", "sinks"),
+        ("dtype: bf16", "dtype: bf16, bias: 3", "bias"),
         ("bf16", "bf17", "bf17"),
         ("bf16", "bf17", "`f32`, `f16`, or `bf16`"),
         ("heads_kv: 2", "heads_kv: 3", "heads_kv = 3"),
@@ -320,7 +320,7 @@ fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
     refused(&fa("plan --spec /dev/zero"), &["/dev/zero", "longer than"], "a file without end");
     for (from, to, part) in [
         ("stages", "stagez", "stagez"),
-        ("mask: full", "mask: full, sinks: true", "sinks"),
+        ("mask: full", "mask: full, bias: true", "bias"),
         ("tile_n: 64", "tile_n: 60", "tile_n = 60"),
         ("bf16", "e4m3", "e4m3"),
         ("bf16", "half", "`f32`, `f16`, or `bf16`"),

@@ -79,6 +79,7 @@ pub fn write(path: &Path, tensors: &[Tensor], metadata: &[(&str, &str)]) {
             "F32" => Dtype::F32,
             "F16" => Dtype::F16,
             "BF16" => Dtype::BF16,
+            "I32" => Dtype::I32,
             "I64" => Dtype::I64,
             other => panic!("no dtype {other} here"),
         };
@@ -97,6 +98,7 @@ fn encode(dtype: &str, values: &[f64]) -> Vec<u8> {
         "F32" => values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect(),
         "F16" => values.iter().flat_map(|v| f16::from_f64(*v).to_le_bytes()).collect(),
         "BF16" => values.iter().flat_map(|v| bf16::from_f64(*v).to_le_bytes()).collect(),
+        "I32" => values.iter().flat_map(|v| (*v as i32).to_le_bytes()).collect(),
         "I64" => values.iter().flat_map(|v| (*v as i64).to_le_bytes()).collect(),
         other => panic!("no dtype {other} here"),
     }
@@ -113,6 +115,7 @@ pub fn read(path: &Path) -> HashMap<String, (String, Vec<usize>, Vec<f64>)> {
             Dtype::F32 => data.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b).into()).collect(),
             Dtype::F16 => data.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f64()).collect(),
             Dtype::BF16 => data.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f64()).collect(),
+            Dtype::I32 => data.as_chunks().0.iter().map(|b| i32::from_le_bytes(*b).into()).collect(),
             other => panic!("{name} is {other:?}"),
         };
         (name, (format!("{:?}", view.dtype()), view.shape().to_vec(), values))

@@ -6,6 +6,7 @@ mod check;
 mod common;
 mod files;
 mod manual;
+mod packed;
 mod plan;
 mod records;
 mod run;

@@ -277,3 +277,45 @@ fn flags_of_the_guide_and_of_a_problem_do_not_mix() {
         assert!(outcome.stderr.contains(part) && outcome.stdout.is_empty(), "{line}: {outcome:?}");
     }
 }
+
+#[test]
+fn decode_shows_its_bandwidth_and_why_keys_are_split() {
+    let text = fa("plan --batch 64 --seqlen 1x4096 --heads 32:8 -n 3").good();
+    for part in ["GB/s", "bandwidth ", "of the memory's 3350", "splits    none: 512 tiles on 132 SMs"] {
+        assert!(text.contains(part), "'{part}' is not in\n{text}");
+    }
+    let json = fa("plan --batch 64 --seqlen 1x4096 --heads 32:8 -n 1 --json").json();
+    let cost = &json["forward"]["plans"][0]["cost"];
+    assert_eq!(cost["splits"], 1);
+    assert!(cost["bytes_per_s"].as_f64().is_some_and(|rate| rate > 2.5e12), "{cost}");
+    let prefill = fa("plan --seqlen 4096 --causal").good();
+    assert!(!prefill.contains("GB/s") && !prefill.contains("splits"), "{prefill}");
+}
+
+#[test]
+fn packed_and_paged_problems_have_flags() {
+    // Nothing fits where the kernels lack the code, and the problem is printed all the same.
+    let problem = |flags: &str| {
+        let out = fa(&format!("plan --json -n 1 {flags}")).stdout;
+        serde_json::from_str::<serde_json::Value>(&out).expect("JSON")["problem"].clone()
+    };
+    let packed = problem("--batch 8 --seqlen 2048 --packed 4096,8192 --used-k --alibi --sinks");
+    for (field, value) in [("total_q", 4096), ("total_k", 8192), ("seqlen_q", 2048), ("batch", 8)] {
+        assert_eq!(packed[field], value, "{packed}");
+    }
+    assert!(packed["used_k"] == true && packed["alibi"] == "per_head" && packed["sinks"] == true, "{packed}");
+    let paged = problem("--batch 8 --seqlen 1x1000 --packed 8 --page 16 --alibi=per-sequence-head");
+    for (field, value) in [("total_q", 8), ("page", 16), ("pages", 8 * 63), ("seqlen_k", 1000)] {
+        assert_eq!(paged[field], value, "{paged}");
+    }
+    assert_eq!(paged["alibi"], "per_sequence_head");
+    for (flags, part) in [
+        ("--page 16 --packed 4,64", "--page and 64 packed keys"),
+        ("--page 0", "page of 0 keys"),
+        ("--alibi=both", "per-head or per-sequence-head"),
+        ("--page 16 --mode bwd", "keys in pages of 16 rows have no backward"),
+    ] {
+        let out = fa(&format!("plan {flags}"));
+        assert!(out.code == 2 && out.stderr.contains(part), "{flags}: {}", out.stderr);
+    }
+}

@@ -69,11 +69,13 @@ from_value! {
 }
 
 /// Declares the parameters of a kernel: `name: type = default`, and for numbers the rule that each obeys on
-/// its own, `=> range(least, most)` or `=> multiple(step, most)`.
+/// its own, `=> range(least, most)` or `=> multiple(step, most)`. A switch that is newer than
+/// specs on disk has `#[serde(default, skip_serializing_if = "..")]`: its text is left out where it is off.
 macro_rules! kernel_params {
     ($(#[doc = $doc:literal])+ pub struct $kernel:ident {
         $(
             $(#[doc = $field_doc:literal])+
+            $(#[serde($($serde:tt)+)])?
             $field:ident: $type:ty = $default:expr $(=> $rule:ident($($limit:expr),+))?,
         )+
     }) => {
@@ -81,7 +83,7 @@ macro_rules! kernel_params {
         #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
         #[serde(deny_unknown_fields)]
         pub struct $kernel {
-            $($(#[doc = $field_doc])+ pub $field: $type,)+
+            $($(#[doc = $field_doc])+ $(#[serde($($serde)+)])? pub $field: $type,)+
         }
 
         impl Default for $kernel {

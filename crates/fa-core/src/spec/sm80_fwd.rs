@@ -32,6 +32,9 @@ kernel_params! {
         loop_split: bool = true,
         /// Last query tiles first, so that the causal mask's longest tiles start earliest.
         reverse_blocks: bool = true,
+        /// Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pack_gqa: bool = false,
     }
 }
 
@@ -53,7 +56,7 @@ impl Sm80Fwd {
             cluster: 1,
             scheduler: Scheduler::PerTile,
             tile_order: if self.reverse_blocks { TileOrder::LongestFirst } else { TileOrder::Natural },
-            packs_gqa: false,
+            packs_gqa: self.pack_gqa,
         }
     }
 
@@ -72,6 +75,7 @@ impl Sm80Fwd {
             fast_math,
             loop_split,
             reverse_blocks,
+            pack_gqa,
         } = self;
         vec![
             (true, format!("w{num_warps}")),
@@ -84,6 +88,7 @@ impl Sm80Fwd {
             (*fast_math, "fast".into()),
             (*loop_split, "split".into()),
             (*reverse_blocks, "rev".into()),
+            (*pack_gqa, "pack".into()),
         ]
     }
 }

@@ -163,17 +163,24 @@ fn a_spec_serves_what_its_kernel_computes() {
 
 #[test]
 fn packed_heads_must_divide_the_tile() {
-    let packed = Kernel::Sm90Fwd(Sm90Fwd { tile_m: 128, pack_gqa: true, ..Sm90Fwd::default() });
-    let packed = KernelSpec { kernel: packed, ..sm90() };
+    let kernels = [
+        Kernel::Sm90Fwd(Sm90Fwd { tile_m: 128, pack_gqa: true, ..Sm90Fwd::default() }),
+        Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, pack_gqa: true, ..Sm80Fwd::default() }),
+    ];
     let of = |heads_q, heads_kv| Problem {
         heads_q,
         heads_kv,
         ..Problem::square(1, 64, 1, 128, Mask::CAUSAL, Dtype::F16)
     };
-    assert_eq!(packed.serves(&of(8, 1)), Ok(()));
-    let error = packed.serves(&of(6, 1)).expect_err("6 does not divide 128").to_string();
-    assert!(error.contains("6 query heads") && error.contains("tile_m = 128"), "{error}");
-    assert!(packed.serves(&of(6, 0)).is_err());
+    for kernel in kernels {
+        let packed = KernelSpec { kernel, ..sm90() };
+        assert_eq!(packed.serves(&of(8, 1)), Ok(()));
+        let error = packed.serves(&of(6, 1)).expect_err("6 does not divide 128").to_string();
+        assert!(error.contains("6 query heads") && error.contains("tile_m = 128"), "{error}");
+        assert!(packed.serves(&of(6, 0)).is_err());
+        assert!(packed.to_string().ends_with("-pack") && packed.to_ron().contains("pack_gqa: true"));
+        assert_eq!(KernelSpec::from_ron(&packed.to_ron()), Ok(packed));
+    }
     assert_eq!(sm90().serves(&of(6, 1)), Ok(()));
 }
 
@@ -201,7 +208,8 @@ fn parameters_are_those_of_the_text_in_its_order() {
         let text = spec.to_ron();
         let mut rest = text.as_str();
         // Of the parameters of all kernels, those that came later are written where they are on.
-        let later = ["varied", "paged", "alibi", "sinks", "split"];
+        let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
+        later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
         let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
         assert_eq!(params.len(), spec.params().len() - later.len());

@@ -65,7 +65,7 @@ pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>)
     for (index, cut) in cuts.iter().enumerate() {
         items.extend((0..cut.parts).map(|part| (index, part)));
     }
-    if !problem.lengths.is_uniform() {
+    if !batch.is_even() {
         // Most work first.
         let weight = |&(cut, _): &(usize, usize)| (cuts[cut].band.pairs() / cuts[cut].parts as f64) as u64;
         items.sort_by_cached_key(|item| std::cmp::Reverse(weight(item)));

@@ -55,7 +55,7 @@ impl Sizes {
 /// Cuts all units. A head of long sequences is cut over its keys, which costs a dQ for each part, only as far
 /// as every worker has something to do.
 pub(super) fn cuts(problem: &Problem, batch: &Batch<'_>, tile_m: usize, workers: usize) -> Vec<Cut> {
-    let uniform = problem.lengths.is_uniform();
+    let uniform = batch.is_even();
     let band = |sequence| Band::new(problem.mask, sequence);
     let cost = |band: &Band| band.pairs() + (band.q + band.k) as f64;
     let total = match uniform {
@@ -65,7 +65,7 @@ pub(super) fn cuts(problem: &Problem, batch: &Batch<'_>, tile_m: usize, workers:
         false => batch.sequences.iter().map(|sequence| cost(&band(sequence))).sum(),
     };
     let heads = batch.sequences.len() * problem.heads_kv;
-    let even = uniform && (heads.is_multiple_of(workers) || heads >= 4 * workers);
+    let even = workers == 1 || uniform && (heads.is_multiple_of(workers) || heads >= 4 * workers);
     let (mut cuts, mut partial) = (Vec::with_capacity(heads), 0);
     for (index, sequence) in batch.sequences.iter().enumerate() {
         let band = band(sequence);

@@ -75,12 +75,13 @@ pub(super) fn items(
     let band = |unit: &Unit| Band::new(problem.mask, &batch.sequences[unit.sequence]);
     // Reading the rows costs as well.
     let cost = |band: &Band| band.pairs() + (band.q + band.k) as f64;
-    let costs: Vec<f64> = match problem.lengths.is_uniform() {
+    let is_even = batch.is_even();
+    let costs: Vec<f64> = match is_even {
         true => vec![units.first().map_or(0.0, |unit| cost(&band(unit))); units.len()],
         false => units.iter().map(|unit| cost(&band(unit))).collect(),
     };
     let total: f64 = costs.iter().sum();
-    let even = problem.lengths.is_uniform() && units.len().is_multiple_of(workers);
+    let even = workers == 1 || is_even && units.len().is_multiple_of(workers);
     let group = problem.group_size();
     let (mut found, mut largest) = (Vec::with_capacity(units.len()), 1);
     let mut shared = Vec::with_capacity(units.len());
@@ -104,7 +105,7 @@ pub(super) fn items(
             }));
         }
     }
-    if !(problem.mask.is_full() && problem.lengths.is_uniform()) {
+    if !(problem.mask.is_full() && is_even) {
         let weight = |item: &Item| {
             let band = band(&units[item.unit]);
             let panels = band.q.div_ceil(width);

@@ -1,10 +1,10 @@
 //! The oracle's gradients against central finite differences of its forward, all in f64.
 
-use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
-use fa_cpu::reference;
+use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
+use fa_cpu::{Extras, reference};
 use proptest::prelude::*;
 
-use crate::inputs::{Inputs, assert_close};
+use crate::inputs::{Inputs, Random, assert_close};
 
 /// Half the distance between the two points of a difference: the error is about its square plus 1e-16 over
 /// it.
@@ -70,5 +70,69 @@ proptest! {
         assert_close("dq", &gradients.dq, &differences(&problem, &inputs, |inputs| &mut inputs.q), TOLERANCE);
         assert_close("dk", &gradients.dk, &differences(&problem, &inputs, |inputs| &mut inputs.k), TOLERANCE);
         assert_close("dv", &gradients.dv, &differences(&problem, &inputs, |inputs| &mut inputs.v), TOLERANCE);
+    }
+}
+
+/// One of the inputs.
+type Select = fn(&mut Inputs<f64>) -> &mut Vec<f64>;
+
+/// `sum(O * dO)` with slopes and sinks.
+fn loss_of(problem: &Problem, inputs: &Inputs<f64>, slopes: &[f32], sinks: &[f32]) -> f64 {
+    let views = inputs.views(problem);
+    let extras = Extras { alibi_slopes: Some(slopes), sinks: Some(sinks), ..Extras::NONE };
+    let forward = reference::forward_extras(problem, &extras, &views.q, &views.k, &views.v).unwrap();
+    forward.out.iter().zip(&inputs.dout).map(|(out, dout)| out * dout).sum()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// The gradients of the sinks too: these are f32, so their step is one that f32 holds exactly.
+    #[test]
+    fn gradients_with_slopes_and_sinks_are_what_finite_differences_say(problem in problems(), seed: u64) {
+        let score = ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..problem.score };
+        let problem = Problem { score, ..problem };
+        let mut random = Random::new(seed);
+        let count = problem.lengths.sequences() * problem.heads_q;
+        let slopes: Vec<f32> = (0..count).map(|_| random.uniform() as f32).collect();
+        let eighths = (0..problem.heads_q).map(|_| (8.0 * random.normal()).round() as f32 / 8.0);
+        let sinks: Vec<f32> = eighths.collect();
+        let mut inputs = Inputs::<f64>::random(&problem, seed);
+        let views = inputs.views(&problem);
+        let extras = Extras { alibi_slopes: Some(&slopes), sinks: Some(&sinks), ..Extras::NONE };
+        let found =
+            reference::backward_extras(&problem, &extras, &views.q, &views.k, &views.v, &views.dout).unwrap();
+        let fields: [(&str, &[f64], Select); 3] = [
+            ("dq", &found.dq, |inputs| &mut inputs.q),
+            ("dk", &found.dk, |inputs| &mut inputs.k),
+            ("dv", &found.dv, |inputs| &mut inputs.v),
+        ];
+        for (name, gradient, select) in fields {
+            let differences: Vec<f64> = (0..gradient.len())
+                .map(|index| {
+                    let value = select(&mut inputs)[index];
+                    let mut at = |point: f64| {
+                        select(&mut inputs)[index] = point;
+                        loss_of(&problem, &inputs, &slopes, &sinks)
+                    };
+                    let slope = (at(value + STEP) - at(value - STEP)) / (2.0 * STEP);
+                    at(value);
+                    slope
+                })
+                .collect();
+            assert_close(name, gradient, &differences, TOLERANCE);
+        }
+        const SINK_STEP: f32 = 1.0 / 4096.0;
+        let differences: Vec<f64> = (0..sinks.len())
+            .map(|head| {
+                let at = |step: f32| {
+                    let mut sinks = sinks.clone();
+                    sinks[head] += step;
+                    loss_of(&problem, &inputs, &slopes, &sinks)
+                };
+                (at(SINK_STEP) - at(-SINK_STEP)) / (2.0 * f64::from(SINK_STEP))
+            })
+            .collect();
+        assert_close("dsinks", &found.dsinks, &differences, 1e-6);
     }
 }

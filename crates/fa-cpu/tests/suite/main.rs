@@ -10,3 +10,5 @@ mod laws;
 mod layers;
 mod pitfalls;
 mod tiled;
+mod varied;
+mod varied_laws;

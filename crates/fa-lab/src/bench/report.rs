@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::error::Result;
 use crate::judge::sample_rows::Judged;
-use crate::marks::Wanted;
+use crate::marks::{Unit, Wanted};
 use crate::peers::{Ceilings, Hello, Peers};
 use crate::record::{KernelRecord, Provenance};
 use crate::runner::Times;
@@ -80,9 +80,16 @@ pub struct Row {
     pub ms_median: f64,
     /// Milliseconds of the fastest launch.
     pub ms_min: f64,
-    /// TFLOP/s at the median.
+    /// TFLOP/s of visible pairs at the median.
     pub tflops: f64,
-    /// TFLOP/s of the others in this run.
+    /// What `rate` and `peers` are in: what bounds the shape.
+    pub unit: Unit,
+    /// The rate at the median, in the row's unit.
+    pub rate: f64,
+    /// Calls in a CUDA graph, whose replays were timed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub graph: Option<usize>,
+    /// Rates of the others in this run, in the row's unit.
     pub peers: BTreeMap<String, f64>,
     /// Why the other peers did not run.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
@@ -90,7 +97,7 @@ pub struct Row {
     /// TFLOP/s that others were measured at elsewhere.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub recorded: BTreeMap<String, f64>,
-    /// Our rate over that of the best peer of this run.
+    /// How often our rate is that of the best peer of this run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ratio: Option<f64>,
     /// How far the output is from the oracle's, where it was compared.
@@ -132,6 +139,9 @@ impl Row {
             ms_median: 0.0,
             ms_min: 0.0,
             tflops: 0.0,
+            unit: wanted.unit,
+            rate: 0.0,
+            graph: (wanted.graph > 0).then_some(wanted.graph),
             peers: BTreeMap::new(),
             peer_errors: BTreeMap::new(),
             recorded: wanted.recorded.clone(),
@@ -146,7 +156,7 @@ impl Row {
         Row { error: Some(error), ..Row::empty(wanted, spec, pass) }
     }
 
-    /// A row of times; rates of peers in TFLOP/s.
+    /// A row of times; rates of peers in the shape's unit.
     pub fn new(
         wanted: &Wanted,
         spec: &KernelSpec,
@@ -156,13 +166,15 @@ impl Row {
         peer_errors: BTreeMap<String, String>,
     ) -> Row {
         let pass = spec.kernel.pass();
-        let tflops = times.tflops(&wanted.problem, pass);
-        let best = peers.values().copied().fold(0.0, f64::max);
+        let unit = wanted.unit;
+        let rate = wanted.rate(times.median(), pass);
+        let best = peers.values().copied().reduce(|a, b| unit.better(a, b));
         Row {
             ms_median: times.median(),
             ms_min: times.ms.first().copied().unwrap_or_default(),
-            tflops,
-            ratio: (best > 0.0).then(|| tflops / best),
+            tflops: times.tflops(wanted, pass),
+            rate,
+            ratio: best.map(|best| unit.ratio(rate, best)),
             peers,
             peer_errors,
             judged: Some(judged),
@@ -202,7 +214,7 @@ impl Report {
         let mut summary: Vec<Summary> =
             groups.iter().filter_map(|group| self.summarise(group, "best peer", &best)).collect();
         for name in self.peer_names() {
-            let to_peer = |row: &Row| row.peers.get(&name).map(|rate| row.tflops / rate);
+            let to_peer = |row: &Row| row.peers.get(&name).map(|&rate| row.unit.ratio(row.rate, rate));
             summary.extend(groups.iter().filter_map(|group| self.summarise(group, &name, &to_peer)));
         }
         let cutile = |row: &Row| row.recorded.get("cutile").map(|rate| row.tflops / rate);

@@ -1,47 +1,25 @@
-//! Tensors of one call of either pass.
+//! Tensors of one call of either pass, for kernels that are timed.
 
 use std::sync::Arc;
 
-use fa_attn::device::{
-    Bound, DeviceBackward, DeviceForward, DeviceGradients, DeviceOutput, DeviceTensor, Half,
-};
-use fa_kernels::cudarc::driver::CudaStream;
+use fa_attn::device::{Bound, DeviceOutput, Half, capture};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaStream};
 use fa_kernels::{Backward, Error, Forward};
 
-use crate::tensors::{Inputs, dout_placement};
+use super::placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
+use crate::memory::Gradients;
+use crate::tensors::Inputs;
 
 /// Tensors of one call of either pass.
 pub struct PassCall<T> {
-    forward: DeviceForward<T>,
-    backward: Option<DeviceBackward<T>>,
+    forward: PlacedForward<T>,
+    backward: Option<PlacedBackward<T>>,
 }
 
-/// `inputs` on the GPU, gaps between rows filled with NaN, and outputs that hold NaN.
-///
-/// # Errors
-/// [`Error::Driver`], above all for want of memory.
-pub fn place_forward<T: Half>(
-    stream: &Arc<CudaStream>,
-    forward: &Forward,
-    inputs: &Inputs<T>,
-) -> Result<DeviceForward<T>, Error> {
-    let values = [&inputs.values[0], &inputs.values[1], &inputs.values[2]].map(Vec::as_slice);
-    DeviceForward::place(stream, &inputs.problem, forward.workspace_bytes(), values, &inputs.placements)
-}
-
-/// `dout`, packed BSHD, on the GPU next to the tensors of its forward, and gradients that hold NaN.
-///
-/// # Errors
-/// [`Error::Driver`], above all for want of memory.
-pub fn place_backward<T: Half>(
-    stream: &Arc<CudaStream>,
-    backward: &Backward,
-    forward: &DeviceForward<T>,
-    inputs: &Inputs<T>,
-    dout: &[T],
-) -> Result<DeviceBackward<T>, Error> {
-    let dout = DeviceTensor::place(stream, dout, dout_placement(&inputs.placements))?;
-    DeviceBackward::new(stream, backward, forward, dout)
+/// The refusal of a pass that has no tensors.
+fn no_tensors() -> Error {
+    let (kernel, problem) = ("the backward".to_owned(), "the forward".to_owned());
+    Error::Mismatch { what: "pass", kernel, problem }
 }
 
 impl<T: Half> PassCall<T> {
@@ -76,7 +54,11 @@ impl<T: Half> PassCall<T> {
                 tensors.fit(stream, backward)?;
                 tensors.poison(stream)
             }
-            (Bound::Backward(_), None) | (Bound::Forward(_), _) => self.forward.poison(stream),
+            (Bound::Backward(_), None) => self.forward.poison(stream),
+            (Bound::Forward(forward), _) => {
+                self.forward.fit(stream, forward)?;
+                self.forward.poison(stream)
+            }
         }
     }
 
@@ -88,11 +70,7 @@ impl<T: Half> PassCall<T> {
         match (bound, &mut self.backward) {
             (Bound::Forward(forward), _) => self.forward.run(forward, stream),
             (Bound::Backward(backward), Some(tensors)) => tensors.run(&self.forward, backward, stream),
-            (Bound::Backward(_), None) => Err(Error::Mismatch {
-                what: "pass",
-                kernel: "the backward".to_owned(),
-                problem: "the forward".to_owned(),
-            }),
+            (Bound::Backward(_), None) => Err(no_tensors()),
         }
     }
 
@@ -108,7 +86,27 @@ impl<T: Half> PassCall<T> {
     ///
     /// # Errors
     /// [`Error::Driver`].
-    pub fn gradients(&self, stream: &Arc<CudaStream>) -> Result<Option<DeviceGradients<T>>, Error> {
-        self.backward.as_ref().map(|backward| backward.read(stream)).transpose()
+    pub fn gradients(&self, stream: &Arc<CudaStream>) -> Result<Option<Gradients<T>>, Error> {
+        self.backward.as_ref().map(|backward| backward.read(&self.forward, stream)).transpose()
     }
+}
+
+/// `count` launches of a pass on `calls` in turn, captured as one CUDA graph on `stream` (not the default
+/// one), which must not outlive the calls.
+///
+/// # Errors
+/// [`Error::Driver`], and what the kernel refuses.
+pub fn capture_calls<T: Half>(
+    calls: &mut [PassCall<T>],
+    bound: &Bound,
+    stream: &Arc<CudaStream>,
+    count: usize,
+) -> Result<CudaGraph, Error> {
+    let copies = calls.len();
+    let launch = |call: &mut PassCall<T>| match (bound, &mut call.backward) {
+        (Bound::Forward(forward), _) => call.forward.enqueue(forward, stream),
+        (Bound::Backward(backward), Some(tensors)) => tensors.enqueue(&call.forward, backward, stream),
+        (Bound::Backward(_), None) => Err(no_tensors()),
+    };
+    capture(stream, || (0..count).try_for_each(|i| launch(&mut calls[i % copies])))
 }

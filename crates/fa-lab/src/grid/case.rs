@@ -1,9 +1,10 @@
 //! A case: a problem, where its tensors lie, what they hold, and what is done with it.
 
-use fa_attn::device::{Half, Placement, shapes};
+use fa_attn::device::{Half, Placement};
 use fa_core::{Dtype, Mask, Pass, Problem, Strides, TensorLayout};
 use serde::{Deserialize, Serialize};
 
+use crate::sequences::Sequences;
 use crate::shape::{head_dims, pair};
 use crate::tensors::Inputs;
 
@@ -12,8 +13,12 @@ use crate::tensors::Inputs;
 pub struct Case {
     /// What the case is about; the first part of its name.
     pub group: &'static str,
+    /// What is special in it, for its name; empty where the group says all.
+    pub what: &'static str,
     /// The problem.
     pub problem: Problem,
+    /// The lengths of its sequences, where the problem has bounds only.
+    pub sequences: Option<Sequences>,
     /// Where its tensors lie.
     pub arrangement: Arrangement,
     /// What they hold.
@@ -22,6 +27,8 @@ pub struct Case {
     pub action: Action,
     /// The kernel, where not the library chooses.
     pub kernel: Option<NamedSpec>,
+    /// Whether the library has to choose a kernel whose CTAs share a row's keys.
+    pub split: bool,
     /// What is computed and judged: a backward after the library's forward.
     pub pass: Pass,
 }
@@ -89,6 +96,12 @@ pub enum Action {
     OwnStream,
     /// Two threads at once, each with a stream, tensors and many runs.
     Threads,
+    /// A run captured as a CUDA graph and replayed on other lengths, pages and values in the same memory.
+    Relength,
+    /// A run, and one of the same kernel for lengths that the host knows on the same rows: the same bits.
+    AsDense,
+    /// A run, and one of the same kernel on keys that lie end to end: the same bits.
+    AsContiguous,
     /// Timed runs, whose outputs are not compared.
     Measure,
 }
@@ -112,13 +125,22 @@ pub const BASE: Problem = Problem::square(2, 256, 4, 128, Mask::CAUSAL, Dtype::B
 pub fn case(group: &'static str, problem: Problem) -> Case {
     Case {
         group,
+        what: "",
         problem,
+        sequences: None,
         arrangement: Arrangement::Bshd,
         values: Values::Normal,
         action: Action::Once,
         kernel: None,
+        split: false,
         pass: Pass::Forward,
     }
+}
+
+/// The same of sequences with lengths of their own.
+pub fn case_of(group: &'static str, what: &'static str, problem: Problem, sequences: Sequences) -> Case {
+    let problem = Problem { lengths: sequences.lengths(), ..problem };
+    Case { what, sequences: Some(sequences), ..case(group, problem) }
 }
 
 impl Case {
@@ -133,6 +155,9 @@ impl Case {
             Pass::Backward { deterministic: false } => " gradients",
             Pass::Backward { deterministic: true } => " deterministic gradients",
         };
+        if self.split {
+            name += " by splits";
+        }
         if let Some(kernel) = &self.kernel {
             name += &format!(" by {}", kernel.name);
         }
@@ -143,11 +168,14 @@ impl Case {
     /// results.
     pub fn problem_name(&self) -> String {
         let p = &self.problem;
+        let lengths = match &self.sequences {
+            Some(sequences) => sequences.name(),
+            None => format!("{}x{}", p.lengths.max_q(), p.lengths.max_k()),
+        };
+        let what = if self.what.is_empty() { String::new() } else { format!("{}, ", self.what) };
         let mut name = format!(
-            "b{} {}x{} h{} hd{} {} {}",
+            "{what}b{} {lengths} h{} hd{} {} {}",
             p.lengths.sequences(),
-            p.lengths.max_q(),
-            p.lengths.max_k(),
             pair(p.heads_q, p.heads_kv, ':'),
             head_dims(p),
             p.mask,
@@ -155,6 +183,12 @@ impl Case {
         );
         if let Some(cap) = p.score.softcap {
             name += &format!(" cap {cap}");
+        }
+        if let Some(alibi) = p.score.alibi {
+            name += &format!(" alibi {}", alibi.name());
+        }
+        if p.score.sinks {
+            name += " sinks";
         }
         if let Some(scale) = p.softmax_scale {
             name += &format!(" scale {scale}");
@@ -168,9 +202,14 @@ impl Case {
         name
     }
 
+    /// The sequences.
+    pub fn sequences(&self) -> Sequences {
+        self.sequences.clone().unwrap_or_else(|| Sequences::filling(&self.problem.lengths))
+    }
+
     /// Where Q, K, V and O lie.
     pub fn placements(&self) -> [Placement; 4] {
-        let shapes = shapes(&self.problem);
+        let shapes = self.sequences().shapes(&self.problem);
         let all =
             |placement: fn([usize; 4], usize) -> Placement, gap| shapes.map(|shape| placement(shape, gap));
         let bshd = |shape, gap| Placement::padded(shape, TensorLayout::Bshd, gap);
@@ -208,9 +247,9 @@ impl Case {
 
     /// The inputs.
     pub fn inputs<T: Half>(&self) -> Inputs<T> {
-        let mut inputs = Inputs::<T>::placed(&self.problem, self.placements(), self.seed());
+        let mut inputs = Inputs::<T>::placed(&self.problem, self.sequences(), self.placements(), self.seed());
         let Problem { heads_kv, head_dim, .. } = self.problem;
-        let seqlen_k = self.problem.lengths.max_k();
+        let Sequences { k: of_k, .. } = inputs.sequences.clone();
         let mut scale = |tensor: usize, factor: &(dyn Fn(usize) -> f32 + Sync)| {
             for (row, values) in inputs.values[tensor].chunks_mut(head_dim).enumerate() {
                 let factor = factor(row);
@@ -218,13 +257,19 @@ impl Case {
                 values.iter_mut().for_each(scaled);
             }
         };
-        let key = |row: usize| row / heads_kv % seqlen_k;
-        let share = |row: usize| key(row) as f32 / seqlen_k as f32;
+        let key = |row: usize| {
+            let sequence = of_k.sequence_of(row / heads_kv);
+            (row / heads_kv - of_k.start(sequence), of_k.len(sequence))
+        };
+        let share = |row: usize| {
+            let (key, len) = key(row);
+            key as f32 / len as f32
+        };
         match self.values {
             Values::Normal => {}
             Values::Rising => scale(1, &|row| 0.1 + 12.0 * share(row)),
             Values::Falling => scale(1, &|row| 12.1 - 12.0 * share(row)),
-            Values::Spikes => scale(1, &|row| if key(row) % 97 == 50 { 30.0 } else { 1.0 }),
+            Values::Spikes => scale(1, &|row| if key(row).0 % 97 == 50 { 30.0 } else { 1.0 }),
             Values::Equal => scale(1, &|_| 0.0),
             Values::Sharp => (0..2).for_each(|tensor| scale(tensor, &|_| 8.0)),
         }

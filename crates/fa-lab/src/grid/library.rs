@@ -1,9 +1,9 @@
-//! The cases of the forward: by the library's own choice of kernel, and by a kernel that is named.
+//! The cases of the forward by the library's own choice of kernel, of lengths that the host knows.
 
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Types};
 use fa_cpu::grid::{BATCHES, HEAD_DIMS, HEADS, PADDED_HEAD_DIMS, SHAPES};
 
-use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, NamedSpec, Values, case};
+use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case};
 
 /// The cases of the library's own choice of kernel.
 pub fn library(extent: Extent, repeat: usize) -> Vec<Case> {
@@ -301,63 +301,24 @@ fn actions(repeat: usize) -> Vec<Case> {
     cases
 }
 
-/// What a kernel of a given spec is tried on: every trap that its fields let it meet.
-pub fn of_spec(group: &'static str, name: &str, spec: &fa_core::KernelSpec, extent: Extent) -> Vec<Case> {
-    use fa_core::MaskKind;
-    let masks: &[Mask] = match spec.mask {
-        MaskKind::Full => &[Mask::FULL],
-        MaskKind::Causal => &[Mask::CAUSAL],
-        MaskKind::Window => &[Mask::window(70, 9), Mask::causal_window(130)],
-    };
-    let lengths: &[(usize, usize)] = match extent {
-        Extent::Quick => &[(113, 203), (1000, 1000), (300, 70)],
-        Extent::Full => &SHAPES,
-    };
-    let mut cases = Vec::new();
-    for &mask in masks {
-        for (turn, &(seqlen_q, seqlen_k)) in lengths.iter().enumerate() {
-            // Some problems narrower than the tile.
-            let narrow = if turn % 3 == 2 { 8 } else { 0 };
-            let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
-            let problem = Problem {
-                lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
-                heads_q,
-                heads_kv,
-                head_dim: spec.head_dim as usize - narrow,
-                head_dim_v: spec.head_dim_v as usize - narrow,
-                mask,
-                types: Types::same(spec.types.qkv),
-                score: ScoreMod::softcap_or_none(spec.score.softcap.then_some(7.0)),
-                ..BASE
-            };
-            let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];
-            let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
-            // Gradients of long problems take the oracle seconds a head.
-            if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
-                cases.push(Case { arrangement, kernel, pass: spec.kernel.pass(), ..case(group, problem) });
-            }
-        }
-    }
-    let steep = cases.iter().max_by_key(|case| case.problem.lengths.max_k().min(1024)).cloned();
-    cases.extend(
-        steep
-            .into_iter()
-            .flat_map(|case| [Values::Rising, Values::Falling].map(|values| Case { values, ..case.clone() })),
-    );
-    cases
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
 
     use super::super::gradients::gradients;
+    use super::super::serving::{serving, serving_gradients};
     use super::*;
 
     #[test]
     fn names_are_unique_and_problems_valid() {
         for extent in [Extent::Quick, Extent::Full] {
-            let cases: Vec<Case> = [library(extent, 10), gradients(extent, 10)].concat();
+            let cases: Vec<Case> = [
+                library(extent, 10),
+                gradients(extent, 10),
+                serving(extent, 10),
+                serving_gradients(extent, 10),
+            ]
+            .concat();
             let names: HashSet<String> = cases.iter().map(Case::name).collect();
             let mut seen = HashSet::new();
             let twice: Vec<String> =

@@ -1,10 +1,12 @@
 //! Random problems, the same for the same seed.
 
-use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_core::{Alibi, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_planner::plan::head_dims;
 
-use super::case::{self, Action, Arrangement, Case, Values};
+use super::case::{self, Action, Arrangement, Case, Values, case_of};
+use super::paged::PAGES;
 use crate::random::Random;
+use crate::sequences::{Ragged, Sequences, Store};
 
 /// Problem number `turn` of the sequence of `seed` with its gradients: fewer heads, and every other one
 /// deterministic.
@@ -12,12 +14,95 @@ pub fn gradients(seed: u64, turn: u64, family: Family) -> Case {
     let mut case = case(seed, turn, family);
     let (group, heads_kv) = (case.problem.group_size().min(4), case.problem.heads_kv.min(2));
     (case.problem.heads_q, case.problem.heads_kv) = (group * heads_kv, heads_kv);
-    let deterministic = turn % 2 == 1 || case.action != Action::Once;
+    // Keys in pages have no gradients, and other lengths are the forward's.
+    if case.problem.lengths.page().is_some() {
+        let k = case.sequences().k.contiguous();
+        let sequences = Sequences { k, ..case.sequences() };
+        case.problem.lengths = sequences.lengths();
+        case.sequences = Some(sequences);
+    }
+    if case.action == Action::Relength {
+        case.action = Action::Once;
+    }
+    let deterministic = turn / 2 % 2 == 1 || case.action != Action::Once;
     Case { pass: Pass::Backward { deterministic }, ..case }
 }
 
-/// Problem number `turn` of the sequence of `seed`, for kernels of `family`.
+/// Problem number `turn` of the sequence of `seed`, for kernels of `family`: every other one with lengths of
+/// its own, pages, slopes or sinks, or several of these.
 pub fn case(seed: u64, turn: u64, family: Family) -> Case {
+    if turn.is_multiple_of(2) {
+        return dense(seed, turn / 2, family);
+    }
+    varied(dense(seed, turn, family), &mut Random::new(seed.wrapping_mul(0x85eb_ca6b) ^ turn))
+}
+
+/// `case` with lengths and places of its own for each sequence.
+fn varied(case: Case, random: &mut Random) -> Case {
+    random.bits();
+    let most_sequences = random.of(&[1, 4, 12, 40, 300]);
+    let batch = 1 + random.below(most_sequences);
+    let most = case.problem.lengths.max_q().max(case.problem.lengths.max_k()).clamp(1, 40_000 / batch + 1);
+    let lens = |random: &mut Random| -> Vec<usize> {
+        let of = |random: &mut Random| match random.below(8) {
+            0 => 0,
+            1 => 1,
+            2 => 64 * random.below(most / 64 + 1),
+            _ => random.below(most + 1),
+        };
+        (0..batch).map(|_| of(random)).collect()
+    };
+    let decodes = random.below(3) == 0;
+    let (q_lens, k_lens) = (lens(random), lens(random));
+    let q = match (decodes, random.below(4)) {
+        (true, 0) => Ragged::packed(&vec![1 + random.below(16); batch], random.below(9)),
+        (true, _) => Ragged::uniform(batch, 1 + random.below(16)),
+        (false, 0) => Ragged::padded(&q_lens, most + random.below(9)),
+        (false, 1) => Ragged::packed_in(&q_lens, &slots(&q_lens, random), random.below(40)),
+        (false, _) => Ragged::packed(&q_lens, random.below(40)),
+    };
+    let k = match random.below(5) {
+        0 => Ragged::padded(&k_lens, most + random.below(9)),
+        1 => Ragged::packed_in(&k_lens, &slots(&k_lens, random), random.below(40)),
+        2 => Ragged::packed(&k_lens, random.below(40)),
+        _ => {
+            let (page, spare) = (random.of(&PAGES), random.below(5));
+            Ragged::paged(&k_lens, page, spare, random)
+        }
+    };
+    let looser = |rows: Ragged, random: &mut Random| match rows.store() {
+        Store::Padded { .. } => rows,
+        _ => {
+            let max = rows.side().max();
+            rows.bounded(max + random.below(3) * random.below(300))
+        }
+    };
+    let sequences = Sequences { q: looser(q, random), k: looser(k, random) };
+    let score = ScoreMod {
+        alibi: (random.below(4) == 0).then(|| random.of(&[Alibi::PerHead, Alibi::PerSequenceHead])),
+        sinks: random.below(3) == 0,
+        ..case.problem.score
+    };
+    let arrangement = match case.arrangement {
+        Arrangement::SharedBatch | Arrangement::SharedHeads => Arrangement::Gap(8),
+        other => other,
+    };
+    let values = if arrangement == case.arrangement { case.values } else { Values::Normal };
+    let action = match (case.action, random.below(12)) {
+        (Action::Once, 0) => Action::Relength,
+        (action, _) => action,
+    };
+    let problem = Problem { score, ..case.problem };
+    Case { arrangement, values, action, ..case_of("soak", "", problem, sequences) }
+}
+
+/// Room for each sequence, now and then more than it has.
+fn slots(lens: &[usize], random: &mut Random) -> Vec<usize> {
+    lens.iter().map(|len| len + random.below(3) * random.below(30)).collect()
+}
+
+/// Problem number `turn` of the sequence of `seed` of lengths that the host knows.
+fn dense(seed: u64, turn: u64, family: Family) -> Case {
     let mut random = Random::new(seed.wrapping_mul(0x9e37_79b9) ^ turn);
     // The first few bits of neighbouring seeds differ already, but not independent of the turn.
     random.bits();
@@ -91,6 +176,20 @@ mod tests {
         }
         let names: std::collections::HashSet<String> = cases.iter().map(Case::name).collect();
         assert!(names.len() > 490, "{}", names.len());
+        let of = |f: &dyn Fn(&Case) -> bool| cases.iter().filter(|case| f(case)).count();
+        for (what, found) in [
+            ("packed", of(&|c| c.sequences().q.cu().is_some() && c.sequences().k.cu().is_some())),
+            ("pages", of(&|c| c.problem.lengths.page().is_some())),
+            ("used", of(&|c| c.problem.lengths.q().used)),
+            ("empty", of(&|c| (0..c.sequences().count()).any(|b| c.sequences().q.len(b) == 0))),
+            ("alibi", of(&|c| c.problem.score.alibi.is_some())),
+            ("sinks in pages", of(&|c| c.problem.score.sinks && c.problem.lengths.page().is_some())),
+            ("other lengths", of(&|c| c.action == Action::Relength)),
+            ("dense", of(&|c| c.sequences.is_none())),
+        ] {
+            assert!(found > 4, "{what}: {found}");
+        }
+        assert!(cases.iter().all(|case| case.sequences().lengths() == case.problem.lengths));
         assert_ne!(case(2, 0, Family::Sm90).name(), cases[0].name());
         assert!(cases.iter().any(|case| case.problem.mask.left.is_some()));
         assert!(cases.iter().any(|case| case.problem.lengths.max_k() == 0));
@@ -106,6 +205,7 @@ mod tests {
                     case.pass == Pass::Backward { deterministic }
                         && (p.group_size(), p.heads_kv) == (group, heads_kv)
                         && (p.lengths.max_q() != p.lengths.max_k())
+                        && p.lengths.page().is_none()
                 });
                 assert!(found, "{group} on {heads_kv}, {deterministic}");
             }

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::rows::{Rows, expected};
 use crate::random::Random;
+use crate::sequences::Sequences;
 use crate::tensors::Inputs;
 
 /// Operations of the forward (by [`Problem::flops_forward`]) that an oracle spends on a case at most,
@@ -47,7 +48,7 @@ impl<T: Half> Oracle<T> {
     /// # Errors
     /// Inputs that do not fit their problem.
     pub fn new(inputs: &Inputs<T>, seed: u64) -> Result<Oracle<T>, CpuError> {
-        let blocks = choose(&inputs.problem, BUDGET, seed);
+        let blocks = choose(&inputs.problem, &inputs.sequences, BUDGET, seed);
         let computed: Vec<_> =
             blocks.par_iter().map(|block| expected(inputs, block)).collect::<Result<_, CpuError>>()?;
         let mut oracle = Oracle { blocks, out: vec![], low: vec![], lse: vec![], noise: 0.0 };
@@ -65,17 +66,19 @@ impl<T: Half> Oracle<T> {
     ///
     /// # Errors
     /// Outputs that do not fit the problem.
-    pub fn judge(&self, problem: &Problem, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
+    pub fn judge(&self, inputs: &Inputs<T>, outputs: &DeviceOutput<T>) -> Result<Judgement, CpuError> {
+        let (problem, of_q) = (&inputs.problem, &inputs.sequences.q);
         let Problem { heads_q, head_dim_v, .. } = *problem;
-        let (seqlen_q, dtype) = (problem.lengths.max_q(), problem.types.qkv);
+        let dtype = problem.types.qkv;
         let mut out = Vec::with_capacity(self.out.len());
         let mut lse = Vec::with_capacity(self.lse.len());
         let mut at = Vec::with_capacity(self.lse.len());
         for Rows { batch, head, rows } in &self.blocks {
+            let (start, len) = (of_q.start(*batch), of_q.len(*batch));
             for row in rows.clone() {
-                let from = ((batch * seqlen_q + row) * heads_q + head) * head_dim_v;
+                let from = ((start + row) * heads_q + head) * head_dim_v;
                 out.extend_from_slice(&outputs.out[from..from + head_dim_v]);
-                lse.push(outputs.lse[(batch * heads_q + head) * seqlen_q + row]);
+                lse.push(outputs.lse[start * heads_q + head * len + row]);
                 at.push((*batch, row, *head));
             }
         }
@@ -94,9 +97,9 @@ impl<T: Half> Oracle<T> {
                 faults.push(format!("{name}: {found}, at {position}"));
             }
         }
-        faults.extend(unwritten(problem, outputs));
+        faults.extend(unwritten(inputs, outputs));
         if outputs.strays > 0 {
-            faults.push(format!("{} elements between the rows of O were written", outputs.strays));
+            faults.push(format!("{} elements that are no row's of O or LSE were written", outputs.strays));
         }
         let ratio = |found: &Comparison| match found.max_abs / found.tolerance {
             ratio if ratio.is_finite() => ratio,
@@ -121,71 +124,88 @@ impl<T: Half> Oracle<T> {
     }
 }
 
-/// The first row that still holds NaN, or sees no key and is not 0 and -inf.
-fn unwritten<T: Half>(problem: &Problem, outputs: &DeviceOutput<T>) -> Option<String> {
-    let Problem { heads_q, head_dim_v, mask, .. } = *problem;
-    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
+/// The first row that still holds NaN, or sees no key and is not 0 and -inf (or the sink).
+fn unwritten<T: Half>(inputs: &Inputs<T>, outputs: &DeviceOutput<T>) -> Option<String> {
+    let Problem { heads_q, head_dim_v, mask, .. } = inputs.problem;
+    let Sequences { q: of_q, k: of_k } = &inputs.sequences;
     let fault = outputs.out.par_chunks(head_dim_v).enumerate().find_map_first(|(index, values)| {
-        let (batch, row, head) = (index / heads_q / seqlen_q, index / heads_q % seqlen_q, index % heads_q);
-        let lse = outputs.lse[(batch * heads_q + head) * seqlen_q + row];
-        let blind = mask.keys(row, seqlen_q, seqlen_k).is_empty();
+        let (row, head) = (index / heads_q, index % heads_q);
+        let sequence = of_q.sequence_of(row);
+        let (start, len) = (of_q.start(sequence), of_q.len(sequence));
+        let row = row - start;
+        let lse = outputs.lse[start * heads_q + head * len + row];
+        let blind = mask.keys(row, len, of_k.len(sequence)).is_empty();
+        let nothing = inputs.mods.lse_of_nothing(head);
+        let near = lse == nothing || (lse - nothing).abs() <= 1e-3;
         let what = if values.iter().any(|value| value.to_f32().is_nan()) {
-            "O holds NaN: not written"
+            "O holds NaN: not written".to_owned()
         } else if lse.is_nan() {
-            "LSE is NaN: not written"
-        } else if blind && (lse != f32::NEG_INFINITY || values.iter().any(|value| value.to_f32() != 0.0)) {
-            "sees no key and is not O = 0 and LSE = -inf"
+            "LSE is NaN: not written".to_owned()
+        } else if blind && (!near || values.iter().any(|value| value.to_f32() != 0.0)) {
+            format!("sees no key and is not O = 0 and LSE = {nothing}")
         } else {
             return None;
         };
-        Some(format!("batch {batch} row {row} head {head}: {what}"))
+        Some(format!("batch {sequence} row {row} head {head}: {what}"))
     });
-    let written = outputs.lse.len() == problem.lengths.sequences() * heads_q * seqlen_q;
+    let written = outputs.lse.len() == of_q.total() * heads_q;
     fault.or_else(|| (!written).then(|| "LSE has another length than there are rows".to_owned()))
 }
 
 /// All rows if the budget allows, or else the first, the last and random ones of the first, the last and
 /// random heads.
-fn choose(problem: &Problem, budget: f64, seed: u64) -> Vec<Rows> {
+fn choose(problem: &Problem, sequences: &Sequences, budget: f64, seed: u64) -> Vec<Rows> {
     let Problem { heads_q, .. } = *problem;
-    let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
-    if batch == 0 || seqlen_q == 0 {
+    let Sequences { q: of_q, k: of_k } = sequences;
+    if of_q.total() == 0 {
         return Vec::new();
     }
-    // A block costs something even when it sees nothing.
-    let fixed = problem.rows() * 1e3;
-    if problem.flops_forward() + fixed <= budget {
-        return (0..batch * heads_q)
-            .flat_map(|head| (0..seqlen_q).step_by(BLOCK).map(move |first| (head, first)))
-            .map(|(head, first)| Rows {
-                batch: head / heads_q,
-                head: head % heads_q,
-                rows: first..(first + BLOCK).min(seqlen_q),
-            })
-            .collect();
-    }
-    let block = |batch: usize, head: usize, first: usize| Rows {
+    // ALiBi's rows go to the end: see `expected`.
+    let (whole, some) =
+        if problem.score.alibi.is_some() { (usize::MAX, usize::MAX) } else { (BLOCK, CHOSEN_BLOCK) };
+    let block = |batch: usize, head: usize, first: usize, most: usize| Rows {
         batch,
         head,
-        rows: first..(first + CHOSEN_BLOCK).min(seqlen_q),
+        rows: first..first.saturating_add(most).min(of_q.len(batch)),
     };
-    let last = seqlen_q.saturating_sub(CHOSEN_BLOCK);
+    // A block costs something even when it sees nothing.
+    let fixed = (heads_q * of_q.total()) as f64 * 1e3;
+    let per_pair = 2.0 * (problem.head_dim + problem.head_dim_v) as f64;
+    if per_pair * heads_q as f64 * sequences.pairs(&problem.mask) + fixed <= budget {
+        return (0..sequences.count() * heads_q)
+            .flat_map(|i| {
+                let (batch, head) = (i / heads_q, i % heads_q);
+                let firsts = (0..of_q.len(batch)).step_by(whole.min(of_q.len(batch).max(1)));
+                firsts.map(move |first| (batch, head, first))
+            })
+            .map(|(batch, head, first)| block(batch, head, first, whole))
+            .collect();
+    }
+    // Sequences are drawn by their rows; those of one row count.
+    let chosen = |batch: usize, head: usize, first: usize| {
+        let last = of_q.len(batch).saturating_sub(some);
+        block(batch, head, first.min(last), some)
+    };
     let mut blocks: Vec<Rows> = Vec::new();
-    for (batch, head) in [(0, 0), (batch - 1, heads_q - 1)] {
-        for first in [0, seqlen_q / 2 / CHOSEN_BLOCK * CHOSEN_BLOCK, last] {
-            blocks.push(block(batch, head, first.min(last)));
+    for (batch, head) in [(of_q.sequence_of(0), 0), (of_q.sequence_of(of_q.total() - 1), heads_q - 1)] {
+        let len = of_q.len(batch);
+        for first in [0, len / 2 / CHOSEN_BLOCK * CHOSEN_BLOCK, len] {
+            blocks.push(chosen(batch, head, first));
         }
     }
     let cost = |rows: &Rows| {
-        let keys = |row| problem.mask.keys(row, seqlen_q, problem.lengths.max_k()).len() as f64;
-        rows.rows.clone().map(keys).sum::<f64>() * 2.0 * (problem.head_dim + problem.head_dim_v) as f64 + 1e4
+        let (len, seqlen_k) = (of_q.len(rows.batch), of_k.len(rows.batch));
+        let keys = |row| problem.mask.keys(row, len, seqlen_k).len() as f64;
+        rows.rows.clone().map(keys).sum::<f64>() * per_pair + 1e4
     };
     let mut spent: f64 = blocks.iter().map(cost).sum();
     let mut random = Random::new(seed);
     while spent < budget && blocks.len() < 4000 {
-        let chosen = block(random.below(batch), random.below(heads_q), random.below(last + 1));
-        spent += cost(&chosen);
-        blocks.push(chosen);
+        let row = random.below(of_q.total());
+        let batch = of_q.sequence_of(row);
+        let drawn = chosen(batch, random.below(heads_q), row - of_q.start(batch));
+        spent += cost(&drawn);
+        blocks.push(drawn);
     }
     blocks.sort_by_key(|rows| (rows.batch, rows.head, rows.rows.start));
     blocks.dedup();
@@ -213,16 +233,16 @@ mod tests {
             };
             let low = low_precision::forward(&problem, &view(0, "q"), &view(1, "k"), &view(2, "v")).unwrap();
             let good = DeviceOutput { out: low.out, lse: low.lse, strays: 0 };
-            let found = oracle.judge(&problem, &good).unwrap();
+            let found = oracle.judge(&inputs, &good).unwrap();
             assert!(found.passed, "{problem:?}: {}", found.detail);
             let mut bad = good.clone();
             bad.out[33] = bf16::from_f32(bad.out[33].to_f32() + 0.5);
-            assert!(!oracle.judge(&problem, &bad).unwrap().passed, "{problem:?}");
+            assert!(!oracle.judge(&inputs, &bad).unwrap().passed, "{problem:?}");
             bad = good.clone();
             bad.lse[7] += 0.01;
-            assert!(!oracle.judge(&problem, &bad).unwrap().passed || !good.lse[7].is_finite());
+            assert!(!oracle.judge(&inputs, &bad).unwrap().passed || !good.lse[7].is_finite());
             bad = DeviceOutput { strays: 1, ..good };
-            assert!(oracle.judge(&problem, &bad).unwrap().detail.contains("between the rows"));
+            assert!(oracle.judge(&inputs, &bad).unwrap().detail.contains("no row's"));
         }
     }
 
@@ -233,20 +253,22 @@ mod tests {
             mask: Mask::CAUSAL,
             ..BASE
         };
-        let blocks = choose(&problem, 1e6, 3);
+        let blocks = choose(&problem, &Sequences::uniform(&problem.lengths), 1e6, 3);
         assert!(blocks.len() < 2 * 2 * 3000 / 8 && blocks.len() > 4);
         assert!(blocks.iter().any(|block| block.rows.start == 0));
         assert!(blocks.iter().any(|block| block.rows.end == 3000 && block.head == 1 && block.batch == 1));
         let rows = 2 * 2 * 3000;
+        let inputs = |problem: &Problem| Inputs::<bf16>::random(problem, TensorLayout::Bshd, 1);
+        let of_square = inputs(&problem);
         let mut outputs = DeviceOutput { out: vec![bf16::ZERO; rows * 16], lse: vec![0.0; rows], strays: 0 };
-        assert_eq!(unwritten(&problem, &outputs), None);
+        assert_eq!(unwritten(&of_square, &outputs), None);
         outputs.out[16 * 77] = bf16::NAN;
-        assert!(unwritten(&problem, &outputs).unwrap().contains("row 38 head 1"));
+        assert!(unwritten(&of_square, &outputs).unwrap().contains("row 38 head 1"));
         outputs.out[16 * 77] = bf16::ZERO;
         let blind = Problem {
             lengths: Lengths::uniform(problem.lengths.sequences(), problem.lengths.max_q(), 2999),
             ..problem
         };
-        assert!(unwritten(&blind, &outputs).unwrap().contains("row 0 head 0: sees no key"));
+        assert!(unwritten(&inputs(&blind), &outputs).unwrap().contains("row 0 head 0: sees no key"));
     }
 }

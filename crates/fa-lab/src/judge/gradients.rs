@@ -4,16 +4,20 @@
 
 use std::sync::OnceLock;
 
-use fa_attn::device::{DeviceGradients, Half};
+use fa_attn::device::Half;
 use fa_core::{Problem, Strides};
 use fa_cpu::compare::{self, Verdict};
 use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{CpuError, TensorRef};
+use fa_cpu::{CpuError, Extras, TensorRef};
 use rayon::prelude::*;
 
 use super::forward::Judgement;
-use super::heads::part;
+use super::heads::{part, part_of};
+use super::rows::extras;
+use super::sinks::SinkGradients;
+use crate::memory::Gradients;
 use crate::random::Random;
+use crate::sequences::{Ragged, Sequences};
 use crate::tensors::Inputs;
 
 /// Operations of the backward (by [`Problem::flops_backward`]) that an oracle spends on a case at most,
@@ -32,12 +36,19 @@ pub struct GradientOracle<T> {
     /// The worst of all draws, where the first has not been enough.
     worst: OnceLock<[Vec<T>; 3]>,
     noise: [f64; 3],
+    /// Of sinks, where there are any and every head is computed.
+    sinks: Option<SinkGradients>,
 }
 
-/// Heads, sequence and dim of dQ, dK and dV of a part and of the whole.
-fn shapes(problem: &Problem) -> [[usize; 4]; 3] {
-    use fa_cpu::check::{k_shape, q_shape, v_shape};
-    [q_shape(problem), k_shape(problem), v_shape(problem)]
+/// Heads and dim of dQ, dK and dV.
+fn widths(problem: &Problem) -> [[usize; 2]; 3] {
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+    [[heads_q, head_dim], [heads_kv, head_dim], [heads_kv, head_dim_v]]
+}
+
+/// The sequences' rows of dQ, dK and dV.
+fn rows(sequences: &Sequences) -> [&Ragged; 3] {
+    [&sequences.q, &sequences.k, &sequences.k]
 }
 
 impl<T: Half> GradientOracle<T> {
@@ -46,7 +57,7 @@ impl<T: Half> GradientOracle<T> {
     /// # Errors
     /// Inputs that do not fit their problem.
     pub fn new(inputs: &Inputs<T>, dout: &[T], seed: u64) -> Result<GradientOracle<T>, CpuError> {
-        let heads = choose(&inputs.problem, seed);
+        let heads = choose(&inputs.problem, &inputs.sequences, seed);
         let computed: Vec<_> = heads
             .par_iter()
             .map(|&head| {
@@ -60,6 +71,7 @@ impl<T: Half> GradientOracle<T> {
             low: Default::default(),
             worst: OnceLock::new(),
             noise: [0.0; 3],
+            sinks: None,
         };
         for (exact, low) in computed {
             let noise = [exact.dq_noise, exact.dk_noise, exact.dv_noise];
@@ -71,7 +83,23 @@ impl<T: Half> GradientOracle<T> {
                 oracle.low[i].extend(values);
             }
         }
+        let all = oracle.heads.len() == inputs.sequences.count() * inputs.problem.heads_kv;
+        if inputs.problem.score.sinks && all {
+            oracle.sinks = Some(SinkGradients::new(inputs, dout)?);
+        }
         Ok(oracle)
+    }
+
+    /// Sequence, K/V head and row of a row of the chosen heads end to end.
+    fn position(&self, of_rows: &Ragged, row: usize) -> (usize, usize, usize) {
+        let mut left = row;
+        for &(batch, head) in &self.heads {
+            match left.checked_sub(of_rows.len(batch)) {
+                Some(behind) => left = behind,
+                None => return (batch, head, left),
+            }
+        }
+        (0, 0, row)
     }
 
     /// Of each element the draw that is farthest from the exact value.
@@ -109,23 +137,23 @@ impl<T: Half> GradientOracle<T> {
         &self,
         inputs: &Inputs<T>,
         dout: &[T],
-        gradients: &DeviceGradients<T>,
+        gradients: &Gradients<T>,
     ) -> Result<Judgement, CpuError> {
         let problem = &inputs.problem;
-        let own = shapes(&part(problem));
+        let own = widths(&part(problem));
         let mut faults = Vec::new();
         let mut figures = Vec::new();
         let mut worst: f64 = 0.0;
-        for (i, whole) in shapes(problem).into_iter().enumerate() {
-            let [_, seqlen, heads, dim] = own[i];
+        for (i, [all_heads, dim]) in widths(problem).into_iter().enumerate() {
+            let (heads, of_rows) = (own[i][0], rows(&inputs.sequences)[i]);
             let mut values = Vec::with_capacity(self.exact[i].len());
             for &(batch, head) in &self.heads {
-                for s in 0..seqlen {
-                    let from = ((batch * seqlen + s) * whole[2] + head * heads) * dim;
+                for row in of_rows.start(batch)..of_rows.start(batch) + of_rows.len(batch) {
+                    let from = (row * all_heads + head * heads) * dim;
                     values.extend_from_slice(&gradients.values[i][from..from + heads * dim]);
                 }
             }
-            let shape = [self.heads.len(), seqlen, heads, dim];
+            let shape = [1, values.len() / (heads * dim), heads, dim];
             let compare = |low: &[T]| -> Result<_, CpuError> {
                 let found = compare::compare(shape, problem.types.qkv, &values, &self.exact[i], Some(low))?;
                 Ok(found.allowing(self.noise[i]))
@@ -135,8 +163,12 @@ impl<T: Half> GradientOracle<T> {
                 found = compare(&self.worst(inputs, dout)?[i])?;
             }
             if found.verdict != Verdict::Pass {
-                let at = found.first_mismatch.or(found.worst);
-                faults.push(format!("{}: {found}, at {at:?} of {} heads", NAMES[i], self.heads.len()));
+                let at = found.first_mismatch.or(found.worst).map(|[_, row, head, column]| {
+                    let (sequence, kv_head, row) = self.position(of_rows, row);
+                    format!("batch {sequence} row {row} K/V head {kv_head} head {head} column {column}")
+                });
+                let at = at.unwrap_or_default();
+                faults.push(format!("{}: {found}, at {at}; {} heads", NAMES[i], self.heads.len()));
             }
             let ratio = found.max_abs / found.tolerance;
             worst = worst.max(if ratio.is_finite() { ratio } else { 0.0 });
@@ -145,15 +177,17 @@ impl<T: Half> GradientOracle<T> {
                 .par_chunks(dim.max(1))
                 .position_first(|row| row.iter().any(|x| x.to_f32().is_nan()));
             if let Some(row) = missing {
-                faults.push(format!(
-                    "{} holds NaN in row {row} of [batch, seqlen, heads]: not written",
-                    NAMES[i]
-                ));
+                faults.push(format!("{} holds NaN in row {row} of [rows, heads]: not written", NAMES[i]));
             }
         }
-        faults.extend(alone(problem, &gradients.values));
+        if let Some(sinks) = &self.sinks {
+            let (ratio, text) = sinks.judge(&gradients.dsinks);
+            worst = worst.max(ratio);
+            if ratio <= 1.0 { figures.push(text) } else { faults.push(text) }
+        }
+        faults.extend(alone(problem, &inputs.sequences, &gradients.values));
         if gradients.strays > 0 {
-            faults.push(format!("{} elements between the rows were written", gradients.strays));
+            faults.push(format!("{} elements that are no row's were written", gradients.strays));
         }
         let passed = faults.is_empty();
         let detail = if passed {
@@ -166,16 +200,19 @@ impl<T: Half> GradientOracle<T> {
 }
 
 /// The first query that sees no key, or key that no query sees, that has a gradient.
-fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> {
+fn alone<T: Half>(problem: &Problem, sequences: &Sequences, gradients: &[Vec<T>; 3]) -> Option<String> {
     let Problem { mask, .. } = *problem;
-    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
-    let blind = |row: usize| mask.keys(row, seqlen_q, seqlen_k).is_empty();
-    let unseen = |key: usize| mask.m_blocks(key..key + 1, seqlen_q, seqlen_k, 1).is_empty();
-    let is_alone: [&(dyn Fn(usize) -> bool + Sync); 3] = [&blind, &unseen, &unseen];
-    shapes(problem).into_iter().enumerate().find_map(|(i, [_, seqlen, heads, dim])| {
+    let Sequences { q: of_q, k: of_k } = sequences;
+    let blind = |b: usize, row: usize| mask.keys(row, of_q.len(b), of_k.len(b)).is_empty();
+    let unseen = |b: usize, key: usize| mask.m_blocks(key..key + 1, of_q.len(b), of_k.len(b), 1).is_empty();
+    let is_alone: [&(dyn Fn(usize, usize) -> bool + Sync); 3] = [&blind, &unseen, &unseen];
+    widths(problem).into_iter().enumerate().find_map(|(i, [heads, dim])| {
+        let of_rows = rows(sequences)[i];
         gradients[i].par_chunks(dim).enumerate().find_map_first(|(index, values)| {
-            let (batch, row, head) = (index / heads / seqlen, index / heads % seqlen, index % heads);
-            let fault = values.iter().any(|x| x.to_f32() != 0.0) && is_alone[i](row);
+            let (row, head) = (index / heads, index % heads);
+            let batch = of_rows.sequence_of(row);
+            let row = row - of_rows.start(batch);
+            let fault = values.iter().any(|x| x.to_f32() != 0.0) && is_alone[i](batch, row);
             fault.then(|| {
                 format!("batch {batch} row {row} head {head} is in no pair and {} is not 0", NAMES[i])
             })
@@ -183,24 +220,29 @@ fn alone<T: Half>(problem: &Problem, gradients: &[Vec<T>; 3]) -> Option<String> 
     })
 }
 
-fn choose(problem: &Problem, seed: u64) -> Vec<(usize, usize)> {
+fn choose(problem: &Problem, sequences: &Sequences, seed: u64) -> Vec<(usize, usize)> {
     let Problem { heads_kv, .. } = *problem;
-    let batch = problem.lengths.sequences();
-    let all = batch * heads_kv;
+    let all = sequences.count() * heads_kv;
     if all == 0 {
         return Vec::new();
     }
-    let cost = part(problem).flops_backward() + 1e5;
-    let affordable = (BUDGET / cost) as usize;
-    if all <= affordable.max(1) {
+    let cost = |batch: usize| {
+        part_of(problem, sequences.q.len(batch), sequences.k.len(batch)).flops_backward() + 1e5
+    };
+    if (0..sequences.count()).map(cost).sum::<f64>() * heads_kv as f64 <= BUDGET {
         return (0..all).map(|i| (i / heads_kv, i % heads_kv)).collect();
     }
-    let mut chosen = vec![0, all - 1];
+    // The first and the last, and random ones while they are affordable; the last alone where it is all.
+    let mut chosen = vec![all - 1];
+    let mut left = BUDGET - cost((all - 1) / heads_kv);
     let mut random = Random::new(seed);
-    chosen.extend((2..affordable.min(64)).map(|_| random.below(all)));
-    // Where one head is beyond the budget, the last alone.
-    if affordable < 2 {
-        chosen.remove(0);
+    for draw in 0..64 {
+        let next = if draw == 0 { 0 } else { random.below(all) };
+        left -= cost(next / heads_kv);
+        if left < 0.0 {
+            break;
+        }
+        chosen.push(next);
     }
     chosen.sort_unstable();
     chosen.dedup();
@@ -211,9 +253,10 @@ fn choose(problem: &Problem, seed: u64) -> Vec<(usize, usize)> {
 /// changes nothing.
 const HELD_AT: [f32; 3] = [1.0, 1.26, 1.587];
 
-/// One K/V head with its query heads.
+/// One K/V head of a sequence with its query heads.
 struct Head<'a, T> {
     problem: Problem,
+    extras: Extras<'a>,
     q: TensorRef<'a, T>,
     k: TensorRef<'a, T>,
     v: TensorRef<'a, T>,
@@ -227,29 +270,31 @@ impl<'a, T: Half> Head<'a, T> {
         (batch, head): (usize, usize),
     ) -> Result<Head<'a, T>, CpuError> {
         let whole = &inputs.problem;
-        let view = |name, values, seqlen: usize, heads: usize, own_heads: usize, dim: usize| {
+        let Sequences { q: of_q, k: of_k } = &inputs.sequences;
+        let view = |name, values, rows: &Ragged, heads: usize, own_heads: usize, dim: usize| {
             let strides = Strides { batch: 0, seq: (heads * dim) as i64, head: dim as i64, dim: 1 };
-            let from = (batch * seqlen * heads + head * own_heads) * dim;
-            TensorRef::new(name, from_of(values, from), [1, seqlen, own_heads, dim], strides)
+            let from = (rows.start(batch) * heads + head * own_heads) * dim;
+            TensorRef::new(name, from_of(values, from), [1, rows.len(batch), own_heads, dim], strides)
         };
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, .. } = *whole;
-        let (group, seqlen_q, seqlen_k) = (whole.group_size(), lengths.max_q(), lengths.max_k());
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *whole;
+        let group = whole.group_size();
         Ok(Head {
-            problem: part(whole),
-            q: view("q", &inputs.values[0], seqlen_q, heads_q, group, head_dim)?,
-            k: view("k", &inputs.values[1], seqlen_k, heads_kv, 1, head_dim)?,
-            v: view("v", &inputs.values[2], seqlen_k, heads_kv, 1, head_dim_v)?,
-            dout: view("dout", dout, seqlen_q, heads_q, group, head_dim_v)?,
+            problem: part_of(whole, of_q.len(batch), of_k.len(batch)),
+            extras: extras(inputs, batch, head * group..(head + 1) * group),
+            q: view("q", &inputs.values[0], of_q, heads_q, group, head_dim)?,
+            k: view("k", &inputs.values[1], of_k, heads_kv, 1, head_dim)?,
+            v: view("v", &inputs.values[2], of_k, heads_kv, 1, head_dim_v)?,
+            dout: view("dout", dout, of_q, heads_q, group, head_dim_v)?,
         })
     }
 
     fn exact(&self) -> Result<reference::Gradients, CpuError> {
-        reference::backward(&self.problem, &self.q, &self.k, &self.v, &self.dout)
+        reference::backward_extras(&self.problem, &self.extras, &self.q, &self.k, &self.v, &self.dout)
     }
 
     fn low(&self, held: f32) -> Result<[Vec<T>; 3], CpuError> {
-        let Head { problem, q, k, v, dout } = self;
-        let low = low_precision::backward_held_at(problem, q, k, v, dout, held)?;
+        let Head { problem, extras, q, k, v, dout } = self;
+        let low = low_precision::backward_extras_held_at(problem, extras, q, k, v, dout, held)?;
         Ok([low.dq, low.dk, low.dv])
     }
 }
@@ -294,7 +339,7 @@ mod tests {
                 &view("dout", &dout, out),
             )
             .unwrap();
-            let good = DeviceGradients { values: [low.dq, low.dk, low.dv], strays: 0 };
+            let good = Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: Vec::new() };
             let found = oracle.judge(&inputs, &dout, &good).unwrap();
             assert!(found.passed, "{problem:?}: {}", found.detail);
             assert!(oracle.worst.get().is_none(), "the first draw is enough for itself");
@@ -308,7 +353,7 @@ mod tests {
                 bad.values[tensor][last] = bf16::NAN;
                 assert!(!oracle.judge(&inputs, &dout, &bad).unwrap().passed);
             }
-            assert!(!oracle.judge(&inputs, &dout, &DeviceGradients { strays: 1, ..good }).unwrap().passed);
+            assert!(!oracle.judge(&inputs, &dout, &Gradients { strays: 1, ..good }).unwrap().passed);
         }
     }
 
@@ -337,12 +382,15 @@ mod tests {
             ..square
         };
         for (problem, tensors) in [(blind, &[0][..]), (unseen, &[1, 2])] {
-            let mut gradients = shapes(&problem).map(|shape| vec![bf16::ONE; shape.iter().product()]);
+            let sequences = Sequences::uniform(&problem.lengths);
+            let [q, k, v, _] = sequences.shapes(&problem);
+            let mut gradients = [q, k, v].map(|shape| vec![bf16::ONE; shape.iter().product()]);
+            let alone = |gradients: &[Vec<bf16>; 3]| alone(&problem, &sequences, gradients);
             tensors.iter().for_each(|&i| gradients[i][..2 * 8].fill(bf16::ZERO));
-            assert_eq!(alone(&problem, &gradients), None);
+            assert_eq!(alone(&gradients), None);
             for &i in tensors {
                 gradients[i][9] = bf16::ONE;
-                let fault = alone(&problem, &gradients).unwrap();
+                let fault = alone(&gradients).unwrap();
                 assert!(fault.contains("row 1") && fault.contains(NAMES[i]), "{fault}");
                 gradients[i][9] = bf16::ZERO;
             }
@@ -352,17 +400,10 @@ mod tests {
     #[test]
     fn large_problems_are_judged_by_some_heads() {
         let problem = Problem::square(4, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
-        let heads = choose(&problem, 3);
+        let of = |problem: &Problem| choose(problem, &Sequences::uniform(&problem.lengths), 3);
+        let heads = of(&problem);
         assert!(!heads.is_empty() && heads.len() < 16 && heads.contains(&(3, 15)));
-        assert_eq!(
-            choose(
-                &Problem {
-                    lengths: Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k()),
-                    ..problem
-                },
-                3
-            ),
-            []
-        );
+        let none = Lengths::uniform(0, problem.lengths.max_q(), problem.lengths.max_k());
+        assert_eq!(of(&Problem { lengths: none, ..problem }), []);
     }
 }

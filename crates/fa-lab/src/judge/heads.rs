@@ -2,12 +2,21 @@
 
 use fa_core::{Lengths, Problem};
 
-/// One K/V head with its query heads by itself: gradients of K and V sum over the group.
+use super::rows::per_head;
+
+/// One K/V head with its query heads by itself, of sequences of lengths that the host knows: gradients of K
+/// and V sum over the group.
 pub(super) fn part(problem: &Problem) -> Problem {
+    part_of(problem, problem.lengths.max_q(), problem.lengths.max_k())
+}
+
+/// The same of a sequence of `q` queries and `k` keys.
+pub(super) fn part_of(problem: &Problem, q: usize, k: usize) -> Problem {
     Problem {
-        lengths: Lengths::uniform(1, problem.lengths.max_q(), problem.lengths.max_k()),
+        lengths: Lengths::uniform(1, q, k),
         heads_q: problem.group_size(),
         heads_kv: 1,
+        score: per_head(problem.score),
         ..*problem
     }
 }

@@ -3,21 +3,26 @@
 use std::ops::Range;
 
 use fa_attn::device::Half;
-use fa_core::{Lengths, Mask, Problem, Strides};
+use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod, Strides};
 use fa_cpu::reference::{self, low_precision};
-use fa_cpu::{CpuError, TensorRef};
+use fa_cpu::{CpuError, Extras, TensorRef};
 
 use crate::tensors::Inputs;
 
 /// Query rows of one head.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Rows {
-    /// Batch entry.
+    /// Sequence.
     pub batch: usize,
     /// Query head.
     pub head: usize,
     /// Positions.
     pub rows: Range<usize>,
+}
+
+/// The changes of scores of some heads of one sequence.
+pub(super) fn per_head(score: ScoreMod) -> ScoreMod {
+    ScoreMod { alibi: score.alibi.map(|_| Alibi::PerHead), ..score }
 }
 
 /// The problem of some rows of one head by itself: trailing keys that none of them sees are cut off, and the
@@ -37,40 +42,57 @@ fn part(problem: &Problem, rows: &Range<usize>) -> Problem {
         left: problem.mask.left.map(|left| side(left as usize + moved)),
         right: problem.mask.right.map(|right| side((right as usize).saturating_sub(moved))),
     };
-    Problem { lengths: Lengths::uniform(1, rows.len(), seqlen_k), heads_q: 1, heads_kv: 1, mask, ..*problem }
+    Problem {
+        lengths: Lengths::uniform(1, rows.len(), seqlen_k),
+        heads_q: 1,
+        heads_kv: 1,
+        mask,
+        score: per_head(problem.score),
+        ..*problem
+    }
 }
 
 /// The f64 result of some rows, and the same formula in the kernels' precision.
 pub(super) type Expected<T> = (reference::Forward, low_precision::LowForward<T>);
 
-/// Computes what some rows of `inputs` should give.
+/// Computes what some rows of `inputs` should give. ALiBi's distances do not survive the move of the mask:
+/// with it, rows go to their sequence's end.
 ///
 /// # Errors
 /// Inputs that do not fit their problem.
 pub(super) fn expected<T: Half>(inputs: &Inputs<T>, block: &Rows) -> Result<Expected<T>, CpuError> {
-    let problem = &inputs.problem;
+    let (problem, sequences) = (&inputs.problem, &inputs.sequences);
     let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-    let (seqlen_q, seqlen_k) = (problem.lengths.max_q(), problem.lengths.max_k());
-    let of_rows = part(problem, &block.rows);
+    let (seqlen_q, seqlen_k) = (sequences.q.len(block.batch), sequences.k.len(block.batch));
+    let whole = Problem { lengths: Lengths::uniform(1, seqlen_q, seqlen_k), ..*problem };
+    let of_rows = part(&whole, &block.rows);
     let head_kv = block.head / problem.group_size();
     let view = |name, i: usize, first: usize, shape: [usize; 4], heads: usize, dim: usize| {
         let strides = Strides { batch: 0, seq: (heads * dim) as i64, head: 0, dim: 1 };
         let from = first.min(inputs.values[i].len());
         TensorRef::new(name, &inputs.values[i][from..], shape, strides)
     };
-    let first_q = ((block.batch * seqlen_q + block.rows.start) * heads_q + block.head) * head_dim;
-    let first_kv = block.batch * seqlen_k * heads_kv + head_kv;
-    let q = view("q", 0, first_q, [1, of_rows.lengths.max_q(), 1, head_dim], heads_q, head_dim)?;
-    let k = view("k", 1, first_kv * head_dim, [1, of_rows.lengths.max_k(), 1, head_dim], heads_kv, head_dim)?;
-    let v = view(
-        "v",
-        2,
-        first_kv * head_dim_v,
-        [1, of_rows.lengths.max_k(), 1, head_dim_v],
-        heads_kv,
-        head_dim_v,
-    )?;
-    Ok((reference::forward(&of_rows, &q, &k, &v)?, low_precision::forward(&of_rows, &q, &k, &v)?))
+    let first_q = ((sequences.q.start(block.batch) + block.rows.start) * heads_q + block.head) * head_dim;
+    let first_kv = sequences.k.start(block.batch) * heads_kv + head_kv;
+    let (rows, keys) = (of_rows.lengths.max_q(), of_rows.lengths.max_k());
+    let q = view("q", 0, first_q, [1, rows, 1, head_dim], heads_q, head_dim)?;
+    let k = view("k", 1, first_kv * head_dim, [1, keys, 1, head_dim], heads_kv, head_dim)?;
+    let v = view("v", 2, first_kv * head_dim_v, [1, keys, 1, head_dim_v], heads_kv, head_dim_v)?;
+    let extras = extras(inputs, block.batch, block.head..block.head + 1);
+    Ok((
+        reference::forward_extras(&of_rows, &extras, &q, &k, &v)?,
+        low_precision::forward_extras(&of_rows, &extras, &q, &k, &v)?,
+    ))
+}
+
+/// Slopes and sinks of some heads of a sequence.
+pub(super) fn extras<T>(inputs: &Inputs<T>, sequence: usize, heads: Range<usize>) -> Extras<'_> {
+    let (problem, mods) = (&inputs.problem, &inputs.mods);
+    Extras {
+        alibi_slopes: mods.slopes_of(problem, sequence, heads.clone()),
+        sinks: mods.sinks_of(problem, heads),
+        ..Extras::default()
+    }
 }
 
 #[cfg(test)]

@@ -1,14 +1,17 @@
 //! Are gradients right? Judged on one head, so that a large problem is checked in a moment before it is
 //! timed.
 
-use fa_attn::device::{DeviceGradients, Half, shapes};
-use fa_core::{Dtype, Problem, TensorLayout, Types};
+use fa_attn::device::{Half, shapes};
+use fa_core::{Dtype, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::tiled::{self, BackwardInputs};
-use fa_cpu::{CpuError, TensorMut, TensorRef, check, compare};
+use fa_cpu::{CpuError, Extras, TensorMut, TensorRef, check, compare};
 use rayon::prelude::*;
 
-use super::heads::part;
+use super::heads::part_of;
+use super::rows::extras;
 use super::sample_rows::Judged;
+use crate::memory::Gradients;
+use crate::sequences::{Ragged, Sequences};
 use crate::tensors::Inputs;
 
 /// What gradients in a 16-bit type may be off by, as a share of their tensor's largest: probabilities and
@@ -16,21 +19,25 @@ use crate::tensors::Inputs;
 /// rule; this is to find wrong ones.
 const SHARE: f64 = 1.0 / 64.0;
 
-/// The last K/V head of the last batch entry with its query heads, and its gradients in f32.
+/// The last K/V head of the last sequence that has rows, with its query heads, and its gradients in f32.
 pub struct SampleHead {
     problem: Problem,
+    sequences: Sequences,
+    /// The sequence.
+    batch: usize,
     gradients: [Vec<f64>; 3],
 }
 
-/// Copies the last `own` heads of the last batch entry of a packed BSHD tensor.
+/// Copies the last `own` heads of a sequence of rows of `heads * dim` end to end.
 fn last_heads<T: Half, U>(
     values: &[T],
-    [batch, seqlen, heads, dim]: [usize; 4],
+    (rows, batch): (&Ragged, usize),
+    [heads, dim]: [usize; 2],
     own: usize,
     to: fn(&T) -> U,
 ) -> Vec<U> {
-    let row = |s: usize| (((batch - 1) * seqlen + s) * heads + heads - own) * dim;
-    (0..seqlen).flat_map(|s| values[row(s)..row(s) + own * dim].iter().map(to)).collect()
+    let row = |s: usize| ((rows.start(batch) + s) * heads + heads - own) * dim;
+    (0..rows.len(batch)).flat_map(|s| values[row(s)..row(s) + own * dim].iter().map(to)).collect()
 }
 
 impl SampleHead {
@@ -39,26 +46,38 @@ impl SampleHead {
     /// # Errors
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SampleHead, CpuError> {
-        let problem = inputs.problem;
-        let own = Problem { types: Types::same(Dtype::F32), ..part(&problem) };
-        if problem.lengths.sequences() == 0 || problem.heads_kv == 0 {
-            return Ok(SampleHead { problem, gradients: Default::default() });
-        }
-        let [q, k, v, out] = shapes(&problem);
+        let (problem, sequences) = (inputs.problem, inputs.sequences.clone());
+        let Sequences { q: of_q, k: of_k } = &sequences;
+        let with_rows = |&b: &usize| of_q.len(b) > 0 && of_k.len(b) > 0;
+        let Some(batch) = (0..sequences.count()).rev().find(with_rows) else {
+            return Ok(SampleHead { problem, sequences, batch: 0, gradients: Default::default() });
+        };
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = problem;
         let group = problem.group_size();
-        let f32_of =
-            |values: &[T], shape, heads| last_heads(values, shape, heads, |value: &T| value.to_f32());
-        let q = f32_of(&inputs.values[0], q, group);
-        let k = f32_of(&inputs.values[1], k, 1);
-        let v = f32_of(&inputs.values[2], v, 1);
-        let dout = f32_of(dout, out, group);
+        let whole = part_of(&problem, of_q.len(batch), of_k.len(batch));
+        // Gradients follow from an LSE that has the sinks in it.
+        let score = ScoreMod { sinks: false, ..whole.score };
+        let own = Problem { types: Types::same(Dtype::F32), score, ..whole };
+        let f32_of = |values: &[T], rows, width, heads| {
+            last_heads(values, (rows, batch), width, heads, |value: &T| value.to_f32())
+        };
+        let q = f32_of(&inputs.values[0], of_q, [heads_q, head_dim], group);
+        let k = f32_of(&inputs.values[1], of_k, [heads_kv, head_dim], 1);
+        let v = f32_of(&inputs.values[2], of_k, [heads_kv, head_dim_v], 1);
+        let dout = f32_of(dout, of_q, [heads_q, head_dim_v], group);
+        let heads = heads_q - group..heads_q;
+        let extras = Extras { sinks: None, ..extras(inputs, batch, heads.clone()) };
         let [q_shape, k_shape, v_shape, out_shape] = shapes(&own);
         let view = |name, values, shape| TensorRef::packed(name, values, shape, TensorLayout::Bshd);
         let (q, k, v) = (view("q", &q, q_shape)?, view("k", &k, k_shape)?, view("v", &v, v_shape)?);
         let mut out = vec![0.0; out_shape.iter().product()];
         let mut lse = vec![0.0; check::lse_len(&own)];
         let mut written = TensorMut::packed("out", &mut out, out_shape, TensorLayout::Bshd)?;
-        tiled::forward(&own, &q, &k, &v, &mut written, Some(&mut lse))?;
+        let options = tiled::Options::default();
+        tiled::forward_extras(options, &own, &extras, &q, &k, &v, &mut written, Some(&mut lse))?;
+        if let Some(sinks) = inputs.mods.sinks_of(&problem, heads) {
+            add_sinks(sinks, head_dim_v, &mut out, &mut lse);
+        }
         let (out, dout) = (view("out", &out, out_shape)?, view("dout", &dout, out_shape)?);
         let mut found = [q_shape, k_shape, v_shape].map(|shape| vec![0f32; shape.iter().product()]);
         let [dq, dk, dv] = &mut found;
@@ -66,38 +85,60 @@ impl SampleHead {
         let (mut dq, mut dk, mut dv) =
             (room("dq", dq, q_shape)?, room("dk", dk, k_shape)?, room("dv", dv, v_shape)?);
         let from = BackwardInputs { q, k, v, out, lse: &lse, dout };
-        tiled::backward_with(tiled::Options::default(), &own, &from, &mut dq, &mut dk, &mut dv)?;
+        tiled::backward_extras(options, &own, &extras, &from, &mut dq, &mut dk, &mut dv, None)?;
         let gradients = found.map(|values| values.into_iter().map(f64::from).collect());
-        Ok(SampleHead { problem, gradients })
+        Ok(SampleHead { problem, sequences, batch, gradients })
     }
 
     /// Judges whole gradients by this head, and by whether every element was written.
     ///
     /// # Errors
     /// [`CpuError`] when the gradients do not have the problem's size.
-    pub fn judge<T: Half>(&self, gradients: &DeviceGradients<T>) -> Result<Judged, CpuError> {
-        let [q, k, v, _] = shapes(&self.problem);
-        let group = self.problem.group_size();
-        let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: true };
-        for (i, (shape, heads)) in [(q, group), (k, 1), (v, 1)].into_iter().enumerate() {
-            check::check_len("a gradient", gradients.values[i].len(), shape.iter().product())?;
+    pub fn judge<T: Half>(&self, gradients: &Gradients<T>) -> Result<Judged, CpuError> {
+        let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
+        let Sequences { q: of_q, k: of_k } = &self.sequences;
+        let passed = gradients.strays == 0 && gradients.dsinks.iter().all(|value| !value.is_nan());
+        let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed };
+        let tensors = [
+            (of_q, [heads_q, head_dim], self.problem.group_size()),
+            (of_k, [heads_kv, head_dim], 1),
+            (of_k, [heads_kv, head_dim_v], 1),
+        ];
+        for (i, (rows, [all, dim], heads)) in tensors.into_iter().enumerate() {
+            check::check_len("a gradient", gradients.values[i].len(), rows.total() * all * dim)?;
             worst.passed &= gradients.values[i].par_iter().all(|value| !value.to_f32().is_nan());
             if self.gradients[i].is_empty() {
                 continue;
             }
-            let own = last_heads(&gradients.values[i], shape, heads, |value: &T| *value);
+            let own =
+                last_heads(&gradients.values[i], (rows, self.batch), [all, dim], heads, |value: &T| *value);
             let largest = self.gradients[i].iter().fold(0.0, |most: f64, value| most.max(value.abs()));
-            let of_head = [1, shape[1], heads, shape[3]];
+            let of_head = [1, rows.len(self.batch), heads, dim];
             let found =
                 compare::compare::<T, T>(of_head, self.problem.types.qkv, &own, &self.gradients[i], None)?
                     .allowing(SHARE * largest);
             worst.passed &= found.passed();
-            worst.rows += shape[1] * heads;
+            worst.rows += rows.len(self.batch) * heads;
             if worst.tolerance == 0.0 || found.max_abs * worst.tolerance > worst.max_abs * found.tolerance {
                 (worst.max_abs, worst.tolerance) = (found.max_abs, found.tolerance);
             }
         }
         Ok(worst)
+    }
+}
+
+/// O and LSE of `[len, heads, dim]` and `[heads, len]` with a sink in each head's denominator.
+fn add_sinks(sinks: &[f32], dim: usize, out: &mut [f32], lse: &mut [f32]) {
+    let (heads, len) = (sinks.len(), lse.len() / sinks.len());
+    for (head, &sink) in sinks.iter().enumerate() {
+        for row in 0..len {
+            let own = &mut lse[head * len + row];
+            let most = own.max(sink);
+            let with = most + ((*own - most).exp() + (sink - most).exp()).ln();
+            let share = (*own - with).exp();
+            out[(row * heads + head) * dim..][..dim].iter_mut().for_each(|value| *value *= share);
+            *own = with;
+        }
     }
 }
 
@@ -125,7 +166,7 @@ mod tests {
         )
         .unwrap();
         let head = SampleHead::new(&inputs, &dout).unwrap();
-        let good = DeviceGradients { values: [low.dq, low.dk, low.dv], strays: 0 };
+        let good = Gradients { values: [low.dq, low.dk, low.dv], strays: 0, dsinks: Vec::new() };
         let judged = head.judge(&good).unwrap();
         assert!(judged.passed, "{judged:?}");
         for tensor in 0..3 {

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::rows::{Rows, expected};
 use crate::random::Random;
+use crate::sequences::Ragged;
 use crate::tensors::Inputs;
 
 /// Query rows of a block.
@@ -34,6 +35,8 @@ struct Block {
 /// What an output of one problem must be on some rows.
 pub struct SampleRows {
     problem: Problem,
+    /// The sequences' queries.
+    of_q: Ragged,
     blocks: Vec<Block>,
 }
 
@@ -56,26 +59,32 @@ impl SampleRows {
     /// # Errors
     /// [`CpuError`] when the inputs do not fit their problem.
     pub fn new<T: Half>(inputs: &Inputs<T>, seed: u64) -> Result<SampleRows, CpuError> {
-        let problem = inputs.problem;
+        let (problem, of_q) = (inputs.problem, inputs.sequences.q.clone());
         let Problem { heads_q, .. } = problem;
-        let (batch, seqlen_q) = (problem.lengths.sequences(), problem.lengths.max_q());
-        if batch == 0 || seqlen_q == 0 {
-            return Ok(SampleRows { problem, blocks: Vec::new() });
+        if of_q.total() == 0 {
+            return Ok(SampleRows { problem, of_q, blocks: Vec::new() });
         }
         let mut random = Random::new(seed);
-        let mut heads = vec![(0, 0), (batch - 1, heads_q - 1)];
-        heads.extend((0..DRAWN).map(|_| (random.below(batch), random.below(heads_q))));
-        let rows = ROWS.min(seqlen_q);
-        let placements = [0, (seqlen_q - rows) / 2, seqlen_q - rows];
-        let wanted: Vec<_> = heads.iter().flat_map(|&head| placements.map(|first| (head, first))).collect();
-        let compute = |&((batch, head), first)| block(inputs, batch, head, first, rows);
+        // Sequences are drawn by their rows: one without any has nothing to be judged by.
+        let (first, last) = (of_q.sequence_of(0), of_q.sequence_of(of_q.total() - 1));
+        let mut heads = vec![(first, 0), (last, heads_q - 1)];
+        heads.extend(
+            (0..DRAWN).map(|_| (of_q.sequence_of(random.below(of_q.total())), random.below(heads_q))),
+        );
+        let mut wanted = Vec::new();
+        for (batch, head) in heads {
+            let len = of_q.len(batch);
+            let rows = ROWS.min(len);
+            wanted.extend([0, (len - rows) / 2, len - rows].map(|first| (batch, head, first, rows)));
+        }
+        let compute = |&(batch, head, first, rows): &_| block(inputs, batch, head, first, rows);
         let blocks = wanted.par_iter().map(compute).collect::<Result<_, CpuError>>()?;
-        Ok(SampleRows { problem, blocks })
+        Ok(SampleRows { problem, of_q, blocks })
     }
 
     /// No rows: nothing but that outputs are written is judged.
-    pub fn none(problem: &Problem) -> SampleRows {
-        SampleRows { problem: *problem, blocks: Vec::new() }
+    pub fn none<T>(inputs: &Inputs<T>) -> SampleRows {
+        SampleRows { problem: inputs.problem, of_q: inputs.sequences.q.clone(), blocks: Vec::new() }
     }
 
     /// Judges a whole output by these rows.
@@ -84,24 +93,21 @@ impl SampleRows {
     /// [`CpuError`] when the output does not have the problem's size.
     pub fn judge<T: Half>(&self, outputs: &DeviceOutput<T>) -> Result<Judged, CpuError> {
         let Problem { heads_q, head_dim_v, .. } = self.problem;
-        let (seqlen_q, dtype) = (self.problem.lengths.max_q(), self.problem.types.qkv);
-        fa_cpu::check::check_len(
-            "out",
-            outputs.out.len(),
-            fa_cpu::check::out_shape(&self.problem).iter().product(),
-        )?;
-        let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: true };
+        let dtype = self.problem.types.qkv;
+        fa_cpu::check::check_len("out", outputs.out.len(), self.of_q.total() * heads_q * head_dim_v)?;
+        let mut worst = Judged { rows: 0, max_abs: 0.0, tolerance: 0.0, passed: outputs.strays == 0 };
         let written = outputs.out.par_iter().all(|value| !value.to_f32().is_nan());
         worst.passed &= written && outputs.lse.par_iter().all(|lse| !lse.is_nan());
         for block in &self.blocks {
             let Block { batch, head, first, rows, .. } = *block;
-            let row = |i: usize| ((batch * seqlen_q + first + i) * heads_q + head) * head_dim_v;
+            let (start, len) = (self.of_q.start(batch), self.of_q.len(batch));
+            let row = |i: usize| ((start + first + i) * heads_q + head) * head_dim_v;
             let out: Vec<T> =
                 (0..rows).flat_map(|i| &outputs.out[row(i)..row(i) + head_dim_v]).copied().collect();
             let shape = [1, rows, 1, head_dim_v];
             let found =
                 compare::compare(shape, dtype, &out, &block.out, Some(&block.low))?.allowing(block.noise);
-            let at = (batch * heads_q + head) * seqlen_q + first;
+            let at = start * heads_q + head * len + first;
             let lse = &outputs.lse[at..at + rows];
             let lse = compare::compare_lse([1, 1, rows], dtype, lse, &block.lse)?;
             worst.passed &= found.passed() && lse.passed();

@@ -71,6 +71,7 @@ fn memory() -> Ladder {
         fast_math: true,
         loop_split: true,
         reverse_blocks: false,
+        pack_gqa: false,
     };
     let swizzle = Sm80Fwd { swizzle: true, ..naive.clone() };
     let ldmatrix = Sm80Fwd { ldmatrix: true, ..swizzle.clone() };
@@ -107,6 +108,7 @@ fn tiles(arch: Arch, seqlen: usize) -> Result<Ladder, PlanError> {
         fast_math: false,
         loop_split: false,
         reverse_blocks: false,
+        pack_gqa: false,
     };
     let large = Sm80Fwd { tile_m: 128, tile_n: 128, num_warps: 8, blocks_per_sm: 1, ..small.clone() };
     let fast = Sm80Fwd { fast_math: true, ..large.clone() };

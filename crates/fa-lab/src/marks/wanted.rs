@@ -2,24 +2,116 @@
 
 use std::collections::BTreeMap;
 
-use fa_core::Problem;
+use fa_core::{Pass, Problem};
+use serde::Serialize;
+
+use crate::sequences::Sequences;
 
 /// A shape to measure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Wanted {
-    /// The model that it is of, for tables.
+    /// The model that it is of, or what it is, for tables.
     pub name: Option<&'static str>,
     /// The problem.
     pub problem: Problem,
+    /// How long its sequences are, where the problem has bounds only.
+    pub sequences: Option<Sequences>,
     /// Rows are summed up by this.
     pub group: &'static str,
+    /// What bounds it, and its rates are in.
+    pub unit: Unit,
+    /// Calls that are captured as one CUDA graph, whose replays are timed; 0 for launches one by one.
+    pub graph: usize,
     /// Rates that others published or measured for this shape on an H100, in TFLOP/s.
     pub recorded: BTreeMap<String, f64>,
+}
+
+/// What a rate counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Unit {
+    /// 10^12 operations on visible pairs, a second.
+    #[serde(rename = "TFLOP/s")]
+    Flops,
+    /// 10^12 bytes of K and V, a second.
+    #[serde(rename = "TB/s")]
+    KvBytes,
+    /// Milliseconds of all calls of a graph together.
+    #[serde(rename = "ms per step")]
+    StepMs,
+}
+
+impl Unit {
+    /// As tables have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Unit::Flops => "TFLOP/s",
+            Unit::KvBytes => "TB/s",
+            Unit::StepMs => "ms per step",
+        }
+    }
+
+    /// How often a figure is as good as another.
+    pub fn ratio(self, ours: f64, other: f64) -> f64 {
+        match self {
+            Unit::Flops | Unit::KvBytes => ours / other,
+            Unit::StepMs => other / ours,
+        }
+    }
+
+    /// Of two figures the better.
+    pub fn better(self, a: f64, b: f64) -> f64 {
+        match self {
+            Unit::Flops | Unit::KvBytes => a.max(b),
+            Unit::StepMs => a.min(b),
+        }
+    }
 }
 
 impl Wanted {
     /// A shape with nothing to go with it.
     pub fn new(problem: Problem, group: &'static str) -> Wanted {
-        Wanted { name: None, problem, group, recorded: BTreeMap::new() }
+        Wanted {
+            name: None,
+            problem,
+            sequences: None,
+            group,
+            unit: Unit::Flops,
+            graph: 0,
+            recorded: BTreeMap::new(),
+        }
+    }
+
+    /// A shape of sequences with lengths of their own.
+    pub fn of(problem: Problem, sequences: Sequences, group: &'static str) -> Wanted {
+        let problem = Problem { lengths: sequences.lengths(), ..problem };
+        Wanted { sequences: Some(sequences), ..Wanted::new(problem, group) }
+    }
+
+    /// The sequences.
+    pub fn sequences(&self) -> Sequences {
+        self.sequences.clone().unwrap_or_else(|| Sequences::filling(&self.problem.lengths))
+    }
+
+    /// Operations on visible pairs of a pass, by the field's convention ([`Problem::flops_forward`]).
+    pub fn flops(&self, pass: Pass) -> f64 {
+        let Problem { heads_q, head_dim, head_dim_v, mask, .. } = self.problem;
+        let forward = 2.0 * heads_q as f64 * self.sequences().pairs(&mask) * (head_dim + head_dim_v) as f64;
+        if pass.is_backward() { 2.5 * forward } else { forward }
+    }
+
+    /// Bytes of the sequences' keys and values.
+    pub fn kv_bytes(&self) -> f64 {
+        let Problem { heads_kv, head_dim, head_dim_v, types, .. } = self.problem;
+        let rows = self.sequences().k.total() * heads_kv;
+        (rows * (head_dim + head_dim_v) * types.qkv.bytes()) as f64
+    }
+
+    /// The rate of calls that take `ms` each, in the shape's unit.
+    pub fn rate(&self, ms: f64, pass: Pass) -> f64 {
+        match self.unit {
+            Unit::Flops => self.flops(pass) / (ms * 1e9),
+            Unit::KvBytes => self.kv_bytes() / (ms * 1e9),
+            Unit::StepMs => ms * self.graph.max(1) as f64,
+        }
     }
 }

@@ -73,7 +73,7 @@ fn measure<T: Half>(gpu: &Gpu, job: &Job) -> Result<()> {
     }
     let Some(mut runner) = runner else { return say(&Event::Times(Vec::new())) };
     let (indices, bound): (Vec<usize>, Vec<Bound>) = good.into_iter().unzip();
-    let outcome = runner.run(&bound, &job.problem, None, job.turns)?;
+    let outcome = runner.run(&bound, None, job.turns)?;
     let times = indices.into_iter().zip(outcome.ours.iter().map(|times| times.median())).collect();
     say(&Event::Times(times))
 }

@@ -17,6 +17,9 @@ pub struct Options {
     pub pass: Pass,
     /// The cases.
     pub cases: Cases,
+    /// Only cases of these groups; all, if empty.
+    #[serde(default)]
+    pub groups: Vec<String>,
     /// Only cases whose names contain this.
     pub filter: Option<String>,
     /// Seconds after which a case that is on the GPU hangs.

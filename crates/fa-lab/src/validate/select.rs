@@ -28,6 +28,9 @@ pub fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>
         }
         Cases::Soak { .. } => Vec::new(),
     };
+    if !options.groups.is_empty() {
+        chosen.retain(|case| options.groups.iter().any(|group| group == case.group));
+    }
     if let Some(filter) = &options.filter {
         chosen.retain(|case| case.name().contains(filter.as_str()));
     }
@@ -37,6 +40,8 @@ pub fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>
 fn of_grid(pass: Pass, extent: Extent, repeat: usize, arch: Arch, family: Family) -> Result<Vec<Case>> {
     let library = if pass.is_backward() { grid::gradients } else { grid::library };
     let mut cases = library(extent, repeat);
+    let serving = if pass.is_backward() { grid::serving_gradients } else { grid::serving };
+    cases.extend(serving(extent, repeat));
     for (kernel, spec, archs) in record::shipped()? {
         let of_the_pass = spec.kernel.is_backward() == pass.is_backward();
         // Records know a kernel by its sources, whatever the target: one that ships for other architectures
@@ -59,11 +64,33 @@ mod tests {
     use super::*;
 
     #[test]
+    fn groups_and_filters_choose_cases() {
+        let chosen = |groups: &[&str], filter: Option<&str>, pass| {
+            let options = Options {
+                family: Some(Family::Sm90),
+                pass,
+                cases: Cases::Grid { extent: Extent::Quick, repeat: 100 },
+                groups: groups.iter().map(|&group| group.to_owned()).collect(),
+                filter: filter.map(str::to_owned),
+                watchdog: 60,
+            };
+            select(&options, Arch::Sm90, Family::Sm90).expect("cases")
+        };
+        let some = chosen(&["packed", "known"], None, Pass::Forward);
+        assert!(some.iter().any(|case| case.group == "known") && some.len() > 40);
+        assert!(some.iter().all(|case| ["packed", "known"].contains(&case.group)));
+        let bugs = chosen(&["known"], Some("1619"), Pass::BACKWARD);
+        assert_eq!(bugs.len(), 1);
+        assert!(bugs[0].pass.is_backward());
+    }
+
+    #[test]
     fn kernels_that_ship_for_other_architectures_are_validated_where_they_run() {
         let options = Options {
             family: Some(Family::Sm80),
             pass: Pass::BACKWARD,
             cases: Cases::Grid { extent: Extent::Quick, repeat: 100 },
+            groups: Vec::new(),
             filter: None,
             watchdog: 60,
         };

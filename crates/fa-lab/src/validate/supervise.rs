@@ -137,7 +137,14 @@ mod tests {
         let program =
             Program { executable: "sh".into(), arguments: vec!["-c".to_owned(), script.to_owned()] };
         let cases = Cases::Grid { extent: Extent::Quick, repeat: 2 };
-        let options = Options { family: None, pass: Pass::Forward, cases, filter: None, watchdog: 1 };
+        let options = Options {
+            family: None,
+            pass: Pass::Forward,
+            cases,
+            groups: Vec::new(),
+            filter: None,
+            watchdog: 1,
+        };
         let job = Job { options, finished: Vec::new() };
         run(&program, job, watchdog, None, Vec::new(), &mut |_| {})
     }

@@ -3,6 +3,7 @@
 mod backward;
 mod forward;
 mod session;
+mod twin;
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -17,7 +18,7 @@ use super::event::{CaseResult, Event, Status, tell};
 use super::options::{Cases, Job};
 use super::select::select;
 use crate::error::{Error, Result, message};
-use crate::grid::{Action, Case, NamedSpec, soak};
+use crate::grid::{Action, Case, NamedSpec, is_serving, soak};
 use crate::tensors::with_half;
 use crate::worker::EXIT_LOST;
 
@@ -97,7 +98,7 @@ fn first_choice(session: &Session, case: &Case) -> Option<fa_core::KernelSpec> {
             let family = Some(session.family);
             let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
             let plans = plan(&case.problem, session.gpu.arch(), &options).ok()?;
-            plans.into_iter().next().map(|plan| plan.spec)
+            plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split || !case.split)
         }
     }
 }
@@ -120,6 +121,10 @@ fn run_case(session: &Session, case: &Case) {
             CaseResult { kernel, ratio, ms, ..fate(status, detail) }
         }
         Err(Error::NotTried(why)) => fate(Status::Skipped, why),
+        // What the planner has no kernel for is refused by the library with the same words.
+        Err(error) if is_serving(case.group) && is_unplanned(&error) => {
+            fate(Status::Skipped, message(&error))
+        }
         // A switch that the compiler does not honour here ships nowhere and is none of the library's choices.
         Err(error) if case.group == "knobs" && is_refused(&error) => fate(Status::Skipped, message(&error)),
         Err(error) => fate(Status::Failed, message(&error)),
@@ -137,6 +142,10 @@ fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
         Pass::Forward => forward::examine::<T>(session, case, forward),
         Pass::Backward { deterministic } => backward::examine::<T>(session, case, forward, deterministic),
     }
+}
+
+fn is_unplanned(error: &Error) -> bool {
+    matches!(error, Error::Plan(_))
 }
 
 fn is_refused(error: &Error) -> bool {

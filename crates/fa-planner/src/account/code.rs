@@ -9,16 +9,19 @@ struct Code {
     alibi: bool,
     sinks: bool,
     split: bool,
+    /// Heads of a group in the rows of a tile.
+    packs_gqa: bool,
 }
 
 /// Dense tiles, with every change of scores.
-const DENSE: Code = Code { varied: false, paged: false, alibi: true, sinks: true, split: false };
+const DENSE: Code =
+    Code { varied: false, paged: false, alibi: true, sinks: true, split: false, packs_gqa: false };
 
 /// What the device code of a kernel has. A switch is turned on with the code that honours it.
 const fn code_of(kernel: &Kernel) -> Code {
     match kernel {
         Kernel::Sm80Fwd(_) => Code { ..DENSE },
-        Kernel::Sm90Fwd(_) => Code { varied: true, paged: true, split: true, ..DENSE },
+        Kernel::Sm90Fwd(_) => Code { varied: true, paged: true, split: true, packs_gqa: true, ..DENSE },
         Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => Code { varied: true, ..DENSE },
     }
 }
@@ -33,6 +36,7 @@ pub fn missing_code(spec: &KernelSpec) -> Option<&'static str> {
         (score.alibi && !code.alibi, "alibi"),
         (score.sinks && !code.sinks, "sinks"),
         (*split && !code.split, "split"),
+        (spec.traits().packs_gqa && !code.packs_gqa, "pack_gqa"),
     ]
     .into_iter()
     .find_map(|(lacks, what)| lacks.then_some(what))

@@ -15,6 +15,9 @@ pub struct Cost {
     /// Rate in 10^12 operations per second, by the field's count ([`Problem::flops_forward`],
     /// [`Problem::flops_backward`]).
     pub tflops: f64,
+    /// Compulsory bytes a second ([`Problem::bytes`]): the rate that counts where few operations are done for
+    /// each byte, as in decode.
+    pub bytes_per_s: f64,
     /// The largest of `terms`.
     pub bottleneck: Bottleneck,
     /// Where the time goes.
@@ -99,6 +102,7 @@ impl Cost {
         Cost {
             seconds,
             tflops: problem.flops_backward() / seconds / 1e12,
+            bytes_per_s: problem.bytes_backward() / seconds,
             bottleneck: terms.largest(),
             terms,
             tiles: work.tiles,
@@ -265,6 +269,7 @@ pub(crate) fn evaluate(
     Cost {
         seconds,
         tflops,
+        bytes_per_s: problem.bytes_forward() / seconds,
         bottleneck: terms.largest(),
         terms,
         tiles: work.tiles,

@@ -12,7 +12,7 @@ pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
 
-use fa_core::Problem;
+use fa_core::{MaskKind, Problem};
 
 /// Tiles up to which splits of the keys are tried: some four for each SM of a large GPU. More tiles fill it.
 const SPLIT_TILES: usize = 512;
@@ -26,4 +26,21 @@ fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &
     let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
     let few = blocks.saturating_mul(heads) <= SPLIT_TILES;
     if few && lengths.max_k() > tile_n as usize { &[false, true] } else { &[false] }
+}
+
+/// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it
+/// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
+/// A packed tile holds whole groups: TMA loads a box of (group, queries).
+fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
+    let (group, tile_m) = (problem.group_size(), tile_m as usize);
+    let tiles = |rows: usize| rows.div_ceil(tile_m);
+    if group == 1 || !tile_m.is_multiple_of(group) {
+        &[false]
+    } else if MaskKind::of(&problem.mask) == MaskKind::Window {
+        &[false, true]
+    } else if tiles(problem.lengths.mean_q() * group) < group * tiles(problem.lengths.mean_q()) {
+        &[true]
+    } else {
+        &[false]
+    }
 }

@@ -47,9 +47,11 @@ Examples:
   fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
+  fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \
-times that.";
+times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us \
+and of peers.";
 
 /// Flags of `fa bench` that only the GPU has.
 #[derive(Clone, Debug, Default, Args)]
@@ -64,6 +66,10 @@ pub struct GpuArgs {
     /// has them
     #[arg(long)]
     pub peers: bool,
+    /// Time only these of the peers, as in fa3,cudnn (fa2, cudnn, fa3, fa4)
+    #[arg(long = "peer", value_name = "PEER,..", value_delimiter = ',', requires = "peers")]
+    #[arg(value_parser = ["fa2", "cudnn", "fa3", "fa4"])]
+    pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs",

@@ -29,7 +29,8 @@ pub fn panels(report: &Report) -> anyhow::Result<String> {
         let rows: Vec<&Row> =
             report.rows.iter().filter(|row| row.error.is_none() && title(row) == title_of).collect();
         let series = lines(report, &rows);
-        let (x_label, y_label) = ("keys per sequence", "TFLOP/s");
+        let y_label = rows.first().map_or("TFLOP/s", |row| row.unit.name());
+        let x_label = "keys per sequence";
         Box::new(Chart { title: title_of, x_label, y_label, ceiling: None, series }) as Box<dyn Panel>
     };
     let panels: Vec<Box<dyn Panel>> = titles.into_iter().map(panel).collect();
@@ -47,11 +48,11 @@ fn lines(report: &Report, rows: &[&Row]) -> Vec<Series> {
     for row in rows {
         let label = if many { row.spec.clone() } else { "fa (this project)".to_owned() };
         match series.iter_mut().find(|line| line.label == label) {
-            Some(line) => line.points.push(point(row, row.tflops)),
+            Some(line) => line.points.push(point(row, row.rate)),
             None => series.push(Series {
                 color: series.len(),
                 label,
-                points: vec![point(row, row.tflops)],
+                points: vec![point(row, row.rate)],
                 dashed: false,
             }),
         }

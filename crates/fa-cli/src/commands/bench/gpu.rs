@@ -51,7 +51,7 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
             family: marks.family(),
             pass,
             peers: args.gpu.peers,
-            peer_names: marks.peers(),
+            peer_names: peer_names(marks.peers(), &args.gpu.peer_names),
             turns: args.gpu.turns(),
         });
     }
@@ -61,7 +61,16 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
     let specs = args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?;
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
     let (peers, turns) = (args.gpu.peers, args.gpu.turns());
-    Ok(Options { shapes, specs, family, pass, peers, peer_names: Vec::new(), turns })
+    let peer_names = args.gpu.peer_names.clone();
+    Ok(Options { shapes, specs, family, pass, peers, peer_names, turns })
+}
+
+/// Of the peers that marks are measured beside those that are asked for, or all of these.
+fn peer_names(of_marks: Vec<String>, asked: &[String]) -> Vec<String> {
+    match asked {
+        [] => of_marks,
+        asked => asked.to_vec(),
+    }
 }
 
 /// The kernel of a file, which has to compute at least one of the shapes: it would silently be in no row

@@ -1,17 +1,25 @@
 //! The rows of a benchmark on the GPU as a table.
 
 use fa_lab::bench::report::{PeersRecord, Report};
+use fa_lab::marks::Unit;
 use fa_lab::peers::Ceilings;
 use fa_lab::record::Provenance;
 
 use crate::term::output;
 
+/// What all rates are in, where that is one thing.
+fn unit(report: &Report) -> Option<&'static str> {
+    let first = report.rows.first()?.unit;
+    report.rows.iter().all(|row| row.unit == first).then_some(first.name())
+}
+
 /// For people: the rows, then the summary.
 pub fn table(report: &Report) -> String {
     let names = report.peer_names();
     let with_name = report.rows.iter().any(|row| row.name.is_some());
-    let mut header = if with_name { vec!["model"] } else { Vec::new() };
-    header.extend(["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", "TFLOP/s"]);
+    let mut header = if with_name { vec!["what"] } else { Vec::new() };
+    let unit = unit(report);
+    header.extend(["hd", "heads", "batch", "N", "mask", "dtype", "kernel", "ms", unit.unwrap_or("rate")]);
     header.extend(names.iter().map(String::as_str));
     let with_ratio = !names.is_empty();
     let with_recorded = report.rows.iter().any(|row| !row.recorded.is_empty());
@@ -33,8 +41,14 @@ pub fn table(report: &Report) -> String {
         match &row.error {
             Some(error) => cells.push(error.clone()),
             None => {
-                cells.extend([format!("{:.4}", row.ms_median), format!("{:.0}", row.tflops)]);
-                let rate = |name| row.peers.get(name).map_or("-".to_owned(), |rate| format!("{rate:.0}"));
+                let text = |rate: f64| match row.unit {
+                    Unit::Flops => format!("{rate:.0}"),
+                    Unit::KvBytes | Unit::StepMs => format!("{rate:.3}"),
+                };
+                let own = text(row.rate);
+                let own = if unit.is_some() { own } else { format!("{own} {}", row.unit.name()) };
+                cells.extend([format!("{:.4}", row.ms_median), own]);
+                let rate = |name| row.peers.get(name).map_or("-".to_owned(), |&rate| text(rate));
                 cells.extend(names.iter().map(rate));
                 let ratio = row.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
                 cells.extend(with_ratio.then_some(ratio));
@@ -66,6 +80,10 @@ pub fn table(report: &Report) -> String {
         for (name, why) in errors {
             text += &format!("no {name}: {why}\n");
         }
+    }
+    let graphs: std::collections::BTreeSet<usize> = report.rows.iter().filter_map(|row| row.graph).collect();
+    for calls in graphs {
+        text += &format!("rows of a CUDA graph: {calls} calls in each, of us and of peers; ms of one call\n");
     }
     for s in &report.summary {
         text += &format!(

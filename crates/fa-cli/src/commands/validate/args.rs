@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use fa_core::{Family, Pass};
 use fa_lab::configs::HEAD_DIMS;
-use fa_lab::grid::Extent;
+use fa_lab::grid::{Extent, check_group};
 use fa_lab::shape::HeadDim;
 use fa_lab::spec_file::read_spec_of;
 use fa_lab::validate::{Cases, Options};
@@ -31,6 +31,10 @@ pub struct ValidateArgs {
     /// Only cases whose names contain this, as in 'windows/' or 'hd256'
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
+    /// Only cases of these groups, as in packed,used,paged,split (the first parts of names)
+    #[arg(long = "group", value_name = "GROUP,..", value_delimiter = ',', value_parser = check_group)]
+    #[arg(conflicts_with_all = ["spec", "soak", "all_configs", "record"])]
+    pub groups: Vec<String>,
     /// Validate the one kernel in this RON file
     #[arg(long, value_name = "FILE")]
     pub spec: Option<PathBuf>,
@@ -69,8 +73,8 @@ pub struct ValidateArgs {
     pub record: bool,
     /// Compare the shipped kernels with the records instead; needs no GPU
     #[arg(long, group = "records", conflicts_with_all = [
-        "arch", "mode", "quick", "full", "filter", "spec", "repeat", "soak", "sanitize", "all_configs",
-        "record", "watchdog"
+        "arch", "mode", "quick", "full", "filter", "groups", "spec", "repeat", "soak", "sanitize",
+        "all_configs", "record", "watchdog"
     ])]
     pub check_records: bool,
     /// Where records lie
@@ -92,6 +96,8 @@ Examples:
   fa validate --arch sm80 --filter windows/     the kernels for every GPU, one group of cases
   fa validate --spec kernel.ron                 one kernel
   fa validate --mode bwd --arch sm90            gradients
+  fa validate --group packed,used,paged,split   packed batches, caches, pages, keys split over CTAs
+  fa validate --group known --mode bwd          problems on which other libraries failed
   fa validate --soak 600 --seed 7               random problems for ten minutes
   fa validate --all-configs                     predicted and measured rates of every configuration
 
@@ -99,6 +105,8 @@ Each case fills its outputs with NaN, runs on the GPU and is compared with an f6
 (rounded) inputs: max|out - ref| <= 2 max|low - ref| + one rounding step, where low is the same formula in \
 the kernel's precision; LSEs within 1e-3. Of large problems, rows from everywhere are compared, and all must \
 be written.
+Memory that is no sequence's (gaps, rows behind the last sequence, unused pages) holds NaN, unused entries \
+of page tables hold garbage, and nothing may be written there.
 A case that hangs or crashes is reported as such and the others go on. Exit code 1 when any case fails.";
 
 impl ValidateArgs {
@@ -119,7 +127,7 @@ impl ValidateArgs {
             (None, None) => Cases::Grid { extent, repeat },
         };
         let (filter, watchdog) = (self.filter.clone(), self.watchdog);
-        Ok(Options { family: self.arch, pass, cases, filter, watchdog })
+        Ok(Options { family: self.arch, pass, cases, groups: self.groups.clone(), filter, watchdog })
     }
 
     /// What the names of records say about the pass.

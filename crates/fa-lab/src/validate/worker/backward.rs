@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
-use fa_attn::device::{Bound, DeviceBackward, DeviceForward, DeviceGradients, DeviceOutput, Half};
+use fa_attn::device::{Bound, DeviceOutput, Half};
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{Backward, Error, Forward};
 
 use super::session::{Found, Session};
-use crate::device::{place_backward, place_forward};
+use super::twin;
+use crate::device::{PlacedBackward, PlacedForward, place_backward, place_forward};
 use crate::error::Result;
 use crate::grid::{Action, Case};
 use crate::judge::forward::Oracle;
 use crate::judge::gradients::GradientOracle;
+use crate::memory::Gradients;
 use crate::tensors::{Inputs, random_dout};
 
 /// Inputs, dO and what must come of them.
@@ -37,7 +39,7 @@ pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
 /// What a case wrote.
 struct Runs<T> {
     outputs: DeviceOutput<T>,
-    gradients: Vec<DeviceGradients<T>>,
+    gradients: Vec<Gradients<T>>,
     fault: Option<String>,
 }
 
@@ -51,7 +53,7 @@ struct Job<'a, T> {
 
 impl<T: Half> Job<'_, T> {
     /// Tensors of both passes on `stream`, the forward run.
-    fn calls(&self, stream: &Arc<CudaStream>) -> Result<(DeviceForward<T>, DeviceBackward<T>), Error> {
+    fn calls(&self, stream: &Arc<CudaStream>) -> Result<(PlacedForward<T>, PlacedBackward<T>), Error> {
         let mut call = place_forward(stream, self.forward, &self.made.inputs)?;
         call.run(self.forward, stream)?;
         let gradients = place_backward(stream, self.backward, &call, &self.made.inputs, &self.made.dout)?;
@@ -63,19 +65,19 @@ impl<T: Half> Job<'_, T> {
     fn runs(&self, stream: &Arc<CudaStream>, times: usize) -> Result<Runs<T>, Error> {
         let (call, mut gradients) = self.calls(stream)?;
         gradients.run(&call, self.backward, stream)?;
-        let first = gradients.read(stream)?;
+        let first = gradients.read(&call, stream)?;
         let mut fault = None;
         for turn in 1..times {
             gradients.poison(stream)?;
             gradients.run(&call, self.backward, stream)?;
-            if self.deterministic && !gradients.read(stream)?.same_bits(&first) {
+            if self.deterministic && !gradients.read(&call, stream)?.same_bits(&first) {
                 fault = Some(format!("run {} of {times} differs from the first", turn + 1));
                 break;
             }
         }
         let mut all = vec![first];
         if times > 1 {
-            all.push(gradients.read(stream)?);
+            all.push(gradients.read(&call, stream)?);
         }
         Ok(Runs { outputs: call.read(stream)?, gradients: all, fault })
     }
@@ -85,12 +87,12 @@ impl<T: Half> Job<'_, T> {
         // The first run loads what a capture must not.
         gradients.run(&call, self.backward, stream)?;
         let graph = gradients.capture(&call, self.backward, stream)?;
-        let mut all: Vec<DeviceGradients<T>> = Vec::new();
+        let mut all: Vec<Gradients<T>> = Vec::new();
         let mut fault = None;
         for turn in 0..3 {
             gradients.poison(stream)?;
             graph.launch().map_err(|source| Error::Driver { doing: "launching a graph", source })?;
-            all.push(gradients.read(stream)?);
+            all.push(gradients.read(&call, stream)?);
             if self.deterministic && !all[turn].same_bits(&all[0]) {
                 fault = Some(format!("replay {} differs from the first", turn + 1));
             }
@@ -129,11 +131,23 @@ pub fn examine<T: Half>(
         }
     };
     let job = Job { forward: &forward, backward: &backward, made, deterministic };
+    let twin = match case.action {
+        Action::AsDense => Some(twin::of(case, &made.inputs)?.bind(session, &forward, &backward)?),
+        _ => None,
+    };
     let runs = {
         let _gpu = session.begin(case);
-        act(session, case.action, &job)?
+        let mut runs = act(session, case.action, &job)?;
+        if let Some((twin, forward, backward)) = &twin {
+            let made = (&twin.inputs, made.dout.as_slice());
+            let theirs = run_twin(&session.gpu.stream, forward, backward, made)?;
+            if !theirs.same_bits(&runs.gradients[0]) {
+                runs.fault = Some(twin.fault());
+            }
+        }
+        runs
     };
-    let of_out = made.forward.judge(&case.problem, &runs.outputs)?;
+    let of_out = made.forward.judge(&made.inputs, &runs.outputs)?;
     let mut found = Found {
         passed: of_out.passed,
         detail: if of_out.passed { String::new() } else { format!("the forward: {}", of_out.detail) },
@@ -154,11 +168,24 @@ pub fn examine<T: Half>(
     Ok(found)
 }
 
+fn run_twin<T: Half>(
+    stream: &Arc<CudaStream>,
+    forward: &Forward,
+    backward: &Backward,
+    (inputs, dout): (&Inputs<T>, &[T]),
+) -> Result<Gradients<T>, Error> {
+    let mut call = place_forward(stream, forward, inputs)?;
+    call.run(forward, stream)?;
+    let mut gradients = place_backward(stream, backward, &call, inputs, dout)?;
+    gradients.run(&call, backward, stream)?;
+    gradients.read(&call, stream)
+}
+
 fn act<T: Half>(session: &Session, action: Action, job: &Job<'_, T>) -> Result<Runs<T>> {
     const THREAD_RUNS: usize = 20;
     let stream = || session.gpu.context().new_stream();
     Ok(match action {
-        Action::Once => job.runs(&session.gpu.stream, 1)?,
+        Action::Once | Action::AsDense => job.runs(&session.gpu.stream, 1)?,
         Action::Repeat(times) => job.runs(&session.gpu.stream, times)?,
         Action::OwnStream => job.runs(&stream()?, 1)?,
         Action::Graph => job.graph(&stream()?)?,
@@ -178,5 +205,8 @@ fn act<T: Half>(session: &Session, action: Action, job: &Job<'_, T>) -> Result<R
             one
         }
         Action::Measure => unreachable!("examine() sends it to Session::measure()"),
+        Action::Relength | Action::AsContiguous => {
+            unreachable!("the grid of gradients has no pages and no other lengths")
+        }
     })
 }

@@ -1,9 +1,13 @@
 //! Cases of the forward.
 
+use std::sync::Arc;
+
 use fa_attn::device::{Bound, DeviceOutput, Half};
 use fa_kernels::Forward;
+use fa_kernels::cudarc::driver::CudaStream;
 
 use super::session::{Found, Session};
+use super::twin;
 use crate::device::place_forward;
 use crate::error::Result;
 use crate::grid::{Action, Case};
@@ -42,13 +46,29 @@ pub fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Res
             &own
         }
     };
+    if case.action == Action::Relength {
+        return relength(session, case, &forward, made);
+    }
+    let twin = match case.action {
+        Action::AsDense | Action::AsContiguous => {
+            Some(twin::of(case, &made.inputs)?.bind_forward(session, &forward)?)
+        }
+        _ => None,
+    };
     let runs = {
         let _gpu = session.begin(case);
-        act(session, case, &forward, &made.inputs)?
+        let mut runs = act(session, case, &forward, &made.inputs)?;
+        if let Some((twin, forward)) = &twin {
+            let theirs = once(&session.gpu.stream, forward, &twin.inputs)?;
+            if !theirs.same_bits(&runs.outputs[0]) {
+                runs.fault = Some(twin.fault());
+            }
+        }
+        runs
     };
     let mut found = Found::of(&forward.kernel().spec);
     for outputs in &runs.outputs {
-        let judged = made.oracle.judge(&case.problem, outputs)?;
+        let judged = made.oracle.judge(&made.inputs, outputs)?;
         found.passed &= judged.passed;
         found.ratio = found.ratio.max(judged.ratio);
         if found.detail.is_empty() || !judged.passed {
@@ -65,11 +85,7 @@ pub fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Res
 fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {
     let stream = &session.gpu.stream;
     match case.action {
-        Action::Once => {
-            let mut call = place_forward(stream, forward, inputs)?;
-            call.run(forward, stream)?;
-            Ok(Runs::of(call.read(stream)?))
-        }
+        Action::Once | Action::AsDense | Action::AsContiguous => Ok(Runs::of(once(stream, forward, inputs)?)),
         Action::Repeat(times) => {
             let mut call = place_forward(stream, forward, inputs)?;
             call.run(forward, stream)?;
@@ -86,14 +102,62 @@ fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inpu
         }
         Action::OwnStream => {
             let stream = session.gpu.context().new_stream()?;
-            let mut call = place_forward(&stream, forward, inputs)?;
-            call.run(forward, &stream)?;
-            Ok(Runs::of(call.read(&stream)?))
+            Ok(Runs::of(once(&stream, forward, inputs)?))
         }
         Action::Graph => graph(session, forward, inputs),
         Action::Threads => threads(session, forward, inputs),
-        Action::Measure => unreachable!("examine() sends it to Session::measure()"),
+        Action::Measure | Action::Relength => unreachable!("examine() sends them elsewhere"),
     }
+}
+
+fn once<T: Half>(
+    stream: &Arc<CudaStream>,
+    forward: &Forward,
+    inputs: &Inputs<T>,
+) -> Result<DeviceOutput<T>, fa_kernels::Error> {
+    let mut call = place_forward(stream, forward, inputs)?;
+    call.run(forward, stream)?;
+    call.read(stream)
+}
+
+/// A run captured on the case's inputs and replayed on others in the same memory, each result judged.
+fn relength<T: Half>(session: &Session, case: &Case, forward: &Forward, made: &Made<T>) -> Result<Found> {
+    const OTHERS: u64 = 3;
+    let others: Vec<(Inputs<T>, Oracle<T>)> = (1..=OTHERS)
+        .map(|turn| {
+            let sequences = made.inputs.sequences.drawn_again(case.seed() ^ turn);
+            let inputs = Inputs::placed(&case.problem, sequences, made.inputs.placements, turn);
+            let oracle = Oracle::new(&inputs, turn)?;
+            Ok((inputs, oracle))
+        })
+        .collect::<Result<_>>()?;
+    let stream = session.gpu.context().new_stream()?;
+    let mut outputs = Vec::new();
+    {
+        let _gpu = session.begin(case);
+        let mut call = place_forward(&stream, forward, &made.inputs)?;
+        call.run(forward, &stream)?;
+        outputs.push(call.read(&stream)?);
+        let graph = call.capture(forward, &stream)?;
+        for (inputs, _) in &others {
+            call.write(&stream, inputs)?;
+            call.poison(&stream)?;
+            graph.launch()?;
+            outputs.push(call.read(&stream)?);
+        }
+    }
+    let mut found = Found::of(&forward.kernel().spec);
+    let first = std::iter::once((&made.inputs, &made.oracle));
+    let all = first.chain(others.iter().map(|(inputs, oracle)| (inputs, oracle)));
+    for (turn, ((inputs, oracle), outputs)) in all.zip(&outputs).enumerate() {
+        let judged = oracle.judge(inputs, outputs)?;
+        found.ratio = found.ratio.max(judged.ratio);
+        if found.passed && !judged.passed || found.detail.is_empty() {
+            found.detail = format!("lengths {turn}: {}", judged.detail);
+        }
+        found.passed &= judged.passed;
+    }
+    Ok(found)
 }
 
 fn graph<T: Half>(session: &Session, forward: &Forward, inputs: &Inputs<T>) -> Result<Runs<T>> {

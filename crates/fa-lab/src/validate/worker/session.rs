@@ -5,8 +5,9 @@ use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fa_attn::device::{Bound, Gpu};
-use fa_core::{Family, TensorLayout};
+use fa_core::{Family, KernelSpec, TensorLayout};
 use fa_kernels::Forward;
+use fa_planner::plan::{PlanOptions, plan};
 use half::bf16;
 
 use crate::device::{self, PassCall, Timing, calls, median, time};
@@ -84,8 +85,25 @@ impl Session {
             Some(named) => Ok(self.gpu.kernels.forward_with(&case.problem, &named.spec)?),
             // The forward before a backward is the library's own.
             None if case.pass.is_backward() => self.gpu.forward(&case.problem, None),
+            None if case.split => {
+                let spec = self.splitting(case)?;
+                Ok(self.gpu.kernels.forward_with(&case.problem, &spec)?)
+            }
             None => self.gpu.forward(&case.problem, self.other_family()),
         }
+    }
+
+    /// The planner's best kernel whose CTAs share a row's keys.
+    fn splitting(&self, case: &Case) -> Result<KernelSpec, fa_attn::Error> {
+        let (family, arch) = (Some(self.family), self.gpu.arch());
+        let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
+        let plans = plan(&case.problem, arch, &options)?;
+        let none = || {
+            let kernel = "kernels that do not split keys".to_owned();
+            fa_kernels::Error::Mismatch { what: "split", kernel, problem: "splits".to_owned() }
+        };
+        let found = plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split);
+        Ok(found.ok_or_else(none)?)
     }
 
     /// The family that is validated where the library's own choice is of another.

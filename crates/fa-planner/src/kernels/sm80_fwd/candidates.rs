@@ -2,7 +2,7 @@
 
 use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
 
-use crate::kernels::split_choices;
+use crate::kernels::{packings, split_choices};
 
 /// Query rows and warps of a CTA that are tried: 16 or 32 rows per warp.
 pub const TILE_M: [(u32, u32); 4] = [(64, 4), (128, 4), (128, 8), (256, 8)];
@@ -18,8 +18,8 @@ pub const BLOCKS_PER_SM: [u32; 4] = [1, 2, 3, 4];
 
 /// Every SM80-class forward that is tried for `problem`, with all of the kernel's optimisation steps on.
 ///
-/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, keys in one piece or
-/// shared by several CTAs.
+/// In order: rows and warps, keys per step, stages, Q in registers or not, CTAs per SM, heads of a group
+/// packed or not, keys in one piece or shared by several CTAs.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
@@ -32,10 +32,16 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         .flat_map(|block| BLOCKS_PER_SM.into_iter().map(move |blocks| (block, blocks)))
         .flat_map(move |candidate| {
             let ((((rows, tile_n), _), _), _) = candidate;
-            let choices = split_choices(&problem, rows.0, tile_n, false);
-            choices.iter().map(move |&split| (candidate, split))
+            // Whole tiles of one head stay in question: packed rows are gathered.
+            let both: &[bool] =
+                if packings(&problem, rows.0).contains(&true) { &[false, true] } else { &[false] };
+            both.iter().flat_map(move |&pack_gqa| {
+                let choices = split_choices(&problem, rows.0, tile_n, pack_gqa);
+                choices.iter().map(move |&split| (candidate, pack_gqa, split))
+            })
         })
-        .map(move |((((((tile_m, num_warps), tile_n), stages), q_in_regs), blocks_per_sm), split)| {
+        .map(move |(candidate, pack_gqa, split)| {
+            let (((((tile_m, num_warps), tile_n), stages), q_in_regs), blocks_per_sm) = candidate;
             let kernel = Sm80Fwd {
                 tile_m,
                 tile_n,
@@ -49,6 +55,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 fast_math: true,
                 loop_split: true,
                 reverse_blocks: mask != MaskKind::Full,
+                pack_gqa,
             };
             KernelSpec {
                 types: Types::same(dtype),

@@ -42,6 +42,7 @@ fn model(
 ) -> KernelModel {
     let [tile_m, tile_n, num_warps, stages] = [k.tile_m, k.tile_n, k.num_warps, k.stages].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
+    let group = if k.pack_gqa { problem.group_size() } else { 1 };
     let scores = tile_m * tile_n;
     let warps_per_scheduler = resident * num_warps / 4.0;
     // A scheduler without a warp leaves its tensor core, special-function unit and lanes idle.
@@ -90,6 +91,6 @@ fn model(
         mask: 0.0,
         exposed,
         tile: c.sm80_block,
-        rows: tile_m.min(problem.lengths.mean_q() as f64),
+        rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
     }
 }

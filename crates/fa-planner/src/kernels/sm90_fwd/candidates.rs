@@ -4,7 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
-use crate::kernels::split_choices;
+use crate::kernels::{packings, split_choices};
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
@@ -70,23 +70,6 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
-}
-
-/// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it
-/// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
-/// A packed tile holds whole groups, since TMA loads a box of (group, queries).
-fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
-    let (group, tile_m) = (problem.group_size(), tile_m as usize);
-    let tiles = |rows: usize| rows.div_ceil(tile_m);
-    if group == 1 || !tile_m.is_multiple_of(group) {
-        &[false]
-    } else if MaskKind::of(&problem.mask) == MaskKind::Window {
-        &[false, true]
-    } else if tiles(problem.lengths.max_q() * group) < group * tiles(problem.lengths.max_q()) {
-        &[true]
-    } else {
-        &[false]
-    }
 }
 
 /// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads during

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Tests of peers.py that need neither torch nor a GPU: what is asked for, what is refused, and how peers are called."""
+
+import importlib.util
+import pathlib
+import types
+import unittest
+
+spec = importlib.util.spec_from_file_location("peers", pathlib.Path(__file__).with_name("peers.py"))
+peers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(peers)
+
+
+def request(**changes):
+    base = {"mode": "fwd", "batch": 2, "heads_q": 8, "heads_kv": 2, "seqlen_q": 10, "seqlen_k": 100, "head_dim": 64,
+            "head_dim_v": 64, "causal": True, "dtype": "bf16", "reps": 1}
+    return base | changes
+
+
+PACKED = {"q": {"store": "packed", "lens": [10, 3]}, "k": {"store": "packed", "lens": [100, 0]}}
+PAGED = {"q": {"store": "padded", "lens": [10, 10]}, "k": {"store": "paged", "lens": [100, 17], "page": 16}}
+CACHE = {"q": {"store": "padded", "lens": [10, 10]}, "k": {"store": "padded", "lens": [100, 17]}}
+
+
+class Tensor:
+    """A name that stands for a tensor."""
+
+    def __init__(self, name, shape=(2, 10, 8, 64)):
+        self.name = name
+        self.shape = shape
+
+    def transpose(self, *_):
+        return self
+
+
+def package(**options):
+    """A package whose functions say how they were called."""
+
+    def function(name):
+        def call(*_tensors, **given):
+            return (name, {key: getattr(value, "name", value) for key, value in given.items()})
+
+        return call
+
+    names = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    without = options.pop("without", ())
+    module = types.SimpleNamespace(**{name: function(name) for name in names if name not in without})
+    made = peers.Package(module, open_side=-1, **options)
+    return lambda asked, names: called(made, asked, names)
+
+
+def called(peer, asked, names):
+    peer.refuse(asked)
+    tensors = {name: Tensor(name) for name in ("q", "k", "v", *names)}
+    function = {}
+    for own in ("dense", "varlen", "kvcache"):
+        original = getattr(peer, own)
+        if original:
+            def recorded(*given, _original=original, **options):
+                function["called"] = _original(*given, **options)
+                return function["called"][0]
+
+            setattr(peer, own, recorded)
+    peer(tensors, asked)
+    return function["called"]
+
+
+class Requests(unittest.TestCase):
+    def test_what_fits_is_taken(self):
+        for changes in ({}, {"sequences": PACKED}, {"sequences": PAGED, "graph": 16}, {"sinks": True, "window": [127, 0],
+                        "causal": False}):
+            self.assertTrue(peers.checked_request(request(**changes)))
+
+    def test_what_does_not_is_refused_by_name(self):
+        paged_without = {"q": PAGED["q"], "k": {"store": "paged", "lens": [1, 1]}}
+        too_long = {"q": PACKED["q"], "k": {"store": "packed", "lens": [101, 0]}}
+        for part, changes in (
+            ("graph", {"graph": 0}),
+            ("graph", {"graph": 4, "mode": "bwd"}),
+            ("page", {"sequences": paged_without}),
+            ("lens of k", {"sequences": too_long}),
+            ("lens of q", {"sequences": {"q": {"store": "packed", "lens": [1]}, "k": PACKED["k"]}}),
+            ("q and k", {"sequences": {"q": PACKED["q"]}}),
+            ("softcap", {"softcap": 0}),
+        ):
+            with self.assertRaisesRegex(ValueError, part):
+                peers.checked_request(request(**changes))
+
+    def test_tensors_have_the_rows_of_their_sequences(self):
+        sides = lambda **changes: peers.Inputs.sides(request(**changes))
+        self.assertEqual(sides(), {"q": (2, 10), "k": (2, 100)})
+        self.assertEqual(sides(sequences=PACKED), {"q": (13,), "k": (100,)})
+        self.assertEqual(sides(sequences=PAGED), {"q": (2, 10), "k": (9, 16)})
+
+
+class Refusals(unittest.TestCase):
+    def refused(self, peer, part, **changes):
+        with self.assertRaisesRegex(peers.Refused, part):
+            peer.refuse(request(**changes))
+
+    def test_torch_says_what_it_does_not_take(self):
+        sdpa = peers.Sdpa.__new__(peers.Sdpa)
+        self.refused(sdpa, "sinks", sinks=True)
+        self.refused(sdpa, "pages", sequences=PAGED)
+        self.refused(sdpa, "window", window=[3, 0])
+        self.refused(sdpa, "top-left")
+        sdpa.refuse(request(causal=False))
+
+    def test_packages_say_what_they_do_not_take(self):
+        module = types.SimpleNamespace(flash_attn_func=None)
+        self.refused(peers.Package(module, -1), "neither packed", sequences=PACKED)
+        self.refused(peers.Package(module, -1), "no sinks", sinks=True)
+        self.refused(peers.Package(module, -1), "slopes", alibi="per_head")
+        self.refused(peers.Package(module, -1, forward_only=True), "forward only", mode="bwd")
+
+
+class Calls(unittest.TestCase):
+    def test_packed_sequences_go_to_the_varlen_function(self):
+        name, given = package()(request(sequences=PACKED), ("cu_q", "cu_k"))
+        self.assertEqual(name, "flash_attn_varlen_func")
+        self.assertEqual((given["cu_seqlens_q"], given["cu_seqlens_k"]), ("cu_q", "cu_k"))
+        self.assertEqual((given["max_seqlen_q"], given["max_seqlen_k"]), (10, 100))
+
+    def test_caches_go_to_the_function_for_decoding(self):
+        name, given = package()(request(sequences=PAGED), ("used_k", "table"))
+        self.assertEqual(name, "flash_attn_with_kvcache")
+        self.assertEqual((given["cache_seqlens"], given["page_table"]), ("used_k", "table"))
+        name, given = package()(request(sequences=CACHE), ("used_k",))
+        self.assertEqual((name, given["cache_seqlens"], "page_table" in given), ("flash_attn_with_kvcache", "used_k", False))
+        self.assertEqual(package()(request(graph=16), ())[0], "flash_attn_with_kvcache")
+        self.assertEqual(package()(request(), ())[0], "flash_attn_func")
+
+    def test_without_one_pages_go_to_the_varlen_function(self):
+        without = package(without=("flash_attn_with_kvcache",))
+        name, given = without(request(sequences=PAGED, graph=16), ("used_k", "table"))
+        self.assertEqual(name, "flash_attn_varlen_func")
+        self.assertEqual((given["seqused_k"], given["page_table"]), ("used_k", "table"))
+
+    def test_sinks_and_windows_are_passed(self):
+        name, given = package(sinks=True)(request(sinks=True, causal=False, window=[127, None]), ("sinks",))
+        self.assertEqual((name, given["learnable_sink"], given["window_size"]), ("flash_attn_func", "sinks", (127, -1)))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,139 @@
+//! What a launch is given beside its tensors, in device memory.
+
+use std::sync::Arc;
+
+use fa_cpu::Extras;
+use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
+use fa_kernels::{Error, RawExtras};
+
+use super::tensor::doing;
+
+/// Starts and lengths of sequences, page table, slopes and sinks in device memory: those that the problem
+/// names. Kernels read them there when they run, so that one captured graph serves whatever they hold then,
+/// within the problem's bounds.
+#[derive(Debug, Default)]
+pub struct DeviceExtras {
+    /// `[batch + 1]`.
+    pub cu_q: Option<CudaSlice<i32>>,
+    /// `[batch + 1]`.
+    pub cu_k: Option<CudaSlice<i32>>,
+    /// `[batch]`.
+    pub used_q: Option<CudaSlice<i32>>,
+    /// `[batch]`.
+    pub used_k: Option<CudaSlice<i32>>,
+    /// `[batch, ceil(max_k / page)]`.
+    pub page_table: Option<CudaSlice<i32>>,
+    /// `[heads_q]` or `[batch, heads_q]`.
+    pub alibi_slopes: Option<CudaSlice<f32>>,
+    /// `[heads_q]`.
+    pub sinks: Option<CudaSlice<f32>>,
+}
+
+impl DeviceExtras {
+    /// Copies of the host's.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn upload(stream: &Arc<CudaStream>, extras: &Extras<'_>) -> Result<DeviceExtras, Error> {
+        Ok(DeviceExtras {
+            cu_q: copy(stream, extras.cu_q)?,
+            cu_k: copy(stream, extras.cu_k)?,
+            used_q: copy(stream, extras.used_q)?,
+            used_k: copy(stream, extras.used_k)?,
+            page_table: copy(stream, extras.page_table)?,
+            alibi_slopes: copy(stream, extras.alibi_slopes)?,
+            sinks: copy(stream, extras.sinks)?,
+        })
+    }
+
+    /// Copies other values into the same memory, as between replays of a captured graph. The host's slices
+    /// are read before this returns.
+    ///
+    /// # Errors
+    /// [`Error::MissingExtra`] and [`Error::UnusedExtra`] for values that are not of those uploaded,
+    /// [`Error::TooShort`] for too few or too many of them, [`Error::Driver`].
+    pub fn update(&mut self, stream: &Arc<CudaStream>, extras: &Extras<'_>) -> Result<(), Error> {
+        replace(stream, "cu_q", &mut self.cu_q, extras.cu_q)?;
+        replace(stream, "cu_k", &mut self.cu_k, extras.cu_k)?;
+        replace(stream, "used_q", &mut self.used_q, extras.used_q)?;
+        replace(stream, "used_k", &mut self.used_k, extras.used_k)?;
+        replace(stream, "page_table", &mut self.page_table, extras.page_table)?;
+        replace(stream, "alibi_slopes", &mut self.alibi_slopes, extras.alibi_slopes)?;
+        replace(stream, "sinks", &mut self.sinks, extras.sinks)
+    }
+
+    /// As arguments of a forward.
+    pub fn args(&self) -> fa_kernels::Extras<'_> {
+        fn read<T>(slice: &Option<CudaSlice<T>>) -> Option<&dyn DevicePtr<T>> {
+            slice.as_ref().map(|slice| slice as &dyn DevicePtr<T>)
+        }
+        fa_kernels::Extras {
+            cu_q: read(&self.cu_q),
+            cu_k: read(&self.cu_k),
+            used_q: read(&self.used_q),
+            used_k: read(&self.used_k),
+            page_table: read(&self.page_table),
+            page_faults: None,
+            plan: None,
+            alibi_slopes: read(&self.alibi_slopes),
+            sinks: read(&self.sinks),
+            ..fa_kernels::Extras::default()
+        }
+    }
+
+    /// As arguments of a backward, with the gradient of the sinks.
+    pub fn backward_args<'a>(&'a self, dsinks: &'a mut Option<CudaSlice<f32>>) -> fa_kernels::Extras<'a> {
+        let dsinks = dsinks.as_mut().map(|slice| slice as &mut dyn DevicePtrMut<f32>);
+        fa_kernels::Extras { dsinks, ..self.args() }
+    }
+
+    /// The addresses.
+    pub fn raw(&self, stream: &CudaStream) -> RawExtras {
+        fn at<T>(slice: &Option<CudaSlice<T>>, stream: &CudaStream) -> Option<u64> {
+            slice.as_ref().map(|slice| slice.device_ptr(stream).0)
+        }
+        RawExtras {
+            cu_q: at(&self.cu_q, stream),
+            cu_k: at(&self.cu_k, stream),
+            used_q: at(&self.used_q, stream),
+            used_k: at(&self.used_k, stream),
+            page_table: at(&self.page_table, stream),
+            page_faults: None,
+            plan: None,
+            alibi_slopes: at(&self.alibi_slopes, stream),
+            sinks: at(&self.sinks, stream),
+            ..RawExtras::default()
+        }
+    }
+}
+
+/// Copies `values` over those that are there.
+fn replace<T: DeviceRepr>(
+    stream: &Arc<CudaStream>,
+    name: &'static str,
+    slice: &mut Option<CudaSlice<T>>,
+    values: Option<&[T]>,
+) -> Result<(), Error> {
+    match (slice, values) {
+        (None, None) => Ok(()),
+        (None, Some(_)) => Err(Error::UnusedExtra { name }),
+        (Some(slice), None) => Err(Error::MissingExtra { name, need: slice.len() }),
+        (Some(slice), Some(values)) if values.is_empty() && slice.len() == 1 => Ok(()),
+        (Some(slice), Some(values)) if values.len() != slice.len() => {
+            let (have, need) = (values.len() as u64, slice.len() as u64);
+            Err(Error::TooShort { tensor: name, have, need })
+        }
+        (Some(slice), Some(values)) => stream.memcpy_htod(values, slice).map_err(doing("copying to the GPU")),
+    }
+}
+
+/// CUDA rejects allocations of zero bytes: an empty one has an element.
+fn copy<T: DeviceRepr + Default + Clone>(
+    stream: &Arc<CudaStream>,
+    values: Option<&[T]>,
+) -> Result<Option<CudaSlice<T>>, Error> {
+    let Some(values) = values else { return Ok(None) };
+    let one = [T::default()];
+    let values = if values.is_empty() { &one } else { values };
+    stream.clone_htod(values).map(Some).map_err(doing("copying to the GPU"))
+}

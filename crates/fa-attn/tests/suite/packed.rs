@@ -1,0 +1,205 @@
+//! Packed sequences, lengths in use, keys in pages, slopes and sinks on every backend of the CPU.
+
+use fa_attn::{
+    Alibi, Backend, CpuOptions, Dtype, Engine, Error, Extras, Gradients, Lengths, Mask, Output, OwnedExtras,
+    Pass, Problem, ScoreMod, Side, Tensor, TensorLayout, merge,
+};
+use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+
+#[path = "../../examples/decode.rs"]
+mod decode;
+
+const SQUARE: Problem = Problem { heads_q: 4, ..Problem::square(1, 1, 2, 16, Mask::CAUSAL, Dtype::F32) };
+
+fn engines() -> [Engine; 2] {
+    let backends = [Backend::Cpu(CpuOptions::default()), Backend::Reference { threads: None }];
+    backends.map(|backend| Engine::with(backend).unwrap())
+}
+
+fn tensor(shape: [usize; 4], layout: TensorLayout, seed: f64) -> Tensor<f32> {
+    let [_, seqlen, heads, dim] = shape;
+    let strides = layout.strides(seqlen, heads, dim);
+    let mut tensor = Tensor::filled(shape, layout, 0.0);
+    let mut at = 0.0;
+    for (b, s) in (0..shape[0]).flat_map(|b| (0..seqlen).map(move |s| (b, s))) {
+        for (h, d) in (0..heads).flat_map(|h| (0..dim).map(move |d| (h, d))) {
+            at += 1.0;
+            tensor.data[strides.offset(b, s, h, d) as usize] = (at * seed + seed).sin() as f32;
+        }
+    }
+    tensor
+}
+
+/// Q, K, V and dO of a problem.
+fn tensors(problem: &Problem, layout: TensorLayout) -> [Tensor<f32>; 4] {
+    let shapes = [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)];
+    let seeds = [0.37, 0.73, 0.59, 0.91];
+    [0, 1, 2, 3].map(|i| tensor(shapes[i], layout, seeds[i]))
+}
+
+/// A problem with its extras, its name and whether it has gradients.
+fn problems() -> Vec<(&'static str, Problem, OwnedExtras)> {
+    let score = ScoreMod { softcap: Some(3.0), alibi: Some(Alibi::PerHead), sinks: true };
+    let slopes = vec![0.5, 0.25, 0.125, 0.0625];
+    let sinks = vec![-1.0, 0.0, 0.5, 2.0];
+    let packed = OwnedExtras {
+        cu_q: Some(vec![0, 9, 9, 10, 40]),
+        cu_k: Some(vec![0, 20, 23, 23, 60]),
+        ..OwnedExtras::default()
+    };
+    let with = |extras: &OwnedExtras| OwnedExtras {
+        alibi_slopes: Some(slopes.clone()),
+        sinks: Some(sinks.clone()),
+        ..extras.clone()
+    };
+    let lengths = Lengths::packed(4, 43, 61, 30, 37);
+    let window = Mask { left: Some(5), right: Some(2) };
+    let used =
+        OwnedExtras { used_q: Some(vec![0, 6, 11]), used_k: Some(vec![13, 0, 5]), ..OwnedExtras::default() };
+    let padded = Lengths::of(3, Side::padded(11).with_used(), Side::padded(13).with_used());
+    let paged = OwnedExtras {
+        used_k: Some(vec![13, 0, 9]),
+        page_table: Some(vec![5, 1, 0, 3, -1, -1, -1, -1, 2, 7, 4, 99]),
+        ..OwnedExtras::default()
+    };
+    let pages = Lengths::of(3, Side::padded(2), Side::paged(4, 8, 16));
+    vec![
+        ("packed", Problem { lengths, ..SQUARE }, packed.clone()),
+        ("packed, scores", Problem { lengths, score, ..SQUARE }, with(&packed)),
+        ("packed, window", Problem { lengths, mask: window, ..SQUARE }, packed),
+        ("used", Problem { lengths: padded, ..SQUARE }, used.clone()),
+        ("used, scores", Problem { lengths: padded, score, mask: Mask::FULL, ..SQUARE }, with(&used)),
+        ("pages", Problem { lengths: pages, ..SQUARE }, paged.clone()),
+        ("pages, scores", Problem { lengths: pages, score, ..SQUARE }, with(&paged)),
+        (
+            "scores",
+            Problem { lengths: Lengths::uniform(2, 9, 12), score, ..SQUARE },
+            with(&Default::default()),
+        ),
+    ]
+}
+
+fn close(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (at, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let same = found == expected || found.is_nan() && expected.is_nan();
+        assert!(same || (found - expected).abs() <= 2e-5, "{what}: {found} for {expected} at {at}");
+    }
+}
+
+#[test]
+fn backends_agree_and_leave_rows_of_no_sequence_alone() {
+    for (name, problem, extras) in problems() {
+        for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
+            let [q, k, v, dout] = tensors(&problem, layout);
+            // Poison: NaN is what outputs hold before, and nothing else leaves NaN where both backends do.
+            let run = |engine: &Engine| -> (Output<f32>, Option<Gradients<f32>>) {
+                let extras = extras.view();
+                let output = engine.forward(&problem, [&q, &k, &v], &extras).unwrap();
+                let gradients = problem
+                    .lengths
+                    .page()
+                    .is_none()
+                    .then(|| engine.backward(&problem, [&q, &k, &v], &extras, &output, &dout).unwrap());
+                (output, gradients)
+            };
+            let [(tiled, tiled_gradients), (exact, exact_gradients)] = engines().each_ref().map(run);
+            close(&tiled.out.data, &exact.out.data, &format!("{name} {layout} out"));
+            close(&tiled.lse, &exact.lse, &format!("{name} {layout} lse"));
+            if let (Some(tiled), Some(exact)) = (tiled_gradients, exact_gradients) {
+                close(&tiled.dq.data, &exact.dq.data, &format!("{name} {layout} dq"));
+                close(&tiled.dk.data, &exact.dk.data, &format!("{name} {layout} dk"));
+                close(&tiled.dv.data, &exact.dv.data, &format!("{name} {layout} dv"));
+                assert_eq!(tiled.dsinks.is_some(), problem.score.sinks, "{name}");
+                if let (Some(tiled), Some(exact)) = (tiled.dsinks, exact.dsinks) {
+                    close(&tiled, &exact, &format!("{name} {layout} dsinks"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_the_problem_names_must_be_there_and_nothing_else() {
+    for engine in engines() {
+        for (name, problem, extras) in problems() {
+            let [q, k, v, _] = tensors(&problem, TensorLayout::Bshd);
+            let refused = |extras: &Extras<'_>, part: &str| {
+                let error = engine.forward(&problem, [&q, &k, &v], extras).unwrap_err();
+                assert!(
+                    matches!(error, Error::Cpu(_)) && error.to_string().contains(part),
+                    "{name}: {error}"
+                );
+            };
+            let given = extras.view();
+            refused(&Extras::NONE, "is missing");
+            let one = [1];
+            match given.used_q {
+                Some(_) => refused(&Extras { used_q: Some(&one), ..given }, "used_q"),
+                None => refused(&Extras { used_q: Some(&one), ..given }, "used_q is given"),
+            }
+        }
+        let paged = Problem { lengths: Lengths::of(3, Side::padded(2), Side::paged(4, 8, 16)), ..SQUARE };
+        let [q, k, v, dout] = tensors(&paged, TensorLayout::Bshd);
+        let extras = OwnedExtras::even(&paged);
+        let output = engine.forward(&paged, [&q, &k, &v], &extras.view()).unwrap();
+        let error = engine.backward(&paged, [&q, &k, &v], &extras.view(), &output, &dout).unwrap_err();
+        assert!(error.to_string().contains("pages"), "{error}");
+        let call = engine.bind(&paged, Pass::Forward).unwrap();
+        assert_eq!(call.problem(), &paged);
+    }
+}
+
+#[test]
+fn parts_of_the_keys_merge_into_the_whole() {
+    let engine = Engine::with(Backend::Cpu(CpuOptions::default())).unwrap();
+    let whole = Problem { lengths: Lengths::uniform(2, 5, 30), mask: Mask::FULL, ..SQUARE };
+    for layout in [TensorLayout::Bshd, TensorLayout::Bhsd] {
+        let [q, k, v, _] = tensors(&whole, layout);
+        let part = |tensor: &Tensor<f32>, keys: std::ops::Range<usize>| {
+            let [batch, seqlen, heads, dim] = tensor.shape;
+            let shape = [batch, keys.len(), heads, dim];
+            let (from, to) = (layout.strides(seqlen, heads, dim), layout.strides(keys.len(), heads, dim));
+            let mut part = Tensor::filled(shape, layout, 0.0);
+            for (b, s) in (0..batch).flat_map(|b| (0..keys.len()).map(move |s| (b, s))) {
+                for (h, d) in (0..heads).flat_map(|h| (0..dim).map(move |d| (h, d))) {
+                    let value = tensor.data[from.offset(b, keys.start + s, h, d) as usize];
+                    part.data[to.offset(b, s, h, d) as usize] = value;
+                }
+            }
+            part
+        };
+        let over = |keys: std::ops::Range<usize>| {
+            let problem = Problem { lengths: Lengths::uniform(2, 5, keys.len()), ..whole };
+            let (k, v) = (part(&k, keys.clone()), part(&v, keys));
+            engine.forward(&problem, [&q, &k, &v], &Extras::NONE).unwrap()
+        };
+        let parts = [over(0..7), over(7..7), over(7..8), over(8..30)];
+        let parts = parts.each_ref();
+        let expected = engine.forward(&whole, [&q, &k, &v], &Extras::NONE).unwrap();
+        let merged = merge(&parts, None).unwrap();
+        close(&merged.out.data, &expected.out.data, "out");
+        close(&merged.lse, &expected.lse, "lse");
+        // A sink joins once, whatever the parts.
+        let sinks = [3.0, -2.0, 0.0, f32::NEG_INFINITY];
+        let with_sinks = Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..whole };
+        let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+        let expected = engine.forward(&with_sinks, [&q, &k, &v], &extras).unwrap();
+        let merged = merge(&parts, Some(&sinks)).unwrap();
+        close(&merged.out.data, &expected.out.data, "out with sinks");
+        close(&merged.lse, &expected.lse, "lse with sinks");
+    }
+    let output = Output::<f32>::new(&whole, TensorLayout::Bshd);
+    let other = Output::<f32>::new(&SQUARE, TensorLayout::Bshd);
+    assert!(matches!(merge::<f32>(&[], None), Err(Error::NothingToMerge)));
+    let error = merge(&[&output, &other], None).unwrap_err().to_string();
+    assert!(error.contains("[1, 1, 4, 16]") && error.contains("[2, 5, 4, 16]"), "{error}");
+    assert!(merge(&[&output], Some(&[0.0; 3])).is_err());
+}
+
+#[test]
+fn the_decoding_example_gives_what_its_keys_say() {
+    let out = decode::step().unwrap();
+    assert_eq!(out.shape, [3, 1, 8, 64]);
+    assert!(out.data.iter().all(|value| value.to_f32().is_finite()));
+}

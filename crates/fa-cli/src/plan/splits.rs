@@ -1,0 +1,39 @@
+//! Why a forward divides the keys of its tiles among several CTAs, or does not.
+
+use fa_core::{Arch, Problem};
+use fa_planner::cost::{CostConstants, predict};
+use fa_planner::plan::Plan;
+
+use crate::term::output::si;
+
+/// FLOPs per byte below which a problem is one of moving keys and values, as decode is.
+const FEW_FLOPS: f64 = 128.0;
+
+/// Whether what counts is how fast keys and values are read: the forward does few operations for each byte.
+pub fn moves_bytes(problem: &Problem) -> bool {
+    problem.flops_forward() < FEW_FLOPS * problem.bytes_forward()
+}
+
+/// The number of splits of a forward's plan and the reason for it, in a line; nothing where splits are no
+/// question.
+pub fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<String> {
+    let sms = arch.limits().sms;
+    let cost = &plan.cost;
+    let many = |count: f64, noun: &str| format!("{count:.0} {noun}{}", if count == 1.0 { "" } else { "s" });
+    if cost.splits == 1 {
+        let text = || format!("none: {} on {sms} SMs", many(cost.tiles, "tile"));
+        return moves_bytes(problem).then(text);
+    }
+    let whole = fa_core::KernelSpec { split: false, ..plan.spec.clone() };
+    let whole = predict(problem, &whole, arch, &CostConstants::of(arch));
+    let most = if problem.lengths.is_uniform() { "" } else { "at most " };
+    Some(format!(
+        "{most}{} CTAs share the keys of a tile: {} on {sms} SMs would take {}, {} take {} with the combine \
+         kernel",
+        cost.splits,
+        many(whole.tiles, "tile"),
+        si(whole.seconds, "s"),
+        many(cost.tiles, "part"),
+        si(cost.seconds, "s"),
+    ))
+}

@@ -1,0 +1,400 @@
+//! What a file's tensors beside q, k and v say: packed sequences, lengths in use, pages, slopes and sinks.
+
+use fa_core::{Alibi, Lengths, Problem, ScoreMod, Side, SideRows, TensorLayout};
+use fa_cpu::batch::{Batch, Span};
+use fa_cpu::{CpuError, Extras};
+
+use crate::safetensors::{Plain, TensorFile};
+use crate::term::failure::InputError;
+
+/// The tensors beside q, k and v, as the file has them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SideTensors {
+    /// `cu_seqlens_q`, `[batch + 1]`.
+    pub cu_q: Option<Vec<i32>>,
+    /// `cu_seqlens_k`, `[batch + 1]`.
+    pub cu_k: Option<Vec<i32>>,
+    /// `seqused_q`, `[batch]`.
+    pub used_q: Option<Vec<i32>>,
+    /// `seqused_k` or `cache_seqlens`, `[batch]`.
+    pub used_k: Option<Vec<i32>>,
+    /// Which of the two names it has.
+    used_k_name: &'static str,
+    /// `page_table`, `[batch, columns]`.
+    pub page_table: Option<Vec<i32>>,
+    /// Rows and columns of the page table.
+    table: [usize; 2],
+    /// `alibi_slopes`, `[heads_q]` or `[batch, heads_q]`.
+    pub alibi_slopes: Option<Vec<f32>>,
+    /// Lengths of the slopes' axes.
+    slopes: Vec<usize>,
+    /// `sinks`, `[heads_q]`.
+    pub sinks: Option<Vec<f32>>,
+}
+
+/// The names of [`SideTensors::used_k`]: FlashAttention's of a packed batch and of a cache.
+const USED_K: [&str; 2] = ["seqused_k", "cache_seqlens"];
+
+impl SideTensors {
+    /// Reads those that the file has.
+    ///
+    /// # Errors
+    /// [`InputError`] for a tensor of a wrong type or rank, and for tensors that do not go together.
+    pub fn read(file: &TensorFile) -> Result<SideTensors, InputError> {
+        let used_k = match USED_K.map(|name| file.has(name)) {
+            [true, true] => {
+                return Err(InputError::Usage(
+                    "the file has seqused_k and cache_seqlens, two names of the same tensor: leave one out"
+                        .to_owned(),
+                ));
+            }
+            [false, true] => USED_K[1],
+            _ => USED_K[0],
+        };
+        if file.has("page_table") && file.has("cu_seqlens_k") {
+            return Err(InputError::Usage(
+                "the file has page_table and cu_seqlens_k: keys are in pages or packed, not both".to_owned(),
+            ));
+        }
+        if file.has("page_table") && !file.has(used_k) {
+            return Err(InputError::Usage(
+                "the file has page_table, but no cache_seqlens (or seqused_k), i32 [batch]: keys in pages \
+                 need their lengths"
+                    .to_owned(),
+            ));
+        }
+        let integers =
+            |name, axes| read_ranked::<i32>(file, name, &[axes]).map(|found| found.map(|(v, _)| v));
+        let table = read_ranked::<i32>(file, "page_table", &["[batch, pages of a sequence]"])?;
+        let slopes = read_ranked::<f32>(file, "alibi_slopes", &["[heads_q]", "[batch, heads_q]"])?;
+        let sinks = read_ranked::<f32>(file, "sinks", &["[heads_q]"])?;
+        Ok(SideTensors {
+            cu_q: integers("cu_seqlens_q", "[batch + 1]")?,
+            cu_k: integers("cu_seqlens_k", "[batch + 1]")?,
+            used_q: integers("seqused_q", "[batch]")?,
+            used_k: integers(used_k, "[batch]")?,
+            used_k_name: used_k,
+            table: table.as_ref().map_or([0, 0], |(_, shape)| [shape[0], shape[1]]),
+            page_table: table.map(|(values, _)| values),
+            slopes: slopes.as_ref().map_or_else(Vec::new, |(_, shape)| shape.clone()),
+            alibi_slopes: slopes.map(|(values, _)| values),
+            sinks: sinks.map(|(values, _)| values),
+        })
+    }
+
+    /// As arguments of a call.
+    pub fn extras(&self) -> Extras<'_> {
+        Extras {
+            cu_q: self.cu_q.as_deref(),
+            cu_k: self.cu_k.as_deref(),
+            used_q: self.used_q.as_deref(),
+            used_k: self.used_k.as_deref(),
+            page_table: self.page_table.as_deref(),
+            alibi_slopes: self.alibi_slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+        }
+    }
+
+    /// Whether queries and keys are `[batch, seqlen, heads, head_dim]`.
+    pub fn are_padded(&self) -> bool {
+        self.cu_q.is_none() && self.cu_k.is_none() && self.page_table.is_none()
+    }
+
+    /// Slopes and sinks are those of `heads_q` heads.
+    ///
+    /// # Errors
+    /// [`InputError::Shape`].
+    pub fn check_heads(&self, heads_q: usize) -> Result<(), InputError> {
+        let sinks: Vec<usize> = self.sinks.iter().map(Vec::len).collect();
+        for (name, shape) in [("alibi_slopes", &self.slopes), ("sinks", &sinks)] {
+            if shape.last().is_some_and(|&heads| heads != heads_q) {
+                let need = format!("its last axis must be {heads_q}, the heads of q");
+                return Err(InputError::Shape { name: name.to_owned(), got: shape.clone(), need });
+            }
+        }
+        Ok(())
+    }
+
+    /// The changes of scores that the tensors ask for, beside a soft cap.
+    pub fn score(&self, softcap: Option<f64>) -> ScoreMod {
+        let alibi = self.alibi_slopes.as_ref().map(|_| match self.slopes.len() {
+            1 => Alibi::PerHead,
+            _ => Alibi::PerSequenceHead,
+        });
+        ScoreMod { softcap, alibi, sinks: self.sinks.is_some() }
+    }
+
+    /// The lengths of the problem, whose Q and K have the shapes `q` and `k` as [`shape_of`] gives them.
+    ///
+    /// # Errors
+    /// [`InputError::Shape`] for tensors that contradict each other about the batch.
+    pub fn lengths(&self, q: [usize; 4], k: [usize; 4]) -> Result<Lengths, InputError> {
+        let refuse =
+            |name: &str, got: Vec<usize>, need| Err(InputError::Shape { name: name.to_owned(), got, need });
+        // The batch, and the tensor that says so.
+        let (batch, from) = match self.cu_q.as_deref() {
+            Some([]) => {
+                return refuse("cu_seqlens_q", vec![0], "it must have batch + 1 entries, 0 first".to_owned());
+            }
+            Some(starts) => (starts.len() - 1, "cu_seqlens_q"),
+            None => (q[0], "q"),
+        };
+        let entries = [
+            ("cu_seqlens_k", self.cu_k.as_ref().map(Vec::len), batch + 1),
+            ("seqused_q", self.used_q.as_ref().map(Vec::len), batch),
+            (self.used_k_name, self.used_k.as_ref().map(Vec::len), batch),
+            ("page_table", self.page_table.as_ref().map(|_| self.table[0]), batch),
+            ("alibi_slopes", (self.slopes.len() == 2).then(|| self.slopes[0]), batch),
+            ("k", (self.cu_k.is_none() && self.page_table.is_none()).then_some(k[0]), batch),
+        ];
+        for (name, got, need) in entries {
+            let Some(got) = got.filter(|&got| got != need) else { continue };
+            let got = match name {
+                "page_table" => self.table.to_vec(),
+                "alibi_slopes" => self.slopes.clone(),
+                "k" => k.to_vec(),
+                _ => vec![got],
+            };
+            return refuse(
+                name,
+                got,
+                format!("its first axis must be {need}: {from} gives a batch of {batch}"),
+            );
+        }
+        let side = |cu: Option<&[i32]>, [_, rows, ..]: [usize; 4]| match cu {
+            Some(starts) => Side::packed(rows, longest(starts)),
+            None => Side::padded(rows),
+        };
+        let used = |side: Side, used: bool| if used { side.with_used() } else { side };
+        let keys = match self.page_table {
+            Some(_) => Side::paged(k[1], k[0], self.table[1].saturating_mul(k[1])),
+            None => side(self.cu_k.as_deref(), k),
+        };
+        let queries = side(self.cu_q.as_deref(), q);
+        Ok(Lengths::of(batch, used(queries, self.used_q.is_some()), used(keys, self.used_k.is_some())))
+    }
+
+    /// Where the sequences of `problem` lie, checked: the device's kernels trust these tensors.
+    ///
+    /// # Errors
+    /// [`InputError::Usage`] for starts, lengths and pages that point outside the tensors.
+    pub fn sequences(&self, problem: &Problem) -> Result<Sequences, InputError> {
+        let batch = Batch::new(problem, &self.extras()).map_err(|error| self.named(&error))?;
+        let lengths = &problem.lengths;
+        Ok(Sequences {
+            counts: batch.sequences.iter().map(|sequence| [sequence.q.len, sequence.k.len]).collect(),
+            q_rows: in_use(lengths.sequences(), lengths.q(), batch.sequences.iter().map(|one| one.q)),
+            k_rows: in_use(lengths.sequences(), lengths.k(), batch.sequences.iter().map(|one| one.k)),
+        })
+    }
+
+    /// An error about an argument of a call, with the name of the file's tensor.
+    fn named(&self, error: &CpuError) -> InputError {
+        let argument = match error {
+            CpuError::Descending { name, .. }
+            | CpuError::Beyond { name, .. }
+            | CpuError::TooLong { name, .. }
+            | CpuError::Extra { name, .. } => name,
+            CpuError::Length { buffer, .. } => buffer,
+            CpuError::Page { .. } => "page_table",
+            _ => return InputError::Usage(error.to_string()),
+        };
+        let tensor = match argument {
+            "cu_q" => "cu_seqlens_q",
+            "cu_k" => "cu_seqlens_k",
+            "used_q" => "seqused_q",
+            "used_k" => self.used_k_name,
+            other => other,
+        };
+        InputError::Usage(format!("tensor '{tensor}': {error}"))
+    }
+}
+
+/// The sequences of a file's problem; the default is that of a batch of equal lengths.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sequences {
+    /// Queries and keys of each.
+    pub counts: Vec<[usize; 2]>,
+    /// Of the rows of the tensor of queries, which belong to a sequence; `None` where all do.
+    pub q_rows: Option<Vec<bool>>,
+    /// The same of keys; `None` for a cache in pages as well.
+    pub k_rows: Option<Vec<bool>>,
+}
+
+impl Sequences {
+    /// `work` of the problem, which is that of its sequences one by one.
+    pub fn sum(&self, problem: &Problem, work: fn(&Problem) -> f64) -> f64 {
+        if problem.lengths.is_uniform() {
+            return work(problem);
+        }
+        let one = |&[q, k]: &[usize; 2]| work(&Problem { lengths: Lengths::uniform(1, q, k), ..*problem });
+        self.counts.iter().map(one).sum()
+    }
+}
+
+/// Rows of the longest of packed sequences.
+fn longest(starts: &[i32]) -> usize {
+    let rows = starts.windows(2).map(|pair| pair[1].saturating_sub(pair[0]));
+    rows.filter_map(|rows| usize::try_from(rows).ok()).max().unwrap_or(0)
+}
+
+/// Which rows of a side's tensor belong to a sequence.
+fn in_use(batch: usize, side: Side, spans: impl Iterator<Item = Span>) -> Option<Vec<bool>> {
+    let rows_per_entry = match side.rows {
+        SideRows::Padded { .. } if !side.used => return None,
+        SideRows::Padded { len } => len,
+        SideRows::Packed { .. } => 0,
+        SideRows::Paged { .. } => return None,
+    };
+    let mut rows = vec![false; side.total(batch)];
+    for span in spans {
+        rows[span.batch * rows_per_entry + span.first..][..span.len].fill(true);
+    }
+    Some(rows)
+}
+
+/// Writes `value` over the rows of a tensor that are not in use. `shape` is `[batch, seqlen, heads, dim]`,
+/// whatever the layout; `rows` are those of `[batch, seqlen]`.
+pub fn blank<T: Copy>(
+    values: &mut [T],
+    shape: [usize; 4],
+    layout: TensorLayout,
+    rows: Option<&[bool]>,
+    value: T,
+) {
+    let [_, seqlen, heads, dim] = shape;
+    let strides = layout.strides(seqlen, heads, dim);
+    let unused = rows.unwrap_or_default().iter().enumerate().filter(|(_, used)| !**used);
+    for (row, _) in unused {
+        for head in 0..heads {
+            let at = strides.offset(row / seqlen, row % seqlen, head, 0) as usize;
+            values[at..at + dim].fill(value);
+        }
+    }
+}
+
+/// A tensor's values and shape.
+type Ranked<T> = (Vec<T>, Vec<usize>);
+
+/// A tensor with as many axes as one of `forms` names, if the file has it: its values and shape.
+fn read_ranked<T: Plain>(
+    file: &TensorFile,
+    name: &str,
+    forms: &[&str],
+) -> Result<Option<Ranked<T>>, InputError> {
+    if !file.has(name) {
+        return Ok(None);
+    }
+    let shape = file.entry(name)?.shape.clone();
+    if !forms.iter().any(|form| form.split(',').count() == shape.len()) {
+        let need = format!("it must be {}", forms.join(" or "));
+        return Err(InputError::Shape { name: name.to_owned(), got: shape, need });
+    }
+    Ok(Some((file.read::<T>(name)?, shape)))
+}
+
+/// A tensor's `[batch, seqlen, heads, dim]`: `[1, total, heads, dim]` where `packed` names the tensor that
+/// holds the sequences' starts, which makes the tensor one of rank 3.
+///
+/// # Errors
+/// [`InputError::Shape`] for a tensor of another rank.
+pub fn shape_of(
+    file: &TensorFile,
+    name: &str,
+    layout: TensorLayout,
+    starts: &'static str,
+) -> Result<[usize; 4], InputError> {
+    let shape = &file.entry(name)?.shape;
+    let refuse = |need: String| InputError::Shape { name: name.to_owned(), got: shape.clone(), need };
+    let rank = shape.len();
+    let (batch, [first, second], dim) = match (file.has(starts), shape.as_slice()) {
+        (true, &[first, second, dim]) => (1, [first, second], dim),
+        (false, &[batch, first, second, dim]) => (batch, [first, second], dim),
+        (true, _) => {
+            let form = match layout {
+                TensorLayout::Bshd => "[total, heads, dim]",
+                TensorLayout::Bhsd => "[heads, total, dim]",
+            };
+            return Err(refuse(format!("its rank is {rank}, with {starts} it must be 3, {form}")));
+        }
+        (false, &[_, _, _]) => {
+            let need = format!("its rank is 3, it must be 4, {layout}, or the file needs {starts}");
+            return Err(refuse(need));
+        }
+        (false, _) => return Err(refuse(format!("its rank is {rank}, it must be 4, {layout}"))),
+    };
+    Ok(match layout {
+        TensorLayout::Bshd => [batch, first, second, dim],
+        TensorLayout::Bhsd => [batch, second, first, dim],
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    fn problem(sides: &SideTensors, q: [usize; 4], k: [usize; 4]) -> Problem {
+        let lengths = sides.lengths(q, k).unwrap();
+        let square = Problem::square(1, 1, q[2], q[3], Mask::CAUSAL, Dtype::F32);
+        Problem { lengths, heads_kv: k[2], score: sides.score(None), ..square }
+    }
+
+    #[test]
+    fn sequences_say_which_rows_they_use() {
+        let packed = SideTensors { cu_q: Some(vec![0, 3, 3, 5]), ..SideTensors::default() };
+        let posed = problem(&packed, [1, 7, 2, 8], [3, 4, 2, 8]);
+        assert_eq!((posed.lengths.q(), posed.lengths.k()), (Side::packed(7, 3), Side::padded(4)));
+        let found = packed.sequences(&posed).unwrap();
+        assert_eq!(found.counts, [[3, 4], [0, 4], [2, 4]]);
+        assert_eq!(found.q_rows.as_deref().unwrap(), [true, true, true, true, true, false, false]);
+        assert_eq!(found.k_rows, None);
+        // Causal, 3 queries on 4 keys and 2 on 4, 2 heads: 2 + 3 + 4 and 3 + 4 pairs a head.
+        assert_eq!(found.sum(&posed, Problem::pairs), 32.0);
+
+        let used = SideTensors { used_q: Some(vec![1, 0, 2]), ..packed };
+        let found = used.sequences(&problem(&used, [1, 7, 2, 8], [3, 4, 2, 8])).unwrap();
+        assert_eq!(found.q_rows.unwrap(), [true, false, false, true, true, false, false]);
+
+        let padded = SideTensors { used_k: Some(vec![3, 4]), ..SideTensors::default() };
+        let found = padded.sequences(&problem(&padded, [2, 1, 2, 8], [2, 4, 2, 8])).unwrap();
+        assert_eq!((found.counts, found.q_rows), (vec![[1, 3], [1, 4]], None));
+        assert_eq!(found.k_rows.unwrap(), [true, true, true, false, true, true, true, true]);
+    }
+
+    #[test]
+    fn a_cache_in_pages_reaches_as_far_as_its_table() {
+        let paged = SideTensors {
+            used_k: Some(vec![3, 40]),
+            used_k_name: "cache_seqlens",
+            page_table: Some(vec![4, -1, -1, 0, 1, 2]),
+            table: [2, 3],
+            ..SideTensors::default()
+        };
+        let posed = problem(&paged, [2, 1, 2, 8], [5, 16, 2, 8]);
+        assert_eq!(posed.lengths.k(), Side::paged(16, 5, 48));
+        assert_eq!(paged.sequences(&posed).unwrap().counts, [[1, 3], [1, 40]]);
+        let error = paged.lengths([3, 1, 2, 8], [5, 16, 2, 8]).unwrap_err().to_string();
+        assert!(error.contains("its first axis must be 3: q gives a batch of 3"), "{error}");
+        let longer = SideTensors { used_k: Some(vec![17, 40]), ..paged };
+        let error = longer.sequences(&posed).unwrap_err().to_string();
+        assert!(error.contains("tensor 'page_table': entry 1 of sequence 0"), "{error}");
+        let longer = SideTensors { used_k: Some(vec![49, 40]), ..longer };
+        let error = longer.sequences(&posed).unwrap_err().to_string();
+        assert!(error.contains("tensor 'cache_seqlens': ") && error.contains("49"), "{error}");
+    }
+
+    #[test]
+    fn rows_that_are_nobodys_are_blanked_in_either_layout() {
+        let rows = [true, false];
+        let mut values = [1; 8];
+        blank(&mut values, [1, 2, 2, 2], TensorLayout::Bshd, Some(&rows), 0);
+        assert_eq!(values, [1, 1, 1, 1, 0, 0, 0, 0]);
+        let mut values = [1; 8];
+        blank(&mut values, [1, 2, 2, 2], TensorLayout::Bhsd, Some(&rows), 0);
+        assert_eq!(values, [1, 1, 0, 0, 1, 1, 0, 0]);
+        blank(&mut values, [1, 2, 2, 2], TensorLayout::Bhsd, None, 7);
+        assert_eq!(values, [1, 1, 0, 0, 1, 1, 0, 0]);
+    }
+}

@@ -1,0 +1,436 @@
+//! Sequences of their own lengths, keys in pages, ALiBi and sinks: problems made at random, with everything
+//! poisoned that belongs to no sequence.
+
+use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, TensorLayout, Types};
+use fa_cpu::batch::{Batch, Span};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::compare::{compare, compare_lse};
+use fa_cpu::reference::{self, Forward, Gradients, low_precision};
+use fa_cpu::simd::Isa;
+use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
+use fa_cpu::{CpuError, Element, Extras, TensorMut};
+use half::{bf16, f16};
+
+use crate::inputs::{Inputs, Random, Views, bshd};
+
+/// What a call is given beside its tensors.
+#[derive(Clone, Debug, Default)]
+pub struct Owned {
+    pub cu_q: Option<Vec<i32>>,
+    pub cu_k: Option<Vec<i32>>,
+    pub used_q: Option<Vec<i32>>,
+    pub used_k: Option<Vec<i32>>,
+    pub page_table: Option<Vec<i32>>,
+    pub alibi_slopes: Option<Vec<f32>>,
+    pub sinks: Option<Vec<f32>>,
+}
+
+impl Owned {
+    pub fn extras(&self) -> Extras<'_> {
+        Extras {
+            cu_q: self.cu_q.as_deref(),
+            cu_k: self.cu_k.as_deref(),
+            used_q: self.used_q.as_deref(),
+            used_k: self.used_k.as_deref(),
+            page_table: self.page_table.as_deref(),
+            alibi_slopes: self.alibi_slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+        }
+    }
+}
+
+/// How the rows of a side lie.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lie {
+    /// As long as the longest, shortened by used lengths.
+    Padded,
+    /// End to end, with a gap before and behind.
+    Packed,
+    /// End to end, shortened by used lengths.
+    PackedUsed,
+    /// In pages of so many rows, shuffled.
+    Paged(usize),
+}
+
+/// Lengths of a side whose sequences have `lens` rows.
+fn side(lens: &[usize], lie: Lie, random: &mut Random) -> (Side, [Option<Vec<i32>>; 3]) {
+    let ints = |values: &[usize]| Some(values.iter().map(|&value| value as i32).collect::<Vec<_>>());
+    let longest = lens.iter().copied().max().unwrap_or(0);
+    let ends = |first: usize, lens: &[usize]| {
+        let mut ends = vec![first];
+        lens.iter().for_each(|len| ends.push(ends.last().unwrap() + len));
+        ends
+    };
+    match lie {
+        Lie::Padded => (Side::padded(longest + 3).with_used(), [None, ints(lens), None]),
+        Lie::Packed => {
+            let cu = ends(2, lens);
+            (Side::packed(cu.last().unwrap() + 5, longest + 1), [ints(&cu), None, None])
+        }
+        Lie::PackedUsed => {
+            let slots: Vec<usize> = lens.iter().map(|len| len + 2).collect();
+            let cu = ends(0, &slots);
+            (Side::packed(*cu.last().unwrap(), longest + 2).with_used(), [ints(&cu), ints(lens), None])
+        }
+        Lie::Paged(page) => {
+            let columns = (longest + 2).div_ceil(page);
+            let pages = lens.iter().map(|len| len.div_ceil(page)).sum::<usize>() + 2;
+            let mut free: Vec<usize> = (0..pages).collect();
+            let mut table = vec![];
+            for len in lens {
+                for column in 0..columns {
+                    if column < len.div_ceil(page) {
+                        let at = random.bits() as usize % free.len();
+                        table.push(free.swap_remove(at) as i32);
+                    } else {
+                        // Unused entries hold anything.
+                        table.push([-1, i32::MAX, i32::MIN, 0][column % 4]);
+                    }
+                }
+            }
+            (Side::paged(page, pages, longest + 2), [None, ints(lens), Some(table)])
+        }
+    }
+}
+
+/// A problem over sequences of `(queries, keys)`.
+pub fn problem(base: Problem, lens: &[(usize, usize)], lies: [Lie; 2], seed: u64) -> (Problem, Owned) {
+    let mut random = Random::new(seed);
+    let (q_lens, k_lens): (Vec<_>, Vec<_>) = lens.iter().copied().unzip();
+    let (q, [cu_q, used_q, _]) = side(&q_lens, lies[0], &mut random);
+    let (k, [cu_k, used_k, page_table]) = side(&k_lens, lies[1], &mut random);
+    let slopes = base.score.alibi.map(|alibi| alibi.count(lens.len(), base.heads_q));
+    let owned = Owned {
+        cu_q,
+        cu_k,
+        used_q,
+        used_k,
+        page_table,
+        alibi_slopes: slopes.map(|count| (0..count).map(|_| 0.2 * random.uniform() as f32).collect()),
+        sinks: base.score.sinks.then(|| (0..base.heads_q).map(|_| 2.0 * random.normal() as f32).collect()),
+    };
+    (Problem { lengths: Lengths::of(lens.len(), q, k), ..base }, owned)
+}
+
+/// Whether each row of a side belongs to a sequence.
+fn owned_rows(spans: impl Iterator<Item = Span>, [outer, inner]: [usize; 2]) -> Vec<bool> {
+    let mut owned = vec![false; outer * inner];
+    for Span { batch, first, len } in spans {
+        owned[batch * inner + first..][..len].fill(true);
+    }
+    owned
+}
+
+/// Which rows of Q and of K belong to a sequence.
+pub fn rows_of(problem: &Problem, extras: &Extras<'_>) -> [Vec<bool>; 2] {
+    let batch = Batch::new(problem, extras).unwrap();
+    let outer = |shape: [usize; 4]| [shape[0], shape[1]];
+    let q = owned_rows(batch.sequences.iter().map(|sequence| sequence.q), outer(q_shape(problem)));
+    let [pages, page] = outer(k_shape(problem));
+    let mut k = vec![false; pages * page];
+    for (index, sequence) in batch.sequences.iter().enumerate() {
+        for key in 0..sequence.k.len {
+            let (outer, inner) = batch.key(index, key);
+            k[outer * page + inner] = true;
+        }
+    }
+    [q, k]
+}
+
+/// Random tensors, NaN where no sequence has a row.
+pub fn inputs<T: Element>(problem: &Problem, extras: &Extras<'_>, seed: u64) -> Inputs<T> {
+    let mut inputs = Inputs::<T>::random(problem, seed);
+    let [q, k] = rows_of(problem, extras);
+    let poison = |data: &mut [T], owned: &[bool], shape: [usize; 4]| {
+        for (row, _) in data.chunks_mut(shape[2] * shape[3]).zip(owned).filter(|(_, owned)| !**owned) {
+            row.fill(T::from_f64(f64::NAN));
+        }
+    };
+    poison(&mut inputs.q, &q, q_shape(problem));
+    poison(&mut inputs.dout, &q, out_shape(problem));
+    poison(&mut inputs.k, &k, k_shape(problem));
+    poison(&mut inputs.v, &k, v_shape(problem));
+    inputs
+}
+
+/// What the tiled implementation gives; every output is NaN before it is written.
+#[derive(Clone, Debug)]
+pub struct Results<T> {
+    pub out: Vec<T>,
+    pub lse: Vec<f32>,
+    pub dq: Vec<T>,
+    pub dk: Vec<T>,
+    pub dv: Vec<T>,
+    pub dsinks: Vec<f32>,
+}
+
+impl<T: Element> Results<T> {
+    pub fn compute(
+        options: Options,
+        problem: &Problem,
+        extras: &Extras<'_>,
+        inputs: &Inputs<T>,
+        with_backward: bool,
+    ) -> Self {
+        fn view<T: Element>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
+            TensorMut::packed("output", data, shape, TensorLayout::Bshd).unwrap()
+        }
+        let Views { q, k, v, dout } = inputs.views(problem);
+        let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
+        let (mut out, mut lse) = (poisoned(out_shape(problem)), vec![f32::NAN; lse_len(problem)]);
+        let mut to = view(&mut out, out_shape(problem));
+        forward_extras(options, problem, extras, &q, &k, &v, &mut to, Some(&mut lse)).unwrap();
+        if !with_backward {
+            return Results { out, lse, dq: vec![], dk: vec![], dv: vec![], dsinks: vec![] };
+        }
+        let [mut dq, mut dk, mut dv] = [q_shape(problem), k_shape(problem), v_shape(problem)].map(poisoned);
+        let mut dsinks = vec![f32::NAN; if problem.score.sinks { problem.heads_q } else { 0 }];
+        let inputs = BackwardInputs { q, k, v, out: bshd("out", &out, out_shape(problem)), lse: &lse, dout };
+        let (to_dq, to_dk, to_dv) = (
+            &mut view(&mut dq, q_shape(problem)),
+            &mut view(&mut dk, k_shape(problem)),
+            &mut view(&mut dv, v_shape(problem)),
+        );
+        let to_dsinks = problem.score.sinks.then_some(&mut dsinks[..]);
+        backward_extras(options, problem, extras, &inputs, to_dq, to_dk, to_dv, to_dsinks).unwrap();
+        Results { out, lse, dq, dk, dv, dsinks }
+    }
+}
+
+/// Every instruction set of this CPU against the oracle, by the tolerance rule; NaN must be where the oracle
+/// has it, in the rows of no sequence.
+fn check<T: Element + std::fmt::Debug>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    seed: u64,
+    with_backward: bool,
+) {
+    let inputs = inputs::<T>(problem, extras, seed);
+    let Views { q, k, v, dout } = inputs.views(problem);
+    let dtype = problem.types.qkv;
+    let exact: Forward = reference::forward_extras(problem, extras, &q, &k, &v).unwrap();
+    let low = low_precision::forward_extras(problem, extras, &q, &k, &v).unwrap();
+    let lse_shape = {
+        let [batch, seqlen, heads, _] = q_shape(problem);
+        [batch, heads, seqlen]
+    };
+    let gradients = with_backward.then(|| {
+        let exact: Gradients = reference::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
+        (exact, low_precision::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap())
+    });
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        let options = Options { isa: Some(isa), threads: None };
+        let got = Results::compute(options, problem, extras, &inputs, with_backward);
+        let tensor = |what: &str, shape, got: &[T], exact: &[f64], low: &[T], room: f64| {
+            let verdict = compare(shape, dtype, got, exact, Some(low)).unwrap().allowing(room);
+            assert!(verdict.passed(), "{what} of {problem:?} with {isa}: {verdict}");
+        };
+        tensor("out", out_shape(problem), &got.out, &exact.out, &low.out, exact.out_noise);
+        let verdict = compare_lse(lse_shape, dtype, &got.lse, &exact.lse).unwrap();
+        assert!(verdict.passed(), "lse of {problem:?} with {isa}: {verdict}");
+        let Some((exact, low)) = &gradients else { continue };
+        // An output rounded to 16 bits enters delta, and with it dQ and dK.
+        let rounding = if dtype == Dtype::F32 { 0.0 } else { dtype.unit_roundoff() };
+        let largest = |values: &[f64]| {
+            values.iter().filter(|value| value.is_finite()).fold(1f64, |max, value| max.max(value.abs()))
+        };
+        let room = |noise: f64, values: &[f64]| noise.max(2.0 * rounding * largest(values));
+        let (dq, dk, dv) = (room(exact.dq_noise, &exact.dq), room(exact.dk_noise, &exact.dk), exact.dv_noise);
+        tensor("dq", q_shape(problem), &got.dq, &exact.dq, &low.dq, dq);
+        tensor("dk", k_shape(problem), &got.dk, &exact.dk, &low.dk, dk);
+        tensor("dv", v_shape(problem), &got.dv, &exact.dv, &low.dv, room(dv, &exact.dv));
+        for (head, (&got, &want)) in got.dsinks.iter().zip(&exact.dsinks).enumerate() {
+            let room = exact.dsinks_noise + 4.0 * rounding * largest(&exact.dsinks) * 8.0 + 1e-6;
+            let near = (f64::from(got) - want).abs() <= room;
+            assert!(near, "dsinks[{head}] of {problem:?} with {isa}: {got} for {want}, room {room:e}");
+        }
+    }
+}
+
+fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
+    match problem.types.qkv {
+        Dtype::F16 => check::<f16>(problem, extras, seed, with_backward),
+        Dtype::Bf16 => check::<bf16>(problem, extras, seed, with_backward),
+        _ => check::<f32>(problem, extras, seed, with_backward),
+    }
+}
+
+pub const MASKS: [Mask; 5] = [
+    Mask::FULL,
+    Mask::CAUSAL,
+    Mask::window(9, 4),
+    Mask::causal_window(40),
+    Mask { left: None, right: Some(20) },
+];
+
+const SCORES: [ScoreMod; 5] = [
+    ScoreMod::NONE,
+    ScoreMod { sinks: true, ..ScoreMod::NONE },
+    ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE },
+    ScoreMod { softcap: Some(2.5), alibi: Some(Alibi::PerSequenceHead), sinks: true },
+    ScoreMod { softcap: Some(20.0), alibi: None, sinks: true },
+];
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+
+/// Zero-length sequences on either side, single rows, more queries than keys, tiles and their neighbours.
+const LENS: [&[(usize, usize)]; 6] = [
+    &[(0, 0), (5, 7), (0, 9), (64, 64), (3, 0), (33, 130), (1, 1), (130, 33)],
+    &[(1, 200), (1, 0), (1, 77), (1, 600), (1, 1)],
+    &[(2, 40), (4, 513), (0, 3), (3, 128)],
+    &[(0, 0), (0, 0)],
+    &[(128, 128), (128, 128), (128, 128)],
+    &[(0, 5), (1, 5), (0, 0)],
+];
+
+fn base(turn: usize) -> Problem {
+    let (heads_q, heads_kv) = [(2, 2), (4, 2), (3, 1), (8, 1)][turn % 4];
+    let (head_dim, head_dim_v) = [(40, 40), (64, 32), (16, 24), (17, 9), (72, 72)][turn % 5];
+    Problem {
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v,
+        mask: MASKS[turn % MASKS.len()],
+        types: Types::same(DTYPES[turn / 2 % 3]),
+        score: SCORES[turn % SCORES.len()],
+        ..Problem::square(1, 1, 1, 1, Mask::FULL, Dtype::F32)
+    }
+}
+
+#[test]
+fn packed_and_shortened_sequences() {
+    let lies = [Lie::Padded, Lie::Packed, Lie::PackedUsed];
+    let mut turn = 0;
+    for lens in LENS {
+        for q in lies {
+            for k in lies {
+                // The masks, scores and types move on at different paces.
+                for shift in [0, 1] {
+                    let score = SCORES[(turn + 2 * shift) % SCORES.len()];
+                    let (problem, owned) =
+                        problem(Problem { score, ..base(turn + shift) }, lens, [q, k], turn as u64);
+                    check_type(&problem, &owned.extras(), turn as u64, true);
+                }
+                turn += 1;
+            }
+        }
+    }
+}
+
+#[test]
+fn keys_in_pages_of_any_size() {
+    let mut turn = 0;
+    for lens in LENS {
+        for page in [1, 3, 16, 64, 128, 200] {
+            for q in [Lie::Padded, Lie::Packed] {
+                let score = SCORES[(turn / 2) % SCORES.len()];
+                let (problem, owned) =
+                    problem(Problem { score, ..base(turn) }, lens, [q, Lie::Paged(page)], turn as u64);
+                check_type(&problem, &owned.extras(), turn as u64, false);
+                turn += 1;
+            }
+        }
+    }
+}
+
+#[test]
+fn slopes_and_sinks_on_dense_problems() {
+    for (turn, score) in SCORES.into_iter().enumerate() {
+        for (index, mask) in MASKS.into_iter().enumerate() {
+            for lens in [[(70, 81); 2], [(200, 130); 2], [(1, 300); 2], [(60, 3); 2]] {
+                let types = Types::same(DTYPES[(turn + index) % 3]);
+                let dense = Problem { mask, score, types, ..base(turn + index) };
+                let (_, owned) = problem(dense, &lens, [Lie::Padded; 2], turn as u64);
+                let dense = Problem { lengths: Lengths::uniform(2, lens[0].0, lens[0].1), ..dense };
+                let extras = Extras { used_q: None, used_k: None, ..owned.extras() };
+                check_type(&dense, &extras, index as u64, true);
+            }
+        }
+    }
+}
+
+/// Thousands of sequences of a few rows.
+#[test]
+fn many_short_sequences() {
+    let lens: Vec<(usize, usize)> = (0..8300).map(|i| (i % 4, (i / 3) % 5)).collect();
+    for dtype in DTYPES {
+        let base = Problem { types: Types::same(dtype), head_dim: 8, head_dim_v: 4, ..base(1) };
+        let (problem, owned) = problem(base, &lens, [Lie::Packed; 2], 3);
+        check_type(&problem, &owned.extras(), 1, true);
+    }
+}
+
+/// A row that sees no key has the sink as its LSE and O = 0; sinks of -inf are as none.
+#[test]
+fn rows_that_see_nothing_keep_their_sink() {
+    let score = ScoreMod { sinks: true, ..ScoreMod::NONE };
+    let base = Problem { score, mask: Mask::CAUSAL, ..Problem::square(1, 7, 2, 8, Mask::CAUSAL, Dtype::F32) };
+    let dense = Problem { lengths: Lengths::uniform(1, 7, 3), ..base };
+    let sinks = [0.75, f32::NEG_INFINITY];
+    let extras = Extras { sinks: Some(&sinks), ..Extras::NONE };
+    let inputs = Inputs::<f32>::random(&dense, 5);
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        let options = Options { isa: Some(isa), threads: None };
+        let got = Results::compute(options, &dense, &extras, &inputs, true);
+        for query in 0..4 {
+            assert_eq!([got.lse[query], got.lse[7 + query]], sinks, "{isa}");
+            assert!(got.out[query * 16..][..16].iter().all(|&value| value == 0.0), "{isa}");
+            assert!(got.dq[query * 16..][..16].iter().all(|&value| value == 0.0), "{isa}");
+        }
+        assert_eq!(got.dsinks[1], 0.0, "{isa}");
+        let without = Problem { score: ScoreMod::NONE, ..dense };
+        let plain = Results::compute(options, &without, &Extras::NONE, &inputs, true);
+        assert_eq!(got.lse[7..], plain.lse[7..], "{isa}");
+    }
+}
+
+#[test]
+fn what_does_not_go_together_is_refused_before_a_write() {
+    let (paged, owned) = problem(base(0), &[(2, 5), (1, 3)], [Lie::Packed, Lie::Paged(2)], 1);
+    let paged = Problem { score: ScoreMod::NONE, types: Types::same(Dtype::F32), ..paged };
+    let owned = Owned { sinks: None, alibi_slopes: None, ..owned };
+    let inputs = inputs::<f32>(&paged, &owned.extras(), 1);
+    let Views { q, k, v, dout } = inputs.views(&paged);
+    let mut out = vec![7f32; out_shape(&paged).iter().product()];
+    let mut run = |extras: &Extras<'_>| {
+        let mut to = TensorMut::packed("out", &mut out, out_shape(&paged), TensorLayout::Bshd).unwrap();
+        let refused = forward_extras(Options::default(), &paged, extras, &q, &k, &v, &mut to, None);
+        assert_eq!(reference::forward_extras(&paged, extras, &q, &k, &v).map(|_| ()), refused);
+        assert!(out.iter().all(|&value| value == 7.0));
+        refused.unwrap_err()
+    };
+    let extras = owned.extras();
+    assert_eq!(
+        run(&Extras { used_k: None, ..extras }),
+        CpuError::Extra { name: "used_k", asked: true },
+        "keys in pages need lengths"
+    );
+    let table = vec![9; extras.page_table.unwrap().len()];
+    assert!(matches!(run(&Extras { page_table: Some(&table), ..extras }), CpuError::Page { page: 9, .. }));
+    assert!(matches!(run(&Extras { used_k: Some(&[5, 99]), ..extras }), CpuError::Beyond { value: 99, .. }));
+    let refused = reference::backward_extras(&paged, &extras, &q, &k, &v, &dout).unwrap_err();
+    assert_eq!(refused, CpuError::PagedBackward);
+}
+
+/// The functions without extras take no problem that needs some.
+#[test]
+fn what_needs_extras_is_refused_without() {
+    let dense = Problem::square(1, 3, 2, 4, Mask::FULL, Dtype::F32);
+    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    for (problem, name) in [
+        (Problem { lengths: Lengths::packed(1, 3, 3, 3, 3), ..dense }, "cu_q"),
+        (Problem { score: alibi, ..dense }, "alibi_slopes"),
+        (Problem { score: ScoreMod { sinks: true, ..ScoreMod::NONE }, ..dense }, "sinks"),
+    ] {
+        let inputs = Inputs::<f32>::random(&problem, 1);
+        let Views { q, k, v, dout } = inputs.views(&problem);
+        let refused = CpuError::Extra { name, asked: true };
+        assert_eq!(reference::forward(&problem, &q, &k, &v), Err(refused.clone()));
+        assert_eq!(reference::backward(&problem, &q, &k, &v, &dout), Err(refused.clone()));
+        let mut out = [7f32; 24];
+        let mut to = TensorMut::packed("out", &mut out, out_shape(&problem), TensorLayout::Bshd).unwrap();
+        assert_eq!(fa_cpu::tiled::forward(&problem, &q, &k, &v, &mut to, None), Err(refused));
+        assert_eq!(out, [7.0; 24]);
+    }
+}

@@ -1,0 +1,35 @@
+//! The tensors of a call on host memory.
+
+use fa_core::Strides;
+
+use crate::extras::Extras;
+
+/// One tensor of a call, as elements of 16 bits.
+#[derive(Clone, Copy, Debug)]
+pub enum Given<'a> {
+    /// An input.
+    Input(&'a [u16], Strides),
+    /// An output of so many elements.
+    Output(usize, Strides),
+}
+
+/// The tensors of a call.
+#[derive(Clone, Debug)]
+pub struct Call<'a> {
+    /// In the order of the library's arguments: q, k, v, out; of a backward also dout, dq, dk, dv.
+    pub tensors: Vec<Given<'a>>,
+    /// LSE, an input of a backward. A forward writes one of its own.
+    pub lse: Option<&'a [f32]>,
+    /// What the problem asks for beside them.
+    pub extras: &'a Extras,
+    /// Of the tensors of queries and of those of keys: for each row `[batch, seqlen]` whether a sequence has
+    /// it. Others may not be touched. Empty where all rows are some sequence's.
+    pub rows: [&'a [bool]; 2],
+}
+
+impl<'a> Call<'a> {
+    /// Of a batch of equal lengths, without slopes and sinks.
+    pub(crate) fn dense(tensors: Vec<Given<'a>>, lse: Option<&'a [f32]>) -> Call<'a> {
+        Call { tensors, lse, extras: &Extras::NONE, rows: [&[], &[]] }
+    }
+}

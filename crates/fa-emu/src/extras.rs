@@ -1,0 +1,214 @@
+//! What a call is given beside its tensors, and batches of sequences of different lengths to try kernels on.
+
+use fa_core::{Lengths, Problem, Side};
+
+/// Tensors of a call beside q, k and v, as a GPU's kernels read them. A problem asks for those that it names.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Extras {
+    /// The first row of each packed sequence of queries, and where the last one ends: `[batch + 1]`.
+    pub cu_q: Option<Vec<i32>>,
+    /// The same of keys.
+    pub cu_k: Option<Vec<i32>>,
+    /// Queries that each sequence uses: `[batch]`.
+    pub used_q: Option<Vec<i32>>,
+    /// Keys that each sequence uses: `[batch]`.
+    pub used_k: Option<Vec<i32>>,
+    /// Pages of each sequence: `[batch, ceil(max_k / page)]`.
+    pub page_table: Option<Vec<i32>>,
+    /// ALiBi: `[heads_q]` or `[batch, heads_q]`.
+    pub alibi_slopes: Option<Vec<f32>>,
+    /// A logit of each query head: `[heads_q]`.
+    pub sinks: Option<Vec<f32>>,
+}
+
+impl Extras {
+    /// Nothing: of a batch of equal lengths without slopes and sinks.
+    pub const NONE: Extras = Extras {
+        cu_q: None,
+        cu_k: None,
+        used_q: None,
+        used_k: None,
+        page_table: None,
+        alibi_slopes: None,
+        sinks: None,
+    };
+
+    /// As the oracle takes them.
+    pub fn host(&self) -> fa_cpu::Extras<'_> {
+        fa_cpu::Extras {
+            cu_q: self.cu_q.as_deref(),
+            cu_k: self.cu_k.as_deref(),
+            used_q: self.used_q.as_deref(),
+            used_k: self.used_k.as_deref(),
+            page_table: self.page_table.as_deref(),
+            alibi_slopes: self.alibi_slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+        }
+    }
+
+    /// Slopes and sinks of a problem that has them: slopes of a published model's form, and sinks of which
+    /// some outweigh the keys.
+    #[must_use]
+    pub fn with_mods(mut self, problem: &Problem) -> Extras {
+        let heads = problem.heads_q;
+        if let Some(alibi) = problem.score.alibi {
+            let count = alibi.count(problem.lengths.sequences(), heads);
+            let slope =
+                |i: usize| (-8.0 * (i % heads + 1) as f32 / heads as f32).exp2() * (1 + i / heads) as f32;
+            self.alibi_slopes = Some((0..count).map(slope).collect());
+        }
+        if problem.score.sinks {
+            self.sinks = Some((0..heads).map(|head| [1.5, -3.0, 4.25, 0.0][head % 4]).collect());
+        }
+        self
+    }
+}
+
+/// How the rows of one side of a batch lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lie {
+    /// A room of as many rows for each sequence, of which it uses its length.
+    Padded,
+    /// End to end, each as long as the distance of starts.
+    Packed,
+    /// End to end in rooms of a few rows more than are used.
+    PackedUsed,
+    /// In pages of so many rows. Keys only.
+    Paged(usize),
+}
+
+/// Sequences with lengths of their own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Queries and keys of each.
+    pub sequences: Vec<(usize, usize)>,
+    /// The queries' rows.
+    pub q: Lie,
+    /// The keys' rows.
+    pub k: Lie,
+    /// By how much the upper bounds exceed the longest sequence, and the tensors the last one's end.
+    pub slack: usize,
+}
+
+/// Rows of a room beyond those that are used.
+const ROOM: usize = 3;
+
+impl Batch {
+    /// As a problem names it.
+    pub fn lengths(&self) -> Lengths {
+        let (queries, keys) = self.sides();
+        let side = |lie: Lie, lens: &[usize]| {
+            let max = lens.iter().copied().max().unwrap_or(0) + self.slack;
+            let packed = |room: usize| {
+                Side::packed(lens.iter().map(|len| len + room).sum::<usize>() + self.slack, max + room)
+            };
+            match lie {
+                Lie::Padded => Side::padded(max).with_used(),
+                Lie::Packed => packed(0),
+                Lie::PackedUsed => packed(ROOM).with_used(),
+                Lie::Paged(page) => Side::paged(page, self.pages(page), max),
+            }
+        };
+        Lengths::of(self.sequences.len(), side(self.q, &queries), side(self.k, &keys))
+    }
+
+    fn sides(&self) -> (Vec<usize>, Vec<usize>) {
+        self.sequences.iter().copied().unzip()
+    }
+
+    /// Pages of the cache: those in use and a few more.
+    fn pages(&self, page: usize) -> usize {
+        self.sequences.iter().map(|(_, k)| k.div_ceil(page)).sum::<usize>() + 2
+    }
+
+    /// Starts, lengths and the page table, with slopes and sinks where `problem`, whose lengths are this
+    /// batch's, has them. Pages lie in no order, and table entries that no key needs are no pages.
+    pub fn extras(&self, problem: &Problem) -> Extras {
+        let (queries, keys) = self.sides();
+        let starts = |lie: Lie, lens: &[usize]| {
+            let room = match lie {
+                Lie::Packed => 0,
+                Lie::PackedUsed => ROOM,
+                Lie::Padded | Lie::Paged(_) => return None,
+            };
+            let mut cu = vec![0];
+            for len in lens {
+                cu.push(cu[cu.len() - 1] + (len + room) as i32);
+            }
+            Some(cu)
+        };
+        let used = |lie: Lie, lens: &[usize]| {
+            (lie != Lie::Packed).then(|| lens.iter().map(|&len| len as i32).collect())
+        };
+        let page_table = match self.k {
+            Lie::Paged(page) => Some(self.table(page, problem.lengths.table_columns())),
+            Lie::Padded | Lie::Packed | Lie::PackedUsed => None,
+        };
+        let extras = Extras {
+            cu_q: starts(self.q, &queries),
+            cu_k: starts(self.k, &keys),
+            used_q: used(self.q, &queries),
+            used_k: used(self.k, &keys),
+            page_table,
+            ..Extras::default()
+        };
+        extras.with_mods(problem)
+    }
+
+    fn table(&self, page: usize, columns: usize) -> Vec<i32> {
+        let mut free: Vec<i32> = (0..self.pages(page) as i32).collect();
+        let mut state = 0x9e37_79b9_7f4a_7c15u64;
+        let mut table = Vec::new();
+        for &(_, keys) in &self.sequences {
+            for column in 0..columns {
+                if column * page < keys {
+                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    table.push(free.swap_remove((state >> 33) as usize % free.len()));
+                } else {
+                    table.push([-1, i32::MAX, self.pages(page) as i32, i32::MIN][column % 4]);
+                }
+            }
+        }
+        table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    fn problem(batch: &Batch) -> Problem {
+        let one = Problem::square(1, 1, 4, 64, Mask::FULL, Dtype::Bf16);
+        Problem { lengths: batch.lengths(), heads_kv: 2, ..one }
+    }
+
+    #[test]
+    fn batches_are_what_the_oracle_takes() {
+        let sequences = vec![(3, 5), (0, 17), (40, 0), (1, 33)];
+        for q in [Lie::Padded, Lie::Packed, Lie::PackedUsed] {
+            for k in [Lie::Padded, Lie::Packed, Lie::PackedUsed, Lie::Paged(1), Lie::Paged(16)] {
+                let batch = Batch { sequences: sequences.clone(), q, k, slack: 7 };
+                let problem = problem(&batch);
+                problem.check().unwrap();
+                let extras = batch.extras(&problem);
+                let read = fa_cpu::batch::Batch::new(&problem, &extras.host()).unwrap();
+                let lens: Vec<_> = read.sequences.iter().map(|own| (own.q.len, own.k.len)).collect();
+                assert_eq!(lens, sequences, "{q:?} {k:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_page_is_of_two_sequences() {
+        let batch = Batch { sequences: vec![(1, 40), (1, 33)], q: Lie::Packed, k: Lie::Paged(4), slack: 9 };
+        let table = batch.extras(&problem(&batch)).page_table.unwrap();
+        assert_eq!(table.len(), 2 * 49usize.div_ceil(4));
+        let mut used: Vec<i32> = table[..10].iter().chain(&table[13..22]).copied().collect();
+        used.sort_unstable();
+        used.dedup();
+        assert_eq!(used.len(), 19);
+        assert!(used.iter().all(|page| (0..21).contains(page)) && !(0..21).contains(&table[12]));
+    }
+}

@@ -1,0 +1,270 @@
+//! Device memory of a call: tensors, extras and workspace, guarded, poisoned, and named to the machine.
+#![allow(unsafe_code)]
+
+use fa_core::{Pass, Problem, Strides};
+use fa_kernels::launch::{Addresses, Launches, Part, Workspace};
+use fa_kernels::{RawExtras, RawTensor};
+
+use crate::call::{Call, Given};
+use crate::error::Error;
+use crate::machine::{Access, Memory, PAGE, Session};
+use crate::outcome::Finding;
+use crate::unit::Unit;
+
+/// The tensors of a call in guarded memory.
+pub(crate) struct DeviceMemory<'a> {
+    tensors: Vec<(&'static str, bool, Memory<'a>, Strides)>,
+    raw: Vec<RawTensor>,
+    lse: Memory<'a>,
+    lse_is_input: bool,
+    workspace: Memory<'a>,
+    extras: Vec<(&'static str, Memory<'a>)>,
+    dsinks: Option<Memory<'a>>,
+    page_faults: Option<Memory<'a>>,
+    /// Rows that no sequence has: address and bytes.
+    foreign: Vec<(u64, u64)>,
+}
+
+impl<'a> DeviceMemory<'a> {
+    pub fn new(
+        unit: &'a Unit,
+        problem: &Problem,
+        launches: &Launches,
+        call: &Call,
+    ) -> Result<DeviceMemory<'a>, Error> {
+        let machine = &*unit.machine;
+        let (mut tensors, mut foreign) = (Vec::new(), Vec::new());
+        for (tensor, given) in launches.tensors.iter().zip(&call.tensors) {
+            let shape = &tensor.shape;
+            let name = shape.name;
+            let (have, strides) = match *given {
+                Given::Input(elements, strides) => (elements.len(), strides),
+                Given::Output(elements, strides) => (elements, strides),
+            };
+            let is_empty = shape.batch * shape.seqlen * shape.heads * shape.dim == 0;
+            let last = |len: usize, stride: i64| (len as i64 - 1) * stride;
+            let need = last(shape.batch, strides.batch)
+                + last(shape.seqlen, strides.seq)
+                + last(shape.heads, strides.head)
+                + shape.dim as i64;
+            if !is_empty && usize::try_from(need).is_ok_and(|need| need > have) {
+                return Err(Error::TooShort { tensor: name, have, need: need as usize });
+            }
+            let mut memory = Memory::new(machine, name, 2 * have)?;
+            if let Given::Input(elements, _) = given {
+                for (to, from) in memory.bytes_mut().chunks_exact_mut(2).zip(elements.iter()) {
+                    to.copy_from_slice(&from.to_ne_bytes());
+                }
+            }
+            let is_of_keys = matches!(name, "k" | "v" | "dk" | "dv");
+            let rows = call.rows[usize::from(is_of_keys)];
+            for row in (0..rows.len()).filter(|&row| !rows[row]) {
+                for head in 0..shape.heads {
+                    let at = strides.offset(row / shape.seqlen, row % shape.seqlen, head, 0);
+                    foreign.push((memory.address() + 2 * at as u64, 2 * shape.dim as u64));
+                }
+            }
+            tensors.push((name, tensor.is_output, memory, strides));
+        }
+        let queries = &launches.tensors[0].shape;
+        let rows = queries.batch * queries.heads * queries.seqlen;
+        let mut lse = Memory::new(machine, "lse", 4 * rows)?;
+        if let Some(given) = call.lse {
+            if given.len() < rows {
+                return Err(Error::TooShort { tensor: "lse", have: given.len(), need: rows });
+            }
+            for (to, from) in lse.bytes_mut().chunks_exact_mut(4).zip(given) {
+                to.copy_from_slice(&from.to_ne_bytes());
+            }
+        }
+        let mut workspace = Memory::new(machine, "workspace", launches.workspace.bytes)?;
+        if let Some(part) = lasting(&launches.workspace) {
+            workspace.bytes_mut()[part.offset..part.offset + part.bytes].fill(0);
+        }
+        let mut extras = Vec::new();
+        let mut extra = |name, words: Option<Vec<[u8; 4]>>| -> Result<(), Error> {
+            let Some(words) = words else { return Ok(()) };
+            let mut memory = Memory::new(machine, name, 4 * words.len())?;
+            for (to, from) in memory.bytes_mut().chunks_exact_mut(4).zip(words) {
+                to.copy_from_slice(&from);
+            }
+            extras.push((name, memory));
+            Ok(())
+        };
+        let integers = |values: &Option<Vec<i32>>| {
+            values.as_ref().map(|own| own.iter().map(|value| value.to_ne_bytes()).collect())
+        };
+        let floats = |values: &Option<Vec<f32>>| {
+            values.as_ref().map(|own| own.iter().map(|value| value.to_ne_bytes()).collect())
+        };
+        extra("cu_q", integers(&call.extras.cu_q))?;
+        extra("cu_k", integers(&call.extras.cu_k))?;
+        extra("used_q", integers(&call.extras.used_q))?;
+        extra("used_k", integers(&call.extras.used_k))?;
+        extra("page_table", integers(&call.extras.page_table))?;
+        extra("alibi_slopes", floats(&call.extras.alibi_slopes))?;
+        extra("sinks", floats(&call.extras.sinks))?;
+        let has_dsinks = problem.score.sinks && unit.spec.kernel.pass() != Pass::Forward;
+        let dsinks = has_dsinks.then(|| Memory::new(machine, "dsinks", 4 * problem.heads_q)).transpose()?;
+        let has_pages = problem.lengths.page().is_some();
+        let mut page_faults = has_pages.then(|| Memory::new(machine, "page_faults", 4)).transpose()?;
+        if let Some(memory) = &mut page_faults {
+            memory.bytes_mut().fill(0);
+        }
+        let raw = tensors
+            .iter()
+            .map(|(_, _, memory, strides)| RawTensor { address: memory.address(), strides: *strides });
+        Ok(DeviceMemory {
+            raw: raw.collect(),
+            tensors,
+            lse,
+            lse_is_input: call.lse.is_some(),
+            workspace,
+            extras,
+            dsinks,
+            page_faults,
+            foreign,
+        })
+    }
+
+    /// The address of an extra; `None` where the call has none.
+    fn extra(&self, name: &str) -> Option<u64> {
+        self.extras.iter().find(|(own, _)| *own == name).map(|(_, memory)| memory.address())
+    }
+
+    pub fn addresses(&self) -> Addresses<'_> {
+        let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
+        let extras = RawExtras {
+            cu_q: self.extra("cu_q"),
+            cu_k: self.extra("cu_k"),
+            used_q: self.extra("used_q"),
+            used_k: self.extra("used_k"),
+            page_table: self.extra("page_table"),
+            page_faults: self.page_faults.as_ref().map(Memory::address),
+            plan: None,
+            alibi_slopes: self.extra("alibi_slopes"),
+            sinks: self.extra("sinks"),
+            dsinks: self.dsinks.as_ref().map(Memory::address),
+        };
+        Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
+    }
+
+    pub fn name_regions(&self, session: &Session, launches: &Launches) {
+        let around = (PAGE, PAGE);
+        for (name, is_output, memory, _) in &self.tensors {
+            let access = if *is_output { Access::Unwritten } else { Access::Input };
+            session.region(name, memory.address(), memory.bytes().len() as u64, around, access);
+        }
+        for (name, memory) in &self.extras {
+            session.region(name, memory.address(), memory.bytes().len() as u64, around, Access::Input);
+        }
+        if let Some(memory) = &self.dsinks {
+            let bytes = memory.bytes().len() as u64;
+            session.region("dsinks", memory.address(), bytes, around, Access::Unwritten);
+        }
+        if let Some(memory) = &self.page_faults {
+            session.region("page_faults", memory.address(), 4, around, Access::Written);
+        }
+        for &(begin, bytes) in &self.foreign {
+            session.forbid(begin, bytes);
+        }
+        let access = if self.lse_is_input { Access::Input } else { Access::Unwritten };
+        session.region("lse", self.lse.address(), self.lse.bytes().len() as u64, around, access);
+        let mut parts = parts(&launches.workspace);
+        parts.sort_by_key(|(_, part)| part.offset);
+        for (index, (name, part)) in parts.iter().enumerate() {
+            let end = part.offset + part.bytes;
+            let next = parts.get(index + 1).map_or(launches.workspace.bytes, |(_, next)| next.offset);
+            let before = if index == 0 { PAGE } else { 0 };
+            let after = (next - end) as u64 + if index + 1 == parts.len() { PAGE } else { 0 };
+            let begin = self.workspace.address() + part.offset as u64;
+            let lasts = lasting(&launches.workspace) == Some(*part);
+            let access = if lasts { Access::Written } else { Access::Unwritten };
+            session.region(&format!("workspace {name}"), begin, part.bytes as u64, (before, after), access);
+        }
+    }
+
+    /// Sets a part of the workspace to zero, as the stream would.
+    pub fn clear(&self, session: &Session, part: &Part) {
+        let begin = self.workspace.address() + part.offset as u64;
+        // SAFETY: the part lies within the workspace, which nothing else looks at between launches.
+        unsafe { std::ptr::write_bytes(begin as *mut u8, 0, part.bytes) };
+        session.region("workspace, cleared", begin, part.bytes as u64, (0, 0), Access::Written);
+    }
+
+    /// What is left in a workspace that a call finds zero and leaves zero.
+    pub fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
+        let part = lasting(workspace)?;
+        let bytes = &self.workspace.bytes()[part.offset..part.offset + part.bytes];
+        let at = part.offset + bytes.iter().position(|&byte| byte != 0)?;
+        Some(Finding {
+            kind: "leaked state".into(),
+            text: format!(
+                "tile_counter is not zero at the end (byte {at} of the workspace): the next call would start \
+                 from it"
+            ),
+            cta: None,
+            thread: None,
+            count: 1,
+            stack: Vec::new(),
+            others: Vec::new(),
+        })
+    }
+
+    pub fn outputs(&self) -> Vec<Vec<u16>> {
+        let words = |memory: &Memory| {
+            memory.bytes().chunks_exact(2).map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect()
+        };
+        self.tensors
+            .iter()
+            .filter(|(_, is_output, ..)| *is_output)
+            .map(|(_, _, memory, _)| words(memory))
+            .collect()
+    }
+
+    pub fn lse(&self) -> Vec<f32> {
+        if self.lse_is_input {
+            return Vec::new();
+        }
+        floats(&self.lse)
+    }
+
+    /// Entries of the page table that were taken for no pages.
+    pub fn page_faults(&self) -> u32 {
+        let memory = self.page_faults.as_ref();
+        memory.map_or(0, |own| u32::from_ne_bytes(own.bytes().try_into().expect("a word")))
+    }
+
+    /// Gradients of the sinks; none where there are no sinks.
+    pub fn dsinks(&self) -> Vec<f32> {
+        self.dsinks.as_ref().map_or_else(Vec::new, floats)
+    }
+}
+
+fn floats(memory: &Memory) -> Vec<f32> {
+    let word = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    memory.bytes().chunks_exact(4).map(word).collect()
+}
+
+/// What a call finds zero and leaves zero.
+fn lasting(workspace: &Workspace) -> Option<Part> {
+    workspace.tile_counter.filter(|_| workspace.starts_zero)
+}
+
+/// The parts of a workspace that a pass has.
+fn parts(workspace: &Workspace) -> Vec<(&'static str, Part)> {
+    let all = [
+        ("lse_log2", workspace.lse_log2),
+        ("dpsum", workspace.dpsum),
+        ("dq_accum", workspace.dq_accum),
+        ("dk_accum", workspace.dk_accum),
+        ("dv_accum", workspace.dv_accum),
+        ("dq_semaphores", workspace.dq_semaphores),
+        ("dkv_semaphores", workspace.dkv_semaphores),
+        ("tile_counter", workspace.tile_counter),
+        ("plan", workspace.plan),
+        ("out_partial", workspace.out_partial),
+        ("lse_partial", workspace.lse_partial),
+    ];
+    all.into_iter().filter_map(|(name, part)| Some((name, part?))).collect()
+}

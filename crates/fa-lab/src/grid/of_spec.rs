@@ -1,0 +1,88 @@
+//! The cases of one kernel.
+
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
+use fa_cpu::grid::SHAPES;
+
+use super::case::{Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
+use super::paged::{PAGES, pages_of};
+use super::varied::packed_of;
+use crate::sequences::{Ragged, Sequences};
+
+const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
+
+/// What a kernel of a given spec is tried on: every trap that its fields let it meet.
+pub fn of_spec(group: &'static str, name: &str, spec: &KernelSpec, extent: Extent) -> Vec<Case> {
+    let masks: &[Mask] = match spec.mask {
+        MaskKind::Full => &[Mask::FULL],
+        MaskKind::Causal => &[Mask::CAUSAL],
+        MaskKind::Window => &[Mask::window(70, 9), Mask::causal_window(130)],
+    };
+    let lengths: &[(usize, usize)] = match extent {
+        Extent::Quick => &[(113, 203), (1000, 1000), (300, 70)],
+        Extent::Full => &SHAPES,
+    };
+    let mut cases = Vec::new();
+    for &mask in masks {
+        for (turn, &(seqlen_q, seqlen_k)) in lengths.iter().enumerate() {
+            // Some problems narrower than the tile.
+            let narrow = if turn % 3 == 2 { 8 } else { 0 };
+            let (heads_q, heads_kv) = [(4, 4), (6, 3), (8, 1)][turn % 3];
+            let problem = Problem {
+                lengths: Lengths::uniform(BASE.lengths.sequences(), seqlen_q, seqlen_k),
+                heads_q,
+                heads_kv,
+                head_dim: spec.head_dim as usize - narrow,
+                head_dim_v: spec.head_dim_v as usize - narrow,
+                mask,
+                types: Types::same(spec.types.qkv),
+                score: ScoreMod {
+                    softcap: spec.score.softcap.then_some(7.0),
+                    alibi: spec.score.alibi.then_some(ALIBIS[turn % 2]),
+                    sinks: spec.score.sinks,
+                },
+                ..BASE
+            };
+            let arrangement = [Arrangement::Bshd, Arrangement::Bhsd, Arrangement::Gap(8)][turn % 3];
+            let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
+            // Gradients of long problems take the oracle seconds a head.
+            if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
+                let case = match spec.reads {
+                    Reads { varied: false, .. } => case(group, problem),
+                    reads => {
+                        case_of(group, "", problem, varied(reads, turn, (seqlen_q, seqlen_k), spec.split))
+                    }
+                };
+                cases.push(Case { arrangement, kernel, pass: spec.kernel.pass(), ..case });
+            }
+        }
+    }
+    let steep = cases.iter().max_by_key(|case| case.problem.lengths.max_k().min(1024)).cloned();
+    cases.extend(
+        steep
+            .into_iter()
+            .flat_map(|case| [Values::Rising, Values::Falling].map(|values| Case { values, ..case.clone() })),
+    );
+    cases
+}
+
+/// Sequences around `q` queries and `k` keys for a kernel that `reads` them so: in turns packed, with slots
+/// and used in part, keys in pages of another size each time.
+fn varied(reads: Reads, turn: usize, (q, k): (usize, usize), decodes: bool) -> Sequences {
+    let (of_q, of_k) = ([q, 0, q / 2 + 1, 1], [k, k / 3, k - k / 4, k.min(65)]);
+    let slots = |lens: &[usize]| lens.iter().map(|len| len + len % 23).collect::<Vec<usize>>();
+    let room = |lens: &[usize]| lens.iter().copied().max().unwrap_or(0) + 7;
+    let packed = packed_of(&of_q, &of_k, turn);
+    let queries = match (turn % 3, decodes) {
+        (0, _) => packed.q,
+        (1, true) => Ragged::uniform(4, q.min(16)),
+        (1, false) => Ragged::padded(&of_q, room(&of_q)),
+        _ => Ragged::packed_in(&of_q, &slots(&of_q), 3),
+    };
+    let keys = match (turn % 3, reads.paged) {
+        (_, true) => pages_of(&of_k, PAGES[turn % PAGES.len()], turn as u64),
+        (0, false) => packed.k,
+        (1, false) => Ragged::padded(&of_k, room(&of_k)),
+        (_, false) => Ragged::packed_in(&of_k, &slots(&of_k), 3),
+    };
+    Sequences { q: queries, k: keys }
+}

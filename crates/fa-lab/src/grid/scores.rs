@@ -1,0 +1,111 @@
+//! What engines pass beside a mask: ALiBi and sinks, alone and with all that they go with.
+
+use fa_core::{Alibi, Lengths, Mask, Problem, ScoreMod};
+
+use super::case::{Action, Case, Extent, MASKS, Values, case, case_of};
+use super::paged::pages_of;
+use super::varied::{ALL_MASKS, packed_of, turned};
+use crate::sequences::{Ragged, Sequences};
+
+/// One lot of slopes, or one a sequence.
+const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
+
+const NONE: ScoreMod = ScoreMod::NONE;
+
+/// Dense problems with ALiBi.
+pub(super) fn alibi(extent: Extent, repeat: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let lengths = [(256, 256), (113, 203), (300, 77), (1, 400), (515, 515), (203, 1)];
+    let most = if extent == Extent::Full { lengths.len() } else { 3 };
+    for (index, mask) in ALL_MASKS.into_iter().enumerate() {
+        for (turn, (q, k)) in lengths.into_iter().cycle().skip(index).take(most).enumerate() {
+            let turn = index + turn;
+            let softcap = (turn % 3 == 2).then_some(7.0);
+            let score = ScoreMod { softcap, alibi: Some(ALIBIS[turn % 2]), ..NONE };
+            cases.push(case(
+                "alibi",
+                Problem { lengths: Lengths::uniform(2, q, k), score, ..turned(turn, mask) },
+            ));
+        }
+    }
+    let score = ScoreMod { alibi: Some(Alibi::PerHead), ..NONE };
+    let repeated = Problem { lengths: Lengths::uniform(2, 555, 555), score, ..turned(0, Mask::CAUSAL) };
+    cases.push(Case { action: Action::Repeat(repeat), ..case("alibi", repeated) });
+    cases
+}
+
+/// Dense problems with sinks.
+pub(super) fn sinks(extent: Extent, repeat: usize) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let lengths = [(256, 256), (113, 203), (300, 77), (1, 400), (515, 515), (5, 0), (203, 1)];
+    let most = if extent == Extent::Full { lengths.len() } else { 3 };
+    let score = ScoreMod { sinks: true, ..NONE };
+    for (index, mask) in ALL_MASKS.into_iter().enumerate() {
+        for (turn, (q, k)) in lengths.into_iter().cycle().skip(index).take(most).enumerate() {
+            let turn = index + turn;
+            let score = ScoreMod { softcap: (turn % 4 == 3).then_some(7.0), ..score };
+            cases.push(case(
+                "sinks",
+                Problem { lengths: Lengths::uniform(2, q, k), score, ..turned(turn, mask) },
+            ));
+        }
+    }
+    // The shape of gpt-oss: more heads than a warp has lanes, and a window on every other layer.
+    for mask in [Mask::CAUSAL, Mask::causal_window(127)] {
+        let wide = Problem { heads_q: 64, heads_kv: 8, head_dim: 64, head_dim_v: 64, ..turned(0, mask) };
+        cases.push(case("sinks", Problem { lengths: Lengths::uniform(1, 300, 300), score, ..wide }));
+        let many = Problem { heads_q: 130, heads_kv: 130, ..wide };
+        cases.push(case("sinks", Problem { lengths: Lengths::uniform(1, 40, 70), score, ..many }));
+    }
+    let long = Problem { lengths: Lengths::uniform(2, 300, 700), score, ..turned(0, Mask::CAUSAL) };
+    for values in [Values::Rising, Values::Falling, Values::Sharp, Values::Equal] {
+        cases.push(Case { values, ..case("sinks", long) });
+    }
+    cases.push(Case { action: Action::Repeat(repeat), ..case("sinks", long) });
+    cases
+}
+
+/// The changes of scores that are met together.
+const MIXES: [ScoreMod; 6] = [
+    ScoreMod { sinks: true, ..NONE },
+    ScoreMod { alibi: Some(Alibi::PerHead), ..NONE },
+    ScoreMod { alibi: Some(Alibi::PerSequenceHead), sinks: true, ..NONE },
+    ScoreMod { softcap: Some(7.0), sinks: true, ..NONE },
+    ScoreMod { softcap: Some(7.0), alibi: Some(Alibi::PerSequenceHead), ..NONE },
+    ScoreMod { softcap: Some(20.0), alibi: Some(Alibi::PerHead), sinks: true },
+];
+
+/// All of it together: changes of scores on packed batches, caches and pages, split and not.
+pub(super) fn mixed(extent: Extent) -> Vec<Case> {
+    let mut cases = Vec::new();
+    let (q, k) = ([300, 1, 0, 130, 64, 7], [300, 515, 40, 130, 0, 777]);
+    for (index, score) in MIXES.into_iter().enumerate() {
+        for (turn, mask) in ALL_MASKS.into_iter().enumerate() {
+            if extent == Extent::Quick && (index + turn) % 2 == 1 {
+                continue;
+            }
+            let turn = index + turn;
+            let problem = Problem { score, ..turned(turn, mask) };
+            let packed = packed_of(&q, &k, turn);
+            cases.push(case_of("mixed", "packed", problem, packed.clone()));
+            let page = [16, 64, 1, 128][turn % 4];
+            let sequences = Sequences { k: pages_of(&k, page, 7), ..packed };
+            cases.push(case_of("mixed", "paged", problem, sequences));
+            let decode = Ragged::uniform(6, [1, 3, 16][turn % 3]);
+            let caches = [Ragged::padded(&k, 800), pages_of(&k, page, 8)];
+            for (what, cache) in ["decode", "decode of pages"].into_iter().zip(caches) {
+                let sequences = Sequences { q: decode.clone(), k: cache };
+                let case = case_of("mixed", what, problem, sequences);
+                cases.push(Case { split: true, ..case.clone() });
+                cases.push(case);
+            }
+        }
+    }
+    for mask in MASKS {
+        let score = ScoreMod { alibi: Some(Alibi::PerHead), sinks: true, ..NONE };
+        let one = packed_of(&[515], &[515], 0);
+        let case = case_of("mixed", "one sequence", Problem { score, ..turned(0, mask) }, one);
+        cases.push(Case { action: Action::AsDense, ..case });
+    }
+    cases
+}

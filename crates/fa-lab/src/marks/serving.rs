@@ -1,0 +1,183 @@
+//! Attention as engines call it: packed batches, decoding, keys in pages, sinks, and a step of a served
+//! model.
+
+use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod};
+
+use super::wanted::{Unit, Wanted};
+use crate::random::Random;
+use crate::sequences::{Ragged, Sequences};
+
+/// 32 query heads on 8 K/V heads, as an 8B model has them.
+const GROUPED: Problem = Problem { heads_kv: 8, ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16) };
+
+/// Calls in a graph of decoding: as many as a small model has layers.
+const GRAPH: usize = 16;
+
+/// Layers of a step.
+pub(super) const LAYERS: usize = 32;
+
+fn skewed() -> Vec<usize> {
+    let times = [(8192, 1), (4096, 2), (2048, 2), (1024, 2), (512, 3), (256, 3), (128, 2), (77, 1)];
+    times.into_iter().flat_map(|(len, count)| vec![len; count]).collect()
+}
+
+/// Packed batches of one long and many short sequences, of equal ones, and of short ones; and the dense batch
+/// of the equal ones.
+pub(super) fn packed() -> Vec<Wanted> {
+    let of = |name, lens: &[usize]| Wanted {
+        name: Some(name),
+        ..Wanted::of(GROUPED, Sequences::packed(lens), "packed, bf16")
+    };
+    let short: Vec<usize> = (0..60).map(|i| 100 + 7 * i).collect();
+    let dense = Problem { lengths: Lengths::uniform(24, 1024, 1024), ..GROUPED };
+    vec![
+        of("skewed, 77 to 8192", &skewed()),
+        of("24 x 1024", &[1024; 24]),
+        of("60 of 100 to 513", &short),
+        Wanted { name: Some("24 x 1024, dense"), ..Wanted::new(dense, "dense, bf16") },
+    ]
+}
+
+/// Batch, query and K/V heads, keys.
+const DECODE: [(usize, (usize, usize), usize); 8] = [
+    (1, (32, 8), 8 << 10),
+    (1, (32, 8), 64 << 10),
+    (8, (32, 8), 8 << 10),
+    (64, (32, 8), 4 << 10),
+    (8, (32, 8), 32 << 10),
+    (1, (64, 8), 128 << 10),
+    (1, (32, 1), 32 << 10),
+    (128, (64, 8), 1 << 10),
+];
+
+/// One query token, as replays of a CUDA graph.
+pub(super) fn decode() -> Vec<Wanted> {
+    let of = |(batch, (heads_q, heads_kv), keys)| {
+        let lengths = Lengths::uniform(batch, 1, keys);
+        let problem = Problem { lengths, heads_q, heads_kv, mask: Mask::FULL, ..GROUPED };
+        Wanted { unit: Unit::KvBytes, graph: GRAPH, ..Wanted::new(problem, "decode, bf16") }
+    };
+    DECODE.into_iter().map(of).collect()
+}
+
+/// Batch and keys of the rows of pages.
+const CACHE: (usize, usize) = (64, 4096);
+
+/// A cache of 64 x 4k keys, in one piece and in pages: one query token, and 512.
+pub(super) fn paged() -> Vec<Wanted> {
+    let (batch, keys) = CACHE;
+    let lens = vec![keys; batch];
+    let mut wanted = Vec::new();
+    for (tokens, unit, graph) in [(1, Unit::KvBytes, GRAPH), (512, Unit::Flops, 0)] {
+        let group = if tokens == 1 { "paged decode, bf16" } else { "paged prefill, bf16" };
+        let mut row = |name, k| {
+            let sequences = Sequences { q: Ragged::uniform(batch, tokens), k };
+            wanted.push(Wanted { name: Some(name), unit, graph, ..Wanted::of(GROUPED, sequences, group) });
+        };
+        row("in one piece", Ragged::padded(&lens, keys));
+        for (name, page) in
+            [("pages of 16", 16), ("pages of 64", 64), ("pages of 128", 128), ("pages of 1", 1)]
+        {
+            row(name, Ragged::paged(&lens, page, 0, &mut Random::new(page as u64)));
+        }
+    }
+    wanted
+}
+
+/// The layers of gpt-oss: a logit per head in the denominator, with and without a window; and without.
+pub(super) fn sinks() -> Vec<Wanted> {
+    let square = Problem::square(2, 8192, 64, 64, Mask::CAUSAL, Dtype::Bf16);
+    let mut wanted = Vec::new();
+    for (name, plain, mask) in [
+        ("sinks", "no sinks", Mask::CAUSAL),
+        ("sinks, window 128", "no sinks, window 128", Mask::causal_window(127)),
+    ] {
+        for (name, sinks) in [(name, true), (plain, false)] {
+            let score = ScoreMod { sinks, ..ScoreMod::NONE };
+            let problem = Problem { heads_kv: 8, mask, score, ..square };
+            wanted.push(Wanted { name: Some(name), ..Wanted::new(problem, "sinks, bf16") });
+        }
+    }
+    wanted
+}
+
+/// The attention of one step of a served 8B model: 32 layers of decoding for 32 sequences of 500 to 8,000
+/// tokens in pages of 16, one CUDA graph.
+pub(super) fn step() -> Vec<Wanted> {
+    let mut random = Random::new(32);
+    let lens: Vec<usize> = (0..32).map(|_| 500 + random.below(7501)).collect();
+    let k = Ragged::paged(&lens, 16, 0, &mut random).bounded(8000);
+    let sequences = Sequences { q: Ragged::uniform(32, 1), k };
+    let name = Some("32 layers, B 32, 500 to 8000 keys");
+    vec![Wanted { name, unit: Unit::StepMs, graph: LAYERS, ..Wanted::of(GROUPED, sequences, "a step, bf16") }]
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::Pass;
+
+    use super::*;
+
+    #[test]
+    fn the_packed_rows_are_those_of_the_issue() {
+        let rows = packed();
+        let total = |i: usize| rows[i].sequences().q.total();
+        assert_eq!(total(0), 8192 + 2 * (4096 + 2048 + 1024) + 3 * (512 + 256) + 2 * 128 + 77);
+        assert_eq!((rows[0].sequences().count(), total(1)), (16, 24 * 1024));
+        let short = rows[2].sequences();
+        assert_eq!((short.count(), short.q.len(0), short.q.len(59)), (60, 100, 513));
+        // Equal lengths are as much work packed as dense; only visible pairs count.
+        assert_eq!(rows[1].flops(Pass::Forward), rows[3].flops(Pass::Forward));
+        assert_eq!(rows[3].flops(Pass::BACKWARD), rows[3].problem.flops_backward());
+        let pairs: f64 = skewed().iter().map(|&n| (n * (n + 1) / 2) as f64).sum();
+        assert_eq!(rows[0].flops(Pass::Forward), 4.0 * 128.0 * 32.0 * pairs);
+    }
+
+    #[test]
+    fn decoding_counts_the_bytes_of_keys_and_values() {
+        let rows = decode();
+        assert_eq!(rows.len(), 8);
+        assert!(rows.iter().all(|row| row.graph == GRAPH && row.unit == Unit::KvBytes));
+        assert_eq!(rows[0].kv_bytes(), (8192 * 8 * 256 * 2) as f64);
+        // 33.5 MB in 10 us.
+        assert!((rows[0].rate(0.01, Pass::Forward) - 3.3554432).abs() < 1e-9);
+    }
+
+    #[test]
+    fn pages_hold_what_one_piece_holds() {
+        let rows = paged();
+        assert_eq!(rows.len(), 10);
+        for row in &rows {
+            assert_eq!(row.kv_bytes(), rows[0].kv_bytes());
+            assert!(!row.problem.lengths.is_uniform());
+            row.problem.check().expect("a valid problem");
+        }
+        let pages: Vec<_> = rows.iter().map(|row| row.problem.lengths.page()).collect();
+        let each = [None, Some(16), Some(64), Some(128), Some(1)];
+        assert_eq!(pages, [each, each].concat());
+        assert_eq!(rows[0].flops(Pass::Forward) * 512.0 / 4096.0 * 4096.0, {
+            // One token sees all keys.
+            512.0 * 4.0 * 128.0 * 32.0 * 64.0 * 4096.0
+        });
+    }
+
+    #[test]
+    fn a_step_is_the_time_of_all_layers() {
+        let rows = step();
+        let lens = rows[0].sequences().k;
+        assert!((0..32).all(|b| (500..=8000).contains(&lens.len(b))));
+        assert_eq!(rows[0].rate(0.5, Pass::Forward), 16.0);
+        assert_eq!(Unit::StepMs.ratio(10.0, 15.0), 1.5);
+        assert_eq!(Unit::StepMs.better(10.0, 15.0), 10.0);
+    }
+
+    #[test]
+    fn sinks_stand_beside_the_same_without() {
+        let rows = sinks();
+        assert_eq!(rows.len(), 4);
+        for pair in rows.chunks(2) {
+            assert!(pair[0].problem.score.sinks && !pair[1].problem.score.sinks);
+            assert_eq!(Problem { score: ScoreMod::NONE, ..pair[0].problem }, pair[1].problem);
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Tensors as they lie in device memory: rows of the sequences in their places, NaN everywhere else.
+
+use fa_attn::device::{DeviceGradients, Half, Placement};
+use fa_cpu::Extras;
+
+use crate::sequences::{Ragged, Sequences};
+use crate::tensors::Inputs;
+
+/// What a backward wrote.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gradients<T> {
+    /// dQ, dK and dV, rows of the sequences end to end, `[rows, heads, dim]`.
+    pub values: [Vec<T>; 3],
+    /// Elements that are no row's and no longer NaN.
+    pub strays: usize,
+    /// Gradients of the sinks, `[heads_q]`; empty where there are none.
+    pub dsinks: Vec<f32>,
+}
+
+impl<T: Half> Gradients<T> {
+    /// Whether every bit is the same.
+    pub fn same_bits(&self, other: &Gradients<T>) -> bool {
+        let sinks = |of: &Gradients<T>| of.dsinks.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        let values = self.values.iter().zip(&other.values).all(|(a, b)| T::bits(a) == T::bits(b));
+        values && sinks(self) == sinks(other)
+    }
+}
+
+impl<T> From<DeviceGradients<T>> for Gradients<T> {
+    fn from(DeviceGradients { values, strays, .. }: DeviceGradients<T>) -> Gradients<T> {
+        Gradients { values, strays, dsinks: Vec::new() }
+    }
+}
+
+/// The arrays that go with tensors: `None` for what a problem does not have.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Arrays {
+    /// The first row of each sequence of queries, `[batch + 1]`.
+    pub cu_q: Option<Vec<i32>>,
+    /// The first row of each sequence of keys, `[batch + 1]`.
+    pub cu_k: Option<Vec<i32>>,
+    /// Queries of each sequence, `[batch]`.
+    pub used_q: Option<Vec<i32>>,
+    /// Keys of each sequence, `[batch]`.
+    pub used_k: Option<Vec<i32>>,
+    /// The pages of each sequence, `[batch, ceil(max / page)]`.
+    pub page_table: Option<Vec<i32>>,
+    /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
+    pub alibi_slopes: Option<Vec<f32>>,
+    /// A logit of each query head, `[heads_q]`.
+    pub sinks: Option<Vec<f32>>,
+}
+
+impl Arrays {
+    /// As fa-cpu takes them.
+    pub fn extras(&self) -> Extras<'_> {
+        Extras {
+            cu_q: self.cu_q.as_deref(),
+            cu_k: self.cu_k.as_deref(),
+            used_q: self.used_q.as_deref(),
+            used_k: self.used_k.as_deref(),
+            page_table: self.page_table.as_deref(),
+            alibi_slopes: self.alibi_slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+        }
+    }
+}
+
+impl<T: Half> Inputs<T> {
+    /// The arrays of these inputs.
+    pub fn arrays(&self) -> Arrays {
+        let Sequences { q, k } = &self.sequences;
+        let given = |values: &[f32]| (!values.is_empty()).then(|| values.to_vec());
+        Arrays {
+            cu_q: q.cu().map(<[i32]>::to_vec),
+            cu_k: k.cu().map(<[i32]>::to_vec),
+            used_q: q.used(),
+            used_k: k.used(),
+            page_table: k.table().map(<[i32]>::to_vec),
+            alibi_slopes: given(&self.mods.slopes),
+            sinks: given(&self.mods.sinks),
+        }
+    }
+
+    /// Q, K and V as they lie in memory.
+    pub fn stored(&self) -> [Vec<T>; 3] {
+        let Sequences { q, k } = &self.sequences;
+        let [of_q, of_k, of_v, _] = &self.placements;
+        [store(&self.values[0], q, of_q), store(&self.values[1], k, of_k), store(&self.values[2], k, of_v)]
+    }
+
+    /// Whether lengths, pages, slopes or sinks have to be told beside the tensors.
+    pub fn is_plain(&self) -> bool {
+        self.arrays() == Arrays::default()
+    }
+}
+
+/// Calls `row(offset in memory, first element on the host)` for each row of each head.
+fn each_row(rows: &Ragged, placement: &Placement, mut row: impl FnMut(usize, usize)) {
+    let [_, _, heads, dim] = placement.shape;
+    for sequence in 0..rows.sequences() {
+        for own in 0..rows.len(sequence) {
+            let [entry, at] = rows.place(sequence, own);
+            for head in 0..heads {
+                let to = placement.strides.offset(entry, at, head, 0) as usize;
+                row(to, ((rows.start(sequence) + own) * heads + head) * dim);
+            }
+        }
+    }
+}
+
+/// `values`, `[rows, heads, dim]` end to end, in their places; NaN everywhere else.
+pub fn store<T: Half>(values: &[T], rows: &Ragged, placement: &Placement) -> Vec<T> {
+    let dim = placement.shape[3];
+    let mut memory = vec![T::from_f32(f32::NAN); placement.span()];
+    each_row(rows, placement, |to, from| {
+        memory[to..to + dim].copy_from_slice(&values[from..from + dim]);
+    });
+    memory
+}
+
+/// The rows in `memory` end to end, and how many other elements are no longer NaN: written, though they are
+/// nobody's.
+pub fn load<T: Half>(mut memory: Vec<T>, rows: &Ragged, placement: &Placement) -> (Vec<T>, usize) {
+    let [_, _, heads, dim] = placement.shape;
+    let mut values = vec![T::default(); rows.total() * heads * dim];
+    let nan = T::from_f32(f32::NAN);
+    each_row(rows, placement, |from, to| {
+        values[to..to + dim].copy_from_slice(&memory[from..from + dim]);
+        memory[from..from + dim].fill(nan);
+    });
+    let strays = memory.iter().filter(|value| !value.to_f32().is_nan()).count();
+    (values, strays)
+}
+
+/// LSEs of the rows in `memory`, `[heads, rows]` of each sequence end to end, and how many others are no
+/// longer NaN.
+pub fn load_lse(mut memory: Vec<f32>, rows: &Ragged, heads: usize) -> (Vec<f32>, usize) {
+    let mut values = Vec::with_capacity(rows.total() * heads);
+    for sequence in 0..rows.sequences() {
+        for head in 0..heads {
+            for row in 0..rows.len(sequence) {
+                let at = rows.lse_place(heads, sequence, head, row);
+                values.push(std::mem::replace(&mut memory[at], f32::NAN));
+            }
+        }
+    }
+    let strays = memory.iter().filter(|value| !value.is_nan()).count();
+    (values, strays)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::TensorLayout;
+    use half::bf16;
+
+    use super::*;
+    use crate::random::Random;
+
+    #[test]
+    fn what_is_stored_is_loaded_and_nothing_else_is_a_stray() {
+        let mut random = Random::new(9);
+        let lens = [3, 0, 17, 1];
+        for rows in [
+            Ragged::uniform(4, 5),
+            Ragged::padded(&lens, 20),
+            Ragged::packed(&lens, 4),
+            Ragged::packed_in(&lens, &[4, 5, 17, 3], 2),
+            Ragged::paged(&lens, 4, 2, &mut random),
+        ] {
+            for (layout, gap) in [(TensorLayout::Bshd, 0), (TensorLayout::Bhsd, 0), (TensorLayout::Bshd, 8)] {
+                let placement = Placement::padded(rows.shape(2, 8), layout, gap);
+                let values: Vec<bf16> =
+                    (0..rows.total() * 16).map(|i| bf16::from_f32((i % 251) as f32)).collect();
+                let mut memory = store(&values, &rows, &placement);
+                assert_eq!(load(memory.clone(), &rows, &placement), (values.clone(), 0));
+                if let Some(gap) = memory.iter().position(|value| value.is_nan()) {
+                    memory[gap] = bf16::ZERO;
+                    assert_eq!(load(memory, &rows, &placement), (values, 1));
+                }
+            }
+            let mut lse = vec![f32::NAN; rows.lse_len(3) + 1];
+            for b in 0..rows.sequences() {
+                for (head, row) in (0..3).flat_map(|head| (0..rows.len(b)).map(move |row| (head, row))) {
+                    lse[rows.lse_place(3, b, head, row)] =
+                        (rows.start(b) * 3 + head * rows.len(b) + row) as f32;
+                }
+            }
+            let in_order: Vec<f32> = (0..rows.total() * 3).map(|i| i as f32).collect();
+            assert_eq!(load_lse(lse.clone(), &rows, 3), (in_order.clone(), 0));
+            *lse.last_mut().expect("one more") = 0.0;
+            assert_eq!(load_lse(lse, &rows, 3), (in_order, 1));
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! What changes scores beside a mask: slopes and sinks of a problem.
+
+use fa_core::{Alibi, Problem};
+
+use crate::random::Random;
+
+/// The slopes and sinks of a problem; empty where it has none.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Mods {
+    /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
+    pub slopes: Vec<f32>,
+    /// A logit for each query head, `[heads_q]`.
+    pub sinks: Vec<f32>,
+}
+
+impl Mods {
+    /// Slopes as ALiBi has them, halved from head to head, which differ from sequence to sequence where the
+    /// problem wants so; sinks of a size that scores have. The same for the same seed.
+    pub fn random(problem: &Problem, seed: u64) -> Mods {
+        let mut random = Random::new(seed ^ 0x2545_f491_4f6c_dd1d);
+        random.bits();
+        let heads = problem.heads_q;
+        let entries = match problem.score.alibi {
+            None => 0,
+            Some(Alibi::PerHead) => 1,
+            Some(Alibi::PerSequenceHead) => problem.lengths.sequences(),
+        };
+        let slope = |head: usize| (-8.0 * (head + 1) as f32 / heads as f32).exp2();
+        let slopes = (0..entries)
+            .flat_map(|_| (0..heads).map(slope).collect::<Vec<f32>>())
+            .map(|slope| slope * (1.0 + random.below(4) as f32 / 4.0))
+            .collect();
+        let sinks = if problem.score.sinks { heads } else { 0 };
+        let sinks = (0..sinks).map(|_| 2.0 * random.normal()).collect();
+        Mods { slopes, sinks }
+    }
+
+    /// Slopes of `heads` of a sequence; none where there are none.
+    pub fn slopes_of(
+        &self,
+        problem: &Problem,
+        sequence: usize,
+        heads: std::ops::Range<usize>,
+    ) -> Option<&[f32]> {
+        let first = match problem.score.alibi {
+            None => return None,
+            Some(Alibi::PerHead) => 0,
+            Some(Alibi::PerSequenceHead) => sequence * problem.heads_q,
+        };
+        self.slopes.get(first + heads.start..first + heads.end)
+    }
+
+    /// Sinks of `heads`; none where there are none.
+    pub fn sinks_of(&self, problem: &Problem, heads: std::ops::Range<usize>) -> Option<&[f32]> {
+        if problem.score.sinks { self.sinks.get(heads) } else { None }
+    }
+
+    /// The LSE of a row of `head` that sees no key.
+    pub fn lse_of_nothing(&self, head: usize) -> f32 {
+        self.sinks.get(head).copied().unwrap_or(f32::NEG_INFINITY)
+    }
+}

@@ -1,0 +1,77 @@
+//! The same rows for the same kernel without one of its ways to find them: it must compute the same bits.
+
+use fa_attn::device::{Half, Placement};
+use fa_core::{KernelSpec, Lengths, Problem, Reads, TensorLayout};
+use fa_kernels::{Backward, Forward};
+
+use super::session::Session;
+use crate::error::{Error, Result};
+use crate::grid::{Action, Case};
+use crate::sequences::Sequences;
+use crate::tensors::Inputs;
+
+/// Inputs that hold the same rows otherwise.
+pub(super) struct Twin<T> {
+    pub inputs: Inputs<T>,
+    what: &'static str,
+    reads: Reads,
+}
+
+/// The twin of a case.
+///
+/// # Errors
+/// A case of several sequences that has no dense twin.
+pub(super) fn of<T: Half>(case: &Case, inputs: &Inputs<T>) -> Result<Twin<T>> {
+    let Sequences { q, k } = &inputs.sequences;
+    let (what, sequences) = match case.action {
+        Action::AsDense if inputs.sequences.count() == 1 => {
+            ("dense", Sequences::uniform(&Lengths::uniform(1, q.len(0), k.len(0))))
+        }
+        Action::AsDense => {
+            return Err(Error::NotTried("several sequences have no dense twin".to_owned()));
+        }
+        _ => ("contiguous", Sequences { q: q.clone(), k: k.contiguous() }),
+    };
+    let problem = Problem { lengths: sequences.lengths(), ..case.problem };
+    let packed = |shape| Placement::packed(shape, TensorLayout::Bshd);
+    let twin =
+        Inputs { problem, placements: sequences.shapes(&problem).map(packed), sequences, ..inputs.clone() };
+    Ok(Twin { inputs: twin, what, reads: Reads::of(&problem) })
+}
+
+impl<T: Half> Twin<T> {
+    /// What to say where the bits differ.
+    pub fn fault(&self) -> String {
+        format!("not the bits of the {} run", self.what)
+    }
+
+    fn spec(&self, of: &KernelSpec) -> KernelSpec {
+        KernelSpec { reads: self.reads, ..of.clone() }
+    }
+
+    /// The kernel for the twin.
+    ///
+    /// # Errors
+    /// Those of compiling and loading.
+    pub fn bind_forward(self, session: &Session, forward: &Forward) -> Result<(Twin<T>, Forward)> {
+        let spec = self.spec(&forward.kernel().spec);
+        let forward = session.gpu.kernels.forward_with(&self.inputs.problem, &spec)?;
+        Ok((self, forward))
+    }
+
+    /// Both kernels for the twin.
+    ///
+    /// # Errors
+    /// Those of compiling and loading.
+    pub fn bind(
+        self,
+        session: &Session,
+        forward: &Forward,
+        backward: &Backward,
+    ) -> Result<(Twin<T>, Forward, Backward)> {
+        let (twin, forward) = self.bind_forward(session, forward)?;
+        let spec = twin.spec(&backward.kernel().spec);
+        let backward = session.gpu.kernels.backward_with(&twin.inputs.problem, &spec)?;
+        Ok((twin, forward, backward))
+    }
+}
