@@ -3,6 +3,7 @@
 
 mod deterministic;
 mod faults;
+mod packed;
 mod shipped;
 mod subjects;
 mod values;

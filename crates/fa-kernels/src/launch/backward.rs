@@ -228,8 +228,7 @@ impl Launches {
         }
         let panels = panels.filter(|_| n_tiles > 0);
         let (tensors, is_ragged) = (tensors(problem), spec.reads.varied);
-        let maps =
-            panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, &tensors, is_ragged));
+        let maps = panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, &tensors, is_ragged));
         Ok(Launches {
             tensors,
             extras: Extra::of(problem, true, plan_bytes),
