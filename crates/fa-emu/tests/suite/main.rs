@@ -3,10 +3,13 @@
 
 mod deterministic;
 mod faults;
+mod mods;
 mod packed;
 mod shipped;
 mod subjects;
 mod values;
+mod varied;
+mod varied_sm80;
 
 use std::path::Path;
 use std::sync::OnceLock;

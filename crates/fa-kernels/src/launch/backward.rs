@@ -323,8 +323,8 @@ fn params(
     let (tile_m, tile_n) = traits.tile;
     let lengths = &problem.lengths;
     let longest = lengths.max_q().div_ceil(tile_m as usize);
-    // Of sequences whose lengths are on the device, the workspace has room for tiles, and the plan lists those
-    // of all sequences.
+    // Of sequences whose lengths are on the device, the workspace has room for tiles, and the plan lists
+    // those of all sequences.
     let (m_blocks, n_blocks, planned, sequences) = if spec.reads.varied {
         let tiles = |side, tile: u32| room(side, lengths.sequences(), tile as usize).1;
         let planned = PlanBounds::backward(problem, traits).n_tiles;

@@ -185,8 +185,8 @@ impl Workspace {
 }
 
 /// The entries of a backward's workspace, and tiles of `tile` rows that a head of an entry has room for.
-/// Padded sequences are entries. Packed ones, whose starts the device alone knows, are one entry, in which each
-/// starts on tile `first_row / tile` plus its number, so that it never reaches the next one's.
+/// Padded sequences are entries. Packed ones, whose starts the device alone knows, are one entry, in which
+/// each starts on tile `first_row / tile` plus its number, so that it never reaches the next one's.
 pub(crate) fn room(side: Side, sequences: usize, tile: usize) -> (usize, usize) {
     match side.rows {
         SideRows::Packed { total, .. } => (1, (total / tile).saturating_add(sequences)),
