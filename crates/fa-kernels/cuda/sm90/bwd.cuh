@@ -40,8 +40,10 @@ struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8.
-    static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
-    static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
+    // Coordinates of sequences that start anywhere spill wide panels' addresses.
+    static constexpr bool kWideProducer = C.varied && !C.dq_via_smem;
+    static constexpr int kProducerRegs = C.num_wg == 2 ? (kWideProducer ? 40 : 24) : 32;
+    static constexpr int kConsumerRegs = C.num_wg == 2 ? (kWideProducer ? 232 : 240) : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
     // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is
