@@ -103,10 +103,18 @@ pub fn capture_calls<T: Half>(
     count: usize,
 ) -> Result<CudaGraph, Error> {
     let copies = calls.len();
-    let launch = |call: &mut PassCall<T>| match (bound, &mut call.backward) {
-        (Bound::Forward(forward), _) => call.forward.enqueue(forward, stream),
-        (Bound::Backward(backward), Some(tensors)) => tensors.enqueue(&call.forward, backward, stream),
-        (Bound::Backward(_), None) => Err(no_tensors()),
-    };
-    capture(stream, || (0..count).try_for_each(|i| launch(&mut calls[i % copies])))
+    let mut launches: Vec<Launch<'_>> = Vec::new();
+    for call in calls {
+        launches.push(match (bound, &mut call.backward) {
+            (Bound::Forward(forward), _) => Box::new(call.forward.launch(forward, stream)),
+            (Bound::Backward(backward), Some(tensors)) => {
+                Box::new(tensors.launch(&call.forward, backward, stream))
+            }
+            (Bound::Backward(_), None) => return Err(no_tensors()),
+        });
+    }
+    capture(stream, || (0..count).try_for_each(|i| launches[i % copies](stream)))
 }
+
+/// A launch on a stream.
+type Launch<'a> = Box<dyn Fn(&CudaStream) -> Result<(), Error> + 'a>;
