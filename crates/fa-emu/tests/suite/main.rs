@@ -3,10 +3,12 @@
 
 mod deterministic;
 mod faults;
+mod mods;
 mod shipped;
 mod subjects;
 mod values;
 mod varied;
+mod varied_sm80;
 
 use std::path::Path;
 use std::sync::OnceLock;
