@@ -53,6 +53,7 @@ impl Turns {
 pub struct Runner<'d, T> {
     gpu: &'d Gpu,
     wanted: Wanted,
+    pass: Pass,
     calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
@@ -122,7 +123,8 @@ impl<'d, T: Half> Runner<'d, T> {
                 (SampleRows::none(&inputs), Some(SampleHead::new(&inputs, &dout)?), calls)
             }
         };
-        Ok(Runner { gpu, wanted: wanted.clone(), calls, turn: 0, rows, head })
+        let pass = any.spec().kernel.pass();
+        Ok(Runner { gpu, wanted: wanted.clone(), pass, calls, turn: 0, rows, head })
     }
 
     /// The same for a problem without a name.
@@ -209,7 +211,7 @@ impl<'d, T: Half> Runner<'d, T> {
         let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
         let mut names = Vec::new();
         if let Some((peers, wanted)) = &mut peers {
-            let opened = peers.open(&self.wanted, wanted, self.head.is_some())?;
+            let opened = peers.open(&self.wanted, wanted, self.pass)?;
             outcome.peer_errors = opened.errors;
             names = opened.peers;
         }
