@@ -6,9 +6,12 @@ use super::case::{Action, Arrangement, BASE, Case, Extent, MASKS, Values, case_o
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
+/// Head dims, query and K/V heads, type.
+type Width = ((usize, usize), (usize, usize), Dtype);
+
 /// Head dims, heads and types that go round: tiles of every width, groups that are packed into rows and not.
 /// A width has one type: each pair of the two is a kernel to compile for every mask and every way to find rows.
-const WIDTHS: [((usize, usize), (usize, usize), Dtype); 8] = [
+const WIDTHS: [Width; 8] = [
     ((128, 128), (4, 4), Dtype::Bf16),
     ((64, 64), (8, 1), Dtype::Bf16),
     ((256, 256), (2, 2), Dtype::F16),
