@@ -8,8 +8,8 @@ use fa_attn::device::{
     DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceTensor, Half, Placement, capture,
     fill_with_nan,
 };
-use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DriverError};
-use fa_kernels::{Backward, Error, Forward};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
+use fa_kernels::{Backward, Error, Forward, RawExtras};
 
 use crate::memory::{Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
@@ -124,6 +124,32 @@ impl<T: Half> PlacedForward<T> {
         // SAFETY: the addresses are those of tensors that lie and are as long as the problem says, which the
         // caller keeps for the graph.
         move |stream| unsafe { forward.run_raw(stream, &args) }
+    }
+
+    /// The same with a work plan that [`PlacedForward::plan`] has written, of the same lengths.
+    pub(super) fn launch_planned<'f>(
+        &mut self,
+        forward: &'f Forward,
+        stream: &CudaStream,
+        plan: &CudaSlice<u8>,
+    ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
+        let mut args = self.tensors.raw(stream);
+        args.extras.plan = Some(plan.device_ptr(stream).0);
+        // SAFETY: as of any launch; the caller keeps the plan as well.
+        move |stream| unsafe { forward.run_raw(stream, &args) }
+    }
+
+    /// What writes the work plan of these lengths to `plan`.
+    pub(super) fn plan<'f>(
+        &mut self,
+        forward: &'f Forward,
+        stream: &CudaStream,
+        plan: &CudaSlice<u8>,
+    ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
+        let plan = Some(plan.device_ptr(stream).0);
+        let extras = RawExtras { plan, ..self.tensors.raw(stream).extras };
+        // SAFETY: lengths and plan are as long as the kernel's problem says, and the caller keeps both.
+        move |stream| unsafe { forward.plan_raw(stream, &extras) }
     }
 
     /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
