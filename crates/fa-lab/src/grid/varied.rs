@@ -10,7 +10,7 @@ use crate::sequences::{Ragged, Sequences};
 type Width = ((usize, usize), (usize, usize), Dtype);
 
 /// Head dims, heads and types that go round: tiles of every width, groups that are packed into rows and not.
-/// A width has one type: each pair of the two is a kernel to compile for every mask and every way to find rows.
+/// A width has one type: each pair of the two is a kernel to compile for every mask and way to find rows.
 const WIDTHS: [Width; 8] = [
     ((128, 128), (4, 4), Dtype::Bf16),
     ((64, 64), (8, 1), Dtype::Bf16),
