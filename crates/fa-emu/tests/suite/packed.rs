@@ -59,3 +59,24 @@ fn gradients_of_sequences_of_different_lengths_are_those_of_each() {
         }
     }
 }
+
+/// Wide rows, whose dQ is added from registers in slices, and tiles of 80 queries: shipped configurations.
+#[test]
+fn packed_gradients_of_other_tiles_are_right() {
+    let Some(emulator) = emulator("packed_gradients_of_other_tiles_are_right") else { return };
+    let trials = Trials::default();
+    let files = ["sm90/hd256-causal-bf16-bwd.ron", "sm90/hd128-causal-bf16-bwd.ron"];
+    for file in fa_kernels::specs::shipped().expect("they are valid") {
+        if !files.contains(&file.path) {
+            continue;
+        }
+        let reads = Reads { varied: true, paged: false };
+        let spec = KernelSpec { reads, ..file.shipped.spec };
+        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        let all = cases(&spec);
+        for case in [&all[0], &all[6]] {
+            let proof = trials.get(case, &spec).run(&unit, &Options::seed(2)).unwrap();
+            assert!(proof.passed(), "{spec} {:?}:\n{}", case.problem, proof.faults().join("\n"));
+        }
+    }
+}
