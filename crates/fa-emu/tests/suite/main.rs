@@ -4,10 +4,12 @@
 mod deterministic;
 mod faults;
 mod mods;
+mod packed;
 mod shipped;
 mod subjects;
 mod values;
 mod varied;
+mod varied_faults;
 mod varied_sm80;
 
 use std::path::Path;
