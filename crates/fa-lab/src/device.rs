@@ -1,8 +1,8 @@
 //! The GPU at hand: what it is, tensors of calls that are timed in turn, and times of launches.
 
 mod call;
+mod placed;
 mod timer;
-mod varied;
 
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Arch, KernelSpec, Pass, Problem};
@@ -13,9 +13,9 @@ use crate::error::{self, gpu_only};
 use crate::machine;
 use crate::tensors::Inputs;
 
-pub use call::{PassCall, PlacedBackward, PlacedForward, capture_calls, place_backward, place_forward};
+pub use call::{PassCall, capture_calls};
+pub use placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
 pub use timer::{Timing, median, time_each};
-pub use varied::{VariedBackward, VariedForward};
 
 /// What a GPU is, for records of measurements.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -1,5 +1,7 @@
 //! Is a result right? Against the oracle on the CPU.
 
+#[cfg(test)]
+mod agree;
 pub mod forward;
 pub mod gradients;
 mod heads;

@@ -1,6 +1,7 @@
 //! Tensors as they lie in device memory: rows of the sequences in their places, NaN everywhere else.
 
 use fa_attn::device::{DeviceGradients, Half, Placement};
+use fa_cpu::Extras;
 
 use crate::sequences::{Ragged, Sequences};
 use crate::tensors::Inputs;
@@ -48,6 +49,21 @@ pub struct Arrays {
     pub alibi_slopes: Option<Vec<f32>>,
     /// A logit of each query head, `[heads_q]`.
     pub sinks: Option<Vec<f32>>,
+}
+
+impl Arrays {
+    /// As fa-cpu takes them.
+    pub fn extras(&self) -> Extras<'_> {
+        Extras {
+            cu_q: self.cu_q.as_deref(),
+            cu_k: self.cu_k.as_deref(),
+            used_q: self.used_q.as_deref(),
+            used_k: self.used_k.as_deref(),
+            page_table: self.page_table.as_deref(),
+            alibi_slopes: self.alibi_slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+        }
+    }
 }
 
 impl<T: Half> Inputs<T> {

@@ -9,11 +9,58 @@ use super::case::NamedSpec;
 
 /// Kernels of `family` that fit `arch`, each named by what is changed.
 pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
-    let all = match family {
+    let mut all = match family {
         Family::Sm80 => sm80(),
         Family::Sm90 => sm90(),
     };
+    all.extend(serving(&all));
     all.into_iter().filter(|named| account(&named.spec, arch).is_ok()).collect()
+}
+
+/// Changes that meet lengths of their own, pages and splits: what differs in the order of tiles, in who loads
+/// and in who stores.
+const SERVED: [&str; 14] = [
+    "the base",
+    "num_wg 1",
+    "num_wg 3",
+    "ping-pong",
+    "pack_gqa",
+    "no overlap",
+    "P in shared memory",
+    "tile_n 80",
+    "tile_n 176",
+    "kv_stages 1",
+    "q_stages 2",
+    "static natural",
+    "tile_m 128 warps 4",
+    "Q in registers",
+];
+
+/// Some of the kernels, each once for every way to find rows and every change of scores. Combinations that
+/// contradict themselves are left out.
+fn serving(all: &[NamedSpec]) -> Vec<NamedSpec> {
+    let varied = Reads { varied: true, paged: false };
+    let paged = Reads { varied: true, paged: true };
+    let none = ScoreKind::NONE;
+    let all_scores = ScoreKind { softcap: true, alibi: true, sinks: true };
+    let forms = [
+        ("varlen", varied, false, none),
+        ("paged", paged, false, none),
+        ("split", Reads::UNIFORM, true, none),
+        ("paged split", paged, true, none),
+        ("all scores", Reads::UNIFORM, false, all_scores),
+        ("paged split, all scores", paged, true, all_scores),
+    ];
+    let mut specs = Vec::new();
+    for named in all.iter().filter(|named| SERVED.contains(&named.name.as_str())) {
+        for (form, reads, split, score) in forms {
+            let spec = KernelSpec { reads, split, score, ..named.spec.clone() };
+            if spec.check().is_ok() {
+                specs.push(NamedSpec { name: format!("{} {form}", named.name), spec });
+            }
+        }
+    }
+    specs
 }
 
 fn spec(head_dim: u32, mask: MaskKind, kernel: Kernel) -> KernelSpec {
@@ -116,8 +163,12 @@ mod tests {
             for named in &all {
                 named.spec.check().unwrap_or_else(|error| panic!("{}: {error}", named.name));
             }
-            let fit = specs(family, arch).len();
+            let fit = all.iter().filter(|named| account(&named.spec, arch).is_ok()).count();
             assert!(fit * 10 >= all.len() * 8, "{fit} of {}", all.len());
+            let served = serving(&all);
+            assert!(served.len() >= 15, "{family}: {}", served.len());
+            let names: std::collections::HashSet<_> = served.iter().map(|named| &named.name).collect();
+            assert_eq!(names.len(), served.len());
         }
     }
 }

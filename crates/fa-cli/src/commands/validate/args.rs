@@ -33,7 +33,7 @@ pub struct ValidateArgs {
     pub filter: Option<String>,
     /// Only cases of these groups, as in packed,used,paged,split (the first parts of names)
     #[arg(long = "group", value_name = "GROUP,..", value_delimiter = ',', value_parser = check_group)]
-    #[arg(conflicts_with_all = ["spec", "soak", "sanitize", "all_configs", "record"])]
+    #[arg(conflicts_with_all = ["spec", "soak", "all_configs", "record"])]
     pub groups: Vec<String>,
     /// Validate the one kernel in this RON file
     #[arg(long, value_name = "FILE")]

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use fa_attn::device::{Bound, DeviceOutput, Half, capture};
+use fa_attn::device::{Bound, DeviceOutput, Half};
 use fa_kernels::Forward;
 use fa_kernels::cudarc::driver::CudaStream;
 
 use super::session::{Found, Session};
 use super::twin;
-use crate::device::{PlacedForward, place_forward};
-use crate::error::{Error, Result};
+use crate::device::place_forward;
+use crate::error::Result;
 use crate::grid::{Action, Case};
 use crate::judge::forward::Oracle;
 use crate::tensors::Inputs;
@@ -135,12 +135,10 @@ fn relength<T: Half>(session: &Session, case: &Case, forward: &Forward, made: &M
     let mut outputs = Vec::new();
     {
         let _gpu = session.begin(case);
-        let PlacedForward::Varied(mut call) = place_forward(&stream, forward, &made.inputs)? else {
-            return Err(Error::NotTried("lengths that the host knows do not change".to_owned()));
-        };
+        let mut call = place_forward(&stream, forward, &made.inputs)?;
         call.run(forward, &stream)?;
         outputs.push(call.read(&stream)?);
-        let graph = capture(&stream, || call.run(forward, &stream))?;
+        let graph = call.capture(forward, &stream)?;
         for (inputs, _) in &others {
             call.write(&stream, inputs)?;
             call.poison(&stream)?;

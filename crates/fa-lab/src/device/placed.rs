@@ -1,0 +1,269 @@
+//! Inputs in device memory: rows of the sequences in their places, NaN everywhere else; and what is written
+//! next to them.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use fa_attn::device::{
+    DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceTensor, Half, Placement, capture,
+    fill_with_nan,
+};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DriverError};
+use fa_kernels::{Backward, Error, Forward};
+
+use crate::memory::{Gradients, load, load_lse, store};
+use crate::sequences::Sequences;
+use crate::tensors::{Inputs, dout_placement};
+
+/// Tensors of a forward.
+pub struct PlacedForward<T> {
+    tensors: DeviceForward<T>,
+    /// The sequences, where lengths, pages, slopes or sinks go with the tensors.
+    sequences: Option<Sequences>,
+    heads_q: usize,
+}
+
+/// Tensors of a backward.
+pub struct PlacedBackward<T> {
+    tensors: DeviceBackward<T>,
+}
+
+fn doing(doing: &'static str) -> impl Fn(DriverError) -> Error {
+    move |source| Error::Driver { doing, source }
+}
+
+/// Memory that holds NaN.
+fn poisoned(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<f32>, Error> {
+    let mut made = stream.alloc_zeros(len.max(1)).map_err(doing("allocating device memory"))?;
+    fill_with_nan(stream, &mut made)?;
+    Ok(made)
+}
+
+/// `memory` on the GPU.
+fn tensor<T: Half>(
+    stream: &Arc<CudaStream>,
+    memory: &[T],
+    placement: Placement,
+) -> Result<DeviceTensor<T>, Error> {
+    let data = stream.clone_htod(memory).map_err(doing("copying to the GPU"))?;
+    Ok(DeviceTensor { data, placement })
+}
+
+/// `inputs` on the GPU, what is no row's filled with NaN, and outputs that hold NaN.
+///
+/// # Errors
+/// [`Error::Driver`], above all for want of memory.
+pub fn place_forward<T: Half>(
+    stream: &Arc<CudaStream>,
+    forward: &Forward,
+    inputs: &Inputs<T>,
+) -> Result<PlacedForward<T>, Error> {
+    let (workspace, heads_q) = (forward.workspace_bytes(), inputs.problem.heads_q);
+    if inputs.is_plain() {
+        let values = [&inputs.values[0], &inputs.values[1], &inputs.values[2]].map(Vec::as_slice);
+        let tensors = DeviceForward::place(stream, &inputs.problem, workspace, values, &inputs.placements)?;
+        return Ok(PlacedForward { tensors, sequences: None, heads_q });
+    }
+    let [q, k, v] = inputs.stored();
+    let [of_q, of_k, of_v, of_out] = inputs.placements;
+    let rows = inputs.sequences.q.lse_len(heads_q);
+    // Zero before its first use, as kernels ask.
+    let zeroed = stream.alloc_zeros(workspace.max(16)).map_err(doing("allocating device memory"))?;
+    let tensors = DeviceForward {
+        q: tensor(stream, &q, of_q)?,
+        k: tensor(stream, &k, of_k)?,
+        v: tensor(stream, &v, of_v)?,
+        out: DeviceTensor::nan(stream, of_out)?,
+        lse: poisoned(stream, rows)?,
+        workspace: zeroed,
+        rows,
+        extras: DeviceExtras::upload(stream, &inputs.arrays().extras())?,
+    };
+    Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
+}
+
+/// `dout`, rows end to end, on the GPU next to the tensors of its forward, and gradients that hold NaN.
+///
+/// # Errors
+/// [`Error::Driver`], above all for want of memory.
+pub fn place_backward<T: Half>(
+    stream: &Arc<CudaStream>,
+    backward: &Backward,
+    forward: &PlacedForward<T>,
+    inputs: &Inputs<T>,
+    dout: &[T],
+) -> Result<PlacedBackward<T>, Error> {
+    let placement = dout_placement(&inputs.placements);
+    let dout = match &forward.sequences {
+        None => DeviceTensor::place(stream, dout, placement)?,
+        Some(sequences) => tensor(stream, &store(dout, &sequences.q, &placement), placement)?,
+    };
+    let tensors = DeviceBackward::new(stream, backward, &forward.tensors, dout)?;
+    let mut placed = PlacedBackward { tensors };
+    placed.poison(stream)?;
+    Ok(placed)
+}
+
+impl<T: Half> PlacedForward<T> {
+    /// Launches `forward`: allocates nothing, waits for nothing.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn run(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+        self.tensors.run(forward, stream)
+    }
+
+    /// The same by addresses, as a capture needs it.
+    pub(super) fn enqueue(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+        let args = self.tensors.raw(stream);
+        // SAFETY: the addresses are those of tensors that lie and are as long as the problem says, which the
+        // caller keeps for the graph.
+        unsafe { forward.run_raw(stream, &args) }
+    }
+
+    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
+    /// tensors.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn capture(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
+        capture(stream, || self.enqueue(forward, stream))
+    }
+
+    /// Other inputs in the same memory: lengths, pages and values change, addresses do not.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Panics
+    /// If the inputs do not lie as those before did.
+    pub fn write(&mut self, stream: &Arc<CudaStream>, inputs: &Inputs<T>) -> Result<(), Error> {
+        assert_eq!(self.tensors.placements(), inputs.placements, "other inputs lie as those before");
+        let DeviceForward { q, k, v, extras, .. } = &mut self.tensors;
+        for (to, from) in [q, k, v].into_iter().zip(inputs.stored()) {
+            stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
+        }
+        extras.update(stream, &inputs.arrays().extras())?;
+        self.sequences = Some(inputs.sequences.clone());
+        Ok(())
+    }
+
+    /// Fills what is written, gaps included, with NaN.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn poison(&mut self, stream: &CudaStream) -> Result<(), Error> {
+        self.tensors.poison(stream)
+    }
+
+    /// Makes room for the workspace of another kernel.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn fit(&mut self, stream: &Arc<CudaStream>, forward: &Forward) -> Result<(), Error> {
+        if self.tensors.workspace.len() < forward.workspace_bytes() {
+            let made = doing("allocating device memory");
+            self.tensors.workspace = stream.alloc_zeros(forward.workspace_bytes()).map_err(made)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the stream and reads what was written.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
+    pub fn read(&self, stream: &Arc<CudaStream>) -> Result<DeviceOutput<T>, Error> {
+        let Some(sequences) = &self.sequences else { return self.tensors.read(stream) };
+        let read = doing("copying from the GPU");
+        let memory = stream.clone_dtoh(&self.tensors.out.data).map_err(&read)?;
+        let lse = stream.clone_dtoh(&self.tensors.lse).map_err(&read)?;
+        let (out, strays) = load(memory, &sequences.q, &self.tensors.out.placement);
+        let (lse, stray_lses) = load_lse(lse, &sequences.q, self.heads_q);
+        Ok(DeviceOutput { out, lse, strays: strays + stray_lses })
+    }
+}
+
+impl<T: Half> PlacedBackward<T> {
+    /// Launches `backward` on what `forward` holds: allocates nothing, waits for nothing.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn run(
+        &mut self,
+        forward: &PlacedForward<T>,
+        backward: &Backward,
+        stream: &CudaStream,
+    ) -> Result<(), Error> {
+        self.tensors.run(&forward.tensors, backward, stream)
+    }
+
+    /// The same by addresses, as a capture needs it.
+    pub(super) fn enqueue(
+        &mut self,
+        forward: &PlacedForward<T>,
+        backward: &Backward,
+        stream: &CudaStream,
+    ) -> Result<(), Error> {
+        let args = self.tensors.raw(&forward.tensors, stream);
+        // SAFETY: as for the forward.
+        unsafe { backward.run_raw(stream, &args) }
+    }
+
+    /// The launches on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
+    /// tensors and the forward's.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn capture(
+        &mut self,
+        forward: &PlacedForward<T>,
+        backward: &Backward,
+        stream: &Arc<CudaStream>,
+    ) -> Result<CudaGraph, Error> {
+        capture(stream, || self.enqueue(forward, backward, stream))
+    }
+
+    /// Fills gradients, gaps included, and workspace with NaN.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn poison(&mut self, stream: &CudaStream) -> Result<(), Error> {
+        if let Some(dsinks) = &mut self.tensors.dsinks {
+            fill_with_nan(stream, dsinks)?;
+        }
+        self.tensors.poison(stream)
+    }
+
+    /// Makes room for the workspace of another kernel.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn fit(&mut self, stream: &Arc<CudaStream>, backward: &Backward) -> Result<(), Error> {
+        self.tensors.fit(stream, backward)
+    }
+
+    /// Waits for the stream and reads what was written.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
+    pub fn read(&self, forward: &PlacedForward<T>, stream: &Arc<CudaStream>) -> Result<Gradients<T>, Error> {
+        let Some(Sequences { q, k }) = &forward.sequences else {
+            return self.tensors.read(stream).map(Gradients::from);
+        };
+        let read = doing("copying from the GPU");
+        let DeviceBackward { dq, dk, dv, dsinks, .. } = &self.tensors;
+        let mut strays = 0;
+        let mut values = [Vec::new(), Vec::new(), Vec::new()];
+        for (i, (tensor, rows)) in [(dq, q), (dk, k), (dv, k)].into_iter().enumerate() {
+            let memory = stream.clone_dtoh(&tensor.data).map_err(&read)?;
+            let (own, others) = load(memory, rows, &tensor.placement);
+            values[i] = own;
+            strays += others;
+        }
+        let dsinks = match dsinks {
+            Some(dsinks) => stream.clone_dtoh(dsinks).map_err(&read)?,
+            None => Vec::new(),
+        };
+        Ok(Gradients { values, strays, dsinks })
+    }
+}

@@ -1,0 +1,108 @@
+//! The oracles judge sequence by sequence; fa-cpu's own passes over whole batches, told by the arrays that a
+//! kernel is told by and reading the memory that a kernel reads, must pass them.
+
+use fa_attn::device::DeviceOutput;
+use fa_core::{Dtype, Pass, Problem};
+use fa_cpu::TensorRef;
+use fa_cpu::reference::low_precision;
+use half::bf16;
+
+use super::forward::Oracle;
+use super::gradients::GradientOracle;
+use crate::grid::{Arrangement, Case, Extent, is_serving, serving, serving_gradients};
+use crate::memory::{Arrays, Gradients, load, load_lse, store};
+use crate::sequences::Sequences;
+use crate::tensors::{Inputs, dout_placement, random_dout};
+
+/// Cases that a test can afford, of every group.
+fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {
+    let of = |case: &Case| {
+        let Problem { heads_q, head_dim, types, .. } = case.problem;
+        let work = case.sequences().pairs(&case.problem.mask) * (heads_q * head_dim) as f64;
+        let rows = case.sequences().q.total() + case.sequences().k.total();
+        is_serving(case.group) && types.qkv == Dtype::Bf16 && work < most && rows < 6000
+    };
+    let mut seen = std::collections::HashSet::new();
+    cases.into_iter().filter(of).filter(|case| seen.insert(case.problem_name())).collect()
+}
+
+/// Q, K and V where a kernel finds them, and what it is told.
+struct Memory {
+    tensors: [Vec<bf16>; 3],
+    arrays: Arrays,
+}
+
+impl Memory {
+    fn of(inputs: &Inputs<bf16>) -> Memory {
+        Memory { tensors: inputs.stored(), arrays: inputs.arrays() }
+    }
+
+    fn views<'a>(&'a self, inputs: &Inputs<bf16>) -> [TensorRef<'a, bf16>; 3] {
+        [0, 1, 2].map(|i| {
+            let placement = inputs.placements[i];
+            TensorRef::new(["q", "k", "v"][i], &self.tensors[i], placement.shape, placement.strides)
+                .expect("a tensor within its memory")
+        })
+    }
+}
+
+#[test]
+fn whole_batches_pass_the_oracles_of_single_sequences() {
+    let cases = affordable(serving(Extent::Quick, 2), 4e6);
+    assert!(cases.len() > 40, "{}", cases.len());
+    for case in &cases {
+        let inputs = case.inputs::<bf16>();
+        let memory = Memory::of(&inputs);
+        let [q, k, v] = memory.views(&inputs);
+        let found = low_precision::forward_extras(&case.problem, &memory.arrays.extras(), &q, &k, &v)
+            .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
+        let Sequences { q: of_q, .. } = &inputs.sequences;
+        let packed = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements()[3];
+        // What is nobody's may hold anything here.
+        let (out, _) = load(found.out, of_q, &packed);
+        let (lse, _) = load_lse(found.lse, of_q, case.problem.heads_q);
+        let oracle = Oracle::new(&inputs, case.seed()).expect("inputs that fit");
+        let mut outputs = DeviceOutput { out, lse, strays: 0 };
+        let judged = oracle.judge(&inputs, &outputs).expect("outputs that fit");
+        assert!(judged.passed, "{}: {}", case.name(), judged.detail);
+        if let Some(last) = outputs.out.last_mut() {
+            *last = bf16::from_f32(last.to_f32() + 2.0);
+            assert!(!oracle.judge(&inputs, &outputs).expect("it fits").passed, "{}", case.name());
+        }
+        outputs.strays = 1;
+        let stray = oracle.judge(&inputs, &outputs).expect("outputs that fit");
+        assert!(stray.detail.contains("no row's"), "{}", stray.detail);
+    }
+}
+
+#[test]
+fn gradients_of_whole_batches_pass_the_oracles_of_single_heads() {
+    let cases = affordable(serving_gradients(Extent::Quick, 2), 3e6);
+    assert!(cases.len() > 20, "{}", cases.len());
+    let mut sinks = 0;
+    for case in &cases {
+        assert!(matches!(case.pass, Pass::Backward { .. }));
+        let inputs = case.inputs::<bf16>();
+        let dout = random_dout(&inputs, case.seed());
+        let (memory, placement) = (Memory::of(&inputs), dout_placement(&inputs.placements));
+        let Sequences { q: of_q, k: of_k } = &inputs.sequences;
+        let of_dout = store(&dout, of_q, &placement);
+        let view = TensorRef::new("dout", &of_dout, placement.shape, placement.strides).expect("it fits");
+        let [q, k, v] = memory.views(&inputs);
+        let found = low_precision::backward_extras(&case.problem, &memory.arrays.extras(), &q, &k, &v, &view)
+            .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
+        let [p, r, s, _] = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements();
+        let values = [load(found.dq, of_q, &p).0, load(found.dk, of_k, &r).0, load(found.dv, of_k, &s).0];
+        let mut gradients = Gradients { values, strays: 0, dsinks: found.dsinks };
+        let oracle = GradientOracle::new(&inputs, &dout, case.seed()).expect("inputs that fit");
+        let judged = oracle.judge(&inputs, &dout, &gradients).expect("gradients that fit");
+        assert!(judged.passed, "{}: {}", case.name(), judged.detail);
+        if case.problem.score.sinks && of_q.total() > 0 {
+            sinks += 1;
+            gradients.dsinks[0] += 1.0;
+            let judged = oracle.judge(&inputs, &dout, &gradients).expect("gradients that fit");
+            assert!(!judged.passed && judged.detail.contains("dsinks"), "{}", judged.detail);
+        }
+    }
+    assert!(sinks > 1, "{sinks}");
+}
