@@ -36,9 +36,13 @@ struct Order {
     void learn(const Order& other) {
         join(before, other.before);
         join(visible, other.visible);
+        learn_rounds(other);
+        learn(other.remote);
+    }
+    // What has been executed before, which says nothing of memory.
+    void learn_rounds(const Order& other) {
         if (rounds.size() < other.rounds.size()) rounds.resize(other.rounds.size());
         join(rounds, other.rounds);
-        learn(other.remote);
     }
     void learn(const std::shared_ptr<const Remote>& other) {
         if (!other || other == remote) return;

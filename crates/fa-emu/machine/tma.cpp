@@ -96,6 +96,7 @@ void tma_load(void* dst, const void* map_, void* bar, const int* coordinates, in
         if (cta.finished())
             fatal("cluster", me() + " loads into CTA " + std::to_string(cta.index) + ", which has ended");
         Mbarrier& counts = mbarrier_at(cta, bar, true);
+        counts.arrived.learn_rounds(current->order);
         const Actor actor{counts.slot,     counts.phase + 1, Proxy::Async, false,
                           &current->order, site_of(pc),      "writes"};
         for (const Chunk& chunk : all) {
@@ -116,6 +117,7 @@ void bulk_load(void* dst, const void* src, u32 bytes, void* bar) {
     if (bytes % 16 || u64(src) % 16) fatal("misaligned", me() + ": a bulk copy takes multiples of 16 bytes");
     machine->global.access(u64(src), bytes, Use::Read, "loads by a bulk copy");
     Mbarrier& counts = mbarrier_at(cta, bar, true);
+    counts.arrived.learn_rounds(current->order);
     if (machine->options.order) {
         cta.shadow.access(
             cta, first, bytes, true,

@@ -42,6 +42,7 @@ mod planned;
 mod proof;
 pub mod record;
 pub mod sample;
+pub mod shipped;
 pub mod subjects;
 pub mod sweep;
 mod symbols;

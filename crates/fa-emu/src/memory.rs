@@ -20,6 +20,7 @@ pub(crate) struct DeviceMemory<'a> {
     workspace: Memory<'a>,
     extras: Vec<(&'static str, Memory<'a>)>,
     dsinks: Option<Memory<'a>>,
+    page_faults: Option<Memory<'a>>,
     /// Rows that no sequence has: address and bytes.
     foreign: Vec<(u64, u64)>,
 }
@@ -77,8 +78,8 @@ impl<'a> DeviceMemory<'a> {
             }
         }
         let mut workspace = Memory::new(machine, "workspace", launches.workspace.bytes)?;
-        if let Some(counter) = launches.workspace.tile_counter.filter(|_| launches.workspace.starts_zero) {
-            workspace.bytes_mut()[counter.offset..counter.offset + counter.bytes].fill(0);
+        if let Some(part) = lasting(&launches.workspace) {
+            workspace.bytes_mut()[part.offset..part.offset + part.bytes].fill(0);
         }
         let mut extras = Vec::new();
         let mut extra = |name, words: Option<Vec<[u8; 4]>>| -> Result<(), Error> {
@@ -105,6 +106,11 @@ impl<'a> DeviceMemory<'a> {
         extra("sinks", floats(&call.extras.sinks))?;
         let has_dsinks = problem.score.sinks && unit.spec.kernel.pass() != Pass::Forward;
         let dsinks = has_dsinks.then(|| Memory::new(machine, "dsinks", 4 * problem.heads_q)).transpose()?;
+        let has_pages = problem.lengths.page().is_some();
+        let mut page_faults = has_pages.then(|| Memory::new(machine, "page_faults", 4)).transpose()?;
+        if let Some(memory) = &mut page_faults {
+            memory.bytes_mut().fill(0);
+        }
         let raw = tensors
             .iter()
             .map(|(_, _, memory, strides)| RawTensor { address: memory.address(), strides: *strides });
@@ -116,6 +122,7 @@ impl<'a> DeviceMemory<'a> {
             workspace,
             extras,
             dsinks,
+            page_faults,
             foreign,
         })
     }
@@ -133,10 +140,11 @@ impl<'a> DeviceMemory<'a> {
             used_q: self.extra("used_q"),
             used_k: self.extra("used_k"),
             page_table: self.extra("page_table"),
+            page_faults: self.page_faults.as_ref().map(Memory::address),
+            plan: None,
             alibi_slopes: self.extra("alibi_slopes"),
             sinks: self.extra("sinks"),
             dsinks: self.dsinks.as_ref().map(Memory::address),
-            ..RawExtras::default()
         };
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }
@@ -154,6 +162,9 @@ impl<'a> DeviceMemory<'a> {
             let bytes = memory.bytes().len() as u64;
             session.region("dsinks", memory.address(), bytes, around, Access::Unwritten);
         }
+        if let Some(memory) = &self.page_faults {
+            session.region("page_faults", memory.address(), 4, around, Access::Written);
+        }
         for &(begin, bytes) in &self.foreign {
             session.forbid(begin, bytes);
         }
@@ -162,13 +173,13 @@ impl<'a> DeviceMemory<'a> {
         let mut parts = parts(&launches.workspace);
         parts.sort_by_key(|(_, part)| part.offset);
         for (index, (name, part)) in parts.iter().enumerate() {
-            let is_zero = launches.workspace.starts_zero && *name == "tile_counter";
-            let access = if is_zero { Access::Written } else { Access::Unwritten };
             let end = part.offset + part.bytes;
             let next = parts.get(index + 1).map_or(launches.workspace.bytes, |(_, next)| next.offset);
             let before = if index == 0 { PAGE } else { 0 };
             let after = (next - end) as u64 + if index + 1 == parts.len() { PAGE } else { 0 };
             let begin = self.workspace.address() + part.offset as u64;
+            let lasts = lasting(&launches.workspace) == Some(*part);
+            let access = if lasts { Access::Written } else { Access::Unwritten };
             session.region(&format!("workspace {name}"), begin, part.bytes as u64, (before, after), access);
         }
     }
@@ -183,17 +194,14 @@ impl<'a> DeviceMemory<'a> {
 
     /// What is left in a workspace that a call finds zero and leaves zero.
     pub fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
-        let counter = workspace.tile_counter?;
-        let bytes = &self.workspace.bytes()[counter.offset..counter.offset + counter.bytes];
-        let at = counter.offset + bytes.iter().position(|&byte| byte != 0)?;
-        let parts = parts(workspace);
-        let part = parts.iter().find(|(_, part)| (part.offset..part.offset + part.bytes).contains(&at));
-        let name = part.map_or("workspace", |(name, _)| name);
+        let part = lasting(workspace)?;
+        let bytes = &self.workspace.bytes()[part.offset..part.offset + part.bytes];
+        let at = part.offset + bytes.iter().position(|&byte| byte != 0)?;
         Some(Finding {
             kind: "leaked state".into(),
             text: format!(
-                "{name} is not zero at the end (byte {at} of the workspace): the next call would start from \
-                 it"
+                "tile_counter is not zero at the end (byte {at} of the workspace): the next call would start \
+                 from it"
             ),
             cta: None,
             thread: None,
@@ -221,6 +229,12 @@ impl<'a> DeviceMemory<'a> {
         floats(&self.lse)
     }
 
+    /// Entries of the page table that were taken for no pages.
+    pub fn page_faults(&self) -> u32 {
+        let memory = self.page_faults.as_ref();
+        memory.map_or(0, |own| u32::from_ne_bytes(own.bytes().try_into().expect("a word")))
+    }
+
     /// Gradients of the sinks; none where there are no sinks.
     pub fn dsinks(&self) -> Vec<f32> {
         self.dsinks.as_ref().map_or_else(Vec::new, floats)
@@ -230,6 +244,11 @@ impl<'a> DeviceMemory<'a> {
 fn floats(memory: &Memory) -> Vec<f32> {
     let word = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
     memory.bytes().chunks_exact(4).map(word).collect()
+}
+
+/// What a call finds zero and leaves zero.
+fn lasting(workspace: &Workspace) -> Option<Part> {
+    workspace.tile_counter.filter(|_| workspace.starts_zero)
 }
 
 /// The parts of a workspace that a pass has.

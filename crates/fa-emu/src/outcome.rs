@@ -166,6 +166,8 @@ pub struct Outcome {
     /// Gradients of the sinks, of a backward that has them.
     #[serde(skip)]
     pub dsinks: Vec<f32>,
+    /// Entries of the page table that were taken for no pages.
+    pub page_faults: u32,
 }
 
 impl Outcome {

@@ -188,6 +188,7 @@ impl Unit {
             outputs: memory.outputs(),
             lse: memory.lse(),
             dsinks: memory.dsinks(),
+            page_faults: memory.page_faults(),
         }
     }
 

@@ -103,6 +103,10 @@ impl Proof {
         {
             faults.push(format!("{} did not end", launch.entry));
         }
+        if self.outcome.page_faults > 0 {
+            let count = self.outcome.page_faults;
+            faults.push(format!("page faults: {count} pages were taken for none, and all of them exist"));
+        }
         let far = self.values.iter().filter(|(_, found)| !found.passed());
         faults.extend(far.map(|(name, found)| format!("wrong values: {name}: {found}")));
         faults.extend(

@@ -176,6 +176,7 @@ mod tests {
             ],
             outputs: Vec::new(),
             dsinks: Vec::new(),
+            page_faults: 0,
             lse: Vec::new(),
         };
         let page = page("t", "l", 0, &outcome);

@@ -73,6 +73,8 @@ impl DeviceExtras {
             used_q: read(&self.used_q),
             used_k: read(&self.used_k),
             page_table: read(&self.page_table),
+            page_faults: None,
+            plan: None,
             alibi_slopes: read(&self.alibi_slopes),
             sinks: read(&self.sinks),
             ..fa_kernels::Extras::default()
@@ -96,6 +98,8 @@ impl DeviceExtras {
             used_q: at(&self.used_q, stream),
             used_k: at(&self.used_k, stream),
             page_table: at(&self.page_table, stream),
+            page_faults: None,
+            plan: None,
             alibi_slopes: at(&self.alibi_slopes, stream),
             sinks: at(&self.sinks, stream),
             ..RawExtras::default()

@@ -11,7 +11,7 @@ use fa_core::{Alibi, Arch, Dtype, KernelSpec, Lengths, Mask, MaskKind, Problem, 
 use fa_emu::mutate::{self, Statement};
 use fa_emu::record::{Attempt, Candidate, Record, prove, today};
 use fa_emu::sample::sample;
-use fa_emu::sweep::{SEEDS, Trials, distinct};
+use fa_emu::sweep::{SEEDS, Trials};
 use fa_emu::{
     Batch, Counters, Emulator, Extras, Finding, Lie, Options, Pace, Placing, Planned, Proof, Trial, Unit,
     timeline,
@@ -111,7 +111,8 @@ pub struct EmulateArgs {
     /// The cases that `fa validate` tries a configuration on, in place of one problem
     #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
     pub grid: bool,
-    /// Every shipped kernel at awkward shapes, but those that the record knows; it is written
+    /// Every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
+    /// but those that the record knows; it is written
     #[arg(long, conflicts_with_all = ["spec", "mutate"])]
     pub shipped: bool,
     /// So many of the planner's other configurations at awkward shapes: others each day
@@ -523,13 +524,8 @@ fn workers(args: &EmulateArgs) -> usize {
 }
 
 fn shipped(args: &EmulateArgs, emulator: &Emulator) -> anyhow::Result<Verdict> {
-    let files = fa_kernels::specs::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
-    let mut candidates = Vec::new();
-    for file in files {
-        for arch in distinct(&file.shipped.spec, &file.shipped.archs) {
-            candidates.push(Candidate { name: file.path.to_owned(), spec: file.shipped.spec.clone(), arch });
-        }
-    }
+    let candidates =
+        fa_emu::shipped::shipped().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))?;
     let record = Record::read(&args.record);
     let attempts = attempts(args, emulator, candidates, std::slice::from_ref(&record))?;
     let proven: Vec<_> = attempts.iter().filter_map(|attempt| attempt.proven.clone()).collect();

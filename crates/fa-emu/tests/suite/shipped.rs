@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use fa_emu::Emulator;
 use fa_emu::record::{Candidate, Record, prove, today};
 use fa_emu::sample::sample;
-use fa_emu::sweep::distinct;
+use fa_emu::shipped::shipped;
 
 use crate::emulator;
 
@@ -17,13 +17,7 @@ const COMMITTED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results
 #[test]
 fn every_shipped_kernel_is_right_and_without_a_finding() {
     let Some(emulator) = emulator("every_shipped_kernel_is_right_and_without_a_finding") else { return };
-    let mut candidates = Vec::new();
-    for file in fa_kernels::specs::shipped().expect("they are valid") {
-        let spec = file.shipped.spec;
-        for arch in distinct(&spec, &file.shipped.archs) {
-            candidates.push(Candidate { name: file.path.to_owned(), spec: spec.clone(), arch });
-        }
-    }
+    let candidates = shipped().expect("they are valid");
     assert!(candidates.len() > 60, "{}", candidates.len());
     check(emulator, candidates);
 }
