@@ -4,14 +4,17 @@
     venv/bin/python scripts/bench_torch_cpu.py                               # torch alone
     venv/bin/python scripts/bench_torch_cpu.py --fa target/release/fa        # both, with a table of ratios
     venv/bin/python scripts/bench_torch_cpu.py --dtypes bf16 --no-amx        # what torch does without AMX
+    venv/bin/python scripts/bench_torch_cpu.py --fa target/release/fa --sets decode,short
 
 torch runs scaled_dot_product_attention on its flash path (nothing else is allowed to run) on contiguous
 [batch, heads, seqlen, head_dim] tensors; backward is torch.autograd.grad alone on a retained graph. FLOPs are
-4 * batch * heads * pairs * head_dim forward, with N*N pairs or N(N+1)/2 causal, and 2.5 times that backward.
+4 * batch * heads * pairs * head_dim forward, with queries * keys pairs or N(N+1)/2 causal, and 2.5 times that
+backward. --sets chooses among the squares (which the other options describe) and the shapes off them: one query
+against many keys, batches of short sequences, lengths of vision models, few queries against many keys.
 
-Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, seqlen, head_dim, causal, ms_median, ms_min,
-gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's time over ours: above 1 we
-are ahead) or fa_error. The table and the description of the machine go to standard error.
+Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, heads_kv, seqlen, seqlen_k, head_dim,
+causal, ms_median, ms_min, gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's
+time over ours: above 1 we are ahead) or fa_error. The table and the description of the machine go to standard error.
 
 Instruction sets: oneDNN kills the process by SIGILL on virtual machines that report AMX but leave its CPUID leaves blank.
 The script tries a small bf16 product in a child process first, and only if the child dies keeps oneDNN from using AMX
@@ -26,8 +29,49 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 MODES = ("fwd", "bwd")
+DTYPES = ("f32", "bf16", "f16")
+
+
+class Shape(NamedTuple):
+    """One problem; lengths are equal where it is causal."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen: int
+    seqlen_k: int
+    head_dim: int
+    causal: bool
+
+
+# Shapes off the squares, and the passes that are timed on them.
+OFF_SQUARES = {
+    "decode": (
+        ("fwd",),
+        [
+            Shape(1, 16, 16, 1, 2048, 64, False),
+            Shape(8, 16, 16, 1, 2048, 64, False),
+            Shape(1, 32, 32, 1, 4096, 128, False),
+            Shape(1, 32, 8, 1, 32768, 128, False),
+            Shape(64, 8, 8, 1, 512, 64, False),
+        ],
+    ),
+    "short": (
+        MODES,
+        [Shape(64, 8, 8, 32, 32, 64, True), Shape(16, 12, 12, 128, 128, 64, False)],
+    ),
+    "vit": (
+        MODES,
+        [Shape(8, 12, 12, 197, 197, 64, False), Shape(2, 16, 16, 577, 577, 64, False)],
+    ),
+    "cross": (
+        MODES,
+        [Shape(1, 8, 8, 64, 4096, 64, False), Shape(1, 8, 8, 1024, 77, 40, False)],
+    ),
+}
 
 
 def parse_arguments():
@@ -51,7 +95,9 @@ def parse_arguments():
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--seqlens", type=integers, default=[512, 1024, 2048, 4096], metavar="N,N")
     parser.add_argument("--head-dims", type=integers, default=[64, 128], metavar="D,D")
-    parser.add_argument("--dtypes", type=words(("f32", "bf16")), default=["f32", "bf16"], metavar="f32,bf16")
+    parser.add_argument("--dtypes", type=words(DTYPES), default=list(DTYPES), metavar="f32,bf16,f16")
+    sets = ("squares", *OFF_SQUARES)
+    parser.add_argument("--sets", type=words(sets), default=list(sets), metavar=",".join(sets))
     parser.add_argument("--modes", type=words(MODES), default=list(MODES), metavar="fwd,bwd")
     parser.add_argument("--causal", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=3, help="times torch and fa take turns on a shape (default 3)")
@@ -88,28 +134,30 @@ def prepare_environment(arguments):
     return notes
 
 
-def flops(arguments, mode, seqlen, head_dim, causal):
-    pairs = seqlen * (seqlen + 1) // 2 if causal else seqlen * seqlen
-    forward = 4 * arguments.batch * arguments.heads * pairs * head_dim
+def flops(mode, shape):
+    pairs = shape.seqlen * (shape.seqlen + 1) // 2 if shape.causal else shape.seqlen * shape.seqlen_k
+    forward = 4 * shape.batch * shape.heads * pairs * shape.head_dim
     return forward if mode == "fwd" else forward * 5 // 2
 
 
 class TorchTimer:
     """torch's attention on one shape, ready to be timed in turns."""
 
-    def __init__(self, arguments, mode, dtype, seqlen, head_dim, causal):
+    def __init__(self, arguments, mode, dtype, shape):
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         self.seconds = arguments.seconds
         torch.manual_seed(0)
-        shape = (arguments.batch, arguments.heads, seqlen, head_dim)
-        element = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        q, k, v, dout = (torch.randn(shape, dtype=element) for _ in range(4))
+        of_queries = (shape.batch, shape.heads, shape.seqlen, shape.head_dim)
+        of_keys = (shape.batch, shape.heads_kv, shape.seqlen_k, shape.head_dim)
+        element = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
+        q, k, v, dout = (torch.randn(size, dtype=element) for size in (of_queries, of_keys, of_keys, of_queries))
+        grouped = {"enable_gqa": True} if shape.heads != shape.heads_kv else {}
 
         def forward():
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, **grouped)
 
         if mode == "fwd":
             self.call = forward
@@ -132,11 +180,12 @@ class TorchTimer:
         return times
 
 
-def time_fa(arguments, mode, dtype, seqlen, head_dim, causal):
+def time_fa(arguments, mode, dtype, shape):
     """(median milliseconds, None) of one `fa bench`, or (None, what went wrong)."""
-    command = [arguments.fa, "bench", "--backend", "cpu", "--headdim", str(head_dim), "--seqlen", str(seqlen)]
-    command += ["--heads", str(arguments.heads), "--batch", str(arguments.batch), "--dtype", dtype, "--mode", mode]
-    command += ["--threads", str(arguments.threads), "--json", "-"] + (["--causal"] if causal else [])
+    lengths, heads = f"{shape.seqlen}x{shape.seqlen_k}", f"{shape.heads}:{shape.heads_kv}"
+    command = [arguments.fa, "bench", "--backend", "cpu", "--headdim", str(shape.head_dim), "--seqlen", lengths]
+    command += ["--heads", heads, "--batch", str(shape.batch), "--dtype", dtype, "--mode", mode]
+    command += ["--threads", str(arguments.threads), "--json", "-"] + (["--causal"] if shape.causal else [])
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -145,7 +194,8 @@ def time_fa(arguments, mode, dtype, seqlen, head_dim, causal):
         return None, f"exit status {done.returncode}: {done.stderr.strip()[-500:]}"
     try:
         (row,) = json.loads(done.stdout)["rows"]
-        asked = {"seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": head_dim, "causal": causal, "dtype": dtype}
+        asked = {"seqlen_q": shape.seqlen, "seqlen_k": shape.seqlen_k, "head_dim": shape.head_dim}
+        asked |= {"causal": shape.causal, "dtype": dtype}
         for key, value in asked.items():
             if row[key] != value:
                 return None, f"asked for {key} {value}, fa bench timed {row[key]}"
@@ -154,27 +204,22 @@ def time_fa(arguments, mode, dtype, seqlen, head_dim, causal):
         return None, f"fa bench's JSON is not as expected: {error!r}"
 
 
-def measure(arguments, mode, dtype, seqlen, head_dim, causal):
-    shape = (mode, dtype, seqlen, head_dim, causal)
-    work = flops(arguments, mode, seqlen, head_dim, causal)
-    timer = TorchTimer(arguments, *shape)
+def measure(arguments, mode, dtype, shape):
+    work = flops(mode, shape)
+    timer = TorchTimer(arguments, mode, dtype, shape)
     torch_times, fa_medians, fa_error = [], [], None
     for _ in range(arguments.rounds):
         torch_times += timer.round()
         if arguments.fa and fa_error is None:
             # torch's workers spin for a moment after their last task; let them go to sleep.
             time.sleep(0.05)
-            median, fa_error = time_fa(arguments, *shape)
+            median, fa_error = time_fa(arguments, mode, dtype, shape)
             fa_medians += [] if median is None else [median]
     ms_median = statistics.median(torch_times)
     row = {
         "kind": mode,
         "dtype": dtype,
-        "batch": arguments.batch,
-        "heads": arguments.heads,
-        "seqlen": seqlen,
-        "head_dim": head_dim,
-        "causal": causal,
+        **shape._asdict(),
         "ms_median": round(ms_median, 4),
         "ms_min": round(min(torch_times), 4),
         "gflops": round(work / ms_median / 1e6, 1),
@@ -196,7 +241,7 @@ def matrix_rate(dtype_name):
     """
     import torch
 
-    dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype_name]
     a, b = (torch.randn(1024, 1024, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(8):
@@ -214,6 +259,23 @@ def cpu_name():
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         return "unknown CPU"
+
+
+def shapes(arguments):
+    """(pass, type, shape) of everything that is asked for, set by set."""
+    causal_choices = {"yes": [True], "no": [False], "both": [False, True]}[arguments.causal]
+    squares = [
+        Shape(arguments.batch, arguments.heads, arguments.heads, seqlen, seqlen, head_dim, causal)
+        for head_dim in arguments.head_dims
+        for causal in causal_choices
+        for seqlen in arguments.seqlens
+    ]
+    for name in arguments.sets:
+        modes, of_set = (MODES, squares) if name == "squares" else OFF_SQUARES[name]
+        for mode in arguments.modes:
+            for dtype in arguments.dtypes:
+                if mode in modes:
+                    yield from ((mode, dtype, shape) for shape in of_set)
 
 
 def log(*parts):
@@ -234,22 +296,19 @@ def main():
         log(f"torch 1024^3 {dtype} matrix product: {matrix_rate(dtype):.0f} GFLOP/s")
     log(f"load average before: {os.getloadavg()[0]:.2f} (anything else running spoils the figures)")
     rate_columns = f"{'torch ms':>11}{'GFLOP/s':>9}{'fa ms':>11}{'GFLOP/s':>9}{'ratio':>8}"
-    log(f"{'':4}{'dtype':>5}{'hd':>5}{'N':>7}{'causal':>8}{rate_columns}")
+    log(f"{'':4}{'dtype':>5}{'hd':>5}{'B':>4}{'heads':>7}{'N':>11}{'causal':>8}{rate_columns}")
 
-    causal_choices = {"yes": [True], "no": [False], "both": [False, True]}[arguments.causal]
     rows = []
-    for mode in arguments.modes:
-        for dtype in arguments.dtypes:
-            for head_dim in arguments.head_dims:
-                for causal in causal_choices:
-                    for seqlen in arguments.seqlens:
-                        row = measure(arguments, mode, dtype, seqlen, head_dim, causal)
-                        rows.append(row)
-                        line = f"{mode:4}{dtype:>5}{head_dim:>5}{seqlen:>7}{'yes' if causal else 'no':>8}"
-                        line += f"{row['ms_median']:>11.3f}{row['gflops']:>9.1f}"
-                        if "ratio" in row:
-                            line += f"{row['fa_ms_median']:>11.3f}{row['fa_gflops']:>9.1f}{row['ratio']:>8.2f}"
-                        log(line + ("  " + row["fa_error"] if "fa_error" in row else ""))
+    for mode, dtype, shape in shapes(arguments):
+        row = measure(arguments, mode, dtype, shape)
+        rows.append(row)
+        heads = f"{shape.heads}:{shape.heads_kv}" if shape.heads != shape.heads_kv else str(shape.heads)
+        line = f"{mode:4}{dtype:>5}{shape.head_dim:>5}{shape.batch:>4}{heads:>7}"
+        line += f"{f'{shape.seqlen}x{shape.seqlen_k}':>11}{'yes' if shape.causal else 'no':>8}"
+        line += f"{row['ms_median']:>11.3f}{row['gflops']:>9.1f}"
+        if "ratio" in row:
+            line += f"{row['fa_ms_median']:>11.3f}{row['fa_gflops']:>9.1f}{row['ratio']:>8.2f}"
+        log(line + ("  " + row["fa_error"] if "fa_error" in row else ""))
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         log(f"ahead on {sum(ratio > 1 for ratio in ratios)} of {len(rows)} shapes, worst ratio {min(ratios):.2f}")

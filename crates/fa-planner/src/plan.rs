@@ -188,6 +188,9 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
     let mut cuts = Cuts::default();
     let mut judge = |spec: KernelSpec| match judge(problem, &spec, arch, &constants, &mut cuts) {
+        // With one CTA for each tile's keys the same kernel without splits does as well.
+        Ok(Plan { spec: KernelSpec { split: true, .. }, cost: Cost { splits: 1, .. }, .. })
+            if problem.lengths.is_uniform() => {}
         Ok(plan) => set.plans.push(plan),
         Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
     };

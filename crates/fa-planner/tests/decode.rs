@@ -105,6 +105,39 @@ fn sequences_of_unknown_length_have_the_splits_of_one_alone() {
     assert_eq!(kv_splits(&alone, &whole, Arch::Sm90, 132), 1);
 }
 
+/// A batch that fills the GPU as long as its sequences are alike: the kernel can split keys all the same, for
+/// when they are not.
+#[test]
+fn decode_of_unknown_lengths_can_split() {
+    for (batch, page) in [(2, 16), (16, 64), (64, 1)] {
+        let lengths =
+            Lengths::of(batch, Side::packed(batch, 1), Side::paged(page, batch * 8192 / page, 8192));
+        let paged = Problem { lengths, ..decode(batch, 32, 8, 8192) };
+        let (spec, _) = best(&paged, Arch::Sm90);
+        assert!(spec.split && spec.reads == Reads { varied: true, paged: true }, "{spec}");
+        let splits = kv_splits(&paged, &spec, Arch::Sm90, 132);
+        assert!((12..=33).contains(&splits), "{batch}: {splits}, {spec}");
+    }
+}
+
+/// TMA copies a part of a page at a time: pages of a key take longer than those of a tile, which take no
+/// longer than keys in one piece.
+#[test]
+fn small_pages_take_longer() {
+    let whole = decode(64, 32, 8, 8192);
+    let (spec, _) = best(&whole, Arch::Sm90);
+    let seconds = |page: usize| {
+        let paged = Side::paged(page, 64 * 8192usize.div_ceil(page), 8192);
+        let paged = Problem { lengths: Lengths::of(64, Side::padded(1), paged), ..whole };
+        predict(&paged, &spec, Arch::Sm90, &CostConstants::of(Arch::Sm90)).seconds
+    };
+    let pages = [1, 2, 4, 8, 16, 64, 128].map(seconds);
+    assert!(pages.windows(2).all(|pair| pair[0] >= pair[1]), "{pages:?}");
+    assert!(pages[0] > 1.02 * pages[4], "{pages:?}");
+    let contiguous = predict(&whole, &spec, Arch::Sm90, &CostConstants::of(Arch::Sm90)).seconds;
+    assert!(pages[6] < 1.01 * contiguous, "{pages:?} {contiguous}");
+}
+
 fn problems() -> impl Strategy<Value = Problem> {
     let mask = prop_oneof![
         Just(Mask::FULL),

@@ -1,6 +1,7 @@
 //! Why a forward divides the keys of its tiles among several CTAs, or does not.
 
-use fa_core::{Arch, Problem};
+use fa_core::{Arch, KernelSpec, Problem};
+use fa_planner::account::kv_splits;
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::Plan;
 
@@ -20,15 +21,20 @@ pub fn reason(plan: &Plan, problem: &Problem, arch: Arch) -> Option<String> {
     let sms = arch.limits().sms;
     let cost = &plan.cost;
     let many = |count: f64, noun: &str| format!("{count:.0} {noun}{}", if count == 1.0 { "" } else { "s" });
+    if plan.spec.split && !problem.lengths.is_uniform() {
+        return Some(format!(
+            "at most {} CTAs share the keys of a tile, by the lengths on the device",
+            kv_splits(problem, &plan.spec, arch, sms),
+        ));
+    }
     if cost.splits == 1 {
         let text = || format!("none: {} on {sms} SMs", many(cost.tiles, "tile"));
         return moves_bytes(problem).then(text);
     }
-    let whole = fa_core::KernelSpec { split: false, ..plan.spec.clone() };
+    let whole = KernelSpec { split: false, ..plan.spec.clone() };
     let whole = predict(problem, &whole, arch, &CostConstants::of(arch));
-    let most = if problem.lengths.is_uniform() { "" } else { "at most " };
     Some(format!(
-        "{most}{} CTAs share the keys of a tile: {} on {sms} SMs would take {}, {} take {} with the combine \
+        "{} CTAs share the keys of a tile: {} on {sms} SMs would take {}, {} take {} with the combine \
          kernel",
         cost.splits,
         many(whole.tiles, "tile"),

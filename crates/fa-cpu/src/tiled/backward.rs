@@ -7,38 +7,18 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use fa_core::Problem;
-
 use super::buffer::Buffer;
 use super::cut::{Cut, Sizes, TILE_N, cuts};
-use super::inputs::BackwardInputs;
+use super::dq::DqWriter;
+use super::inputs::{Backward, Gradients};
 use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
 use super::schedule;
 use super::scores::Scores;
 use super::scratch::{QueryTile, Scratch};
 use super::work::Unit;
-use crate::batch::Batch;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
-use crate::simd::{Init, Kernels, Order, Product, TileShape};
-use crate::view::TensorMut;
-
-/// What a backward reads, and how it is to be run.
-pub(super) struct Backward<'a, T> {
-    pub kernels: Kernels,
-    pub threads: Option<usize>,
-    pub problem: &'a Problem,
-    pub batch: &'a Batch<'a>,
-    pub inputs: BackwardInputs<'a, T>,
-}
-
-/// What a backward writes.
-pub(super) struct Gradients<'a, T> {
-    pub dq: TensorMut<'a, T>,
-    pub dk: TensorMut<'a, T>,
-    pub dv: TensorMut<'a, T>,
-    pub dsinks: Option<&'a mut [f32]>,
-}
+use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
@@ -46,16 +26,34 @@ const GROUP: usize = 2;
 /// of the row's.
 const FEW_KEYS: usize = 16;
 
-/// Computes all gradients.
-pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
+/// Computes the gradients of the given units, or of all; returns what each of their heads adds to the
+/// gradient of its sink, in order.
+pub(super) fn run<T: Element>(
+    call: &Backward<'_, T>,
+    to: &mut Gradients<'_, T>,
+    only: Option<&[Unit]>,
+) -> Vec<(usize, f64)> {
     let Backward { kernels, threads, problem, batch, ref inputs } = *call;
     let sizes = Sizes::new(problem, kernels);
-    let cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
+    let mut cuts = cuts(problem, batch, sizes.tile_m, schedule::workers(threads));
+    if let Some(only) = only {
+        cuts.retain(|cut| only.contains(&cut.unit));
+    }
+    if cuts.is_empty() {
+        return vec![];
+    }
     let group = problem.group_size();
     let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
     let job = Job { call, scores: &Scores::new(problem), sizes, k, v };
     let sequences = &batch.sequences;
-    let dq = Scatter::new(&mut to.dq, sequences.iter().map(|sequence| (sequence.q, sizes.tile_m)));
+    let dq = DqWriter {
+        kernels,
+        scale: problem.scale() as f32,
+        head_dim: problem.head_dim,
+        tile_m: sizes.tile_m,
+        len: problem.head_dim * sizes.tile_m,
+        to: Scatter::new(&mut to.dq, sequences.iter().map(|sequence| (sequence.q, sizes.tile_m))),
+    };
     let mut tiles = vec![TILE_N; sequences.len()];
     cuts.iter().for_each(|cut| tiles[cut.unit.sequence] = cut.keys);
     let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
@@ -106,7 +104,13 @@ pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>)
                 if part == 0
                     && let Some(sum) = dsinks.get(index * group + member)
                 {
-                    let empty = sum.set(job.dsink(cut, head, &scratch.queries)).is_ok();
+                    let empty = sum
+                        .set(call.dsink(
+                            sequence,
+                            head,
+                            scratch.queries[..cut.m_tiles].iter().map(|tile| &tile.delta[..]),
+                        ))
+                        .is_ok();
                     debug_assert!(empty, "an item runs once");
                 }
                 if cut.parts == 1 {
@@ -115,7 +119,7 @@ pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>)
                     job.main_loop(scratch, cut, head, &keys, [k, v], own_dq);
                     for tile in 0..cut.m_tiles {
                         let dqt = &own_dq[tile * problem.head_dim * sizes.tile_m..];
-                        job.write_queries(&dq, cut, [head, tile], dqt, &mut scratch.rows);
+                        dq.write(cut, [head, tile], dqt, &mut scratch.rows);
                     }
                 } else {
                     let mut own = Buffer::new(cut.dq_len);
@@ -137,16 +141,10 @@ pub(super) fn run<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>)
         },
     );
     if partials > 0 {
-        job.add_partial(&cuts, &partial, &dq);
+        dq.add_partial(threads, group, &cuts, &partial);
     }
-    if let Some(to) = &mut to.dsinks {
-        let mut sums = vec![0f64; problem.heads_q];
-        for (index, sum) in dsinks.iter().enumerate() {
-            let head = cuts[index / group].unit.kv_head * group + index % group;
-            sums[head] += sum.get().copied().unwrap_or(0.0);
-        }
-        to.iter_mut().zip(sums).for_each(|(to, sum)| *to = sum as f32);
-    }
+    let of_head = |index: usize| cuts[index / group].unit.kv_head * group + index % group;
+    dsinks.iter().enumerate().filter_map(|(index, sum)| Some((of_head(index), *sum.get()?))).collect()
 }
 
 /// `to += factor * from`, as far as `to` goes.
@@ -169,14 +167,6 @@ impl<T: Element> Job<'_, T> {
         tile * self.sizes.tile_m..cut.band.q.min((tile + 1) * self.sizes.tile_m)
     }
 
-    /// Where a head's LSE of one sequence begins.
-    fn lse(&self, cut: &Cut, head: usize) -> &[f32] {
-        let ([_, seqlen, heads, _], span) =
-            (self.call.inputs.q.shape(), self.call.batch.sequences[cut.unit.sequence].q);
-        let start = (span.batch * heads + head) * seqlen + span.first;
-        &self.call.inputs.lse[start..start + span.len]
-    }
-
     fn read_queries(&self, cut: &Cut, head: usize, tile: usize, to: &mut QueryTile, row: &mut [f32]) {
         let Backward { kernels, problem, batch, ref inputs, .. } = *self.call;
         let Sizes { tile_m, ldq, ldo, .. } = self.sizes;
@@ -194,7 +184,7 @@ impl<T: Element> Job<'_, T> {
         to.delta.fill(0.0);
         to.dead.clear();
         to.wild.clear();
-        let lse = self.lse(cut, head);
+        let lse = self.call.lse(cut.unit.sequence, head);
         let hides = !problem.mask.is_full();
         for (i, query) in rows.enumerate() {
             let (q, dout) = (&mut to.q[i * ldq..][..hd], &mut to.dout[i * ldo..][..hdv]);
@@ -255,21 +245,6 @@ impl<T: Element> Job<'_, T> {
             }
             to.delta[i] = if sum == 0.0 { 0.0 } else { delta / sum };
         }
-    }
-
-    /// What the rows of one head add to the gradient of its sink.
-    fn dsink(&self, cut: &Cut, head: usize, tiles: &[QueryTile]) -> f64 {
-        let Some(sink) = self.call.batch.sink(head) else { return 0.0 };
-        let (lse, mut sum) = (self.lse(cut, head), 0.0);
-        for (tile, queries) in tiles[..cut.m_tiles].iter().enumerate() {
-            for (query, &delta) in self.rows(cut, tile).zip(&*queries.delta) {
-                // Rows that see nothing, and rows without a sink, add nothing.
-                if delta != 0.0 && sink != f32::NEG_INFINITY {
-                    sum -= (f64::from(sink) - f64::from(lse[query])).exp() * f64::from(delta);
-                }
-            }
-        }
-        sum
     }
 
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and
@@ -403,53 +378,5 @@ impl<T: Element> Job<'_, T> {
             }
             from = to + 1;
         }
-    }
-
-    /// Writes one tile of dQ from dQt, by way of `rows`.
-    fn write_queries(
-        &self,
-        dq: &Scatter<'_, T>,
-        cut: &Cut,
-        [head, tile]: [usize; 2],
-        dqt: &[f32],
-        rows: &mut [f32],
-    ) {
-        let Backward { kernels, problem, .. } = *self.call;
-        let (Sizes { tile_m, ldq, .. }, scale) = (self.sizes, problem.scale() as f32);
-        let queries = self.rows(cut, tile);
-        kernels.transpose([problem.head_dim, queries.len()], dqt, tile_m, rows, ldq);
-        let mut to = dq.take(cut.unit.sequence, head, tile);
-        for (row, values) in queries.zip(rows.chunks(ldq)) {
-            to.write(kernels, row, values, scale);
-        }
-    }
-
-    /// Adds up the parts of every head's dQ, in order, and writes it.
-    fn add_partial(&self, cuts: &[Cut], partial: &[OnceLock<Buffer>], dq: &Scatter<'_, T>) {
-        let Backward { problem, threads, .. } = *self.call;
-        let (sizes, group) = (self.sizes, problem.group_size());
-        let len = problem.head_dim * sizes.tile_m;
-        let mut items = vec![];
-        for cut in cuts.iter().filter(|cut| cut.parts > 1) {
-            items.extend((0..group).flat_map(|member| (0..cut.m_tiles).map(move |tile| (cut, member, tile))));
-        }
-        schedule::run(
-            items.len(),
-            threads,
-            || [Buffer::new(len), Buffer::new(sizes.tile_m * sizes.ldq)],
-            |[sum, rows], item| {
-                let (cut, member, tile) = items[item];
-                sum.fill(0.0);
-                for part in 0..cut.parts {
-                    if let Some(part) = partial[cut.partial + part * group + member].get() {
-                        for (sum, value) in sum.iter_mut().zip(&part[tile * len..]) {
-                            *sum += value;
-                        }
-                    }
-                }
-                let head = cut.unit.kv_head * group + member;
-                self.write_queries(dq, cut, [head, tile], sum, rows);
-            },
-        );
     }
 }

@@ -4,10 +4,9 @@
 
 use half::{bf16, f16};
 
-use super::backward::{self, Backward, Gradients};
-use super::inputs::BackwardInputs;
+use super::inputs::{Backward, BackwardInputs, Gradients};
 use super::work::{Forward, Unit, units};
-use super::{decode, forward, forward16};
+use super::{backward, backward16, decode, forward, forward16};
 use crate::element::Element;
 use crate::simd::cast;
 use crate::view::TensorMut;
@@ -40,7 +39,7 @@ macro_rules! passes {
             }
 
             fn $backward(call: &Backward<'_, $type>, to: &mut Gradients<'_, $type>) {
-                backward::run(call, to);
+                backward_of(call, to);
             }
         )+
     };
@@ -65,6 +64,23 @@ fn forward_of<T: Element>(call: &Forward<'_, T>, out: &mut TensorMut<'_, T>, mut
         many = forward16::run(&call, &many, out, lse.as_deref_mut());
     }
     forward::run(call, &many, out, lse);
+}
+
+/// Units whose inputs are finite by the 16-bit path, where there is one, the others in f32.
+fn backward_of<T: Element>(call: &Backward<'_, T>, to: &mut Gradients<'_, T>) {
+    let (mut left, mut sums) = (None, vec![]);
+    if backward16::applies(call.kernels, call.problem)
+        && let (Some(call), Some(mut to)) = (cast_backward(call), cast_gradients(to))
+    {
+        let (others, of_sinks) = backward16::run(&call, &mut to);
+        (left, sums) = (Some(others), of_sinks);
+    }
+    sums.extend(backward::run(call, to, left.as_deref()));
+    if let Some(to) = &mut to.dsinks {
+        let mut totals = vec![0f64; to.len()];
+        sums.into_iter().for_each(|(head, sum)| totals[head] += sum);
+        to.iter_mut().zip(totals).for_each(|(to, sum)| *to = sum as f32);
+    }
 }
 
 fn cast_forward<'a, T: Element, U: Element>(call: &Forward<'a, T>) -> Option<Forward<'a, U>> {

@@ -1,6 +1,11 @@
 //! What the backward is given.
 
-use crate::view::TensorRef;
+use fa_core::Problem;
+
+use crate::batch::Batch;
+use crate::element::Element;
+use crate::simd::Kernels;
+use crate::view::{TensorMut, TensorRef};
 
 /// What the backward reads: the forward's inputs and results and the gradient of its output.
 #[derive(Clone, Copy, Debug)]
@@ -17,4 +22,49 @@ pub struct BackwardInputs<'a, T> {
     pub lse: &'a [f32],
     /// Gradient of the output.
     pub dout: TensorRef<'a, T>,
+}
+
+/// What a backward reads, and how it is to be run.
+pub(super) struct Backward<'a, T> {
+    pub kernels: Kernels,
+    pub threads: Option<usize>,
+    pub problem: &'a Problem,
+    pub batch: &'a Batch<'a>,
+    pub inputs: BackwardInputs<'a, T>,
+}
+
+/// What a backward writes.
+pub(super) struct Gradients<'a, T> {
+    pub dq: TensorMut<'a, T>,
+    pub dk: TensorMut<'a, T>,
+    pub dv: TensorMut<'a, T>,
+    pub dsinks: Option<&'a mut [f32]>,
+}
+
+impl<T: Element> Backward<'_, T> {
+    /// The LSE of a head's queries of one sequence.
+    pub(super) fn lse(&self, sequence: usize, head: usize) -> &[f32] {
+        let ([_, seqlen, heads, _], span) = (self.inputs.q.shape(), self.batch.sequences[sequence].q);
+        let start = (span.batch * heads + head) * seqlen + span.first;
+        &self.inputs.lse[start..start + span.len]
+    }
+
+    /// What the rows of one head of a sequence add to the gradient of its sink; `deltas` are the row sums of
+    /// dO * O, tile by tile, each but the last one full.
+    pub(super) fn dsink<'d>(
+        &self,
+        sequence: usize,
+        head: usize,
+        deltas: impl Iterator<Item = &'d [f32]>,
+    ) -> f64 {
+        let Some(sink) = self.batch.sink(head) else { return 0.0 };
+        let of_rows = self.lse(sequence, head).iter().zip(deltas.flatten());
+        let terms = of_rows.map(|(&lse, &delta)| match delta {
+            // Rows that see nothing, and rows without a sink, add nothing.
+            0.0 => 0.0,
+            _ if sink == f32::NEG_INFINITY => 0.0,
+            _ => (f64::from(sink) - f64::from(lse)).exp() * f64::from(delta),
+        });
+        0.0 - terms.sum::<f64>()
+    }
 }

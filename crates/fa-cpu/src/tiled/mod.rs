@@ -6,11 +6,13 @@
 //! lie transposed (keys down, queries across; see [`crate::simd`]).
 
 mod backward;
+mod backward16;
 mod band;
 mod buffer;
 mod by_type;
 mod cut;
 mod decode;
+mod dq;
 mod forward;
 mod forward16;
 mod inputs;
@@ -214,9 +216,9 @@ pub fn backward_extras<T: Element>(
     }
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled backward");
     let Options { threads, .. } = options;
-    let call = backward::Backward { kernels, threads, problem, batch: &batch, inputs: *inputs };
+    let call = inputs::Backward { kernels, threads, problem, batch: &batch, inputs: *inputs };
     let (dq, dk, dv) = (dq.reborrow(), dk.reborrow(), dv.reborrow());
-    by_type::run_backward(&call, &mut backward::Gradients { dq, dk, dv, dsinks });
+    by_type::run_backward(&call, &mut inputs::Gradients { dq, dk, dv, dsinks });
     Ok(())
 }
 

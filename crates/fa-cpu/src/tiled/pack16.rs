@@ -41,6 +41,18 @@ fn read_padded(tensor: &TensorRef<'_, bf16>, at: [usize; 3], to: &mut [u32]) {
     padding.fill(0);
 }
 
+/// Whether a row holds neither infinities nor NaN: no exponent of all ones.
+pub(super) fn is_finite_row(tensor: &TensorRef<'_, bf16>, [batch, seq, head]: [usize; 3]) -> bool {
+    let strides = tensor.strides();
+    if strides.dim == 1 {
+        let start = strides.offset(batch, seq, head, 0) as usize;
+        let row: &[u16] = tensor.data()[start..start + tensor.shape()[3]].reinterpret_cast();
+        row.iter().fold(0, |max, bits| max.max(bits & 0x7fff)) < 0x7f80
+    } else {
+        (0..tensor.shape()[3]).all(|dim| tensor.at(batch, seq, head, dim).is_finite())
+    }
+}
+
 /// Reads `rows` rows of one head from `first` on as words, each padded with zeros to `words` words; rows up
 /// to `to.len() / words` become zeros.
 pub(super) fn read_rows(

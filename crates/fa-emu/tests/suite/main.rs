@@ -6,6 +6,7 @@ mod faults;
 mod shipped;
 mod subjects;
 mod values;
+mod varied;
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -4,6 +4,7 @@
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/paged_keys.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
@@ -190,42 +191,6 @@ __device__ __forceinline__ BlockRange warpgroup_blocks(const VisibleKeys<C>& vis
 
 // ---- Producer: one thread issues all TMA loads; of pages, a warp ----------------------------------
 
-// Keys of one sequence and head in pages: boxes of `page_part` keys, which the lanes of a warp issue.
-template <Sm90FwdConfig C>
-struct PagedKeys {
-    const VarlenParams& varlen;
-    const int* table;  // the sequence's row
-    int keys, head, lane;
-
-    // The range of part `part` of the tile of keys `n_block`: empty beyond the end, and where the table names
-    // no page of the cache.
-    __device__ __forceinline__ int page_of(int key) const {
-        if (key >= keys) return -1;
-        const int page = table[key / varlen.page];
-        if (u32(page) < u32(varlen.pages)) return page;
-        if (varlen.page_faults != nullptr) atomic_add(varlen.page_faults, 1u);
-        return -1;
-    }
-
-    // Loads a tile whose first part of this lane lies in page `page` (read ahead).
-    template <class Kv>
-    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
-                                         Mbarrier& full, int n_block, int page) const {
-#pragma unroll 1
-        for (int row = lane * varlen.page_part; row < C.tile_n; row += 32 * varlen.page_part) {
-            const int key = n_block * C.tile_n + row;
-            if (row >= 32 * varlen.page_part) page = page_of(key);
-            const int len = page < 0 ? 0 : min(keys - key, varlen.page_part);
-            const RaggedRows rows(strides, max(page, 0), head, key % varlen.page, len);
-#pragma unroll
-            for (int i = 0; i < Kv::kPanels; ++i) {
-                load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(row), map, full, i * Kv::kPanel, rows,
-                            0, L2Policy::EvictLast);
-            }
-        }
-    }
-};
-
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params,
                                         const TensorMap& map_q, const TensorMap& map_k,
@@ -296,7 +261,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             using Kv = decltype(tile_type);
             Mbarrier& full = bars.full[state.stage];
             if constexpr (C.paged) {
-                const PagedKeys<C> keys{params.varlen,
+                const PagedKeys<C.tile_n> keys{params.varlen,
                                         params.varlen.page_table +
                                             i64(tile.batch) * params.varlen.table_stride,
                                         seqlen.k(), kv_head, lane_index()};
@@ -304,8 +269,10 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 const int row = lane_index() * params.varlen.page_part;
                 const int page = row < C.tile_n ? keys.page_of(n_block * C.tile_n + row) : -1;
                 bars.wait_empty(state);
-                if (leads) bars.announce(state, Kv::kBytes);
+                // The phase ends only after all lanes have seen the one before end. Boxes may come before
+                // they are announced.
                 warp_sync();
+                if (leads) bars.announce(state, Kv::kBytes);
                 keys.template load<Kv>(dst, map, strides, full, n_block, page);
             } else {
                 bars.acquire(state, Kv::kBytes);

@@ -22,8 +22,8 @@ pub struct Extras<'a> {
     pub used_k: Option<&'a dyn DevicePtr<i32>>,
     /// `[batch, Lengths::table_columns]`: the pages of each sequence.
     pub page_table: Option<&'a dyn DevicePtr<i32>>,
-    /// `[1]`, and optional: how many entries of the page table named no page of the cache is added to it.
-    /// The keys of such entries read as zeros.
+    /// `[1]`, and optional: each read of an entry of the page table that names no page of the cache, though
+    /// keys are in use there, adds 1. Such keys read as zeros, with or without a count.
     pub page_faults: Option<&'a mut dyn DevicePtrMut<u32>>,
     /// A work plan that `Forward::plan` or `Backward::plan` has written for the same kernel, problem and
     /// lengths, and optional: without one, each call makes its own.

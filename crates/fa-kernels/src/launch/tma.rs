@@ -232,7 +232,69 @@ pub(crate) fn encode(map: &TensorMap, dtype: Dtype) -> Result<CUtensorMap, Error
 
 #[cfg(test)]
 mod tests {
+    use fa_core::TensorLayout;
     use fa_planner::account::panels::widest;
+
+    use super::*;
+
+    /// Where the coordinates of `attn/ragged.cuh` lead, in bytes modulo 2^64.
+    fn address(map: &MapShape, [x, y, z]: [u64; 3]) -> u64 {
+        let at = |axis: usize, index: u64| index.wrapping_mul(2 * map.strides[axis]);
+        let first = map.rank - 3;
+        at(first, x).wrapping_add(at(first + 1, y)).wrapping_add(at(first + 2, z))
+    }
+
+    #[test]
+    fn ragged_coordinates_lead_to_rows() {
+        let shape = Shape { name: "k", batch: 7, seqlen: 48, heads: 4, dim: 64 };
+        for strides in [
+            TensorLayout::Bshd.strides(48, 4, 64),
+            TensorLayout::Bhsd.strides(48, 4, 64),
+            Strides { batch: 1 << 30, seq: 264, head: 72, dim: 1 },
+            Strides { batch: 4096, seq: 0, head: 0, dim: 1 },
+        ] {
+            for group in [None, Some(2)] {
+                let template =
+                    MapTemplate { name: "k", tensor: 1, panel: 64, rows: 16, group, is_ragged: true };
+                let map = MapShape::of(&shape, &strides, &template);
+                let ragged = Ragged::of(&shape, &strides, group);
+                ragged.check("k").unwrap();
+                let units = ragged.params();
+                let heads = 4 / u64::from(group.unwrap_or(1));
+                for (entry, head, first, len) in
+                    [(0, 0, 0, 48), (6, heads - 1, 40, 8), (3, 1, 5, 0), (6, 0, 47, 1)]
+                {
+                    let y = (entry as u32)
+                        .wrapping_mul(units.entry)
+                        .wrapping_add((head as u32).wrapping_mul(units.head))
+                        .wrapping_add((first as u32 + len).wrapping_mul(units.row));
+                    let x = RAGGED_ROWS - u64::from(len);
+                    let base = entry * strides.batch as u64
+                        + head * u64::from(group.unwrap_or(1)) * strides.head as u64
+                        + first * strides.seq as u64;
+                    for row in 0..u64::from(len) {
+                        let found = address(&map, [x + row, y.into(), RAGGED_ROWS]);
+                        assert_eq!(found, 2 * (base + row * strides.seq as u64), "{strides:?} {group:?}");
+                    }
+                    // The row after the last is out of bounds.
+                    assert_eq!(x + u64::from(len), map.dims[map.rank - 3]);
+                    assert!(u64::from(y) < map.dims[map.rank - 2] && RAGGED_ROWS < map.dims[map.rank - 1]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ragged_maps_have_limits() {
+        let shape = Shape { name: "k", batch: 1 << 20, seqlen: 16, heads: 8, dim: 128 };
+        let strides = TensorLayout::Bshd.strides(16, 8, 128);
+        Ragged::of(&shape, &strides, None).check("k").unwrap();
+        // An odd stride leaves units of 16 bytes, of which 2^31 are 32 GB.
+        let odd = Strides { batch: 16 * 1024 + 8, ..strides };
+        assert!(matches!(Ragged::of(&shape, &odd, None).check("k"), Err(Error::TooLong { .. })));
+        let far = Strides { seq: 1 << 34, ..strides };
+        assert!(matches!(Ragged::of(&shape, &far, None).check("k"), Err(Error::Stride { axis: "seq", .. })));
+    }
 
     #[test]
     fn panels_divide_the_row() {

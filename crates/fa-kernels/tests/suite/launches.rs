@@ -269,3 +269,88 @@ fn slopes_and_sinks_reach_the_kernels_and_their_gradient_is_one_launch_more() {
     let Params::Backward(params) = launches.params(&at) else { panic!() };
     assert_eq!((params.mods.sinks.0, params.mods.dsinks.0), (1 << 43, 1 << 44));
 }
+
+fn sm90_forward(flags: &str, kernel: &str) -> KernelSpec {
+    let text = format!(
+        "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: causal, softcap: false, {flags} kernel: \
+         Sm90Fwd(({kernel})))"
+    );
+    KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+const DECODE: &str = "tile_m: 64, tile_n: 128, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
+                      kv_stages: 2, ping_pong: false, scheduler: Static, tile_order: Natural, cluster_m: 1, \
+                      exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true";
+
+#[test]
+fn lengths_on_the_device_are_planned_first() {
+    use fa_core::{Dtype, Lengths, Mask};
+    let spec = sm90_forward("varied: true,", &DECODE.replace("Static", "PerTile"));
+    let problem = Problem {
+        lengths: Lengths::packed(5, 1000, 4000, 600, 900),
+        heads_kv: 2,
+        ..Problem::square(1, 1, 8, 128, Mask::CAUSAL, Dtype::Bf16)
+    };
+    let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+    // 4000 rows of a K/V head in tiles of 64, and one tile for each sequence that is not full.
+    assert_eq!(entries(&launches), [("fa_plan", 1), ("fa_kernel", (62 + 5) * 2)]);
+    assert_eq!(launches.plan_bytes, 4 * (16 + 4 * 67));
+    let names: Vec<_> = launches.extras.iter().map(|extra| (extra.name, extra.is_optional)).collect();
+    assert_eq!(names, [("cu_q", false), ("cu_k", false), ("plan", true)]);
+    let shape = |i: usize| {
+        let shape = &launches.tensors[i].shape;
+        (shape.batch, shape.seqlen, shape.heads)
+    };
+    assert_eq!((shape(0), shape(1)), ((1, 1000, 8), (1, 4000, 2)));
+    // The step can be left out by calls that bring a plan.
+    assert!(matches!(launches.steps[0], Step::Plan(_)));
+    let nothing = Problem { lengths: Lengths::packed(5, 0, 4000, 0, 900), ..problem };
+    assert_eq!(Launches::forward(&spec, &nothing, Arch::Sm90, 132).unwrap().steps, []);
+}
+
+#[test]
+fn divided_keys_are_combined() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    let spec = sm90_forward("split: true,", DECODE);
+    let problem = Problem {
+        lengths: Lengths::uniform(1, 1, 8192),
+        heads_kv: 8,
+        ..Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16)
+    };
+    let launches = Launches::forward(&spec, &problem, Arch::Sm90, 132).unwrap();
+    let splits = fa_planner::account::kv_splits(&problem, &spec, Arch::Sm90, 132) as u32;
+    assert!(splits > 1);
+    assert_eq!(entries(&launches), [("fa_kernel", (8 * splits).min(132)), ("fa_combine", 32)]);
+    let rows = 32 * splits as usize;
+    assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * rows);
+    assert_eq!(launches.workspace.out_partial.unwrap().bytes, 4 * 128 * rows);
+    assert_eq!((launches.workspace.plan, launches.plan_bytes), (None, 0));
+    // Enough tiles without: no parts, no memory for them.
+    let many = Problem { lengths: Lengths::uniform(512, 1, 512), ..problem };
+    let launches = Launches::forward(&spec, &many, Arch::Sm90, 132).unwrap();
+    assert_eq!((entries(&launches), launches.workspace.bytes), (vec![("fa_kernel", 132)], 0));
+    // What the device decides has room for parts of all SMs, however long the sequences may be.
+    let paged = sm90_forward("varied: true, paged: true, split: true,", DECODE);
+    let lengths = Lengths::of(4, Side::packed(4, 1), Side::paged(16, 1 << 20, 1 << 20));
+    let launches = Launches::forward(&paged, &Problem { lengths, ..problem }, Arch::Sm90, 132).unwrap();
+    let slots = 6 * 132 / 8 + 2;
+    assert_eq!(launches.workspace.lse_partial.unwrap().bytes, 4 * slots * 8 * 4);
+    assert_eq!(entries(&launches)[0], ("fa_plan", 1));
+    assert_eq!(entries(&launches)[2].0, "fa_combine");
+}
+
+#[test]
+fn parts_of_pages_that_no_box_places_are_refused() {
+    use fa_core::{Dtype, Lengths, Mask, Side};
+    let text = sm90_forward("varied: true, paged: true,", DECODE).to_ron().replace("dim: 128", "dim: 96");
+    let spec = KernelSpec::from_ron(&text.replace("dim_v: 128", "dim_v: 96")).unwrap();
+    let with = |page: usize| {
+        let lengths = Lengths::of(2, Side::padded(1), Side::paged(page, 64, 700));
+        let problem = Problem { lengths, ..Problem::square(1, 1, 4, 96, Mask::CAUSAL, Dtype::Bf16) };
+        Launches::forward(&spec, &problem, Arch::Sm90, 132).map(|_| ())
+    };
+    // Rows of a panel are 64 bytes, and boxes start on 128.
+    assert!(matches!(with(7), Err(fa_kernels::Error::Page { page: 7, head_dim: 96, multiple: 2 })));
+    with(6).unwrap();
+    with(64).unwrap();
+}

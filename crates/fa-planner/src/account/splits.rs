@@ -56,8 +56,9 @@ impl Split {
     /// The split with the least estimated time: see [`head_splits`].
     pub fn choose(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Split {
         let group = problem.group_size().max(1);
-        let is_empty =
-            problem.lengths.sequences() == 0 || problem.lengths.max_q() == 0 || problem.lengths.max_k() == 0;
+        let is_empty = problem.lengths.sequences() == 0
+            || problem.lengths.mean_q() == 0
+            || problem.lengths.mean_k() == 0;
         if group == 1 || is_empty {
             return Split { parts: 1, added: 0.0, sums: 0.0, missed: 0.0 };
         }
@@ -137,8 +138,8 @@ impl Model<'_> {
         let heads = problem.group_size().div_ceil(parts) as f64;
         // What CTAs of the same part share while they are in step: Q, dO and the f32 accumulators of dQ of a
         // head.
-        let shared = problem.lengths.max_q() as f64 * (2.0 * (hd + hdv) + 4.0 * hd);
-        let n_tiles = (problem.lengths.max_k() as f64 / tile_n).ceil();
+        let shared = problem.lengths.mean_q() as f64 * (2.0 * (hd + hdv) + 4.0 * hd);
+        let n_tiles = (problem.lengths.mean_k() as f64 / tile_n).ceil().max(1.0);
         let all_parts = (problem.lengths.sequences() * problem.heads_kv * parts) as f64;
         let in_step = (self.slots / n_tiles).min(all_parts).max(1.0) * shared;
         // Tiles of unequal lengths drift apart over the heads: under a causal mask over half of them on
@@ -153,7 +154,7 @@ impl Model<'_> {
         if parts == 1 {
             return Split { parts, added: 0.0, sums: 0.0, missed };
         }
-        let keys = (problem.lengths.sequences() * problem.heads_kv * problem.lengths.max_k()) as f64;
+        let keys = problem.heads_kv as f64 * problem.lengths.reach_k() as f64;
         Split { parts, added: tile_n * (hd + hdv) * 4.0, sums: keys * (hd + hdv) * 4.0, missed }
     }
 

@@ -1,7 +1,7 @@
 //! The part of the model that all kernels share: the resources that a step keeps busy, and how steps add up
 //! to a launch.
 
-use fa_core::{ArchLimits, Problem};
+use fa_core::{ArchLimits, Problem, ScoreKind};
 use serde::Serialize;
 
 use super::constants::CostConstants;
@@ -202,6 +202,15 @@ pub(crate) fn overlap<const N: usize>(terms: [f64; N], p: f64) -> f64 {
 /// Clocks per score on the softmax pipes of an SM: special-function results and f32 instructions.
 pub(crate) fn softmax_clocks(limits: &ArchLimits, mufu: f64, ops: f64) -> f64 {
     mufu / limits.mufu + ops / f32_lanes(limits)
+}
+
+/// f32 instructions per element of ALiBi: the distance from the diagonal, and slope times it.
+const ALIBI_OPS: f64 = 2.0;
+
+/// Special-function results and f32 instructions per element that the changes of scores add to a forward.
+pub(crate) fn score_costs(score: ScoreKind, c: &CostConstants) -> (f64, f64) {
+    let (mufu, ops) = if score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    (mufu, ops + if score.alibi { ALIBI_OPS } else { 0.0 })
 }
 
 /// f32 instructions per clock of an SM.

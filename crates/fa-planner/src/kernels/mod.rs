@@ -19,13 +19,22 @@ const SPLIT_TILES: usize = 512;
 
 /// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
 /// tile's keys (`split`): with and without where there are few tiles of more than one step.
+///
+/// Where a sequence's queries fit a tile and its keys are counted on the device (decode), splits come first
+/// and win ties: at any time one sequence may have most of the keys, and only splits then keep the SMs busy.
 fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &'static [bool] {
     let lengths = &problem.lengths;
     let group = if packed { problem.group_size().max(1) } else { 1 };
-    let blocks = lengths.mean_q().saturating_mul(group).div_ceil(tile_m.max(1) as usize);
+    let blocks = |queries: usize| queries.saturating_mul(group).div_ceil(tile_m.max(1) as usize);
     let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
-    let few = blocks.saturating_mul(heads) <= SPLIT_TILES;
-    if few && lengths.max_k() > tile_n as usize { &[false, true] } else { &[false] }
+    let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);
+    if steps <= 1 || blocks(lengths.mean_q()).saturating_mul(heads) > SPLIT_TILES {
+        &[false]
+    } else if !lengths.k().is_uniform() && blocks(lengths.max_q()) == 1 {
+        &[true, false]
+    } else {
+        &[false, true]
+    }
 }
 
 /// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it

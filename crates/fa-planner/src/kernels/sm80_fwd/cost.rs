@@ -4,7 +4,9 @@
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::core::{
+    Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
+};
 use crate::cost::schedule::{Queue, Work};
 use crate::occupancy::{Occupancy, WARP};
 
@@ -60,7 +62,7 @@ fn model(
     let writes = tile_n * (hd + hdv) * bytes;
     let smem = resident * (reads * conflict * loads + writes) / limits.smem_bytes;
 
-    let (cap_mufu, cap_ops) = if spec.score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = score_costs(spec.score, c);
     let mut ops = c.sm80_softmax_ops + c.sm80_rescale * hdv / tile_n + cap_ops;
     ops += if k.exp2 { 0.0 } else { c.exp_ops };
     ops += if k.fast_math { 0.0 } else { c.denormal_ops };

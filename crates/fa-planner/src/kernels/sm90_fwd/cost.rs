@@ -5,7 +5,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, softmax_clocks};
+use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, score_costs, softmax_clocks};
 use crate::cost::schedule::{Queue, Work};
 
 use super::account::accumulators;
@@ -22,6 +22,20 @@ pub(crate) fn predict(
 ) -> Cost {
     let model = model(problem, spec, kernel, limits, constants);
     evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, &model, limits, constants)
+}
+
+/// Clocks of TMA for a box, however small. An assumption until small pages are measured.
+const BOX_CLOCKS: f64 = 16.0;
+
+/// TMA boxes of a step: panels of K and V, for keys in pages times the parts of pages that a tile is made of.
+fn boxes(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Fwd) -> f64 {
+    let panels = spec.head_dim.div_ceil(64) + spec.head_dim_v.div_ceil(64);
+    let parts = problem.lengths.page().map_or(1, |page| {
+        let tile_n = kernel.tile_n as usize;
+        let fits = |rows: &usize| tile_n.is_multiple_of(*rows) && page.is_multiple_of(*rows);
+        tile_n / (1..=tile_n).rev().find(fits).unwrap_or(1)
+    });
+    f64::from(panels) * parts as f64
 }
 
 fn model(
@@ -46,7 +60,7 @@ fn model(
     let poly = f64::from(k.exp_poly_of_16) / 16.0;
     let lazy = k.rescale_threshold > 0;
     let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
-    let (cap_mufu, cap_ops) = if spec.score.softcap { (1.0, c.softcap_ops) } else { (0.0, 0.0) };
+    let (cap_mufu, cap_ops) = score_costs(spec.score, c);
     let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);
 
@@ -58,6 +72,8 @@ fn model(
     let accumulators = accumulators(spec, k);
     let masked = spec.mask != MaskKind::Full;
     let soft = c.sm90_soft_regs[group] - if masked && k.num_wg < 3 { c.sm90_mask_regs } else { 0 };
+    // TMA takes the boxes of a step one after another, whatever else the step does.
+    let copies = boxes(problem, spec, k) * BOX_CLOCKS;
     let strain = 1.0 + c.sm90_strain * f64::from(accumulators.saturating_sub(soft));
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
     let hidden = overlap([products, exp], exponent);
@@ -84,7 +100,7 @@ fn model(
         tensor,
         exp,
         smem,
-        step: hidden * strain * busy + exposed,
+        step: (hidden * strain * busy + exposed).max(copies),
         mask: scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
         // Nothing hides the first step's S and the last step's P V.

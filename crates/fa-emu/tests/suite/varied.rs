@@ -1,0 +1,83 @@
+//! The SM90 forward on lengths that the device knows, on pages, and with keys divided among CTAs: the batches
+//! and shapes of the sweep, with all checks on.
+
+use fa_core::{Arch, KernelSpec};
+use fa_emu::sweep::{SEEDS, cases};
+use fa_emu::{Options, Trial};
+use fa_kernels::Headers;
+
+use crate::emulator;
+
+/// Two warpgroups that take turns, tiles drawn from a counter.
+const PREFILL: &str = "tile_m: 128, tile_n: 128, num_wg: 2, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
+                       kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, \
+                       cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: false";
+
+/// Tiles of keys that some warpgroups skip, P through shared memory.
+const NARROW: &str = "tile_m: 128, tile_n: 64, num_wg: 2, pv_is_rs: false, overlap_wg: false, q_stages: 2, \
+                      kv_stages: 2, ping_pong: false, scheduler: PerTile, tile_order: LongestFirst, \
+                      cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, pack_gqa: true";
+
+/// One warpgroup, the heads of a group in its rows.
+const DECODE: &str = "tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap_wg: true, q_stages: 1, \
+                      kv_stages: 4, ping_pong: false, scheduler: Static, tile_order: Natural, cluster_m: 1, \
+                      exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true";
+
+/// All cases of a kernel on so many SMs, the first `count` of them under every seed, the others under one.
+fn check(test: &str, mask: &str, flags: &str, kernel: &str, (sms, count): (u32, usize)) {
+    let Some(emulator) = emulator(test) else { return };
+    let text = format!(
+        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, {flags}, kernel: Sm90Fwd(({kernel})))"
+    );
+    let spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let unit =
+        emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap_or_else(|error| panic!("{error}"));
+    let mut launched = Vec::new();
+    for (number, case) in cases(&spec).iter().enumerate() {
+        let trial = Trial::with(&case.problem, spec.kernel.pass(), case.placing, &case.extras);
+        let seeds = if number < count { &SEEDS[..] } else { &SEEDS[2..] };
+        for &seed in seeds {
+            let proof = trial.run(&unit, &Options { sms, ..Options::seed(seed) }).unwrap();
+            let faults = proof.faults();
+            assert!(faults.is_empty(), "{:?}, seed {seed}:\n{}", case.problem, faults.join("\n"));
+            launched.extend(proof.outcome.launches.iter().map(|launch| launch.entry.clone()));
+        }
+    }
+    for (entry, is_expected) in [("fa_plan", spec.reads.varied), ("fa_combine", spec.split)] {
+        assert_eq!(launched.iter().any(|own| own == entry), is_expected, "{entry}");
+    }
+}
+
+#[test]
+fn packed_sequences() {
+    check("packed_sequences", "causal", "softcap: false, varied: true", PREFILL, (2, 1));
+}
+
+#[test]
+fn packed_sequences_with_packed_heads_and_skipped_tiles() {
+    let test = "packed_sequences_with_packed_heads_and_skipped_tiles";
+    check(test, "causal", "softcap: false, varied: true, alibi: true, sinks: true", NARROW, (2, 0));
+}
+
+#[test]
+fn pages() {
+    check("pages", "causal", "softcap: false, varied: true, paged: true", PREFILL, (2, 1));
+}
+
+#[test]
+fn divided_keys_of_equal_lengths() {
+    let test = "divided_keys_of_equal_lengths";
+    check(test, "full", "softcap: false, sinks: true, split: true", DECODE, (32, 0));
+}
+
+#[test]
+fn divided_keys_of_packed_sequences() {
+    let test = "divided_keys_of_packed_sequences";
+    check(test, "causal", "softcap: false, varied: true, sinks: true, split: true", DECODE, (8, 1));
+}
+
+#[test]
+fn divided_keys_in_pages_behind_a_window() {
+    let test = "divided_keys_in_pages_behind_a_window";
+    check(test, "window", "softcap: true, varied: true, paged: true, split: true", DECODE, (8, 0));
+}
