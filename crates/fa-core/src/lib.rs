@@ -33,6 +33,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+pub mod append;
 pub mod arch;
 pub mod dtype;
 pub mod family;
@@ -46,6 +47,7 @@ pub mod spec;
 pub mod swizzle;
 pub mod tensor;
 
+pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
 pub use dtype::{Dtype, Types};
 pub use family::Family;

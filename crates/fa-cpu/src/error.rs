@@ -1,6 +1,6 @@
 //! What the CPU implementations refuse.
 
-use fa_core::{Dtype, ProblemError};
+use fa_core::{AppendError, Dtype, ProblemError};
 
 /// Why an attention call was refused. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -8,6 +8,9 @@ pub enum CpuError {
     /// The problem itself is not valid.
     #[error(transparent)]
     Problem(#[from] ProblemError),
+    /// What is to be appended is not valid.
+    #[error(transparent)]
+    Append(#[from] AppendError),
     /// A tensor's shape is not what the problem says.
     #[error("{tensor} is [batch, seqlen, heads, dim] = {got:?}, the problem needs {need:?}")]
     Shape {

@@ -6,6 +6,7 @@
 //!   else.
 //! - [`compare`]: how far an output is from the oracle, and whether that is within tolerance.
 //! - [`grid`]: the shapes, head dims and heads that an implementation is to be tried on.
+//! - [`mod@append`]: new keys and values for a cache, with rotary embedding.
 //! - [`threads`]: how many are of use.
 //! - [`softmax`], [`merge`]: the online softmax of one row; results over parts of the keys combined into one.
 //!
@@ -39,6 +40,7 @@
 //! # Ok::<(), fa_cpu::CpuError>(())
 //! ```
 
+pub mod append;
 pub mod batch;
 pub mod check;
 pub mod compare;
@@ -56,6 +58,7 @@ pub mod threads;
 pub mod tiled;
 pub mod view;
 
+pub use append::{AppendExtras, AppendTensors, Table};
 pub use element::Element;
 pub use error::CpuError;
 pub use extras::Extras;

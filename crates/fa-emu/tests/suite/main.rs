@@ -3,10 +3,13 @@
 
 mod deterministic;
 mod faults;
+mod mods;
 mod shipped;
 mod subjects;
 mod values;
 mod varied;
+mod varied_faults;
+mod varied_sm80;
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -5,10 +5,12 @@
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/paged_copy.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/softmax.cuh"
+#include "attn/split.cuh"
 #include "attn/tensor_view.cuh"
 #include "attn/visibility.cuh"
 #include "config.cuh"
@@ -194,20 +196,31 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const u32 smem = smem_address(shared_memory<Smem>().bytes);
     const u32 smem_q = smem + Smem::kQ;
 
-    const Tile tile = tile_at<T::kOrder>(params, cta_index(), params.shape.heads_q);
+    const int heads = params.shape.heads_q;
+    // The grid has room for the most tiles that sequences of unknown lengths may have.
+    if constexpr (C.varied) {
+        if (cta_index() >= work_tiles<true>(params)) return;
+    }
+    const WorkTile tile = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index(), heads);
     const int kv_head = tile.head / params.shape.group_size;
-    const Seqlen<> seqlen(params.shape, tile.batch);
-    const Visibility<C.mask> visible{params.shape, seqlen};
+    const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
+    const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
     const int first_query = tile.m_block * C.tile_m;
     const int last_query = min(first_query + C.tile_m, seqlen.q()) - 1;
-    const BlockRange range = key_blocks<C.tile_n>(visible, first_query, last_query);
+    const BlockRange all = key_blocks<C.tile_n>(visible, first_query, last_query);
+    BlockRange range = all;
+    if constexpr (C.split) range = part_of(all, tile.split, tile.splits);
 
     const int warp_row = thread_index() / 32 * T::kWarpRows;  // the warp's first row within the tile
 
     if (range.empty()) {
         for (int f = 0; f < T::kFragments; ++f) {
-            const int row = first_query + sm80::own_row<C>(thread_index()) + 16 * f;
-            store_nothing_seen<false, C.sinks>(params, seqlen, row, tile.head, tile.batch);
+            const int row = sm80::own_row<C>(thread_index()) + 16 * f;
+            if (C.split && tile.splits > 1) {
+                store_nothing_partial<false>(params, seqlen, first_query + row, row, tile, heads);
+            } else {
+                store_nothing_seen<false, C.sinks>(params, seqlen, first_query + row, tile.head, tile.batch);
+            }
         }
         return;
     }
@@ -231,12 +244,13 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- Copies ---------------------------------------------------------------------------------
 
-    const TileCopy<typename T::Q, T::kThreads> copy_q{view(params.q).row(tile.batch, 0, tile.head),
-                                                      params.q.strides.seq, params.shape.head_dim};
-    const TileCopy<typename T::K, T::kThreads> copy_k{view(params.k).row(tile.batch, 0, kv_head),
-                                                      params.k.strides.seq, params.shape.head_dim};
-    const TileCopy<typename T::V, T::kThreads> copy_v{view(params.v).row(tile.batch, 0, kv_head),
-                                                      params.v.strides.seq, params.shape.head_dim_v};
+    const TileCopy<typename T::Q, T::kThreads> copy_q{
+        view(params.q).row(tile.batch, seqlen.q_offset(), tile.head), params.q.strides.seq,
+        params.shape.head_dim};
+    using CopyK = KeyCopy<C.paged, typename T::K, T::kThreads>;
+    using CopyV = KeyCopy<C.paged, typename T::V, T::kThreads>;
+    const auto copy_k = CopyK::of(params, params.k, seqlen, tile.batch, kv_head, params.shape.head_dim);
+    const auto copy_v = CopyV::of(params, params.v, seqlen, tile.batch, kv_head, params.shape.head_dim_v);
     auto stage_k = [&](int stage) { return smem + Smem::kK + stage * T::K::kBytes; };
     auto stage_v = [&](int stage) { return smem + Smem::kV + stage * T::V::kBytes; };
     // Only the first tile of keys, the sequence's last, may run past the end.
@@ -395,14 +409,22 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // ---- Epilogue -------------------------------------------------------------------------------
 
     // The work tile is computed a second time: the main loop has no registers to keep it in.
-    const Tile output = tile_at<T::kOrder>(params, cta_index_volatile(), params.shape.heads_q);
-    const int query = output.m_block * C.tile_m + sm80::own_row<C>(thread_index_volatile());
+    const WorkTile output = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index_volatile(), heads);
+    const auto output_len = Seqlen<C.varied>::of(params, output.batch);
+    const int first_row = sm80::own_row<C>(thread_index_volatile());
+    const int query = output.m_block * C.tile_m + first_row;
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
-        finish_rows<false, C.sinks>(params, rows[f], query + 16 * f, output.head, factor, lse);
-        store_output<C.dtype, false>(params, seqlen, o[f], factor, lse, query + 16 * f, output.head,
-                                     output.batch);
+        if (C.split && output.splits > 1) {
+            rows[f].finish(factor, lse);
+            store_partial<false>(params, output_len, o[f], factor, lse, query + 16 * f, first_row + 16 * f,
+                                 output, heads);
+        } else {
+            finish_rows<false, C.sinks>(params, rows[f], query + 16 * f, output.head, factor, lse);
+            store_output<C.dtype, false>(params, output_len, o[f], factor, lse, query + 16 * f, output.head,
+                                         output.batch);
+        }
     }
 }
 

@@ -1,0 +1,301 @@
+//! New keys and values for a cache, and rotary embedding of keys and queries: what is appended, as data.
+//!
+//! Row `t` of a sequence's new keys goes to position `len + t` of its cache, where `len` is the cache's
+//! length before (`used_k`, i32 `[batch]`, on the device for a GPU). With rotary embedding K is turned by
+//! that position on its way, and Q by the positions of its rows. Rows that have no place (beyond the cache's
+//! room, in a page that does not exist, at a position beyond the tables) are left out and counted.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Dtype, Side, SideRows};
+
+/// What is appended, and how it is turned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Append {
+    /// Sequences.
+    pub sequences: usize,
+    /// Rows of new keys and values, `[batch, rows, heads_kv, dim]` or packed.
+    pub new: Side,
+    /// The cache: `[batch, room, heads_kv, dim]`, or pages. Its lengths are on the device.
+    pub cache: Side,
+    /// Heads of K and V.
+    pub heads_kv: usize,
+    /// Elements of a key (and a query), a multiple of 8.
+    pub head_dim: usize,
+    /// Elements of a value, a multiple of 8.
+    pub head_dim_v: usize,
+    /// Type of all of them: f16 or bf16.
+    pub dtype: Dtype,
+    /// How keys and queries are turned; `None` for not at all.
+    pub rotary: Option<Rotary>,
+}
+
+/// Rotary embedding: element pairs of the first `dim` elements of a row are turned by the angle of the row's
+/// position, whose cosine and sine are in tables `[positions, dim / 2]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rotary {
+    /// Elements that are turned: a multiple of 16 up to the head dim; those after them stay.
+    pub dim: usize,
+    /// Which elements are a pair.
+    pub pairs: RotaryPairs,
+    /// Rows of the tables.
+    pub positions: usize,
+    /// Type of the tables: f32, or that of the tensors.
+    pub table: Dtype,
+    /// Queries that are turned as well; `None` for keys alone.
+    pub queries: Option<RotaryQueries>,
+}
+
+/// Which elements rotary embedding turns together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RotaryPairs {
+    /// `i` and `i + dim / 2` (GPT-NeoX, Llama).
+    Halves,
+    /// `2 i` and `2 i + 1` (GPT-J).
+    Neighbours,
+}
+
+/// Queries that rotary embedding turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RotaryQueries {
+    /// Their rows, `[batch, rows, heads, head_dim]` or packed.
+    pub rows: Side,
+    /// Query heads.
+    pub heads: usize,
+    /// Their positions.
+    pub positions: QueryPositions,
+}
+
+/// At which position a query is turned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QueryPositions {
+    /// Row `i` at `len + i`, as the new keys: what causal and windowed attention needs.
+    Following,
+    /// All at `len`.
+    Same,
+}
+
+/// Why an append is not valid.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum AppendError {
+    /// A number is not what it must be.
+    #[error("{name} = {value}: must be {need}")]
+    BadValue {
+        /// The field.
+        name: &'static str,
+        /// Its value.
+        value: usize,
+        /// What it must be.
+        need: String,
+    },
+    /// A type that nothing is appended in.
+    #[error("{name} is {dtype}: must be {need}")]
+    Dtype {
+        /// The field.
+        name: &'static str,
+        /// Its type.
+        dtype: Dtype,
+        /// What it must be.
+        need: String,
+    },
+    /// Rows that lie where they cannot.
+    #[error("{name} is {rows}: {need}")]
+    Rows {
+        /// The side.
+        name: &'static str,
+        /// How its rows lie.
+        rows: &'static str,
+        /// How they must.
+        need: &'static str,
+    },
+}
+
+/// Elements of 16 bytes, of which every copy is.
+const CHUNK: usize = 8;
+
+/// Elements of two halves' chunks.
+const ROTARY_CHUNK: usize = 16;
+
+/// Counts are 32-bit integers on the device, with room for sums.
+const MAX_COUNT: usize = 1 << 30;
+
+fn multiple(name: &'static str, value: usize, of: usize, most: usize) -> Result<(), AppendError> {
+    if value > 0 && value.is_multiple_of(of) && value <= most {
+        return Ok(());
+    }
+    Err(AppendError::BadValue { name, value, need: format!("a multiple of {of} from {of} to {most}") })
+}
+
+fn name_of(rows: &SideRows) -> &'static str {
+    match rows {
+        SideRows::Padded { .. } => "padded",
+        SideRows::Packed { .. } => "packed",
+        SideRows::Paged { .. } => "in pages",
+    }
+}
+
+impl Append {
+    /// Checks types, head dims, the rotary embedding and where rows lie.
+    ///
+    /// # Errors
+    /// The first [`AppendError`] found.
+    pub fn check(&self) -> Result<(), AppendError> {
+        if !self.dtype.is_half() {
+            return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need: "f16 or bf16".into() });
+        }
+        multiple("head_dim", self.head_dim, CHUNK, 1 << 16)?;
+        multiple("head_dim_v", self.head_dim_v, CHUNK, 1 << 16)?;
+        if self.heads_kv == 0 {
+            return Err(AppendError::BadValue { name: "heads_kv", value: 0, need: "at least 1".into() });
+        }
+        match self.cache.rows {
+            SideRows::Packed { .. } => {
+                let need = "a cache needs room behind each sequence: padded, or in pages";
+                return Err(AppendError::Rows { name: "cache", rows: "packed", need });
+            }
+            SideRows::Paged { page: 0, .. } => {
+                return Err(AppendError::BadValue { name: "page", value: 0, need: "at least 1".into() });
+            }
+            SideRows::Paged { .. } | SideRows::Padded { .. } => {}
+        }
+        let mut sides = vec![("new", self.new)];
+        if let Some(rotary) = &self.rotary {
+            multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)?;
+            if rotary.table != Dtype::F32 && rotary.table != self.dtype {
+                let need = format!("f32 or {}", self.dtype);
+                return Err(AppendError::Dtype { name: "rotary.table", dtype: rotary.table, need });
+            }
+            if let Some(queries) = &rotary.queries {
+                sides.push(("queries", queries.rows));
+                if queries.heads == 0 {
+                    let need = "at least 1".into();
+                    return Err(AppendError::BadValue { name: "queries.heads", value: 0, need });
+                }
+            }
+        }
+        for (name, side) in &sides {
+            if let rows @ SideRows::Paged { .. } = side.rows {
+                let need = "rows that are read must be padded or packed";
+                return Err(AppendError::Rows { name, rows: name_of(&rows), need });
+            }
+        }
+        let rotary = self.rotary.map_or(0, |rotary| rotary.positions);
+        let queries = self.queries();
+        for (name, value) in [
+            ("sequences", self.sequences),
+            ("rows of new keys", self.new.total(self.sequences)),
+            ("rows of queries", queries.map_or(0, |queries| queries.rows.total(self.sequences))),
+            ("room of the cache", self.cache.max()),
+            ("positions of the tables", rotary),
+            ("entries of the page table", self.sequences.saturating_mul(self.table_columns())),
+        ] {
+            if value > MAX_COUNT {
+                return Err(AppendError::BadValue { name, value, need: format!("at most {MAX_COUNT}") });
+            }
+        }
+        Ok(())
+    }
+
+    /// The queries that are turned.
+    pub fn queries(&self) -> Option<RotaryQueries> {
+        self.rotary.and_then(|rotary| rotary.queries)
+    }
+
+    /// Entries of a sequence's row of the page table; 0 without pages.
+    pub fn table_columns(&self) -> usize {
+        match self.cache.rows {
+            SideRows::Paged { page, max, .. } if page > 0 => max.div_ceil(page),
+            _ => 0,
+        }
+    }
+
+    /// `[batch, rows, heads, dim]` of a tensor of new keys (`dim` elements a row).
+    pub fn new_shape(&self, dim: usize) -> [usize; 4] {
+        let [batch, rows] = outer(self.new, self.sequences);
+        [batch, rows, self.heads_kv, dim]
+    }
+
+    /// The same of the cache: `[batch, room, heads, dim]` or `[pages, page, heads, dim]`.
+    pub fn cache_shape(&self, dim: usize) -> [usize; 4] {
+        let [batch, rows] = outer(self.cache, self.sequences);
+        [batch, rows, self.heads_kv, dim]
+    }
+
+    /// The same of the queries; nothing where none are turned.
+    pub fn query_shape(&self) -> [usize; 4] {
+        let Some(queries) = self.queries() else { return [0; 4] };
+        let [batch, rows] = outer(queries.rows, self.sequences);
+        [batch, rows, queries.heads, self.head_dim]
+    }
+}
+
+fn outer(side: Side, sequences: usize) -> [usize; 2] {
+    match side.rows {
+        SideRows::Padded { len } => [sequences, len],
+        SideRows::Packed { total, .. } => [1, total],
+        SideRows::Paged { page, pages, .. } => [pages, page],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn append() -> Append {
+        let queries =
+            RotaryQueries { rows: Side::packed(9, 4), heads: 8, positions: QueryPositions::Following };
+        Append {
+            sequences: 3,
+            new: Side::packed(9, 4),
+            cache: Side::paged(16, 20, 100),
+            heads_kv: 2,
+            head_dim: 128,
+            head_dim_v: 64,
+            dtype: Dtype::Bf16,
+            rotary: Some(Rotary {
+                dim: 64,
+                pairs: RotaryPairs::Halves,
+                positions: 4096,
+                table: Dtype::F32,
+                queries: Some(queries),
+            }),
+        }
+    }
+
+    #[test]
+    fn shapes_follow_the_rows() {
+        let append = append();
+        append.check().unwrap();
+        assert_eq!(append.new_shape(128), [1, 9, 2, 128]);
+        assert_eq!(append.cache_shape(64), [20, 16, 2, 64]);
+        assert_eq!((append.query_shape(), append.table_columns()), ([1, 9, 8, 128], 7));
+        let padded = Append { new: Side::padded(5), cache: Side::padded(64), rotary: None, ..append };
+        assert_eq!((padded.new_shape(64), padded.cache_shape(64)), ([3, 5, 2, 64], [3, 64, 2, 64]));
+        assert_eq!((padded.query_shape(), padded.table_columns()), ([0; 4], 0));
+    }
+
+    #[test]
+    fn refusals_name_field_value_and_what_works() {
+        let good = append();
+        let rotary = good.rotary.unwrap();
+        let refused = |append: Append, part: &str| {
+            let text = append.check().expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not say {part}");
+        };
+        refused(Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16");
+        refused(Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8");
+        refused(Append { cache: Side::packed(100, 100), ..good }, "a cache needs room");
+        refused(Append { new: Side::paged(16, 4, 16), ..good }, "new is in pages");
+        refused(
+            Append { rotary: Some(Rotary { dim: 24, ..rotary }), ..good },
+            "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
+        );
+        refused(
+            Append { rotary: Some(Rotary { table: Dtype::F16, ..rotary }), ..good },
+            "rotary.table is f16: must be f32 or bf16",
+        );
+        refused(Append { new: Side::packed(1 << 31, 4), ..good }, "rows of new keys");
+    }
+}
