@@ -69,7 +69,7 @@ Finding& report(const char* kind, const std::string& text) {
     if (machine->findings.size() >= kMaxFindings)
         return ++machine->findings.back().count, machine->findings.back();
     const int cta = current ? int(current->cta->index) : -1, thread = current ? current->id : -1;
-    machine->findings.push_back({kind, text, cta, thread, 1, std::move(stack), {}});
+    machine->findings.push_back({kind, text, cta, thread, 1, std::move(stack), {}, machine->launch.name});
     return machine->findings.back();
 }
 
@@ -111,7 +111,7 @@ std::string json(const Finding& found) {
     std::string out =
         "{\"kind\":" + quoted(found.kind) + ",\"text\":" + quoted(found.text) +
         ",\"cta\":" + std::to_string(found.cta) + ",\"thread\":" + std::to_string(found.thread) +
-        ",\"count\":" + std::to_string(found.count) + ",\"stack\":" + json(found.stack) + ",\"others\":[";
+        ",\"entry\":" + quoted(found.entry) + ",\"count\":" + std::to_string(found.count) + ",\"stack\":" + json(found.stack) + ",\"others\":[";
     for (size_t i = 0; i < found.others.size(); ++i) {
         const Party& party = found.others[i];
         out += std::string(i ? "," : "") + "{\"who\":" + quoted(party.who) +

@@ -23,6 +23,7 @@ struct Finding {
     u64 count;
     Stack stack;
     std::vector<Party> others;
+    std::string entry;  // of the launch
 };
 
 // Adds a finding of the thread that runs, or counts it where the same was found at the same instruction

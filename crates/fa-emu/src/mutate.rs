@@ -17,6 +17,7 @@ const SYNCHRONISING: &[&str] = &[
     "acquire",
     "add_dq",
     "advance",
+    "announce",
     "announce_dq",
     "await_turn",
     "bulk_commit",
@@ -58,6 +59,7 @@ const SYNCHRONISING: &[&str] = &[
     "skip_v",
     "step_barrier",
     "wait",
+    "wait_empty",
     "wait_dq_free",
     "wait_for_turn",
     "wait_full",
@@ -195,7 +197,7 @@ pub fn noticed(
         };
         let trial = trials.get(&subject.case, &subject.spec);
         for seed in SEEDS {
-            let options = Options { step_limit: STEP_LIMIT, ..Options::seed(seed) };
+            let options = Options { step_limit: STEP_LIMIT, ..Options::of(&subject.spec, seed) };
             let faults = trial.run(&unit, &options)?.faults();
             if let Some(fault) = faults.first() {
                 return Ok(Some(fault.lines().next().unwrap_or_default().to_owned()));

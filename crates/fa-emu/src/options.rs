@@ -1,5 +1,7 @@
 //! How a pass is scheduled and what is checked.
 
+use fa_core::KernelSpec;
+
 /// Told how many CTAs of how many are done.
 pub type Progress<'a> = &'a (dyn Fn(u32, u32) + 'a);
 
@@ -43,6 +45,17 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
+    /// [`Options::seed`] with the SMs that a kernel of `spec` is tried on: keys are divided where there are
+    /// SMs without work.
+    pub fn of(spec: &KernelSpec, seed: u64) -> Options<'static> {
+        Options { sms: Options::sms_of(spec), ..Options::seed(seed) }
+    }
+
+    /// SMs that a kernel of `spec` is tried on.
+    pub fn sms_of(spec: &KernelSpec) -> u32 {
+        if spec.split { 64 } else { 2 }
+    }
+
     /// All checks, two SMs, two CTAs at a time. Seed 0 is eager, 1 lazy, all others draw.
     pub fn seed(seed: u64) -> Options<'static> {
         let pace = match seed {

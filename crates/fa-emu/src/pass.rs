@@ -144,15 +144,19 @@ impl Unit {
             };
             frames.filter(own).cloned().collect()
         };
-        let party = |party: RawParty| Party {
-            who: self.name_buffers(&party.who),
+        // The planner's buffers are the main kernel's.
+        let named = |entry: &str, text: String| {
+            if entry == fa_kernels::ENTRY { self.name_buffers(&text) } else { text }
+        };
+        let party = |entry: &str, party: RawParty| Party {
+            who: named(entry, party.who),
             threads: party.threads,
             stack: stack(&party.stack),
         };
         let mut findings: Vec<Finding> = Vec::new();
         for raw in raw.findings {
-            let (own, others): (_, Vec<Party>) =
-                (stack(&raw.stack), raw.others.into_iter().map(party).collect());
+            let others = raw.others.into_iter().map(|other| party(&raw.entry, other));
+            let (own, others): (_, Vec<Party>) = (stack(&raw.stack), others.collect());
             // Lanes in two copies of one line, as compilers make them, have not diverged.
             let kind = match raw.kind.strip_suffix('?') {
                 Some(_) if others.iter().all(|other| same_line(&other.stack, &own)) => continue,
@@ -165,7 +169,7 @@ impl Unit {
                 Some(known) => known.count += raw.count,
                 None => findings.push(Finding {
                     kind,
-                    text: self.name_buffers(&raw.text),
+                    text: named(&raw.entry, raw.text),
                     cta: u32::try_from(raw.cta).ok(),
                     thread: u32::try_from(raw.thread).ok(),
                     count: raw.count,
@@ -314,6 +318,7 @@ struct RawParty {
 struct RawFinding {
     kind: String,
     text: String,
+    entry: String,
     cta: i64,
     thread: i64,
     count: u64,

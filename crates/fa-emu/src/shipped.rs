@@ -43,7 +43,7 @@ pub fn shipped() -> Result<Vec<Candidate>, (&'static str, SpecError)> {
 }
 
 /// The forms of a kernel that there is device code for, by name.
-fn forms(spec: &KernelSpec) -> Vec<(&'static str, KernelSpec)> {
+pub(crate) fn forms(spec: &KernelSpec) -> Vec<(&'static str, KernelSpec)> {
     // varied, paged, split, slopes and sinks
     let all = [
         ("varlen", [true, false, false, false]),

@@ -3,9 +3,11 @@
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 
+use crate::case::{Case, problem};
+use crate::extras::{Batch, Lie};
 use crate::mutate::Subject;
 use crate::proof::Placing;
-use crate::sweep::Case;
+use crate::shipped::forms;
 
 /// Kernel parameters, head dim and mask, and `(queries, query heads, K/V heads)`.
 type Texts = &'static [(&'static str, (u32, &'static str), (usize, usize, usize))];
@@ -132,9 +134,28 @@ pub fn subjects() -> Vec<(&'static str, Vec<Subject>)> {
     [("sm80_fwd", SM80_FWD), ("sm90_fwd", SM90_FWD), ("sm80_bwd", SM80_BWD), ("sm90_bwd", SM90_BWD)]
         .into_iter()
         .map(|(name, texts)| {
-            (name, texts.iter().map(|(kernel, kind, lengths)| subject(kernel, *kind, *lengths)).collect())
+            let of_text = texts.iter().map(|(kernel, kind, lengths)| subject(kernel, *kind, *lengths));
+            let mut subjects: Vec<Subject> = of_text.collect();
+            let last_form = forms(&subjects[0].spec).pop();
+            subjects.extend(last_form.map(|(_, spec)| varied(spec)));
+            (name, subjects)
         })
         .collect()
+}
+
+/// A form that reads lengths, pages, slopes and sinks, and shares keys, as far as its kernel does.
+fn varied(spec: KernelSpec) -> Subject {
+    let sequences = vec![(300, 300), (77, 140), (0, 9), (1, 600), (40, 0), (129, 129)];
+    let k = if spec.reads.paged { Lie::Paged(16) } else { Lie::Packed };
+    let batch = Batch { sequences, q: Lie::Packed, k, slack: 5 };
+    let lengths = if spec.reads.varied { batch.lengths() } else { Lengths::uniform(1, 300, 300) };
+    let problem = problem(&spec, lengths, (2, 1));
+    let case = if spec.reads.varied {
+        Case { problem, placing: Placing::PACKED, extras: batch.extras(&problem) }
+    } else {
+        Case::of(&problem, Placing::PACKED)
+    };
+    Subject { spec, arch: Arch::Sm90, case }
 }
 
 fn subject(

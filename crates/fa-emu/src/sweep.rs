@@ -97,7 +97,7 @@ pub fn sweep(unit: &Unit, cases: &[Case], seeds: &[u64], trials: &Trials) -> Res
         let trial = trials.get(case, unit.spec());
         let mut bits: Option<String> = None;
         for &seed in seeds {
-            let proof = trial.run(unit, &Options::seed(seed))?;
+            let proof = trial.run(unit, &Options::of(unit.spec(), seed))?;
             verdict.runs += 1;
             let mut faults = proof.faults();
             if faults.is_empty() && seed == seeds[0] {
@@ -126,7 +126,7 @@ pub fn sweep(unit: &Unit, cases: &[Case], seeds: &[u64], trials: &Trials) -> Res
 /// What the main kernel did that the planner does not count on.
 fn beside_the_plan(unit: &Unit, problem: &Problem, proof: &Proof) -> Vec<String> {
     let spec = unit.spec();
-    let sms = Options::seed(0).sms;
+    let sms = Options::sms_of(spec);
     let Some(planned) = Planned::of(spec, problem, unit.arch(), sms) else { return Vec::new() };
     let main = proof.outcome.launches.iter().find(|launch| launch.entry == fa_kernels::ENTRY);
     main.map_or_else(Vec::new, |launch| planned.faults(spec, &launch.counters))

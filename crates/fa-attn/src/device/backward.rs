@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fa_core::{Strides, TensorLayout};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
-use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs, RawExtras};
+use fa_kernels::{Backward, BackwardArgs, Error, RawBackwardArgs};
 
 use super::forward::{DeviceForward, capture};
 use super::half::Half;
@@ -135,9 +135,9 @@ impl<T: Half> DeviceBackward<T> {
             dk: self.dk.raw(stream),
             dv: self.dv.raw(stream),
             workspace: self.workspace.device_ptr_mut(stream).0,
-            extras: RawExtras {
-                dsinks: self.dsinks.as_mut().map(|dsinks| dsinks.device_ptr_mut(stream).0),
-                ..forward.extras.raw(stream)
+            extras: {
+                let dsinks = self.dsinks.as_mut().map(|dsinks| dsinks.device_ptr_mut(stream).0);
+                forward.extras.backward_raw(dsinks, stream)
             },
         }
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fa_cpu::Extras;
 use fa_kernels::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
-use fa_kernels::{Error, RawExtras};
+use fa_kernels::{Backward, Error, Forward, RawExtras};
 
 use super::tensor::doing;
 
@@ -27,6 +27,11 @@ pub struct DeviceExtras {
     pub alibi_slopes: Option<CudaSlice<f32>>,
     /// `[heads_q]`.
     pub sinks: Option<CudaSlice<f32>>,
+    /// A work plan that serves all forwards with these lengths, as [`DeviceExtras::make_plan`] makes it.
+    /// Without one, every launch makes its own.
+    pub plan: Option<CudaSlice<u8>>,
+    /// The same for backwards.
+    pub backward_plan: Option<CudaSlice<u8>>,
 }
 
 impl DeviceExtras {
@@ -43,6 +48,8 @@ impl DeviceExtras {
             page_table: copy(stream, extras.page_table)?,
             alibi_slopes: copy(stream, extras.alibi_slopes)?,
             sinks: copy(stream, extras.sinks)?,
+            plan: None,
+            backward_plan: None,
         })
     }
 
@@ -62,6 +69,32 @@ impl DeviceExtras {
         replace(stream, "sinks", &mut self.sinks, extras.sinks)
     }
 
+    /// Plans the work of `forward` for the lengths that are in device memory now: once a step, for all layers
+    /// whose kernel and problem are the same. Allocates at the first call; the launch waits for nothing.
+    /// After [`DeviceExtras::update`], plan anew. Nothing for a kernel that needs no plan.
+    ///
+    /// # Errors
+    /// As [`Forward::plan`].
+    pub fn make_plan(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        let Some(mut plan) = room(stream, self.plan.take(), forward.plan_bytes())? else { return Ok(()) };
+        let planned = forward.plan(stream, self.args(), &mut plan);
+        self.plan = Some(plan);
+        planned
+    }
+
+    /// [`DeviceExtras::make_plan`] for backwards.
+    ///
+    /// # Errors
+    /// As [`Backward::plan`].
+    pub fn make_backward_plan(&mut self, backward: &Backward, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        let Some(mut plan) = room(stream, self.backward_plan.take(), backward.plan_bytes())? else {
+            return Ok(());
+        };
+        let planned = backward.plan(stream, self.backward_args(&mut None), &mut plan);
+        self.backward_plan = Some(plan);
+        planned
+    }
+
     /// As arguments of a forward.
     pub fn args(&self) -> fa_kernels::Extras<'_> {
         fn read<T>(slice: &Option<CudaSlice<T>>) -> Option<&dyn DevicePtr<T>> {
@@ -73,21 +106,22 @@ impl DeviceExtras {
             used_q: read(&self.used_q),
             used_k: read(&self.used_k),
             page_table: read(&self.page_table),
-            page_faults: None,
-            plan: None,
             alibi_slopes: read(&self.alibi_slopes),
             sinks: read(&self.sinks),
-            ..fa_kernels::Extras::default()
+            plan: read(&self.plan),
+            page_faults: None,
+            dsinks: None,
         }
     }
 
     /// As arguments of a backward, with the gradient of the sinks.
     pub fn backward_args<'a>(&'a self, dsinks: &'a mut Option<CudaSlice<f32>>) -> fa_kernels::Extras<'a> {
         let dsinks = dsinks.as_mut().map(|slice| slice as &mut dyn DevicePtrMut<f32>);
-        fa_kernels::Extras { dsinks, ..self.args() }
+        let plan = self.backward_plan.as_ref().map(|plan| plan as &dyn DevicePtr<u8>);
+        fa_kernels::Extras { dsinks, plan, ..self.args() }
     }
 
-    /// The addresses.
+    /// The addresses, of a forward.
     pub fn raw(&self, stream: &CudaStream) -> RawExtras {
         fn at<T>(slice: &Option<CudaSlice<T>>, stream: &CudaStream) -> Option<u64> {
             slice.as_ref().map(|slice| slice.device_ptr(stream).0)
@@ -98,12 +132,31 @@ impl DeviceExtras {
             used_q: at(&self.used_q, stream),
             used_k: at(&self.used_k, stream),
             page_table: at(&self.page_table, stream),
-            page_faults: None,
-            plan: None,
             alibi_slopes: at(&self.alibi_slopes, stream),
             sinks: at(&self.sinks, stream),
-            ..RawExtras::default()
+            plan: at(&self.plan, stream),
+            page_faults: None,
+            dsinks: None,
         }
+    }
+
+    /// The addresses, of a backward.
+    pub fn backward_raw(&self, dsinks: Option<u64>, stream: &CudaStream) -> RawExtras {
+        let plan = self.backward_plan.as_ref().map(|plan| plan.device_ptr(stream).0);
+        RawExtras { plan, dsinks, ..self.raw(stream) }
+    }
+}
+
+/// Memory of `bytes` bytes: what is there, where it is long enough; none for none.
+fn room(
+    stream: &Arc<CudaStream>,
+    have: Option<CudaSlice<u8>>,
+    bytes: usize,
+) -> Result<Option<CudaSlice<u8>>, Error> {
+    match have {
+        _ if bytes == 0 => Ok(None),
+        Some(have) if have.len() >= bytes => Ok(Some(have)),
+        _ => stream.alloc_zeros(bytes).map(Some).map_err(doing("allocating device memory")),
     }
 }
 

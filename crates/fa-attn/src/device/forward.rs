@@ -7,7 +7,7 @@ use fa_core::Problem;
 use fa_cpu::TensorRef;
 use fa_kernels::cudarc::driver::sys::{CUgraphInstantiate_flags, CUresult, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtrMut, DriverError};
-use fa_kernels::{Error, Forward, ForwardArgs, RawForwardArgs};
+use fa_kernels::{Error, Extras, Forward, ForwardArgs, RawExtras, RawForwardArgs};
 
 use super::extras::DeviceExtras;
 use super::half::Half;
@@ -32,6 +32,10 @@ pub struct DeviceForward<T> {
     pub rows: usize,
     /// Starts and lengths of sequences, page table, slopes and sinks: those that the problem names.
     pub extras: DeviceExtras,
+    /// `[1]`, and optional, for keys in pages: launches add the entries of the page table that name no page,
+    /// whose keys read as zeros. [`DeviceForward::count_page_faults`] begins, [`DeviceForward::page_faults`]
+    /// tells.
+    pub page_faults: Option<CudaSlice<u32>>,
 }
 
 /// What a forward wrote.
@@ -103,7 +107,8 @@ impl<T: Half> DeviceForward<T> {
         fill_with_nan(stream, &mut lse)?;
         // Zero before its first use, as kernels ask.
         let workspace = stream.alloc_zeros(workspace_bytes.max(16)).map_err(&made)?;
-        Ok(DeviceForward { q, k, v, out, lse, workspace, rows, extras: DeviceExtras::default() })
+        let extras = DeviceExtras::default();
+        Ok(DeviceForward { q, k, v, out, lse, workspace, rows, extras, page_faults: None })
     }
 
     /// Where Q, K, V and O lie.
@@ -125,6 +130,24 @@ impl<T: Half> DeviceForward<T> {
     /// # Errors
     /// What [`Forward::run`] refuses.
     pub fn run(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+        // Taken and put back: the other tensors are borrowed beside it.
+        let extras = std::mem::take(&mut self.extras);
+        let run = self.run_with(forward, &extras, stream);
+        self.extras = extras;
+        run
+    }
+
+    /// [`DeviceForward::run`] with extras that layers share, and perhaps a plan in them.
+    ///
+    /// # Errors
+    /// What [`Forward::run`] refuses.
+    pub fn run_with(
+        &mut self,
+        forward: &Forward,
+        extras: &DeviceExtras,
+        stream: &CudaStream,
+    ) -> Result<(), Error> {
+        let page_faults = self.page_faults.as_mut().map(|faults| faults as &mut dyn DevicePtrMut<u32>);
         forward.run(
             stream,
             ForwardArgs {
@@ -134,13 +157,39 @@ impl<T: Half> DeviceForward<T> {
                 out: self.out.output(),
                 lse: Some(&mut self.lse),
                 workspace: Some(&mut self.workspace),
-                extras: self.extras.args(),
+                extras: Extras { page_faults, ..extras.args() },
             },
         )
     }
 
+    /// Counts page faults from now on, from 0: see [`DeviceForward::page_faults`].
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn count_page_faults(&mut self, stream: &Arc<CudaStream>) -> Result<(), Error> {
+        self.page_faults = Some(stream.alloc_zeros(1).map_err(doing("allocating device memory"))?);
+        Ok(())
+    }
+
+    /// Entries of the page table that named no page, over all launches since they are counted; 0 where they
+    /// are not. Waits for the stream.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn page_faults(&self, stream: &Arc<CudaStream>) -> Result<u32, Error> {
+        let Some(faults) = &self.page_faults else { return Ok(0) };
+        let faults = stream.clone_dtoh(faults).map_err(doing("copying from the GPU"))?;
+        Ok(faults.into_iter().sum())
+    }
+
     /// The addresses.
     pub fn raw(&mut self, stream: &CudaStream) -> RawForwardArgs {
+        let extras = self.extras.raw(stream);
+        self.raw_with(extras, stream)
+    }
+
+    fn raw_with(&mut self, extras: RawExtras, stream: &CudaStream) -> RawForwardArgs {
+        let page_faults = self.page_faults.as_mut().map(|faults| faults.device_ptr_mut(stream).0);
         RawForwardArgs {
             q: self.q.raw(stream),
             k: self.k.raw(stream),
@@ -148,7 +197,7 @@ impl<T: Half> DeviceForward<T> {
             out: self.out.raw(stream),
             lse: Some(self.lse.device_ptr_mut(stream).0),
             workspace: Some(self.workspace.device_ptr_mut(stream).0),
-            extras: self.extras.raw(stream),
+            extras: RawExtras { page_faults, ..extras },
         }
     }
 
@@ -161,6 +210,22 @@ impl<T: Half> DeviceForward<T> {
         let args = self.raw(stream);
         // SAFETY: the addresses are those of tensors with these placements, which the caller keeps for the
         // graph.
+        capture(stream, || unsafe { forward.run_raw(stream, &args) })
+    }
+
+    /// [`DeviceForward::capture`] with extras that layers share. Replays read the lengths, and the plan if
+    /// there is one, that the memory holds then: [`DeviceExtras::update`], plan anew, replay.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn capture_with(
+        &mut self,
+        forward: &Forward,
+        extras: &DeviceExtras,
+        stream: &Arc<CudaStream>,
+    ) -> Result<CudaGraph, Error> {
+        let args = self.raw_with(extras.raw(stream), stream);
+        // SAFETY: as above; the caller keeps the extras too.
         capture(stream, || unsafe { forward.run_raw(stream, &args) })
     }
 

@@ -109,6 +109,7 @@ impl<T: Half> Tensors<T> {
             workspace: empty()?,
             rows,
             extras: DeviceExtras::upload(stream, &OwnedExtras::even(problem).view())?,
+            page_faults: None,
         };
         let backward = match pass {
             Pass::Forward => None,

@@ -5,6 +5,7 @@
 
 mod backward;
 mod case;
+mod packed;
 mod tuning;
 
 use fa_attn::device::{DeviceForward, DeviceGradients, DeviceOutput, Gpu};

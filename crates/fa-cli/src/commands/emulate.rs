@@ -18,7 +18,9 @@ use fa_emu::{
 };
 use fa_kernels::Headers;
 use fa_lab::grid::{Arrangement, Case, Extent};
+use fa_lab::sequences::{Ragged, Sequences};
 use fa_lab::shape::HeadDim;
+use fa_lab::tensors::Inputs;
 use serde::{Deserialize, Serialize};
 
 use crate::flags::{Heads, MaskArgs, Seqlen};
@@ -92,10 +94,9 @@ pub struct EmulateArgs {
     /// repeated) [default: 0, 1, 2]
     #[arg(long = "seed", value_name = "N")]
     pub seeds: Vec<u64>,
-    /// SMs of the emulated GPU
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub sms: u32,
+    /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sms: Option<u32>,
     /// Give up after this many steps of the scheduler
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub steps: u64,
@@ -337,7 +338,7 @@ fn one(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) -
     let mut runs = Vec::new();
     for &seed in seeds {
         let proof = run(args, &unit, &trial, &Options::seed(seed))?;
-        runs.push(summary(&unit, &problem, args.sms, seed, proof));
+        runs.push(summary(&unit, &problem, sms(args, spec), seed, proof));
     }
     if let Some(path) = &args.report {
         // A schedule in which operations take as long as their size asks for.
@@ -362,7 +363,7 @@ fn one(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) -
     if args.json {
         output::print_json(&report)?
     } else {
-        output::print(&text(&report, args.sms, spec))?
+        output::print(&text(&report, sms(args, spec), spec))?
     }
     Ok(if passed { Verdict::Good } else { Verdict::Bad })
 }
@@ -378,9 +379,9 @@ fn grid(args: &EmulateArgs, emulator: &Emulator, spec: &KernelSpec, arch: Arch) 
         steps.begin(case.problem_name());
         let trial = trial_of(case)?;
         for &seed in seeds {
-            let options = Options { sms: args.sms, step_limit: args.steps, ..Options::seed(seed) };
+            let options = Options { sms: sms(args, spec), step_limit: args.steps, ..Options::seed(seed) };
             let proof = trial.run(&unit, &options)?;
-            runs.push((case.name(), summary(&unit, &case.problem, args.sms, seed, proof)));
+            runs.push((case.name(), summary(&unit, &case.problem, sms(args, spec), seed, proof)));
         }
         steps.advance();
     }
@@ -429,23 +430,53 @@ fn trial_of(case: &Case) -> anyhow::Result<Trial> {
             return Err(InputError::Usage(message).into());
         }
     };
-    fn bits<T: Half>(case: &Case) -> [Vec<u16>; 4] {
-        let inputs = case.inputs::<T>();
-        let dout = fa_lab::tensors::random_dout(&inputs, case.seed());
-        let [q, k, v] = inputs.values;
-        [q, k, v, dout].map(|own| T::bits(&own).to_vec())
-    }
-    let values = match case.problem.types.qkv {
-        Dtype::F16 => bits::<half::f16>(case),
-        _ => bits::<half::bf16>(case),
+    let (values, extras) = match case.problem.types.qkv {
+        Dtype::F16 => values_of::<half::f16>(case),
+        _ => values_of::<half::bf16>(case),
     };
-    Ok(Trial::of_values(
-        &case.problem,
-        case.pass,
-        Placing { layout, gap },
-        &Extras::NONE.with_mods(&case.problem),
-        &values,
-    ))
+    Ok(Trial::of_values(&case.problem, case.pass, Placing { layout, gap }, &extras, &values))
+}
+
+/// Q, K, V and dO as they lie in their tensors, rows of no sequence zero, and what comes beside them.
+fn values_of<T: Half>(case: &Case) -> ([Vec<u16>; 4], Extras) {
+    let inputs = case.inputs::<T>();
+    let dout = fa_lab::tensors::random_dout(&inputs, case.seed());
+    let Inputs { values: [q, k, v], sequences: Sequences { q: of_q, k: of_k }, mods, .. } = inputs;
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = case.problem;
+    let spread = |values: &[T], rows: &Ragged, heads: usize, dim: usize| {
+        let [outer, inner, ..] = rows.shape(heads, dim);
+        let (bits, row) = (T::bits(values), heads * dim);
+        let mut all = vec![0u16; outer * inner * row];
+        for sequence in 0..rows.sequences() {
+            for at in 0..rows.len(sequence) {
+                let [n, s] = rows.place(sequence, at);
+                let from = (rows.start(sequence) + at) * row;
+                all[(n * inner + s) * row..][..row].copy_from_slice(&bits[from..from + row]);
+            }
+        }
+        all
+    };
+    let values = [
+        spread(&q, &of_q, heads_q, head_dim),
+        spread(&k, &of_k, heads_kv, head_dim),
+        spread(&v, &of_k, heads_kv, head_dim_v),
+        spread(&dout, &of_q, heads_q, head_dim_v),
+    ];
+    let some = |values: Vec<f32>| (!values.is_empty()).then_some(values);
+    let extras = Extras {
+        cu_q: of_q.cu().map(<[i32]>::to_vec),
+        cu_k: of_k.cu().map(<[i32]>::to_vec),
+        used_q: of_q.used(),
+        used_k: of_k.used(),
+        page_table: of_k.table().map(<[i32]>::to_vec),
+        alibi_slopes: some(mods.slopes),
+        sinks: some(mods.sinks),
+    };
+    (values, extras)
+}
+
+fn sms(args: &EmulateArgs, spec: &KernelSpec) -> u32 {
+    args.sms.unwrap_or_else(|| Options::sms_of(spec))
 }
 
 fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<Proof> {
@@ -455,8 +486,13 @@ fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> any
             steps.begin(format!("CTA {done} of {all}"));
         }
     };
-    let options =
-        Options { sms: args.sms, resident: 2, step_limit: args.steps, progress: Some(&told), ..*options };
+    let options = Options {
+        sms: sms(args, unit.spec()),
+        resident: 2,
+        step_limit: args.steps,
+        progress: Some(&told),
+        ..*options
+    };
     Ok(trial.run(unit, &options)?)
 }
 
@@ -610,15 +646,17 @@ fn mutations(
     let trials = Trials::default();
     let mut jobs = Vec::new();
     for (index, (_, subjects)) in kernels.iter().enumerate() {
-        let source = fa_emu::source(&subjects[0].spec, subjects[0].arch, &Headers::embedded())?;
         // A header that two kernels share is that of the first.
         let asked = |statement: &Statement| {
             let place = format!("{}:{}", statement.file, statement.line);
             args.statement.as_ref().is_none_or(|text| place.contains(text))
         };
-        for statement in mutate::statements(&source).into_iter().filter(asked) {
-            if !jobs.iter().any(|(_, other): &(usize, Statement)| *other == statement) {
-                jobs.push((index, statement));
+        for subject in subjects {
+            let source = fa_emu::source(&subject.spec, subject.arch, &Headers::embedded())?;
+            for statement in mutate::statements(&source).into_iter().filter(asked) {
+                if !jobs.iter().any(|(_, other): &(usize, Statement)| *other == statement) {
+                    jobs.push((index, statement));
+                }
             }
         }
     }

@@ -6,7 +6,7 @@
 
 use fa_core::{Arch, Dtype, KernelSpec, Mask, Problem};
 use fa_emu::{Options, Placing, Trial, source};
-use fa_kernels::Headers;
+use fa_kernels::{Headers, Source};
 
 use crate::emulator;
 
@@ -184,10 +184,11 @@ faults! {
         ["bad descriptor", "data race", "uninitialised read", "wrong values"];
 }
 
-fn spec(fault: &Fault) -> KernelSpec {
-    let (_, base) = BASES.iter().find(|(name, _)| *name == fault.kernel).expect("a kernel's name");
+/// A configuration of `kernel` with other values of some fields.
+pub(crate) fn spec(kernel: &str, fields: &[(&str, &str)]) -> KernelSpec {
+    let (_, base) = BASES.iter().find(|(name, _)| *name == kernel).expect("a kernel's name");
     let mut kernel = (*base).to_owned();
-    for (field, value) in fault.fields {
+    for (field, value) in fields {
         let at = kernel.find(&format!("{field}: ")).expect("a field of the kernel") + field.len() + 2;
         let end = at + kernel[at..].find([',', ')']).expect("fields end");
         kernel.replace_range(at..end, value);
@@ -198,18 +199,22 @@ fn spec(fault: &Fault) -> KernelSpec {
     KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
+/// Puts `new` for the first `old` after `after` in a header; `Err` where there is none.
+pub(crate) fn inject(source: &mut Source, [file, after, old, new]: [&str; 4]) -> Result<(), String> {
+    let found = source.headers.iter_mut().find(|(name, _)| name == file);
+    let (_, text) = found.ok_or(format!("{file} is no header of the kernel"))?;
+    let from = text.find(after).ok_or(format!("no `{after}` in {file}"))? + after.len();
+    let at = text[from..].find(old).ok_or(format!("no `{old}` after `{after}`"))? + from;
+    text.replace_range(at..at + old.len(), new);
+    Ok(())
+}
+
 /// What is found in a kernel with the fault, under three seeds; `Err` when its statement is not there.
 fn find(fault: &Fault) -> Result<Vec<String>, String> {
     let emulator = emulator("faults").expect("asked before");
-    let spec = spec(fault);
+    let spec = spec(fault.kernel, fault.fields);
     let mut source = source(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
-    let (_, text) =
-        source.headers.iter_mut().find(|(name, _)| name == fault.file).expect("a header of the kernel");
-    let from =
-        text.find(fault.after).ok_or(format!("no `{}` in {}", fault.after, fault.file))? + fault.after.len();
-    let at =
-        text[from..].find(fault.old).ok_or(format!("no `{}` after `{}`", fault.old, fault.after))? + from;
-    text.replace_range(at..at + fault.old.len(), fault.new);
+    inject(&mut source, [fault.file, fault.after, fault.old, fault.new])?;
     let unit = emulator.unit_of(&spec, Arch::Sm90, &source).map_err(|error| error.to_string())?;
     let problem = Problem::square(1, fault.seqlen, 1, 64, Mask::CAUSAL, Dtype::Bf16);
     let trial = Trial::new(&problem, spec.kernel.pass(), Placing::PACKED);

@@ -9,6 +9,7 @@ mod shipped;
 mod subjects;
 mod values;
 mod varied;
+mod varied_faults;
 mod varied_sm80;
 
 use std::path::Path;

@@ -14,7 +14,8 @@ fn the_subjects_of_the_mutation_run_are_without_a_finding() {
     for (name, subjects) in subjects() {
         for subject in subjects {
             let unit = emulator.unit(&subject.spec, subject.arch, &Headers::embedded()).unwrap();
-            let proof = trials.get(&subject.case, &subject.spec).run(&unit, &Options::seed(2)).unwrap();
+            let proof =
+                trials.get(&subject.case, &subject.spec).run(&unit, &Options::of(&subject.spec, 2)).unwrap();
             assert!(proof.passed(), "{name} {}:\n{}", subject.spec, proof.faults().join("\n"));
         }
     }

@@ -9,6 +9,7 @@ pub(crate) mod extras;
 pub(crate) mod forward;
 mod launches;
 pub(crate) mod module;
+mod plan;
 mod run;
 mod sections;
 mod tma;

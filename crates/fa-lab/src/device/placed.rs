@@ -78,6 +78,7 @@ pub fn place_forward<T: Half>(
         workspace: zeroed,
         rows,
         extras: DeviceExtras::upload(stream, &inputs.arrays().extras())?,
+        page_faults: None,
     };
     Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
 }
