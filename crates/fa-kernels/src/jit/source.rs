@@ -109,9 +109,10 @@ impl Source {
     /// [`Error::MissingHeader`].
     pub fn append(arch: Arch, headers: &Headers) -> Result<Source, Error> {
         let unit = format!(
-            "// append\n#include \"append/append.cuh\"\n\nusing namespace fa;\n\nstatic_assert(append_smem_bytes \
-             == {APPEND_SMEM});\n\nextern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n{APPEND}(const \
-             __grid_constant__ AppendParams params) {{\n    append(params);\n}}\n"
+            "// append\n#include \"append/append.cuh\"\n\nusing namespace fa;\n\n\
+             static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
+             extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
+             {APPEND}(const __grid_constant__ AppendParams params) {{\n    append(params);\n}}\n"
         );
         let headers = headers
             .reachable(&unit)?
