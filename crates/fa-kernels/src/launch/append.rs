@@ -313,9 +313,9 @@ impl BoundAppend {
     ///
     /// # Safety
     /// Every element of the shapes of [`AppendLaunch::tensors`] under the given strides, and the arrays
-    /// beside them, lie in device memory that the stream's context can access, and stay there, untouched by others,
-    /// until the stream has run the kernel. What is written shares no memory with what is read, except that
-    /// queries may be turned in place. No two sequences that are appended to share a page.
+    /// beside them, lie in device memory that the stream's context can access, and stay there, untouched by
+    /// others, until the stream has run the kernel. What is written shares no memory with what is read,
+    /// except that queries may be turned in place. No two sequences that are appended to share a page.
     ///
     /// # Errors
     /// Those of [`AppendLaunch::check`], [`Error::Context`] and [`Error::Driver`].
