@@ -49,4 +49,12 @@ impl SetMaxNReg {
             _ => SETMAXNREG[2],
         }
     }
+
+    /// The split of a kernel that reads lengths on the device: its producers hold a few more.
+    pub const fn with_lengths(num_wg: u32, varied: bool) -> SetMaxNReg {
+        match (num_wg, varied) {
+            (2, true) => SetMaxNReg { mma: 232, producer: 40 },
+            _ => SetMaxNReg::of(num_wg),
+        }
+    }
 }

@@ -4,6 +4,7 @@
 mod deterministic;
 mod faults;
 mod mods;
+mod packed;
 mod shipped;
 mod subjects;
 mod values;

@@ -80,9 +80,10 @@ struct PTiles {
     alignas(1024) u8 tiles[Groups][Bytes];
 };
 struct NoPTiles {};
+template <bool Varied>
 struct TileTicket {
     PipelineBarriers<1> bars;
-    alignas(16) int next[4];
+    alignas(16) int next[Varied ? 12 : 4];  // its number; of a varied batch also what and how long it is
 };
 struct NoTileTicket {};
 
@@ -97,21 +98,65 @@ struct alignas(1024) SharedStorage {
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
     PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;
-    [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket, NoTileTicket> ticket;
+    [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket<C.varied>, NoTileTicket>
+        ticket;
 };
 
 // ---- Roles --------------------------------------------------------------------------------------
 
+// A tile of a varied batch and the lengths of its sequence, as the producer read them.
+struct VariedTile {
+    WorkTile tile;
+    int queries, keys, first_query, first_key;
+};
+struct NoVariedTile {};
+
 // The work tiles of a CTA. Static and per-tile orders are arithmetic; dynamic tiles are drawn by the producer
-// and reach the consumers through shared memory, one tile ahead.
+// and reach the consumers through shared memory, one tile ahead: of varied batches with what the plan and the
+// sequence's starts say of them, which are far away too.
 template <Sm90FwdConfig C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
+    // Where a warp loads pages, two warpgroups and more leave its lanes no registers for that.
+    static constexpr bool kReadsAhead = kDynamic && C.varied && (!C.paged || C.num_wg == 1);
     int varied_tiles = 0;  // of a plan; without one they are a parameter
+    [[no_unique_address]] Either<kReadsAhead, VariedTile, NoVariedTile> own;
     PipelineState<1> state;
 
-    __device__ __forceinline__ explicit TileSource(const FwdParams& params) {
+    __device__ __forceinline__ explicit TileSource(const FwdParams& params, int first, int heads) {
         if constexpr (C.varied) varied_tiles = work_tiles<true>(params);
+        read(params, first, heads);
+    }
+
+    // Reads what tile `index` is.
+    __device__ __forceinline__ void read(const FwdParams& params, int index, int heads) {
+        if constexpr (kReadsAhead) {
+            if (index >= varied_tiles) return;
+            own.tile = work_tile_at<C.tile_order, true, C.split>(params, index, heads);
+            const auto seqlen = Seqlen<true>::of(params, own.tile.batch);
+            own.queries = seqlen.q();
+            own.keys = seqlen.k();
+            own.first_query = seqlen.q_offset();
+            own.first_key = seqlen.k_offset();
+        }
+    }
+
+    __device__ __forceinline__ WorkTile tile_of(const FwdParams& params, int index, int heads) const {
+        if constexpr (kReadsAhead) {
+            return own.tile;
+        } else {
+            return work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
+        }
+    }
+    __device__ __forceinline__ Seqlen<C.varied> seqlen_of(const FwdParams& params,
+                                                          const WorkTile& tile) const {
+        if constexpr (kReadsAhead) {
+            return {own.queries,   own.keys,
+                    own.first_query, own.first_key,
+                    params.varlen.total_q, params.shape.seqlen_q};
+        } else {
+            return Seqlen<C.varied>::of(params, tile.batch);
+        }
     }
 
     // Tiles of the launch.
@@ -130,7 +175,19 @@ struct TileSource {
     __device__ __forceinline__ void publish(SharedStorage<C>& smem, int next) {
         if constexpr (kDynamic) {
             mbarrier_wait(smem.ticket.bars.empty[0], state.phase ^ 1);
-            smem.ticket.next[0] = next;
+            int* const ticket = smem.ticket.next;
+            ticket[0] = next;
+            if constexpr (kReadsAhead) {
+                ticket[1] = own.tile.m_block;
+                ticket[2] = own.tile.head;
+                ticket[3] = own.tile.batch;
+                ticket[4] = own.tile.split | own.tile.splits << 16;
+                ticket[5] = own.tile.slot;
+                ticket[6] = own.queries;
+                ticket[7] = own.keys;
+                ticket[8] = own.first_query;
+                ticket[9] = own.first_key;
+            }
             mbarrier_arrive(smem.ticket.bars.full[0]);
             state.advance();
         }
@@ -141,7 +198,16 @@ struct TileSource {
                                         bool elected) {
         if constexpr (kDynamic) {
             smem.ticket.bars.wait_full(state);
-            const int next = smem.ticket.next[0];
+            const int* const ticket = smem.ticket.next;
+            const int next = ticket[0];
+            if constexpr (kReadsAhead) {
+                const int part = ticket[4];
+                own.tile = {{ticket[1], ticket[2], ticket[3]}, part & 0xffff, part >> 16, ticket[5]};
+                own.queries = ticket[6];
+                own.keys = ticket[7];
+                own.first_query = ticket[8];
+                own.first_key = ticket[9];
+            }
             warp_sync();
             smem.ticket.bars.release(state, elected);
             state.advance();
@@ -198,8 +264,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     using T = Traits<C>;
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
-    TileSource<C> tiles(params);
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
+    TileSource<C> tiles(params, cta_index(), heads);
     // Of a warp that loads pages, one lane does all else.
     const bool leads = !C.paged || lane_index() == 0;
     // Each CTA of a cluster loads a share of every K and V tile, to all of them.
@@ -207,8 +273,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
 
     int index = cta_index();
     while (index < tiles.count(params)) {
-        const WorkTile tile = work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
-        const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
+        const WorkTile tile = tiles.tile_of(params, index, heads);
+        const auto seqlen = tiles.seqlen_of(params, tile);
         const BlockRange range =
             tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
@@ -331,6 +397,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
         } else {
             next = draw();
         }
+        tiles.read(params, next, heads);
         if (leads) tiles.publish(smem, next);
         index = next;
     }
@@ -362,7 +429,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> k_state, v_state;
-    TileSource<C> tiles(params);
+    TileSource<C> tiles(params, cta_index(), heads);
     const ScoreMod<C.softcap> score_mod{params.score};
     // With ALiBi the scores are exponents already.
     const float to_log2 = score_mod.to_log2();
@@ -461,8 +528,8 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
 
     int index = cta_index();
     while (index < tiles.count(params)) {
-        const WorkTile tile = work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
-        const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
+        const WorkTile tile = tiles.tile_of(params, index, heads);
+        const auto seqlen = tiles.seqlen_of(params, tile);
         const VisibleKeys<C> visible{params.shape, seqlen};
         const Rows<C.pack_gqa> rows(params.shape);
         const BlockRange all = tile_blocks<C>(visible, rows, tile);

@@ -16,7 +16,8 @@ pub const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 /// - `k` `[kv_stages][tile_n, hd]` T, `v` `[kv_stages][tile_n, hdv]` T, `p` `[tile_m, tile_n]` T unless P
 ///   stays in registers;
 /// - mbarriers `q_full`, `q_empty`, `k_full`, `k_empty`, `v_full`, `v_empty`, one of each per stage;
-/// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32).
+/// - with the dynamic scheduler `sched_full`, `sched_empty` (mbarriers) and `tile_slot` (4 x i32; 12 for
+///   lengths on the device).
 ///
 /// Stages need no padding between them: with rows in multiples of 16 a stage is a whole number of atoms of
 /// whichever swizzle its row width allows. The total is a multiple of 1024.
@@ -38,7 +39,7 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Fwd) -> SmemPlan {
     if kernel.scheduler == Scheduler::Dynamic {
         plan.push_mbarriers("sched_full", 1);
         plan.push_mbarriers("sched_empty", 1);
-        plan.push("tile_slot", 4 * 4, 16);
+        plan.push("tile_slot", if spec.reads.varied { 12 * 4 } else { 4 * 4 }, 16);
     }
     plan.round_up(TILE_ALIGN)
 }
@@ -71,7 +72,7 @@ fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
-    let split = SetMaxNReg::of(kernel.num_wg);
+    let split = SetMaxNReg::with_lengths(kernel.num_wg, spec.reads.varied);
     let other = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     Registers {
         s,
