@@ -2,6 +2,7 @@
 //! a pool's start takes time by the square of its size: half a minute with 4,000 threads.
 
 use std::num::NonZeroUsize;
+use std::sync::OnceLock;
 use std::thread::available_parallelism;
 
 /// Names the size of rayon's global pool.
@@ -10,7 +11,14 @@ const VARIABLE: &str = "RAYON_NUM_THREADS";
 /// The most threads that a pool should have: four for each core that this process may use, and 64 in any
 /// case. The products of attention fill a core with one thread; more only take turns on it.
 pub fn most() -> usize {
-    (4 * available_parallelism().map_or(1, NonZeroUsize::get)).max(64)
+    (4 * cores()).max(64)
+}
+
+/// Cores that this process may use, as they were when it was first asked: the answer is read from files,
+/// which takes longer than a short problem.
+pub fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| available_parallelism().map_or(1, NonZeroUsize::get))
 }
 
 /// Makes rayon's global pool with [`most`] threads where `RAYON_NUM_THREADS` asks for more. For the start of

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use super::buffer::Buffer;
 use super::cut::{Cut, Sizes, TILE_N, cuts};
+use super::delta::ExactDelta;
 use super::dq::DqWriter;
 use super::inputs::{Backward, Gradients};
 use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
@@ -22,10 +23,6 @@ use crate::simd::{Init, Order, Product, TileShape};
 
 /// Tiles of keys that share a tile of queries while it is in the second-level cache.
 const GROUP: usize = 2;
-/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
-/// of the row's.
-const FEW_KEYS: usize = 16;
-
 /// Computes the gradients of the given units, or of all; returns what each of their heads adds to the
 /// gradient of its sink, in order.
 pub(super) fn run<T: Element>(
@@ -44,7 +41,7 @@ pub(super) fn run<T: Element>(
     }
     let group = problem.group_size();
     let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
-    let job = Job { call, scores: &Scores::new(problem), sizes, k, v };
+    let job = Job { call, scores: &Scores::new(problem), sizes };
     let sequences = &batch.sequences;
     let dq = DqWriter {
         kernels,
@@ -80,8 +77,8 @@ pub(super) fn run<T: Element>(
     schedule::run(
         items.len(),
         threads,
-        || Scratch::new(problem, &sizes, &cuts, k.converts() || v.converts()),
-        |scratch, item| {
+        || (Scratch::new(problem, &sizes, &cuts, k.converts() || v.converts()), ExactDelta::new(call)),
+        |(scratch, exact), item| {
             let (index, part) = items[item];
             let cut = &cuts[index];
             let Unit { sequence, kv_head } = cut.unit;
@@ -98,7 +95,7 @@ pub(super) fn run<T: Element>(
                     let queries = &mut scratch.queries[tile];
                     job.read_queries(cut, head, tile, queries, &mut scratch.rows);
                     if size_of::<T>() == 2 {
-                        job.exact_deltas(cut, head, tile, queries, &keys, [k, v]);
+                        job.exact_deltas(cut, head, tile, queries, exact);
                     }
                 }
                 if part == 0
@@ -158,8 +155,6 @@ struct Job<'a, T> {
     call: &'a Backward<'a, T>,
     scores: &'a Scores,
     sizes: Sizes,
-    k: KeyRows<'a, T>,
-    v: KeyRows<'a, T>,
 }
 
 impl<T: Element> Job<'_, T> {
@@ -203,47 +198,24 @@ impl<T: Element> Job<'_, T> {
         }
     }
 
-    /// Takes delta from P and dP in rows that see few keys. `sum_j P dP = dO . O` holds for the exact O; an O
-    /// of 16 bits is off by its rounding, all of which is an error of dS where few terms cancel.
+    /// Takes delta from P and dP in rows that see few keys.
     fn exact_deltas(
         &self,
         cut: &Cut,
         head: usize,
         tile: usize,
         to: &mut QueryTile,
-        own: &Range<usize>,
-        [k, v]: [(&[f32], usize); 2],
+        exact: &mut ExactDelta<'_, T>,
     ) {
-        let Backward { kernels, problem, batch, .. } = *self.call;
-        let Sizes { ldq, ldo, .. } = self.sizes;
-        let (slope, sink) = (batch.slope(cut.unit.sequence, head), batch.sink(head));
-        let mut others: Option<[Buffer; 2]> = None;
+        let (problem, Sizes { ldq, ldo, .. }) = (self.call.problem, self.sizes);
         for (i, query) in self.rows(cut, tile).enumerate() {
-            let keys = cut.band.keys(query);
-            if keys.len() > FEW_KEYS || to.lse[i] == f32::INFINITY {
+            if to.lse[i] == f32::INFINITY {
                 continue;
             }
-            let (k, v, first) = if own.start <= keys.start && keys.end <= own.end {
-                (k, v, own.start)
-            } else {
-                let [k, v] = others.get_or_insert_with(|| [ldq, ldo].map(|ld| Buffer::new(FEW_KEYS * ld)));
-                self.k.read(kernels, cut.unit, keys.clone(), k, ldq);
-                self.v.read(kernels, cut.unit, keys.clone(), v, ldo);
-                ((&k[..], ldq), (&v[..], ldo), keys.start)
-            };
-            let q = &to.q[i * ldq..][..problem.head_dim];
-            let dout = &to.dout[i * ldo..][..problem.head_dim_v];
-            let sink = sink.map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - to.lse[i]).exp2());
-            let (mut sum, mut delta) = (sink, 0.0);
-            for key in keys {
-                let score = self.scores.scale * dot(q, &k.0[(key - first) * k.1..][..problem.head_dim]);
-                let score = self.scores.cap.map_or(score, |cap| cap * score.tanh());
-                let bias = cut.band.bias(slope, query, key).map_or(0.0, |bias| bias.slope * bias.first.abs());
-                let p = (score - bias - to.lse[i]).exp2();
-                sum += p;
-                delta += p * dot(dout, &v.0[(key - first) * v.1..][..problem.head_dim_v]);
+            let rows = [&to.q[i * ldq..][..problem.head_dim], &to.dout[i * ldo..][..problem.head_dim_v]];
+            if let Some(delta) = exact.of_row(cut.unit, &cut.band, [head, query], to.lse[i], rows) {
+                to.delta[i] = delta;
             }
-            to.delta[i] = if sum == 0.0 { 0.0 } else { delta / sum };
         }
     }
 

@@ -10,6 +10,7 @@ use half::bf16;
 
 use super::buffer::Buffer;
 use super::cut::{Cut, TILE_N, cuts};
+use super::delta::{ExactDelta, FEW_KEYS};
 use super::dq::DqWriter;
 use super::inputs::{Backward, Gradients};
 use super::pack::{dot, read_row, row_stride};
@@ -23,9 +24,6 @@ use crate::simd::{Kernels, TileShape};
 
 /// Queries of a tile.
 const TILE_M: usize = 128;
-/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
-/// of the row's.
-const FEW_KEYS: usize = 16;
 /// The largest scale without a soft cap, as in the forward.
 const MAX_SCALE: f32 = 1024.0;
 
@@ -138,8 +136,8 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
     schedule::run(
         items.len(),
         threads,
-        || job.scratch(&cuts),
-        |scratch, item| {
+        || (job.scratch(&cuts), ExactDelta::new(call)),
+        |(scratch, exact), item| {
             let (index, part) = items[item];
             let cut = &cuts[index];
             let Unit { sequence, kv_head } = cut.unit;
@@ -149,7 +147,7 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
             scratch.dv[..grain(keys.len()) * sizes.v].fill(0.0);
             for member in 0..group {
                 let head = kv_head * group + member;
-                (0..cut.m_tiles).for_each(|tile| job.read_queries(scratch, cut, head, tile));
+                (0..cut.m_tiles).for_each(|tile| job.read_queries(scratch, exact, cut, head, tile));
                 if part == 0
                     && let Some(sum) = dsinks.get(index * group + member)
                 {
@@ -276,7 +274,14 @@ impl Job<'_> {
         }
     }
 
-    fn read_queries(&self, scratch: &mut Scratch, cut: &Cut, head: usize, tile: usize) {
+    fn read_queries(
+        &self,
+        scratch: &mut Scratch,
+        exact: &mut ExactDelta<'_, bf16>,
+        cut: &Cut,
+        head: usize,
+        tile: usize,
+    ) {
         let Backward { kernels, problem, batch, ref inputs, .. } = *self.call;
         let Sizes { q, v } = self.sizes;
         let Scratch { queries, words, rows, .. } = scratch;
@@ -295,8 +300,8 @@ impl Job<'_> {
             pair_rows(words, dims / 2, &mut paired[..len / 2 * dims]);
         }
         let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
-        let (out, dout) = rows[..2 * ld].split_at_mut(ld);
-        let (out, dout) = (&mut out[..problem.head_dim_v], &mut dout[..problem.head_dim_v]);
+        let [row, dout] = rows[..2 * ld].split_at_mut(ld).into();
+        let dout = &mut dout[..problem.head_dim_v];
         for (i, query) in queries.enumerate() {
             // Rows without any probability: with an LSE of +inf they stay without.
             if lse[query] == f32::NEG_INFINITY {
@@ -304,44 +309,18 @@ impl Job<'_> {
             }
             to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
             let at = [span.batch, span.first + query, head];
-            read_row(kernels, &inputs.out, at, out);
             read_row(kernels, &inputs.dout, at, dout);
-            to.delta[i] = match cut.band.keys(query) {
-                keys if keys.len() <= FEW_KEYS => self.exact_delta(cut, head, query, keys, to.lse[i], dout),
-                _ => dot(out, dout),
-            };
+            if cut.band.keys(query).len() <= FEW_KEYS {
+                let q = &mut row[..problem.head_dim];
+                read_row(kernels, &inputs.q, at, q);
+                let delta = exact.of_row(cut.unit, &cut.band, [head, query], to.lse[i], [q, dout]);
+                to.delta[i] = delta.expect("few keys");
+            } else {
+                let out = &mut row[..problem.head_dim_v];
+                read_row(kernels, &inputs.out, at, out);
+                to.delta[i] = dot(out, dout);
+            }
         }
-    }
-
-    /// Delta from P and dP: see [`super::backward`].
-    fn exact_delta(
-        &self,
-        cut: &Cut,
-        head: usize,
-        query: usize,
-        keys: Range<usize>,
-        lse: f32,
-        dout: &[f32],
-    ) -> f32 {
-        let Backward { kernels, problem, batch, ref inputs, .. } = *self.call;
-        let (sequence, span) = (cut.unit.sequence, batch.sequences[cut.unit.sequence].q);
-        let (mut q, mut k) = (Buffer::new(problem.head_dim), Buffer::new(problem.head_dim));
-        let mut v = Buffer::new(problem.head_dim_v);
-        read_row(kernels, &inputs.q, [span.batch, span.first + query, head], &mut q);
-        let sink = batch.sink(head).map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - lse).exp2());
-        let (mut sum, mut delta) = (sink, 0.0);
-        for key in keys {
-            let (outer, inner) = batch.key(sequence, key);
-            read_row(kernels, &inputs.k, [outer, inner, cut.unit.kv_head], &mut k);
-            read_row(kernels, &inputs.v, [outer, inner, cut.unit.kv_head], &mut v);
-            let score = self.scores.scale * dot(&q, &k);
-            let score = self.scores.cap.map_or(score, |cap| cap * score.tanh());
-            let bias = cut.band.bias(batch.slope(sequence, head), query, key);
-            let p = (score - bias.map_or(0.0, |bias| bias.slope * bias.first.abs()) - lse).exp2();
-            sum += p;
-            delta += p * dot(dout, &v);
-        }
-        if sum == 0.0 { 0.0 } else { delta / sum }
     }
 
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and

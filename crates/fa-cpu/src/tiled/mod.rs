@@ -12,6 +12,7 @@ mod buffer;
 mod by_type;
 mod cut;
 mod decode;
+mod delta;
 mod dq;
 mod forward;
 mod forward16;

@@ -35,8 +35,55 @@ pub(super) fn run<S>(
     }
 }
 
-/// Threads that a call may use.
+/// Threads that a call may use: of more than there are cores, each would have its scratch and its share of
+/// the work, and they would take turns.
 pub(super) fn workers(limit: Option<usize>) -> usize {
-    let pool = rayon::current_num_threads().min(threads::most());
+    let pool = rayon::current_num_threads().min(cores());
     limit.map_or(pool, |limit| limit.clamp(1, pool))
+}
+
+#[cfg(not(test))]
+fn cores() -> usize {
+    threads::cores()
+}
+
+#[cfg(test)]
+fn cores() -> usize {
+    tests::PRETENDED.get().unwrap_or_else(threads::cores)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        /// Cores that this thread takes the machine to have.
+        pub(super) static PRETENDED: Cell<Option<usize>> = const { Cell::new(None) };
+    }
+
+    /// Runs `work` on this thread as on a machine of so many cores.
+    pub(in crate::tiled) fn with_cores(cores: usize, work: impl FnOnce()) {
+        let before = PRETENDED.replace(Some(cores));
+        work();
+        PRETENDED.set(before);
+    }
+
+    #[test]
+    fn threads_beyond_the_cores_get_no_work() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(6).build().unwrap();
+        pool.install(|| {
+            with_cores(4, || {
+                assert_eq!(
+                    [workers(None), workers(Some(3)), workers(Some(5)), workers(Some(0))],
+                    [4, 3, 4, 1]
+                );
+                let made = AtomicUsize::new(0);
+                run(100, None, || made.fetch_add(1, Ordering::Relaxed), |_, _| {});
+                assert!(made.into_inner() <= 4);
+            });
+            with_cores(64, || assert_eq!(workers(None), 6));
+        });
+    }
 }

@@ -160,13 +160,15 @@ fn empty_problems_write_what_there_is() {
 #[test]
 fn few_heads_on_many_threads_split_the_keys() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
-    pool.install(|| {
+    let split = || {
         for mask in MASKS {
             let problem = Problem { heads_q: 4, heads_kv: 2, ..base(410, 530, mask) };
             check::<f32>(&problem, Options::default());
             check::<f32>(&problem, Options { isa: None, threads: Some(3) });
+            check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..problem }, Options::default());
         }
-    });
+    };
+    pool.install(|| schedule::tests::with_cores(5, split));
 }
 
 #[test]

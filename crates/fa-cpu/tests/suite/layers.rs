@@ -12,7 +12,9 @@ use crate::tiled::{Expected, check_against, isas};
 /// The layers: (file, problem).
 fn layers() -> Vec<(File, Problem)> {
     let files = folder("../../examples").into_iter().map(|path| File::read(&path));
+    // The other examples are made up: packed sequences, keys in pages, slopes and sinks.
     files
+        .filter(|file| file.name.starts_with("minilm"))
         .map(|file| {
             let [batch, seqlen, heads, head_dim] = file.shape("q");
             let problem = Problem::square(batch, seqlen, heads, head_dim, Mask::FULL, file.dtype());

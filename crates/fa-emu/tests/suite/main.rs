@@ -5,6 +5,7 @@ mod append;
 mod deterministic;
 mod faults;
 mod mods;
+mod packed;
 mod shipped;
 mod subjects;
 mod values;

@@ -22,8 +22,7 @@ const fn code_of(kernel: &Kernel) -> Code {
     match kernel {
         Kernel::Sm80Fwd(_) => Code { varied: true, paged: true, split: true, packs_gqa: true, ..DENSE },
         Kernel::Sm90Fwd(_) => Code { varied: true, paged: true, split: true, packs_gqa: true, ..DENSE },
-        Kernel::Sm80Bwd(_) => Code { ..DENSE },
-        Kernel::Sm90Bwd(_) => Code { ..DENSE },
+        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => Code { varied: true, ..DENSE },
     }
 }
 

@@ -1,0 +1,86 @@
+//! Row sums of dO * O, exactly. `sum_j P dP = dO . O` holds for the exact O; an O of 16 bits is off by its
+//! rounding, all of which is an error of dS where few terms cancel: there they are taken from P and dP.
+
+use super::band::Band;
+use super::buffer::Buffer;
+use super::inputs::Backward;
+use super::pack::{KeyRows, row_stride};
+use super::scores::Scores;
+use super::work::Unit;
+use crate::element::Element;
+
+/// Rows that see no more keys than this have their delta taken from P and dP; the time of it is a few percent
+/// of the row's.
+pub(super) const FEW_KEYS: usize = 16;
+
+/// What takes deltas from P and dP.
+pub(super) struct ExactDelta<'a, T> {
+    call: &'a Backward<'a, T>,
+    scores: Scores,
+    k: KeyRows<'a, T>,
+    v: KeyRows<'a, T>,
+    slices: Vec<&'a [T]>,
+    /// Converted rows, where rows are no slices.
+    rows: Buffer,
+    s: Buffer,
+    dp: Buffer,
+}
+
+impl<'a, T: Element> ExactDelta<'a, T> {
+    pub(super) fn new(call: &'a Backward<'a, T>) -> Self {
+        let Backward { problem, batch, ref inputs, .. } = *call;
+        let (k, v) = (KeyRows::new(&inputs.k, batch), KeyRows::new(&inputs.v, batch));
+        let converted = if k.has_slices() && v.has_slices() { 0 } else { FEW_KEYS };
+        ExactDelta {
+            call,
+            scores: Scores::new(problem),
+            k,
+            v,
+            slices: Vec::with_capacity(FEW_KEYS),
+            rows: Buffer::new(converted * row_stride(problem.head_dim.max(problem.head_dim_v))),
+            s: Buffer::new(FEW_KEYS),
+            dp: Buffer::new(FEW_KEYS),
+        }
+    }
+
+    /// Delta of a row of `band`, whose Q and dO are `q` and `dout`, from its LSE in base 2; `None` where it
+    /// sees more than [`FEW_KEYS`] keys.
+    pub(super) fn of_row(
+        &mut self,
+        unit: Unit,
+        band: &Band,
+        [head, query]: [usize; 2],
+        lse: f32,
+        [q, dout]: [&[f32]; 2],
+    ) -> Option<f32> {
+        let keys = band.keys(query);
+        if keys.len() > FEW_KEYS {
+            return None;
+        }
+        let Backward { kernels, batch, .. } = *self.call;
+        for (rows, with, to) in [(&self.k, q, &mut self.s), (&self.v, dout, &mut self.dp)] {
+            let dims = rows.dims();
+            if rows.has_slices() {
+                rows.slices(unit, keys.clone(), &mut self.slices);
+                kernels.dots(&self.slices, dims, 1, with, dims, to, FEW_KEYS);
+            } else {
+                let ld = row_stride(dims);
+                rows.read(kernels, unit, keys.clone(), &mut self.rows, ld);
+                let slices: Vec<&[f32]> = self.rows.chunks(ld).take(keys.len()).collect();
+                kernels.dots(&slices, dims, 1, with, dims, to, FEW_KEYS);
+            }
+        }
+        let sink = batch.sink(head).map_or(0.0, |sink| (sink * std::f32::consts::LOG2_E - lse).exp2());
+        let slope = batch.slope(unit.sequence, head);
+        let (mut sum, mut delta) = (sink, 0.0);
+        for (key, (&s, &dp)) in keys.zip(self.s.iter().zip(&*self.dp)) {
+            let score = self.scores.scale * s;
+            let score = self.scores.cap.map_or(score, |cap| cap * score.tanh());
+            let bias = band.bias(slope, query, key).map_or(0.0, |bias| bias.slope * bias.first.abs());
+            let p = (score - bias - lse).exp2();
+            sum += p;
+            delta += p * dp;
+        }
+        Some(if sum == 0.0 { 0.0 } else { delta / sum })
+    }
+}
