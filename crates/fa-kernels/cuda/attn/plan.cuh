@@ -167,10 +167,11 @@ struct Planner {
                   });
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) own += shuffle_xor(own, step);
-        if (lane_index() == 0) smem.warp_work[warp_index()] = own;
+        const int warp = warp_index();  // by the whole warp: it is a shuffle
+        if (lane_index() == 0) smem.warp_work[warp] = own;
         cta_sync();
         float all = 0.f;
-        for (int warp = 0; warp < kPlanThreads / 32; ++warp) all += smem.warp_work[warp];
+        for (int i = 0; i < kPlanThreads / 32; ++i) all += smem.warp_work[i];
         const float per_cta = all * float(params.heads) / float(params.slots);
         const float length = per_cta <= 8.f ? per_cta : per_cta / 4.f;
         return max(1, int(fminf(length, 1e9f) + 0.999f));
