@@ -12,7 +12,7 @@ with null for what is not there, and in errors why a peer is not in the list. Th
     {"cmd": "time", "mode": "fwd"|"bwd", "batch": 1, "heads_q": 16, "heads_kv": 16, "seqlen_q": 8192, "seqlen_k": 8192,
      "head_dim": 128, "head_dim_v": 128, "causal": true, "dtype": "bf16"|"f16", "reps": 30,
      "window": [1023, 0], "softcap": 50.0,        these and what follows only where there are any; null is an open side
-     "alibi": "per_head", "sinks": true,
+     "alibi": "per_head", "sinks": true, "deterministic": true,
      "sequences": {"q": {"store": "packed", "lens": [100, 7]}, "k": {"store": "paged", "lens": [90, 33], "page": 16}},
      "graph": 16}
         -> {"peers": {"fa2": 3.1, "cudnn": 1.9}, "errors": {"fa3": "forward only"}}      median milliseconds
@@ -21,6 +21,8 @@ with null for what is not there, and in errors why a peer is not in the list. Th
     {"cmd": "round", "peer": "fa2", "reps": 6}
         -> {"times": [3.1, 3.2, ...], "errors": {}}    milliseconds of each call; the asker decides whose turn it is
     {"cmd": "close"}  -> {"errors": {}}    gives the memory back
+    {"cmd": "warm", "requests": [{...}, ...]} -> {"compiled": 12, "errors": {}}    compiles what peers compile at their first
+                      call (FlashAttention 4), in processes of its own side by side, into that peer's cache on disk
     {"cmd": "matmul"} -> {"tflops": 785.0, "ms": 1.4, "errors": {}}       8192^3, bf16, random normal
     {"cmd": "copy"}   -> {"gb_per_s": 3020.0, "ms": 1.4, "errors": {}}    on the device, bytes read plus bytes written
     {"cmd": "quit"}   -> no reply; it exits, as it does at the end of its input
@@ -70,6 +72,11 @@ SPIN_SECONDS_LIMIT = 0.25
 L2_BYTES_FALLBACK = 50 << 20
 MAX_INPUT_SETS = 8
 MAX_GRAPH_CALLS = 256
+# Peers that compile a kernel at their first call, and keep it on disk where this variable says so.
+COMPILING = ("fa4",)
+COMPILED_KERNELS_KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+MAX_COMPILERS = 15
+COMPILE_SECONDS = 600
 # Root mean square of the difference over that of the reference. 16-bit rounding stays under 1 percent.
 DISAGREEMENT_LIMIT = 0.03
 
@@ -105,6 +112,8 @@ class Sdpa:
         self.sdpa_kernel = sdpa_kernel
 
     def refuse(self, request):
+        if request.get("deterministic"):
+            raise Refused("torch's fused kernels are not asked for the same bits in every run here")
         if request.get("window") or request.get("softcap"):
             raise Refused("torch's fused kernels take no window and no soft cap")
         if request.get("sinks") or request.get("alibi"):
@@ -162,6 +171,8 @@ class Package:
             options["window_size"] = tuple(self.open_side if side is None else side for side in request["window"])
         if request.get("softcap"):
             options["softcap"] = request["softcap"]
+        if request.get("deterministic"):
+            options["deterministic"] = True
         return options
 
     def __call__(self, tensors, request):
@@ -294,7 +305,7 @@ class Inputs:
     """Sets of q, k, v, dout in BSHD memory (packed and paged where asked), enough of them to be out of the L2 cache when
     their turn comes."""
 
-    def __init__(self, torch, request, device):
+    def __init__(self, torch, request, device, most=MAX_INPUT_SETS):
         dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[request["dtype"]]
         heads_q, heads_kv = request["heads_q"], request["heads_kv"]
         sides = self.sides(request)
@@ -307,7 +318,7 @@ class Inputs:
         read = ("q", "k", "v", "dout") if request["mode"] == "bwd" else ("q", "k", "v")
         bytes_per_set = 2 * sum(math.prod(shapes[name]) for name in read)
         cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or L2_BYTES_FALLBACK
-        count = 1 if bytes_per_set > cache else min(MAX_INPUT_SETS, 1 + math.ceil(cache / bytes_per_set))
+        count = 1 if bytes_per_set > cache else min(most, 1 + math.ceil(cache / bytes_per_set))
         generator = torch.Generator(device=device).manual_seed(0)
         leaf = request["mode"] == "bwd"
 
@@ -446,6 +457,9 @@ def checked_request(request):
         raise ValueError(f"graph must be a whole number from 1 to {MAX_GRAPH_CALLS}, not {graph!r}")
     if graph is not None and request["mode"] == "bwd":
         raise ValueError("graph goes with the forward")
+    for name in ("deterministic", "sinks"):
+        if request.get(name) not in (None, True, False):
+            raise ValueError(f"{name} must be true or false, not {request.get(name)!r}")
     checked_sequences(request)
     return request
 
@@ -466,6 +480,15 @@ def checked_sequences(request):
         fits = isinstance(lens, list) and all(type(length) is int and 0 <= length <= bound for length in lens)
         if not fits or len(lens) != request["batch"]:
             raise ValueError(f"lens of {side} must be {request['batch']} whole numbers of at most {bound}")
+
+
+def compile_key(request):
+    """Requests of one key have the same kernels: batch and lengths of single sequences do not count."""
+    sequences = request.get("sequences") or {}
+    kinds = tuple((side, own["store"], own.get("page")) for side, own in sorted(sequences.items()))
+    left_out = ("batch", "sequences", "reps", "peers", "cmd", "graph")
+    rest = tuple(sorted((name, str(value)) for name, value in request.items() if name not in left_out))
+    return kinds, rest
 
 
 class Helper:
@@ -509,6 +532,7 @@ class Helper:
             "open": self.open,
             "round": self.round,
             "close": self.close,
+            "warm": self.warm,
             "matmul": self.matmul,
             "copy": self.copy,
         }
@@ -589,6 +613,44 @@ class Helper:
         self.session = None
         return {"errors": {}}
 
+    def warm(self, request):
+        """Compile the kernels of the requests' peers into their cache on disk."""
+        requests = [checked_request(own) for own in request.get("requests") or []]
+        if not any(name in self.peers for name in COMPILING):
+            return {"compiled": 0, "errors": {}}
+        distinct = list({compile_key(own): own for own in requests}.values())
+        count = min(len(distinct), max((os.cpu_count() or 2) - 1, 1), MAX_COMPILERS)
+        command = [sys.executable, os.path.abspath(__file__), "--warm"]
+        workers = []
+        for index in range(count):
+            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            worker.stdin.write("".join(json.dumps(own) + "\n" for own in distinct[index::count]))
+            worker.stdin.close()
+            workers.append(worker)
+        deadline = time.monotonic() + COMPILE_SECONDS
+        errors = {}
+        for worker in workers:
+            try:
+                worker.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                errors["warm"] = f"compiling took more than {COMPILE_SECONDS} s"
+        return {"compiled": len(distinct), "errors": errors}
+
+    def compile(self, request):
+        """Call the peers that compile once, for their cache."""
+        request = checked_request(request)
+        inputs = Inputs(self.torch, request, self.device, most=1)
+        for name in COMPILING:
+            try:
+                peer = self.peers[name]
+                peer.refuse(request)
+                make_call(self.torch, peer, request, inputs)()
+            except Exception as error:
+                log(name, "is not compiled:", str(error) if isinstance(error, Refused) else brief(error))
+        del inputs
+        self.tidy()
+
     def time(self, request):
         opened = self.open(request)
         errors = opened["errors"]
@@ -630,7 +692,19 @@ def driver_version():
     return lines[0] if done.returncode == 0 and lines else None
 
 
+def compile_only():
+    """What a process of "warm" does: requests by lines, no replies."""
+    helper = Helper()
+    for line in sys.stdin:
+        if line.strip() and not helper.context_lost:
+            helper.compile(json.loads(line))
+    return 0
+
+
 def main():
+    os.environ.setdefault(COMPILED_KERNELS_KEPT, "1")
+    if "--warm" in sys.argv[1:]:
+        return compile_only()
     # Packages print as they like; only replies may reach standard output, so it becomes standard error for all else.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -86,6 +86,15 @@ class Requests(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, part):
                 peers.checked_request(request(**changes))
 
+    def test_requests_with_the_same_kernels_are_compiled_once(self):
+        key = lambda **changes: peers.compile_key(request(**changes))
+        self.assertEqual(key(), key(batch=7, reps=30))
+        other_lens = {"q": {"store": "packed", "lens": [1, 2]}, "k": {"store": "packed", "lens": [3, 4]}}
+        self.assertEqual(key(sequences=PACKED), key(sequences=other_lens, graph=4))
+        for changes in ({"sequences": PACKED}, {"sequences": PAGED}, {"causal": False}, {"sinks": True},
+                        {"deterministic": True}, {"head_dim": 128}):
+            self.assertNotEqual(key(), key(**changes))
+
     def test_tensors_have_the_rows_of_their_sequences(self):
         sides = lambda **changes: peers.Inputs.sides(request(**changes))
         self.assertEqual(sides(), {"q": (2, 10), "k": (2, 100)})
@@ -139,6 +148,11 @@ class Calls(unittest.TestCase):
     def test_sinks_and_windows_are_passed(self):
         name, given = package(sinks=True)(request(sinks=True, causal=False, window=[127, None]), ("sinks",))
         self.assertEqual((name, given["learnable_sink"], given["window_size"]), ("flash_attn_func", "sinks", (127, -1)))
+
+    def test_the_same_bits_are_asked_for(self):
+        _, given = package()(request(deterministic=True, mode="bwd"), ())
+        self.assertTrue(given["deterministic"])
+        self.assertNotIn("deterministic", package()(request(mode="bwd"), ())[1])
 
 
 if __name__ == "__main__":

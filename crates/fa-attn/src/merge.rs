@@ -1,7 +1,7 @@
 //! Merging: results over different keys of the same queries into the result over all of them.
 
 use fa_cpu::check::check_len;
-use fa_cpu::merge::merge_row;
+use fa_cpu::merge::{add_sink_to_row, merge_row};
 
 use crate::element::Element;
 use crate::error::Error;
@@ -35,7 +35,6 @@ pub fn merge<T: Element>(parts: &[&Output<T>], sinks: Option<&[f32]>) -> Result<
         out: Tensor::filled(shape, first.out.layout, T::default()),
         lse: vec![f32::NEG_INFINITY; batch * heads * seqlen],
     };
-    let zeros = vec![0.0; dim];
     let (mut row, mut other) = (vec![0.0f32; dim], vec![0.0f32; dim]);
     // Rows in the order of the LSE: [batch, heads, seqlen].
     for (index, lse) in merged.lse.iter_mut().enumerate() {
@@ -48,7 +47,7 @@ pub fn merge<T: Element>(parts: &[&Output<T>], sinks: Option<&[f32]>) -> Result<
             merge_row(&mut row, lse, &other, part.lse[index]);
         }
         if let Some(sinks) = sinks {
-            merge_row(&mut row, lse, &zeros, sinks[h]);
+            add_sink_to_row(&mut row, lse, sinks[h]);
         }
         let begin = at(&merged.out);
         let out = &mut merged.out.data[begin..][..dim];

@@ -57,6 +57,10 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
     options.shapes.par_iter().for_each(|wanted| drop(bound(&gpu, &wanted.problem, options)));
     progress(Step::Total(options.shapes.len()));
+    if let Some(peers) = &mut peers {
+        progress(Step::Begin("compiling FlashAttention 4's kernels".to_owned()));
+        peers.warm(&options.shapes, &options.peer_names, options.pass)?;
+    }
     for wanted in &options.shapes {
         let problem = &wanted.problem;
         progress(Step::Begin(format!(

@@ -124,7 +124,8 @@ impl Marks {
                 "gpt-oss's layers with sinks and without, causal and with a window of 128; --mode fwd or bwd"
             }
             Marks::Step => {
-                "The attention of a served model's step: 32 layers of decoding, 32 sequences, one CUDA graph"
+                "The attention of a served model's step: 32 layers of decoding, 32 sequences, one CUDA \
+                 graph, one plan"
             }
         }
     }

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use fa_core::Pass;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -133,13 +134,32 @@ impl Peers {
         serde_json::from_value(reply).context("the peers answer oddly")
     }
 
+    /// Compiles the kernels that FlashAttention 4 would compile at its first calls, side by side, where it is
+    /// among `names` (all, if empty); how many kinds of calls there are.
+    ///
+    /// # Errors
+    /// When the helper is gone or does not answer.
+    pub fn warm(&mut self, shapes: &[Wanted], names: &[String], pass: Pass) -> Result<usize> {
+        const COMPILES: &str = "fa4";
+        let asked = names.is_empty() || names.iter().any(|name| name == COMPILES);
+        if !asked || !self.hello.peers.iter().any(|name| name == COMPILES) {
+            return Ok(0);
+        }
+        #[derive(Deserialize)]
+        struct Warmed {
+            compiled: usize,
+        }
+        let requests: Vec<_> = shapes.iter().map(|wanted| request(wanted, pass)).collect();
+        Ok(self.ask::<Warmed>(&json!({ "cmd": "warm", "requests": requests }), READY)?.compiled)
+    }
+
     /// Readies `names` of peers (all, if empty) for the forward of `wanted`, or its backward alone. Those
     /// that do not compute it (a window, a soft cap, packed sequences, pages, sinks) say so in the errors.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
-    pub fn open(&mut self, wanted: &Wanted, names: &[String], backward: bool) -> Result<Opened> {
-        let mut request = request(wanted, backward);
+    pub fn open(&mut self, wanted: &Wanted, names: &[String], pass: Pass) -> Result<Opened> {
+        let mut request = request(wanted, pass);
         if !names.is_empty() {
             request["peers"] = json!(names);
         }
@@ -186,11 +206,11 @@ impl Peers {
 }
 
 /// What the helper is asked for `wanted`.
-fn request(wanted: &Wanted, backward: bool) -> serde_json::Value {
+fn request(wanted: &Wanted, pass: Pass) -> serde_json::Value {
     let problem = &wanted.problem;
     let mask = &problem.mask;
     let mut request = json!({
-        "cmd": "open", "mode": if backward { "bwd" } else { "fwd" }, "reps": 1,
+        "cmd": "open", "mode": pass.short_name(), "reps": 1,
         "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
         "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
         "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
@@ -204,6 +224,9 @@ fn request(wanted: &Wanted, backward: bool) -> serde_json::Value {
     }
     if let Some(alibi) = problem.score.alibi {
         request["alibi"] = json!(alibi.name());
+    }
+    if pass == Pass::DETERMINISTIC_BACKWARD {
+        request["deterministic"] = json!(true);
     }
     if problem.score.sinks {
         request["sinks"] = json!(true);
@@ -281,10 +304,12 @@ mod tests {
         let failed = r#"{"times":[],"errors":{"fa3":"out of memory"}}"#;
         let mut peers = stand_in(HELLO, &[opened, round, failed]).expect("started");
         assert_eq!(peers.hello.peers, ["fa3", "cudnn"]);
-        let found = peers.open(&Marks::Paged.shapes()[1], &[], false).expect("opened");
+        let found = peers.open(&Marks::Paged.shapes()[1], &[], Pass::Forward).expect("opened");
         assert_eq!((found.peers, found.errors["cudnn"].as_str()), (vec!["fa3".to_owned()], "no pages"));
         assert_eq!(peers.round("fa3", 2).expect("timed"), [0.5, 0.25]);
         assert!(peers.round("fa3", 2).expect("an answer").is_empty());
+        // None of them compiles at its first call: it is not asked to.
+        assert_eq!(peers.warm(&Marks::Paged.shapes(), &[], Pass::Forward).expect("nothing to do"), 0);
     }
 
     #[cfg(unix)]
@@ -296,7 +321,7 @@ mod tests {
         assert!(said(stand_in(none, &[]).expect_err("no peers")).contains("torch: not found"));
         let refused = r#"{"peers":{},"errors":{"request":"lens of k"}}"#;
         let mut peers = stand_in(HELLO, &[refused]).expect("started");
-        let error = peers.open(&Marks::Packed.shapes()[0], &[], false).expect_err("refused");
+        let error = peers.open(&Marks::Packed.shapes()[0], &[], Pass::Forward).expect_err("refused");
         assert!(said(error).contains("lens of k"));
         let mut command = Command::new("sh");
         command.args(["-c", "exit 1"]);
@@ -306,7 +331,7 @@ mod tests {
 
     #[test]
     fn requests_say_how_sequences_lie() {
-        let asked = |marks: Marks, row: usize| request(&marks.shapes()[row], false);
+        let asked = |marks: Marks, row: usize| request(&marks.shapes()[row], Pass::Forward);
         let packed = asked(Marks::Packed, 2);
         assert_eq!(packed["sequences"]["q"]["store"], "packed");
         assert_eq!(packed["sequences"]["k"]["lens"][59], 513);
@@ -320,6 +345,9 @@ mod tests {
         assert_eq!((&sinks["sinks"], &sinks["window"]), (&json!(true), &json!([127, 0])));
         assert!(asked(Marks::Sinks, 1).get("sinks").is_none());
         assert_eq!(asked(Marks::Step, 0)["graph"], 32);
-        assert_eq!(request(&Marks::PackedBwd.shapes()[0], true)["mode"], "bwd");
+        let gradients = |pass| request(&Marks::PackedBwd.shapes()[0], pass);
+        assert_eq!(gradients(Pass::BACKWARD)["mode"], "bwd");
+        assert!(gradients(Pass::BACKWARD).get("deterministic").is_none());
+        assert_eq!(gradients(Pass::DETERMINISTIC_BACKWARD)["deterministic"], true);
     }
 }

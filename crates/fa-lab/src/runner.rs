@@ -14,14 +14,14 @@ use std::sync::Arc;
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_kernels::Error;
-use fa_kernels::cudarc::driver::{CudaGraph, CudaStream};
+use fa_kernels::cudarc::driver::CudaStream;
 use serde::{Deserialize, Serialize};
 
-use crate::device::{PassCall, calls, capture_calls, median, time_each};
+use crate::device::{Captured, PassCall, calls, capture_calls, median, time_each};
 use crate::error::Result;
 use crate::judge::sample_head::SampleHead;
 use crate::judge::sample_rows::{Judged, SampleRows};
-use crate::marks::Wanted;
+use crate::marks::{Unit, Wanted};
 use crate::peers::Peers;
 use crate::random::Random;
 use crate::tensors::{Inputs, random_dout};
@@ -53,6 +53,7 @@ impl Turns {
 pub struct Runner<'d, T> {
     gpu: &'d Gpu,
     wanted: Wanted,
+    pass: Pass,
     calls: Vec<PassCall<T>>,
     turn: usize,
     rows: SampleRows,
@@ -98,7 +99,7 @@ enum Candidate<'b> {
 
 /// Calls captured on a stream, which they are replayed on.
 struct Graph {
-    graph: CudaGraph,
+    captured: Captured,
     stream: Arc<CudaStream>,
 }
 
@@ -122,7 +123,8 @@ impl<'d, T: Half> Runner<'d, T> {
                 (SampleRows::none(&inputs), Some(SampleHead::new(&inputs, &dout)?), calls)
             }
         };
-        Ok(Runner { gpu, wanted: wanted.clone(), calls, turn: 0, rows, head })
+        let pass = any.spec().kernel.pass();
+        Ok(Runner { gpu, wanted: wanted.clone(), pass, calls, turn: 0, rows, head })
     }
 
     /// The same for a problem without a name.
@@ -179,15 +181,17 @@ impl<'d, T: Half> Runner<'d, T> {
     fn graph(&mut self, pass: &Bound) -> Result<Graph> {
         let stream = self.gpu.context().new_stream()?;
         self.gpu.synchronize()?;
-        let graph = capture_calls(&mut self.calls, pass, &stream, self.wanted.graph)?;
-        Ok(Graph { graph, stream })
+        // The layers of a step have one plan; other rows are of calls by themselves.
+        let shares_plan = self.wanted.unit == Unit::StepMs;
+        let captured = capture_calls(&mut self.calls, pass, &stream, self.wanted.graph, shares_plan)?;
+        Ok(Graph { captured, stream })
     }
 
     /// Milliseconds of a call of `candidate`, `reps` times.
     fn time(&mut self, candidate: &Candidate<'_>, reps: usize) -> Result<Vec<f64>, Error> {
         match candidate {
             Candidate::Launches(pass) => self.sample(pass, reps),
-            Candidate::Replays(Graph { graph, stream }) => {
+            Candidate::Replays(Graph { captured: Captured { graph, .. }, stream }) => {
                 let calls = self.wanted.graph.max(1) as f64;
                 let launched = |source| Error::Driver { doing: "launching a graph", source };
                 let times = time_each(stream, LEAD, reps, || graph.launch().map_err(launched))?;
@@ -209,7 +213,7 @@ impl<'d, T: Half> Runner<'d, T> {
         let mut outcome = Outcome { ours: vec![Times::default(); ours.len()], ..Outcome::default() };
         let mut names = Vec::new();
         if let Some((peers, wanted)) = &mut peers {
-            let opened = peers.open(&self.wanted, wanted, self.head.is_some())?;
+            let opened = peers.open(&self.wanted, wanted, self.pass)?;
             outcome.peer_errors = opened.errors;
             names = opened.peers;
         }

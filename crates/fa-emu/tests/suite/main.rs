@@ -1,9 +1,11 @@
 //! The emulation, proven: kernels against the oracle, injected faults, and every shipped spec at awkward
 //! shapes.
 
+mod append;
 mod deterministic;
 mod faults;
 mod mods;
+mod packed;
 mod shipped;
 mod subjects;
 mod values;

@@ -1,5 +1,8 @@
 // The gradient of the sinks: dsink = -sum over the head's rows of exp(sink - LSE) * dPsum.
 #pragma once
+#include "attn/bwd_tile.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/seqlen.cuh"
 #include "params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/math.cuh"
@@ -22,14 +25,29 @@ __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
     const int head = cta_index(), rows = params.m_blocks * C.tile_m, heads = params.shape.heads_q;
     const float sink_log2 = params.mods.sinks[head] * kLog2e;
     float sum = 0.f;
-    for (int batch = 0, row = thread_index();; row += cta_threads()) {
-        while (row >= rows && batch < params.shape.batch) {
-            row -= rows;
-            ++batch;
-        }
-        if (batch >= params.shape.batch) break;
-        const i64 at = (i64(batch) * heads + head) * rows + row;
+    auto add = [&](i64 at) {
         sum = fmaf(exp2_approx(sink_log2 - params.lse_log2[at]), params.dpsum[at], sum);
+    };
+    if constexpr (C.varied) {
+        const WorkPlan plan{params.plan};
+        const int items = plan.count(PlanCount::MTiles);
+        for (i64 row = thread_index(); row < i64(items) * C.tile_m; row += cta_threads()) {
+            const PlanItem item = plan.m_tiles()[row / C.tile_m];
+            const auto seqlen = Seqlen<true>::of(params, item.sequence);
+            const auto place = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, item.sequence);
+            const i64 tile =
+                (i64(place.entry) * heads + head) * params.m_blocks + place.first + item.block;
+            add(tile * C.tile_m + row % C.tile_m);
+        }
+    } else {
+        for (int batch = 0, row = thread_index();; row += cta_threads()) {
+            while (row >= rows && batch < params.shape.batch) {
+                row -= rows;
+                ++batch;
+            }
+            if (batch >= params.shape.batch) break;
+            add((i64(batch) * heads + head) * rows + row);
+        }
     }
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) sum += shuffle_xor(sum, distance);

@@ -11,13 +11,14 @@ namespace fa {
 
 // Zeros for dK and dV of the tile's `tile_n` keys, by `threads` threads of which this is number `thread`.
 // (The f32 accumulators of split heads are zero already.)
-__device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen<>& seqlen,
+template <bool Varied>
+__device__ __forceinline__ void store_zero_gradients(const BwdParams& params, const Seqlen<Varied>& seqlen,
                                                      const BwdTile& tile, int tile_n, int thread,
                                                      int threads) {
     if (params.head_splits > 1) return;
     const int first = tile.n_block * tile_n, left = min(tile_n, seqlen.k() - first);
     auto clear = [&](const MutTensor& tensor, int columns) {
-        u16* rows = view(tensor).row(tile.batch, first, tile.kv_head);
+        u16* rows = view(tensor).row(tile.batch, seqlen.k_offset() + first, tile.kv_head);
         const int chunks = columns / 8;
 #pragma unroll 1
         for (int chunk = thread; chunk < left * chunks; chunk += threads) {

@@ -1,5 +1,7 @@
 // The backward's postprocess: gradients from their f32 accumulators.
 #pragma once
+#include "attn/bwd_preprocess.cuh"
+#include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
@@ -32,35 +34,57 @@ __device__ __forceinline__ void convert_rows(const float* accum, u16* out, i64 s
     }
 }
 
-// dQ: one CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the last tiles
-// were accumulated last and are likely still in L2. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its
-// BwdLayout.
+// dQ: one CTA per tile of queries. C is an Sm80BwdConfig or Sm90BwdConfig, Layout its BwdLayout.
 template <auto C, class Layout>
 __device__ __forceinline__ void bwd_postprocess(const BwdParams& params) {
-    const int tile = cta_count() - 1 - cta_index();
-    const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
-    const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
-    const Seqlen<> seqlen(params.shape, batch);
+    QueryTile own;
+    if constexpr (C.varied) {
+        if (!planned_query_tile<C.tile_m>(params, own)) return;
+    } else {
+        const int tile = cta_count() - 1 - cta_index();
+        const int batch_head = tile / params.m_blocks;
+        own = {tile % params.m_blocks, batch_head / params.shape.heads_q, batch_head % params.shape.heads_q,
+               tile};
+    }
+    const auto [m_block, batch, head, tile] = own;
+    const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int row = m_block * C.tile_m;
     convert_rows<C.dtype, C.head_dim, typename Layout::DqOrder>(
-        params.dq_accum + i64(tile) * (C.tile_m * C.head_dim), view(params.dq).row(batch, row, head),
-        params.dq.strides.seq, min(C.tile_m, seqlen.q() - row), params.shape.head_dim, params.score.scale);
+        params.dq_accum + tile * (C.tile_m * C.head_dim),
+        view(params.dq).row(batch, seqlen.q_offset() + row, head), params.dq.strides.seq,
+        min(C.tile_m, seqlen.q() - row), params.shape.head_dim, params.score.scale);
 }
 
 // dK and dV: one CTA per tile of keys, K/V head and sequence.
 template <auto C, class Layout>
 __device__ __forceinline__ void bwd_postprocess_kv(const BwdParams& params) {
-    const int n_block = cta_index() % params.n_blocks, batch_head = cta_index() / params.n_blocks;
-    const int batch = batch_head / params.shape.heads_kv, head = batch_head % params.shape.heads_kv;
-    const Seqlen<> seqlen(params.shape, batch);
+    int n_block, batch, head;
+    i64 tile;
+    if constexpr (C.varied) {
+        const WorkPlan plan{params.plan};
+        const int items = plan.count(PlanCount::NTiles);
+        if (cta_index() >= items * params.shape.heads_kv) return;
+        const PlanItem item = plan.n_tiles()[cta_index() % items];
+        n_block = item.block, batch = item.sequence, head = cta_index() / items;
+        const auto seqlen = Seqlen<true>::of(params, batch);
+        const auto place = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, batch);
+        tile = (i64(place.entry) * params.shape.heads_kv + head) * params.n_blocks + place.first + n_block;
+    } else {
+        const int batch_head = cta_index() / params.n_blocks;
+        n_block = cta_index() % params.n_blocks;
+        batch = batch_head / params.shape.heads_kv, head = batch_head % params.shape.heads_kv;
+        tile = cta_index();
+    }
+    const auto seqlen = Seqlen<C.varied>::of(params, batch);
     const int row = n_block * C.tile_n, rows = min(C.tile_n, seqlen.k() - row);
-    const i64 tile = cta_index();
     convert_rows<C.dtype, C.head_dim, typename Layout::DkOrder>(
-        params.dk_accum + tile * (C.tile_n * C.head_dim), view(params.dk).row(batch, row, head),
-        params.dk.strides.seq, rows, params.shape.head_dim, params.score.scale);
+        params.dk_accum + tile * (C.tile_n * C.head_dim),
+        view(params.dk).row(batch, seqlen.k_offset() + row, head), params.dk.strides.seq, rows,
+        params.shape.head_dim, params.score.scale);
     convert_rows<C.dtype, C.head_dim_v, typename Layout::DvOrder>(
-        params.dv_accum + tile * (C.tile_n * C.head_dim_v), view(params.dv).row(batch, row, head),
-        params.dv.strides.seq, rows, params.shape.head_dim_v, 1.f);
+        params.dv_accum + tile * (C.tile_n * C.head_dim_v),
+        view(params.dv).row(batch, seqlen.k_offset() + row, head), params.dv.strides.seq, rows,
+        params.shape.head_dim_v, 1.f);
 }
 
 }  // namespace fa

@@ -1,5 +1,7 @@
 // The backward's preprocess: the statistics of every query, and accumulators set to zero.
 #pragma once
+#include "attn/bwd_tile.cuh"
+#include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
@@ -33,35 +35,56 @@ __device__ __forceinline__ float partial_dot(const u16* a, const u16* b, int col
     return sum;
 }
 
-// One CTA per tile of queries, query head and sequence. CTAs run in reverse tile order: the main kernel
-// starts with what was read and written last and is likely still in L2. C is a backward's config.
+// The tile of queries of a CTA before and after the main kernel: one for each tile, query head and sequence.
+// CTAs run in reverse tile order: the main kernel starts with what was read and written last and is likely
+// still in L2, and what comes after it with what was accumulated last.
+struct QueryTile {
+    int m_block, batch, head;
+    i64 index;  // in the workspace
+};
+
+// Of sequences of different lengths; false for CTAs beyond what there is.
+template <int TileM>
+__device__ __forceinline__ bool planned_query_tile(const BwdParams& params, QueryTile& tile) {
+    const WorkPlan plan{params.plan};
+    const int items = plan.count(PlanCount::MTiles);
+    const int number = items * params.shape.heads_q - 1 - cta_index();
+    if (number < 0) return false;
+    const PlanItem item = plan.m_tiles()[number % items];
+    tile.m_block = item.block;
+    tile.batch = item.sequence;
+    tile.head = number / items;
+    const auto seqlen = Seqlen<true>::of(params, tile.batch);
+    const auto place = WorkspacePlace::of_queries<TileM>(params, seqlen, tile.batch);
+    tile.index = (i64(place.entry) * params.shape.heads_q + tile.head) * params.m_blocks + place.first +
+                 tile.m_block;
+    return true;
+}
+
+// Sets the f32 accumulators of dK and dV to zero. Their tiles are not the grid's: all threads of the grid
+// take part.
 template <auto C>
-__device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
-    const int tile = cta_count() - 1 - cta_index();
-    const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
-    const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
-    const Seqlen<> seqlen(params.shape, batch);
-
-    if (thread_index() == 0) {
-        if (params.dq_semaphores != nullptr) params.dq_semaphores[tile] = 0;
-        if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
+__device__ __forceinline__ void clear_key_gradients(const BwdParams& params) {
+    // Packed sequences are one entry.
+    const i64 sequences = C.varied && params.varlen.total_k > 0 ? 1 : params.shape.batch;
+    const i64 keys = sequences * params.shape.heads_kv * params.n_blocks * C.tile_n;
+    const i64 thread = i64(cta_index()) * cta_threads() + thread_index(),
+              threads = i64(cta_count()) * cta_threads();
+    clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
+    clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
+    if constexpr (C.deterministic) {
+        for (i64 i = thread; i < keys / C.tile_n * 2; i += threads) params.dkv_semaphores[i] = 0;
     }
-    constexpr int kDqTile = C.tile_m * C.head_dim;
-    clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
-    if (params.dk_accum != nullptr) {
-        // Tiles of keys are not the grid's: all threads of the grid take part.
-        const i64 keys = i64(params.shape.batch) * params.shape.heads_kv * params.n_blocks * C.tile_n;
-        const i64 thread = i64(cta_index()) * cta_threads() + thread_index(),
-                  threads = i64(cta_count()) * cta_threads();
-        clear_f32(params.dk_accum, keys * C.head_dim, thread, threads);
-        clear_f32(params.dv_accum, keys * C.head_dim_v, thread, threads);
-        if constexpr (C.deterministic) {
-            for (i64 i = thread; i < keys / C.tile_n * 2; i += threads) params.dkv_semaphores[i] = 0;
-        }
-    }
+}
 
-    const u16* out = view(params.out).row(batch, 0, head);
-    const u16* dout = view(params.dout).row(batch, 0, head);
+// The statistics of a tile of queries. The forward's LSE of query i is at lse_row(i); dPsum and LSE in base 2
+// go to element row(i) of the workspace.
+template <auto C, class LseRow, class Row>
+__device__ __forceinline__ void store_statistics(const BwdParams& params, const Seqlen<C.varied>& seqlen,
+                                                 int m_block, int batch, int head, const LseRow& lse_row,
+                                                 const Row& workspace_row) {
+    const u16* out = view(params.out).row(batch, seqlen.q_offset(), head);
+    const u16* dout = view(params.dout).row(batch, seqlen.q_offset(), head);
     const int lane = thread_index() % 8;
     // The sum over lanes needs whole warps: tile_m is a multiple of 4, the rows of a warp.
     static_assert(C.tile_m % 4 == 0);
@@ -76,16 +99,51 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
-        const i64 at = i64(batch_head) * params.m_blocks * C.tile_m + query;
+        const i64 at = workspace_row(query);
         params.dpsum[at] = sum;
         // Probabilities of rows past the end become 2^-inf. A row that saw no key has hidden scores only: any
         // finite LSE keeps them 0.
         float lse_log2 = -minus_infinity();
         if (inside) {
-            const float lse = params.lse[i64(batch_head) * seqlen.q() + query];
+            const float lse = params.lse[lse_row(query)];
             lse_log2 = lse == minus_infinity() ? 0.f : lse * kLog2e;
         }
         params.lse_log2[at] = lse_log2;
+    }
+}
+
+// One CTA per tile of queries. C is a backward's config.
+template <auto C>
+__device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
+    constexpr int kDqTile = C.tile_m * C.head_dim;
+    if constexpr (C.varied) {
+        if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
+        if (params.tile_counter != nullptr && cta_index() == 0 && thread_index() == 0)
+            *params.tile_counter = 0;
+        QueryTile tile;
+        if (!planned_query_tile<C.tile_m>(params, tile)) return;
+        if (params.dq_semaphores != nullptr && thread_index() == 0) params.dq_semaphores[tile.index] = 0;
+        clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
+        const auto seqlen = Seqlen<true>::of(params, tile.batch);
+        const i64 lse_row = seqlen.lse_row(tile.batch, tile.head, params.shape.heads_q);
+        store_statistics<C>(
+            params, seqlen, tile.m_block, tile.batch, tile.head, [&](int query) { return lse_row + query; },
+            [&](int query) { return (tile.index - tile.m_block) * C.tile_m + query; });
+    } else {
+        const int tile = cta_count() - 1 - cta_index();
+        const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;
+        const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
+        const Seqlen<> seqlen(params.shape, batch);
+        if (thread_index() == 0) {
+            if (params.dq_semaphores != nullptr) params.dq_semaphores[tile] = 0;
+            if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
+        }
+        clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
+        if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
+        store_statistics<C>(
+            params, seqlen, m_block, batch, head,
+            [&](int query) { return i64(batch_head) * seqlen.q() + query; },
+            [&](int query) { return i64(batch_head) * params.m_blocks * C.tile_m + query; });
     }
 }
 

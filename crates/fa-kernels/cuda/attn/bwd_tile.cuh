@@ -1,6 +1,9 @@
-// The work tiles of a backward, and the semaphores by which deterministic ones take turns at adding to dQ.
+// The work tiles of a backward, their places in the workspace, and the semaphores by which deterministic ones
+// take turns at adding to dQ.
 #pragma once
 #include "attn/block_range.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/seqlen.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/atomic.cuh"
@@ -14,6 +17,36 @@ struct BwdTile {
     int n_block, kv_head, batch, split, first_head, end_head;
 };
 
+// Where a sequence's tiles are in the workspace `[entries, heads, tiles, ...]`. Padded sequences are entries;
+// packed ones are one entry, in which each starts on a tile of its own.
+struct WorkspacePlace {
+    int entry, first;
+
+    template <int Tile>
+    __device__ __forceinline__ static WorkspacePlace of(bool packed, int first_row, int batch) {
+        if (packed) return {0, first_row / Tile + batch};
+        return {batch, 0};
+    }
+    // Of its tiles of queries, and of keys.
+    template <int TileM>
+    __device__ __forceinline__ static WorkspacePlace of_queries(const BwdParams& params,
+                                                                const Seqlen<true>& seqlen, int batch) {
+        return of<TileM>(params.varlen.total_q > 0, seqlen.q_offset(), batch);
+    }
+    template <int TileN>
+    __device__ __forceinline__ static WorkspacePlace of_keys(const BwdParams& params,
+                                                             const Seqlen<true>& seqlen, int batch) {
+        return of<TileN>(params.varlen.total_k > 0, seqlen.k_offset(), batch);
+    }
+};
+
+// Of sequences of different lengths.
+struct VariedBwdTile : BwdTile {
+    WorkspacePlace queries, keys;
+};
+template <bool Varied>
+using BwdTileOf = Either<Varied, VariedBwdTile, BwdTile>;
+
 // Deterministic tiles are drawn in an order in which each finds its turns at dQ as it comes to them (NB-055).
 // Where the mask moves with the keys the last keys come first: each tile starts where the one before it is at
 // its second step.
@@ -24,10 +57,14 @@ __device__ __forceinline__ constexpr bool last_keys_first() {
 
 // Under a causal mask that order starts with the shortest tiles. At the end of the run, in the last section
 // of heads, it is the reverse: the first keys first, and the queries from the last down, so that all tiles of
-// a head start at the same queries.
-template <MaskKind Mask, bool Deterministic>
+// a head start at the same queries. Sequences of different lengths end with the shortest as they are.
+template <MaskKind Mask, bool Deterministic, bool Varied>
+__device__ __forceinline__ constexpr bool can_descend() {
+    return Deterministic && Mask == MaskKind::Causal && !Varied;
+}
+template <MaskKind Mask, bool Deterministic, bool Varied>
 __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile& tile) {
-    if constexpr (!Deterministic || Mask != MaskKind::Causal) return false;
+    if constexpr (!can_descend<Mask, Deterministic, Varied>()) return false;
     const int head =
         (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split;
     return head >= params.sections * params.heads_per_section;
@@ -38,35 +75,68 @@ __device__ __forceinline__ int query_block(const BlockRange& range, bool descend
     return descending ? range.begin + range.end - 1 - step : step;
 }
 
-template <MaskKind Mask, TileOrder Order, bool Deterministic>
-__device__ __forceinline__ BwdTile bwd_tile_at(const BwdParams& params, int index) {
-    const ShapeParams& shape = params.shape;
-    BwdTile tile;
-    int head;  // counted through splits, K/V heads and sequences
-    if constexpr (Order == TileOrder::Natural && !Deterministic) {
-        tile.n_block = index % params.n_blocks;
-        head = index / params.n_blocks;
+// Tiles of keys of a head; of a plan those of all sequences.
+template <bool Varied>
+__device__ __forceinline__ int bwd_blocks(const BwdParams& params) {
+    if constexpr (Varied) {
+        return WorkPlan{params.plan}.count(PlanCount::NTiles);
     } else {
-        // Sections of heads whose Q, dO and dQ fit the L2 together; within one, the first keys of all heads
-        // first: under a causal mask they are seen by the most queries. The last section has the heads that
-        // are left, and enough tiles to even out.
-        const int section = min(index / (params.heads_per_section * params.n_blocks), params.sections);
-        const int first = section * params.heads_per_section;
-        const int rest = index - first * params.n_blocks;
-        const int in_section = section < params.sections
-                                   ? params.heads_per_section
-                                   : shape.heads_kv * params.head_splits * shape.batch - first;
-        tile.n_block = rest / in_section;
-        head = first + rest % in_section;
-        if constexpr (last_keys_first<Mask, Deterministic>()) {
-            if (Mask != MaskKind::Causal || section < params.sections)
-                tile.n_block = params.n_blocks - 1 - tile.n_block;
-        }
+        return params.n_blocks;
     }
+}
+
+// The tile among those of a plan: the sections of heads are those of equal lengths, over the tiles of all
+// sequences.
+__device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& params, int index) {
+    const int blocks = bwd_blocks<true>(params);
+    const int section = min(index / (params.heads_per_section * blocks), params.sections);
+    const int first = section * params.heads_per_section, rest = index - first * blocks;
+    const int in_section =
+        section < params.sections ? params.heads_per_section : params.plan.heads - first;
+    const int head = first + rest % in_section;
+    // A sequence's tiles are listed in the order in which they are to be drawn.
+    const PlanItem item = WorkPlan{params.plan}.n_tiles()[rest / in_section];
+    VariedBwdTile tile;
+    tile.n_block = item.block;
+    tile.batch = item.sequence;
     tile.split = head % params.head_splits;
-    head /= params.head_splits;
-    tile.batch = head / shape.heads_kv;
-    tile.kv_head = head - tile.batch * shape.heads_kv;
+    tile.kv_head = head / params.head_splits;
+    return tile;
+}
+
+template <MaskKind Mask, TileOrder Order, bool Deterministic, bool Varied>
+__device__ __forceinline__ BwdTileOf<Varied> bwd_tile_at(const BwdParams& params, int index) {
+    const ShapeParams& shape = params.shape;
+    BwdTileOf<Varied> tile;
+    int head;  // counted through splits, K/V heads and sequences
+    if constexpr (Varied) {
+        tile = planned_bwd_tile(params, index);
+    } else {
+        if constexpr (Order == TileOrder::Natural && !Deterministic) {
+            tile.n_block = index % params.n_blocks;
+            head = index / params.n_blocks;
+        } else {
+            // Sections of heads whose Q, dO and dQ fit the L2 together; within one, the first keys of all
+            // heads first: under a causal mask they are seen by the most queries. The last section has the
+            // heads that are left, and enough tiles to even out.
+            const int section = min(index / (params.heads_per_section * params.n_blocks), params.sections);
+            const int first = section * params.heads_per_section;
+            const int rest = index - first * params.n_blocks;
+            const int in_section = section < params.sections
+                                       ? params.heads_per_section
+                                       : shape.heads_kv * params.head_splits * shape.batch - first;
+            tile.n_block = rest / in_section;
+            head = first + rest % in_section;
+            if constexpr (last_keys_first<Mask, Deterministic>()) {
+                if (Mask != MaskKind::Causal || section < params.sections)
+                    tile.n_block = params.n_blocks - 1 - tile.n_block;
+            }
+        }
+        tile.split = head % params.head_splits;
+        head /= params.head_splits;
+        tile.batch = head / shape.heads_kv;
+        tile.kv_head = head - tile.batch * shape.heads_kv;
+    }
     const int share = ceil_div(shape.group_size, params.head_splits);
     tile.first_head = tile.kv_head * shape.group_size + tile.split * share;
     tile.end_head = min(tile.first_head + share, (tile.kv_head + 1) * shape.group_size);
@@ -78,8 +148,24 @@ __device__ __forceinline__ i64 dq_tile(const BwdParams& params, const BwdTile& t
     return (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks + m_block;
 }
 
+__device__ __forceinline__ i64 dq_tile(const BwdParams& params, const VariedBwdTile& tile, int head,
+                                       int m_block) {
+    return (i64(tile.queries.entry) * params.shape.heads_q + head) * params.m_blocks +
+           (m_block + tile.queries.first);
+}
+
+// Index of the tile of keys in the accumulators of dK and dV.
+__device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const BwdTile& tile) {
+    return (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+}
+__device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwdTile& tile) {
+    return (i64(tile.keys.entry) * params.shape.heads_kv + tile.kv_head) * params.n_blocks +
+           (tile.n_block + tile.keys.first);
+}
+
 // Counts what has been added to tile `m_block` of dQ.
-__device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const BwdTile& tile, int head,
+template <class Tile>
+__device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const Tile& tile, int head,
                                                   int m_block) {
     return params.dq_semaphores + dq_tile(params, tile, head, m_block);
 }
@@ -100,8 +186,9 @@ __device__ __forceinline__ void count_part(unsigned* semaphore) {
 // were drawn before it and are running.
 template <int TileM, int TileN, MaskKind Mask, bool Varied>
 __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
-                                              const Visibility<Mask, Varied>& visible, const BwdTile& tile,
-                                              bool descending, int head, int m_block, int parts) {
+                                              const Visibility<Mask, Varied>& visible,
+                                              const BwdTileOf<Varied>& tile, bool descending, int head,
+                                              int m_block, int parts) {
     const int first = m_block * TileM;
     const BlockRange keys = key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1);
     const bool last_first = last_keys_first<Mask, true>() && !descending;
@@ -110,17 +197,17 @@ __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
 }
 
 // Counts this thread's part as added.
-__device__ __forceinline__ void signal_next(const BwdParams& params, const BwdTile& tile, int head,
+template <class Tile>
+__device__ __forceinline__ void signal_next(const BwdParams& params, const Tile& tile, int head,
                                             int m_block) {
     count_part(dq_semaphore(params, tile, head, m_block));
 }
 
 // Counts the parts of a K/V head's query heads that have been added to a tile of dV (`of` = 0) or dK (1): the
 // parts take turns as well.
-__device__ __forceinline__ unsigned* dkv_semaphore(const BwdParams& params, const BwdTile& tile, int of) {
-    const i64 index =
-        (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
-    return params.dkv_semaphores + 2 * index + of;
+template <class Tile>
+__device__ __forceinline__ unsigned* dkv_semaphore(const BwdParams& params, const Tile& tile, int of) {
+    return params.dkv_semaphores + 2 * dkv_tile(params, tile) + of;
 }
 
 }  // namespace fa

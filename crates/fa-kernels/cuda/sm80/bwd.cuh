@@ -44,6 +44,8 @@ struct alignas(8) BwdStep {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
+struct NoSeqlen {};
+
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.
 template <Sm80BwdConfig C>
 struct alignas(128) BwdStorage {
@@ -59,10 +61,11 @@ struct alignas(128) BwdStorage {
     alignas(128) float lse[C.q_stages][C.tile_m];
     alignas(128) float dpsum[C.do_stages][C.tile_m];
     // The CTA's work: registers are scarcer than reads of shared memory.
-    BwdTile tile;
+    BwdTileOf<C.varied> tile;
     BlockRange range;
     BwdStep step[2];  // the current one of each group
-    int descending;   // see descends(); deterministic causal kernels only
+    int descending;   // see descends(); kernels that can only
+    [[no_unique_address]] Either<C.varied, Seqlen<true>, NoSeqlen> seqlen;
 };
 
 // ---- Barriers -----------------------------------------------------------------------------------
@@ -99,8 +102,8 @@ struct BwdGroup {
 
     BwdStorage<C>& smem;
     const BwdParams& params;
-    const Visibility<C.mask>& visible;
-    const BwdTile& tile = smem.tile;
+    const Visibility<C.mask, C.varied>& own_visible;
+    const BwdTileOf<C.varied>& tile = smem.tile;
     const BlockRange& range = smem.range;
 
     // Warps with many fragments of A in S and dP have no registers for those of two contraction steps.
@@ -114,12 +117,40 @@ struct BwdGroup {
         return smem_address_volatile(first) + u32(static_cast<const u8*>(within) - first);
     }
 
+    // Lengths that the parameters do not have are read from shared memory at each use.
+    __device__ __forceinline__ int length(const int Seqlen<true>::* of) const {
+        return int(load_shared_u32(buffer(&(smem.seqlen.*of))));
+    }
+    __device__ __forceinline__ int queries() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::queries);
+        return own_visible.seqlen.q();
+    }
+    __device__ __forceinline__ int keys() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::keys);
+        return own_visible.seqlen.k();
+    }
+    __device__ __forceinline__ int first_query() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::first_query);
+        return 0;
+    }
+    __device__ __forceinline__ int first_key() const {
+        if constexpr (C.varied) return length(&Seqlen<true>::first_key);
+        return 0;
+    }
+    __device__ __forceinline__ decltype(auto) visible() const {
+        if constexpr (C.varied) {
+            return Visibility<C.mask, true>{params.shape, Seqlen<true>{queries(), keys(), 0, 0, 0, 0}};
+        } else {
+            return (own_visible);
+        }
+    }
+
     // Steps count the tiles of queries from the first to the last; this is the one that a step visits.
     __device__ __forceinline__ int block(int m_block) const {
         return query_block(range, descending(), m_block);
     }
     __device__ __forceinline__ bool descending() const {
-        if constexpr (C.deterministic && C.mask == MaskKind::Causal) return smem.descending;
+        if constexpr (can_descend<C.mask, C.deterministic, C.varied>()) return smem.descending;
         return false;
     }
 
@@ -165,25 +196,25 @@ struct BwdGroup {
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_q(BwdStep step) const {
         load<typename L::Q, Threads, FirstThread>(q_buffer(step), params.q, tile.batch, step.head,
-                                                  block(step.m_block) * C.tile_m, visible.seqlen.q(),
-                                                  params.shape.head_dim);
+                                                  first_query() + block(step.m_block) * C.tile_m,
+                                                  first_query() + queries(), params.shape.head_dim);
         load_stats<FirstThread>(lse_buffer(step), params.lse_log2, step);
     }
     template <int Threads, int FirstThread>
     __device__ __forceinline__ void load_do(BwdStep step) const {
         load<typename L::Do, Threads, FirstThread>(do_buffer(step), params.dout, tile.batch, step.head,
-                                                   block(step.m_block) * C.tile_m, visible.seqlen.q(),
-                                                   params.shape.head_dim_v);
+                                                   first_query() + block(step.m_block) * C.tile_m,
+                                                   first_query() + queries(), params.shape.head_dim_v);
         load_stats<FirstThread>(dpsum_buffer(step), params.dpsum, step);
     }
 
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
-        const int key = tile.n_block * C.tile_n;
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key,
-                                            visible.seqlen.k(), params.shape.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key,
-                                            visible.seqlen.k(), params.shape.head_dim_v);
+        const int key = first_key() + tile.n_block * C.tile_n, end = first_key() + keys();
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key, end,
+                                            params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key, end,
+                                            params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -276,7 +307,7 @@ struct BwdGroup {
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             if (thread_index() == group * L::kGroupThreads)
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending(), step.head,
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible(), tile, descending(), step.head,
                                                   block(step.m_block), kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
@@ -312,8 +343,7 @@ struct BwdGroup {
                                            float factor) const {
         const Here place;
         if (params.head_splits > 1) {
-            const i64 index =
-                (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index = dkv_tile(params, tile);
             if constexpr (C.deterministic) {
                 if (thread_index() == group * L::kGroupThreads)
                     wait_for_parts(dkv_semaphore(params, tile, group), tile.split);
@@ -329,11 +359,11 @@ struct BwdGroup {
             return;
         }
         const int first = tile.n_block * C.tile_n;
-        u16* out = view(gradient).row(tile.batch, first, tile.kv_head);
+        u16* out = view(gradient).row(tile.batch, first_key() + first, tile.kv_head);
 #pragma unroll
         for (int f = 0; f < Cut::kFragments; ++f) {
             const int row = Cut::first_m(place.warp) + 16 * f + place.lane / 4;
-            const int left = visible.seqlen.k() - first;
+            const int left = keys() - first;
             store_fragment_row<C.dtype>(0, out + row * gradient.strides.seq, row < left, d[f], factor,
                                         Cut::first_n(place.warp), columns);
             store_fragment_row<C.dtype>(1, out + (row + 8) * gradient.strides.seq, row + 8 < left, d[f],
@@ -351,7 +381,7 @@ struct PWarps : BwdGroup<C> {
     using CutS = typename L::CutS;
     using CutDv = typename L::CutDv;
     using CutDq = typename L::template CutDq<0>;
-    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
+    using Base::params, Base::range, Base::smem, Base::tile;
     using typename Base::Here;
     using typename Base::Stats;
 
@@ -395,13 +425,13 @@ struct PWarps : BwdGroup<C> {
                 };
                 const int first_key =
                     tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4);
-                mask_tile(s[f], visible, query_of, first_key);
+                mask_tile(s[f], this->visible(), query_of, first_key);
             }
             if constexpr (C.alibi) {
                 float bias[CutS::kRegisters] = {};
                 const int query = this->block(step.m_block) * C.tile_m + CutS::first_m(place.warp) + 16 * f +
                                   place.lane / 4;
-                const int diagonal = query + visible.seqlen.k() - visible.seqlen.q();
+                const int diagonal = query + this->keys() - this->queries();
                 add_alibi<C.mask>(bias, 0.f, {slope, slope}, {diagonal, diagonal + 8},
                                   tile.n_block * C.tile_n + CutS::first_n(place.warp) + 2 * (place.lane % 4));
 #pragma unroll
@@ -520,7 +550,7 @@ struct DsWarps : BwdGroup<C> {
     using CutS = typename L::CutS;
     using CutDk = typename L::CutDk;
     using CutDq = typename L::template CutDq<1>;
-    using Base::params, Base::range, Base::smem, Base::tile, Base::visible;
+    using Base::params, Base::range, Base::smem, Base::tile;
     using typename Base::Here;
     using typename Base::Stats;
     static constexpr int kFirstThread = L::kGroupThreads;
@@ -610,19 +640,31 @@ constexpr int sm80_bwd_smem_bytes = sizeof(sm80::BwdStorage<C>);
 template <Sm80BwdConfig C>
 __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
     auto& smem = shared_memory<sm80::BwdStorage<C>>();
+    using Visible = Visibility<C.mask, C.varied>;
     if (thread_index() == 0) {
         // Deterministic tiles are drawn: a tile waits only for tiles drawn before it, which are running.
         const int index = C.deterministic ? atomic_add(params.tile_counter, 1u) : cta_index();
-        smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-        const Visibility<C.mask> visible{params.shape, Seqlen<>(params.shape, smem.tile.batch)};
-        smem.range = query_blocks<C.tile_m, C.tile_n>(visible, smem.tile.n_block * C.tile_n);
-        if constexpr (C.deterministic && C.mask == MaskKind::Causal)
-            smem.descending = descends<C.mask, C.deterministic>(params, smem.tile);
-        for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
+        if (C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads) {
+            smem.tile.n_block = -1;
+        } else {
+            smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic, C.varied>(params, index);
+            const auto seqlen = Seqlen<C.varied>::of(params, smem.tile.batch);
+            if constexpr (C.varied) {
+                smem.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, smem.tile.batch);
+                smem.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, smem.tile.batch);
+                smem.seqlen = seqlen;
+            }
+            smem.range = query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen},
+                                                          smem.tile.n_block * C.tile_n);
+            if constexpr (can_descend<C.mask, C.deterministic, C.varied>())
+                smem.descending = descends<C.mask, C.deterministic, C.varied>(params, smem.tile);
+            for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
+        }
     }
     cta_sync();
-    const Seqlen<> seqlen(params.shape, smem.tile.batch);
-    const Visibility<C.mask> visible{params.shape, seqlen};
+    if (C.varied && smem.tile.n_block < 0) return;
+    const auto seqlen = Seqlen<C.varied>::of(params, smem.tile.batch);
+    const Visible visible{params.shape, seqlen};
     if (smem.range.empty() || smem.tile.first_head >= smem.tile.end_head) {
         store_zero_gradients(params, seqlen, smem.tile, C.tile_n, thread_index(), cta_threads());
         return;

@@ -10,6 +10,7 @@
 #include "attn/bwd_tile.cuh"
 #include "attn/mask.cuh"
 #include "attn/query_range.cuh"
+#include "attn/ragged.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tensor_view.cuh"
@@ -39,8 +40,10 @@ struct BwdTraits : BwdLayout<C> {
     static constexpr int kConsumers = 128 * C.num_wg;
     static constexpr int kConsumerWarps = 4 * C.num_wg;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8.
-    static constexpr int kProducerRegs = C.num_wg == 2 ? 24 : 32;
-    static constexpr int kConsumerRegs = C.num_wg == 2 ? 240 : 160;
+    // Coordinates of sequences that start anywhere spill wide panels' addresses.
+    static constexpr bool kWideProducer = C.varied && !C.dq_via_smem;
+    static constexpr int kProducerRegs = C.num_wg == 2 ? (kWideProducer ? 40 : 24) : 32;
+    static constexpr int kConsumerRegs = C.num_wg == 2 ? (kWideProducer ? 232 : 240) : 160;
     static constexpr int kStatBytes = C.tile_m * 4;
 
     // The order of a step, as measured on an H100. Where products leave shared memory idle, dQ's buffer is
@@ -90,44 +93,63 @@ struct alignas(1024) BwdStorage {
 // ---- Producer: one thread issues all TMA loads --------------------------------------------------
 
 template <Sm90BwdConfig C>
+using Tile = BwdTileOf<C.varied>;
+
+template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
-                                             const BwdTile& tile, const BlockRange& range, bool descending,
+                                             const Seqlen<C.varied>& seqlen, const Tile<C>& tile,
+                                             const BlockRange& range, bool descending,
                                              const TensorMap& map_q, const TensorMap& map_k,
                                              const TensorMap& map_v, const TensorMap& map_do) {
     using T = BwdTraits<C>;
-    auto load = [](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int row, int head,
-                   int batch, L2Policy policy) {
-        using Tile = decltype(tile_type);
+    // Rows from `row` on of a head: `len` rows from row `offset` on of a sequence that starts anywhere.
+    auto load = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, const TmaStrides& strides,
+                    int offset, int len, int row, int head, L2Policy policy) {
+        using Part = decltype(tile_type);
+        const RaggedRows rows(strides, tile.batch, head, offset, len);
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i) {
-            tma_load_4d(dst + i * Tile::kPanelBytes, map, full, i * Tile::kPanel, row, head, batch, policy);
+        for (int i = 0; i < Part::kPanels; ++i) {
+            u8* to = dst + i * Part::kPanelBytes;
+            if constexpr (C.varied) {
+                load_ragged(to, map, full, i * Part::kPanel, rows, row, policy);
+            } else {
+                tma_load_4d(to, map, full, i * Part::kPanel, row, head, tile.batch, policy);
+            }
         }
+    };
+    auto load_keys = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full,
+                         const TmaStrides& strides) {
+        load(tile_type, dst, map, full, strides, seqlen.k_offset(), seqlen.k(), tile.n_block * C.tile_n,
+             tile.kv_head, L2Policy::EvictFirst);
+    };
+    auto load_queries = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full,
+                            const TmaStrides& strides, int row, int head) {
+        load(tile_type, dst, map, full, strides, seqlen.q_offset(), seqlen.q(), row, head,
+             L2Policy::EvictLast);
     };
     PipelineState<C.q_stages> q_state;
     PipelineState<C.do_stages> do_state;
     bool first = true;
     for (int head = tile.first_head; head < tile.end_head; ++head) {
-        const i64 stats = (i64(tile.batch) * params.shape.heads_q + head) * params.m_blocks * C.tile_m;
+        const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
         for (int step = range.begin; step < range.end; ++step) {
             const int row = query_block(range, descending, step) * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
-                load(typename T::K{}, smem.k, map_k, smem.k_full, tile.n_block * C.tile_n, tile.kv_head,
-                     tile.batch, L2Policy::EvictFirst);
+                load_keys(typename T::K{}, smem.k, map_k, smem.k_full, params.varlen.tma_k);
             }
             smem.q_bars.acquire(q_state, T::Q::kBytes);
-            load(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage], row, head,
-                 tile.batch, L2Policy::EvictLast);
+            load_queries(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage],
+                         params.varlen.tma_q, row, head);
             q_state.advance();
             if (first) {
                 mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
-                load(typename T::V{}, smem.v, map_v, smem.v_full, tile.n_block * C.tile_n, tile.kv_head,
-                     tile.batch, L2Policy::EvictFirst);
+                load_keys(typename T::V{}, smem.v, map_v, smem.v_full, params.varlen.tma_v);
                 first = false;
             }
             smem.do_bars.acquire(do_state, T::Do::kBytes + 2 * T::kStatBytes);
-            load(typename T::Do{}, smem.dout[do_state.stage], map_do, smem.do_bars.full[do_state.stage], row,
-                 head, tile.batch, L2Policy::EvictLast);
+            load_queries(typename T::Do{}, smem.dout[do_state.stage], map_do,
+                         smem.do_bars.full[do_state.stage], params.varlen.tma_do, row, head);
             bulk_load(smem.lse[do_state.stage], params.lse_log2 + stats + row, T::kStatBytes,
                       smem.do_bars.full[do_state.stage]);
             bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes,
@@ -140,7 +162,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
 // ---- dQ: one warp for each consumer warpgroup ---------------------------------------------------
 
 template <Sm90BwdConfig C>
-__device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTile& tile, int head,
+__device__ __forceinline__ float* dq_share(const BwdParams& params, const Tile<C>& tile, int head,
                                            int m_block, int slice, int wg) {
     using T = BwdTraits<C>;
     return params.dq_accum + dq_tile(params, tile, head, m_block) * (C.tile_m * C.head_dim) +
@@ -150,8 +172,9 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const BwdTil
 // Adds what warpgroup `wg` leaves in shared memory to global memory.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
-                                           const Visibility<C.mask>& visible, const BwdTile& tile,
-                                           const BlockRange& range, bool descending, int wg) {
+                                           const Visibility<C.mask, C.varied>& visible,
+                                           const Tile<C>& tile, const BlockRange& range, bool descending,
+                                           int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
@@ -200,8 +223,8 @@ struct BwdConsumer {
 
     BwdStorage<C>& smem;
     const BwdParams& params;
-    const Visibility<C.mask>& visible;
-    const BwdTile& tile;
+    const Visibility<C.mask, C.varied>& visible;
+    const Tile<C>& tile;
     const BlockRange& range;
     const bool descending;
     const int wg, warp, lane;
@@ -574,8 +597,7 @@ struct BwdConsumer {
 
     __device__ __forceinline__ void finish() {
         if (params.head_splits > 1) {
-            const i64 index =
-                (i64(tile.batch) * params.shape.heads_kv + tile.kv_head) * params.n_blocks + tile.n_block;
+            const i64 index = dkv_tile(params, tile);
             await_turn(0);
             add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
             end_turn(0);
@@ -584,8 +606,9 @@ struct BwdConsumer {
             end_turn(1);
             return;
         }
-        u16* out_k = view(params.dk).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
-        u16* out_v = view(params.dv).row(tile.batch, tile.n_block * C.tile_n, tile.kv_head);
+        const int first = visible.seqlen.k_offset() + tile.n_block * C.tile_n;
+        u16* out_k = view(params.dk).row(tile.batch, first, tile.kv_head);
+        u16* out_v = view(params.dv).row(tile.batch, first, tile.kv_head);
         // All warpgroups have read K and V.
         named_barrier_sync(kPdsReady, T::kConsumers);
         store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq,
@@ -626,18 +649,24 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     }
     cta_sync();
     const int index = C.deterministic ? smem.ticket : cta_index();
-    const BwdTile tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic>(params, index);
-    const Seqlen<> seqlen(params.shape, tile.batch);
-    const Visibility<C.mask> visible{params.shape, seqlen};
+    if (C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads) return;
+    auto tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic, C.varied>(params, index);
+    const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
+    if constexpr (C.varied) {
+        tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, tile.batch);
+        tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, tile.batch);
+    }
+    const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
     const bool has_work = !range.empty() && tile.first_head < tile.end_head;
-    const bool descending = descends<C.mask, C.deterministic>(params, tile);
+    const bool descending = descends<C.mask, C.deterministic, C.varied>(params, tile);
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         if (has_work && warp == 0) {
             if (elect_one()) {
-                sm90::bwd_producer<C>(smem, params, tile, range, descending, map_q, map_k, map_v, map_do);
+                sm90::bwd_producer<C>(smem, params, seqlen, tile, range, descending, map_q, map_k, map_v,
+                                      map_do);
             }
         } else if (has_work && warp <= C.num_wg) {
             if constexpr (C.dq_via_smem)

@@ -18,7 +18,7 @@ use crate::jit::params::{BwdParams, PlanParams};
 use crate::jit::source::{
     DSINKS, DSINKS_THREADS, ENTRY, POSTPROCESS, POSTPROCESS_KV, PREPROCESS, PROCESS_THREADS,
 };
-use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor, Shape};
+use crate::launch::args::{BackwardArgs, Element, RawBackwardArgs, RawTensor};
 use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
 use crate::launch::launches::{
@@ -28,8 +28,8 @@ use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
-use crate::launch::varied::{PlanBounds, plan_step};
-use crate::launch::workspace::Workspace;
+use crate::launch::varied::{PlanBounds, plan_step, shape_of};
+use crate::launch::workspace::{Workspace, room};
 use crate::smem_bytes;
 
 /// A backward pass ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
@@ -169,15 +169,15 @@ impl Launches {
             return Err(Error::Mismatch { what: "pass", kernel, problem });
         };
         let panels = panels(spec);
-        let splits = head_splits(problem, spec, arch, sms);
+        // Without queries no launch would zero the accumulators of parts.
+        let is_empty = problem.lengths.reach_q() == 0 || problem.lengths.reach_k() == 0;
+        let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
         let mut workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
         workspace.add_plan(plan_bytes)?;
-        let tiles = |heads: i32, blocks: i32| (heads * blocks * params.shape.batch) as u32;
-        let m_tiles = tiles(params.shape.heads_q, params.m_blocks);
-        let n_tiles = tiles(params.shape.heads_kv, params.n_blocks);
+        let (m_tiles, n_tiles) = process_tiles(spec, &traits, problem)?;
 
         let process = |entry, grid| {
             Step::Launch(Launch {
@@ -198,7 +198,7 @@ impl Launches {
             takes_maps: panels.is_some(),
         });
         let mut steps = Vec::new();
-        if spec.reads.varied && m_tiles + n_tiles > 0 {
+        if spec.reads.varied && (m_tiles + n_tiles > 0 || problem.score.sinks) {
             steps.push(plan_step());
         }
         if m_tiles > 0 {
@@ -227,13 +227,15 @@ impl Launches {
             }));
         }
         let panels = panels.filter(|_| n_tiles > 0);
+        let (tensors, is_ragged) = (tensors(problem), spec.reads.varied);
+        let maps = panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, &tensors, is_ragged));
         Ok(Launches {
-            tensors: tensors(problem),
+            tensors,
             extras: Extra::of(problem, true, plan_bytes),
             workspace,
             steps,
             params: Params::Backward(params),
-            maps: panels.map_or_else(Vec::new, |panels| maps(traits.tile, &panels, problem)),
+            maps,
             plan_bytes,
         })
     }
@@ -253,11 +255,9 @@ fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
 
 /// q, k, v, out, dout, dq, dk and dv.
 fn tensors(problem: &Problem) -> Vec<Tensor> {
-    let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
-    let (batch, seqlen_q, seqlen_k) =
-        (problem.lengths.sequences(), problem.lengths.max_q(), problem.lengths.max_k());
-    let queries = |name, dim| Shape { name, batch, seqlen: seqlen_q, heads: heads_q, dim };
-    let keys = |name, dim| Shape { name, batch, seqlen: seqlen_k, heads: heads_kv, dim };
+    let Problem { heads_q, heads_kv, head_dim, head_dim_v, lengths, .. } = *problem;
+    let queries = |name, dim| shape_of(name, lengths.q(), lengths.sequences(), heads_q, dim);
+    let keys = |name, dim| shape_of(name, lengths.k(), lengths.sequences(), heads_kv, dim);
     vec![
         Tensor { shape: queries("q", head_dim), is_output: false },
         Tensor { shape: keys("k", head_dim), is_output: false },
@@ -271,19 +271,44 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
 }
 
 /// The maps of Q, K, V and dO: boxes of one panel's columns and one tile's rows.
-fn maps((tile_m, tile_n): (u32, u32), panels: &BwdPanels, problem: &Problem) -> Vec<MapTemplate> {
+fn maps(
+    (tile_m, tile_n): (u32, u32),
+    panels: &BwdPanels,
+    tensors: &[Tensor],
+    is_ragged: bool,
+) -> Vec<MapTemplate> {
     let (k, v) = (1, 2);
     // Without queries Q and dO are not loaded and their addresses are unchecked, but a map needs valid
     // memory: use K's and V's.
-    let (q, dout) = if problem.lengths.max_q() == 0 { (k, v) } else { (0, 4) };
-    let map =
-        |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None, is_ragged: false };
+    let (q, dout) = if tensors[0].shape.is_empty() { (k, v) } else { (0, 4) };
+    let map = |name, tensor, panel, rows| MapTemplate { name, tensor, panel, rows, group: None, is_ragged };
     vec![
         map("q", q, panels.q, tile_m),
         map("k", k, panels.k, tile_n),
         map("v", v, panels.v, tile_n),
         map("dout", dout, panels.dout, tile_m),
     ]
+}
+
+/// Tiles of queries of all query heads and tiles of keys of all K/V heads; the most that there can be where
+/// lengths are on the device.
+///
+/// # Errors
+/// [`Error::TooLong`].
+fn process_tiles(spec: &KernelSpec, traits: &Traits, problem: &Problem) -> Result<(u32, u32), Error> {
+    let Problem { lengths, heads_q, heads_kv, .. } = problem;
+    let (m_tiles, n_tiles) = if spec.reads.varied {
+        // A sequence may be without rows: a bound on tiles is not one on rows.
+        let bounds = PlanBounds::backward(problem, traits);
+        let some = |tiles, rows| if rows == 0 { 0 } else { tiles };
+        (some(bounds.m_tiles, lengths.reach_q()), some(bounds.n_tiles, lengths.reach_k()))
+    } else {
+        let tiles = |len: usize, tile: u32| len.div_ceil(tile as usize).saturating_mul(lengths.sequences());
+        (tiles(lengths.max_q(), traits.tile.0), tiles(lengths.max_k(), traits.tile.1))
+    };
+    let m_tiles = count("tiles of queries", m_tiles.saturating_mul(*heads_q))?;
+    let n_tiles = count("tiles of keys", n_tiles.saturating_mul(*heads_kv))?;
+    Ok((m_tiles as u32, n_tiles as u32))
 }
 
 /// The parameters that the problem alone decides.
@@ -296,32 +321,42 @@ fn params(
 ) -> Result<BwdParams, Error> {
     let score = score_params(problem)?;
     let (tile_m, tile_n) = traits.tile;
-    let m_blocks = problem.lengths.max_q().div_ceil(tile_m as usize);
-    let n_blocks = problem.lengths.max_k().div_ceil(tile_n as usize);
-    let heads = problem.heads_kv.saturating_mul(problem.lengths.sequences()).saturating_mul(splits);
-    let m_tiles = m_blocks.saturating_mul(problem.heads_q).saturating_mul(problem.lengths.sequences());
-    count("tiles of queries", m_tiles)?;
+    let lengths = &problem.lengths;
+    let longest = lengths.max_q().div_ceil(tile_m as usize);
+    // Of sequences whose lengths are on the device, the workspace has room for tiles, and the plan lists
+    // those of all sequences.
+    let (m_blocks, n_blocks, planned, sequences) = if spec.reads.varied {
+        let tiles = |side, tile: u32| room(side, lengths.sequences(), tile as usize).1;
+        let planned = PlanBounds::backward(problem, traits).n_tiles;
+        (tiles(lengths.q(), tile_m), tiles(lengths.k(), tile_n), planned, 1)
+    } else {
+        let n_blocks = lengths.max_k().div_ceil(tile_n as usize);
+        (longest, n_blocks, n_blocks, lengths.sequences())
+    };
+    let heads = problem.heads_kv.saturating_mul(sequences).saturating_mul(splits);
     // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in
     // the L2. On an H100 anything from a twentieth to a third of it measured the same.
     let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
     let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
     let head_bytes =
-        (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
+        (lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {
         _ if traits.pass.deterministic() => {
             let side_by_side = head_bytes.saturating_mul(slots.div_ceil(TURNS_AT_ONCE) as u64);
             let room = if problem.mask.is_full() { room.max(side_by_side) } else { room.min(side_by_side) };
-            Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room)
+            Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
         }
-        TileOrder::LongestFirst => Sections::of(heads, 1, n_blocks, head_bytes.max(1), slots, room),
-        TileOrder::Natural => Sections { heads, sections: 0 },
+        TileOrder::Natural if !spec.reads.varied => Sections { heads, sections: 0 },
+        TileOrder::Natural | TileOrder::LongestFirst => {
+            Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+        }
     };
     let plan = if spec.reads.varied {
         // Tiles of keys are sorted by the tiles of queries that see them.
         let heads = problem.heads_kv.saturating_mul(splits);
-        PlanBounds::backward(problem, traits).params(heads, slots, m_blocks)?
+        PlanBounds::backward(problem, traits).params(heads, slots, longest)?
     } else {
         PlanParams::default()
     };
@@ -334,7 +369,7 @@ fn params(
         m_blocks: count("tiles of a head", m_blocks)?,
         n_blocks: count("tiles of a head", n_blocks)?,
         head_splits: count("head_splits", splits)?,
-        num_tiles: count("tiles", n_blocks.saturating_mul(heads))?,
+        num_tiles: count("tiles", planned.saturating_mul(heads))?,
         heads_per_section: count("heads", order.heads)?,
         sections: count("sections", order.sections)?,
         ..BwdParams::default()

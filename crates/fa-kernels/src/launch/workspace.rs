@@ -1,6 +1,7 @@
 //! The memory that the launches of a pass share, and the offsets of its parts.
 
-use fa_core::Problem;
+use fa_core::lengths::SideRows;
+use fa_core::{Problem, Side};
 
 use crate::Error;
 
@@ -80,7 +81,9 @@ impl Workspace {
     fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
         let ForwardParts { draws_tiles, plan, rows, columns } = parts;
         let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: 8 });
-        let mut end = if draws_tiles { 8usize } else { 0 };
+        // The counters' place is nobody else's, with or without counters: kernels may take turns at one
+        // workspace.
+        let mut end = if draws_tiles || plan > 0 || rows > 0 { 8usize } else { 0 };
         let mut part = |bytes: usize| -> Option<Option<Part>> {
             if bytes == 0 {
                 return Some(None);
@@ -150,20 +153,13 @@ impl Workspace {
         deterministic: bool,
         splits: usize,
     ) -> Option<Workspace> {
-        let m_blocks = problem.lengths.max_q().div_ceil(tile_m);
-        let n_blocks = problem.lengths.max_k().div_ceil(tile_n);
-        let rows = problem
-            .lengths
-            .sequences()
-            .checked_mul(problem.heads_q)?
-            .checked_mul(m_blocks)?
-            .checked_mul(tile_m)?;
-        let keys = problem
-            .lengths
-            .sequences()
-            .checked_mul(problem.heads_kv)?
-            .checked_mul(n_blocks)?
-            .checked_mul(tile_n)?;
+        let Problem { lengths, heads_q, heads_kv, .. } = problem;
+        let rows_of = |side: Side, heads: usize, tile: usize| {
+            let (entries, tiles) = room(side, lengths.sequences(), tile);
+            entries.checked_mul(tiles)?.checked_mul(heads)?.checked_mul(tile)
+        };
+        let rows = rows_of(lengths.q(), *heads_q, tile_m)?;
+        let keys = rows_of(lengths.k(), *heads_kv, tile_n)?;
         let mut end = 0usize;
         // Of 4-byte elements.
         let mut part = |elements: usize| -> Option<Part> {
@@ -187,6 +183,16 @@ impl Workspace {
             }
         }
         Some(Workspace { bytes: end, ..parts })
+    }
+}
+
+/// The entries of a backward's workspace, and tiles of `tile` rows that a head of an entry has room for.
+/// Padded sequences are entries. Packed ones, whose starts the device alone knows, are one entry, in which
+/// each starts on tile `first_row / tile` plus its number, so that it never reaches the next one's.
+pub(crate) fn room(side: Side, sequences: usize, tile: usize) -> (usize, usize) {
+    match side.rows {
+        SideRows::Packed { total, .. } => (1, (total / tile).saturating_add(sequences)),
+        SideRows::Padded { len: max } | SideRows::Paged { max, .. } => (sequences, max.div_ceil(tile)),
     }
 }
 
@@ -226,6 +232,31 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn packed_sequences_have_tiles_of_their_own() {
+        let mut state = 3u64;
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as usize % below
+        };
+        for _ in 0..500 {
+            let tile = [64, 80, 128][random(3)];
+            let most = 1 + random(400);
+            let lengths: Vec<usize> = (0..1 + random(40)).map(|_| random(most)).collect();
+            let total = lengths.iter().sum::<usize>() + random(100);
+            let (mut row, mut free) = (0, 0);
+            for (number, len) in lengths.iter().enumerate() {
+                let first = row / tile + number;
+                assert!(first >= free, "{lengths:?}, tiles of {tile}: sequence {number}");
+                free = first + len.div_ceil(tile);
+                row += len;
+            }
+            let (entries, tiles) = room(Side::packed(total, most), lengths.len(), tile);
+            assert!(entries == 1 && free <= tiles, "{lengths:?}, tiles of {tile}");
+        }
+        assert_eq!(room(Side::padded(65).with_used(), 3, 64), (3, 2));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use fa_attn::device::{Bound, DeviceOutput, Half, capture};
-use fa_kernels::cudarc::driver::{CudaGraph, CudaStream};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream};
 use fa_kernels::{Backward, Error, Forward};
 
 use super::placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
@@ -91,8 +91,17 @@ impl<T: Half> PassCall<T> {
     }
 }
 
+/// Launches that were captured as one CUDA graph, and what they need beside the calls' tensors.
+pub struct Captured {
+    /// The graph.
+    pub graph: CudaGraph,
+    /// The work plan of all launches, where they share one.
+    _plan: Option<CudaSlice<u8>>,
+}
+
 /// `count` launches of a pass on `calls` in turn, captured as one CUDA graph on `stream` (not the default
-/// one), which must not outlive the calls.
+/// one), which must not outlive the calls. Where `shares_plan`, a forward whose lengths are on the device
+/// plans once, at the head of the graph, as the layers of a step may.
 ///
 /// # Errors
 /// [`Error::Driver`], and what the kernel refuses.
@@ -101,12 +110,39 @@ pub fn capture_calls<T: Half>(
     bound: &Bound,
     stream: &Arc<CudaStream>,
     count: usize,
-) -> Result<CudaGraph, Error> {
+    shares_plan: bool,
+) -> Result<Captured, Error> {
     let copies = calls.len();
-    let launch = |call: &mut PassCall<T>| match (bound, &mut call.backward) {
-        (Bound::Forward(forward), _) => call.forward.enqueue(forward, stream),
-        (Bound::Backward(backward), Some(tensors)) => tensors.enqueue(&call.forward, backward, stream),
-        (Bound::Backward(_), None) => Err(no_tensors()),
+    let plan = match bound {
+        Bound::Forward(forward) if shares_plan && forward.plan_bytes() > 0 => {
+            let made = |source| Error::Driver { doing: "allocating device memory", source };
+            Some(stream.alloc_zeros::<u8>(forward.plan_bytes()).map_err(made)?)
+        }
+        Bound::Forward(_) | Bound::Backward(_) => None,
     };
-    capture(stream, || (0..count).try_for_each(|i| launch(&mut calls[i % copies])))
+    let mut head: Option<Launch<'_>> = None;
+    let mut launches: Vec<Launch<'_>> = Vec::new();
+    for call in calls {
+        launches.push(match (bound, &mut call.backward, &plan) {
+            (Bound::Forward(forward), _, Some(plan)) => {
+                if head.is_none() {
+                    head = Some(Box::new(call.forward.plan(forward, stream, plan)));
+                }
+                Box::new(call.forward.launch_planned(forward, stream, plan))
+            }
+            (Bound::Forward(forward), _, None) => Box::new(call.forward.launch(forward, stream)),
+            (Bound::Backward(backward), Some(tensors), _) => {
+                Box::new(tensors.launch(&call.forward, backward, stream))
+            }
+            (Bound::Backward(_), None, _) => return Err(no_tensors()),
+        });
+    }
+    let graph = capture(stream, || {
+        head.iter().try_for_each(|plan| plan(stream))?;
+        (0..count).try_for_each(|i| launches[i % copies](stream))
+    })?;
+    Ok(Captured { graph, _plan: plan })
 }
+
+/// A launch on a stream.
+type Launch<'a> = Box<dyn Fn(&CudaStream) -> Result<(), Error> + 'a>;

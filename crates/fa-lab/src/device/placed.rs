@@ -8,8 +8,8 @@ use fa_attn::device::{
     DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceTensor, Half, Placement, capture,
     fill_with_nan,
 };
-use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DriverError};
-use fa_kernels::{Backward, Error, Forward};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
+use fa_kernels::{Backward, Error, Forward, RawExtras};
 
 use crate::memory::{Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
@@ -114,12 +114,42 @@ impl<T: Half> PlacedForward<T> {
         self.tensors.run(forward, stream)
     }
 
-    /// The same by addresses, as a capture needs it.
-    pub(super) fn enqueue(&mut self, forward: &Forward, stream: &CudaStream) -> Result<(), Error> {
+    /// A launch by addresses, which are taken before a capture begins: taking them orders streams by events.
+    pub(super) fn launch<'f>(
+        &mut self,
+        forward: &'f Forward,
+        stream: &CudaStream,
+    ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
         let args = self.tensors.raw(stream);
         // SAFETY: the addresses are those of tensors that lie and are as long as the problem says, which the
         // caller keeps for the graph.
-        unsafe { forward.run_raw(stream, &args) }
+        move |stream| unsafe { forward.run_raw(stream, &args) }
+    }
+
+    /// The same with a work plan that [`PlacedForward::plan`] has written, of the same lengths.
+    pub(super) fn launch_planned<'f>(
+        &mut self,
+        forward: &'f Forward,
+        stream: &CudaStream,
+        plan: &CudaSlice<u8>,
+    ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
+        let mut args = self.tensors.raw(stream);
+        args.extras.plan = Some(plan.device_ptr(stream).0);
+        // SAFETY: as of any launch; the caller keeps the plan as well.
+        move |stream| unsafe { forward.run_raw(stream, &args) }
+    }
+
+    /// What writes the work plan of these lengths to `plan`.
+    pub(super) fn plan<'f>(
+        &mut self,
+        forward: &'f Forward,
+        stream: &CudaStream,
+        plan: &CudaSlice<u8>,
+    ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'f, T> {
+        let plan = Some(plan.device_ptr(stream).0);
+        let extras = RawExtras { plan, ..self.tensors.raw(stream).extras };
+        // SAFETY: lengths and plan are as long as the kernel's problem says, and the caller keeps both.
+        move |stream| unsafe { forward.plan_raw(stream, &extras) }
     }
 
     /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
@@ -128,7 +158,8 @@ impl<T: Half> PlacedForward<T> {
     /// # Errors
     /// [`Error::Driver`].
     pub fn capture(&mut self, forward: &Forward, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
-        capture(stream, || self.enqueue(forward, stream))
+        let launch = self.launch(forward, stream);
+        capture(stream, || launch(stream))
     }
 
     /// Other inputs in the same memory: lengths, pages and values change, addresses do not.
@@ -198,16 +229,16 @@ impl<T: Half> PlacedBackward<T> {
         self.tensors.run(&forward.tensors, backward, stream)
     }
 
-    /// The same by addresses, as a capture needs it.
-    pub(super) fn enqueue(
+    /// A launch by addresses: see [`PlacedForward::launch`].
+    pub(super) fn launch<'b>(
         &mut self,
         forward: &PlacedForward<T>,
-        backward: &Backward,
+        backward: &'b Backward,
         stream: &CudaStream,
-    ) -> Result<(), Error> {
+    ) -> impl Fn(&CudaStream) -> Result<(), Error> + use<'b, T> {
         let args = self.tensors.raw(&forward.tensors, stream);
         // SAFETY: as for the forward.
-        unsafe { backward.run_raw(stream, &args) }
+        move |stream| unsafe { backward.run_raw(stream, &args) }
     }
 
     /// The launches on `stream` (not the default one) captured as a CUDA graph, which must not outlive these
@@ -221,7 +252,8 @@ impl<T: Half> PlacedBackward<T> {
         backward: &Backward,
         stream: &Arc<CudaStream>,
     ) -> Result<CudaGraph, Error> {
-        capture(stream, || self.enqueue(forward, backward, stream))
+        let launch = self.launch(forward, backward, stream);
+        capture(stream, || launch(stream))
     }
 
     /// Fills gradients, gaps included, and workspace with NaN.

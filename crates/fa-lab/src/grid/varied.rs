@@ -1,21 +1,25 @@
 //! Sequences of lengths of their own: packed end to end, and used in part.
 
-use fa_core::{Mask, Problem, Types};
+use fa_core::{Dtype, Mask, Problem, Types};
 
-use super::case::{Action, Arrangement, BASE, Case, DTYPES, Extent, MASKS, Values, case_of};
+use super::case::{Action, Arrangement, BASE, Case, Extent, MASKS, Values, case_of};
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
-/// Head dims and heads that go round: tiles of every width, groups that are packed into rows and not.
-pub(super) const WIDTHS: [((usize, usize), (usize, usize)); 8] = [
-    ((128, 128), (4, 4)),
-    ((64, 64), (8, 1)),
-    ((256, 256), (2, 2)),
-    ((128, 128), (8, 2)),
-    ((192, 128), (3, 3)),
-    ((72, 40), (6, 3)),
-    ((128, 128), (6, 1)),
-    ((96, 96), (4, 2)),
+/// Head dims, query and K/V heads, type.
+type Width = ((usize, usize), (usize, usize), Dtype);
+
+/// Head dims, heads and types that go round: tiles of every width, groups that are packed into rows and not.
+/// A width has one type: each pair of the two is a kernel to compile for every mask and way to find rows.
+const WIDTHS: [Width; 8] = [
+    ((128, 128), (4, 4), Dtype::Bf16),
+    ((64, 64), (8, 1), Dtype::Bf16),
+    ((256, 256), (2, 2), Dtype::F16),
+    ((128, 128), (8, 2), Dtype::Bf16),
+    ((192, 128), (3, 3), Dtype::Bf16),
+    ((72, 40), (6, 3), Dtype::F16),
+    ((128, 128), (6, 1), Dtype::Bf16),
+    ((64, 64), (4, 2), Dtype::Bf16),
 ];
 
 /// The masks that go round.
@@ -24,8 +28,8 @@ pub(super) const ALL_MASKS: [Mask; 4] =
 
 /// A problem of turn `turn`: width, heads and type; lengths come with the sequences.
 pub(super) fn turned(turn: usize, mask: Mask) -> Problem {
-    let ((head_dim, head_dim_v), (heads_q, heads_kv)) = WIDTHS[turn % WIDTHS.len()];
-    let types = Types::same(DTYPES[turn / 3 % 2]);
+    let ((head_dim, head_dim_v), (heads_q, heads_kv), dtype) = WIDTHS[turn % WIDTHS.len()];
+    let types = Types::same(dtype);
     Problem { heads_q, heads_kv, head_dim, head_dim_v, mask, types, ..BASE }
 }
 

@@ -1,6 +1,7 @@
 //! The process that works on the GPU: cases in, events out.
 
 mod backward;
+mod choose;
 mod forward;
 mod session;
 mod twin;
@@ -11,17 +12,17 @@ use std::time::{Duration, Instant};
 
 use fa_attn::device::Half;
 use fa_core::Pass;
-use fa_planner::plan::{PlanOptions, plan};
 use rayon::prelude::*;
 
 use super::event::{CaseResult, Event, Status, tell};
 use super::options::{Cases, Job};
 use super::select::select;
 use crate::error::{Error, Result, message};
-use crate::grid::{Action, Case, NamedSpec, is_serving, soak};
+use crate::grid::{Action, Case, Extent, is_serving, soak};
 use crate::tensors::with_half;
 use crate::worker::EXIT_LOST;
 
+use choose::Chosen;
 use session::{Found, Session};
 
 /// Runs the cases of a job: the worker's whole life. The process ends early when its GPU context is lost.
@@ -38,6 +39,9 @@ pub(crate) fn work(job: &Job) -> Result<()> {
     let mut cases = select(&job.options, session.gpu.arch(), session.family)?;
     cases.retain(|case| !finished.contains(&case.name()));
     tell(&Event::Cases(cases.len()));
+    if matches!(job.options.cases, Cases::Grid { extent: Extent::Quick, .. }) {
+        session.choose(Chosen::few(&cases, session.gpu.arch(), session.family));
+    }
     compile(&session, &cases);
     session.share(shared(&cases)?);
     cases.par_iter().with_max_len(1).for_each(|case| run_case(&session, case));
@@ -66,7 +70,7 @@ fn compile(session: &Session, cases: &[Case]) {
     let mut seen = HashSet::new();
     let new: Vec<_> = cases
         .iter()
-        .filter_map(|case| first_choice(session, case))
+        .filter_map(|case| session.first_choice(case))
         .filter(|s| seen.insert(s.to_ron()))
         .collect();
     new.par_iter().with_max_len(1).for_each(|spec| drop(session.gpu.kernels.load(spec)));
@@ -89,18 +93,6 @@ fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>>
         Ok((case.problem_name(), made))
     });
     made.collect()
-}
-
-fn first_choice(session: &Session, case: &Case) -> Option<fa_core::KernelSpec> {
-    match &case.kernel {
-        Some(NamedSpec { spec, .. }) => Some(spec.clone()),
-        None => {
-            let family = Some(session.family);
-            let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
-            let plans = plan(&case.problem, session.gpu.arch(), &options).ok()?;
-            plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split || !case.split)
-        }
-    }
 }
 
 fn run_case(session: &Session, case: &Case) {

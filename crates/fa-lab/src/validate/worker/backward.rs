@@ -101,13 +101,6 @@ impl<T: Half> Job<'_, T> {
     }
 }
 
-fn bind(session: &Session, case: &Case, deterministic: bool) -> Result<Backward, fa_attn::Error> {
-    match &case.kernel {
-        Some(named) => Ok(session.gpu.kernels.backward_with(&case.problem, &named.spec)?),
-        None => session.gpu.backward(&case.problem, deterministic, session.other_family()),
-    }
-}
-
 /// Runs and judges a case of gradients; `forward` goes before.
 ///
 /// # Errors
@@ -118,7 +111,7 @@ pub fn examine<T: Half>(
     forward: Forward,
     deterministic: bool,
 ) -> Result<Found> {
-    let backward = bind(session, case, deterministic)?;
+    let backward = session.backward(case, deterministic)?;
     if case.action == Action::Measure {
         return session.measure(case, &Bound::Backward(backward), Some(&forward));
     }

@@ -6,10 +6,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use fa_attn::device::{Bound, Gpu};
 use fa_core::{Family, KernelSpec, TensorLayout};
-use fa_kernels::Forward;
-use fa_planner::plan::{PlanOptions, plan};
+use fa_kernels::{Backward, Forward};
 use half::bf16;
 
+use super::choose::{self, Chosen};
 use crate::device::{self, PassCall, Timing, calls, median, time};
 use crate::error::{Error, Result};
 use crate::grid::{Arrangement, Case};
@@ -22,6 +22,8 @@ pub(super) struct Session {
     /// One case at a time is on the GPU. Whoever holds it must not start work in rayon: that could take up
     /// another case, which would wait for the same lock.
     timed: Mutex<Timed>,
+    /// Kernels that were chosen for cases together, by [`Case::name`].
+    chosen: Chosen,
     /// Inputs and oracles of problems that several cases have, by [`Case::problem_name`].
     shared: HashMap<String, Box<dyn Any + Send + Sync>>,
 }
@@ -58,7 +60,13 @@ impl Session {
             let message = format!("{arch} has no wgmma: use --arch sm80, whose kernels run there");
             return Err(Error::Request(message));
         }
-        Ok(Session { gpu, family, timed: Mutex::default(), shared: HashMap::new() })
+        Ok(Session {
+            gpu,
+            family,
+            timed: Mutex::default(),
+            chosen: Chosen::default(),
+            shared: HashMap::new(),
+        })
     }
 
     /// Keeps what several cases share, by [`Case::problem_name`].
@@ -83,27 +91,45 @@ impl Session {
         let named = case.kernel.as_ref().filter(|_| !case.pass.is_backward());
         match named {
             Some(named) => Ok(self.gpu.kernels.forward_with(&case.problem, &named.spec)?),
-            // The forward before a backward is the library's own.
-            None if case.pass.is_backward() => self.gpu.forward(&case.problem, None),
+            None if let Some(spec) = self.chosen.forward(case) => {
+                Ok(self.gpu.kernels.forward_with(&case.problem, spec)?)
+            }
             None if case.split => {
-                let spec = self.splitting(case)?;
+                let spec = choose::splitting(case, self.gpu.arch(), self.family)?;
                 Ok(self.gpu.kernels.forward_with(&case.problem, &spec)?)
             }
+            // The forward before a backward is the library's own.
+            None if case.pass.is_backward() => self.gpu.forward(&case.problem, None),
             None => self.gpu.forward(&case.problem, self.other_family()),
         }
     }
 
-    /// The planner's best kernel whose CTAs share a row's keys.
-    fn splitting(&self, case: &Case) -> Result<KernelSpec, fa_attn::Error> {
-        let (family, arch) = (Some(self.family), self.gpu.arch());
-        let options = PlanOptions { family, pass: case.pass, ..PlanOptions::default() };
-        let plans = plan(&case.problem, arch, &options)?;
-        let none = || {
-            let kernel = "kernels that do not split keys".to_owned();
-            fa_kernels::Error::Mismatch { what: "split", kernel, problem: "splits".to_owned() }
-        };
-        let found = plans.into_iter().map(|plan| plan.spec).find(|spec| spec.split);
-        Ok(found.ok_or_else(none)?)
+    /// Uses these kernels from now on.
+    pub fn choose(&mut self, chosen: Chosen) {
+        self.chosen = chosen;
+    }
+
+    /// The backward of a case.
+    ///
+    /// # Errors
+    /// Those of planning, compiling and loading.
+    pub fn backward(&self, case: &Case, deterministic: bool) -> Result<Backward, fa_attn::Error> {
+        match (&case.kernel, self.chosen.backward(case)) {
+            (Some(named), _) => Ok(self.gpu.kernels.backward_with(&case.problem, &named.spec)?),
+            (None, Some(spec)) => Ok(self.gpu.kernels.backward_with(&case.problem, spec)?),
+            (None, None) => self.gpu.backward(&case.problem, deterministic, self.other_family()),
+        }
+    }
+
+    /// The kernel that is compiled for a case before its turn, as far as it is known.
+    pub fn first_choice(&self, case: &Case) -> Option<KernelSpec> {
+        let chosen =
+            if case.pass.is_backward() { self.chosen.backward(case) } else { self.chosen.forward(case) };
+        match (&case.kernel, chosen) {
+            (Some(named), _) => Some(named.spec.clone()),
+            (None, Some(spec)) => Some(spec.clone()),
+            (None, None) => choose::first(case, self.gpu.arch(), self.family),
+        }
     }
 
     /// The family that is validated where the library's own choice is of another.

@@ -40,10 +40,15 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm80Bwd) -> SmemPlan {
     plan.push("ds", tile_m * tile_n * bytes, align);
     plan.push("lse", kernel.q_stages * tile_m * 4, align);
     plan.push("dpsum", kernel.do_stages * tile_m * 4, align);
-    plan.push("tile", 6 * 4, 4);
+    let varied = spec.reads.varied;
+    plan.push("tile", if varied { 10 * 4 } else { 6 * 4 }, 4);
     plan.push("range", 4 * 4, 4);
     plan.push("step", 4 * 4, 8);
-    if kernel.deterministic && spec.mask == MaskKind::Causal {
+    if varied {
+        // Before it is the place of `descending`.
+        plan.push("descending", 4, 4);
+        plan.push("seqlen", 6 * 4, 4);
+    } else if kernel.deterministic && spec.mask == MaskKind::Causal {
         plan.push("descending", 4, 4);
     }
     plan.round_up(align)

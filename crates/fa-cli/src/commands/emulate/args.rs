@@ -1,0 +1,181 @@
+//! Flags of `fa emulate`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use fa_core::{Alibi, Arch, KernelSpec, TensorLayout};
+use fa_emu::{Lie, Options};
+use fa_lab::shape::HeadDim;
+
+use crate::flags::{Heads, MaskArgs, Seqlen};
+
+/// `fa emulate`.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct EmulateArgs {
+    /// The kernel: a spec as `fa plan --format ron` prints it, or a shipped one
+    #[arg(required_unless_present_any = ["shipped", "sample", "mutate"])]
+    pub spec: Option<PathBuf>,
+    /// Architecture to compile for [default: the first that the file names, else the kernel's own]
+    #[arg(long)]
+    pub arch: Option<Arch>,
+    /// Sequence length, or queries x keys as in 1x4096
+    #[arg(long, value_name = "N[xM]", default_value = "300")]
+    pub seqlen: Seqlen,
+    /// Independent sequences
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths
+    /// [default for kernels that do: 300,77,0,129,1x300,40x0,200x513]
+    #[arg(long, value_name = "N[xM],...", value_delimiter = ',', conflicts_with_all = ["seqlen", "batch"])]
+    pub lengths: Vec<Seqlen>,
+    /// How the queries of sequences of different lengths lie
+    #[arg(long, value_name = "ROWS", default_value = "packed")]
+    pub rows_q: Rows,
+    /// How their keys lie, unless in pages
+    #[arg(long, value_name = "ROWS", default_value = "packed")]
+    pub rows_k: Rows,
+    /// Keys in pages of so many, by the kernel's form that reads pages [default for kernels that do: 16]
+    #[arg(long, value_name = "N", conflicts_with = "rows_k")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub page: Option<u32>,
+    /// By how many rows tensors and bounds exceed the sequences; a kernel must not touch those rows
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub slack: usize,
+    /// Several CTAs share a row's keys: the kernel's split form
+    #[arg(long)]
+    pub split: bool,
+    /// ALiBi slopes, per_head or per_sequence_head: the kernel's form that has them
+    #[arg(long, value_name = "SLOPES", value_parser = parse_alibi)]
+    pub alibi: Option<Alibi>,
+    /// A sink for each head: the kernel's form that has them
+    #[arg(long)]
+    pub sinks: bool,
+    /// Query heads, and key/value heads if fewer
+    #[arg(long, value_name = "Q[:KV]", default_value = "2")]
+    pub heads: Heads,
+    /// Head dim, and the values' if different, as in 192-128 [default: the kernel's]
+    #[arg(long, value_name = "D[-DV]")]
+    pub headdim: Option<HeadDim>,
+    #[command(flatten)]
+    pub mask: MaskArgs,
+    /// Factor on Q K^T [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub scale: Option<f64>,
+    /// Soft cap [default for kernels that have one: 15]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+    /// Order of the tensors' axes
+    #[arg(long, default_value = "bshd", value_parser = crate::flags::parse_layout)]
+    pub layout: TensorLayout,
+    /// Elements between rows, a multiple of 8
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub gap: usize,
+    /// Seed of the schedule: 0 finishes operations at once, 1 as late as it can, others by chance (may be
+    /// repeated) [default: 0, 1, 2]
+    #[arg(long = "seed", value_name = "N")]
+    pub seeds: Vec<u64>,
+    /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub sms: Option<u32>,
+    /// Give up after this many steps of the scheduler
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub steps: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Write a page with the timeline of one CTA
+    #[arg(long, value_name = "FILE.html", conflicts_with_all = ["shipped", "mutate"])]
+    pub report: Option<PathBuf>,
+    /// The CTA of the timeline
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "report")]
+    pub cta: u32,
+    /// The cases that `fa validate` tries a configuration on, in place of one problem
+    #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
+    pub grid: bool,
+    /// Every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
+    /// but those that the record knows; it is written
+    #[arg(long, conflicts_with_all = ["spec", "mutate"])]
+    pub shipped: bool,
+    /// So many of the planner's other configurations at awkward shapes: others each day
+    #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
+    pub sample: Option<usize>,
+    /// The day of the sample [default: today]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    pub day: Option<String>,
+    /// The record of proven kernels
+    #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
+    pub record: PathBuf,
+    /// Remove every synchronising statement of the four kernels (or of SPEC), one at a time, and list those
+    /// that nothing misses
+    #[arg(long)]
+    pub mutate: bool,
+    /// Of --mutate: only statements whose place contains this, as in sm90/fwd.cuh:120
+    #[arg(long, value_name = "TEXT", requires = "mutate")]
+    pub statement: Option<String>,
+    /// Removals that nothing misses, with the reasons: others make a negative verdict
+    #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
+    pub survivors: PathBuf,
+    /// Threads for --shipped and --mutate [default: all cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub threads: Option<u16>,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  fa emulate crates/fa-kernels/specs/sm90/hd128-causal-bf16.ron --seqlen 300
+  fa emulate my.ron --seqlen 113x203 --heads 4:2 --seed 7 --json
+  fa emulate my.ron --grid                                 the cases of fa validate --all-configs
+  fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
+  fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
+  fa emulate --shipped                                     all shipped kernels that have changed
+  fa emulate --mutate                                      is every barrier missed when it is gone?
+
+Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, \
+missing fences,
+reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. \
+It says
+nothing about speed, spills, and the rounding within a tensor core.
+Exit code 1 when anything is found.";
+
+/// How the rows of one side lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Rows {
+    /// End to end
+    Packed,
+    /// End to end, in rooms of which a part is used
+    PackedUsed,
+    /// In a room of equal size for each sequence, of which a part is used
+    Padded,
+}
+
+impl Rows {
+    pub(super) fn lie(self) -> Lie {
+        match self {
+            Rows::Packed => Lie::Packed,
+            Rows::PackedUsed => Lie::PackedUsed,
+            Rows::Padded => Lie::Padded,
+        }
+    }
+}
+
+fn parse_alibi(text: &str) -> Result<Alibi, String> {
+    let all = [Alibi::PerHead, Alibi::PerSequenceHead];
+    all.into_iter().find(|own| own.name() == text).ok_or_else(|| {
+        let names = all.map(Alibi::name).join(" or ");
+        format!("slopes are {names}")
+    })
+}
+
+impl EmulateArgs {
+    /// SMs of the emulated GPU.
+    pub(super) fn sms_for(&self, spec: &KernelSpec) -> u32 {
+        self.sms.unwrap_or_else(|| Options::sms_of(spec))
+    }
+
+    /// Threads that prove kernels.
+    pub(super) fn workers(&self) -> usize {
+        let cores = || std::thread::available_parallelism().map_or(1, |count| count.get());
+        self.threads.map_or_else(cores, usize::from)
+    }
+}

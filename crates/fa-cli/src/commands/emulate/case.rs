@@ -1,0 +1,98 @@
+//! The kernel and the problem that were asked for.
+
+use std::path::Path;
+
+use fa_core::{Alibi, Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
+use fa_emu::sweep::Case;
+use fa_emu::{Batch, Extras, Lie, Placing};
+
+use super::args::EmulateArgs;
+use crate::term::failure::InputError;
+
+pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {
+    let mut spec = fa_lab::spec_file::read_spec(path)?;
+    spec.reads.paged |= args.page.is_some();
+    spec.reads.varied |= spec.reads.paged || !args.lengths.is_empty();
+    spec.score.alibi |= args.alibi.is_some();
+    spec.score.sinks |= args.sinks;
+    spec.split |= args.split;
+    spec.check()?;
+    let shipped =
+        std::fs::read_to_string(path).ok().and_then(|text| fa_core::ShippedSpec::from_ron(&text).ok());
+    let named = shipped.and_then(|shipped| shipped.archs.first().copied());
+    let own = match spec.kernel.family() {
+        fa_core::Family::Sm80 => Arch::Sm80,
+        fa_core::Family::Sm90 => Arch::Sm90,
+    };
+    let arch = args.arch.or(named).unwrap_or(own);
+    Ok((spec, arch))
+}
+
+/// The problem that was asked for, its layout, and lengths, slopes and sinks where it has them.
+pub(super) fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Case> {
+    let batch = batch(args, spec);
+    let lengths = match &batch {
+        Some(batch) => batch.lengths(),
+        None => Lengths::uniform(args.batch, args.seqlen.q, args.seqlen.k),
+    };
+    let problem = problem(args, spec, lengths)?;
+    let placing = Placing { layout: args.layout, gap: args.gap };
+    let extras = batch.map_or_else(|| Extras::NONE.with_mods(&problem), |batch| batch.extras(&problem));
+    Ok(Case { problem, placing, extras })
+}
+
+/// The sequences that were asked for, for a kernel that reads their lengths.
+fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Option<Batch> {
+    if !spec.reads.varied {
+        return None;
+    }
+    let sequences = if args.lengths.is_empty() {
+        fa_emu::batches::LENGTHS.to_vec()
+    } else {
+        args.lengths.iter().map(|own| (own.q, own.k)).collect()
+    };
+    let k = if spec.reads.paged { Lie::Paged(args.page.unwrap_or(16) as usize) } else { args.rows_k.lie() };
+    Some(Batch { sequences, q: args.rows_q.lie(), k, slack: args.slack })
+}
+
+fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {
+    let given = args.mask.mask();
+    let mask = match spec.mask {
+        _ if !given.is_full() => given,
+        MaskKind::Full => Mask::FULL,
+        MaskKind::Causal => Mask::CAUSAL,
+        MaskKind::Window => Mask::window(40, 7),
+    };
+    let (head_dim, head_dim_v) =
+        args.headdim.map_or((spec.head_dim as usize, spec.head_dim_v as usize), |dims| (dims.qk, dims.v));
+    let problem = Problem {
+        lengths,
+        heads_q: args.heads.q,
+        heads_kv: args.heads.kv,
+        head_dim,
+        head_dim_v,
+        mask,
+        types: spec.types,
+        softmax_scale: args.scale,
+        score: ScoreMod {
+            softcap: args.softcap.or_else(|| spec.score.softcap.then_some(15.0)),
+            alibi: spec.score.alibi.then(|| args.alibi.unwrap_or(Alibi::PerHead)),
+            sinks: spec.score.sinks,
+        },
+    };
+    problem.check()?;
+    // What takes seconds of emulation takes a GPU microseconds.
+    const LIMIT: f64 = 4e11;
+    if problem.flops_forward() > LIMIT {
+        let message = format!(
+            "{:.1e} operations would be emulated for hours, the limit is {LIMIT:.0e}: use shorter sequences \
+             or fewer heads",
+            problem.flops_forward()
+        );
+        return Err(InputError::Usage(message).into());
+    }
+    if !args.gap.is_multiple_of(8) {
+        return Err(InputError::Usage(format!("--gap {} is no multiple of 8", args.gap)).into());
+    }
+    Ok(problem)
+}

@@ -1,0 +1,79 @@
+//! One problem under every seed, and the timeline of one CTA.
+
+use std::sync::Mutex;
+
+use fa_attn::atomic_file;
+use fa_core::{Arch, KernelSpec};
+use fa_emu::sweep::SEEDS;
+use fa_emu::{Emulator, Options, Pace, Proof, Trial, Unit, timeline};
+use fa_kernels::Headers;
+
+use super::args::EmulateArgs;
+use super::case::case;
+use super::report::{Report, summary, text};
+use crate::term::failure::Verdict;
+use crate::term::output;
+use crate::term::progress::{self, Steps};
+
+pub(super) fn one(
+    args: &EmulateArgs,
+    emulator: &Emulator,
+    spec: &KernelSpec,
+    arch: Arch,
+) -> anyhow::Result<Verdict> {
+    let case = case(args, spec)?;
+    let problem = case.problem;
+    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &Headers::embedded()))?;
+    let trial = progress::spinner("computing in f64", || {
+        Trial::with(&problem, spec.kernel.pass(), case.placing, &case.extras)
+    });
+    let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
+    let mut runs = Vec::new();
+    for &seed in seeds {
+        let proof = run(args, &unit, &trial, &Options::seed(seed))?;
+        runs.push(summary(&unit, &problem, args.sms_for(spec), seed, proof));
+    }
+    if let Some(path) = &args.report {
+        // A schedule in which operations take as long as their size asks for.
+        let seed = seeds[0];
+        let pace = if args.seeds.is_empty() { Pace::Paced } else { Options::seed(seed).pace };
+        let options = Options { pace, trace_cta: Some(args.cta), ..Options::seed(seed) };
+        let proof = run(args, &unit, &trial, &options)?;
+        let lead = crate::attention::describe(&problem);
+        let page = timeline::page(&format!("{spec} on {arch}"), &lead, args.cta, &proof.outcome);
+        atomic_file::write(path, page.as_bytes())?;
+    }
+    let passed = runs.iter().all(|run| run.passed);
+    let report = Report {
+        kernel: spec.to_string(),
+        arch,
+        fingerprint: unit.fingerprint().to_owned(),
+        machine: fa_emu::version(),
+        problem,
+        runs,
+        passed,
+    };
+    if args.json {
+        output::print_json(&report)?
+    } else {
+        output::print(&text(&report, args.sms_for(spec), spec))?
+    }
+    Ok(if passed { Verdict::Good } else { Verdict::Bad })
+}
+
+fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<Proof> {
+    let steps = Mutex::new(Steps::new(0));
+    let told = |done: u32, all: u32| {
+        if let Ok(mut steps) = steps.lock() {
+            steps.begin(format!("CTA {done} of {all}"));
+        }
+    };
+    let options = Options {
+        sms: args.sms_for(unit.spec()),
+        resident: 2,
+        step_limit: args.steps,
+        progress: Some(&told),
+        ..*options
+    };
+    Ok(trial.run(unit, &options)?)
+}

@@ -1,0 +1,82 @@
+//! Backwards of sequences of different lengths: packed, padded in part, without queries, without keys, with
+//! rows behind the last sequence that are NaN; deterministic and not, with heads in parts and without.
+
+use fa_core::{Arch, KernelSpec, Reads};
+use fa_emu::Options;
+use fa_emu::sweep::{Trials, cases};
+use fa_kernels::Headers;
+use fa_kernels::launch::Launches;
+
+use crate::emulator;
+
+const SM80: &str = "Sm80Bwd((tile_m: 64, tile_n: 64, num_warps: 8, q_stages: 2, do_stages: 2, \
+                    atom_layout_m_sdp: 2, atom_layout_n_dkv: 2, atom_layout_m_dq: 2, dq_first: 32, \
+                    blocks_per_sm: 1, tile_order: LongestFirst, deterministic: false))";
+const SM90: &str = "Sm90Bwd((tile_m: 64, tile_n: 128, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, \
+                    sdp_swap_ab: true, dkv_swap_ab: false, dq_swap_ab: false, atom_layout_m_sdp: 1, \
+                    atom_layout_n_dkv: 2, atom_layout_m_dq: 1, mma_dkv_is_rs: true, dq_via_smem: true, \
+                    dq_slices: 1, tile_order: LongestFirst, deterministic: false))";
+
+fn spec(kernel: &str, mask: &str, deterministic: bool) -> KernelSpec {
+    let text = format!(
+        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: false, varied: true, kernel: {})",
+        kernel.replace("deterministic: false", &format!("deterministic: {deterministic}"))
+    );
+    KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+#[test]
+fn gradients_of_sequences_of_different_lengths_are_those_of_each() {
+    let Some(emulator) = emulator("gradients_of_sequences_of_different_lengths_are_those_of_each") else {
+        return;
+    };
+    let trials = Trials::default();
+    for kernel in [SM80, SM90] {
+        for (mask, deterministic) in [("causal", true), ("full", false), ("window", true), ("causal", false)]
+        {
+            let spec = spec(kernel, mask, deterministic);
+            assert_eq!(spec.reads, Reads { varied: true, paged: false });
+            let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+            let mut parts = 0;
+            for case in cases(&spec) {
+                let trial = trials.get(&case, &spec);
+                let mut bits = None;
+                // Few SMs, and so many that the heads of a group are in parts.
+                for (seed, sms) in [(0, 64), (1, 2), (2, 64)] {
+                    let launches = Launches::of(&spec, &case.problem, Arch::Sm90, sms).unwrap();
+                    parts += usize::from(launches.workspace.dk_accum.is_some());
+                    let options = Options { sms, resident: 3, ..Options::seed(seed) };
+                    let proof = trial.run(&unit, &options).unwrap();
+                    let problem = &case.problem;
+                    assert!(proof.passed(), "{spec} {problem:?} seed {seed}:\n{}", proof.faults().join("\n"));
+                    if deterministic && sms > 2 {
+                        let first = bits.get_or_insert_with(|| proof.bits.clone());
+                        assert_eq!(*first, proof.bits, "{spec} {problem:?} seed {seed}");
+                    }
+                }
+            }
+            assert!(parts > 0, "{spec}: no case has parts");
+        }
+    }
+}
+
+/// Wide rows, whose dQ is added from registers in slices, and tiles of 80 queries: shipped configurations.
+#[test]
+fn packed_gradients_of_other_tiles_are_right() {
+    let Some(emulator) = emulator("packed_gradients_of_other_tiles_are_right") else { return };
+    let trials = Trials::default();
+    let files = ["sm90/hd256-causal-bf16-bwd.ron", "sm90/hd128-causal-bf16-bwd.ron"];
+    for file in fa_kernels::specs::shipped().expect("they are valid") {
+        if !files.contains(&file.path) {
+            continue;
+        }
+        let reads = Reads { varied: true, paged: false };
+        let spec = KernelSpec { reads, ..file.shipped.spec };
+        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        let all = cases(&spec);
+        for case in [&all[0], &all[6]] {
+            let proof = trials.get(case, &spec).run(&unit, &Options::seed(2)).unwrap();
+            assert!(proof.passed(), "{spec} {:?}:\n{}", case.problem, proof.faults().join("\n"));
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Which kernels cases are tried with.
+
+use std::collections::{HashMap, HashSet};
+
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanOptions, plan};
+
+use crate::grid::{Case, is_serving};
+
+/// Kernels chosen for many cases together: the planner's favourites differ from problem to problem by a few
+/// percent of time, and each takes seconds to compile.
+#[derive(Default)]
+pub(super) struct Chosen {
+    forward: HashMap<String, KernelSpec>,
+    backward: HashMap<String, KernelSpec>,
+}
+
+/// Of so many of the planner's best, one that another case has been given is taken.
+const AMONG: usize = 40;
+
+impl Chosen {
+    /// Kernels for the cases of attention as models are served, as few as [`AMONG`] allows.
+    pub fn few(cases: &[Case], arch: Arch, family: Family) -> Chosen {
+        let mut chosen = Chosen::default();
+        let (mut forwards, mut backwards) = (HashSet::new(), HashSet::new());
+        let own = |case: &&Case| is_serving(case.group) && case.kernel.is_none();
+        for case in cases.iter().filter(own) {
+            let of = |pass| listed(&case.problem, pass, arch, family, case.split);
+            let forward = one_of(of(Pass::Forward), &mut forwards);
+            chosen.forward.extend(forward.map(|spec| (case.name(), spec)));
+            if case.pass.is_backward() {
+                let backward = one_of(of(case.pass), &mut backwards);
+                chosen.backward.extend(backward.map(|spec| (case.name(), spec)));
+            }
+        }
+        chosen
+    }
+
+    /// The forward's kernel for a case.
+    pub fn forward(&self, case: &Case) -> Option<&KernelSpec> {
+        self.forward.get(&case.name())
+    }
+
+    /// The backward's.
+    pub fn backward(&self, case: &Case) -> Option<&KernelSpec> {
+        self.backward.get(&case.name())
+    }
+}
+
+/// A known one of the best, or the best, which is known from then on.
+fn one_of(listed: Vec<KernelSpec>, known: &mut HashSet<String>) -> Option<KernelSpec> {
+    let found = listed.iter().take(AMONG).find(|spec| known.contains(&spec.to_ron()));
+    let found = found.or(listed.first())?.clone();
+    known.insert(found.to_ron());
+    Some(found)
+}
+
+/// The planner's kernels, best first; where `split`, those whose CTAs share a row's keys.
+fn listed(problem: &Problem, pass: Pass, arch: Arch, family: Family, split: bool) -> Vec<KernelSpec> {
+    let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+    let specs: Vec<KernelSpec> = match plan(problem, arch, &options) {
+        Ok(plans) => plans.into_iter().map(|plan| plan.spec).collect(),
+        Err(_) => Vec::new(),
+    };
+    if !split {
+        return specs;
+    }
+    let own: Vec<KernelSpec> = specs.iter().filter(|spec| spec.split).cloned().collect();
+    if !own.is_empty() {
+        return own;
+    }
+    // Of short problems the planner lists none that split: then the others with it.
+    let fits = |spec: &KernelSpec| spec.check().is_ok() && account(spec, arch).is_ok();
+    specs.into_iter().map(|spec| KernelSpec { split: true, ..spec }).filter(fits).collect()
+}
+
+/// The planner's best kernel for a case.
+pub(super) fn first(case: &Case, arch: Arch, family: Family) -> Option<KernelSpec> {
+    listed(&case.problem, case.pass, arch, family, case.split).into_iter().next()
+}
+
+/// The planner's best kernel whose CTAs share a row's keys.
+///
+/// # Errors
+/// What the planner says where it has none at all, and [`fa_kernels::Error::Mismatch`] where none splits.
+pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<KernelSpec, fa_attn::Error> {
+    let options = PlanOptions { family: Some(family), pass: case.pass, ..PlanOptions::default() };
+    plan(&case.problem, arch, &options)?;
+    let none = || {
+        let kernel = "kernels that do not split keys".to_owned();
+        fa_kernels::Error::Mismatch { what: "split", kernel, problem: "splits".to_owned() }
+    };
+    Ok(first(case, arch, family).ok_or_else(none)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::grid::{Extent, serving, serving_gradients};
+
+    #[test]
+    fn cases_share_kernels_that_compute_them() {
+        for (cases, most) in [(serving(Extent::Quick, 2), 190), (serving_gradients(Extent::Quick, 2), 190)] {
+            let chosen = Chosen::few(&cases, Arch::Sm90, Family::Sm90);
+            let mut kernels = HashSet::new();
+            for case in &cases {
+                for spec in [chosen.forward(case), chosen.backward(case)].into_iter().flatten() {
+                    spec.serves(&case.problem).unwrap_or_else(|error| panic!("{}: {error}", case.name()));
+                    kernels.insert(spec.to_ron());
+                }
+                let split = chosen.forward(case).is_none_or(|spec| spec.split || !case.split);
+                assert!(split, "{}", case.name());
+            }
+            assert!(kernels.len() < most, "{} kernels for {} cases", kernels.len(), cases.len());
+        }
+    }
+}
