@@ -75,6 +75,8 @@
 //!
 //! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back.
 //! - `merge`: partial results into one.
+//! - [`append`]: new keys and values for a cache in host memory, with rotary embedding; on a GPU
+//!   [`device::Gpu::append`].
 //! - `device`: a GPU, its tensors, launches and their time.
 //! - `choose`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
 //! - `atomic_file`: files that appear whole or not at all.
@@ -102,10 +104,12 @@ pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
 pub use extras::OwnedExtras;
 pub use fa_core::{
-    Alibi, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, SideRows, TensorLayout, Types,
+    Alibi, Append, Dtype, Family, Lengths, Mask, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
+    RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
 };
-pub use fa_cpu::Extras;
+pub use fa_cpu::append::append;
 pub use fa_cpu::simd::Isa;
+pub use fa_cpu::{AppendExtras, AppendTensors, Extras, Table};
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use merge::merge;

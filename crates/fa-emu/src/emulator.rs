@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Headers, Source};
 
+use crate::append::AppendUnit;
 use crate::compiler::{Compiler, default_root};
 use crate::error::Error;
 use crate::machine::Machine;
@@ -50,6 +51,14 @@ impl Emulator {
     /// Those of the spec, [`Error::NoTwin`] and [`Error::Compile`].
     pub fn unit(&self, spec: &KernelSpec, arch: Arch, headers: &Headers) -> Result<Unit, Error> {
         self.unit_of(spec, arch, &source(spec, arch, headers)?)
+    }
+
+    /// The append kernel for `arch`, compiled now or before.
+    ///
+    /// # Errors
+    /// As [`Emulator::unit`].
+    pub fn append_unit(&self, arch: Arch, headers: &Headers) -> Result<AppendUnit, Error> {
+        AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers)
     }
 
     /// The kernel of a source that may differ from the spec's own: a fault put in, say.

@@ -25,6 +25,7 @@
 //! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX
 //! ISA's memory model would allow.
 
+pub mod append;
 pub mod batches;
 mod call;
 mod case;

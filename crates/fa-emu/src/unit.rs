@@ -37,18 +37,7 @@ impl Unit {
     ) -> Result<Unit, Error> {
         let smem = fa_planner::account::smem(spec);
         let files = files(source)?;
-        let (major, minor) = arch.compute_capability();
-        let flags = [
-            "-O1",
-            "-ffp-contract=off",
-            "-fno-strict-aliasing",
-            "-fsanitize=thread",
-            "-nodefaultlibs",
-            &format!("-D__CUDA_ARCH__={}", 100 * major + 10 * minor),
-            "-include",
-            "cuda.h",
-        ]
-        .map(str::to_owned);
+        let flags = flags(arch);
         let path = compiler.library("unit", &spec.to_string(), &files, "kernel.cu", &flags)?;
         let library = open(&path, false)?;
         let fingerprint = source.fingerprint();
@@ -84,8 +73,24 @@ impl Unit {
     }
 }
 
+/// How units for `arch` are compiled.
+pub(crate) fn flags(arch: Arch) -> [String; 8] {
+    let (major, minor) = arch.compute_capability();
+    [
+        "-O1",
+        "-ffp-contract=off",
+        "-fno-strict-aliasing",
+        "-fsanitize=thread",
+        "-nodefaultlibs",
+        &format!("-D__CUDA_ARCH__={}", 100 * major + 10 * minor),
+        "-include",
+        "cuda.h",
+    ]
+    .map(str::to_owned)
+}
+
 /// The unit, the twins, and the headers that are the same on both sides.
-fn files(source: &Source) -> Result<Vec<(String, String)>, Error> {
+pub(crate) fn files(source: &Source) -> Result<Vec<(String, String)>, Error> {
     let own = |(name, text): (&str, &str)| (name.to_owned(), text.to_owned());
     let mut files: Vec<_> = sources_of("host/").map(own).collect();
     files.extend(sources_of("machine/").filter(|(name, _)| *name == "interface.h").map(own));

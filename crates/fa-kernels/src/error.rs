@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
-use fa_core::{Arch, Mismatch, ProblemError, SpecError};
+use fa_core::{AppendError, Arch, Mismatch, ProblemError, SpecError};
 
 use crate::atomic_file::WriteError;
 
@@ -245,6 +245,17 @@ pub enum Error {
         have: u64,
         /// Elements that it needs.
         need: u64,
+    },
+    /// What is to be appended is not valid.
+    #[error(transparent)]
+    Append(#[from] AppendError),
+    /// Two arrays that must be apart are one.
+    #[error("{tensor} is {with}, which others still read: give memory of its own")]
+    SameMemory {
+        /// What is written.
+        tensor: &'static str,
+        /// What is read.
+        with: &'static str,
     },
     /// A call lacks a tensor that its problem has.
     #[error("{name} is missing: the problem needs {need} elements of it")]

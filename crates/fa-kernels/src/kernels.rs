@@ -5,13 +5,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
-use fa_core::{Arch, KernelSpec, Problem};
+use fa_core::{Append, Arch, KernelSpec, Problem};
 
 use crate::jit::bundle::Bundle;
-use crate::jit::cache::Cache;
+use crate::jit::cache::{Cache, Named};
 use crate::jit::compile::{Compiler, CompilerKind};
-use crate::jit::source::Source;
+use crate::jit::source::{APPEND, Source};
 use crate::launch::Launches;
+use crate::launch::append::{AppendKernel, BoundAppend};
 use crate::launch::backward::Backward;
 use crate::launch::forward::Forward;
 use crate::launch::module::LoadedKernel;
@@ -27,6 +28,7 @@ pub struct Kernels {
     compiler: Mutex<Option<Arc<Compiler>>>,
     // By the spec's RON text: it is plain data, and is not looked up in a launch.
     loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
+    append: OnceLock<Arc<AppendKernel>>,
 }
 
 impl Kernels {
@@ -52,6 +54,7 @@ impl Kernels {
             cache: Arc::new(cache),
             compiler: Mutex::default(),
             loaded: Mutex::default(),
+            append: OnceLock::new(),
         })
     }
 
@@ -70,6 +73,7 @@ impl Kernels {
             cache: self.cache.clone(),
             compiler: Mutex::new(lock(&self.compiler).clone()),
             loaded: Mutex::default(),
+            append: OnceLock::new(),
         })
     }
 
@@ -105,6 +109,24 @@ impl Kernels {
     pub fn forward_with(&self, problem: &Problem, spec: &KernelSpec) -> Result<Forward, Error> {
         let launches = Launches::forward(spec, problem, self.arch, self.sms)?;
         Ok(Forward::of(self.load(spec)?, problem, launches))
+    }
+
+    /// What appends keys and values to a cache, with rotary embedding: one kernel for all problems, compiled
+    /// and loaded on first use.
+    ///
+    /// # Errors
+    /// [`Error::Append`], and those of compiling and loading.
+    pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
+        append.check()?;
+        if let Some(kernel) = self.append.get() {
+            return kernel.bind(append);
+        }
+        let source = Source::append(self.arch, &self.headers)?;
+        let compiler = self.compiler()?;
+        let named = Named { name: APPEND.to_owned(), ron: String::new() };
+        let compiled = self.cache.get_unit(&compiler, &named, &source)?;
+        let kernel = AppendKernel::load(&self.context, self.sms, &compiled.cubin)?;
+        self.append.get_or_init(|| Arc::new(kernel)).bind(append)
     }
 
     /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another

@@ -94,9 +94,10 @@ pub use jit::codegen::{Generated, generated};
 pub use jit::compile::{CompileFailure, Compiled, Compiler, CompilerKind};
 pub use jit::headers::Headers;
 pub use jit::report::{Fault, Report};
-pub use jit::source::{ENTRY, Source};
+pub use jit::source::{APPEND, ENTRY, Source};
 pub use jit::{bundle, cache, cache::Cache, params, ship, toolchain};
 pub use kernels::Kernels;
+pub use launch::append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
 pub use launch::args::{
     BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
+use fa_core::{Append, Arch, Family, KernelSpec, Pass, Problem};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
-use fa_kernels::{Backward, Forward, Kernels, driver};
+use fa_kernels::{Backward, BoundAppend, Forward, Kernels, driver};
 
 use crate::choose::Chooser;
 use crate::error::Error;
@@ -102,6 +102,15 @@ impl Gpu {
     /// As [`Gpu::bind_of`].
     pub fn forward(&self, problem: &Problem, family: Option<Family>) -> Result<Forward, Error> {
         self.choose(problem, family, Pass::Forward, |spec| self.kernels.forward_with(problem, spec))
+    }
+
+    /// What appends new keys and values to a cache in this GPU's memory, and turns keys and queries by their
+    /// positions: one launch, which a CUDA graph can hold.
+    ///
+    /// # Errors
+    /// What the append contradicts itself in, and those of compiling and loading.
+    pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
+        Ok(self.kernels.append(append)?)
     }
 
     /// [`Gpu::bind_of`] for the backward.

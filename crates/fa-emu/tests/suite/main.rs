@@ -1,6 +1,7 @@
 //! The emulation, proven: kernels against the oracle, injected faults, and every shipped spec at awkward
 //! shapes.
 
+mod append;
 mod deterministic;
 mod faults;
 mod mods;

@@ -57,3 +57,16 @@ fn sm80_forwards_divide_keys() {
     ];
     check("sm80_forwards_divide_keys", &kinds);
 }
+
+#[test]
+fn sm80_forwards_pack_heads() {
+    const PACKED: &str = "Sm80Fwd((tile_m: 64, tile_n: 64, num_warps: 4, stages: 2, q_in_regs: true, \
+                          blocks_per_sm: 1, swizzle: true, ldmatrix: true, exp2: true, fast_math: true, \
+                          loop_split: true, reverse_blocks: true, pack_gqa: true))";
+    let kinds = [
+        (PACKED, "causal", "alibi: true, sinks: true,"),
+        (PACKED, "window", "varied: true, softcap: true, sinks: true,"),
+        (PACKED, "causal", "varied: true, paged: true, split: true, sinks: true,"),
+    ];
+    check("sm80_forwards_pack_heads", &kinds);
+}

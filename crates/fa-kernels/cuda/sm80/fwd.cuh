@@ -5,7 +5,9 @@
 #include "attn/block_range.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/mask.cuh"
+#include "attn/packed_copy.cuh"
 #include "attn/paged_copy.cuh"
+#include "attn/rows.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/seqlen.cuh"
@@ -196,18 +198,19 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const u32 smem = smem_address(shared_memory<Smem>().bytes);
     const u32 smem_q = smem + Smem::kQ;
 
-    const int heads = params.shape.heads_q;
+    const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     // The grid has room for the most tiles that sequences of unknown lengths may have.
     if constexpr (C.varied) {
         if (cta_index() >= work_tiles<true>(params)) return;
     }
     const WorkTile tile = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index(), heads);
-    const int kv_head = tile.head / params.shape.group_size;
+    const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
     const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
     const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
-    const int first_query = tile.m_block * C.tile_m;
-    const int last_query = min(first_query + C.tile_m, seqlen.q()) - 1;
-    const BlockRange all = key_blocks<C.tile_n>(visible, first_query, last_query);
+    const Rows<C.pack_gqa> queries(params.shape);
+    const int first_row = tile.m_block * C.tile_m;
+    const int last_row = min(first_row + C.tile_m, queries.count(seqlen)) - 1;
+    const BlockRange all = key_blocks<C.tile_n>(visible, queries.query(first_row), queries.query(last_row));
     BlockRange range = all;
     if constexpr (C.split) range = part_of(all, tile.split, tile.splits);
 
@@ -217,9 +220,10 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (int f = 0; f < T::kFragments; ++f) {
             const int row = sm80::own_row<C>(thread_index()) + 16 * f;
             if (C.split && tile.splits > 1) {
-                store_nothing_partial<false>(params, seqlen, first_query + row, row, tile, heads);
+                store_nothing_partial<C.pack_gqa>(params, seqlen, first_row + row, row, tile, heads);
             } else {
-                store_nothing_seen<false, C.sinks>(params, seqlen, first_query + row, tile.head, tile.batch);
+                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, first_row + row, tile.head,
+                                                        tile.batch);
             }
         }
         return;
@@ -229,8 +233,9 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // With ALiBi the scores are exponents already.
     const float to_exponent = C.exp2 ? score_mod.to_log2() : score_mod.to_natural();
     const float scale = C.alibi ? 1.f : to_exponent;
+    const float unit = C.exp2 ? kLog2e : 1.f;  // one natural unit in exponents
     float slope = 0.f;
-    if constexpr (C.alibi) slope = (C.exp2 ? kLog2e : 1.f) * alibi_slope(params.mods, tile.batch, tile.head);
+    if constexpr (C.alibi && !C.pack_gqa) slope = unit * alibi_slope(params.mods, tile.batch, tile.head);
 
     float o[T::kFragments][C.head_dim_v / 2];
     float s[T::kFragments][C.tile_n / 2];
@@ -244,9 +249,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
 
     // ---- Copies ---------------------------------------------------------------------------------
 
-    const TileCopy<typename T::Q, T::kThreads> copy_q{
-        view(params.q).row(tile.batch, seqlen.q_offset(), tile.head), params.q.strides.seq,
-        params.shape.head_dim};
+    const auto copy_q =
+        QueryCopy<C.pack_gqa, typename T::Q, T::kThreads>::of(params, seqlen, tile.batch, tile.head);
     using CopyK = KeyCopy<C.paged, typename T::K, T::kThreads>;
     using CopyV = KeyCopy<C.paged, typename T::V, T::kThreads>;
     const auto copy_k = CopyK::of(params, params.k, seqlen, tile.batch, kv_head, params.shape.head_dim);
@@ -264,7 +268,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto load_first_v = [&] {
         copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k());
     };
-    auto load_q = [&] { copy_q.template start<true>(smem_q, first_query, seqlen.q()); };
+    auto load_q = [&] { copy_q.template start<true>(smem_q, first_row, queries.count(seqlen)); };
 
     // ---- Products -------------------------------------------------------------------------------
 
@@ -296,15 +300,21 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
             score_mod.apply(s[f]);
             if constexpr (C.alibi) {
                 const int thread = thread_index_volatile();
-                const int diagonal =
-                    first_query + sm80::own_row<C>(thread) + 16 * f + seqlen.k() - seqlen.q();
-                add_alibi<C.mask>(s[f], to_exponent, {slope, slope}, {diagonal, diagonal + 8},
-                                  n_block * C.tile_n + 2 * (thread % 4));
+                const int row = first_row + sm80::own_row<C>(thread) + 16 * f;
+                const int first_key = n_block * C.tile_n + 2 * (thread % 4);
+                if constexpr (C.pack_gqa) {
+                    const AlibiRows<true, C.mask, true> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                              unit);
+                    alibi.apply(s[f], to_exponent, first_key);
+                } else {
+                    const int diagonal = row + seqlen.k() - seqlen.q();
+                    add_alibi<C.mask>(s[f], to_exponent, {slope, slope}, {diagonal, diagonal + 8}, first_key);
+                }
             }
             if (mask) {
                 const int thread = thread_index_volatile();
                 auto query_of = [&](int r) {
-                    return first_query + sm80::own_row<C>(thread) + 16 * f + 8 * r;
+                    return queries.query(first_row + sm80::own_row<C>(thread) + 16 * f + 8 * r);
                 };
                 mask_tile(s[f], visible, query_of, n_block * C.tile_n + 2 * (thread % 4));
             }
@@ -339,7 +349,8 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     };
     // Whether the warp's rows see nothing of a tile of keys.
     auto hidden = [&](int n_block) {
-        const int first = first_query + warp_row, last = first + T::kWarpRows - 1;
+        const int first = queries.query(first_row + warp_row);
+        const int last = queries.query(first_row + warp_row + T::kWarpRows - 1);
         return n_block * C.tile_n >= visible.keys_end(last) ||
                (n_block + 1) * C.tile_n <= visible.keys_begin(first);
     };
@@ -411,19 +422,19 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     // The work tile is computed a second time: the main loop has no registers to keep it in.
     const WorkTile output = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index_volatile(), heads);
     const auto output_len = Seqlen<C.varied>::of(params, output.batch);
-    const int first_row = sm80::own_row<C>(thread_index_volatile());
-    const int query = output.m_block * C.tile_m + first_row;
+    const int own_row = sm80::own_row<C>(thread_index_volatile());
+    const int row = output.m_block * C.tile_m + own_row;
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
         if (C.split && output.splits > 1) {
             rows[f].finish(factor, lse);
-            store_partial<false>(params, output_len, o[f], factor, lse, query + 16 * f, first_row + 16 * f,
-                                 output, heads);
+            store_partial<C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, own_row + 16 * f,
+                                      output, heads);
         } else {
-            finish_rows<false, C.sinks>(params, rows[f], query + 16 * f, output.head, factor, lse);
-            store_output<C.dtype, false>(params, output_len, o[f], factor, lse, query + 16 * f, output.head,
-                                         output.batch);
+            finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
+            store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f,
+                                              output.head, output.batch);
         }
     }
 }

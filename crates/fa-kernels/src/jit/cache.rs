@@ -53,6 +53,12 @@ struct Entry {
     report: Report,
 }
 
+/// What a unit was made from, as it is kept beside its cubin.
+pub(crate) struct Named {
+    pub name: String,
+    pub ron: String,
+}
+
 impl Cache {
     /// The cache at `FA_CACHE_DIR`, or `fa/kernels` in the user's cache folder; in memory where there is
     /// neither.
@@ -83,6 +89,16 @@ impl Cache {
         spec: &KernelSpec,
         source: &Source,
     ) -> Result<Arc<Compiled>, Error> {
+        self.get_unit(compiler, &Named { name: spec.to_string(), ron: spec.to_ron() }, source)
+    }
+
+    /// The same of a unit that is no spec's.
+    pub(crate) fn get_unit(
+        &self,
+        compiler: &Compiler,
+        spec: &Named,
+        source: &Source,
+    ) -> Result<Arc<Compiled>, Error> {
         let flags = compiler.flags(&source.target);
         let name = self.compiler_name(compiler)?;
         let key = key(&name, &flags, source);
@@ -105,7 +121,7 @@ impl Cache {
             Some(fault) => {
                 let log_file =
                     self.root.as_ref().map(|root| root.join(key).join(LOG)).filter(|log| log.is_file());
-                let (name, target) = (spec.to_string(), source.target.clone());
+                let (name, target) = (spec.name.clone(), source.target.clone());
                 Err(Error::Refused { name, target, fault: fault.to_string(), log_file })
             }
         }
@@ -132,10 +148,10 @@ impl Cache {
         key: &str,
         compiler: &Compiler,
         (name, flags): (String, Vec<String>),
-        spec: &KernelSpec,
+        spec: &Named,
         source: &Source,
     ) -> Result<Compiled, Error> {
-        tracing::info!(%spec, target = source.target, compiler = name, "compiling");
+        tracing::info!(spec = spec.name, target = source.target, compiler = name, "compiling");
         match compiler.compile(source) {
             Ok(compiled) => {
                 let cubin_sha256 = hash(&[&compiled.cubin]);
@@ -145,7 +161,7 @@ impl Cache {
             }
             Err(CompileFailure::Log(log)) => {
                 let log_file = self.write(&format!("failed-{key}"), spec, source, &log, None);
-                Err(Error::Compile { name: spec.to_string(), target: source.target.clone(), log, log_file })
+                Err(Error::Compile { name: spec.name.clone(), target: source.target.clone(), log, log_file })
             }
             Err(CompileFailure::Compiler(error)) => Err(error),
         }
@@ -179,7 +195,7 @@ impl Cache {
     fn write(
         &self,
         name: &str,
-        spec: &KernelSpec,
+        spec: &Named,
         source: &Source,
         log: &str,
         good: Option<(&Entry, &[u8])>,
@@ -190,7 +206,7 @@ impl Cache {
             fs::create_dir_all(root)?;
             let temporary = tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(root)?;
             let to = |file: &str| temporary.path().join(file);
-            fs::write(to("spec.ron"), spec.to_ron())?;
+            fs::write(to("spec.ron"), &spec.ron)?;
             fs::write(to("source.cu"), &source.unit)?;
             fs::write(to(LOG), log)?;
             if let Some((entry, cubin)) = good {

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use crate::jit::append_params::AppendParams;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::params::{self, ParamStruct};
 
@@ -57,7 +58,8 @@ fn config_cuh() -> String {
 fn params_cuh() -> String {
     let mut text =
         format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
-    for ParamStruct { name, size, align, doc, fields } in params::declarations() {
+    let declarations = params::declarations().into_iter().chain([AppendParams::declaration()]);
+    for ParamStruct { name, size, align, doc, fields } in declarations {
         text.push('\n');
         comment(&mut text, "", doc);
         let _ = writeln!(text, "struct {name} {{");

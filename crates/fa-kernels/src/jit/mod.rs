@@ -1,6 +1,7 @@
 //! From a spec to a cubin: the translation unit and its headers, the compiler, the cache, and the bundle of
 //! kernels compiled ahead.
 
+pub mod append_params;
 pub mod bundle;
 pub mod cache;
 mod code;

@@ -37,7 +37,7 @@ pub struct ConstI32Ptr(pub u64);
 pub struct MutI32Ptr(pub u64);
 
 /// A type that parameters are made of.
-trait DeviceType {
+pub(crate) trait DeviceType {
     const CUDA_TYPE: &'static str;
 }
 
@@ -113,6 +113,8 @@ macro_rules! param_struct {
         }
     };
 }
+
+pub(crate) use param_struct;
 
 param_struct! {
     /// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim

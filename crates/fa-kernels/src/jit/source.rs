@@ -28,6 +28,15 @@ pub(crate) const DSINKS: &str = "fa_dsinks";
 /// Threads of a CTA of [`DSINKS`].
 pub(crate) const DSINKS_THREADS: u32 = 1024;
 
+/// The entry of the append kernel's unit.
+pub const APPEND: &str = "fa_append";
+
+/// Threads of a CTA of [`APPEND`].
+pub(crate) const APPEND_THREADS: u32 = 256;
+
+/// Bytes of shared memory of a CTA of [`APPEND`]: where each of its rows goes.
+pub(crate) const APPEND_SMEM: u32 = 32 * 20;
+
 /// Threads of a CTA of the entries before and after the main one.
 pub(crate) const PROCESS_THREADS: u32 = 256;
 
@@ -92,6 +101,26 @@ impl Source {
             .map(|(name, text)| (name.to_owned(), text.to_owned()))
             .collect();
         Ok(Source { unit, headers, target: target(spec, arch) })
+    }
+
+    /// The source of the append kernel, which all problems share.
+    ///
+    /// # Errors
+    /// [`Error::MissingHeader`].
+    pub fn append(arch: Arch, headers: &Headers) -> Result<Source, Error> {
+        let unit = format!(
+            "// append\n#include \"append/append.cuh\"\n\nusing namespace fa;\n\n\
+             static_assert(append_smem_bytes == {APPEND_SMEM});\n\n\
+             extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
+             {APPEND}(const __grid_constant__ AppendParams params) {{\n    append(params);\n}}\n"
+        );
+        let headers = headers
+            .reachable(&unit)?
+            .into_iter()
+            .map(|(name, text)| (name.to_owned(), text.to_owned()))
+            .collect();
+        let (major, minor) = arch.compute_capability();
+        Ok(Source { unit, headers, target: format!("sm_{major}{minor}") })
     }
 
     /// A hash (SHA-256 in hex) of the code of the unit and of every header that it reaches, by which records

@@ -1,6 +1,7 @@
 //! From a loaded kernel to a launch. [`Launches`] describes what a pass launches, as data and without a GPU;
 //! `Forward` and `Backward` run it on a stream.
 
+pub(crate) mod append;
 pub(crate) mod args;
 pub(crate) mod backward;
 mod checks;
@@ -15,6 +16,7 @@ mod tma;
 pub(crate) mod varied;
 mod workspace;
 
+pub use append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
 pub use extras::Extra;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};

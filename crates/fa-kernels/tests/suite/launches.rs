@@ -2,11 +2,11 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Alibi, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd,
-    Sm90Fwd, TensorLayout,
+    Alibi, Append, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, QueryPositions, Reads, Rotary,
+    RotaryPairs, RotaryQueries, ScoreMod, Side, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
-use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
+use fa_kernels::{AppendLaunch, Error, Headers, RawAppendArgs, RawExtras, RawTensor, Source, smem_bytes};
 
 use crate::{sm80_spec, sm90_spec};
 
@@ -353,4 +353,75 @@ fn parts_of_pages_that_no_box_places_are_refused() {
     assert!(matches!(with(7), Err(fa_kernels::Error::Page { page: 7, head_dim: 96, multiple: 2 })));
     with(6).unwrap();
     with(64).unwrap();
+}
+
+#[test]
+fn an_append_is_one_launch_whose_memory_is_checked() {
+    let queries =
+        RotaryQueries { rows: Side::packed(90, 60), heads: 8, positions: QueryPositions::Following };
+    let rotary = Rotary {
+        dim: 64,
+        pairs: RotaryPairs::Halves,
+        positions: 4096,
+        table: Dtype::F32,
+        queries: Some(queries),
+    };
+    let append = Append {
+        sequences: 3,
+        new: Side::packed(90, 60),
+        cache: Side::paged(16, 20, 100),
+        heads_kv: 2,
+        head_dim: 128,
+        head_dim_v: 64,
+        dtype: Dtype::Bf16,
+        rotary: Some(rotary),
+    };
+    let launch = AppendLaunch::new(&append, SMS).unwrap();
+    assert_eq!((launch.grid, launch.threads), (180, 256));
+    let raw = |i: u64, shape: &fa_kernels::launch::Shape| {
+        let strides = TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.dim);
+        RawTensor { address: i << 32, strides }
+    };
+    let tensors = launch.tensors();
+    let at = |i: usize| raw(i as u64 + 1, &tensors[i].0);
+    let args = RawAppendArgs {
+        k_new: at(0),
+        v_new: at(1),
+        k_cache: at(2),
+        v_cache: at(3),
+        q: Some(at(4)),
+        q_out: None,
+        tables: Some([1 << 40, 1 << 41]),
+        cu_new: Some(64),
+        used_new: None,
+        used_k: Some(128),
+        page_table: Some(256),
+        cu_q: Some(64),
+        used_q: None,
+        used_out: Some(192),
+        dropped: None,
+    };
+    launch.check(&args).unwrap();
+    let params = launch.params(&args);
+    assert_eq!((params.rows_new, params.rows_q, params.table_stride, params.q_columns), (90, 90, 7, 64));
+    assert_eq!((params.k_new.strides.batch, params.k_cache.strides.batch), (0, 16 * 2 * 128));
+    let refused = |args: RawAppendArgs, part: &str| {
+        let text = launch.check(&args).expect_err("must be refused").to_string();
+        assert!(text.contains(part), "{text} does not say {part}");
+    };
+    refused(RawAppendArgs { page_table: None, ..args }, "page_table is missing");
+    refused(RawAppendArgs { used_q: Some(64), ..args }, "used_q was given");
+    refused(RawAppendArgs { used_out: args.used_k, ..args }, "used_out is used_k");
+    refused(RawAppendArgs { tables: Some([8, 16]), ..args }, "cos starts at 0x8");
+    let empty = Append { sequences: 0, new: Side::packed(0, 0), rotary: None, ..append };
+    assert_eq!(AppendLaunch::new(&empty, SMS).unwrap().grid, 0);
+}
+
+#[test]
+fn the_append_kernel_compiles() {
+    for arch in [Arch::Sm80, Arch::Sm90] {
+        let source = Source::append(arch, &Headers::embedded()).unwrap();
+        let compiled = crate::nvrtc().compile(&source).unwrap_or_else(|_| panic!("{arch}"));
+        assert_eq!(compiled.report.fault(), None, "{arch}: {}", compiled.report);
+    }
 }

@@ -20,7 +20,7 @@ const DENSE: Code =
 /// What the device code of a kernel has. A switch is turned on with the code that honours it.
 const fn code_of(kernel: &Kernel) -> Code {
     match kernel {
-        Kernel::Sm80Fwd(_) => Code { varied: true, paged: true, split: true, ..DENSE },
+        Kernel::Sm80Fwd(_) => Code { varied: true, paged: true, split: true, packs_gqa: true, ..DENSE },
         Kernel::Sm90Fwd(_) => Code { varied: true, paged: true, split: true, packs_gqa: true, ..DENSE },
         Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => Code { varied: true, ..DENSE },
     }

@@ -1,0 +1,187 @@
+//! The append kernel on the host: its unit, and calls whose tensors lie packed.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use fa_core::{Arch, Strides, TensorLayout};
+use fa_kernels::{APPEND, AppendLaunch, Headers, RawAppendArgs, RawTensor, Source};
+use libloading::Library;
+use serde::Deserialize;
+
+use crate::compiler::Compiler;
+use crate::error::Error;
+use crate::machine::{Access, Launch, Machine, Memory, PAGE, SessionOptions, open};
+use crate::options::Options;
+use crate::unit::{files, flags};
+
+/// The append kernel that can be emulated.
+#[derive(Debug)]
+pub struct AppendUnit {
+    machine: Arc<Machine>,
+    library: Library,
+}
+
+/// A call: tensors packed `[batch, rows, heads, dim]`, as bits. What is written is changed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AppendCall {
+    /// New keys, new values, the caches of keys and values, and queries (turned in place; empty for none).
+    pub tensors: [Vec<u16>; 5],
+    /// Cosines and sines, bytes of their type; empty for none.
+    pub tables: [Vec<u8>; 2],
+    /// cu_new, used_new, used_k, page_table, cu_q and used_q; `None` for what the append does not name.
+    pub words: [Option<Vec<i32>>; 6],
+    /// Lengths afterwards, `[batch]`.
+    pub used_out: Vec<i32>,
+    /// Rows that had no place.
+    pub dropped: u32,
+}
+
+#[derive(Deserialize)]
+struct Found {
+    findings: Vec<FoundOne>,
+}
+
+#[derive(Deserialize)]
+struct FoundOne {
+    kind: String,
+    text: String,
+}
+
+/// Names of [`AppendCall::words`].
+const WORDS: [&str; 6] = ["cu_new", "used_new", "used_k", "page_table", "cu_q", "used_q"];
+
+impl AppendUnit {
+    pub(crate) fn load(
+        compiler: &Compiler,
+        machine: Arc<Machine>,
+        arch: Arch,
+        headers: &Headers,
+    ) -> Result<AppendUnit, Error> {
+        let source = Source::append(arch, headers)?;
+        let path = compiler.library("unit", APPEND, &files(&source)?, "kernel.cu", &flags(arch))?;
+        Ok(AppendUnit { machine, library: open(&path, false)? })
+    }
+
+    /// Runs a call; returns what was found wrong on the way (races, accesses out of bounds, ...).
+    ///
+    /// # Errors
+    /// What [`AppendLaunch::check`] refuses, and [`Error::Memory`].
+    ///
+    /// # Panics
+    /// On tensors that are shorter than their shapes.
+    pub fn run(
+        &self,
+        launch: &AppendLaunch,
+        call: &mut AppendCall,
+        options: &Options<'_>,
+    ) -> Result<Vec<String>, Error> {
+        let machine = &*self.machine;
+        let session = machine.session(&SessionOptions {
+            seed: options.seed,
+            pace: options.pace,
+            order: options.order,
+            poison: options.poison,
+            hazards: options.hazards,
+            ordered_additions: false,
+            trace_cta: None,
+            step_limit: options.step_limit,
+            progress: None,
+        });
+        let memory = |name: &str, bytes: &[u8], access| -> Result<Memory<'_>, Error> {
+            let mut memory = Memory::new(machine, name, bytes.len())?;
+            memory.bytes_mut().copy_from_slice(bytes);
+            session.region(name, memory.address(), bytes.len() as u64, (PAGE, PAGE), access);
+            Ok(memory)
+        };
+        let bytes_of =
+            |values: &[u16]| -> Vec<u8> { values.iter().flat_map(|value| value.to_ne_bytes()).collect() };
+        let words_of =
+            |words: &[i32]| -> Vec<u8> { words.iter().flat_map(|word| word.to_ne_bytes()).collect() };
+
+        let shapes = launch.tensors();
+        let mut tensors = Vec::new();
+        for ((shape, is_output), values) in shapes.iter().zip(&call.tensors) {
+            assert_eq!(values.len(), shape.batch * shape.seqlen * shape.heads * shape.dim, "{}", shape.name);
+            let access = if *is_output { Access::Written } else { Access::Input };
+            tensors.push(memory(shape.name, &bytes_of(values), access)?);
+        }
+        let tables = if call.tables[0].is_empty() {
+            Vec::new()
+        } else {
+            vec![
+                memory("cos", &call.tables[0], Access::Input)?,
+                memory("sin", &call.tables[1], Access::Input)?,
+            ]
+        };
+        let words: Vec<Option<Memory<'_>>> = WORDS
+            .iter()
+            .zip(&call.words)
+            .map(|(name, words)| {
+                words.as_ref().map(|words| memory(name, &words_of(words), Access::Input)).transpose()
+            })
+            .collect::<Result<_, Error>>()?;
+        let used_out = memory("used_out", &words_of(&call.used_out), Access::Unwritten)?;
+        let dropped = memory("dropped", &0u32.to_ne_bytes(), Access::Written)?;
+
+        let raw = |i: usize| {
+            let shape = &shapes[i].0;
+            let strides: Strides = TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.dim);
+            RawTensor { address: tensors[i].address(), strides }
+        };
+        let word = |i: usize| words[i].as_ref().map(Memory::address);
+        let args = RawAppendArgs {
+            k_new: raw(0),
+            v_new: raw(1),
+            k_cache: raw(2),
+            v_cache: raw(3),
+            q: (shapes.len() > 4).then(|| raw(4)),
+            q_out: None,
+            tables: (!tables.is_empty()).then(|| [tables[0].address(), tables[1].address()]),
+            cu_new: word(0),
+            used_new: word(1),
+            used_k: word(2),
+            page_table: word(3),
+            cu_q: word(4),
+            used_q: word(5),
+            used_out: Some(used_out.address()),
+            dropped: Some(dropped.address()),
+        };
+        launch.check(&args)?;
+        if launch.grid == 0 {
+            return Ok(Vec::new());
+        }
+        let params = launch.params(&args);
+        let arguments = [(&raw const params).cast::<c_void>()];
+        // SAFETY: the unit's own function of this name; only its address is taken.
+        let entry = unsafe { self.library.get::<unsafe extern "C" fn()>(b"emu_fa_append") };
+        // SAFETY: the entry takes these parameters, and all that they point at has been named and lives on.
+        let finished = unsafe {
+            session.launch(&Launch {
+                name: APPEND,
+                entry: entry.map_or(std::ptr::null(), |entry| *entry as *const c_void),
+                arguments: &arguments,
+                grid: launch.grid,
+                threads: launch.threads,
+                cluster: 1,
+                resident: options.resident,
+                smem_bytes: launch.smem,
+                cp_async: false,
+            })
+        };
+        for (i, memory) in tensors.iter().enumerate().skip(2) {
+            let pairs = memory.bytes().chunks_exact(2);
+            call.tensors[i] = pairs.map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect();
+        }
+        let word = |bytes: &[u8]| i32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        call.used_out = used_out.bytes().chunks_exact(4).map(word).collect();
+        call.dropped = word(dropped.bytes()) as u32;
+        let found: Found = serde_json::from_str(&session.result()).expect("the machine writes JSON");
+        let mut faults: Vec<String> =
+            found.findings.into_iter().map(|one| format!("{}: {}", one.kind, one.text)).collect();
+        if !finished {
+            faults.push("the launch was given up".into());
+        }
+        Ok(faults)
+    }
+}

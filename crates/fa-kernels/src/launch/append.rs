@@ -1,0 +1,348 @@
+//! The append kernel: new keys and values into a cache in place, keys and queries turned by their positions
+//! ([`fa_core::Append`]). One kernel for all problems, one launch.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
+use cudarc::nvrtc::Ptx;
+use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
+
+use crate::Error;
+use crate::jit::append_params::AppendParams;
+use crate::jit::params::{
+    ConstI32Ptr, ConstPtr, ConstTensor, MutI32Ptr, MutPtr, MutTensor, MutU32Ptr, RowStrides,
+};
+use crate::jit::source::{APPEND, APPEND_SMEM, APPEND_THREADS};
+use crate::launch::args::{RawTensor, Shape};
+use crate::launch::checks::check_address;
+
+/// The most rows of a CTA.
+const MAX_ROWS: usize = 32;
+
+/// The arguments of an append by addresses alone; what a problem does not have is `None`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RawAppendArgs {
+    /// New keys, `[batch, rows, heads_kv, head_dim]` or packed.
+    pub k_new: RawTensor,
+    /// New values.
+    pub v_new: RawTensor,
+    /// The cache of keys, written where rows are appended.
+    pub k_cache: RawTensor,
+    /// The cache of values.
+    pub v_cache: RawTensor,
+    /// Queries.
+    pub q: Option<RawTensor>,
+    /// Where turned queries go; `None` for in place.
+    pub q_out: Option<RawTensor>,
+    /// Cosines and sines, `[positions, dim / 2]`, each on a multiple of 16 bytes.
+    pub tables: Option<[u64; 2]>,
+    /// `[batch + 1]` i32, of packed new keys.
+    pub cu_new: Option<u64>,
+    /// `[batch]` i32, of new keys used in part.
+    pub used_new: Option<u64>,
+    /// `[batch]` i32: keys in the cache before; `None` for an empty one.
+    pub used_k: Option<u64>,
+    /// `[batch, table_columns]` i32.
+    pub page_table: Option<u64>,
+    /// `[batch + 1]` i32, of packed queries.
+    pub cu_q: Option<u64>,
+    /// `[batch]` i32, of queries used in part.
+    pub used_q: Option<u64>,
+    /// `[batch]` i32, written: keys in the cache afterwards. Not `used_k`, which other CTAs still read.
+    pub used_out: Option<u64>,
+    /// u32, to which the number of rows without a place is added.
+    pub dropped: Option<u64>,
+}
+
+/// What an append launches, as data: nothing here calls CUDA.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AppendLaunch {
+    /// CTAs; 0 where there is nothing to do.
+    pub grid: u32,
+    /// Threads of a CTA.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory of a CTA.
+    pub smem: u32,
+    append: Append,
+    params: AppendParams,
+}
+
+const fn is_packed(side: Side) -> bool {
+    matches!(side.rows, SideRows::Packed { .. })
+}
+
+/// Rows of each sequence, or of all of them together.
+const fn rows_of(side: Side) -> usize {
+    match side.rows {
+        SideRows::Padded { len } => len,
+        SideRows::Packed { total, .. } => total,
+        SideRows::Paged { .. } => 0,
+    }
+}
+
+impl AppendLaunch {
+    /// The launch of `append` on a GPU with `sms` SMs.
+    ///
+    /// # Errors
+    /// [`Error::Append`].
+    pub fn new(append: &Append, sms: u32) -> Result<AppendLaunch, Error> {
+        append.check()?;
+        let queries = append.queries();
+        let batch = append.sequences;
+        let none = Side::padded(0);
+        let of_q = queries.map_or(none, |queries| queries.rows);
+        let (new, q) = (append.new.total(batch), of_q.total(batch));
+        // A row a CTA while all of them are resident; else several, which share one look-up.
+        let rows_per_cta = ((new + q) / (8 * sms.max(1) as usize)).clamp(1, MAX_ROWS);
+        let (ctas_new, ctas_q) = (new.div_ceil(rows_per_cta), q.div_ceil(rows_per_cta));
+        let (page, pages) = match append.cache.rows {
+            SideRows::Paged { page, pages, .. } => (page, pages),
+            SideRows::Padded { .. } | SideRows::Packed { .. } => (0, 0),
+        };
+        let rotary = append.rotary;
+        let params = AppendParams {
+            batch: batch as i32,
+            heads_q: queries.map_or(0, |queries| queries.heads) as i32,
+            heads_kv: append.heads_kv as i32,
+            head_dim: append.head_dim as i32,
+            head_dim_v: append.head_dim_v as i32,
+            rows_new: rows_of(append.new) as i32,
+            rows_q: rows_of(of_q) as i32,
+            capacity: append.cache.max() as i32,
+            page: page.min(1 << 30) as i32,
+            pages: pages.min(1 << 30) as i32,
+            table_stride: append.table_columns() as i32,
+            rotary_dim: rotary.map_or(0, |rotary| rotary.dim) as i32,
+            positions: rotary.map_or(0, |rotary| rotary.positions) as i32,
+            interleaved: rotary.is_some_and(|rotary| rotary.pairs == RotaryPairs::Neighbours).into(),
+            table_f32: rotary.is_some_and(|rotary| rotary.table == Dtype::F32).into(),
+            is_f16: (append.dtype == Dtype::F16).into(),
+            q_fixed: queries.is_some_and(|queries| queries.positions == QueryPositions::Same).into(),
+            rows_per_cta: rows_per_cta as i32,
+            ctas_new: ctas_new as i32,
+            ..AppendParams::default()
+        };
+        // The lengths afterwards are written even where nothing is appended.
+        let grid = if batch == 0 { 0 } else { (ctas_new + ctas_q).max(1) };
+        Ok(AppendLaunch {
+            grid: grid as u32,
+            threads: APPEND_THREADS,
+            smem: APPEND_SMEM,
+            append: *append,
+            params,
+        })
+    }
+
+    /// What is appended.
+    pub fn append(&self) -> &Append {
+        &self.append
+    }
+
+    /// The tensors of a call, `k_new`, `v_new`, `k_cache`, `v_cache` and, where there are queries, `q`, with
+    /// whether they are written.
+    pub fn tensors(&self) -> Vec<(Shape, bool)> {
+        let append = &self.append;
+        let shape = |name, [batch, seqlen, heads, dim]: [usize; 4], is_output| {
+            (Shape { name, batch, seqlen, heads, dim }, is_output)
+        };
+        let mut all = vec![
+            shape("k_new", append.new_shape(append.head_dim), false),
+            shape("v_new", append.new_shape(append.head_dim_v), false),
+            shape("k_cache", append.cache_shape(append.head_dim), true),
+            shape("v_cache", append.cache_shape(append.head_dim_v), true),
+        ];
+        if append.queries().is_some() {
+            all.push(shape("q", append.query_shape(), true));
+        }
+        all
+    }
+
+    /// Checks strides, alignment and presence of a call's memory. Lengths are the caller's responsibility.
+    ///
+    /// # Errors
+    /// [`Error::Stride`], [`Error::Address`], [`Error::MissingExtra`] and [`Error::UnusedExtra`].
+    pub fn check(&self, at: &RawAppendArgs) -> Result<(), Error> {
+        let append = &self.append;
+        let queries = append.queries();
+        let given = |name, given: bool, asked: bool, need: usize| match (given, asked) {
+            (false, true) => Err(Error::MissingExtra { name, need }),
+            (true, false) => Err(Error::UnusedExtra { name }),
+            _ => Ok(()),
+        };
+        let of_q = queries.map_or(Side::padded(0), |queries| queries.rows);
+        let batch = append.sequences;
+        given("q", at.q.is_some(), queries.is_some(), of_q.total(batch))?;
+        given("q_out", at.q_out.is_some(), queries.is_some() && at.q_out.is_some(), 0)?;
+        let table = append.rotary.map_or(0, |rotary| rotary.positions * rotary.dim / 2);
+        given("tables", at.tables.is_some(), append.rotary.is_some(), table)?;
+        given("cu_new", at.cu_new.is_some(), is_packed(append.new), batch + 1)?;
+        given("used_new", at.used_new.is_some(), append.new.used, batch)?;
+        let is_paged = matches!(append.cache.rows, SideRows::Paged { .. });
+        given("page_table", at.page_table.is_some(), is_paged, batch * append.table_columns())?;
+        given("cu_q", at.cu_q.is_some(), is_packed(of_q), batch + 1)?;
+        given("used_q", at.used_q.is_some(), of_q.used, batch)?;
+        let mut raw = vec![at.k_new, at.v_new, at.k_cache, at.v_cache];
+        raw.extend(at.q);
+        for ((shape, is_output), raw) in self.tensors().iter().zip(&raw) {
+            shape.check_strides(&raw.strides, *is_output)?;
+            shape.check_address(raw.address)?;
+        }
+        if let (Some(out), Some((shape, _))) = (&at.q_out, self.tensors().last()) {
+            let shape = Shape { name: "q_out", ..*shape };
+            shape.check_strides(&out.strides, true)?;
+            shape.check_address(out.address)?;
+        }
+        for (name, address) in ["cos", "sin"].into_iter().zip(at.tables.into_iter().flatten()) {
+            if table > 0 {
+                check_address(name, address, 16)?;
+            }
+        }
+        for (name, address) in [
+            ("cu_new", at.cu_new),
+            ("used_new", at.used_new),
+            ("used_k", at.used_k),
+            ("page_table", at.page_table),
+            ("cu_q", at.cu_q),
+            ("used_q", at.used_q),
+            ("used_out", at.used_out),
+            ("dropped", at.dropped),
+        ] {
+            if let (Some(address), true) = (address, batch > 0) {
+                check_address(name, address, 4)?;
+            }
+        }
+        match (at.used_k, at.used_out) {
+            (Some(before), Some(after)) if before == after => {
+                Err(Error::SameMemory { tensor: "used_out", with: "used_k" })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The kernel's parameters.
+    pub fn params(&self, at: &RawAppendArgs) -> AppendParams {
+        let append = &self.append;
+        let strides = |strides: &Strides, packed: bool| RowStrides {
+            batch: if packed { 0 } else { strides.batch },
+            seq: strides.seq,
+            head: strides.head,
+        };
+        let packed_q = append.queries().is_some_and(|queries| is_packed(queries.rows));
+        let packed_new = is_packed(append.new);
+        let reads = |raw: RawTensor, packed| ConstTensor {
+            data: ConstPtr(raw.address),
+            strides: strides(&raw.strides, packed),
+        };
+        let writes = |raw: RawTensor, packed| MutTensor {
+            data: MutPtr(raw.address),
+            strides: strides(&raw.strides, packed),
+        };
+        let words = |address: Option<u64>| ConstI32Ptr(address.unwrap_or(0));
+        let [cos, sin] = at.tables.unwrap_or_default().map(ConstPtr);
+        let q_columns = if at.q_out.is_some() { self.params.head_dim } else { self.params.rotary_dim };
+        AppendParams {
+            k_new: reads(at.k_new, packed_new),
+            v_new: reads(at.v_new, packed_new),
+            k_cache: writes(at.k_cache, false),
+            v_cache: writes(at.v_cache, false),
+            q: at.q.map_or_else(ConstTensor::default, |q| reads(q, packed_q)),
+            q_out: at.q_out.or(at.q).map_or_else(MutTensor::default, |q| writes(q, packed_q)),
+            cos,
+            sin,
+            cu_new: words(at.cu_new),
+            used_new: words(at.used_new),
+            used_k: words(at.used_k),
+            page_table: words(at.page_table),
+            cu_q: words(at.cu_q),
+            used_q: words(at.used_q),
+            used_out: MutI32Ptr(at.used_out.unwrap_or(0)),
+            dropped: MutU32Ptr(at.dropped.unwrap_or(0)),
+            q_columns,
+            ..self.params
+        }
+    }
+}
+
+/// The append kernel in a context.
+#[derive(Debug)]
+pub struct AppendKernel {
+    context: Arc<CudaContext>,
+    function: CudaFunction,
+    sms: u32,
+}
+
+/// An append ready to run. Cheap to make from a loaded kernel, cheap to run; shared by threads.
+#[derive(Clone, Debug)]
+pub struct BoundAppend {
+    kernel: Arc<AppendKernel>,
+    launch: AppendLaunch,
+}
+
+impl AppendKernel {
+    /// Loads `cubin`.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub(crate) fn load(context: &Arc<CudaContext>, sms: u32, cubin: &[u8]) -> Result<AppendKernel, Error> {
+        let module = context
+            .load_module(Ptx::from_binary(cubin.to_vec()))
+            .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
+        let function = module.load_function(APPEND).map_err(|e| Error::driver("finding an entry", e))?;
+        Ok(AppendKernel { context: context.clone(), function, sms })
+    }
+
+    /// Binds the kernel to what is appended.
+    ///
+    /// # Errors
+    /// As [`AppendLaunch::new`].
+    pub fn bind(self: &Arc<AppendKernel>, append: &Append) -> Result<BoundAppend, Error> {
+        Ok(BoundAppend { kernel: self.clone(), launch: AppendLaunch::new(append, self.sms)? })
+    }
+}
+
+impl BoundAppend {
+    /// What a call launches.
+    pub fn launch(&self) -> &AppendLaunch {
+        &self.launch
+    }
+
+    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
+    /// CUDA graph, whose replays append at the lengths that are on the device then.
+    ///
+    /// # Safety
+    /// Every element of the shapes of [`AppendLaunch::tensors`] under the given strides, and the arrays
+    /// beside them, lie in device memory that the stream's context can access, and stay there, untouched by
+    /// others, until the stream has run the kernel. What is written shares no memory with what is read,
+    /// except that queries may be turned in place. No two sequences that are appended to share a page.
+    ///
+    /// # Errors
+    /// Those of [`AppendLaunch::check`], [`Error::Context`] and [`Error::Driver`].
+    pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawAppendArgs) -> Result<(), Error> {
+        let AppendKernel { context, function, .. } = &*self.kernel;
+        self.launch.check(args)?;
+        if self.launch.grid == 0 {
+            return Ok(());
+        }
+        if **stream.context() != **context {
+            let (have, need) = (stream.context().ordinal(), context.ordinal());
+            return Err(Error::Context { name: "the stream", have, need });
+        }
+        context.bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
+        let mut params = self.launch.params(args);
+        let mut arguments: [*mut c_void; 1] = [(&raw mut params).cast()];
+        // SAFETY: the entry takes these parameters; the caller vouches for the addresses.
+        unsafe {
+            result::launch_kernel(
+                function.cu_function(),
+                (self.launch.grid, 1, 1),
+                (self.launch.threads, 1, 1),
+                self.launch.smem,
+                stream.cu_stream(),
+                &mut arguments,
+            )
+        }
+        .map_err(|e| Error::driver("launching a kernel", e))
+    }
+}
