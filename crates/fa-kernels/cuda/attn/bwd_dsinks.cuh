@@ -52,7 +52,8 @@ __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) sum += shuffle_xor(sum, distance);
     auto& smem = shared_memory<Sums>();
-    if (lane_index() == 0) smem.of_warp[warp_index()] = sum;
+    const int own_warp = warp_index();  // by the whole warp: it is a shuffle
+    if (lane_index() == 0) smem.of_warp[own_warp] = sum;
     cta_sync();
     if (thread_index() != 0) return;
     float total = 0.f;

@@ -19,7 +19,8 @@ __device__ __forceinline__ u32 cta_count() { return gridDim.x; }
 // The thread within its warp.
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 
-// The warp within its CTA, in a form that the compiler knows to be equal in all lanes.
+// The warp within its CTA, in a form that the compiler knows to be equal in all lanes: a shuffle, which the
+// whole warp executes together.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
 // thread_index(), read again at each call: no register holds it, or what follows from it, across a loop.

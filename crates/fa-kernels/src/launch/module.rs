@@ -31,6 +31,9 @@ pub struct LoadedKernel {
     entries: Vec<(&'static str, CudaFunction)>,
 }
 
+/// Bytes of dynamic shared memory that every kernel may have, which no entry but the main one exceeds.
+const SMALL_SMEM: i32 = 48 << 10;
+
 impl LoadedKernel {
     /// Loads `cubin`, compiled from `spec`, and lets it use the shared memory that the planner accounts for.
     ///
@@ -56,6 +59,12 @@ impl LoadedKernel {
         function
             .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)
             .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
+        // Code that is loaded at its first launch would break a capture: setting an attribute loads it.
+        for (_, entry) in &entries[1..] {
+            entry
+                .set_attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, SMALL_SMEM)
+                .map_err(|e| Error::driver("asking for dynamic shared memory", e))?;
+        }
         Ok(LoadedKernel { spec: spec.clone(), arch, sms, smem, context: context.clone(), function, entries })
     }
 

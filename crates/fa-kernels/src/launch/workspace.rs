@@ -81,7 +81,9 @@ impl Workspace {
     fn forward_parts(parts: ForwardParts) -> Option<Workspace> {
         let ForwardParts { draws_tiles, plan, rows, columns } = parts;
         let tile_counter = draws_tiles.then_some(Part { offset: 0, bytes: 8 });
-        let mut end = if draws_tiles { 8usize } else { 0 };
+        // The counters' place is nobody else's, with or without counters: kernels may take turns at one
+        // workspace.
+        let mut end = if draws_tiles || plan > 0 || rows > 0 { 8usize } else { 0 };
         let mut part = |bytes: usize| -> Option<Option<Part>> {
             if bytes == 0 {
                 return Some(None);

@@ -7,6 +7,7 @@ mod errors;
 mod generated;
 mod launches;
 mod package;
+mod serving;
 mod shipped;
 mod toolchain;
 

@@ -61,9 +61,39 @@ const REFUSED: &[Refused] = &[
     refused(3, false, false, (192, 192), &[64], &[]),
 ];
 
+/// Kernels for keys in pages that spill under NVRTC 13.0 although those for keys in one piece do not: one
+/// warpgroup, P from registers, overlap, with a mask; by head dims, without ALiBi and with it.
+const PAGED: [Paged; 4] = [
+    Paged { head_dims: (64, 64), plain: &[], alibi: &[160] },
+    Paged { head_dims: (96, 96), plain: &[160], alibi: &[160] },
+    Paged { head_dims: (128, 128), plain: &[144], alibi: &[144, 192] },
+    Paged { head_dims: (192, 192), plain: &[], alibi: &[112] },
+];
+
+/// Widths that spill with keys in pages, for a pair of head dims.
+struct Paged {
+    head_dims: (u32, u32),
+    plain: &'static [u32],
+    alibi: &'static [u32],
+}
+
+/// Whether a kernel for keys in pages is known to spill. With three warpgroups every one does, whatever its
+/// tile: 8 bytes of the producer, which has 32 registers and looks pages up.
+fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    let listed = || {
+        let entry = PAGED.iter().find(|entry| entry.head_dims == (spec.head_dim, spec.head_dim_v));
+        let widths = entry.map(|entry| if spec.score.alibi { entry.alibi } else { entry.plain });
+        widths.is_some_and(|widths| widths.contains(&kernel.tile_n))
+    };
+    kernel.num_wg == 3 || (kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && listed())
+}
+
 /// Whether the compiler is known to spill the kernel. The list was compiled for bf16 without a soft cap,
 /// which stands for the others.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    if spec.reads.paged && known_paged(spec, kernel) {
+        return true;
+    }
     REFUSED.iter().any(|entry| {
         let widths = if spec.mask == MaskKind::Full { entry.full } else { entry.masked };
         (entry.num_wg, entry.pv_is_rs, entry.overlap_wg)

@@ -1,0 +1,54 @@
+//! The planner's first choices for packed, paged and split problems compile as planned.
+
+use std::path::Path;
+
+use fa_core::{Alibi, Arch, Dtype, Lengths, Mask, Problem, ScoreMod, ShippedSpec, Side};
+use fa_kernels::{Cache, Headers, ship};
+use fa_planner::plan::{PlanOptions, plan};
+
+use crate::nvrtc;
+
+/// Kinds of calls that engines make, with a head dim.
+fn problems(head_dim: usize) -> Vec<(&'static str, Problem)> {
+    let base =
+        Problem { heads_q: 32, heads_kv: 8, ..Problem::square(1, 1, 1, head_dim, Mask::CAUSAL, Dtype::Bf16) };
+    let of = |lengths, mask, score| Problem { lengths, mask, score, ..base };
+    let decode = Lengths::of(64, Side::packed(64, 1), Side::paged(16, 32 << 10, 8 << 10));
+    let few = Lengths::of(4, Side::padded(8), Side::padded(8 << 10).with_used());
+    let packed = Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10);
+    let chunk = Lengths::of(8, Side::packed(4096, 512), Side::paged(64, 4096, 16 << 10));
+    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let sinks = ScoreMod { sinks: true, ..ScoreMod::NONE };
+    vec![
+        ("split", of(Lengths::uniform(1, 1, 8 << 10), Mask::FULL, ScoreMod::NONE)),
+        ("split window, sinks", of(Lengths::uniform(1, 4, 8 << 10), Mask::causal_window(4095), sinks)),
+        ("paged decode", of(decode, Mask::CAUSAL, ScoreMod::NONE)),
+        ("paged decode with ALiBi", of(decode, Mask::CAUSAL, alibi)),
+        ("cached tokens, soft cap", of(few, Mask::CAUSAL, ScoreMod::softcap(30.0))),
+        ("packed", of(packed, Mask::CAUSAL, ScoreMod::NONE)),
+        ("packed window, sinks", of(packed, Mask::causal_window(127), sinks)),
+        ("packed, full", of(packed, Mask::FULL, ScoreMod::NONE)),
+        ("chunked prefill", of(chunk, Mask::CAUSAL, ScoreMod::NONE)),
+    ]
+}
+
+#[test]
+fn first_choices_compile_within_their_plans() {
+    let compiler = nvrtc();
+    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
+    let mut wanted: Vec<ShippedSpec> = Vec::new();
+    for head_dim in [64, 96, 128, 256] {
+        for (name, problem) in problems(head_dim) {
+            let plans = plan(&problem, Arch::Sm90, &PlanOptions::default());
+            let plans = plans.unwrap_or_else(|error| panic!("{name}: {error}"));
+            let spec = plans[0].spec.clone();
+            if wanted.iter().all(|other| other.spec != spec) {
+                wanted.push(ShippedSpec { archs: vec![Arch::Sm90], spec });
+            }
+        }
+    }
+    let built = ship::build(&wanted, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
+    let failures: Vec<String> =
+        built.failures.iter().map(|failure| format!("{}: {}", failure.name, failure.reason)).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
