@@ -183,6 +183,20 @@ impl Ragged {
         }
     }
 
+    /// The page table with entries in use that name no page, and the rows, end to end, that are lost so: of
+    /// every other sequence the first page's.
+    pub fn bad_pages(&self) -> (Vec<i32>, Vec<std::ops::Range<usize>>) {
+        let Store::Paged { page, pages, columns, table } = &self.store else { return Default::default() };
+        let mut table = table.clone();
+        let nowhere = [index(*pages), -1, i32::MAX];
+        let mut lost = Vec::new();
+        for b in (0..self.sequences()).step_by(2).filter(|&b| self.len(b) > 0) {
+            table[b * columns] = nowhere[b / 2 % nowhere.len()];
+            lost.push(self.start(b)..self.start(b) + self.len(b).min(*page));
+        }
+        (table, lost)
+    }
+
     /// The same sequences end to end.
     pub fn contiguous(&self) -> Ragged {
         let lens: Vec<usize> = (0..self.sequences()).map(|b| self.len(b)).collect();
@@ -444,6 +458,16 @@ mod tests {
             assert!(row[..own].iter().all(|page| (0..6).contains(page)));
             assert!(row[own..].iter().all(|page| GARBAGE.contains(page)));
         }
+    }
+
+    #[test]
+    fn bad_pages_lose_the_rows_of_their_pages() {
+        let rows = Ragged::paged(&[5, 30, 0, 9, 20], 8, 1, &mut Random::new(1));
+        let (table, lost) = rows.bad_pages();
+        assert_eq!(lost, [0..5, 44..52]);
+        let changed = table.iter().zip(rows.table().expect("a table")).filter(|(bad, own)| bad != own);
+        assert!(changed.clone().count() == 2 && changed.clone().all(|(&bad, _)| !(0..10).contains(&bad)));
+        assert_eq!(Ragged::packed(&[5, 3], 0).bad_pages(), Default::default());
     }
 
     #[test]

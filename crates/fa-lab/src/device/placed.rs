@@ -11,7 +11,7 @@ use fa_attn::device::{
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
 use fa_kernels::{Backward, Error, Forward, RawExtras};
 
-use crate::memory::{Gradients, load, load_lse, store};
+use crate::memory::{Arrays, Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
 use crate::tensors::{Inputs, dout_placement};
 
@@ -178,6 +178,23 @@ impl<T: Half> PlacedForward<T> {
         extras.update(stream, &inputs.arrays().extras())?;
         self.sequences = Some(inputs.sequences.clone());
         Ok(())
+    }
+
+    /// Another page table, whose faults are counted from now on.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn write_table(&mut self, stream: &Arc<CudaStream>, arrays: &Arrays) -> Result<(), Error> {
+        self.tensors.extras.update(stream, &arrays.extras())?;
+        self.tensors.count_page_faults(stream)
+    }
+
+    /// Page faults since they are counted; waits for the stream.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn page_faults(&self, stream: &Arc<CudaStream>) -> Result<u32, Error> {
+        self.tensors.page_faults(stream)
     }
 
     /// Fills what is written, gaps included, with NaN.

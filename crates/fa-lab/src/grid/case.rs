@@ -102,6 +102,8 @@ pub enum Action {
     AsDense,
     /// A run, and one of the same kernel on keys that lie end to end: the same bits.
     AsContiguous,
+    /// A run with entries of the page table that name no page: their keys are zeros, and they are counted.
+    BadPages,
     /// Timed runs, whose outputs are not compared.
     Measure,
 }

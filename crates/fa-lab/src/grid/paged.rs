@@ -47,6 +47,9 @@ pub(super) fn paged(extent: Extent, repeat: usize) -> Vec<Case> {
             let case = case_of("paged", "as contiguous", turned(index % 4, mask), sequences);
             cases.push(Case { action: Action::AsContiguous, ..case });
         }
+        let sequences = Sequences { q: Ragged::packed(&queries, 0), k: pages_of(&lens, page, 4) };
+        let bad = case_of("paged", "bad entries", turned(index % 4, Mask::CAUSAL), sequences);
+        cases.push(Case { action: Action::BadPages, ..bad });
         if index % 3 == 0 {
             let sequences = Sequences { q: Ragged::uniform(4, 3), k: pages_of(&lens, page, 2) };
             let case = || case_of("paged", "launch", turned(index % 4, Mask::CAUSAL), sequences.clone());

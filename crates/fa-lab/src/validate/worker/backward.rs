@@ -198,7 +198,7 @@ fn act<T: Half>(session: &Session, action: Action, job: &Job<'_, T>) -> Result<R
             one
         }
         Action::Measure => unreachable!("examine() sends it to Session::measure()"),
-        Action::Relength | Action::AsContiguous => {
+        Action::Relength | Action::AsContiguous | Action::BadPages => {
             unreachable!("the grid of gradients has no pages and no other lengths")
         }
     })

@@ -12,6 +12,7 @@ use crate::device::place_forward;
 use crate::error::Result;
 use crate::grid::{Action, Case};
 use crate::judge::forward::Oracle;
+use crate::memory::Arrays;
 use crate::tensors::Inputs;
 
 /// Inputs and oracle of a case.
@@ -46,6 +47,9 @@ pub fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Res
             &own
         }
     };
+    if case.action == Action::BadPages {
+        return bad_pages(session, case, &forward, &made.inputs);
+    }
     if case.action == Action::Relength {
         return relength(session, case, &forward, made);
     }
@@ -106,7 +110,9 @@ fn act<T: Half>(session: &Session, case: &Case, forward: &Forward, inputs: &Inpu
         }
         Action::Graph => graph(session, forward, inputs),
         Action::Threads => threads(session, forward, inputs),
-        Action::Measure | Action::Relength => unreachable!("examine() sends them elsewhere"),
+        Action::Measure | Action::Relength | Action::BadPages => {
+            unreachable!("examine() sends them elsewhere")
+        }
     }
 }
 
@@ -118,6 +124,40 @@ fn once<T: Half>(
     let mut call = place_forward(stream, forward, inputs)?;
     call.run(forward, stream)?;
     call.read(stream)
+}
+
+/// A run whose page table names pages that the cache does not have.
+fn bad_pages<T: Half>(
+    session: &Session,
+    case: &Case,
+    forward: &Forward,
+    inputs: &Inputs<T>,
+) -> Result<Found> {
+    let (table, lost) = inputs.sequences.k.bad_pages();
+    let mut zeroed = inputs.clone();
+    for (tensor, width) in [(1, case.problem.head_dim), (2, case.problem.head_dim_v)] {
+        let row = case.problem.heads_kv * width;
+        for rows in &lost {
+            zeroed.values[tensor][rows.start * row..rows.end * row].fill(T::default());
+        }
+    }
+    let oracle = Oracle::new(&zeroed, case.seed())?;
+    let stream = &session.gpu.stream;
+    let (outputs, faults) = {
+        let _gpu = session.begin(case);
+        let mut call = place_forward(stream, forward, inputs)?;
+        call.write_table(stream, &Arrays { page_table: Some(table), ..inputs.arrays() })?;
+        call.run(forward, stream)?;
+        (call.read(stream)?, call.page_faults(stream)?)
+    };
+    let judged = oracle.judge(&zeroed, &outputs)?;
+    let counted = faults > 0;
+    let detail = match (judged.passed, counted) {
+        (true, false) => "no page fault was counted".to_owned(),
+        _ => judged.detail,
+    };
+    let found = Found::of(&forward.kernel().spec);
+    Ok(Found { passed: judged.passed && counted, ratio: judged.ratio, detail, ..found })
 }
 
 /// A run captured on the case's inputs and replayed on others in the same memory, each result judged.
