@@ -434,3 +434,30 @@ fn what_needs_extras_is_refused_without() {
         assert_eq!(out, [7.0; 24]);
     }
 }
+
+/// A cache with heads before rows of a page gives the bits of one with rows before heads.
+#[test]
+fn heads_may_lie_before_the_rows_of_a_page() {
+    for lens in [&[(1, 70), (1, 33)][..], &[(40, 70), (9, 33)]] {
+        let (paged, owned) = problem(base(1), lens, [Lie::Packed, Lie::Paged(16)], 2);
+        let paged = Problem { types: Types::same(Dtype::F32), ..paged };
+        let inputs = inputs::<f32>(&paged, &owned.extras(), 2);
+        let expected = Results::compute(Options::default(), &paged, &owned.extras(), &inputs, false);
+        let heads_first = |data: &[f32], [pages, page, heads, dim]: [usize; 4]| {
+            let at = |i: usize| {
+                let (d, row, head) = (i % dim, i / dim % page, i / (dim * page) % heads);
+                ((i / (dim * page * heads) * page + row) * heads + head) * dim + d
+            };
+            (0..pages * page * heads * dim).map(|i| data[at(i)]).collect::<Vec<f32>>()
+        };
+        let (k, v) = (heads_first(&inputs.k, k_shape(&paged)), heads_first(&inputs.v, v_shape(&paged)));
+        let k = fa_cpu::TensorRef::packed("k", &k, k_shape(&paged), TensorLayout::Bhsd).unwrap();
+        let v = fa_cpu::TensorRef::packed("v", &v, v_shape(&paged), TensorLayout::Bhsd).unwrap();
+        let q = inputs.views(&paged).q;
+        let mut out = vec![f32::NAN; expected.out.len()];
+        let mut to = TensorMut::packed("out", &mut out, out_shape(&paged), TensorLayout::Bshd).unwrap();
+        forward_extras(Options::default(), &paged, &owned.extras(), &q, &k, &v, &mut to, None).unwrap();
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&out), bits(&expected.out));
+    }
+}
