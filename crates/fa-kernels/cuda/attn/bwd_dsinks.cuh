@@ -35,8 +35,7 @@ __device__ __forceinline__ void bwd_dsinks(const BwdParams& params) {
             const PlanItem item = plan.m_tiles()[row / C.tile_m];
             const auto seqlen = Seqlen<true>::of(params, item.sequence);
             const auto place = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, item.sequence);
-            const i64 tile =
-                (i64(place.entry) * heads + head) * params.m_blocks + place.first + item.block;
+            const i64 tile = (i64(place.entry) * heads + head) * params.m_blocks + place.first + item.block;
             add(tile * C.tile_m + row % C.tile_m);
         }
     } else {

@@ -56,8 +56,8 @@ __device__ __forceinline__ bool planned_query_tile(const BwdParams& params, Quer
     tile.head = number / items;
     const auto seqlen = Seqlen<true>::of(params, tile.batch);
     const auto place = WorkspacePlace::of_queries<TileM>(params, seqlen, tile.batch);
-    tile.index = (i64(place.entry) * params.shape.heads_q + tile.head) * params.m_blocks + place.first +
-                 tile.m_block;
+    tile.index =
+        (i64(place.entry) * params.shape.heads_q + tile.head) * params.m_blocks + place.first + tile.m_block;
     return true;
 }
 

@@ -65,8 +65,7 @@ __device__ __forceinline__ constexpr bool can_descend() {
 template <MaskKind Mask, bool Deterministic, bool Varied>
 __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile& tile) {
     if constexpr (!can_descend<Mask, Deterministic, Varied>()) return false;
-    const int head =
-        (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split;
+    const int head = (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split;
     return head >= params.sections * params.heads_per_section;
 }
 
@@ -91,8 +90,7 @@ __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& param
     const int blocks = bwd_blocks<true>(params);
     const int section = min(index / (params.heads_per_section * blocks), params.sections);
     const int first = section * params.heads_per_section, rest = index - first * blocks;
-    const int in_section =
-        section < params.sections ? params.heads_per_section : params.plan.heads - first;
+    const int in_section = section < params.sections ? params.heads_per_section : params.plan.heads - first;
     const int head = first + rest % in_section;
     // A sequence's tiles are listed in the order in which they are to be drawn.
     const PlanItem item = WorkPlan{params.plan}.n_tiles()[rest / in_section];

@@ -202,8 +202,7 @@ struct Planner {
             if (splits > 1) {
                 slot = atomic_add(&smem.slots, splits);
                 const int number = atomic_add(&smem.split_items, 1);
-                if (number < params.split_items)
-                    plan.split_items()[number] = {sequence, block, splits, slot};
+                if (number < params.split_items) plan.split_items()[number] = {sequence, block, splits, slot};
             }
             for (int split = 0; split < splits; ++split) {
                 if (place + split < params.items)
@@ -246,8 +245,7 @@ struct Planner {
             const int blocks = valid ? blocks_of(seqlen) : 0;
             const int place = take_places(smem, bin(seqlen), blocks, valid);
             auto write = [&](int own, int begin, int count, int i) {
-                if (begin + i < room)
-                    list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
+                if (begin + i < room) list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
             };
             // Short sequences are written by a thread each, others by the warp one after another.
             if (!warp_any(blocks > 4)) {
@@ -272,7 +270,8 @@ struct Planner {
             [&](const Seqlen<true>& seqlen) { return key_tiles(seqlen, m_blocks(seqlen) - 1); });
         if (thread_index() == 0) {
             plan.count(PlanCount::Items) = items;
-            plan.count(PlanCount::SplitItems) = plan.count(PlanCount::Slots) = plan.count(PlanCount::Chunk) = 0;
+            plan.count(PlanCount::SplitItems) = plan.count(PlanCount::Slots) = plan.count(PlanCount::Chunk) =
+                0;
         }
     }
 

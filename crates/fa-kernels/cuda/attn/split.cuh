@@ -77,8 +77,8 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
     const int lane = lane_index(), warp = warp_index(), thread = thread_index();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;
     const int slot_rows = params.split.slot_rows, columns = params.shape.head_dim_v;
-    const int tiles = Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems)
-                             : params.m_blocks * params.shape.batch;
+    const int tiles =
+        Varied ? WorkPlan{params.plan}.count(PlanCount::SplitItems) : params.m_blocks * params.shape.batch;
     const i64 rows = i64(tiles) * heads * slot_rows;
 #pragma unroll 1
     for (i64 index = cta_index(); index < rows; index += cta_count()) {

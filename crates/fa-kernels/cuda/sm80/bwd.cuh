@@ -211,10 +211,10 @@ struct BwdGroup {
     // K, V and the first tiles of queries, by all threads.
     __device__ __forceinline__ void load_first(BwdStep first) const {
         const int key = first_key() + tile.n_block * C.tile_n, end = first_key() + keys();
-        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key, end,
-                                            params.shape.head_dim);
-        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key, end,
-                                            params.shape.head_dim_v);
+        load<typename L::K, L::kThreads, 0>(this->buffer(smem.k), params.k, tile.batch, tile.kv_head, key,
+                                            end, params.shape.head_dim);
+        load<typename L::V, L::kThreads, 0>(this->buffer(smem.v), params.v, tile.batch, tile.kv_head, key,
+                                            end, params.shape.head_dim_v);
         load_q<L::kThreads, 0>(first);
         load_do<L::kThreads, 0>(first);
         const BwdStep second = first.next(range);
@@ -654,8 +654,8 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
                 smem.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, smem.tile.batch);
                 smem.seqlen = seqlen;
             }
-            smem.range = query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen},
-                                                          smem.tile.n_block * C.tile_n);
+            smem.range =
+                query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen}, smem.tile.n_block * C.tile_n);
             if constexpr (can_descend<C.mask, C.deterministic, C.varied>())
                 smem.descending = descends<C.mask, C.deterministic, C.varied>(params, smem.tile);
             for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};

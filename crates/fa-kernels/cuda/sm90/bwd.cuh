@@ -98,9 +98,9 @@ using Tile = BwdTileOf<C.varied>;
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
                                              const Seqlen<C.varied>& seqlen, const Tile<C>& tile,
-                                             const BlockRange& range, bool descending,
-                                             const TensorMap& map_q, const TensorMap& map_k,
-                                             const TensorMap& map_v, const TensorMap& map_do) {
+                                             const BlockRange& range, bool descending, const TensorMap& map_q,
+                                             const TensorMap& map_k, const TensorMap& map_v,
+                                             const TensorMap& map_do) {
     using T = BwdTraits<C>;
     // Rows from `row` on of a head: `len` rows from row `offset` on of a sequence that starts anywhere.
     auto load = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, const TmaStrides& strides,
@@ -172,9 +172,8 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const Tile<C
 // Adds what warpgroup `wg` leaves in shared memory to global memory.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
-                                           const Visibility<C.mask, C.varied>& visible,
-                                           const Tile<C>& tile, const BlockRange& range, bool descending,
-                                           int wg) {
+                                           const Visibility<C.mask, C.varied>& visible, const Tile<C>& tile,
+                                           const BlockRange& range, bool descending, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;

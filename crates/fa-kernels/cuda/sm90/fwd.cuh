@@ -151,9 +151,8 @@ struct TileSource {
     __device__ __forceinline__ Seqlen<C.varied> seqlen_of(const FwdParams& params,
                                                           const WorkTile& tile) const {
         if constexpr (kReadsAhead) {
-            return {own.queries,   own.keys,
-                    own.first_query, own.first_key,
-                    params.varlen.total_q, params.shape.seqlen_q};
+            return {own.queries,          own.keys, own.first_query, own.first_key, params.varlen.total_q,
+                    params.shape.seqlen_q};
         } else {
             return Seqlen<C.varied>::of(params, tile.batch);
         }
@@ -284,8 +283,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             smem.q_bars.acquire(q_state, T::Q::kBytes);
             Mbarrier& full = smem.q_bars.full[q_state.stage];
             // Of packed heads, positions; of varied sequences, within the sequence.
-            const int first = C.pack_gqa ? tile.m_block * (C.tile_m / params.shape.group_size)
-                                         : tile.m_block * C.tile_m;
+            const int first =
+                C.pack_gqa ? tile.m_block * (C.tile_m / params.shape.group_size) : tile.m_block * C.tile_m;
             const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
 #pragma unroll
             for (int i = 0; i < T::Q::kPanels; ++i) {
@@ -299,8 +298,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                     tma_load_5d(dst, map_q, full, column, 0, first, tile.head, tile.batch,
                                 L2Policy::EvictFirst);
                 } else {
-                    tma_load_4d(dst, map_q, full, column, first, tile.head, tile.batch,
-                                L2Policy::EvictFirst);
+                    tma_load_4d(dst, map_q, full, column, first, tile.head, tile.batch, L2Policy::EvictFirst);
                 }
             }
             q_state.advance();
@@ -327,10 +325,9 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             using Kv = decltype(tile_type);
             Mbarrier& full = bars.full[state.stage];
             if constexpr (C.paged) {
-                const PagedKeys<C.tile_n> keys{params.varlen,
-                                        params.varlen.page_table +
-                                            i64(tile.batch) * params.varlen.table_stride,
-                                        seqlen.k(), kv_head, lane_index()};
+                const PagedKeys<C.tile_n> keys{
+                    params.varlen, params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride,
+                    seqlen.k(), kv_head, lane_index()};
                 // The page's number is on its way while the stage is waited for.
                 const int row = lane_index() * params.varlen.page_part;
                 const int page = row < C.tile_n ? keys.page_of(n_block * C.tile_n + row) : -1;
