@@ -18,8 +18,8 @@ use fa_core::{MaskKind, Problem};
 const SPLIT_TILES: usize = 512;
 
 /// Whether forwards with tiles of `tile_m` rows and `tile_n` keys are tried in which several CTAs share a
-/// tile's keys (`split`): with and without where a sequence's queries fit a tile (decode), there are few tiles,
-/// and they take more than one step. Longer queries lose by it: a chunk of 512 on 16k keys measured 0.81.
+/// tile's keys (`split`): with and without where a sequence's queries fit a tile (decode), there are few
+/// tiles, and they take more than one step. Longer queries lose by it: 512 on 16k keys measured 0.81.
 ///
 /// Where keys are counted on the device, splits come first and win ties: at any time one sequence may have
 /// most of the keys, and only splits then keep the SMs busy.
