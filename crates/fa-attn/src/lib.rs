@@ -102,14 +102,13 @@ pub use call::{Call, Report};
 pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
-pub use extras::OwnedExtras;
 pub use fa_core::{
     Alibi, Append, Dtype, Family, Lengths, Mask, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
     RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
 };
 pub use fa_cpu::append::append;
 pub use fa_cpu::simd::Isa;
-pub use fa_cpu::{AppendExtras, AppendTensors, Extras, Table};
+pub use fa_cpu::{AppendExtras, AppendTensors, Extras, OwnedExtras, Table};
 pub use fa_kernels::atomic_file;
 pub use half::{bf16, f16};
 pub use merge::merge;

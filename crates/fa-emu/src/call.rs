@@ -1,8 +1,7 @@
 //! The tensors of a call on host memory.
 
 use fa_core::Strides;
-
-use crate::extras::Extras;
+use fa_cpu::OwnedExtras;
 
 /// One tensor of a call, as elements of 16 bits.
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +20,7 @@ pub struct Call<'a> {
     /// LSE, an input of a backward. A forward writes one of its own.
     pub lse: Option<&'a [f32]>,
     /// What the problem asks for beside them.
-    pub extras: &'a Extras,
+    pub extras: &'a OwnedExtras,
     /// Of the tensors of queries and of those of keys: for each row `[batch, seqlen]` whether a sequence has
     /// it. Others may not be touched. Empty where all rows are some sequence's.
     pub rows: [&'a [bool]; 2],
@@ -30,6 +29,6 @@ pub struct Call<'a> {
 impl<'a> Call<'a> {
     /// Of a batch of equal lengths, without slopes and sinks.
     pub(crate) fn dense(tensors: Vec<Given<'a>>, lse: Option<&'a [f32]>) -> Call<'a> {
-        Call { tensors, lse, extras: &Extras::NONE, rows: [&[], &[]] }
+        Call { tensors, lse, extras: &OwnedExtras::NONE, rows: [&[], &[]] }
     }
 }

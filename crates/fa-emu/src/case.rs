@@ -1,8 +1,9 @@
 //! A problem that a kernel is tried on: its layout, lengths, slopes and sinks.
 
 use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
+use fa_cpu::OwnedExtras;
 
-use crate::extras::Extras;
+use crate::extras::with_mods;
 use crate::proof::Placing;
 
 /// A problem in a layout.
@@ -13,13 +14,13 @@ pub struct Case {
     /// How its tensors lie.
     pub placing: Placing,
     /// What it asks for beside them.
-    pub extras: Extras,
+    pub extras: OwnedExtras,
 }
 
 impl Case {
     /// Of sequences of equal lengths.
     pub fn of(problem: &Problem, placing: Placing) -> Case {
-        Case { problem: *problem, placing, extras: Extras::NONE.with_mods(problem) }
+        Case { problem: *problem, placing, extras: with_mods(OwnedExtras::NONE, problem) }
     }
 }
 

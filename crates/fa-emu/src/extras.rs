@@ -1,67 +1,22 @@
 //! What a call is given beside its tensors, and batches of sequences of different lengths to try kernels on.
 
 use fa_core::{Lengths, Problem, Side};
+use fa_cpu::OwnedExtras;
 
-/// Tensors of a call beside q, k and v, as a GPU's kernels read them. A problem asks for those that it names.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Extras {
-    /// The first row of each packed sequence of queries, and where the last one ends: `[batch + 1]`.
-    pub cu_q: Option<Vec<i32>>,
-    /// The same of keys.
-    pub cu_k: Option<Vec<i32>>,
-    /// Queries that each sequence uses: `[batch]`.
-    pub used_q: Option<Vec<i32>>,
-    /// Keys that each sequence uses: `[batch]`.
-    pub used_k: Option<Vec<i32>>,
-    /// Pages of each sequence: `[batch, ceil(max_k / page)]`.
-    pub page_table: Option<Vec<i32>>,
-    /// ALiBi: `[heads_q]` or `[batch, heads_q]`.
-    pub alibi_slopes: Option<Vec<f32>>,
-    /// A logit of each query head: `[heads_q]`.
-    pub sinks: Option<Vec<f32>>,
-}
-
-impl Extras {
-    /// Nothing: of a batch of equal lengths without slopes and sinks.
-    pub const NONE: Extras = Extras {
-        cu_q: None,
-        cu_k: None,
-        used_q: None,
-        used_k: None,
-        page_table: None,
-        alibi_slopes: None,
-        sinks: None,
-    };
-
-    /// As the oracle takes them.
-    pub fn host(&self) -> fa_cpu::Extras<'_> {
-        fa_cpu::Extras {
-            cu_q: self.cu_q.as_deref(),
-            cu_k: self.cu_k.as_deref(),
-            used_q: self.used_q.as_deref(),
-            used_k: self.used_k.as_deref(),
-            page_table: self.page_table.as_deref(),
-            alibi_slopes: self.alibi_slopes.as_deref(),
-            sinks: self.sinks.as_deref(),
-        }
+/// `extras` with slopes and sinks of a problem that has them: slopes of a published model's form, and sinks of
+/// which some outweigh the keys.
+#[must_use]
+pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
+    let heads = problem.heads_q;
+    if let Some(alibi) = problem.score.alibi {
+        let count = alibi.count(problem.lengths.sequences(), heads);
+        let slope = |i: usize| (-8.0 * (i % heads + 1) as f32 / heads as f32).exp2() * (1 + i / heads) as f32;
+        extras.alibi_slopes = Some((0..count).map(slope).collect());
     }
-
-    /// Slopes and sinks of a problem that has them: slopes of a published model's form, and sinks of which
-    /// some outweigh the keys.
-    #[must_use]
-    pub fn with_mods(mut self, problem: &Problem) -> Extras {
-        let heads = problem.heads_q;
-        if let Some(alibi) = problem.score.alibi {
-            let count = alibi.count(problem.lengths.sequences(), heads);
-            let slope =
-                |i: usize| (-8.0 * (i % heads + 1) as f32 / heads as f32).exp2() * (1 + i / heads) as f32;
-            self.alibi_slopes = Some((0..count).map(slope).collect());
-        }
-        if problem.score.sinks {
-            self.sinks = Some((0..heads).map(|head| [1.5, -3.0, 4.25, 0.0][head % 4]).collect());
-        }
-        self
+    if problem.score.sinks {
+        extras.sinks = Some((0..heads).map(|head| [1.5, -3.0, 4.25, 0.0][head % 4]).collect());
     }
+    extras
 }
 
 /// How the rows of one side of a batch lie.
@@ -123,7 +78,7 @@ impl Batch {
 
     /// Starts, lengths and the page table, with slopes and sinks where `problem`, whose lengths are this
     /// batch's, has them. Pages lie in no order, and table entries that no key needs are no pages.
-    pub fn extras(&self, problem: &Problem) -> Extras {
+    pub fn extras(&self, problem: &Problem) -> OwnedExtras {
         let (queries, keys) = self.sides();
         let starts = |lie: Lie, lens: &[usize]| {
             let room = match lie {
@@ -144,15 +99,15 @@ impl Batch {
             Lie::Paged(page) => Some(self.table(page, problem.lengths.table_columns())),
             Lie::Padded | Lie::Packed | Lie::PackedUsed => None,
         };
-        let extras = Extras {
+        let extras = OwnedExtras {
             cu_q: starts(self.q, &queries),
             cu_k: starts(self.k, &keys),
             used_q: used(self.q, &queries),
             used_k: used(self.k, &keys),
             page_table,
-            ..Extras::default()
+            ..OwnedExtras::NONE
         };
-        extras.with_mods(problem)
+        with_mods(extras, problem)
     }
 
     fn table(&self, page: usize, columns: usize) -> Vec<i32> {
@@ -193,7 +148,7 @@ mod tests {
                 let problem = problem(&batch);
                 problem.check().unwrap();
                 let extras = batch.extras(&problem);
-                let read = fa_cpu::batch::Batch::new(&problem, &extras.host()).unwrap();
+                let read = fa_cpu::batch::Batch::new(&problem, &extras.view()).unwrap();
                 let lens: Vec<_> = read.sequences.iter().map(|own| (own.q.len, own.k.len)).collect();
                 assert_eq!(lens, sequences, "{q:?} {k:?}");
             }

@@ -54,7 +54,7 @@ pub use call::{Call, Given};
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
 pub use emulator::{Emulator, source};
 pub use error::Error;
-pub use extras::{Batch, Extras, Lie};
+pub use extras::{Batch, Lie, with_mods};
 pub use machine::version;
 pub use options::{Options, Pace, Progress};
 pub use outcome::{Counters, Finding, Frame, LaunchOutcome, Outcome, Party, Span};

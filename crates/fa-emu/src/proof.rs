@@ -7,13 +7,13 @@ use fa_core::{Dtype, Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 use fa_cpu::compare::{Comparison, compare, compare_lse};
-use fa_cpu::{Element, TensorRef, reference};
+use fa_cpu::{Element, OwnedExtras, TensorRef, reference};
 use half::{bf16, f16};
 
 use crate::call::{Call, Given};
 use crate::compiler::hash;
 use crate::error::Error;
-use crate::extras::Extras;
+use crate::extras::with_mods;
 use crate::options::Options;
 use crate::outcome::Outcome;
 use crate::unit::Unit;
@@ -46,7 +46,7 @@ pub struct Trial {
     problem: Problem,
     pass: Pass,
     placing: Placing,
-    extras: Extras,
+    extras: OwnedExtras,
     /// Of queries and of keys: the rows that sequences have; empty where they have all.
     rows: [Vec<bool>; 2],
     /// q, k, v and, of a backward, out and dout.
@@ -123,14 +123,14 @@ impl Trial {
     /// # Panics
     /// On a dtype that kernels do not take.
     pub fn new(problem: &Problem, pass: Pass, placing: Placing) -> Trial {
-        Trial::with(problem, pass, placing, &Extras::NONE.with_mods(problem))
+        Trial::with(problem, pass, placing, &with_mods(OwnedExtras::NONE, problem))
     }
 
     /// The same with lengths, pages, slopes and sinks.
     ///
     /// # Panics
     /// On a dtype that kernels do not take, and on extras that are not what the problem asks for.
-    pub fn with(problem: &Problem, pass: Pass, placing: Placing, extras: &Extras) -> Trial {
+    pub fn with(problem: &Problem, pass: Pass, placing: Placing, extras: &OwnedExtras) -> Trial {
         match problem.types.qkv {
             Dtype::F16 => Trial::of(problem, pass, placing, extras, &normal::<f16>(problem)),
             Dtype::Bf16 => Trial::of(problem, pass, placing, extras, &normal::<bf16>(problem)),
@@ -147,7 +147,7 @@ impl Trial {
         problem: &Problem,
         pass: Pass,
         placing: Placing,
-        extras: &Extras,
+        extras: &OwnedExtras,
         values: &[Vec<u16>; 4],
     ) -> Trial {
         let values = values.each_ref();
@@ -162,11 +162,11 @@ impl Trial {
         problem: &Problem,
         pass: Pass,
         placing: Placing,
-        extras: &Extras,
+        extras: &OwnedExtras,
         host: &[Vec<T>; 4],
     ) -> Trial {
         let shapes = shapes(problem);
-        let own = extras.host();
+        let own = extras.view();
         let rows = rows(problem, &own);
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")

@@ -1,7 +1,7 @@
 //! Tensors as they lie in device memory: rows of the sequences in their places, NaN everywhere else.
 
 use fa_attn::device::{DeviceGradients, Half, Placement};
-use fa_cpu::Extras;
+use fa_cpu::OwnedExtras;
 
 use crate::sequences::{Ragged, Sequences};
 use crate::tensors::Inputs;
@@ -32,46 +32,12 @@ impl<T> From<DeviceGradients<T>> for Gradients<T> {
     }
 }
 
-/// The arrays that go with tensors: `None` for what a problem does not have.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Arrays {
-    /// The first row of each sequence of queries, `[batch + 1]`.
-    pub cu_q: Option<Vec<i32>>,
-    /// The first row of each sequence of keys, `[batch + 1]`.
-    pub cu_k: Option<Vec<i32>>,
-    /// Queries of each sequence, `[batch]`.
-    pub used_q: Option<Vec<i32>>,
-    /// Keys of each sequence, `[batch]`.
-    pub used_k: Option<Vec<i32>>,
-    /// The pages of each sequence, `[batch, ceil(max / page)]`.
-    pub page_table: Option<Vec<i32>>,
-    /// ALiBi's slopes, `[heads_q]` or `[batch, heads_q]`.
-    pub alibi_slopes: Option<Vec<f32>>,
-    /// A logit of each query head, `[heads_q]`.
-    pub sinks: Option<Vec<f32>>,
-}
-
-impl Arrays {
-    /// As fa-cpu takes them.
-    pub fn extras(&self) -> Extras<'_> {
-        Extras {
-            cu_q: self.cu_q.as_deref(),
-            cu_k: self.cu_k.as_deref(),
-            used_q: self.used_q.as_deref(),
-            used_k: self.used_k.as_deref(),
-            page_table: self.page_table.as_deref(),
-            alibi_slopes: self.alibi_slopes.as_deref(),
-            sinks: self.sinks.as_deref(),
-        }
-    }
-}
-
 impl<T: Half> Inputs<T> {
     /// The arrays of these inputs.
-    pub fn arrays(&self) -> Arrays {
+    pub fn arrays(&self) -> OwnedExtras {
         let Sequences { q, k } = &self.sequences;
         let given = |values: &[f32]| (!values.is_empty()).then(|| values.to_vec());
-        Arrays {
+        OwnedExtras {
             cu_q: q.cu().map(<[i32]>::to_vec),
             cu_k: k.cu().map(<[i32]>::to_vec),
             used_q: q.used(),
@@ -91,7 +57,7 @@ impl<T: Half> Inputs<T> {
 
     /// Whether lengths, pages, slopes or sinks have to be told beside the tensors.
     pub fn is_plain(&self) -> bool {
-        self.arrays() == Arrays::default()
+        self.arrays() == OwnedExtras::default()
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_core::{KernelSpec, Pass, Problem};
+use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::sys::{self, CUevent_flags, CUstreamCaptureMode};
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
 use fa_kernels::{Kernels, driver};
@@ -13,7 +14,6 @@ use crate::device::{
     Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Half, Placement, shapes,
 };
 use crate::error::Error;
-use crate::extras::OwnedExtras;
 
 use super::search::Bench;
 

@@ -8,36 +8,10 @@ use fa_cpu::compare::{compare, compare_lse};
 use fa_cpu::reference::{self, Forward, Gradients, low_precision};
 use fa_cpu::simd::Isa;
 use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
-use fa_cpu::{CpuError, Element, Extras, TensorMut};
+use fa_cpu::{CpuError, Element, Extras, OwnedExtras, TensorMut};
 use half::{bf16, f16};
 
 use crate::inputs::{Inputs, Random, Views, bshd};
-
-/// What a call is given beside its tensors.
-#[derive(Clone, Debug, Default)]
-pub struct Owned {
-    pub cu_q: Option<Vec<i32>>,
-    pub cu_k: Option<Vec<i32>>,
-    pub used_q: Option<Vec<i32>>,
-    pub used_k: Option<Vec<i32>>,
-    pub page_table: Option<Vec<i32>>,
-    pub alibi_slopes: Option<Vec<f32>>,
-    pub sinks: Option<Vec<f32>>,
-}
-
-impl Owned {
-    pub fn extras(&self) -> Extras<'_> {
-        Extras {
-            cu_q: self.cu_q.as_deref(),
-            cu_k: self.cu_k.as_deref(),
-            used_q: self.used_q.as_deref(),
-            used_k: self.used_k.as_deref(),
-            page_table: self.page_table.as_deref(),
-            alibi_slopes: self.alibi_slopes.as_deref(),
-            sinks: self.sinks.as_deref(),
-        }
-    }
-}
 
 /// How the rows of a side lie.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,13 +68,13 @@ fn side(lens: &[usize], lie: Lie, random: &mut Random) -> (Side, [Option<Vec<i32
 }
 
 /// A problem over sequences of `(queries, keys)`.
-pub fn problem(base: Problem, lens: &[(usize, usize)], lies: [Lie; 2], seed: u64) -> (Problem, Owned) {
+pub fn problem(base: Problem, lens: &[(usize, usize)], lies: [Lie; 2], seed: u64) -> (Problem, OwnedExtras) {
     let mut random = Random::new(seed);
     let (q_lens, k_lens): (Vec<_>, Vec<_>) = lens.iter().copied().unzip();
     let (q, [cu_q, used_q, _]) = side(&q_lens, lies[0], &mut random);
     let (k, [cu_k, used_k, page_table]) = side(&k_lens, lies[1], &mut random);
     let slopes = base.score.alibi.map(|alibi| alibi.count(lens.len(), base.heads_q));
-    let owned = Owned {
+    let owned = OwnedExtras {
         cu_q,
         cu_k,
         used_q,
@@ -310,7 +284,7 @@ fn packed_and_shortened_sequences() {
                     let score = SCORES[(turn + 2 * shift) % SCORES.len()];
                     let (problem, owned) =
                         problem(Problem { score, ..base(turn + shift) }, lens, [q, k], turn as u64);
-                    check_type(&problem, &owned.extras(), turn as u64, true);
+                    check_type(&problem, &owned.view(), turn as u64, true);
                 }
                 turn += 1;
             }
@@ -327,7 +301,7 @@ fn keys_in_pages_of_any_size() {
                 let score = SCORES[(turn / 2) % SCORES.len()];
                 let (problem, owned) =
                     problem(Problem { score, ..base(turn) }, lens, [q, Lie::Paged(page)], turn as u64);
-                check_type(&problem, &owned.extras(), turn as u64, false);
+                check_type(&problem, &owned.view(), turn as u64, false);
                 turn += 1;
             }
         }
@@ -343,7 +317,7 @@ fn slopes_and_sinks_on_dense_problems() {
                 let dense = Problem { mask, score, types, ..base(turn + index) };
                 let (_, owned) = problem(dense, &lens, [Lie::Padded; 2], turn as u64);
                 let dense = Problem { lengths: Lengths::uniform(2, lens[0].0, lens[0].1), ..dense };
-                let extras = Extras { used_q: None, used_k: None, ..owned.extras() };
+                let extras = Extras { used_q: None, used_k: None, ..owned.view() };
                 check_type(&dense, &extras, index as u64, true);
             }
         }
@@ -357,7 +331,7 @@ fn many_short_sequences() {
     for dtype in DTYPES {
         let base = Problem { types: Types::same(dtype), head_dim: 8, head_dim_v: 4, ..base(1) };
         let (problem, owned) = problem(base, &lens, [Lie::Packed; 2], 3);
-        check_type(&problem, &owned.extras(), 1, true);
+        check_type(&problem, &owned.view(), 1, true);
     }
 }
 
@@ -389,8 +363,8 @@ fn rows_that_see_nothing_keep_their_sink() {
 fn what_does_not_go_together_is_refused_before_a_write() {
     let (paged, owned) = problem(base(0), &[(2, 5), (1, 3)], [Lie::Packed, Lie::Paged(2)], 1);
     let paged = Problem { score: ScoreMod::NONE, types: Types::same(Dtype::F32), ..paged };
-    let owned = Owned { sinks: None, alibi_slopes: None, ..owned };
-    let inputs = inputs::<f32>(&paged, &owned.extras(), 1);
+    let owned = OwnedExtras { sinks: None, alibi_slopes: None, ..owned };
+    let inputs = inputs::<f32>(&paged, &owned.view(), 1);
     let Views { q, k, v, dout } = inputs.views(&paged);
     let mut out = vec![7f32; out_shape(&paged).iter().product()];
     let mut run = |extras: &Extras<'_>| {
@@ -400,7 +374,7 @@ fn what_does_not_go_together_is_refused_before_a_write() {
         assert!(out.iter().all(|&value| value == 7.0));
         refused.unwrap_err()
     };
-    let extras = owned.extras();
+    let extras = owned.view();
     assert_eq!(
         run(&Extras { used_k: None, ..extras }),
         CpuError::Extra { name: "used_k", asked: true },
@@ -441,8 +415,8 @@ fn heads_may_lie_before_the_rows_of_a_page() {
     for lens in [&[(1, 70), (1, 33)][..], &[(40, 70), (9, 33)]] {
         let (paged, owned) = problem(base(1), lens, [Lie::Packed, Lie::Paged(16)], 2);
         let paged = Problem { types: Types::same(Dtype::F32), ..paged };
-        let inputs = inputs::<f32>(&paged, &owned.extras(), 2);
-        let expected = Results::compute(Options::default(), &paged, &owned.extras(), &inputs, false);
+        let inputs = inputs::<f32>(&paged, &owned.view(), 2);
+        let expected = Results::compute(Options::default(), &paged, &owned.view(), &inputs, false);
         let heads_first = |data: &[f32], [pages, page, heads, dim]: [usize; 4]| {
             let at = |i: usize| {
                 let (d, row, head) = (i % dim, i / dim % page, i / (dim * page) % heads);
@@ -456,7 +430,7 @@ fn heads_may_lie_before_the_rows_of_a_page() {
         let q = inputs.views(&paged).q;
         let mut out = vec![f32::NAN; expected.out.len()];
         let mut to = TensorMut::packed("out", &mut out, out_shape(&paged), TensorLayout::Bshd).unwrap();
-        forward_extras(Options::default(), &paged, &owned.extras(), &q, &k, &v, &mut to, None).unwrap();
+        forward_extras(Options::default(), &paged, &owned.view(), &q, &k, &v, &mut to, None).unwrap();
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&out), bits(&expected.out));
     }

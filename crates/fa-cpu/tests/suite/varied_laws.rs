@@ -7,13 +7,13 @@ use fa_cpu::batch::Batch;
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::merge::{add_sinks, merge};
 use fa_cpu::tiled::Options;
-use fa_cpu::{Element, Extras, TensorMut, reference};
+use fa_cpu::{Element, Extras, OwnedExtras, TensorMut, reference};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
 use crate::gradients::masks;
 use crate::inputs::{Inputs, Random, assert_close, bshd};
-use crate::varied::{Lie, Owned, Results, inputs, problem};
+use crate::varied::{Lie, Results, inputs, problem};
 
 /// Rows of `from` one after the other.
 fn rows<T: Copy>(from: &[T], rows: impl Iterator<Item = usize>, len: usize) -> Vec<T> {
@@ -23,11 +23,11 @@ fn rows<T: Copy>(from: &[T], rows: impl Iterator<Item = usize>, len: usize) -> V
 /// One sequence of a problem as a dense problem of its own.
 fn alone<T: Element>(
     problem: &Problem,
-    owned: &Owned,
+    owned: &OwnedExtras,
     inputs: &Inputs<T>,
     index: usize,
-) -> (Problem, Owned, Inputs<T>, Range<usize>, Vec<usize>) {
-    let extras = owned.extras();
+) -> (Problem, OwnedExtras, Inputs<T>, Range<usize>, Vec<usize>) {
+    let extras = owned.view();
     let batch = Batch::new(problem, &extras).unwrap();
     let sequence = batch.sequences[index];
     let first = sequence.q.batch * q_shape(problem)[1] + sequence.q.first;
@@ -50,7 +50,7 @@ fn alone<T: Element>(
         Some(Alibi::PerSequenceHead) => slopes[index * problem.heads_q..][..problem.heads_q].to_vec(),
         _ => slopes.clone(),
     });
-    let owned = Owned { alibi_slopes: slopes, sinks: owned.sinks.clone(), ..Owned::default() };
+    let owned = OwnedExtras { alibi_slopes: slopes, sinks: owned.sinks.clone(), ..OwnedExtras::default() };
     (Problem { lengths, score, ..*problem }, owned, inputs, queries, keys)
 }
 
@@ -60,15 +60,15 @@ fn bits<T: Element>(values: &[T]) -> Vec<u64> {
 
 /// Each sequence of a problem gives the bits that it gives alone. The sums of dQ follow the number of threads
 /// where a head's keys are split, so gradients are computed by one.
-fn same_alone<T: Element>(problem: &Problem, owned: &Owned, seed: u64, with_backward: bool) {
-    let inputs = inputs::<T>(problem, &owned.extras(), seed);
+fn same_alone<T: Element>(problem: &Problem, owned: &OwnedExtras, seed: u64, with_backward: bool) {
+    let inputs = inputs::<T>(problem, &owned.view(), seed);
     let options = Options { isa: None, threads: with_backward.then_some(1) };
-    let whole = Results::compute(options, problem, &owned.extras(), &inputs, with_backward);
+    let whole = Results::compute(options, problem, &owned.view(), &inputs, with_backward);
     let [_, seqlen, heads, _] = q_shape(problem);
     let len = |shape: [usize; 4]| shape[2] * shape[3];
     for index in 0..problem.lengths.sequences() {
         let (dense, dense_owned, dense_inputs, queries, keys) = alone(problem, owned, &inputs, index);
-        let single = Results::compute(options, &dense, &dense_owned.extras(), &dense_inputs, with_backward);
+        let single = Results::compute(options, &dense, &dense_owned.view(), &dense_inputs, with_backward);
         let of_q = |from: &[T], shape| bits(&rows(from, queries.clone(), len(shape)));
         let of_k = |from: &[T], shape| bits(&rows(from, keys.iter().copied(), len(shape)));
         assert_eq!(of_q(&whole.out, out_shape(problem)), bits(&single.out), "out of {problem:?}, {index}");
@@ -155,7 +155,7 @@ proptest! {
             let (_, owned) = problem(base, &vec![(q, k); batch], [Lie::Padded; 2], seed);
             let cu = |len: usize| (0..=batch).map(|i| (i * len) as i32).collect::<Vec<i32>>();
             let (cu_q, cu_k) = (cu(q), cu(k));
-            let plain = Extras { used_q: None, used_k: None, ..owned.extras() };
+            let plain = Extras { used_q: None, used_k: None, ..owned.view() };
             let extras = Extras { cu_q: Some(&cu_q), cu_k: Some(&cu_k), ..plain };
             let inputs = Inputs::<T>::random(&dense, seed);
             let a = Results::compute(Options::default(), &dense, &plain, &inputs, true);
@@ -180,10 +180,10 @@ proptest! {
     ) {
         let (problem, owned) = problem(base, &[(q, k)], [Lie::Packed; 2], seed);
         let problem = Problem { types: Types::same(Dtype::F32), ..problem };
-        let inputs = inputs::<f32>(&problem, &owned.extras(), seed);
+        let inputs = inputs::<f32>(&problem, &owned.view(), seed);
         let run = |threads| {
             let options = Options { isa: None, threads };
-            let found = Results::compute(options, &problem, &owned.extras(), &inputs, false);
+            let found = Results::compute(options, &problem, &owned.view(), &inputs, false);
             (bits(&found.out), bits(&found.lse))
         };
         prop_assert_eq!(run(Some(threads)), run(None));

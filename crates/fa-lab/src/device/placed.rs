@@ -8,10 +8,11 @@ use fa_attn::device::{
     DeviceBackward, DeviceExtras, DeviceForward, DeviceOutput, DeviceTensor, Half, Placement, capture,
     fill_with_nan,
 };
+use fa_cpu::OwnedExtras;
 use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DriverError};
 use fa_kernels::{Backward, Error, Forward, RawExtras};
 
-use crate::memory::{Arrays, Gradients, load, load_lse, store};
+use crate::memory::{Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
 use crate::tensors::{Inputs, dout_placement};
 
@@ -77,7 +78,7 @@ pub fn place_forward<T: Half>(
         lse: poisoned(stream, rows)?,
         workspace: zeroed,
         rows,
-        extras: DeviceExtras::upload(stream, &inputs.arrays().extras())?,
+        extras: DeviceExtras::upload(stream, &inputs.arrays().view())?,
         page_faults: None,
     };
     Ok(PlacedForward { tensors, sequences: Some(inputs.sequences.clone()), heads_q })
@@ -175,7 +176,7 @@ impl<T: Half> PlacedForward<T> {
         for (to, from) in [q, k, v].into_iter().zip(inputs.stored()) {
             stream.memcpy_htod(&from, &mut to.data).map_err(doing("copying to the GPU"))?;
         }
-        extras.update(stream, &inputs.arrays().extras())?;
+        extras.update(stream, &inputs.arrays().view())?;
         self.sequences = Some(inputs.sequences.clone());
         Ok(())
     }
@@ -184,8 +185,8 @@ impl<T: Half> PlacedForward<T> {
     ///
     /// # Errors
     /// [`Error::Driver`].
-    pub fn write_table(&mut self, stream: &Arc<CudaStream>, arrays: &Arrays) -> Result<(), Error> {
-        self.tensors.extras.update(stream, &arrays.extras())?;
+    pub fn write_table(&mut self, stream: &Arc<CudaStream>, arrays: &OwnedExtras) -> Result<(), Error> {
+        self.tensors.extras.update(stream, &arrays.view())?;
         self.tensors.count_page_faults(stream)
     }
 

@@ -3,14 +3,14 @@
 
 use fa_attn::device::DeviceOutput;
 use fa_core::{Dtype, Pass, Problem};
-use fa_cpu::TensorRef;
 use fa_cpu::reference::low_precision;
+use fa_cpu::{OwnedExtras, TensorRef};
 use half::bf16;
 
 use super::forward::Oracle;
 use super::gradients::GradientOracle;
 use crate::grid::{Arrangement, Case, Extent, is_serving, serving, serving_gradients};
-use crate::memory::{Arrays, Gradients, load, load_lse, store};
+use crate::memory::{Gradients, load, load_lse, store};
 use crate::sequences::Sequences;
 use crate::tensors::{Inputs, dout_placement, random_dout};
 
@@ -29,7 +29,7 @@ fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {
 /// Q, K and V where a kernel finds them, and what it is told.
 struct Memory {
     tensors: [Vec<bf16>; 3],
-    arrays: Arrays,
+    arrays: OwnedExtras,
 }
 
 impl Memory {
@@ -54,7 +54,7 @@ fn whole_batches_pass_the_oracles_of_single_sequences() {
         let inputs = case.inputs::<bf16>();
         let memory = Memory::of(&inputs);
         let [q, k, v] = memory.views(&inputs);
-        let found = low_precision::forward_extras(&case.problem, &memory.arrays.extras(), &q, &k, &v)
+        let found = low_precision::forward_extras(&case.problem, &memory.arrays.view(), &q, &k, &v)
             .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
         let Sequences { q: of_q, .. } = &inputs.sequences;
         let packed = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements()[3];
@@ -89,7 +89,7 @@ fn gradients_of_whole_batches_pass_the_oracles_of_single_heads() {
         let of_dout = store(&dout, of_q, &placement);
         let view = TensorRef::new("dout", &of_dout, placement.shape, placement.strides).expect("it fits");
         let [q, k, v] = memory.views(&inputs);
-        let found = low_precision::backward_extras(&case.problem, &memory.arrays.extras(), &q, &k, &v, &view)
+        let found = low_precision::backward_extras(&case.problem, &memory.arrays.view(), &q, &k, &v, &view)
             .unwrap_or_else(|error| panic!("{}: {error}", case.name()));
         let [p, r, s, _] = Case { arrangement: Arrangement::Bshd, ..case.clone() }.placements();
         let values = [load(found.dq, of_q, &p).0, load(found.dk, of_k, &r).0, load(found.dv, of_k, &s).0];

@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use fa_core::{Alibi, Arch, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
+use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
-use fa_emu::{Batch, Extras, Lie, Placing};
+use fa_emu::{Batch, Lie, Placing, with_mods};
 
 use super::args::EmulateArgs;
 use crate::term::failure::InputError;
@@ -37,7 +38,7 @@ pub(super) fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Case
     };
     let problem = problem(args, spec, lengths)?;
     let placing = Placing { layout: args.layout, gap: args.gap };
-    let extras = batch.map_or_else(|| Extras::NONE.with_mods(&problem), |batch| batch.extras(&problem));
+    let extras = batch.map_or_else(|| with_mods(OwnedExtras::NONE, &problem), |batch| batch.extras(&problem));
     Ok(Case { problem, placing, extras })
 }
 

@@ -2,8 +2,9 @@
 
 use fa_attn::device::Half;
 use fa_core::{Arch, Dtype, KernelSpec, Problem, TensorLayout};
+use fa_cpu::OwnedExtras;
 use fa_emu::sweep::SEEDS;
-use fa_emu::{Emulator, Extras, Options, Placing, Trial};
+use fa_emu::{Emulator, Options, Placing, Trial};
 use fa_kernels::Headers;
 use fa_lab::grid::{Arrangement, Case, Extent};
 use fa_lab::sequences::{Ragged, Sequences};
@@ -91,10 +92,11 @@ fn trial_of(case: &Case) -> anyhow::Result<Trial> {
 }
 
 /// Q, K, V and dO as they lie in their tensors, rows of no sequence zero, and what comes beside them.
-fn values_of<T: Half>(case: &Case) -> ([Vec<u16>; 4], Extras) {
+fn values_of<T: Half>(case: &Case) -> ([Vec<u16>; 4], OwnedExtras) {
     let inputs = case.inputs::<T>();
     let dout = fa_lab::tensors::random_dout(&inputs, case.seed());
-    let Inputs { values: [q, k, v], sequences: Sequences { q: of_q, k: of_k }, mods, .. } = inputs;
+    let extras = inputs.arrays();
+    let Inputs { values: [q, k, v], sequences: Sequences { q: of_q, k: of_k }, .. } = inputs;
     let Problem { heads_q, heads_kv, head_dim, head_dim_v, .. } = case.problem;
     let spread = |values: &[T], rows: &Ragged, heads: usize, dim: usize| {
         let [outer, inner, ..] = rows.shape(heads, dim);
@@ -115,15 +117,5 @@ fn values_of<T: Half>(case: &Case) -> ([Vec<u16>; 4], Extras) {
         spread(&v, &of_k, heads_kv, head_dim_v),
         spread(&dout, &of_q, heads_q, head_dim_v),
     ];
-    let some = |values: Vec<f32>| (!values.is_empty()).then_some(values);
-    let extras = Extras {
-        cu_q: of_q.cu().map(<[i32]>::to_vec),
-        cu_k: of_k.cu().map(<[i32]>::to_vec),
-        used_q: of_q.used(),
-        used_k: of_k.used(),
-        page_table: of_k.table().map(<[i32]>::to_vec),
-        alibi_slopes: some(mods.slopes),
-        sinks: some(mods.sinks),
-    };
     (values, extras)
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use fa_attn::device::{Bound, DeviceOutput, Half};
+use fa_cpu::OwnedExtras;
 use fa_kernels::Forward;
 use fa_kernels::cudarc::driver::CudaStream;
 
@@ -12,7 +13,6 @@ use crate::device::place_forward;
 use crate::error::Result;
 use crate::grid::{Action, Case};
 use crate::judge::forward::Oracle;
-use crate::memory::Arrays;
 use crate::tensors::Inputs;
 
 /// Inputs and oracle of a case.
@@ -146,7 +146,7 @@ fn bad_pages<T: Half>(
     let (outputs, faults) = {
         let _gpu = session.begin(case);
         let mut call = place_forward(stream, forward, inputs)?;
-        call.write_table(stream, &Arrays { page_table: Some(table), ..inputs.arrays() })?;
+        call.write_table(stream, &OwnedExtras { page_table: Some(table), ..inputs.arrays() })?;
         call.run(forward, stream)?;
         (call.read(stream)?, call.page_faults(stream)?)
     };
