@@ -86,7 +86,12 @@ fn trial_of(case: &Case) -> anyhow::Result<Trial> {
     };
     let (values, extras) = match case.problem.types.qkv {
         Dtype::F16 => values_of::<half::f16>(case),
-        _ => values_of::<half::bf16>(case),
+        Dtype::Bf16 => values_of::<half::bf16>(case),
+        dtype @ (Dtype::F32 | Dtype::E4m3) => {
+            return Err(
+                InputError::Usage(format!("{dtype} is the type of no kernel: use f16 or bf16")).into()
+            );
+        }
     };
     Ok(Trial::of_values(&case.problem, case.pass, Placing { layout, gap }, &extras, &values))
 }
