@@ -5,10 +5,9 @@
 //! its own dQ, and these partial sums are added in order afterwards. No sum depends on timing.
 
 use std::ops::Range;
-use std::sync::OnceLock;
 
 use super::buffer::Buffer;
-use super::cut::{Cut, Sizes, TILE_N, cuts};
+use super::cut::{Cut, Sizes, TILE_N, cuts, items, partials};
 use super::delta::ExactDelta;
 use super::dq::DqWriter;
 use super::inputs::{Backward, Gradients};
@@ -16,6 +15,7 @@ use super::pack::{KeyRows, all_finite, dot, is_finite, read_row, read_rows};
 use super::schedule;
 use super::scores::Scores;
 use super::scratch::{QueryTile, Scratch};
+use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
@@ -56,24 +56,9 @@ pub(super) fn run<T: Element>(
     let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
     let (dk, dv) = (Scatter::new(&mut to.dk, of_keys()), Scatter::new(&mut to.dv, of_keys()));
 
-    let mut items: Vec<(usize, usize)> = Vec::with_capacity(cuts.len());
-    for (index, cut) in cuts.iter().enumerate() {
-        items.extend((0..cut.parts).map(|part| (index, part)));
-    }
-    if !batch.is_even() {
-        // Most work first.
-        let weight = |&(cut, _): &(usize, usize)| (cuts[cut].band.pairs() / cuts[cut].parts as f64) as u64;
-        items.sort_by_cached_key(|item| std::cmp::Reverse(weight(item)));
-    }
-    // dQt of every (item, head of its group), where items of one head have to be added up.
-    let partials =
-        cuts.last().map_or(0, |last| last.partial + if last.parts > 1 { last.parts * group } else { 0 });
-    let partial: Vec<OnceLock<Buffer>> = (0..partials).map(|_| OnceLock::new()).collect();
-    // What each head of each unit adds to its sink's gradient.
-    let dsinks: Vec<OnceLock<f64>> = match to.dsinks {
-        Some(_) => (0..cuts.len() * group).map(|_| OnceLock::new()).collect(),
-        None => Vec::new(),
-    };
+    let items = items(&cuts, batch, |_| true);
+    let partial = partials(&cuts, group);
+    let dsinks = SinkTerms::new(to.dsinks.is_some(), cuts.len(), group);
     schedule::run(
         items.len(),
         threads,
@@ -82,7 +67,7 @@ pub(super) fn run<T: Element>(
             let (index, part) = items[item];
             let cut = &cuts[index];
             let Unit { sequence, kv_head } = cut.unit;
-            let keys = part * cut.keys..cut.band.k.min((part + 1) * cut.keys);
+            let keys = cut.keys_of(part);
             let (mut k_rows, mut v_rows) = (std::mem::take(&mut scratch.k), std::mem::take(&mut scratch.v));
             let k = k.tile(kernels, cut.unit, keys.clone(), &mut k_rows);
             let v = v.tile(kernels, cut.unit, keys.clone(), &mut v_rows);
@@ -98,17 +83,9 @@ pub(super) fn run<T: Element>(
                         job.exact_deltas(cut, head, tile, queries, exact);
                     }
                 }
-                if part == 0
-                    && let Some(sum) = dsinks.get(index * group + member)
-                {
-                    let empty = sum
-                        .set(call.dsink(
-                            sequence,
-                            head,
-                            scratch.queries[..cut.m_tiles].iter().map(|tile| &tile.delta[..]),
-                        ))
-                        .is_ok();
-                    debug_assert!(empty, "an item runs once");
+                if part == 0 {
+                    let deltas = scratch.queries[..cut.m_tiles].iter().map(|tile| &tile.delta[..]);
+                    dsinks.set(index, member, || call.dsink(sequence, head, deltas));
                 }
                 if cut.parts == 1 {
                     let own_dq = &mut own_dq[..cut.dq_len];
@@ -137,11 +114,10 @@ pub(super) fn run<T: Element>(
             (scratch.k, scratch.v, scratch.dq) = (k_rows, v_rows, own_dq);
         },
     );
-    if partials > 0 {
+    if !partial.is_empty() {
         dq.add_partial(threads, group, &cuts, &partial);
     }
-    let of_head = |index: usize| cuts[index / group].unit.kv_head * group + index % group;
-    dsinks.iter().enumerate().filter_map(|(index, sum)| Some((of_head(index), *sum.get()?))).collect()
+    dsinks.by_head(&cuts)
 }
 
 /// `to += factor * from`, as far as `to` goes.

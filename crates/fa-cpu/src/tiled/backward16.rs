@@ -2,14 +2,13 @@
 //! AVX512-BF16 read. P and dS are rounded to bf16 before they meet dO, Q and K, as GPU kernels do.
 
 use std::ops::Range;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use fa_core::Problem;
 use half::bf16;
 
 use super::buffer::Buffer;
-use super::cut::{Cut, TILE_N, cuts};
+use super::cut::{Cut, TILE_N, cuts, items, partials};
 use super::delta::{ExactDelta, FEW_KEYS};
 use super::dq::DqWriter;
 use super::inputs::{Backward, Gradients};
@@ -17,6 +16,7 @@ use super::pack::{dot, read_row, row_stride};
 use super::pack16::{grain, is_finite_row, pair_rows, read_rows};
 use super::schedule;
 use super::scores::Scores;
+use super::sink_terms::SinkTerms;
 use super::work::Unit;
 use crate::simd::bf16::{Bf16Kernels, GRAIN, Gradient16, Product16};
 use crate::simd::scatter::Scatter;
@@ -117,22 +117,9 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
     let of_keys = || sequences.iter().zip(&tiles).map(|(sequence, &tile)| (sequence.k, tile));
     let (dk, dv) = (Scatter::new(&mut to.dk, of_keys()), Scatter::new(&mut to.dv, of_keys()));
 
-    let mut items: Vec<(usize, usize)> = Vec::with_capacity(cuts.len());
-    for (index, cut) in cuts.iter().enumerate().filter(|&(index, _)| finite[index]) {
-        items.extend((0..cut.parts).map(|part| (index, part)));
-    }
-    if !batch.is_even() {
-        // Most work first.
-        let weight = |&(cut, _): &(usize, usize)| (cuts[cut].band.pairs() / cuts[cut].parts as f64) as u64;
-        items.sort_by_cached_key(|item| std::cmp::Reverse(weight(item)));
-    }
-    let partials =
-        cuts.last().map_or(0, |last| last.partial + if last.parts > 1 { last.parts * group } else { 0 });
-    let partial: Vec<OnceLock<Buffer>> = (0..partials).map(|_| OnceLock::new()).collect();
-    let dsinks: Vec<OnceLock<f64>> = match to.dsinks {
-        Some(_) => (0..cuts.len() * group).map(|_| OnceLock::new()).collect(),
-        None => Vec::new(),
-    };
+    let items = items(&cuts, batch, |index| finite[index]);
+    let partial = partials(&cuts, group);
+    let dsinks = SinkTerms::new(to.dsinks.is_some(), cuts.len(), group);
     schedule::run(
         items.len(),
         threads,
@@ -141,19 +128,16 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
             let (index, part) = items[item];
             let cut = &cuts[index];
             let Unit { sequence, kv_head } = cut.unit;
-            let keys = part * cut.keys..cut.band.k.min((part + 1) * cut.keys);
+            let keys = cut.keys_of(part);
             job.read_keys(scratch, cut, &keys);
             scratch.dk[..grain(keys.len()) * sizes.q].fill(0.0);
             scratch.dv[..grain(keys.len()) * sizes.v].fill(0.0);
             for member in 0..group {
                 let head = kv_head * group + member;
                 (0..cut.m_tiles).for_each(|tile| job.read_queries(scratch, exact, cut, head, tile));
-                if part == 0
-                    && let Some(sum) = dsinks.get(index * group + member)
-                {
+                if part == 0 {
                     let deltas = scratch.queries[..cut.m_tiles].iter().map(|tile| &tile.delta[..]);
-                    let empty = sum.set(call.dsink(sequence, head, deltas)).is_ok();
-                    debug_assert!(empty, "an item runs once");
+                    dsinks.set(index, member, || call.dsink(sequence, head, deltas));
                 }
                 if cut.parts == 1 {
                     let mut own = std::mem::take(&mut scratch.dq);
@@ -182,13 +166,11 @@ pub(super) fn run(call: &Backward<'_, bf16>, to: &mut Gradients<'_, bf16>) -> (V
     );
     let done: Vec<Cut> =
         cuts.iter().zip(&finite).filter(|(_, finite)| **finite).map(|(cut, _)| *cut).collect();
-    if partials > 0 {
+    if !partial.is_empty() {
         dq.add_partial(threads, group, &done, &partial);
     }
     let left = cuts.iter().zip(&finite).filter(|(_, finite)| !**finite).map(|(cut, _)| cut.unit).collect();
-    let of_head = |index: usize| cuts[index / group].unit.kv_head * group + index % group;
-    let sums = dsinks.iter().enumerate().filter_map(|(index, sum)| Some((of_head(index), *sum.get()?)));
-    (left, sums.collect())
+    (left, dsinks.by_head(&cuts))
 }
 
 /// Whether all that a unit reads is finite: 0 times infinity is NaN, and hidden rows need the care that only

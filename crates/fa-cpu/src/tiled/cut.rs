@@ -1,8 +1,12 @@
 //! How the backward is cut: sizes of tiles, and the items of each K/V head.
 
+use std::ops::Range;
+use std::sync::OnceLock;
+
 use fa_core::Problem;
 
 use super::band::Band;
+use super::buffer::Buffer;
 use super::pack::row_stride;
 use super::work::Unit;
 use crate::batch::Batch;
@@ -52,6 +56,13 @@ impl Sizes {
     }
 }
 
+impl Cut {
+    /// Keys of one of its items.
+    pub(super) fn keys_of(&self, part: usize) -> Range<usize> {
+        part * self.keys..self.band.k.min((part + 1) * self.keys)
+    }
+}
+
 /// Cuts all units. A head of long sequences is cut over its keys, which costs a dQ for each part, only as far
 /// as every worker has something to do.
 pub(super) fn cuts(problem: &Problem, batch: &Batch<'_>, tile_m: usize, workers: usize) -> Vec<Cut> {
@@ -86,4 +97,24 @@ pub(super) fn cuts(problem: &Problem, batch: &Batch<'_>, tile_m: usize, workers:
         }
     }
     cuts
+}
+
+/// Items `(cut, part)` of the cuts whose numbers are `chosen`; most work first where sequences differ.
+pub(super) fn items(cuts: &[Cut], batch: &Batch<'_>, chosen: impl Fn(usize) -> bool) -> Vec<(usize, usize)> {
+    let mut items = Vec::with_capacity(cuts.len());
+    for (index, cut) in cuts.iter().enumerate().filter(|&(index, _)| chosen(index)) {
+        items.extend((0..cut.parts).map(|part| (index, part)));
+    }
+    if !batch.is_even() {
+        let weight = |&(cut, _): &(usize, usize)| (cuts[cut].band.pairs() / cuts[cut].parts as f64) as u64;
+        items.sort_by_cached_key(|item| std::cmp::Reverse(weight(item)));
+    }
+    items
+}
+
+/// Room for dQt of every (item, head of its group), where items of one head have to be added up.
+pub(super) fn partials(cuts: &[Cut], group: usize) -> Vec<OnceLock<Buffer>> {
+    let count =
+        cuts.last().map_or(0, |last| last.partial + if last.parts > 1 { last.parts * group } else { 0 });
+    (0..count).map(|_| OnceLock::new()).collect()
 }

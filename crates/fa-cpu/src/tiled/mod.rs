@@ -22,6 +22,7 @@ mod pack16;
 mod schedule;
 mod scores;
 mod scratch;
+mod sink_terms;
 mod work;
 
 use fa_core::Problem;
