@@ -3,8 +3,8 @@
 use fa_core::{Lengths, Problem, Side};
 use fa_cpu::OwnedExtras;
 
-/// `extras` with slopes and sinks of a problem that has them: slopes of a published model's form, and sinks of
-/// which some outweigh the keys.
+/// `extras` with slopes and sinks of a problem that has them: slopes of a published model's form, and sinks
+/// of which some outweigh the keys.
 #[must_use]
 pub fn with_mods(mut extras: OwnedExtras, problem: &Problem) -> OwnedExtras {
     let heads = problem.heads_q;
