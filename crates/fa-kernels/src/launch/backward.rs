@@ -174,7 +174,8 @@ impl Launches {
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
+        let turns = if deterministic { dq_turns(spec) } else { 0 };
+        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, turns, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
         workspace.add_plan(plan_bytes)?;
         let (m_tiles, n_tiles) = process_tiles(spec, &traits, problem)?;
@@ -244,6 +245,14 @@ impl Launches {
 /// CTAs of a head that may run at once in a deterministic backward under a full mask: they start at the same
 /// queries, and each waits for the turns of those before it. By simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
+
+/// Semaphores that a tile of dQ has in a deterministic backward: `dq_turns` in cuda/attn/bwd_tile.cuh.
+fn dq_turns(spec: &KernelSpec) -> usize {
+    match &spec.kernel {
+        Kernel::Sm80Bwd(kernel) if kernel.dq_first > 0 => 2,
+        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => 1,
+    }
+}
 
 /// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
 fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
