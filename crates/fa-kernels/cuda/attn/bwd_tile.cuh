@@ -205,10 +205,10 @@ __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
 }
 
 // Counts this thread's part as added.
-template <int Turns = 1, class Tile>
-__device__ __forceinline__ void signal_next(const BwdParams& params, const Tile& tile, int head, int m_block,
-                                            int of = 0) {
-    count_part(dq_semaphore<Turns>(params, tile, head, m_block, of));
+template <class Tile>
+__device__ __forceinline__ void signal_next(const BwdParams& params, const Tile& tile, int head,
+                                            int m_block) {
+    count_part(dq_semaphore<1>(params, tile, head, m_block, 0));
 }
 
 // Counts the parts of a K/V head's query heads that have been added to a tile of dV (`of` = 0) or dK (1): the

@@ -312,13 +312,14 @@ struct BwdGroup {
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
-    // Half a step after the additions, when the L2 has made them: the fence waits for that.
+    // Half a step after the additions, when the L2 has made them: the release waits for that. It is one
+    // thread's, for the whole group.
     __device__ __forceinline__ void end_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
             if (thread_index() == group * L::kGroupThreads)
-                signal_next<kDqParts>(params, tile, step.head, block(step.m_block), group % kDqParts);
+                red_release_increment(dq_semaphore<kDqParts>(params, tile, step.head, block(step.m_block),
+                                                             group % kDqParts));
         }
     }
 

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{TileOrder, Traits};
 use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
-use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
+use fa_planner::account::{head_splits, heads_side_by_side};
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
@@ -242,8 +242,8 @@ impl Launches {
     }
 }
 
-/// CTAs of a head that may run at once in a deterministic backward under a full mask: they start at the same
-/// queries, and each waits for the turns of those before it. By simulation 8 to 16 are alike (NB-055).
+/// CTAs of a head that may run at once in a deterministic backward under a mask that moves with the keys. By
+/// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
 /// Semaphores that a tile of dQ has in a deterministic backward: `dq_turns` in cuda/attn/bwd_tile.cuh.
@@ -353,9 +353,14 @@ fn params(
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {
         _ if traits.pass.deterministic() => {
-            let side_by_side = head_bytes.saturating_mul(slots.div_ceil(TURNS_AT_ONCE) as u64);
-            let room = if problem.mask.is_full() { room.max(side_by_side) } else { room.min(side_by_side) };
-            Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+            let least = heads_side_by_side(problem, spec, sms, splits);
+            if problem.mask.is_full() {
+                Sections { heads: least, sections: heads.saturating_sub(1) / least }
+            } else {
+                let bytes = |heads: usize| head_bytes.saturating_mul(heads as u64);
+                let room = room.min(bytes(slots.div_ceil(TURNS_AT_ONCE))).max(bytes(least));
+                Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+            }
         }
         TileOrder::Natural if !spec.reads.varied => Sections { heads, sections: 0 },
         TileOrder::Natural | TileOrder::LongestFirst => {
