@@ -78,7 +78,7 @@
 //! - [`append`]: new keys and values for a cache in host memory, with rotary embedding; on a GPU
 //!   [`device::Gpu::append`].
 //! - `device`: a GPU, its tensors, launches and their time.
-//! - `choose`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
+//! - `choose`, `clean`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
 //! - `atomic_file`: files that appear whole or not at all.
 //!
 //! What this crate does not know: how kernels are written (fa-kernels), accounted for and ranked
@@ -86,6 +86,7 @@
 
 mod call;
 mod choose;
+mod clean;
 mod cpu;
 pub mod device;
 mod element;

@@ -9,6 +9,7 @@ mod gpu;
 mod half;
 mod tensor;
 
+pub use crate::clean::{Clean, first_clean};
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bound::Bound;
 pub use extras::DeviceExtras;

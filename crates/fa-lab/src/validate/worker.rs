@@ -106,11 +106,12 @@ fn run_case(session: &Session, case: &Case) {
         ratio: 0.0,
         detail,
         ms: None,
+        passed_over: Vec::new(),
     };
     tell(&Event::Done(match found {
-        Ok(Found { kernel, passed, ratio, detail, ms }) => {
+        Ok(Found { kernel, passed, ratio, detail, ms, passed_over }) => {
             let status = if passed { Status::Passed } else { Status::Failed };
-            CaseResult { kernel, ratio, ms, ..fate(status, detail) }
+            CaseResult { kernel, ratio, ms, passed_over, ..fate(status, detail) }
         }
         Err(Error::NotTried(why)) => fate(Status::Skipped, why),
         // What the planner has no kernel for is refused by the library with the same words.
@@ -128,12 +129,17 @@ fn run_case(session: &Session, case: &Case) {
 }
 
 fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
-    let forward = session.forward(case)?;
+    let (forward, mut passed_over) = session.forward(case)?;
     session.check_memory(case)?;
-    match case.pass {
-        Pass::Forward => forward::examine::<T>(session, case, forward),
-        Pass::Backward { deterministic } => backward::examine::<T>(session, case, forward, deterministic),
-    }
+    let found = match case.pass {
+        Pass::Forward => forward::examine::<T>(session, case, forward)?,
+        Pass::Backward { deterministic } => {
+            let (backward, more) = session.backward(case, deterministic)?;
+            passed_over.extend(more);
+            backward::examine::<T>(session, case, forward, backward, deterministic)?
+        }
+    };
+    Ok(Found { passed_over, ..found })
 }
 
 fn is_unplanned(error: &Error) -> bool {

@@ -56,6 +56,18 @@ fn one_of(listed: Vec<KernelSpec>, known: &mut HashSet<String>) -> Option<Kernel
     Some(found)
 }
 
+/// The planner's kernels for a case, best first: `chosen` before the others.
+pub(super) fn ranked(
+    case: &Case,
+    pass: Pass,
+    arch: Arch,
+    family: Family,
+    chosen: &KernelSpec,
+) -> impl Iterator<Item = KernelSpec> {
+    let others = move || listed(&case.problem, pass, arch, family, case.split);
+    std::iter::once(chosen.clone()).chain(std::iter::once_with(others).flatten())
+}
+
 /// The planner's kernels, best first; where `split`, those whose CTAs share a row's keys.
 fn listed(problem: &Problem, pass: Pass, arch: Arch, family: Family, split: bool) -> Vec<KernelSpec> {
     let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
