@@ -17,9 +17,10 @@ pub struct Clean<P> {
     pub refused: Vec<Error>,
 }
 
-/// The first of `specs`, best first, that `bind` takes. A kernel that spills, or whose wgmma is serialised, is
-/// passed over with the others of its tile, which mostly spill as well; after [`TRIES`] tiles the search ends.
-/// [`crate::device::Gpu::bind`] chooses among the planner's kernels by it. `None` where `specs` is empty.
+/// The first of `specs`, best first, that `bind` takes. A kernel that spills, or whose wgmma is serialised,
+/// is passed over with the others of its tile, which mostly spill as well; after [`TRIES`] tiles the search
+/// ends. [`crate::device::Gpu::bind`] chooses among the planner's kernels by it. `None` where `specs` is
+/// empty.
 ///
 /// # Errors
 /// The first refusal where no kernel is taken; anything else that `bind` says ends the search.

@@ -17,15 +17,6 @@ pub(super) struct Twin<T> {
     reads: Reads,
 }
 
-/// How the kernel of a case's twin finds rows; `None` where the case has none.
-pub(super) fn reads(case: &Case) -> Option<Reads> {
-    match case.action {
-        Action::AsDense => Some(Reads::UNIFORM),
-        Action::AsContiguous => Some(Reads { varied: true, paged: false }),
-        _ => None,
-    }
-}
-
 /// The twin of a case.
 ///
 /// # Errors
