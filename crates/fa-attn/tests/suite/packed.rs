@@ -254,7 +254,7 @@ fn appends_are_the_same_through_the_engine_and_refusals_write_nothing() {
             let dim = tensor.shape[3];
             tensor.data[row * dim..(row + 1) * dim].to_vec()
         };
-        // Position 7 of the first sequence is row 1 of its third page; position 0 of the second is page 1's first.
+        // Position 7 of the first sequence is row 1 of its third page, position 0 of the second in page 1.
         for (from, page, to) in [(0, 3, 1), (1, 3, 2), (4, 1, 0)] {
             assert_eq!(row(&k, 3 * page + to), row(&k_new, from));
             assert_eq!(row(&v, 3 * page + to), row(&v_new, from));
