@@ -135,8 +135,8 @@ faults! {
         "signal_next();" => "", ["deadlock"];
     "the ticket is released without a warp barrier": "sm90_fwd" &[], 900, SM90_TILES, "",
         "warp_sync();" => "", ["data race"];
-    "a skipped tile is released before all lanes have seen it": "sm90_fwd" &[("tile_n", "64")], 600, SM90_CONSUMER,
-        "auto skip_k", "warp_sync();" => "", ["phase overrun"];
+    "a skipped tile is released before all lanes have seen it": "sm90_fwd" &[("tile_n", "64")], 600,
+        SM90_CONSUMER, "auto skip_k", "warp_sync();" => "", ["phase overrun"];
     "the counters are not reset": "sm90_fwd" &[], 300, SM90_TILES, "",
         "params.tile_counter[0] = 0;" => "", ["leaked state"];
 
