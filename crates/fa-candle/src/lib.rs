@@ -20,8 +20,8 @@
 //! ```
 //!
 //! [`attention`] takes what candle-flash-attn's functions do not: sinks (with their gradient), lengths in use
-//! of a cache that fills up, slopes for each sequence, deterministic gradients; [`attention_with_lse`] returns
-//! LSE too:
+//! of a cache that fills up, slopes for each sequence, deterministic gradients. [`attention_with_lse`]
+//! returns LSE too:
 //!
 //! ```
 //! use candle_core::{Device, Result, Tensor};

@@ -9,13 +9,13 @@ pub struct Options<'a> {
     pub softmax_scale: f32,
     /// How many keys left of the diagonal are visible; `None`, or more than there are, for all.
     pub window_size_left: Option<usize>,
-    /// How many keys right of the diagonal are visible; `None`, or more than there are, for all, `Some(0)` for
-    /// a causal mask. The diagonal ends in the bottom right corner.
+    /// How many keys right of the diagonal are visible; `None`, or more than there are, for all, `Some(0)`
+    /// for a causal mask. The diagonal ends in the bottom right corner.
     pub window_size_right: Option<usize>,
     /// Scores pass through `cap * tanh(s / cap)`; `None` or 0 for no cap.
     pub softcap: Option<f32>,
-    /// ALiBi: slopes `(heads)` or `(batch, heads)`; `slope * |i + seqlen_k - seqlen_q - j|` is subtracted from
-    /// scores. They get no gradient.
+    /// ALiBi: slopes `(heads)` or `(batch, heads)`; `slope * |i + seqlen_k - seqlen_q - j|` is subtracted
+    /// from scores. They get no gradient.
     pub alibi_slopes: Option<&'a Tensor>,
     /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
     pub sinks: Option<&'a Tensor>,

@@ -1,4 +1,4 @@
-//! The problem that tensors and options pose, and the tensors beside Q, K and V in the form that kernels read.
+//! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
 use fa_attn::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Types};
