@@ -1,5 +1,5 @@
-//! `cargo xtask python`: the Python package built as a wheel, installed in an environment of its own and tested with
-//! numpy on the CPU.
+//! `cargo xtask python`: the Python package built as a wheel, installed in an environment of its own and
+//! tested with numpy on the CPU.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,8 +11,8 @@ use crate::workspace;
 /// Build the Python package's wheel, install it in a fresh environment and run its tests with numpy.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Build the wheel that is shipped, optimised and with the bundle of `cargo xtask build` in it, and leave it in
-    /// target/wheels
+    /// Build the wheel that is shipped, optimised and with the bundle of `cargo xtask build` in it, and leave
+    /// it in target/wheels
     #[arg(long)]
     release: bool,
 }
