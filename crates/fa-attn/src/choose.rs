@@ -12,6 +12,7 @@ use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
 use fa_planner::plan::{PlanError, PlanOptions, plan};
 
+use crate::clean::{Clean, first_clean};
 use crate::error::Error;
 use crate::tune::{Tables, TuneKey, TunedEntry};
 use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidates, search, winner};
@@ -19,9 +20,6 @@ use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidate
 /// Choices that are remembered at the most, some 4 MB: lengths that never come again must not fill the memory
 /// of a server.
 const REMEMBERED: usize = 4096;
-
-/// How many of the planner's best tiles are tried when one does not compile cleanly.
-const TRIES: usize = 8;
 
 /// Chooses kernels for one GPU, and remembers what it chose.
 #[derive(Default)]
@@ -276,25 +274,14 @@ fn planned<P>(
                 continue;
             }
         };
-        let mut refused: Vec<(u32, u32)> = Vec::new();
-        for spec in plans.into_iter().map(|plan| plan.spec) {
-            if refused.len() == TRIES {
-                break;
+        match first_clean(plans.into_iter().map(|plan| plan.spec), &bind) {
+            Ok(Some(Clean { bound, spec, .. })) => return Ok((bound, spec)),
+            Ok(None) => {}
+            // A plan's registers are a prediction; another family's kernels may compile.
+            Err(error @ fa_kernels::Error::Refused { .. }) => {
+                first_error.get_or_insert(error.into());
             }
-            // What has a refused kernel's tile mostly spills as well.
-            if refused.contains(&spec.tile()) {
-                continue;
-            }
-            match bind(&spec) {
-                Ok(bound) => return Ok((bound, spec)),
-                // A plan's registers are a prediction; the next tile takes the place of one that spills.
-                Err(error @ fa_kernels::Error::Refused { .. }) => {
-                    tracing::warn!(%error, "the planner's choice is passed over");
-                    refused.push(spec.tile());
-                    first_error.get_or_insert(error.into());
-                }
-                Err(error) => return Err(error.into()),
-            }
+            Err(error) => return Err(error.into()),
         }
     }
     Err(first_error.unwrap_or(Error::Plan(PlanError::NoneFits {

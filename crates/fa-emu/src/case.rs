@@ -2,6 +2,7 @@
 
 use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
 use fa_cpu::OwnedExtras;
+use serde_json::{Value, json};
 
 use crate::extras::with_mods;
 use crate::proof::Placing;
@@ -21,6 +22,24 @@ impl Case {
     /// Of sequences of equal lengths.
     pub fn of(problem: &Problem, placing: Placing) -> Case {
         Case { problem: *problem, placing, extras: with_mods(OwnedExtras::NONE, problem) }
+    }
+
+    /// The case as data, for a record's key: it names no Rust type, and what a case has not is left out.
+    pub(crate) fn data(&self) -> Value {
+        let Case { problem, placing: Placing { layout, gap }, extras } = self;
+        let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks } = extras;
+        sorted(json!({
+            "problem": problem,
+            "layout": layout,
+            "gap": gap,
+            "cu_q": cu_q,
+            "cu_k": cu_k,
+            "used_q": used_q,
+            "used_k": used_k,
+            "page_table": page_table,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+        }))
     }
 }
 
@@ -49,5 +68,40 @@ pub(crate) fn problem(spec: &KernelSpec, lengths: Lengths, (heads_q, heads_kv): 
         types: spec.types,
         softmax_scale: None,
         score,
+    }
+}
+
+/// JSON whose fields are in the order of their names, without those that are null.
+fn sorted(value: Value) -> Value {
+    match value {
+        Value::Object(map) => {
+            let mut fields: Vec<_> = map.into_iter().filter(|(_, value)| !value.is_null()).collect();
+            fields.sort_by(|a, b| a.0.cmp(&b.0));
+            Value::Object(fields.into_iter().map(|(name, value)| (name, sorted(value))).collect())
+        }
+        Value::Array(values) => values.into_iter().map(sorted).collect(),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => value,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fa_core::{Dtype, Side};
+
+    #[test]
+    fn data_is_in_the_order_of_names_and_has_no_types() {
+        let mut problem = Problem::square(2, 3, 4, 64, Mask::window(40, 7), Dtype::Bf16);
+        problem.lengths = Lengths::of(2, Side::packed(9, 5), Side::padded(6).with_used());
+        problem.score.sinks = true;
+        let extras = OwnedExtras { cu_q: Some(vec![0, 4, 9]), used_k: Some(vec![6, 1]), ..OwnedExtras::NONE };
+        let case = Case { problem, placing: Placing::PACKED, extras: with_mods(extras, &problem) };
+        let expected = concat!(
+            r#"{"cu_q":[0,4,9],"gap":0,"layout":"bshd","problem":{"batch":2,"dtype":"bf16","head_dim":64,"#,
+            r#""head_dim_v":64,"heads_kv":4,"heads_q":4,"mask":{"left":40,"right":7},"seqlen_k":6,"#,
+            r#""seqlen_q":5,"sinks":true,"total_q":9,"used_k":true},"sinks":[1.5,-3.0,4.25,0.0],"#,
+            r#""used_k":[6,1]}"#,
+        );
+        assert_eq!(case.data().to_string(), expected);
     }
 }

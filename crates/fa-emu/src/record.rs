@@ -9,7 +9,9 @@ use std::time::{Duration, Instant, SystemTime};
 use fa_core::{Arch, KernelSpec};
 use fa_kernels::{Headers, atomic_file};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
+use crate::case::Case;
 use crate::compiler::hash;
 use crate::emulator::{Emulator, source};
 use crate::error::Error;
@@ -150,7 +152,7 @@ fn prove_one(
     let source = source(spec, *arch, &Headers::embedded())?;
     let cases = cases(spec);
     let (fingerprint, machine) = (source.fingerprint(), version());
-    let key = hash(&[&fingerprint, &machine, &format!("{arch} {cases:?} {SEEDS:?}")])[..32].to_owned();
+    let key = key(&fingerprint, &machine, *arch, &cases, &SEEDS);
     if records.iter().any(|record| record.has(&key)) {
         let took = (Duration::ZERO, Duration::ZERO);
         return Ok(Attempt { candidate, proven: None, known: true, faults: Vec::new(), took });
@@ -170,6 +172,13 @@ fn prove_one(
     });
     let took = (compiled, started.elapsed() - compiled);
     Ok(Attempt { candidate, proven, known: false, faults: verdict.faults, took })
+}
+
+/// A hash of all that a proof depends on.
+fn key(fingerprint: &str, machine: &str, arch: Arch, cases: &[Case], seeds: &[u64]) -> String {
+    let cases: Vec<_> = cases.iter().map(Case::data).collect();
+    let tried = json!([arch, cases, seeds]).to_string();
+    hash(&[fingerprint, machine, &tried])[..32].to_owned()
 }
 
 /// The day, UTC, as `2026-11-22`.

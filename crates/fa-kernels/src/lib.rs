@@ -98,6 +98,7 @@ pub use jit::source::{APPEND, ENTRY, Source};
 pub use jit::{bundle, cache, cache::Cache, params, ship, toolchain};
 pub use kernels::Kernels;
 pub use launch::append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
+pub use launch::append_call::{AppendArgs, AppendQueries, AppendTable};
 pub use launch::args::{
     BackwardArgs, Element, ForwardArgs, Input, Output, RawBackwardArgs, RawForwardArgs, RawTensor,
 };

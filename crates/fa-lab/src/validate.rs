@@ -8,6 +8,7 @@ mod select;
 mod supervise;
 pub(crate) mod worker;
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use fa_core::Family;
@@ -19,7 +20,7 @@ use crate::progress::Progress;
 use crate::record::{self, Fingerprint, Provenance};
 use crate::worker::Program;
 
-pub use event::{CaseResult, Status};
+pub use event::{CaseResult, PassedOver, Status};
 pub(crate) use options::Job;
 pub use options::{Cases, Options};
 
@@ -43,6 +44,10 @@ pub struct Report {
     pub failed: Vec<CaseResult>,
     /// Cases that could not be tried here.
     pub skipped: Vec<CaseResult>,
+    /// Kernels that the planner ranks above those that ran and that do not compile cleanly, and of how many
+    /// cases.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<(PassedOver, usize)>,
     /// Shipped kernels that passed, by the hash of their sources.
     pub kernels: Vec<Fingerprint>,
 }
@@ -105,6 +110,7 @@ fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Dur
         groups: groups(&results),
         failed: Vec::new(),
         skipped: Vec::new(),
+        passed_over: passed_over(&results),
         kernels,
     };
     for result in results {
@@ -115,6 +121,14 @@ fn report(options: &Options, family: Family, results: Vec<CaseResult>, time: Dur
         }
     }
     Ok(report)
+}
+
+fn passed_over(results: &[CaseResult]) -> Vec<(PassedOver, usize)> {
+    let mut counts: BTreeMap<&PassedOver, usize> = BTreeMap::new();
+    for kernel in results.iter().flat_map(|result| &result.passed_over) {
+        *counts.entry(kernel).or_default() += 1;
+    }
+    counts.into_iter().map(|(kernel, cases)| (kernel.clone(), cases)).collect()
 }
 
 /// Shipped kernels all of whose cases passed.

@@ -105,7 +105,8 @@ impl Gpu {
     }
 
     /// What appends new keys and values to a cache in this GPU's memory, and turns keys and queries by their
-    /// positions: one launch, which a CUDA graph can hold.
+    /// positions: one launch, which a CUDA graph can hold, by [`super::DeviceAppend::run`] or
+    /// [`BoundAppend::run`].
     ///
     /// # Errors
     /// What the append contradicts itself in, and those of compiling and loading.

@@ -87,6 +87,12 @@ fn text(report: &Report) -> String {
             let _ = writeln!(text, "and {} more {what}; --json lists all", list.len() - MOST);
         }
     }
+    for (kernel, cases) in report.passed_over.iter().take(MOST) {
+        let _ = writeln!(text, "passed over {} in {cases} cases: {}", kernel.kernel, kernel.fault);
+    }
+    if report.passed_over.len() > MOST {
+        let _ = writeln!(text, "and {} more passed over; --json lists all", report.passed_over.len() - MOST);
+    }
     let cases: usize = report.groups.iter().map(|group| group.cases).sum();
     let verdict = if report.passed { "all right" } else { "NOT RIGHT" };
     let _ = writeln!(

@@ -308,8 +308,20 @@ impl BoundAppend {
         &self.launch
     }
 
-    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
-    /// CUDA graph, whose replays append at the lengths that are on the device then.
+    /// Checks that memory of `of` is in the kernel's context.
+    ///
+    /// # Errors
+    /// [`Error::Context`].
+    pub(crate) fn check_context(&self, name: &'static str, of: &CudaStream) -> Result<(), Error> {
+        let context = &self.kernel.context;
+        if **of.context() == **context {
+            return Ok(());
+        }
+        let (have, need) = (of.context().ordinal(), context.ordinal());
+        Err(Error::Context { name, have, need })
+    }
+
+    /// [`BoundAppend::run`] on addresses alone.
     ///
     /// # Safety
     /// Every element of the shapes of [`AppendLaunch::tensors`] under the given strides, and the arrays
@@ -325,10 +337,7 @@ impl BoundAppend {
         if self.launch.grid == 0 {
             return Ok(());
         }
-        if **stream.context() != **context {
-            let (have, need) = (stream.context().ordinal(), context.ordinal());
-            return Err(Error::Context { name: "the stream", have, need });
-        }
+        self.check_context("the stream", stream)?;
         context.bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
         let mut params = self.launch.params(args);
         let mut arguments: [*mut c_void; 1] = [(&raw mut params).cast()];

@@ -2,6 +2,7 @@
 //! `Forward` and `Backward` run it on a stream.
 
 pub(crate) mod append;
+pub(crate) mod append_call;
 pub(crate) mod args;
 pub(crate) mod backward;
 mod checks;

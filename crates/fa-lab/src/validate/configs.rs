@@ -120,6 +120,7 @@ pub fn run(
         ratio: 0.0,
         detail: "does not compile cleanly".to_owned(),
         ms: None,
+        passed_over: Vec::new(),
     });
     let cases = Cases::Configs { head_dims: head_dims.to_vec() };
     let options = Options { family: Some(family), cases, ..options.clone() };

@@ -32,6 +32,30 @@ pub struct CaseResult {
     /// Median milliseconds of a launch, where it was timed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ms: Option<f64>,
+    /// Kernels that the planner ranks above the one that ran, and that do not compile cleanly.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<PassedOver>,
+}
+
+/// A kernel of the planner's that does not compile cleanly.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct PassedOver {
+    /// The kernel.
+    pub kernel: String,
+    /// What the compiler says against it.
+    pub fault: String,
+}
+
+impl PassedOver {
+    /// What a refusal says; `None` for other errors.
+    pub(super) fn of(error: &fa_kernels::Error) -> Option<PassedOver> {
+        match error {
+            fa_kernels::Error::Refused { name, fault, .. } => {
+                Some(PassedOver { kernel: name.clone(), fault: fault.clone() })
+            }
+            _ => None,
+        }
+    }
 }
 
 /// The fate of a case.

@@ -47,6 +47,7 @@ pub fn run(
                     ratio: 0.0,
                     detail: reason,
                     ms: None,
+                    passed_over: Vec::new(),
                 });
                 if lost >= MOST_LOST {
                     let (name, detail) =

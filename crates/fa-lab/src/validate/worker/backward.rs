@@ -101,7 +101,7 @@ impl<T: Half> Job<'_, T> {
     }
 }
 
-/// Runs and judges a case of gradients; `forward` goes before.
+/// Runs and judges `backward` on a case; `forward` goes before.
 ///
 /// # Errors
 /// What the GPU reports.
@@ -109,9 +109,9 @@ pub fn examine<T: Half>(
     session: &Session,
     case: &Case,
     forward: Forward,
+    backward: Backward,
     deterministic: bool,
 ) -> Result<Found> {
-    let backward = session.backward(case, deterministic)?;
     if case.action == Action::Measure {
         return session.measure(case, &Bound::Backward(backward), Some(&forward));
     }

@@ -2,11 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use fa_core::{Arch, Family, KernelSpec, Pass, Problem};
+use fa_core::{Arch, Family, KernelSpec, Pass, Problem, Reads};
 use fa_planner::account::account;
 use fa_planner::plan::{PlanOptions, plan};
 
-use crate::grid::{Case, is_serving};
+use crate::grid::{Action, Case, is_serving};
 
 /// Kernels chosen for many cases together: the planner's favourites differ from problem to problem by a few
 /// percent of time, and each takes seconds to compile.
@@ -56,6 +56,18 @@ fn one_of(listed: Vec<KernelSpec>, known: &mut HashSet<String>) -> Option<Kernel
     Some(found)
 }
 
+/// The planner's kernels for a case, best first: `chosen` before the others.
+pub(super) fn ranked(
+    case: &Case,
+    pass: Pass,
+    arch: Arch,
+    family: Family,
+    chosen: &KernelSpec,
+) -> impl Iterator<Item = KernelSpec> {
+    let others = move || listed(&case.problem, pass, arch, family, case.split);
+    std::iter::once(chosen.clone()).chain(std::iter::once_with(others).flatten())
+}
+
 /// The planner's kernels, best first; where `split`, those whose CTAs share a row's keys.
 fn listed(problem: &Problem, pass: Pass, arch: Arch, family: Family, split: bool) -> Vec<KernelSpec> {
     let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
@@ -92,6 +104,15 @@ pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<Kerne
         fa_kernels::Error::Mismatch { what: "split", kernel, problem: "splits".to_owned() }
     };
     Ok(first(case, arch, family).ok_or_else(none)?)
+}
+
+/// How the kernel of a case's twin finds rows; `None` where the case has none.
+pub(super) fn twin_reads(case: &Case) -> Option<Reads> {
+    match case.action {
+        Action::AsDense => Some(Reads::UNIFORM),
+        Action::AsContiguous => Some(Reads { varied: true, paged: false }),
+        _ => None,
+    }
 }
 
 #[cfg(test)]

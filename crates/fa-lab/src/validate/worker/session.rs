@@ -4,8 +4,8 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use fa_attn::device::{Bound, Gpu};
-use fa_core::{Family, KernelSpec, TensorLayout};
+use fa_attn::device::{Bound, Clean, Gpu, first_clean};
+use fa_core::{Family, KernelSpec, Pass, TensorLayout};
 use fa_kernels::{Backward, Forward};
 use half::bf16;
 
@@ -14,7 +14,7 @@ use crate::device::{self, PassCall, Timing, calls, median, time};
 use crate::error::{Error, Result};
 use crate::grid::{Arrangement, Case};
 use crate::tensors::{Inputs, random_dout};
-use crate::validate::event::{Event, tell};
+use crate::validate::event::{Event, PassedOver, tell};
 
 pub(super) struct Session {
     pub gpu: Gpu,
@@ -38,12 +38,20 @@ pub(super) struct Found {
     pub ratio: f64,
     pub detail: String,
     pub ms: Option<f64>,
+    pub passed_over: Vec<PassedOver>,
 }
 
 impl Found {
     /// Of a kernel that nothing is wrong with yet.
     pub fn of(kernel: &fa_core::KernelSpec) -> Found {
-        Found { kernel: kernel.to_string(), passed: true, ratio: 0.0, detail: String::new(), ms: None }
+        Found {
+            kernel: kernel.to_string(),
+            passed: true,
+            ratio: 0.0,
+            detail: String::new(),
+            ms: None,
+            passed_over: Vec::new(),
+        }
     }
 }
 
@@ -86,22 +94,47 @@ impl Session {
         guard
     }
 
-    /// The forward of a case.
-    pub fn forward(&self, case: &Case) -> Result<Forward, fa_attn::Error> {
+    /// The forward of a case, and what was passed over for it.
+    ///
+    /// # Errors
+    /// Those of planning, compiling and loading.
+    pub fn forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
+        let kernels = &self.gpu.kernels;
         let named = case.kernel.as_ref().filter(|_| !case.pass.is_backward());
-        match named {
-            Some(named) => Ok(self.gpu.kernels.forward_with(&case.problem, &named.spec)?),
-            None if let Some(spec) = self.chosen.forward(case) => {
-                Ok(self.gpu.kernels.forward_with(&case.problem, spec)?)
-            }
-            None if case.split => {
+        let bind = |spec: &KernelSpec| kernels.forward_with(&case.problem, spec);
+        match (named, self.chosen.forward(case)) {
+            (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
+            (None, Some(spec)) => Ok(self.first_clean(case, Pass::Forward, spec, bind)?),
+            (None, None) if case.split => {
                 let spec = choose::splitting(case, self.gpu.arch(), self.family)?;
-                Ok(self.gpu.kernels.forward_with(&case.problem, &spec)?)
+                Ok(self.first_clean(case, Pass::Forward, &spec, bind)?)
             }
             // The forward before a backward is the library's own.
-            None if case.pass.is_backward() => self.gpu.forward(&case.problem, None),
-            None => self.gpu.forward(&case.problem, self.other_family()),
+            (None, None) => {
+                let family = self.other_family().filter(|_| !case.pass.is_backward());
+                Ok((self.gpu.forward(&case.problem, family)?, Vec::new()))
+            }
         }
+    }
+
+    /// `chosen`, or the next of the planner's kernels that compiles cleanly, by the library's own rule. Where
+    /// the case compares a kernel with its twin, both have to.
+    fn first_clean<P>(
+        &self,
+        case: &Case,
+        pass: Pass,
+        chosen: &KernelSpec,
+        bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
+    ) -> Result<(P, Vec<PassedOver>), fa_kernels::Error> {
+        let specs = choose::ranked(case, pass, self.gpu.arch(), self.family, chosen);
+        let found = first_clean(specs, |spec| {
+            if let Some(reads) = choose::twin_reads(case) {
+                self.gpu.kernels.load(&KernelSpec { reads, ..spec.clone() })?;
+            }
+            bind(spec)
+        })?;
+        let Clean { bound, refused, .. } = found.expect("the list begins with the chosen kernel");
+        Ok((bound, refused.iter().filter_map(PassedOver::of).collect()))
     }
 
     /// Uses these kernels from now on.
@@ -109,15 +142,23 @@ impl Session {
         self.chosen = chosen;
     }
 
-    /// The backward of a case.
+    /// The backward of a case, and what was passed over for it.
     ///
     /// # Errors
     /// Those of planning, compiling and loading.
-    pub fn backward(&self, case: &Case, deterministic: bool) -> Result<Backward, fa_attn::Error> {
+    pub fn backward(
+        &self,
+        case: &Case,
+        deterministic: bool,
+    ) -> Result<(Backward, Vec<PassedOver>), fa_attn::Error> {
+        let bind = |spec: &KernelSpec| self.gpu.kernels.backward_with(&case.problem, spec);
         match (&case.kernel, self.chosen.backward(case)) {
-            (Some(named), _) => Ok(self.gpu.kernels.backward_with(&case.problem, &named.spec)?),
-            (None, Some(spec)) => Ok(self.gpu.kernels.backward_with(&case.problem, spec)?),
-            (None, None) => self.gpu.backward(&case.problem, deterministic, self.other_family()),
+            (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
+            (None, Some(spec)) => Ok(self.first_clean(case, case.pass, spec, bind)?),
+            (None, None) => {
+                let bound = self.gpu.backward(&case.problem, deterministic, self.other_family())?;
+                Ok((bound, Vec::new()))
+            }
         }
     }
 
@@ -168,10 +209,9 @@ impl Session {
         calls.iter_mut().try_for_each(|call| call.ready(pass, &self.gpu.stream))?;
         let times = time(&self.gpu, pass, calls, TIMING)?;
         let ms = median(&times);
-        let kernel = pass.spec().to_string();
         let rate = case.problem.flops(case.pass) / ms / 1e9;
         let detail = format!("{ms:.4} ms, {rate:.0} TFLOP/s");
-        Ok(Found { kernel, passed: true, ratio: 0.0, detail, ms: Some(ms) })
+        Ok(Found { detail, ms: Some(ms), ..Found::of(pass.spec()) })
     }
 
     pub fn check_memory(&self, case: &Case) -> Result<()> {

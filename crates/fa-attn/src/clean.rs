@@ -1,0 +1,95 @@
+//! The first kernel of a list that compiles cleanly.
+
+use fa_core::KernelSpec;
+use fa_kernels::Error;
+
+/// How many tiles are tried where kernels do not compile cleanly.
+pub const TRIES: usize = 8;
+
+/// A kernel that compiles cleanly, and those before it in its list that do not.
+#[derive(Debug)]
+pub struct Clean<P> {
+    /// What binding it gave.
+    pub bound: P,
+    /// The kernel.
+    pub spec: KernelSpec,
+    /// Why those before it were refused, in their order: each [`Error::Refused`].
+    pub refused: Vec<Error>,
+}
+
+/// The first of `specs`, best first, that `bind` takes. A kernel that spills, or whose wgmma is serialised,
+/// is passed over with the others of its tile, which mostly spill as well; after [`TRIES`] tiles the search
+/// ends. [`crate::device::Gpu::bind`] chooses among the planner's kernels by it. `None` where `specs` is
+/// empty.
+///
+/// # Errors
+/// The first refusal where no kernel is taken; anything else that `bind` says ends the search.
+pub fn first_clean<P>(
+    specs: impl IntoIterator<Item = KernelSpec>,
+    bind: impl Fn(&KernelSpec) -> Result<P, Error>,
+) -> Result<Option<Clean<P>>, Error> {
+    let mut refused = Vec::new();
+    let mut tiles: Vec<(u32, u32)> = Vec::new();
+    for spec in specs {
+        if tiles.len() == TRIES {
+            break;
+        }
+        if tiles.contains(&spec.tile()) {
+            continue;
+        }
+        match bind(&spec) {
+            Ok(bound) => return Ok(Some(Clean { bound, spec, refused })),
+            Err(error @ Error::Refused { .. }) => {
+                tracing::warn!(%error, "the planner's choice is passed over");
+                tiles.push(spec.tile());
+                refused.push(error);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    refused.into_iter().next().map_or(Ok(None), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Arch, Dtype, Mask, Problem};
+    use fa_planner::plan::{PlanOptions, plan};
+
+    use super::*;
+
+    fn spills(spec: &KernelSpec) -> Error {
+        let fault = "registers spill".to_owned();
+        Error::Refused { name: spec.to_string(), target: "sm_80".to_owned(), fault, log_file: None }
+    }
+
+    #[test]
+    fn tiles_that_spill_are_passed_over_in_the_planners_order() {
+        let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
+        let plans = plan(&problem, Arch::Sm80, &PlanOptions::default()).expect("there are plans");
+        let specs: Vec<KernelSpec> = plans.into_iter().map(|plan| plan.spec).collect();
+        let mut tiles: Vec<(u32, u32)> = Vec::new();
+        for spec in &specs {
+            if !tiles.contains(&spec.tile()) {
+                tiles.push(spec.tile());
+            }
+        }
+        assert!(tiles.len() > 3, "{tiles:?}");
+
+        let all = first_clean(specs.clone(), |spec| Ok(spec.tile())).expect("nothing fails").expect("one");
+        assert!(all.spec == specs[0] && all.refused.is_empty());
+
+        let bad = &tiles[..2];
+        let bind = |spec: &KernelSpec| if bad.contains(&spec.tile()) { Err(spills(spec)) } else { Ok(()) };
+        let third = first_clean(specs.clone(), bind).expect("the third is clean").expect("one");
+        assert_eq!(third.spec.tile(), tiles[2]);
+        // Once for each tile.
+        assert_eq!(third.refused.len(), 2);
+
+        let none = first_clean(specs.clone(), |spec| Err::<(), _>(spills(spec))).expect_err("all spill");
+        assert!(matches!(&none, Error::Refused { name, .. } if *name == specs[0].to_string()), "{none}");
+        let lost = || Error::Device { major: 7, minor: 5 };
+        let other = first_clean(specs.clone(), |_| Err::<(), _>(lost())).expect_err("no refusal");
+        assert!(matches!(other, Error::Device { .. }), "{other}");
+        assert!(first_clean(Vec::new(), |_| Ok(())).expect("nothing to refuse").is_none());
+    }
+}
