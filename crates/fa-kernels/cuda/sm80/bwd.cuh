@@ -318,8 +318,8 @@ struct BwdGroup {
         if constexpr (C.deterministic) {
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
             if (thread_index() == group * L::kGroupThreads)
-                red_release_increment(dq_semaphore<kDqParts>(params, tile, step.head, block(step.m_block),
-                                                             group % kDqParts));
+                red_release_increment(
+                    dq_semaphore<kDqParts>(params, tile, step.head, block(step.m_block), group % kDqParts));
         }
     }
 
