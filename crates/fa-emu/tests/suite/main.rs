@@ -4,6 +4,7 @@
 mod append;
 mod deterministic;
 mod faults;
+mod merge;
 mod mods;
 mod packed;
 mod shipped;
