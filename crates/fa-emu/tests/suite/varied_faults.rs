@@ -23,7 +23,7 @@ const FAULTS: &[Fault] = &[
     (
         "keys behind a sequence's end are loaded",
         PACKED,
-        ["sm90/fwd.cuh", "auto load_varied", "seqlen.k());", "seqlen.k() + 5);"],
+        ["sm90/fwd_producer.cuh", "auto load_varied", "seqlen.k());", "seqlen.k() + 5);"],
         &["foreign row"],
     ),
     (
