@@ -1,5 +1,5 @@
-//! The parameters of the merge kernel (`cuda/merge/merge.cuh`), in a header of their own: other kernels do not
-//! depend on them.
+//! The parameters of the merge kernel (`cuda/merge/merge.cuh`), in a header of their own: no other kernel
+//! depends on them.
 
 use crate::jit::params::{
     ConstF32Ptr, ConstTensor, DeviceType, MutF32Ptr, MutTensor, ParamField, ParamStruct, param_struct,

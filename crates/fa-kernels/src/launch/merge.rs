@@ -207,8 +207,8 @@ impl BoundMerge {
         &self.launch
     }
 
-    /// Launches the kernel on `stream`: one launch that allocates nothing on the device and waits for nothing,
-    /// so it can be captured in a CUDA graph.
+    /// Launches the kernel on `stream`: one launch that allocates nothing on the device and waits for
+    /// nothing, so it can be captured in a CUDA graph.
     ///
     /// # Errors
     /// A type, a count, a stride, an alignment or a length that does not fit; sinks that the merge does not
