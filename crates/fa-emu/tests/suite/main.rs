@@ -6,6 +6,7 @@ mod deterministic;
 mod faults;
 mod mods;
 mod packed;
+mod plan;
 mod shipped;
 mod subjects;
 mod values;
