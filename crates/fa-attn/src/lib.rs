@@ -155,8 +155,3 @@ pub use half::{bf16, f16};
 pub use merge::merge;
 pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
 pub use tuning::{Tried, Tuning, TuningOutcome};
-
-/// The README's program, compiled and run as a test.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-mod readme {}
