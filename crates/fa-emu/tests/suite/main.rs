@@ -7,6 +7,7 @@ mod faults;
 mod merge;
 mod mods;
 mod packed;
+mod plan;
 mod shipped;
 mod subjects;
 mod values;
