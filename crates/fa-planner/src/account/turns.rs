@@ -11,11 +11,11 @@ const TURN: f64 = 1.0;
 /// Heads (parts of a K/V head's query heads each count as one) whose tiles of keys are drawn side by side, so
 /// that each tile of a head finds its turns at dQ as it comes to them. At least 1.
 ///
-/// - Without a mask all tiles of a head start at its first queries, one turn after another. With as many heads
-///   as fill the GPU once, they end one turn after another as well, and the tiles of the next heads start
-///   in step. More heads would be read from device memory again in every wave.
-/// - Where the mask moves with the keys, each tile starts `tile_n / tile_m` steps before the one that it waits
-///   for. Where that is less than a turn, further heads in between make up for it.
+/// - Without a mask all tiles of a head start at its first queries, one turn after another. With as many
+///   heads as fill the GPU once, they end one turn after another as well, and the tiles of the next heads
+///   start in step. More heads would be read from device memory again in every wave.
+/// - Where the mask moves with the keys, each tile starts `tile_n / tile_m` steps before the one that it
+///   waits for. Where that is less than a turn, further heads in between make up for it.
 ///
 /// `parts` are those of [`crate::account::head_splits`], `sms` the SMs of the GPU at hand.
 pub fn heads_side_by_side(problem: &Problem, spec: &KernelSpec, sms: u32, parts: usize) -> usize {

@@ -191,8 +191,8 @@ impl Work {
         self.makespan_shared(slots, 1.0, queue, |class, _| length(class))
     }
 
-    /// The same on `sms` SMs that hold `resident` tiles each. `length` is a tile's where the SM holds so many:
-    /// what is left after the last whole wave runs on SMs with fewer tiles, and faster.
+    /// The same on `sms` SMs that hold `resident` tiles each. `length` is a tile's where the SM holds so
+    /// many: what is left after the last whole wave runs on SMs with fewer tiles, and faster.
     pub fn makespan_shared(
         &self,
         sms: f64,
