@@ -171,11 +171,11 @@ impl<'a> Locked<'a> {
 
     fn views(&self) -> Result<Views<'_>> {
         let mut views = Views { integers: [const { None }; 5], floats: [const { None }; 2] };
-        let (integers, floats) = self.tensors.split_at(5);
-        for (view, tensor) in views.integers.iter_mut().zip(integers) {
+        let (starts, scores) = self.tensors.split_at(5);
+        for (view, tensor) in views.integers.iter_mut().zip(starts) {
             *view = tensor.as_ref().map(|tensor| words(on_gpu(tensor)?)).transpose()?;
         }
-        for (to, tensor) in views.floats.iter_mut().zip(floats) {
+        for (to, tensor) in views.floats.iter_mut().zip(scores) {
             *to = tensor.as_ref().map(|tensor| floats(on_gpu(tensor)?)).transpose()?;
         }
         Ok(views)

