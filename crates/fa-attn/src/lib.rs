@@ -114,7 +114,7 @@
 //! nothing and wait for nothing.
 //!
 //! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back.
-//! - `merge`: partial results into one.
+//! - `merge`: partial results into one; those in a GPU's memory [`device::Gpu::merge`].
 //! - [`Engine::append`]: new keys and values for a cache in host memory, with rotary embedding; for a cache
 //!   in a GPU's memory [`device::Gpu::append`] and [`device::DeviceAppend`].
 //! - `device`: a GPU, its tensors, launches and their time.
@@ -144,7 +144,7 @@ pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
 pub use fa_core::{
-    Alibi, Append, Dtype, Family, Lengths, Mask, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
+    Alibi, Append, Dtype, Family, Lengths, Mask, Merge, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
     RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
 };
 pub use fa_cpu::append::append;

@@ -51,6 +51,12 @@ const FAULTS: &[Fault] = &[
         &["data race"],
     ),
     (
+        "sums of warps are written again before all have read them",
+        PACKED,
+        ["attn/plan.cuh", "int place_bins(", "cta_sync();", ""],
+        &["data race"],
+    ),
+    (
         "partial sums are combined before all are there",
         SPLIT,
         ["attn/split.cuh", "(&smem.sums[warp][column]) = acc[part];", "cta_sync();", ""],

@@ -9,10 +9,12 @@ mod checks;
 pub(crate) mod extras;
 pub(crate) mod forward;
 mod launches;
+pub(crate) mod merge;
 pub(crate) mod module;
 mod plan;
 mod run;
 mod sections;
+mod single;
 mod tma;
 pub(crate) mod varied;
 mod workspace;
@@ -21,5 +23,8 @@ pub use append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
 pub use extras::Extra;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
+pub use merge::{
+    BoundMerge, MergeArgs, MergeKernel, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult,
+};
 pub use tma::{MapShape, TensorMap};
 pub use workspace::{Part, Workspace};
