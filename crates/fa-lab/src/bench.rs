@@ -102,7 +102,7 @@ fn tune(gpu: &Gpu, options: &Options) -> Result<()> {
     }
     for outcome in gpu.finish_tuning() {
         if let Some(error) = outcome.error {
-            tracing::warn!(problem = ?outcome.problem, error, "not tuned");
+            tracing::warn!(problem = ?outcome.problem, %error, "not tuned");
         }
     }
     Ok(gpu.set_tuning(Tuning::Off)?)
