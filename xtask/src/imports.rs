@@ -401,7 +401,7 @@ mod tests {
     fn crates() -> Vec<(String, PathBuf)> {
         let folders = std::fs::read_dir(workspace::root().join("crates")).unwrap();
         let mut paths: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
-        paths.push(workspace::root().join("xtask"));
+        paths.extend(["python", "xtask"].map(|name| workspace::root().join(name)));
         paths.retain(|path| path.join("Cargo.toml").is_file());
         paths.sort();
         assert!(paths.len() > 5, "{paths:?}");

@@ -10,6 +10,7 @@ mod imports;
 mod lines;
 #[cfg(test)]
 mod notebook;
+mod python;
 #[cfg(test)]
 mod rust_tokens;
 mod search;
@@ -29,6 +30,7 @@ enum Task {
     Ci(ci::Args),
     Codegen(codegen::Args),
     Device(device::Args),
+    Python(python::Args),
     Search(search::Args),
     Toolkit(toolkit::Args),
     Validate(validate::Args),
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         Task::Ci(args) => ci::run(&args),
         Task::Codegen(args) => codegen::run(&args),
         Task::Device(args) => device::run(&args),
+        Task::Python(args) => python::run(&args),
         Task::Search(args) => search::run(args),
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Validate(args) => validate::run(&args),

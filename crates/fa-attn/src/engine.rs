@@ -4,16 +4,17 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fa_core::{Lengths, Mask, Pass, Problem, ScoreMod, Types};
-use fa_cpu::Extras;
+use fa_core::{Append, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_cpu::simd::{Isa, Kernels};
+use fa_cpu::{AppendExtras, AppendTensors, Extras};
 use fa_kernels::driver;
 
 use crate::call::{Call, Implementation};
 use crate::cpu::Cpu;
-use crate::device::Gpu;
+use crate::device::{Gpu, Half};
 use crate::element::Element;
 use crate::error::Error;
+use crate::host;
 use crate::tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor};
 use crate::tuning::{Tuning, TuningOutcome};
 
@@ -256,6 +257,37 @@ impl Engine {
         dout: &Tensor<T>,
     ) -> Result<Gradients<T>, Error> {
         self.backward(&problem_of(q, k, v, mask)?, [q, k, v], &Extras::NONE, output, dout)
+    }
+
+    /// Appends new keys and values to a cache and turns keys and queries by their positions
+    /// ([`fa_core::Append`] says what that means): tensors in host memory, changed in place; returns how many
+    /// rows of keys and queries had no place and were left out. The bits are the same on GPU and CPU. The GPU
+    /// gets a copy of the whole cache: for a cache that stays in its memory, [`Gpu::append`].
+    ///
+    /// # Errors
+    /// [`Error::Cpu`] for an append that contradicts itself, and shapes, types and lengths that are not what
+    /// it says; nothing has been written then. On the GPU also those of compiling, loading and the driver.
+    pub fn append<T: Half>(
+        &self,
+        append: &Append,
+        extras: &mut AppendExtras<'_>,
+        tensors: &mut AppendTensors<'_, T>,
+    ) -> Result<usize, Error> {
+        let bound = match &self.gpu {
+            Some(gpu) => {
+                fa_cpu::append::check(append, extras, tensors)?;
+                gpu.append(append).map(|bound| (gpu, bound))
+            }
+            None => return Ok(fa_cpu::append::append(append, extras, tensors)?),
+        };
+        match bound {
+            Ok((gpu, bound)) => host::append(gpu, &bound, extras, tensors),
+            Err(error) if self.backend == Backend::Gpu => Err(error),
+            Err(error) => {
+                passed_over(&error);
+                Ok(fa_cpu::append::append(append, extras, tensors)?)
+            }
+        }
     }
 
     /// f32 operations per second that multiply-adds in registers reach on all of the CPU's threads together:

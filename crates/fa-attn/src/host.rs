@@ -4,10 +4,12 @@ use std::time::Duration;
 
 use fa_core::{Pass, Problem, Strides, TensorLayout};
 use fa_cpu::batch::Batch;
-use fa_kernels::Error as KernelError;
+use fa_cpu::{AppendExtras, AppendTensors};
+use fa_kernels::{BoundAppend, Error as KernelError};
 
 use crate::device::{
-    Bound, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Half, Placement, doing,
+    Bound, DeviceAppend, DeviceBackward, DeviceExtras, DeviceForward, DeviceTensor, Gpu, Half, Placement,
+    doing,
 };
 use crate::error::Error;
 use crate::extras::check_dsinks;
@@ -118,4 +120,19 @@ fn backward<T: Half>(
     }
     gpu.synchronize()?;
     Ok(time)
+}
+
+/// Runs an append on host tensors, whose shapes and lengths have been checked.
+///
+/// # Errors
+/// What the kernel and the driver refuse.
+pub(crate) fn append<T: Half>(
+    gpu: &Gpu,
+    bound: &BoundAppend,
+    extras: &mut AppendExtras<'_>,
+    tensors: &mut AppendTensors<'_, T>,
+) -> Result<usize, Error> {
+    let mut device = DeviceAppend::upload(&gpu.stream, extras, tensors)?;
+    device.run(bound, &gpu.stream)?;
+    Ok(device.download(&gpu.stream, extras, tensors)?)
 }

@@ -70,13 +70,53 @@
 //!
 //! Results over different keys of the same queries are combined by [`merge`].
 //!
+//! A cache grows in place, keys and queries turned by their positions on the way ([`Append`], [`Rotary`]):
+//!
+//! ```
+//! use fa_attn::{Append, AppendExtras, AppendTensors, Dtype, Engine, Side, Tensor, TensorLayout, bf16};
+//!
+//! // One new token for each of 2 sequences, into a cache in 4 pages of 16 rows.
+//! let append = Append {
+//!     sequences: 2,
+//!     new: Side::padded(1),
+//!     cache: Side::paged(16, 4, 32),
+//!     heads_kv: 2,
+//!     head_dim: 64,
+//!     head_dim_v: 64,
+//!     dtype: Dtype::Bf16,
+//!     rotary: None,
+//! };
+//! let new = Tensor::filled(append.new_shape(64), TensorLayout::Bshd, bf16::ONE);
+//! let mut k = Tensor::filled(append.cache_shape(64), TensorLayout::Bshd, bf16::ZERO);
+//! let mut v = k.clone();
+//! let (lengths, mut after) = ([17, 0], [0, 0]);
+//! let mut extras = AppendExtras {
+//!     used_k: Some(&lengths),
+//!     page_table: Some(&[3, 1, 0, 2]),
+//!     used_out: Some(&mut after),
+//!     ..AppendExtras::default()
+//! };
+//! let left_out = Engine::new()?.append(&append, &mut extras, &mut AppendTensors {
+//!     k_new: new.view("k_new")?,
+//!     v_new: new.view("v_new")?,
+//!     k_cache: k.view_mut("k_cache")?,
+//!     v_cache: v.view_mut("v_cache")?,
+//!     q: None,
+//!     tables: None,
+//! })?;
+//! // Position 17 of the first sequence is row 1 of its second page.
+//! assert_eq!((left_out, k.data[(16 + 1) * 2 * 64]), (0, bf16::ONE));
+//! assert_eq!(after, [18, 1]);
+//! # Ok::<(), fa_attn::Error>(())
+//! ```
+//!
 //! Tensors that stay on the GPU are [`device`]'s: a [`device::Gpu`] binds a kernel, and its launches allocate
 //! nothing and wait for nothing.
 //!
 //! - `engine`, `call`, `tensors`, `extras`: the three steps above; `host`: a call's way to the GPU and back.
-//! - `merge`: partial results into one.
-//! - [`append`]: new keys and values for a cache in host memory, with rotary embedding; on a GPU
-//!   [`device::Gpu::append`].
+//! - `merge`: partial results into one; those in a GPU's memory [`device::Gpu::merge`].
+//! - [`Engine::append`]: new keys and values for a cache in host memory, with rotary embedding; for a cache
+//!   in a GPU's memory [`device::Gpu::append`] and [`device::DeviceAppend`].
 //! - `device`: a GPU, its tensors, launches and their time.
 //! - `choose`, `clean`, `tune`: which kernel computes a problem; `tuning`: measured in the background.
 //! - `atomic_file`: files that appear whole or not at all.
@@ -104,7 +144,7 @@ pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
 pub use fa_core::{
-    Alibi, Append, Dtype, Family, Lengths, Mask, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
+    Alibi, Append, Dtype, Family, Lengths, Mask, Merge, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
     RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
 };
 pub use fa_cpu::append::append;
@@ -115,8 +155,3 @@ pub use half::{bf16, f16};
 pub use merge::merge;
 pub use tensors::{BackwardTensors, ForwardTensors, Gradients, Output, Tensor, Tensors};
 pub use tuning::{Tried, Tuning, TuningOutcome};
-
-/// The README's program, compiled and run as a test.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-mod readme {}

@@ -93,7 +93,11 @@ fn check_words(
     }
 }
 
-fn check<T: Element>(
+/// Checks shapes, types, lengths and starts against what the append says.
+///
+/// # Errors
+/// Those of [`append`].
+pub fn check<T: Element>(
     append: &Append,
     extras: &AppendExtras<'_>,
     tensors: &AppendTensors<'_, T>,

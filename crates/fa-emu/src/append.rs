@@ -7,12 +7,12 @@ use std::sync::Arc;
 use fa_core::{Arch, Strides, TensorLayout};
 use fa_kernels::{APPEND, AppendLaunch, Headers, RawAppendArgs, RawTensor, Source};
 use libloading::Library;
-use serde::Deserialize;
 
 use crate::compiler::Compiler;
 use crate::error::Error;
 use crate::machine::{Access, Launch, Machine, Memory, PAGE, SessionOptions, open};
 use crate::options::Options;
+use crate::single::faults;
 use crate::unit::{files, flags};
 
 /// The append kernel that can be emulated.
@@ -35,17 +35,6 @@ pub struct AppendCall {
     pub used_out: Vec<i32>,
     /// Rows that had no place.
     pub dropped: u32,
-}
-
-#[derive(Deserialize)]
-struct Found {
-    findings: Vec<FoundOne>,
-}
-
-#[derive(Deserialize)]
-struct FoundOne {
-    kind: String,
-    text: String,
 }
 
 /// Names of [`AppendCall::words`].
@@ -176,12 +165,6 @@ impl AppendUnit {
         let word = |bytes: &[u8]| i32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         call.used_out = used_out.bytes().chunks_exact(4).map(word).collect();
         call.dropped = word(dropped.bytes()) as u32;
-        let found: Found = serde_json::from_str(&session.result()).expect("the machine writes JSON");
-        let mut faults: Vec<String> =
-            found.findings.into_iter().map(|one| format!("{}: {}", one.kind, one.text)).collect();
-        if !finished {
-            faults.push("the launch was given up".into());
-        }
-        Ok(faults)
+        Ok(faults(&session.result(), finished))
     }
 }

@@ -10,6 +10,7 @@ use crate::append::AppendUnit;
 use crate::compiler::{Compiler, default_root};
 use crate::error::Error;
 use crate::machine::Machine;
+use crate::merge::MergeUnit;
 use crate::unit::Unit;
 
 /// A compiler and the machine that it has compiled.
@@ -59,6 +60,14 @@ impl Emulator {
     /// As [`Emulator::unit`].
     pub fn append_unit(&self, arch: Arch, headers: &Headers) -> Result<AppendUnit, Error> {
         AppendUnit::load(&self.compiler, self.machine.clone(), arch, headers)
+    }
+
+    /// The merge kernel for `arch`, compiled now or before.
+    ///
+    /// # Errors
+    /// As [`Emulator::unit`].
+    pub fn merge_unit(&self, arch: Arch, headers: &Headers) -> Result<MergeUnit, Error> {
+        MergeUnit::load(&self.compiler, self.machine.clone(), arch, headers)
     }
 
     /// The kernel of a source that may differ from the spec's own: a fault put in, say.

@@ -5,11 +5,16 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaContext, result, sys};
 use fa_core::Arch;
+use libloading::Library;
 
 use crate::Error;
 
 /// Tensor maps and the launch attributes of SM90 came with this version (`1000 * major + 10 * minor`).
 const OLDEST_DRIVER: i32 = 12000;
+
+/// The driver's library, under names by which cudarc finds it too. cudarc's own test of its presence is there
+/// only where no other crate has the libraries linked.
+const NAMES: [&str; 3] = ["libcuda.so", "libcuda.so.1", "nvcuda.dll"];
 
 /// Checks that the driver can be loaded: cudarc panics where it cannot, so this comes before every first
 /// call.
@@ -19,7 +24,8 @@ const OLDEST_DRIVER: i32 = 12000;
 pub fn probe() -> Result<(), Error> {
     static PRESENT: OnceLock<bool> = OnceLock::new();
     // SAFETY: loading the driver's library runs its initialisers, which any CUDA program runs.
-    let present = *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() });
+    let loads = |name: &&str| unsafe { Library::new(*name) }.is_ok();
+    let present = *PRESENT.get_or_init(|| NAMES.iter().any(loads));
     if present { Ok(()) } else { Err(Error::NoDriver) }
 }
 

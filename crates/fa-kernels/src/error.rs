@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
-use fa_core::{AppendError, Arch, Mismatch, ProblemError, SpecError};
+use fa_core::{AppendError, Arch, MergeError, Mismatch, ProblemError, SpecError};
 
 use crate::atomic_file::WriteError;
 
@@ -249,6 +249,17 @@ pub enum Error {
     /// What is to be appended is not valid.
     #[error(transparent)]
     Append(#[from] AppendError),
+    /// What is to be merged is not valid.
+    #[error(transparent)]
+    Merge(#[from] MergeError),
+    /// A merge got more or fewer parts than it is bound to.
+    #[error("{have} parts were given, the merge is bound to {need}")]
+    Parts {
+        /// Parts of the call.
+        have: usize,
+        /// Parts of the merge.
+        need: usize,
+    },
     /// Two arrays that must be apart are one.
     #[error("{tensor} is {with}, which others still read: give memory of its own")]
     SameMemory {

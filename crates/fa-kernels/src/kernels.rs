@@ -5,16 +5,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cudarc::driver::CudaContext;
-use fa_core::{Append, Arch, KernelSpec, Problem};
+use fa_core::{Append, Arch, KernelSpec, Merge, Problem};
 
 use crate::jit::bundle::Bundle;
 use crate::jit::cache::{Cache, Named};
-use crate::jit::compile::{Compiler, CompilerKind};
-use crate::jit::source::{APPEND, Source};
+use crate::jit::compile::{Compiled, Compiler, CompilerKind};
+use crate::jit::source::{APPEND, MERGE, Source};
 use crate::launch::Launches;
 use crate::launch::append::{AppendKernel, BoundAppend};
 use crate::launch::backward::Backward;
 use crate::launch::forward::Forward;
+use crate::launch::merge::{BoundMerge, MergeKernel};
 use crate::launch::module::LoadedKernel;
 use crate::{Error, Headers, driver, smem_bytes};
 
@@ -29,6 +30,7 @@ pub struct Kernels {
     // By the spec's RON text: it is plain data, and is not looked up in a launch.
     loaded: Mutex<HashMap<String, Arc<OnceLock<Arc<LoadedKernel>>>>>,
     append: OnceLock<Arc<AppendKernel>>,
+    merge: OnceLock<Arc<MergeKernel>>,
 }
 
 impl Kernels {
@@ -55,6 +57,7 @@ impl Kernels {
             compiler: Mutex::default(),
             loaded: Mutex::default(),
             append: OnceLock::new(),
+            merge: OnceLock::new(),
         })
     }
 
@@ -74,6 +77,7 @@ impl Kernels {
             compiler: Mutex::new(lock(&self.compiler).clone()),
             loaded: Mutex::default(),
             append: OnceLock::new(),
+            merge: OnceLock::new(),
         })
     }
 
@@ -121,12 +125,30 @@ impl Kernels {
         if let Some(kernel) = self.append.get() {
             return kernel.bind(append);
         }
-        let source = Source::append(self.arch, &self.headers)?;
-        let compiler = self.compiler()?;
-        let named = Named { name: APPEND.to_owned(), ron: String::new() };
-        let compiled = self.cache.get_unit(&compiler, &named, &source)?;
+        let compiled = self.unit(APPEND, &Source::append(self.arch, &self.headers)?)?;
         let kernel = AppendKernel::load(&self.context, self.sms, &compiled.cubin)?;
         self.append.get_or_init(|| Arc::new(kernel)).bind(append)
+    }
+
+    /// What merges partial results over different keys of the same queries: one kernel for all problems,
+    /// compiled and loaded on first use.
+    ///
+    /// # Errors
+    /// [`Error::Merge`], and those of compiling and loading.
+    pub fn merge(&self, merge: &Merge) -> Result<BoundMerge, Error> {
+        merge.check()?;
+        if let Some(kernel) = self.merge.get() {
+            return kernel.bind(merge);
+        }
+        let compiled = self.unit(MERGE, &Source::merge(self.arch, &self.headers)?)?;
+        let kernel = MergeKernel::load(&self.context, self.sms, &compiled.cubin)?;
+        self.merge.get_or_init(|| Arc::new(kernel)).bind(merge)
+    }
+
+    /// A unit that is no spec's, compiled now or before.
+    fn unit(&self, name: &str, source: &Source) -> Result<Arc<Compiled>, Error> {
+        let named = Named { name: name.to_owned(), ron: String::new() };
+        self.cache.get_unit(&*self.compiler()?, &named, source)
     }
 
     /// Compiles with `compiler` from now on, instead of the NVRTC that is found: nvcc, say, or another

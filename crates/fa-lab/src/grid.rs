@@ -1,5 +1,6 @@
 //! The cases: shapes, head dims, heads, masks and placements, and where known implementations failed.
 
+mod append;
 mod case;
 mod gradients;
 mod groups;

@@ -24,6 +24,7 @@
 //! # Ok::<(), String>(())
 //! ```
 
+pub mod append;
 pub mod bench;
 pub mod configs;
 pub mod device;

@@ -1,7 +1,6 @@
 //! Other attention kernels, timed by a Python helper in a child process.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -15,8 +14,20 @@ use crate::marks::Wanted;
 use crate::sequences::Store;
 use crate::worker::{Received, StandardError, Worker};
 
-/// The helper, which is written to a temporary file: the program is then whole by itself.
-const SCRIPT: &str = include_str!("../../../bench/peers.py");
+/// The helper's files, which are written to a temporary folder: the program is then whole by itself.
+const FILES: [(&str, &str); 8] = [
+    (SCRIPT, include_str!("../../../bench/peers.py")),
+    ("fa_peers/__init__.py", include_str!("../../../bench/fa_peers/__init__.py")),
+    ("fa_peers/helper.py", include_str!("../../../bench/fa_peers/helper.py")),
+    ("fa_peers/inputs.py", include_str!("../../../bench/fa_peers/inputs.py")),
+    ("fa_peers/kernels.py", include_str!("../../../bench/fa_peers/kernels.py")),
+    ("fa_peers/report.py", include_str!("../../../bench/fa_peers/report.py")),
+    ("fa_peers/request.py", include_str!("../../../bench/fa_peers/request.py")),
+    ("fa_peers/timing.py", include_str!("../../../bench/fa_peers/timing.py")),
+];
+
+/// The one that is run.
+const SCRIPT: &str = "peers.py";
 
 /// Names the Python interpreter that has torch.
 pub const PYTHON_VARIABLE: &str = "FA_PYTHON";
@@ -77,8 +88,8 @@ pub struct Peers {
     /// What it has.
     pub hello: Hello,
     worker: Worker,
-    /// Removes the script in the end.
-    _script: tempfile::TempPath,
+    /// Removes the helper's files in the end.
+    _files: tempfile::TempDir,
 }
 
 impl Peers {
@@ -90,18 +101,16 @@ impl Peers {
     pub fn start() -> Result<Peers> {
         let named = std::env::var_os(PYTHON_VARIABLE).filter(|name| !name.is_empty());
         let python = named.unwrap_or_else(|| "python3".into());
-        let mut script = tempfile::Builder::new().prefix("fa-peers-").suffix(".py").tempfile()?;
-        script.write_all(SCRIPT.as_bytes())?;
-        let script = script.into_temp_path();
+        let files = files()?;
         let mut command = Command::new(&python);
-        command.arg(&script);
-        let started = Peers::of(command, script);
+        command.arg(files.path().join(SCRIPT));
+        let started = Peers::of(command, files);
         started
             .context(format!("cannot use {}: set {PYTHON_VARIABLE} to a Python with torch", python.display()))
     }
 
     /// The helper that `command` starts.
-    fn of(command: Command, script: tempfile::TempPath) -> Result<Peers> {
+    fn of(command: Command, files: tempfile::TempDir) -> Result<Peers> {
         let verbose = tracing::enabled!(tracing::Level::DEBUG);
         let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
         let mut worker = Worker::start(command, errors)?;
@@ -119,7 +128,7 @@ impl Peers {
                 "there is no peer: {reasons}; set {PYTHON_VARIABLE} to a Python with torch"
             )));
         }
-        Ok(Peers { hello, worker, _script: script })
+        Ok(Peers { hello, worker, _files: files })
     }
 
     fn ask<R: DeserializeOwned>(&mut self, request: &serde_json::Value, patience: Duration) -> Result<R> {
@@ -203,6 +212,16 @@ impl Peers {
     pub fn close(&mut self) -> Result<()> {
         self.ask::<serde_json::Value>(&json!({"cmd": "close"}), ANSWER).map(drop)
     }
+}
+
+/// The helper's files in a folder of their own.
+fn files() -> std::io::Result<tempfile::TempDir> {
+    let folder = tempfile::Builder::new().prefix("fa-peers-").tempdir()?;
+    std::fs::create_dir(folder.path().join("fa_peers"))?;
+    for (name, text) in FILES {
+        std::fs::write(folder.path().join(name), text)?;
+    }
+    Ok(folder)
 }
 
 /// What the helper is asked for `wanted`.
@@ -289,7 +308,7 @@ mod tests {
         let replies: String = replies.iter().map(|reply| format!("read line; echo '{reply}'; ")).collect();
         let mut command = Command::new("sh");
         command.args(["-c", &format!("echo '{hello}'; {replies} read line")]);
-        Peers::of(command, tempfile::NamedTempFile::new().expect("a file").into_temp_path())
+        Peers::of(command, tempfile::tempdir().expect("a folder"))
     }
 
     #[cfg(unix)]
@@ -312,6 +331,30 @@ mod tests {
         assert_eq!(peers.warm(&Marks::Paged.shapes(), &[], Pass::Forward).expect("nothing to do"), 0);
     }
 
+    #[test]
+    fn the_helper_is_whole() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/fa_peers");
+        let mut modules: Vec<String> = std::fs::read_dir(folder)
+            .expect("the modules are here")
+            .map(|entry| entry.expect("it can be read").file_name().into_string().expect("text"))
+            .filter(|name| name.ends_with(".py"))
+            .map(|name| format!("fa_peers/{name}"))
+            .collect();
+        modules.sort();
+        let names: Vec<&str> = FILES.iter().map(|(name, _)| *name).filter(|name| *name != SCRIPT).collect();
+        assert_eq!(names, modules);
+        // Out of its folder it says hello, with or without torch.
+        let files = files().expect("they can be written");
+        let mut python = Command::new("python3");
+        python.arg(files.path().join(SCRIPT)).stdin(std::process::Stdio::null());
+        let Ok(done) = python.output() else {
+            eprintln!("note: no python3 here, the peers' helper is not started");
+            return;
+        };
+        let text = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success() && text.starts_with(r#"{"hello": {"#), "{done:?}");
+    }
+
     #[cfg(unix)]
     #[test]
     fn a_helper_without_peers_that_refuses_or_ends_says_so() {
@@ -325,8 +368,8 @@ mod tests {
         assert!(said(error).contains("lens of k"));
         let mut command = Command::new("sh");
         command.args(["-c", "exit 1"]);
-        let script = tempfile::NamedTempFile::new().expect("a file").into_temp_path();
-        assert!(said(Peers::of(command, script).expect_err("it ends")).contains("has ended"));
+        let files = tempfile::tempdir().expect("a folder");
+        assert!(said(Peers::of(command, files).expect_err("it ends")).contains("has ended"));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use fa_core::{Dtype, Problem};
+use fa_core::{Append, Dtype, Problem, Rotary, Side, SideRows};
 use serde::{Deserialize, Serialize};
 
 /// `a`, or `a` and `b` where they differ, as in `192-128`.
@@ -102,4 +102,33 @@ impl Shape {
     pub fn seqlens(&self) -> String {
         pair(self.seqlen_q, self.seqlen_k, 'x')
     }
+}
+
+/// What is appended, in a few words.
+pub fn append_name(append: &Append) -> String {
+    let rows = |side: Side| {
+        let used = if side.used { " used" } else { "" };
+        match side.rows {
+            SideRows::Padded { len } => format!("{len}{used}"),
+            SideRows::Packed { total, max } => format!("packed{total}/{max}{used}"),
+            SideRows::Paged { page, pages, max } => format!("{pages}pages{page}/{max}"),
+        }
+    };
+    let mut name = format!(
+        "b{} {} to {} h{} hd{}-{} {}",
+        append.sequences,
+        rows(append.new),
+        rows(append.cache),
+        append.heads_kv,
+        append.head_dim,
+        append.head_dim_v,
+        append.dtype
+    );
+    if let Some(Rotary { dim, pairs, positions, table, queries }) = append.rotary {
+        name += &format!(" rotary{dim}/{positions} {pairs:?} {table}").to_lowercase();
+        if let Some(queries) = queries {
+            name += &format!(" q{} {:?}", queries.heads, queries.positions).to_lowercase();
+        }
+    }
+    name
 }

@@ -181,7 +181,7 @@ fn replace<T: DeviceRepr>(
 }
 
 /// CUDA rejects allocations of zero bytes: an empty one has an element.
-fn copy<T: DeviceRepr + Default + Clone>(
+pub(super) fn copy<T: DeviceRepr + Default + Clone>(
     stream: &Arc<CudaStream>,
     values: Option<&[T]>,
 ) -> Result<Option<CudaSlice<T>>, Error> {

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use fa_core::{Append, Arch, Family, KernelSpec, Pass, Problem};
+use fa_core::{Append, Arch, Family, KernelSpec, Merge, Pass, Problem};
 use fa_kernels::cudarc::driver::sys::{CUevent_flags, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaContext, CudaStream};
-use fa_kernels::{Backward, BoundAppend, Forward, Kernels, driver};
+use fa_kernels::{Backward, BoundAppend, BoundMerge, Forward, Kernels, driver};
 
 use crate::choose::Chooser;
 use crate::error::Error;
@@ -105,12 +105,24 @@ impl Gpu {
     }
 
     /// What appends new keys and values to a cache in this GPU's memory, and turns keys and queries by their
-    /// positions: one launch, which a CUDA graph can hold.
+    /// positions: one launch, which a CUDA graph can hold, by [`super::DeviceAppend::run`] or
+    /// [`BoundAppend::run`].
     ///
     /// # Errors
     /// What the append contradicts itself in, and those of compiling and loading.
     pub fn append(&self, append: &Append) -> Result<BoundAppend, Error> {
         Ok(self.kernels.append(append)?)
+    }
+
+    /// What merges partial results in this GPU's memory, O and LSE over different keys of the same queries: a
+    /// shared prefix and each request's suffix, a speculative tree and the cache before it, parts of a long
+    /// cache. One launch, which a CUDA graph can hold, by [`BoundMerge::run`]; tensors in host memory are
+    /// merged by [`crate::merge`].
+    ///
+    /// # Errors
+    /// What the merge contradicts itself in, and those of compiling and loading.
+    pub fn merge(&self, merge: &Merge) -> Result<BoundMerge, Error> {
+        Ok(self.kernels.merge(merge)?)
     }
 
     /// [`Gpu::bind_of`] for the backward.

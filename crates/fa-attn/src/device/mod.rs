@@ -1,6 +1,7 @@
-//! Tensors that stay on a GPU: a [`Gpu`] binds a kernel to a problem, and launches on [`DeviceForward`] and
-//! [`DeviceBackward`] allocate nothing and wait for nothing.
+//! Tensors that stay on a GPU: a [`Gpu`] binds a kernel to a problem, and launches on [`DeviceForward`],
+//! [`DeviceBackward`] and [`DeviceAppend`] allocate nothing and wait for nothing.
 
+mod append;
 mod backward;
 mod bound;
 mod extras;
@@ -10,6 +11,7 @@ mod half;
 mod tensor;
 
 pub use crate::clean::{Clean, first_clean};
+pub use append::{DeviceAppend, DeviceTable};
 pub use backward::{DeviceBackward, DeviceGradients};
 pub use bound::Bound;
 pub use extras::DeviceExtras;

@@ -1,8 +1,8 @@
 //! Packed sequences, lengths in use, keys in pages, slopes and sinks on every backend of the CPU.
 
 use fa_attn::{
-    Alibi, Backend, CpuOptions, Dtype, Engine, Error, Extras, Gradients, Lengths, Mask, Output, OwnedExtras,
-    Pass, Problem, ScoreMod, Side, Tensor, TensorLayout, merge,
+    Alibi, Append, AppendExtras, AppendTensors, Backend, CpuOptions, Dtype, Engine, Error, Extras, Gradients,
+    Lengths, Mask, Output, OwnedExtras, Pass, Problem, ScoreMod, Side, Tensor, TensorLayout, f16, merge,
 };
 use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
 
@@ -202,4 +202,66 @@ fn the_decoding_example_gives_what_its_keys_say() {
     let out = decode::step().unwrap();
     assert_eq!(out.shape, [3, 1, 8, 64]);
     assert!(out.data.iter().all(|value| value.to_f32().is_finite()));
+}
+
+#[test]
+fn appends_are_the_same_through_the_engine_and_refusals_write_nothing() {
+    let append = Append {
+        sequences: 2,
+        new: Side::packed(5, 4),
+        cache: Side::paged(3, 6, 9),
+        heads_kv: 1,
+        head_dim: 32,
+        head_dim_v: 16,
+        dtype: Dtype::F16,
+        rotary: None,
+    };
+    let values = |shape: [usize; 4], seed: f32| {
+        let count = shape.iter().product::<usize>();
+        let data = (0..count).map(|i| f16::from_f32((i as f32 * seed).sin())).collect();
+        Tensor::new(shape, data).expect("of the shape")
+    };
+    let (k_new, v_new) = (values(append.new_shape(32), 0.3), values(append.new_shape(16), 0.7));
+    let (lengths, pages) = ([7, 0], [5, 0, 3, 1, 2, 4]);
+    for engine in engines() {
+        let (mut k, mut v) = (values(append.cache_shape(32), 0.1), values(append.cache_shape(16), 0.2));
+        let before = (k.clone(), v.clone());
+        let mut after = [0, 0];
+        let mut run = |cu: Option<&[i32]>| {
+            let mut extras = AppendExtras {
+                cu_new: cu,
+                used_k: Some(&lengths),
+                page_table: Some(&pages),
+                used_out: Some(&mut after),
+                ..AppendExtras::default()
+            };
+            let mut tensors = AppendTensors {
+                k_new: k_new.view("k_new").expect("a view"),
+                v_new: v_new.view("v_new").expect("a view"),
+                k_cache: k.view_mut("k_cache").expect("a view"),
+                v_cache: v.view_mut("v_cache").expect("a view"),
+                q: None,
+                tables: None,
+            };
+            engine.append(&append, &mut extras, &mut tensors)
+        };
+        assert!(run(None).is_err_and(|error| error.to_string().contains("cu_new")));
+        assert!(run(Some(&[0, 4, 3])).is_err_and(|error| error.to_string().contains("cu_new")));
+        // The third and fourth of four new keys are beyond the nine that a sequence has room for.
+        assert_eq!(run(Some(&[0, 4, 5])).expect("appended"), 2);
+        assert_eq!(after, [11, 1]);
+        let row = |tensor: &Tensor<f16>, row: usize| {
+            let dim = tensor.shape[3];
+            tensor.data[row * dim..(row + 1) * dim].to_vec()
+        };
+        // Position 7 of the first sequence is row 1 of its third page, position 0 of the second in page 1.
+        for (from, page, to) in [(0, 3, 1), (1, 3, 2), (4, 1, 0)] {
+            assert_eq!(row(&k, 3 * page + to), row(&k_new, from));
+            assert_eq!(row(&v, 3 * page + to), row(&v_new, from));
+        }
+        let kept = (0..18).filter(|&at| ![10, 11, 3].contains(&at));
+        assert!(
+            kept.into_iter().all(|at| row(&k, at) == row(&before.0, at) && row(&v, at) == row(&before.1, at))
+        );
+    }
 }

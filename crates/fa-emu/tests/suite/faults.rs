@@ -60,6 +60,9 @@ const THROUGH_SMEM: &[(&str, &str)] =
     &[("pv_is_rs", "false"), ("exp_poly_of_16", "0"), ("rescale_threshold", "0")];
 const SM80: &str = "sm80/fwd.cuh";
 const SM90: &str = "sm90/fwd.cuh";
+const SM90_CONSUMER: &str = "sm90/fwd_consumer.cuh";
+const SM90_PRODUCER: &str = "sm90/fwd_producer.cuh";
+const SM90_TILES: &str = "sm90/fwd_tiles.cuh";
 const SM80_BWD: &str = "sm80/bwd.cuh";
 const SM90_BWD: &str = "sm90/bwd.cuh";
 const PIPELINE: &str = "tile/pipeline.cuh";
@@ -98,17 +101,17 @@ faults! {
         "!Ragged || row + tile_row < end" => "true", ["out of bounds"];
 
     // ---- SM90 forward ----
-    "no proxy fence for P": "sm90_fwd" THROUGH_SMEM, 300, SM90, "auto pack_p",
+    "no proxy fence for P": "sm90_fwd" THROUGH_SMEM, 300, SM90_CONSUMER, "auto pack_p",
         "fence_async_shared();" => "", ["missing proxy fence"];
     "the swizzle of P is off by a bit": "sm90_fwd" THROUGH_SMEM, 300, "tile/stmatrix_tile.cuh", "",
         "(offset >> 7) % kChunks" => "(offset >> 8) % kChunks", ["wrong values"];
-    "S is read before its product is waited for": "sm90_fwd" &[], 300, SM90, "while (--",
+    "S is read before its product is waited for": "sm90_fwd" &[], 300, SM90_CONSUMER, "while (--",
         "wgmma::wait<1>" => "wgmma::wait<2>", ["register hazard"];
-    "K is released before its product is done": "sm90_fwd" &[], 600, SM90, "while (--",
+    "K is released before its product is done": "sm90_fwd" &[], 600, SM90_CONSUMER, "while (--",
         "wgmma::wait<1>();" => "release_k(); wgmma::wait<1>(); auto release_k = [] {};", ["data race"];
-    "V is not waited for": "sm90_fwd" &[], 300, SM90, "while (--",
+    "V is not waited for": "sm90_fwd" &[], 300, SM90_CONSUMER, "while (--",
         "smem.v_bars.wait_full(v_state);" => "", ["data race"];
-    "no wgmma.fence before P V": "sm90_fwd" &[], 300, SM90, "auto issue_pv",
+    "no wgmma.fence before P V": "sm90_fwd" &[], 300, SM90_CONSUMER, "auto issue_pv",
         "wgmma::fence();" => "", ["missing wgmma.fence"];
     "no fence after mbarrier.init": "sm90_fwd" &[], 300, SM90, "",
         "mbarrier_init_fence();" => "", ["missing proxy fence", "mbarrier"];
@@ -118,23 +121,23 @@ faults! {
         "state.phase ^ 1" => "state.phase", ["deadlock"];
     "the producer does not wait for an empty stage": "sm90_fwd" &[], 600, PIPELINE, "acquire(",
         "mbarrier_wait(empty[state.stage], state.phase ^ 1);" => "", ["data race", "over-arrival"];
-    "half the bytes are expected": "sm90_fwd" &[], 300, SM90, "auto load_k",
+    "half the bytes are expected": "sm90_fwd" &[], 300, SM90_PRODUCER, "auto load_k",
         "T::K::kBytes" => "T::K::kBytes / 2", ["deadlock"];
     "all lanes arrive": "sm90_fwd" &[], 600, PIPELINE, "",
         "if (!elected) return;" => "", ["over-arrival", "data race", "deadlock"];
     "one arrival too few is expected": "sm90_fwd" &[], 600, PIPELINE, "",
         "consumer_warps * Ctas" => "consumer_warps * Ctas - 1", ["data race", "over-arrival", "deadlock"];
-    "Q is never released": "sm90_fwd" &[], 600, SM90, "constexpr (C.overlap_wg)",
+    "Q is never released": "sm90_fwd" &[], 600, SM90_CONSUMER, "constexpr (C.overlap_wg)",
         "smem.q_bars.release(q_state, elected);" => "", ["deadlock"];
-    "setmaxnreg asks for too much": "sm90_fwd" &[], 300, SM90, "",
+    "setmaxnreg asks for too much": "sm90_fwd" &[], 300, "sm90/fwd_layout.cuh", "",
         "C.num_wg == 2 ? 240" => "C.num_wg == 2 ? 248", ["deadlock"];
-    "a turn is not passed on": "sm90_fwd" &[], 600, SM90, "while (--",
+    "a turn is not passed on": "sm90_fwd" &[], 600, SM90_CONSUMER, "while (--",
         "signal_next();" => "", ["deadlock"];
-    "the ticket is released without a warp barrier": "sm90_fwd" &[], 900, SM90, "",
+    "the ticket is released without a warp barrier": "sm90_fwd" &[], 900, SM90_TILES, "",
         "warp_sync();" => "", ["data race"];
-    "a skipped tile is released before all lanes have seen it": "sm90_fwd" &[("tile_n", "64")], 600, SM90,
-        "auto skip_k", "warp_sync();" => "", ["phase overrun"];
-    "the counters are not reset": "sm90_fwd" &[], 300, SM90, "",
+    "a skipped tile is released before all lanes have seen it": "sm90_fwd" &[("tile_n", "64")], 600,
+        SM90_CONSUMER, "auto skip_k", "warp_sync();" => "", ["phase overrun"];
+    "the counters are not reset": "sm90_fwd" &[], 300, SM90_TILES, "",
         "params.tile_counter[0] = 0;" => "", ["leaked state"];
 
     // ---- SM90 backward ----
@@ -179,7 +182,7 @@ faults! {
         "bulk_wait();",
         "signal_next(params, tile, head, m_block);" => "signal_next(params, tile, head, m_block + 1);",
         ["deadlock", "out of bounds", "unordered addition"];
-    "a product reads V sixteen rows further": "sm90_fwd" &[], 300, SM90, "auto issue_pv",
+    "a product reads V sixteen rows further": "sm90_fwd" &[], 300, SM90_CONSUMER, "auto issue_pv",
         "T::V::row_offset(k)" => "T::V::row_offset(k + 16)",
         ["bad descriptor", "data race", "uninitialised read", "wrong values"];
 }

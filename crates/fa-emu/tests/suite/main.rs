@@ -4,8 +4,10 @@
 mod append;
 mod deterministic;
 mod faults;
+mod merge;
 mod mods;
 mod packed;
+mod plan;
 mod shipped;
 mod subjects;
 mod values;

@@ -23,7 +23,7 @@ const FAULTS: &[Fault] = &[
     (
         "keys behind a sequence's end are loaded",
         PACKED,
-        ["sm90/fwd.cuh", "auto load_varied", "seqlen.k());", "seqlen.k() + 5);"],
+        ["sm90/fwd_producer.cuh", "auto load_varied", "seqlen.k());", "seqlen.k() + 5);"],
         &["foreign row"],
     ),
     (
@@ -48,6 +48,12 @@ const FAULTS: &[Fault] = &[
         "sums of warps are read before all are there",
         PACKED,
         ["attn/plan.cuh", "int cta_scan(", "cta_sync();", ""],
+        &["data race"],
+    ),
+    (
+        "sums of warps are written again before all have read them",
+        PACKED,
+        ["attn/plan.cuh", "int place_bins(", "cta_sync();", ""],
         &["data race"],
     ),
     (

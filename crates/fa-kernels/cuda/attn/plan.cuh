@@ -52,7 +52,8 @@ __device__ __forceinline__ int warp_scan(int value) {
     return sum - value;
 }
 
-// Sums over the threads before this one, and over all.
+// Sums over the threads before this one, and over all. The caller has a barrier before the next scan, which
+// writes the warps' sums again.
 __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total) {
     const int lane = lane_index(), warp = warp_index();
     const int before = warp_scan(value);
@@ -61,9 +62,7 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
     const int own = smem.warp_sums[lane];
     const int warps_before = warp_scan(own);
     total = shuffle_from(warps_before + own, 31);
-    const int base = shuffle_from(warps_before, warp);
-    cta_sync();
-    return base + before;
+    return shuffle_from(warps_before, warp) + before;
 }
 
 // Takes `count` places of bin `bin`; returns the first. A warp executes it together, and lane 0 is `valid`.
@@ -89,7 +88,8 @@ struct Planner {
 
     // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
     // each sequence, numbered in this order. Whole warps call it; the tiles of lanes that are not valid do
-    // not exist. Returns how many there are.
+    // not exist. Returns how many there are. A barrier stands before the first call of `each`, and one after
+    // the last.
     template <class BlocksOf, class Each>
     __device__ __forceinline__ int for_tiles(const BlocksOf& blocks_of, const Each& each) const {
         const int thread = thread_index();
@@ -130,13 +130,11 @@ struct Planner {
         return kPlanThreads - 1 - min(length >> shift, kPlanThreads - 1);
     }
 
-    __device__ __forceinline__ void clear_bins() const {
-        smem.bins[thread_index()] = 0;
-        cta_sync();
-    }
-    // From how many entries a bin has to where its first one goes; returns how many there are in all.
+    // Before the tiles are counted by for_tiles.
+    __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
+    // From how many entries a bin has, as for_tiles has counted them, to where its first one goes; returns
+    // how many there are in all.
     __device__ __forceinline__ int place_bins() const {
-        cta_sync();
         int total;
         const int begin = cta_scan(smem, smem.bins[thread_index()], total);
         smem.bins[thread_index()] = begin;
@@ -192,7 +190,6 @@ struct Planner {
         });
         const int items = place_bins();
         if (thread_index() == 0) smem.slots = smem.split_items = 0;
-        cta_sync();
         for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
             const int length = valid ? key_tiles(seqlen, block) : 0, splits = splits_of(length);
             const int place =

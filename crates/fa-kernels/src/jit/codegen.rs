@@ -4,6 +4,7 @@ use std::fmt::Write;
 
 use crate::jit::append_params::AppendParams;
 use crate::jit::config::{self, ConfigField};
+use crate::jit::merge_params;
 use crate::jit::params::{self, ParamStruct};
 
 /// A generated header.
@@ -20,6 +21,7 @@ pub fn generated() -> Vec<Generated> {
     vec![
         Generated { path: "config.cuh", text: config_cuh() },
         Generated { path: "params.cuh", text: params_cuh() },
+        Generated { path: "merge/merge_params.cuh", text: merge_params_cuh() },
     ]
 }
 
@@ -59,13 +61,33 @@ fn params_cuh() -> String {
     let mut text =
         format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
     let declarations = params::declarations().into_iter().chain([AppendParams::declaration()]);
+    structs(&mut text, declarations);
+    text.push_str(
+        "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\
+         struct alignas(64) TensorMap {\n    unsigned long long opaque[16];\n};\n\n\
+         }  // namespace fa\n\n#undef FA_OFFSETOF\n",
+    );
+    text
+}
+
+fn merge_params_cuh() -> String {
+    let mut text = format!(
+        "{NOTE}\n// The parameters of the merge kernel.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
+         namespace fa {{\n"
+    );
+    structs(&mut text, merge_params::declarations());
+    text + "\n}  // namespace fa\n\n#undef FA_OFFSETOF\n"
+}
+
+fn structs(text: &mut String, declarations: impl IntoIterator<Item = ParamStruct>) {
     for ParamStruct { name, size, align, doc, fields } in declarations {
         text.push('\n');
-        comment(&mut text, "", doc);
+        comment(text, "", doc);
         let _ = writeln!(text, "struct {name} {{");
         for field in &fields {
-            comment(&mut text, "    ", field.doc);
-            let _ = writeln!(text, "    {} {};", field.cuda_type, field.name);
+            comment(text, "    ", field.doc);
+            let count = field.count.map_or_else(String::new, |count| format!("[{count}]"));
+            let _ = writeln!(text, "    {} {}{count};", field.cuda_type, field.name);
         }
         text.push_str("};\n");
         let _ = writeln!(text, "static_assert(sizeof({name}) == {size} && alignof({name}) == {align});");
@@ -73,12 +95,6 @@ fn params_cuh() -> String {
             let _ = writeln!(text, "static_assert(FA_OFFSETOF({name}, {}) == {});", field.name, field.offset);
         }
     }
-    text.push_str(
-        "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\
-         struct alignas(64) TensorMap {\n    unsigned long long opaque[16];\n};\n\n\
-         }  // namespace fa\n\n#undef FA_OFFSETOF\n",
-    );
-    text
 }
 
 fn comment(text: &mut String, indent: &str, lines: &[&str]) {

@@ -10,6 +10,7 @@ pub(crate) mod compile;
 pub(crate) mod config;
 mod hash;
 pub(crate) mod headers;
+pub mod merge_params;
 mod nvrtc;
 pub mod params;
 pub(crate) mod report;

@@ -67,6 +67,8 @@ device_types! {
 pub(crate) struct ParamField {
     pub name: &'static str,
     pub cuda_type: &'static str,
+    /// Elements of an array.
+    pub count: Option<usize>,
     pub offset: usize,
     pub doc: &'static [&'static str],
 }
@@ -105,6 +107,7 @@ macro_rules! param_struct {
                     fields: vec![$(ParamField {
                         name: stringify!($field),
                         cuda_type: <$type as DeviceType>::CUDA_TYPE,
+                        count: None,
                         offset: std::mem::offset_of!($name, $field),
                         doc: &[$($field_doc),+],
                     }),+],

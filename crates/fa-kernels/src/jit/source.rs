@@ -37,6 +37,12 @@ pub(crate) const APPEND_THREADS: u32 = 256;
 /// Bytes of shared memory of a CTA of [`APPEND`]: where each of its rows goes.
 pub(crate) const APPEND_SMEM: u32 = 32 * 20;
 
+/// The entry of the merge kernel's unit.
+pub const MERGE: &str = "fa_merge";
+
+/// Threads of a CTA of [`MERGE`]: a warp a row.
+pub(crate) const MERGE_THREADS: u32 = 128;
+
 /// Threads of a CTA of the entries before and after the main one.
 pub(crate) const PROCESS_THREADS: u32 = 256;
 
@@ -114,6 +120,24 @@ impl Source {
              extern \"C\" __global__ void __launch_bounds__({APPEND_THREADS})\n\
              {APPEND}(const __grid_constant__ AppendParams params) {{\n    append(params);\n}}\n"
         );
+        Source::of(unit, arch, headers)
+    }
+
+    /// The source of the merge kernel, which all problems share.
+    ///
+    /// # Errors
+    /// [`Error::MissingHeader`].
+    pub fn merge(arch: Arch, headers: &Headers) -> Result<Source, Error> {
+        let unit = format!(
+            "// merge\n#include \"merge/merge.cuh\"\n\nusing namespace fa;\n\n\
+             extern \"C\" __global__ void __launch_bounds__({MERGE_THREADS})\n\
+             {MERGE}(const __grid_constant__ MergeParams params) {{\n    merge(params);\n}}\n"
+        );
+        Source::of(unit, arch, headers)
+    }
+
+    /// A unit that is no spec's, for any GPU of `arch`.
+    fn of(unit: String, arch: Arch, headers: &Headers) -> Result<Source, Error> {
         let headers = headers
             .reachable(&unit)?
             .into_iter()

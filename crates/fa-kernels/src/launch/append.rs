@@ -2,11 +2,9 @@
 //! ([`fa_core::Append`]). One kernel for all problems, one launch.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
-use cudarc::nvrtc::Ptx;
+use cudarc::driver::{CudaContext, CudaStream};
 use fa_core::{Append, Dtype, QueryPositions, RotaryPairs, Side, SideRows, Strides};
 
 use crate::Error;
@@ -17,6 +15,7 @@ use crate::jit::params::{
 use crate::jit::source::{APPEND, APPEND_SMEM, APPEND_THREADS};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;
+use crate::launch::single::Single;
 
 /// The most rows of a CTA.
 const MAX_ROWS: usize = 32;
@@ -268,8 +267,7 @@ impl AppendLaunch {
 /// The append kernel in a context.
 #[derive(Debug)]
 pub struct AppendKernel {
-    context: Arc<CudaContext>,
-    function: CudaFunction,
+    single: Single,
     sms: u32,
 }
 
@@ -286,11 +284,7 @@ impl AppendKernel {
     /// # Errors
     /// [`Error::Driver`].
     pub(crate) fn load(context: &Arc<CudaContext>, sms: u32, cubin: &[u8]) -> Result<AppendKernel, Error> {
-        let module = context
-            .load_module(Ptx::from_binary(cubin.to_vec()))
-            .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
-        let function = module.load_function(APPEND).map_err(|e| Error::driver("finding an entry", e))?;
-        Ok(AppendKernel { context: context.clone(), function, sms })
+        Ok(AppendKernel { single: Single::load(context, APPEND, cubin)?, sms })
     }
 
     /// Binds the kernel to what is appended.
@@ -308,8 +302,15 @@ impl BoundAppend {
         &self.launch
     }
 
-    /// Launches the kernel on `stream`. Allocates nothing and waits for nothing, so it can be captured in a
-    /// CUDA graph, whose replays append at the lengths that are on the device then.
+    /// Checks that memory of `of` is in the kernel's context.
+    ///
+    /// # Errors
+    /// [`Error::Context`].
+    pub(crate) fn check_context(&self, name: &'static str, of: &CudaStream) -> Result<(), Error> {
+        self.kernel.single.check_context(name, of)
+    }
+
+    /// [`BoundAppend::run`] on addresses alone.
     ///
     /// # Safety
     /// Every element of the shapes of [`AppendLaunch::tensors`] under the given strides, and the arrays
@@ -320,29 +321,12 @@ impl BoundAppend {
     /// # Errors
     /// Those of [`AppendLaunch::check`], [`Error::Context`] and [`Error::Driver`].
     pub unsafe fn run_raw(&self, stream: &CudaStream, args: &RawAppendArgs) -> Result<(), Error> {
-        let AppendKernel { context, function, .. } = &*self.kernel;
         self.launch.check(args)?;
-        if self.launch.grid == 0 {
+        let AppendLaunch { grid, threads, smem, .. } = self.launch;
+        if grid == 0 {
             return Ok(());
         }
-        if **stream.context() != **context {
-            let (have, need) = (stream.context().ordinal(), context.ordinal());
-            return Err(Error::Context { name: "the stream", have, need });
-        }
-        context.bind_to_thread().map_err(|e| Error::driver("entering the context", e))?;
-        let mut params = self.launch.params(args);
-        let mut arguments: [*mut c_void; 1] = [(&raw mut params).cast()];
         // SAFETY: the entry takes these parameters; the caller vouches for the addresses.
-        unsafe {
-            result::launch_kernel(
-                function.cu_function(),
-                (self.launch.grid, 1, 1),
-                (self.launch.threads, 1, 1),
-                self.launch.smem,
-                stream.cu_stream(),
-                &mut arguments,
-            )
-        }
-        .map_err(|e| Error::driver("launching a kernel", e))
+        unsafe { self.kernel.single.launch(stream, (grid, threads, smem), self.launch.params(args)) }
     }
 }

@@ -13,6 +13,11 @@ pub trait Element: 'static {
     const DTYPE: Dtype;
 }
 
+/// Of partial results and their merging; no attention kernel computes in it.
+impl Element for f32 {
+    const DTYPE: Dtype = Dtype::F32;
+}
+
 impl Element for half::f16 {
     const DTYPE: Dtype = Dtype::F16;
 }

@@ -2,16 +2,19 @@
 //! `Forward` and `Backward` run it on a stream.
 
 pub(crate) mod append;
+pub(crate) mod append_call;
 pub(crate) mod args;
 pub(crate) mod backward;
 mod checks;
 pub(crate) mod extras;
 pub(crate) mod forward;
 mod launches;
+pub(crate) mod merge;
 pub(crate) mod module;
 mod plan;
 mod run;
 mod sections;
+mod single;
 mod tma;
 pub(crate) mod varied;
 mod workspace;
@@ -20,5 +23,8 @@ pub use append::{AppendKernel, AppendLaunch, BoundAppend, RawAppendArgs};
 pub use args::Shape;
 pub use extras::Extra;
 pub use launches::{Addresses, Launch, Launches, Params, Step, Tensor};
+pub use merge::{
+    BoundMerge, MergeArgs, MergeKernel, MergeLaunch, PartialResult, RawMergeArgs, RawPartialResult,
+};
 pub use tma::{MapShape, TensorMap};
 pub use workspace::{Part, Workspace};

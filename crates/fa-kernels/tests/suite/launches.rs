@@ -2,11 +2,14 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Alibi, Append, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, QueryPositions, Reads, Rotary,
-    RotaryPairs, RotaryQueries, ScoreMod, Side, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
+    Alibi, Append, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Merge, Problem, QueryPositions, Reads,
+    Rotary, RotaryPairs, RotaryQueries, ScoreMod, Side, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
-use fa_kernels::{AppendLaunch, Error, Headers, RawAppendArgs, RawExtras, RawTensor, Source, smem_bytes};
+use fa_kernels::{
+    AppendLaunch, Error, Headers, MergeLaunch, RawAppendArgs, RawExtras, RawMergeArgs, RawPartialResult,
+    RawTensor, Source, smem_bytes,
+};
 
 use crate::{sm80_spec, sm90_spec};
 
@@ -418,10 +421,51 @@ fn an_append_is_one_launch_whose_memory_is_checked() {
 }
 
 #[test]
-fn the_append_kernel_compiles() {
+fn a_merge_is_one_launch_whose_memory_is_checked() {
+    let merge = Merge {
+        parts: 2,
+        batch: 3,
+        seqlen: 5,
+        heads: 4,
+        dim: 64,
+        part: Dtype::Bf16,
+        out: Dtype::F32,
+        sinks: true,
+    };
+    let launch = MergeLaunch::new(&merge, SMS).unwrap();
+    // 60 rows, 4 warps.
+    assert_eq!((launch.grid, launch.threads), (15, 128));
+    let strides = fa_core::TensorLayout::Bshd.strides(5, 4, 64);
+    let part = |address: u64| RawPartialResult { out: RawTensor { address, strides }, lse: address + 4 };
+    let parts = [part(0x1000), part(0x9000)];
+    let out = RawTensor { address: 0x20000, strides };
+    let args = RawMergeArgs { parts: &parts, out, lse: Some(64), sinks: Some(128) };
+    launch.check(&args).unwrap();
+    let params = launch.params(&args);
+    assert_eq!((params.count, params.part_type, params.out_type), (2, 2, 0));
+    assert_eq!((params.parts.0[1].lse.0, params.parts.0[2].lse.0), (0x9004, 0));
+    let refused = |args: RawMergeArgs<'_>, part: &str| {
+        let text = launch.check(&args).expect_err("must be refused").to_string();
+        assert!(text.contains(part), "{text} does not say {part}");
+    };
+    refused(RawMergeArgs { parts: &parts[..1], ..args }, "1 parts were given, the merge is bound to 2");
+    refused(RawMergeArgs { sinks: None, ..args }, "sinks is missing");
+    refused(RawMergeArgs { out: RawTensor { address: 8, strides }, ..args }, "out starts at 0x8");
+    refused(RawMergeArgs { lse: Some(2), ..args }, "lse starts at 0x2");
+    let without = MergeLaunch::new(&Merge { sinks: false, ..merge }, SMS).unwrap();
+    assert!(without.check(&args).is_err_and(|error| error.to_string().contains("sinks was given")));
+    assert_eq!(MergeLaunch::new(&Merge { seqlen: 0, ..merge }, SMS).unwrap().grid, 0);
+    let many = MergeLaunch::new(&Merge { parts: 17, ..merge }, SMS).expect_err("too many").to_string();
+    assert!(many.contains("parts = 17: must be 1 to 16"), "{many}");
+}
+
+#[test]
+fn kernels_that_all_problems_share_compile() {
     for arch in [Arch::Sm80, Arch::Sm90] {
-        let source = Source::append(arch, &Headers::embedded()).unwrap();
-        let compiled = crate::nvrtc().compile(&source).unwrap_or_else(|_| panic!("{arch}"));
-        assert_eq!(compiled.report.fault(), None, "{arch}: {}", compiled.report);
+        let headers = Headers::embedded();
+        for source in [Source::append(arch, &headers).unwrap(), Source::merge(arch, &headers).unwrap()] {
+            let compiled = crate::nvrtc().compile(&source).unwrap_or_else(|_| panic!("{arch}"));
+            assert_eq!(compiled.report.fault(), None, "{arch}: {}", compiled.report);
+        }
     }
 }

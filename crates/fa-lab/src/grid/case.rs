@@ -1,11 +1,11 @@
 //! A case: a problem, where its tensors lie, what they hold, and what is done with it.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{Dtype, Mask, Pass, Problem, Strides, TensorLayout};
+use fa_core::{Append, Dtype, Mask, Pass, Problem, Strides, TensorLayout};
 use serde::{Deserialize, Serialize};
 
 use crate::sequences::Sequences;
-use crate::shape::{head_dims, pair};
+use crate::shape::{append_name, head_dims, pair};
 use crate::tensors::Inputs;
 
 /// One thing to be right about.
@@ -25,6 +25,8 @@ pub struct Case {
     pub values: Values,
     /// What is done with it.
     pub action: Action,
+    /// What is appended to a cache, where the case is about that; of the problem its types count.
+    pub append: Option<Append>,
     /// The kernel, where not the library chooses.
     pub kernel: Option<NamedSpec>,
     /// Whether the library has to choose a kernel whose CTAs share a row's keys.
@@ -133,6 +135,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
         arrangement: Arrangement::Bshd,
         values: Values::Normal,
         action: Action::Once,
+        append: None,
         kernel: None,
         split: false,
         pass: Pass::Forward,
@@ -175,6 +178,9 @@ impl Case {
             None => format!("{}x{}", p.lengths.max_q(), p.lengths.max_k()),
         };
         let what = if self.what.is_empty() { String::new() } else { format!("{}, ", self.what) };
+        if let Some(append) = &self.append {
+            return what + &append_name(append);
+        }
         let mut name = format!(
             "{what}b{} {lengths} h{} hd{} {} {}",
             p.lengths.sequences(),

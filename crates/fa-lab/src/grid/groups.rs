@@ -1,7 +1,7 @@
 //! The groups that cases are chosen by.
 
 /// Every group of the grid: the first parts of cases' names.
-pub const GROUPS: [&str; 23] = [
+pub const GROUPS: [&str; 24] = [
     "shapes",
     "padded",
     "heads",
@@ -23,6 +23,7 @@ pub const GROUPS: [&str; 23] = [
     "sinks",
     "mixed",
     "known",
+    "append",
     "shipped",
     "knobs",
 ];

@@ -3,6 +3,7 @@
 
 use fa_core::{Pass, SideRows};
 
+use super::append::append;
 use super::case::{Action, Case, Extent};
 use super::known::known;
 use super::paged::{paged, split};
@@ -19,6 +20,7 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(sinks(extent, repeat));
     cases.extend(mixed(extent));
     cases.extend(known());
+    cases.extend(append(extent));
     cases
 }
 
@@ -31,7 +33,7 @@ pub fn serving_gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let of_forward = serving(extent, repeat).into_iter().filter(|case| {
         let paged = matches!(case.problem.lengths.k().rows, SideRows::Paged { .. });
-        !paged && !case.split && case.action != Action::Relength
+        !paged && !case.split && case.append.is_none() && case.action != Action::Relength
     });
     for (turn, mut case) in of_forward.enumerate() {
         let long = case.sequences().pairs(&case.problem.mask) > LONG;
@@ -180,7 +182,7 @@ mod tests {
     fn the_quick_part_is_small_and_has_every_group() {
         let count = |cases: &[Case], group: &str| cases.iter().filter(|case| case.group == group).count();
         let (quick, full) = (serving(Extent::Quick, 10), serving(Extent::Full, 10));
-        for group in ["packed", "used", "paged", "split", "alibi", "sinks", "mixed", "known"] {
+        for group in ["packed", "used", "paged", "split", "alibi", "sinks", "mixed", "known", "append"] {
             assert!(count(&quick, group) > 5 && count(&quick, group) <= count(&full, group), "{group}");
         }
         assert!(quick.len() < 420 && full.len() < 1100, "{} and {}", quick.len(), full.len());

@@ -1,5 +1,6 @@
 //! The process that works on the GPU: cases in, events out.
 
+mod append;
 mod backward;
 mod choose;
 mod forward;
@@ -70,6 +71,7 @@ fn compile(session: &Session, cases: &[Case]) {
     let mut seen = HashSet::new();
     let new: Vec<_> = cases
         .iter()
+        .filter(|case| case.append.is_none())
         .filter_map(|case| session.first_choice(case))
         .filter(|s| seen.insert(s.to_ron()))
         .collect();
@@ -79,7 +81,9 @@ fn compile(session: &Session, cases: &[Case]) {
 /// Computes inputs and oracles that several cases share.
 fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>> {
     let mut users: HashMap<String, (usize, &Case)> = HashMap::new();
-    for case in cases.iter().filter(|case| !matches!(case.action, Action::Measure | Action::Repeat(_))) {
+    let keeps_own =
+        |case: &&Case| case.append.is_some() || matches!(case.action, Action::Measure | Action::Repeat(_));
+    for case in cases.iter().filter(|case| !keeps_own(case)) {
         users.entry(case.problem_name()).or_insert((0, case)).0 += 1;
     }
     let several: Vec<&Case> = users.values().filter(|(n, _)| *n > 1).map(|&(_, case)| case).collect();
@@ -129,6 +133,9 @@ fn run_case(session: &Session, case: &Case) {
 }
 
 fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
+    if let Some(append) = &case.append {
+        return append::examine::<T>(session, case, append);
+    }
     let (forward, mut passed_over) = session.forward(case)?;
     session.check_memory(case)?;
     let found = match case.pass {

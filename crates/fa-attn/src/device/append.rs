@@ -1,0 +1,203 @@
+//! The device memory of an append.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use fa_cpu::{AppendExtras, AppendTensors, Table};
+use fa_kernels::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
+use fa_kernels::{AppendArgs, AppendQueries, AppendTable, BoundAppend, Error, RawAppendArgs};
+
+use super::extras::copy;
+use super::forward::capture;
+use super::half::Half;
+use super::tensor::{DeviceTensor, doing};
+
+/// New keys and values, the cache, and what else an append names. The caches and lengths may be those of a
+/// [`super::DeviceForward`]: swap them in and out, or append by [`BoundAppend::run`] on the tensors there.
+#[derive(Debug)]
+pub struct DeviceAppend<T> {
+    /// New keys, `[batch, rows, heads_kv, head_dim]` or packed.
+    pub k_new: DeviceTensor<T>,
+    /// New values, `[batch, rows, heads_kv, head_dim_v]` or packed.
+    pub v_new: DeviceTensor<T>,
+    /// The cache of keys, written where rows are appended.
+    pub k_cache: DeviceTensor<T>,
+    /// The cache of values.
+    pub v_cache: DeviceTensor<T>,
+    /// Queries, turned in place.
+    pub q: Option<DeviceTensor<T>>,
+    /// Cosines and sines, `[positions, dim / 2]`.
+    pub tables: Option<[DeviceTable<T>; 2]>,
+    /// `[batch + 1]`, of packed new keys.
+    pub cu_new: Option<CudaSlice<i32>>,
+    /// `[batch]`, of new keys used in part.
+    pub used_new: Option<CudaSlice<i32>>,
+    /// `[batch]`: keys in the cache before.
+    pub used_k: Option<CudaSlice<i32>>,
+    /// `[batch, table_columns]`.
+    pub page_table: Option<CudaSlice<i32>>,
+    /// `[batch + 1]`, of packed queries.
+    pub cu_q: Option<CudaSlice<i32>>,
+    /// `[batch]`, of queries used in part.
+    pub used_q: Option<CudaSlice<i32>>,
+    /// `[batch]`, written: keys in the cache afterwards.
+    pub used_out: Option<CudaSlice<i32>>,
+    /// `[1]`: rows without a place, of all runs.
+    pub dropped: CudaSlice<u32>,
+}
+
+/// Cosines or sines in device memory.
+#[derive(Debug)]
+pub enum DeviceTable<T> {
+    /// In f32.
+    F32(CudaSlice<f32>),
+    /// In the type of the tensors.
+    Same(CudaSlice<T>),
+}
+
+impl<T: Half> DeviceTable<T> {
+    fn upload(stream: &Arc<CudaStream>, table: &Table<'_, T>) -> Result<DeviceTable<T>, Error> {
+        const ONE: &str = "a copy of a slice is a slice";
+        Ok(match table {
+            Table::F32(values) => DeviceTable::F32(copy(stream, Some(*values))?.expect(ONE)),
+            Table::Same(values) => DeviceTable::Same(copy(stream, Some(*values))?.expect(ONE)),
+        })
+    }
+
+    fn argument(&self) -> AppendTable<'_, T> {
+        match self {
+            DeviceTable::F32(table) => AppendTable::F32(table),
+            DeviceTable::Same(table) => AppendTable::Same(table),
+        }
+    }
+
+    fn address(&self, stream: &CudaStream) -> u64 {
+        match self {
+            DeviceTable::F32(table) => table.device_ptr(stream).0,
+            DeviceTable::Same(table) => table.device_ptr(stream).0,
+        }
+    }
+}
+
+impl<T: Half> DeviceAppend<T> {
+    /// Copies of host tensors and arrays, as [`crate::append`] takes them.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], above all for want of memory.
+    pub fn upload(
+        stream: &Arc<CudaStream>,
+        extras: &AppendExtras<'_>,
+        tensors: &AppendTensors<'_, T>,
+    ) -> Result<DeviceAppend<T>, Error> {
+        let words = |words: Option<&[i32]>| copy(stream, words);
+        let tables = match &tensors.tables {
+            Some([cos, sin]) => Some([DeviceTable::upload(stream, cos)?, DeviceTable::upload(stream, sin)?]),
+            None => None,
+        };
+        Ok(DeviceAppend {
+            k_new: DeviceTensor::upload(stream, &tensors.k_new)?,
+            v_new: DeviceTensor::upload(stream, &tensors.v_new)?,
+            k_cache: DeviceTensor::upload(stream, &tensors.k_cache.as_ref())?,
+            v_cache: DeviceTensor::upload(stream, &tensors.v_cache.as_ref())?,
+            q: tensors.q.as_ref().map(|q| DeviceTensor::upload(stream, &q.as_ref())).transpose()?,
+            tables,
+            cu_new: words(extras.cu_new)?,
+            used_new: words(extras.used_new)?,
+            used_k: words(extras.used_k)?,
+            page_table: words(extras.page_table)?,
+            cu_q: words(extras.cu_q)?,
+            used_q: words(extras.used_q)?,
+            used_out: words(extras.used_out.as_deref())?,
+            dropped: stream.alloc_zeros(1).map_err(doing("allocating device memory"))?,
+        })
+    }
+
+    /// Launches `append` on `stream`: allocates nothing on the device, waits for nothing.
+    ///
+    /// # Errors
+    /// What [`BoundAppend::run`] refuses.
+    pub fn run(&mut self, append: &BoundAppend, stream: &CudaStream) -> Result<(), Error> {
+        fn read(words: &Option<CudaSlice<i32>>) -> Option<&dyn DevicePtr<i32>> {
+            words.as_ref().map(|words| words as &dyn DevicePtr<i32>)
+        }
+        append.run(
+            stream,
+            AppendArgs {
+                k_new: self.k_new.input(),
+                v_new: self.v_new.input(),
+                k_cache: self.k_cache.output(),
+                v_cache: self.v_cache.output(),
+                queries: self.q.as_mut().map(|q| AppendQueries::InPlace(q.output())),
+                tables: self.tables.as_ref().map(|[cos, sin]| [cos.argument(), sin.argument()]),
+                cu_new: read(&self.cu_new),
+                used_new: read(&self.used_new),
+                used_k: read(&self.used_k),
+                page_table: read(&self.page_table),
+                cu_q: read(&self.cu_q),
+                used_q: read(&self.used_q),
+                used_out: self.used_out.as_mut().map(|to| to as &mut dyn DevicePtrMut<i32>),
+                dropped: Some(&mut self.dropped),
+            },
+        )
+    }
+
+    /// The addresses.
+    pub fn raw(&mut self, stream: &CudaStream) -> RawAppendArgs {
+        let at = |words: &Option<CudaSlice<i32>>| words.as_ref().map(|words| words.device_ptr(stream).0);
+        RawAppendArgs {
+            k_new: self.k_new.raw(stream),
+            v_new: self.v_new.raw(stream),
+            k_cache: self.k_cache.raw(stream),
+            v_cache: self.v_cache.raw(stream),
+            q: self.q.as_ref().map(|q| q.raw(stream)),
+            q_out: None,
+            tables: self.tables.as_ref().map(|[cos, sin]| [cos.address(stream), sin.address(stream)]),
+            cu_new: at(&self.cu_new),
+            used_new: at(&self.used_new),
+            used_k: at(&self.used_k),
+            page_table: at(&self.page_table),
+            cu_q: at(&self.cu_q),
+            used_q: at(&self.used_q),
+            used_out: self.used_out.as_mut().map(|to| to.device_ptr_mut(stream).0),
+            dropped: Some(self.dropped.device_ptr_mut(stream).0),
+        }
+    }
+
+    /// A launch on `stream` (not the default one) captured as a CUDA graph, which must not outlive this
+    /// memory. Replays append at the lengths that `used_k` holds then.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn capture(&mut self, append: &BoundAppend, stream: &Arc<CudaStream>) -> Result<CudaGraph, Error> {
+        let args = self.raw(stream);
+        // SAFETY: the addresses are those of memory of these shapes, which the caller keeps for the graph.
+        capture(stream, || unsafe { append.run_raw(stream, &args) })
+    }
+
+    /// Copies the caches, the queries and the lengths afterwards to the host; returns how many rows had no
+    /// place. Waits for the stream.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also for what went wrong on the GPU meanwhile.
+    pub fn download(
+        &self,
+        stream: &Arc<CudaStream>,
+        extras: &mut AppendExtras<'_>,
+        tensors: &mut AppendTensors<'_, T>,
+    ) -> Result<usize, Error> {
+        let read = doing("copying from the GPU");
+        self.k_cache.download(stream, &mut tensors.k_cache)?;
+        self.v_cache.download(stream, &mut tensors.v_cache)?;
+        if let (Some(from), Some(to)) = (&self.q, &mut tensors.q) {
+            from.download(stream, to)?;
+        }
+        if let (Some(from), Some(to)) = (&self.used_out, extras.used_out.as_deref_mut())
+            && !to.is_empty()
+        {
+            stream.memcpy_dtoh(from, to).map_err(&read)?;
+        }
+        let dropped = stream.clone_dtoh(&self.dropped).map_err(&read)?;
+        stream.synchronize().map_err(read)?;
+        Ok(dropped.into_iter().sum::<u32>() as usize)
+    }
+}

@@ -1,0 +1,163 @@
+//! Both passes on tensors in host memory, by fa-cpu's tiled kernels: inputs are read where they lie.
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType};
+use fa_attn::{OwnedExtras, Problem, TensorLayout, bf16, f16};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
+use fa_cpu::{Element, TensorMut, TensorRef};
+
+use crate::error::{Error, refused};
+use crate::problem::{Beside, Posed, strides};
+
+/// An input: storage and layout.
+type Input<'a> = (&'a CpuStorage, &'a Layout);
+
+/// The gradients of Q, K and V, and of the sinks where there are some.
+type Gradients = ([Tensor; 3], Option<Tensor>);
+
+/// An element type of both candle and fa-cpu.
+trait Value: WithDType + Element + Default {}
+
+impl Value for f32 {}
+impl Value for f16 {}
+impl Value for bf16 {}
+
+/// O, and LSE where `with_lse`.
+pub(crate) fn forward(
+    posed: &Posed,
+    inputs: [Input<'_>; 3],
+    with_lse: bool,
+) -> Result<(CpuStorage, Shape, Option<Tensor>)> {
+    let q = inputs[0].1.dims();
+    let mut lse = with_lse.then(|| vec![0f32; lse_len(&posed.problem)]);
+    let to = lse.as_deref_mut();
+    let storage = match inputs[0].0 {
+        CpuStorage::F32(_) => CpuStorage::F32(output(posed, inputs, to)?),
+        CpuStorage::F16(_) => CpuStorage::F16(output(posed, inputs, to)?),
+        CpuStorage::BF16(_) => CpuStorage::BF16(output(posed, inputs, to)?),
+        other => return Err(unknown(other.dtype())),
+    };
+    let lse = lse.map(|lse| Tensor::from_vec(lse, posed.lse_shape(q), &Device::Cpu)).transpose()?;
+    Ok((storage, Shape::from(posed.out_shape(q)), lse))
+}
+
+fn output<T: Value>(posed: &Posed, [q, k, v]: [Input<'_>; 3], lse: Option<&mut [f32]>) -> Result<Vec<T>> {
+    let problem = &posed.problem;
+    let beside = on_host(&posed.beside)?;
+    let q = view("q", q, q_shape(problem))?;
+    let k = view("k", k, k_shape(problem))?;
+    let v = view("v", v, v_shape(problem))?;
+    let mut out: Vec<T> = zeros(out_shape(problem));
+    let mut to = written("out", &mut out, out_shape(problem))?;
+    forward_extras(Options::default(), problem, &beside.view(), &q, &k, &v, &mut to, lse).map_err(refused)?;
+    Ok(out)
+}
+
+/// The gradients, from that of the output.
+pub(crate) fn backward(
+    posed: &Posed,
+    inputs: [&Tensor; 3],
+    [out, lse, dout]: [&Tensor; 3],
+) -> Result<Gradients> {
+    let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
+    match inputs[0].dtype() {
+        DType::F32 => gradients::<f32>(posed, all),
+        DType::F16 => gradients::<f16>(posed, all),
+        DType::BF16 => gradients::<bf16>(posed, all),
+        other => Err(unknown(other)),
+    }
+}
+
+fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients> {
+    let problem: &Problem = &posed.problem;
+    let beside = on_host(&posed.beside)?;
+    let locked = tensors.map(Tensor::storage_and_layout);
+    let input = |at: usize| match &*locked[at].0 {
+        Storage::Cpu(storage) => Ok((storage, locked[at].1)),
+        Storage::Cuda(_) | Storage::Metal(_) => Err(candle_core::Error::from(Error::NoForward)),
+    };
+    let (lse, lse_layout) = input(5)?;
+    let lse = elements::<f32>(lse, lse_layout)?;
+    let inputs = BackwardInputs {
+        q: view::<T>("q", input(0)?, q_shape(problem))?,
+        k: view("k", input(1)?, k_shape(problem))?,
+        v: view("v", input(2)?, v_shape(problem))?,
+        out: view("out", input(3)?, out_shape(problem))?,
+        lse: lse.get(..lse_len(problem)).unwrap_or(lse),
+        dout: view("the gradient of out", input(4)?, out_shape(problem))?,
+    };
+    let shapes = [q_shape(problem), k_shape(problem), v_shape(problem)];
+    let [mut dq, mut dk, mut dv] = shapes.map(zeros::<T>);
+    let mut dsinks = problem.score.sinks.then(|| vec![0f32; problem.heads_q]);
+    backward_extras(
+        Options::default(),
+        problem,
+        &beside.view(),
+        &inputs,
+        &mut written("dq", &mut dq, shapes[0])?,
+        &mut written("dk", &mut dk, shapes[1])?,
+        &mut written("dv", &mut dv, shapes[2])?,
+        dsinks.as_deref_mut(),
+    )
+    .map_err(refused)?;
+    let tensor = |data: Vec<T>, like: &Tensor| Tensor::from_vec(data, like.shape(), &Device::Cpu);
+    let made = [tensor(dq, tensors[0])?, tensor(dk, tensors[1])?, tensor(dv, tensors[2])?];
+    let dsinks = dsinks.map(|data| Tensor::from_vec(data, problem.heads_q, &Device::Cpu)).transpose()?;
+    Ok((made, dsinks))
+}
+
+/// The small tensors as fa-cpu takes them.
+fn on_host(beside: &Beside) -> Result<OwnedExtras> {
+    let integers = |tensor: &Option<Tensor>| tensor.as_ref().map(host_integers).transpose();
+    let floats = |tensor: &Option<Tensor>| {
+        tensor.as_ref().map(|tensor| tensor.detach().flatten_all()?.to_vec1::<f32>()).transpose()
+    };
+    Ok(OwnedExtras {
+        cu_q: integers(&beside.cu_q)?,
+        cu_k: integers(&beside.cu_k)?,
+        used_q: integers(&beside.used_q)?,
+        used_k: integers(&beside.used_k)?,
+        page_table: integers(&beside.page_table)?,
+        alibi_slopes: floats(&beside.alibi_slopes)?,
+        sinks: floats(&beside.sinks)?,
+    })
+}
+
+fn host_integers(tensor: &Tensor) -> Result<Vec<i32>> {
+    let flat = tensor.flatten_all()?;
+    if tensor.dtype() == DType::I32 {
+        return flat.to_vec1::<i32>();
+    }
+    // What no i32 holds is beyond every tensor, and refused as that.
+    let values = flat.to_vec1::<u32>()?;
+    Ok(values.into_iter().map(|value| i32::try_from(value).unwrap_or(i32::MAX)).collect())
+}
+
+fn elements<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+    Ok(storage.as_slice::<T>()?.get(layout.start_offset()..).unwrap_or_default())
+}
+
+fn view<'a, T: Value>(
+    name: &'static str,
+    (storage, layout): Input<'a>,
+    shape: [usize; 4],
+) -> Result<TensorRef<'a, T>> {
+    TensorRef::new(name, elements(storage, layout)?, shape, strides(layout)).map_err(refused)
+}
+
+fn zeros<T: Value>(shape: [usize; 4]) -> Vec<T> {
+    vec![T::default(); shape.iter().product()]
+}
+
+fn written<'a, T: Value>(
+    name: &'static str,
+    data: &'a mut [T],
+    shape: [usize; 4],
+) -> Result<TensorMut<'a, T>> {
+    TensorMut::packed(name, data, shape, TensorLayout::Bshd).map_err(refused)
+}
+
+fn unknown(got: DType) -> candle_core::Error {
+    Error::Dtype { tensor: "q", got, need: "f32, f16 or bf16".to_owned() }.into()
+}

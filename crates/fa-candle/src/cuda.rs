@@ -1,0 +1,245 @@
+//! Both passes on tensors in a GPU's memory, on candle's stream: inputs are read where they lie, outputs
+//! allocated by candle, nothing is waited for.
+#![allow(unsafe_code)]
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Layout, Result, Shape, Storage, StorageRef, Tensor};
+use fa_attn::device::Bound;
+use fa_attn::{Pass, TensorLayout, bf16, f16};
+use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
+use fa_kernels::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
+use fa_kernels::{BackwardArgs, Element, Extras, ForwardArgs, Input, Output};
+
+use crate::error::{Error, refused};
+use crate::kernels::Device;
+use crate::problem::{Beside, Posed, strides};
+
+/// An input: storage and layout.
+type Given<'a> = (&'a CudaStorage, &'a Layout);
+
+/// The gradients of Q, K and V, and of the sinks where there are some.
+type Gradients = ([Tensor; 3], Option<Tensor>);
+
+/// An element type of both candle and the kernels.
+trait Value: CudaDType + DeviceRepr + ValidAsZeroBits + Element {}
+
+impl Value for f16 {}
+impl Value for bf16 {}
+
+/// O, and LSE where `with_lse`.
+pub(crate) fn forward(
+    posed: &Posed,
+    inputs: [Given<'_>; 3],
+    with_lse: bool,
+) -> Result<(CudaStorage, Shape, Option<Tensor>)> {
+    let q = inputs[0].1.dims();
+    let (storage, lse) = match inputs[0].0.dtype() {
+        DType::F16 => output::<f16>(posed, inputs, with_lse)?,
+        DType::BF16 => output::<bf16>(posed, inputs, with_lse)?,
+        other => return Err(unknown(other)),
+    };
+    let device = inputs[0].0.device();
+    let lse = lse.map(|lse| tensor(lse, posed.lse_shape(q), device));
+    Ok((storage, Shape::from(posed.out_shape(q)), lse))
+}
+
+fn output<T: Value>(
+    posed: &Posed,
+    [q, k, v]: [Given<'_>; 3],
+    with_lse: bool,
+) -> Result<(CudaStorage, Option<CudaSlice<f32>>)> {
+    let (problem, device) = (&posed.problem, q.0.device());
+    let stream = device.cuda_stream();
+    let kernels = Device::of(stream.context())?;
+    let bound = kernels.bind(problem, Pass::Forward)?;
+    let Bound::Forward(forward) = &*bound else { return Err(Error::NoForward.into()) };
+    let mut out = room::<T>(posed, device, out_shape(problem).iter().product())?;
+    let mut lse = match with_lse {
+        true => Some(room::<f32>(posed, device, lse_len(problem))?),
+        false => None,
+    };
+    let beside = Locked::of(&posed.beside);
+    let views = beside.views()?;
+    let [(q, q_strides), (k, k_strides), (v, v_strides)] = [view::<T>(q)?, view(k)?, view(v)?];
+    kernels.with_workspace(&stream, forward.workspace_bytes(), |workspace| {
+        let args = ForwardArgs {
+            q: Input { data: &q, strides: q_strides },
+            k: Input { data: &k, strides: k_strides },
+            v: Input { data: &v, strides: v_strides },
+            out: written(&mut out, out_shape(problem)),
+            lse: lse.as_mut().map(|lse| lse as &mut dyn DevicePtrMut<f32>),
+            workspace: workspace.map(|workspace| workspace as &mut dyn DevicePtrMut<u8>),
+            extras: views.extras(),
+        };
+        forward.run(&stream, args).map_err(refused)
+    })?;
+    Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), lse))
+}
+
+/// The gradients, from that of the output.
+pub(crate) fn backward(
+    posed: &Posed,
+    inputs: [&Tensor; 3],
+    [out, lse, dout]: [&Tensor; 3],
+) -> Result<Gradients> {
+    let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
+    match inputs[0].dtype() {
+        DType::F16 => gradients::<f16>(posed, all),
+        DType::BF16 => gradients::<bf16>(posed, all),
+        other => Err(unknown(other)),
+    }
+}
+
+fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients> {
+    let problem = &posed.problem;
+    let locked = tensors.map(Tensor::storage_and_layout);
+    let given = |at: usize| on_gpu(&locked[at]);
+    let device = given(0)?.0.device();
+    let stream = device.cuda_stream();
+    let pass = Pass::Backward { deterministic: posed.deterministic };
+    let bound = Device::of(stream.context())?.bind(problem, pass)?;
+    let Bound::Backward(backward) = &*bound else { return Err(Error::NoForward.into()) };
+    let shapes = [q_shape(problem), k_shape(problem), v_shape(problem)];
+    let made = shapes.map(|shape| room::<T>(posed, device, shape.iter().product()));
+    let [dq, dk, dv] = made;
+    let (mut dq, mut dk, mut dv) = (dq?, dk?, dv?);
+    let mut dsinks = match problem.score.sinks {
+        true => Some(room::<f32>(posed, device, problem.heads_q)?),
+        false => None,
+    };
+    // SAFETY: the kernels write every byte of it that they read.
+    let mut workspace = unsafe { device.alloc::<u8>(backward.workspace_bytes().max(16))? };
+    let beside = Locked::of(&posed.beside);
+    let views = beside.views()?;
+    let mut inputs = [None, None, None, None, None];
+    for (at, input) in inputs.iter_mut().enumerate() {
+        *input = Some(view::<T>(given(at)?)?);
+    }
+    let input = |at: usize| {
+        let (data, strides) = inputs[at].as_ref().ok_or(Error::NoForward)?;
+        Ok::<_, candle_core::Error>(Input { data, strides: *strides })
+    };
+    let (lse, _) = view::<f32>(given(5)?)?;
+    let args = BackwardArgs {
+        q: input(0)?,
+        k: input(1)?,
+        v: input(2)?,
+        out: input(3)?,
+        lse: &lse,
+        dout: input(4)?,
+        dq: written(&mut dq, shapes[0]),
+        dk: written(&mut dk, shapes[1]),
+        dv: written(&mut dv, shapes[2]),
+        workspace: &mut workspace,
+        extras: Extras {
+            dsinks: dsinks.as_mut().map(|dsinks| dsinks as &mut dyn DevicePtrMut<f32>),
+            ..views.extras()
+        },
+    };
+    backward.run(&stream, args).map_err(refused)?;
+    let like = |data: CudaSlice<T>, like: &Tensor| tensor(data, like.shape(), device);
+    let made = [like(dq, tensors[0]), like(dk, tensors[1]), like(dv, tensors[2])];
+    Ok((made, dsinks.map(|dsinks| tensor(dsinks, problem.heads_q, device))))
+}
+
+/// A tensor of one element, for the graph alone.
+pub(crate) fn token(like: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+    let device = like.device();
+    let made = device.alloc_zeros::<f32>(1)?;
+    Ok((CudaStorage::wrap_cuda_slice(made, device.clone()), Shape::from(1)))
+}
+
+/// The tensors beside Q, K and V, held while a launch is enqueued.
+struct Locked<'a> {
+    tensors: [Option<(StorageRef<'a>, &'a Layout)>; 7],
+}
+
+/// Where they lie.
+struct Views<'a> {
+    integers: [Option<CudaView<'a, i32>>; 5],
+    floats: [Option<CudaView<'a, f32>>; 2],
+}
+
+impl<'a> Locked<'a> {
+    fn of(beside: &'a Beside) -> Locked<'a> {
+        let Beside { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks } = beside;
+        let tensors = [cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks];
+        Locked { tensors: tensors.map(|tensor| tensor.as_ref().map(Tensor::storage_and_layout)) }
+    }
+
+    fn views(&self) -> Result<Views<'_>> {
+        let mut views = Views { integers: [const { None }; 5], floats: [const { None }; 2] };
+        let (integers, floats) = self.tensors.split_at(5);
+        for (view, tensor) in views.integers.iter_mut().zip(integers) {
+            *view = tensor.as_ref().map(|tensor| words(on_gpu(tensor)?)).transpose()?;
+        }
+        for (to, tensor) in views.floats.iter_mut().zip(floats) {
+            *to = tensor.as_ref().map(|tensor| Ok(view::<f32>(on_gpu(tensor)?)?.0)).transpose()?;
+        }
+        Ok(views)
+    }
+}
+
+impl Views<'_> {
+    fn extras(&self) -> Extras<'_> {
+        fn read<'a, T>(view: &'a Option<CudaView<'_, T>>) -> Option<&'a dyn DevicePtr<T>> {
+            view.as_ref().map(|view| view as &dyn DevicePtr<T>)
+        }
+        let [cu_q, cu_k, used_q, used_k, page_table] = self.integers.each_ref().map(read);
+        let [alibi_slopes, sinks] = self.floats.each_ref().map(read);
+        Extras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, ..Extras::default() }
+    }
+}
+
+fn on_gpu<'a>((storage, layout): &'a (StorageRef<'_>, &Layout)) -> Result<Given<'a>> {
+    match &**storage {
+        Storage::Cuda(storage) => Ok((storage, layout)),
+        Storage::Cpu(_) | Storage::Metal(_) => Err(Error::NoForward.into()),
+    }
+}
+
+/// The elements from the layout's first on, with their strides.
+fn view<'a, T: CudaDType>((storage, layout): Given<'a>) -> Result<(CudaView<'a, T>, fa_core::Strides)> {
+    let slice = storage.as_cuda_slice::<T>()?;
+    let offset = layout.start_offset().min(slice.len());
+    Ok((slice.slice(offset..), strides(layout)))
+}
+
+/// Starts, lengths or pages, whose type was checked.
+fn words<'a>((storage, layout): Given<'a>) -> Result<CudaView<'a, i32>> {
+    if let CudaStorageSlice::U32(slice) = &storage.slice {
+        // SAFETY: both have 4 bytes, of which every pattern is a value.
+        let whole = unsafe { slice.transmute::<i32>(slice.len()) };
+        let offset = layout.start_offset().min(slice.len());
+        return Ok(whole.ok_or(Error::NoForward)?.slice(offset..));
+    }
+    Ok(view::<i32>((storage, layout))?.0)
+}
+
+/// Memory for an output: zero where not every row belongs to a sequence. CUDA rejects allocations of nothing.
+fn room<T: DeviceRepr + ValidAsZeroBits>(
+    posed: &Posed,
+    device: &CudaDevice,
+    len: usize,
+) -> Result<CudaSlice<T>> {
+    if posed.problem.lengths.is_uniform() {
+        // SAFETY: the kernels write every element.
+        return unsafe { device.alloc(len.max(1)) };
+    }
+    device.alloc_zeros(len.max(1))
+}
+
+fn written<T>(data: &mut CudaSlice<T>, [_, seqlen, heads, dim]: [usize; 4]) -> Output<'_, T> {
+    Output { data, strides: TensorLayout::Bshd.strides(seqlen, heads, dim) }
+}
+
+fn tensor<T: CudaDType>(data: CudaSlice<T>, shape: impl Into<Shape>, device: &CudaDevice) -> Tensor {
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(data, device.clone()));
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
+}
+
+fn unknown(got: DType) -> candle_core::Error {
+    Error::Dtype { tensor: "q", got, need: "f16 or bf16 on a GPU: convert by `to_dtype`".to_owned() }.into()
+}

@@ -1,0 +1,86 @@
+//! What the functions refuse, as the text of a candle error.
+
+use candle_core::{DType, Device};
+
+/// What the functions refuse. They return candle's error type, which carries these as
+/// [`candle_core::Error::Wrapped`].
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// What the kernels refuse: a head dim, a stride, a type, a starting point outside the tensor.
+    #[error(transparent)]
+    Attention(#[from] fa_attn::Error),
+    /// A tensor has another number of axes than its place asks for.
+    #[error("{tensor} has the shape {shape:?}: it must be {need}")]
+    Shape {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// What it must be.
+        need: String,
+    },
+    /// A tensor's elements are of a type that its place does not take.
+    #[error("{tensor} holds {got:?}: it must be {need}")]
+    Dtype {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its type.
+        got: DType,
+        /// What would work.
+        need: String,
+    },
+    /// A tensor lies on another device than Q.
+    #[error("{tensor} is on {got:?} and q on {need:?}: move it there by `to_device`")]
+    Device {
+        /// The tensor.
+        tensor: &'static str,
+        /// Its device.
+        got: Device,
+        /// That of Q.
+        need: Device,
+    },
+    /// A device that no kernel runs on.
+    #[error(
+        "{device} tensors: attention runs on the CPU and, with this crate's feature `cuda`, on CUDA devices"
+    )]
+    Backend {
+        /// Its kind.
+        device: &'static str,
+    },
+    /// `page_block_size` is not that of the cache.
+    #[error("page_block_size is {got}, k is (pages, page_block_size, heads, dim) with pages of {need}")]
+    PageSize {
+        /// The argument.
+        got: usize,
+        /// The tensor's.
+        need: usize,
+    },
+    /// Ranges of positions that see each other whatever the mask.
+    #[error(
+        "mm_prefix_ranges are not supported: leave them out, or compute the layers that have them by \
+         candle's own operations"
+    )]
+    PrefixRanges,
+    /// A gradient that nothing computes was asked for.
+    #[error("{tensor} requires a gradient, which is not computed: {instead}")]
+    NoGradient {
+        /// The tensor.
+        tensor: &'static str,
+        /// What would work.
+        instead: &'static str,
+    },
+    /// The backward found no LSE of its forward.
+    #[error("the backward has no LSE of a forward: call backward on the output of the forward")]
+    NoForward,
+}
+
+impl From<Error> for candle_core::Error {
+    fn from(error: Error) -> candle_core::Error {
+        candle_core::Error::wrap(error)
+    }
+}
+
+/// What the crates below refuse, as a candle error.
+pub(crate) fn refused(error: impl Into<fa_attn::Error>) -> candle_core::Error {
+    Error::from(error.into()).into()
+}

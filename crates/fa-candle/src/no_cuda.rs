@@ -1,0 +1,22 @@
+//! What stands in for the GPU's side where candle is built without its CUDA backend.
+
+use candle_core::{CudaStorage, Layout, Result, Shape, Tensor};
+
+use crate::error::Error;
+use crate::problem::Posed;
+
+pub(crate) fn forward(
+    _: &Posed,
+    _: [(&CudaStorage, &Layout); 3],
+    _: bool,
+) -> Result<(CudaStorage, Shape, Option<Tensor>)> {
+    Err(Error::Backend { device: "CUDA" }.into())
+}
+
+pub(crate) fn backward(_: &Posed, _: [&Tensor; 3], _: [&Tensor; 3]) -> Result<([Tensor; 3], Option<Tensor>)> {
+    Err(Error::Backend { device: "other" }.into())
+}
+
+pub(crate) fn token(_: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+    Err(Error::Backend { device: "CUDA" }.into())
+}

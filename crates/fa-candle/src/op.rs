@@ -1,0 +1,245 @@
+//! Attention as operations of candle's graph, with their gradients.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::ThreadId;
+
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+
+use crate::error::Error;
+use crate::problem::Posed;
+use crate::{cpu, cuda};
+
+/// O, and LSE where it was asked for.
+pub(crate) fn apply(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    posed: Posed,
+    needs_lse: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let sinks = posed.beside.sinks.clone().filter(Tensor::track_op);
+    let tracked = sinks.is_some() || [q, k, v].iter().any(|tensor| tensor.track_op());
+    let lse = Arc::new(OnceLock::new());
+    let pass = Pass { posed, lse: lse.clone(), needs_lse: needs_lse || tracked };
+    let out = match sinks {
+        Some(sinks) => {
+            let gradients = Arc::new(Handed::default());
+            let keys = k.apply_op2(v, Keys { gradients: gradients.clone() })?;
+            let op = WithSinks { pass, k: k.clone(), v: v.clone(), gradients };
+            q.apply_op3(&keys, &sinks, op)?
+        }
+        None if tracked => q.apply_op3(k, v, Attention { pass })?,
+        None => q.apply_op3_no_bwd(k, v, &Attention { pass })?,
+    };
+    Ok((out, lse.get().cloned().filter(|_| needs_lse)))
+}
+
+/// What both operations do: a forward that keeps LSE for the backward.
+struct Pass {
+    posed: Posed,
+    lse: Arc<OnceLock<Tensor>>,
+    needs_lse: bool,
+}
+
+impl Pass {
+    fn cpu(&self, inputs: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        let (storage, shape, lse) = cpu::forward(&self.posed, inputs, self.needs_lse)?;
+        self.keep(lse);
+        Ok((storage, shape))
+    }
+
+    fn cuda(&self, inputs: [(&CudaStorage, &Layout); 3]) -> Result<(CudaStorage, Shape)> {
+        let (storage, shape, lse) = cuda::forward(&self.posed, inputs, self.needs_lse)?;
+        self.keep(lse);
+        Ok((storage, shape))
+    }
+
+    fn keep(&self, lse: Option<Tensor>) {
+        if let Some(lse) = lse {
+            self.lse.get_or_init(|| lse);
+        }
+    }
+
+    fn gradients(
+        &self,
+        inputs: [&Tensor; 3],
+        out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let lse = self.lse.get().ok_or(Error::NoForward)?;
+        // Gradients of candle's own operations may be broadcast or transposed; rows are read as they lie.
+        let dout = if dout.stride().last() == Some(&1) { dout.clone() } else { dout.contiguous()? };
+        if inputs[0].device().is_cpu() {
+            cpu::backward(&self.posed, inputs, [out, lse, &dout])
+        } else {
+            cuda::backward(&self.posed, inputs, [out, lse, &dout])
+        }
+    }
+}
+
+/// Attention of Q, K and V.
+struct Attention {
+    pass: Pass,
+}
+
+impl CustomOp3 for Attention {
+    fn name(&self) -> &'static str {
+        "attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.pass.cpu([(q, q_layout), (k, k_layout), (v, v_layout)])
+    }
+
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        self.pass.cuda([(q, q_layout), (k, k_layout), (v, v_layout)])
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let ([dq, dk, dv], _) = self.pass.gradients([q, k, v], out, dout)?;
+        Ok((Some(dq), Some(dk), Some(dv)))
+    }
+}
+
+/// Attention of Q, K, V and sinks that require a gradient. An operation of candle's has three inputs at the
+/// most: K and V stand in the graph as one tensor without content, [`Keys`], which gets their gradients from
+/// here.
+struct WithSinks {
+    pass: Pass,
+    k: Tensor,
+    v: Tensor,
+    gradients: Arc<Handed>,
+}
+
+/// The gradients of K and V on their way from one operation to the other. A graph's backward runs on one
+/// thread, and several may run at once.
+#[derive(Default)]
+struct Handed(Mutex<HashMap<ThreadId, (Tensor, Tensor)>>);
+
+impl Handed {
+    fn put(&self, gradients: (Tensor, Tensor)) {
+        let mut handed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        handed.insert(std::thread::current().id(), gradients);
+    }
+
+    fn take(&self) -> Option<(Tensor, Tensor)> {
+        let mut handed = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        handed.remove(&std::thread::current().id())
+    }
+}
+
+impl CustomOp3 for WithSinks {
+    fn name(&self) -> &'static str {
+        "attention with sinks"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let [(k, k_layout), (v, v_layout)] = [&self.k, &self.v].map(Tensor::storage_and_layout);
+        match (&*k, &*v) {
+            (Storage::Cpu(k), Storage::Cpu(v)) => {
+                self.pass.cpu([(q, q_layout), (k, k_layout), (v, v_layout)])
+            }
+            _ => Err(Error::NoForward.into()),
+        }
+    }
+
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let [(k, k_layout), (v, v_layout)] = [&self.k, &self.v].map(Tensor::storage_and_layout);
+        match (&*k, &*v) {
+            (Storage::Cuda(k), Storage::Cuda(v)) => {
+                self.pass.cuda([(q, q_layout), (k, k_layout), (v, v_layout)])
+            }
+            _ => Err(Error::NoForward.into()),
+        }
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        keys: &Tensor,
+        _: &Tensor,
+        out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let ([dq, dk, dv], dsinks) = self.pass.gradients([q, &self.k, &self.v], out, dout)?;
+        self.gradients.put((dk, dv));
+        // candle asks an operation for its gradients where its result has got one.
+        Ok((Some(dq), Some(keys.zeros_like()?), dsinks))
+    }
+}
+
+/// K and V as one input of [`WithSinks`].
+struct Keys {
+    gradients: Arc<Handed>,
+}
+
+impl CustomOp2 for Keys {
+    fn name(&self) -> &'static str {
+        "keys of attention with sinks"
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((CpuStorage::F32(vec![0.0]), Shape::from(1)))
+    }
+
+    fn cuda_fwd(
+        &self,
+        k: &CudaStorage,
+        _: &Layout,
+        _: &CudaStorage,
+        _: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        cuda::token(k)
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (dk, dv) = self.gradients.take().ok_or(Error::NoForward)?;
+        Ok((Some(dk), Some(dv)))
+    }
+}

@@ -1,0 +1,92 @@
+//! What a call is given beside Q, K and V.
+
+use candle_core::Tensor;
+
+/// How attention is computed; what candle-flash-attn's functions take, and more.
+#[derive(Clone, Copy, Debug)]
+pub struct Options<'a> {
+    /// Factor on Q K^T; usually `1 / sqrt(head_dim)`.
+    pub softmax_scale: f32,
+    /// How many keys left of the diagonal are visible; `None`, or more than there are, for all.
+    pub window_size_left: Option<usize>,
+    /// How many keys right of the diagonal are visible; `None`, or more than there are, for all, `Some(0)`
+    /// for a causal mask. The diagonal ends in the bottom right corner.
+    pub window_size_right: Option<usize>,
+    /// Scores pass through `cap * tanh(s / cap)`; `None` or 0 for no cap.
+    pub softcap: Option<f32>,
+    /// ALiBi: slopes `(heads)` or `(batch, heads)`; `slope * |i + seqlen_k - seqlen_q - j|` is subtracted
+    /// from scores. They get no gradient.
+    pub alibi_slopes: Option<&'a Tensor>,
+    /// A logit per query head, `(heads)`, which joins the denominator of each row. They get a gradient.
+    pub sinks: Option<&'a Tensor>,
+    /// Whether gradients are the same bits from run to run on a GPU, at some cost of time. On the CPU they
+    /// are, whatever this says.
+    pub deterministic: bool,
+    /// Where the rows of the sequences lie.
+    pub rows: Rows<'a>,
+}
+
+/// Where the rows of a batch of sequences lie. Starts and lengths are u32 or i32 tensors on Q's device: on a
+/// GPU they are never read on the host.
+#[derive(Clone, Copy, Debug)]
+pub enum Rows<'a> {
+    /// Q, K and V are `(batch, seqlen, heads, dim)`.
+    Padded {
+        /// `(batch)`: queries that each sequence uses, of those it has; `None` for all. Rows behind them are
+        /// zero in the output.
+        used_q: Option<&'a Tensor>,
+        /// `(batch)`: keys that each sequence uses, as in a cache that fills up; `None` for all.
+        used_k: Option<&'a Tensor>,
+    },
+    /// Sequences end to end: Q, K and V are `(total, heads, dim)`.
+    Packed {
+        /// `(batch + 1)`: the first row of each sequence in Q, then the end of the last.
+        seqlens_q: &'a Tensor,
+        /// `(batch + 1)`: the same of K and V.
+        seqlens_k: &'a Tensor,
+        /// Upper bound on the queries of a sequence.
+        max_seqlen_q: usize,
+        /// Upper bound on the keys of a sequence.
+        max_seqlen_k: usize,
+    },
+    /// Queries end to end, `(total, heads, dim)`; K and V in pages, `(pages, page_block_size, heads, dim)`.
+    Paged {
+        /// `(batch + 1)`: the first row of each sequence in Q, then the end of the last.
+        seqlens_q: &'a Tensor,
+        /// `(batch + 1)`: sums of the lengths of the sequences before.
+        seqlens_k: &'a Tensor,
+        /// `(batch, columns)`: the pages of each sequence, in order. Of more columns than
+        /// `ceil(max_seqlen_k / page_block_size)` a copy is made.
+        block_table: &'a Tensor,
+        /// Upper bound on the queries of a sequence.
+        max_seqlen_q: usize,
+        /// Upper bound on the keys of a sequence.
+        max_seqlen_k: usize,
+    },
+}
+
+impl Rows<'_> {
+    /// As many queries, and as many keys, for each sequence.
+    pub const EVEN: Rows<'static> = Rows::Padded { used_q: None, used_k: None };
+}
+
+impl Options<'_> {
+    /// Every key is visible.
+    pub const fn full(softmax_scale: f32) -> Options<'static> {
+        Options {
+            softmax_scale,
+            window_size_left: None,
+            window_size_right: None,
+            softcap: None,
+            alibi_slopes: None,
+            sinks: None,
+            deterministic: false,
+            rows: Rows::EVEN,
+        }
+    }
+
+    /// No key right of the diagonal is visible, which ends in the bottom right corner.
+    pub const fn causal(softmax_scale: f32) -> Options<'static> {
+        Options { window_size_right: Some(0), ..Options::full(softmax_scale) }
+    }
+}

@@ -1,0 +1,240 @@
+//! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
+
+use candle_core::{DType, Layout, Result, Tensor};
+use fa_attn::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Types};
+use fa_core::Strides;
+
+use crate::error::{Error, refused};
+use crate::options::{Options, Rows};
+
+/// A call's problem and the tensors that it names.
+#[derive(Clone, Debug)]
+pub(crate) struct Posed {
+    pub(crate) problem: Problem,
+    pub(crate) beside: Beside,
+    /// Of gradients on a GPU.
+    #[cfg(feature = "cuda")]
+    pub(crate) deterministic: bool,
+}
+
+/// Tensors beside Q, K and V: contiguous, on Q's device; starts, lengths and pages u32 or i32, the others
+/// f32.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Beside {
+    pub(crate) cu_q: Option<Tensor>,
+    pub(crate) cu_k: Option<Tensor>,
+    pub(crate) used_q: Option<Tensor>,
+    pub(crate) used_k: Option<Tensor>,
+    pub(crate) page_table: Option<Tensor>,
+    pub(crate) alibi_slopes: Option<Tensor>,
+    pub(crate) sinks: Option<Tensor>,
+}
+
+impl Posed {
+    /// Checks shapes, types and devices, and everything that does not depend on the device.
+    pub(crate) fn new(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> Result<Posed> {
+        let dtype = dtype_of(q)?;
+        for (name, tensor) in [("k", k), ("v", v)] {
+            same_device(name, tensor, q)?;
+            if tensor.dtype() != q.dtype() {
+                let need = format!("{:?}, the type of q", q.dtype());
+                return Err(Error::Dtype { tensor: name, got: tensor.dtype(), need }.into());
+            }
+        }
+        let mut beside = Beside::default();
+        let (lengths, [heads_q, head_dim], [heads_kv, head_dim_v]) = match options.rows {
+            Rows::Padded { used_q, used_k } => {
+                let [batch, seqlen_q, heads_q, head_dim] =
+                    dims(q, "q", "(batch, seqlen_q, heads, head_dim)")?;
+                let [_, seqlen_k, heads_kv, _] = dims(k, "k", "(batch, seqlen_k, heads_kv, head_dim)")?;
+                let [_, _, _, head_dim_v] = dims(v, "v", "(batch, seqlen_k, heads_kv, head_dim_v)")?;
+                fits("k", k, &[batch, seqlen_k, heads_kv, head_dim])?;
+                fits("v", v, &[batch, seqlen_k, heads_kv, head_dim_v])?;
+                let used = |side: Side, used: bool| if used { side.with_used() } else { side };
+                let sides = [(seqlen_q, used_q), (seqlen_k, used_k)]
+                    .map(|(len, lengths)| used(Side::padded(len), lengths.is_some()));
+                beside.used_q = used_q.map(|used| integers("used_q", used, &[batch], q)).transpose()?;
+                beside.used_k = used_k.map(|used| integers("used_k", used, &[batch], q)).transpose()?;
+                (Lengths::of(batch, sides[0], sides[1]), [heads_q, head_dim], [heads_kv, head_dim_v])
+            }
+            Rows::Packed { seqlens_q, seqlens_k, max_seqlen_q, max_seqlen_k } => {
+                let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
+                let [total_k, heads_kv, _] = dims(k, "k", "(total_k, heads_kv, head_dim)")?;
+                let [_, _, head_dim_v] = dims(v, "v", "(total_k, heads_kv, head_dim_v)")?;
+                fits("k", k, &[total_k, heads_kv, head_dim])?;
+                fits("v", v, &[total_k, heads_kv, head_dim_v])?;
+                let batch = sequences(seqlens_q)?;
+                beside.cu_q = Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?);
+                beside.cu_k = Some(integers("seqlens_k", seqlens_k, &[batch + 1], q)?);
+                let lengths = Lengths::packed(batch, total_q, total_k, max_seqlen_q, max_seqlen_k);
+                (lengths, [heads_q, head_dim], [heads_kv, head_dim_v])
+            }
+            Rows::Paged { seqlens_q, seqlens_k, block_table, max_seqlen_q, max_seqlen_k } => {
+                let [total_q, heads_q, head_dim] = dims(q, "q", "(total_q, heads, head_dim)")?;
+                let [pages, page, heads_kv, _] =
+                    dims(k, "k", "(pages, page_block_size, heads_kv, head_dim)")?;
+                let [_, _, _, head_dim_v] = dims(v, "v", "(pages, page_block_size, heads_kv, head_dim_v)")?;
+                fits("k", k, &[pages, page, heads_kv, head_dim])?;
+                fits("v", v, &[pages, page, heads_kv, head_dim_v])?;
+                let batch = sequences(seqlens_q)?;
+                beside.cu_q = Some(integers("seqlens_q", seqlens_q, &[batch + 1], q)?);
+                let seqlens_k = integers("seqlens_k", seqlens_k, &[batch + 1], q)?;
+                beside.used_k = Some((seqlens_k.narrow(0, 1, batch)? - seqlens_k.narrow(0, 0, batch)?)?);
+                let keys = Side::paged(page, pages, max_seqlen_k);
+                let lengths = Lengths::of(batch, Side::packed(total_q, max_seqlen_q), keys);
+                beside.page_table = Some(table(block_table, batch, lengths.table_columns(), q)?);
+                (lengths, [heads_q, head_dim], [heads_kv, head_dim_v])
+            }
+        };
+        let alibi = match options.alibi_slopes {
+            Some(slopes) => {
+                let (alibi, slopes) = alibi(slopes, lengths.sequences(), heads_q, q)?;
+                beside.alibi_slopes = Some(slopes);
+                Some(alibi)
+            }
+            None => None,
+        };
+        beside.sinks = options.sinks.map(|sinks| floats("sinks", sinks, &[heads_q], q)).transpose()?;
+        let problem = Problem {
+            lengths,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            mask: mask(options, &lengths),
+            types: Types::same(dtype),
+            softmax_scale: Some(f64::from(options.softmax_scale)),
+            score: ScoreMod {
+                softcap: options.softcap.filter(|cap| *cap != 0.0).map(f64::from),
+                alibi,
+                sinks: beside.sinks.is_some(),
+            },
+        };
+        problem.check().map_err(|error| refused(fa_attn::Error::from(error)))?;
+        Ok(Posed {
+            problem,
+            beside,
+            #[cfg(feature = "cuda")]
+            deterministic: options.deterministic,
+        })
+    }
+
+    /// Shape of the output: that of Q, with V's rows.
+    pub(crate) fn out_shape(&self, q: &[usize]) -> Vec<usize> {
+        let (_, outer) = q.split_last().unwrap_or((&0, q));
+        outer.iter().copied().chain([self.problem.head_dim_v]).collect()
+    }
+
+    /// Shape of LSE for Q of this shape: `(batch, heads, seqlen_q)` or `(heads, total_q)`.
+    pub(crate) fn lse_shape(&self, q: &[usize]) -> Vec<usize> {
+        match *q {
+            [batch, seqlen, heads, _] => vec![batch, heads, seqlen],
+            [total, heads, _] => vec![heads, total],
+            _ => q.to_vec(),
+        }
+    }
+}
+
+/// A layout's strides; packed tensors and caches in pages are told apart by the problem.
+pub(crate) fn strides(layout: &Layout) -> Strides {
+    let at = |from_last: usize| {
+        let strides = layout.stride();
+        strides.len().checked_sub(from_last).map_or(0, |axis| strides[axis] as i64)
+    };
+    Strides { batch: at(4), seq: at(3), head: at(2), dim: at(1) }
+}
+
+/// The type of Q, K and V.
+fn dtype_of(q: &Tensor) -> Result<Dtype> {
+    match q.dtype() {
+        DType::F32 => Ok(Dtype::F32),
+        DType::F16 => Ok(Dtype::F16),
+        DType::BF16 => Ok(Dtype::Bf16),
+        got => {
+            let need = "f16 or bf16, on the CPU also f32: convert by `to_dtype`".to_owned();
+            Err(Error::Dtype { tensor: "q", got, need }.into())
+        }
+    }
+}
+
+/// A window as wide as the sequence, or wider, is none.
+fn mask(options: &Options<'_>, lengths: &Lengths) -> Mask {
+    let (max_q, max_k) = (lengths.max_q(), lengths.max_k());
+    let left = options.window_size_left.filter(|left| left + 1 < max_k);
+    let right = options.window_size_right.filter(|right| *right <= max_k && right + 1 < max_q);
+    let side = |side: Option<usize>| side.and_then(|side| u32::try_from(side).ok());
+    Mask { left: side(left), right: side(right) }
+}
+
+fn dims<const N: usize>(tensor: &Tensor, name: &'static str, need: &str) -> Result<[usize; N]> {
+    let shape = tensor.dims();
+    let wrong = || Error::Shape { tensor: name, shape: shape.to_vec(), need: need.to_owned() };
+    Ok(<[usize; N]>::try_from(shape).map_err(|_| wrong())?)
+}
+
+fn fits(name: &'static str, tensor: &Tensor, need: &[usize]) -> Result<()> {
+    let shape = tensor.dims();
+    if shape == need {
+        return Ok(());
+    }
+    Err(Error::Shape { tensor: name, shape: shape.to_vec(), need: format!("{need:?}") }.into())
+}
+
+/// Sequences whose starts these are.
+fn sequences(starts: &Tensor) -> Result<usize> {
+    let need = "(batch + 1): the first row of each sequence, then the end of the last";
+    let [count] = dims(starts, "seqlens_q", need)?;
+    let none = || Error::Shape { tensor: "seqlens_q", shape: vec![0], need: need.to_owned() };
+    Ok(count.checked_sub(1).ok_or_else(none)?)
+}
+
+fn same_device(name: &'static str, tensor: &Tensor, q: &Tensor) -> Result<()> {
+    if tensor.device().same_device(q.device()) {
+        return Ok(());
+    }
+    let (got, need) = (tensor.device().clone(), q.device().clone());
+    Err(Error::Device { tensor: name, got, need }.into())
+}
+
+/// Starts, lengths or pages as kernels read them.
+fn integers(name: &'static str, tensor: &Tensor, shape: &[usize], q: &Tensor) -> Result<Tensor> {
+    same_device(name, tensor, q)?;
+    fits(name, tensor, shape)?;
+    match tensor.dtype() {
+        DType::U32 | DType::I32 => tensor.contiguous(),
+        got => Err(Error::Dtype { tensor: name, got, need: "u32 or i32".to_owned() }.into()),
+    }
+}
+
+/// Slopes or sinks as kernels read them; those of another float type are converted.
+fn floats(name: &'static str, tensor: &Tensor, shape: &[usize], q: &Tensor) -> Result<Tensor> {
+    same_device(name, tensor, q)?;
+    fits(name, tensor, shape)?;
+    match tensor.dtype() {
+        DType::F32 => tensor.contiguous(),
+        DType::F16 | DType::BF16 | DType::F64 => tensor.to_dtype(DType::F32)?.contiguous(),
+        got => Err(Error::Dtype { tensor: name, got, need: "f32".to_owned() }.into()),
+    }
+}
+
+/// The first `columns` of a page table.
+fn table(table: &Tensor, batch: usize, columns: usize, q: &Tensor) -> Result<Tensor> {
+    let need = format!("({batch}, ceil(max_seqlen_k / page_block_size) = {columns} or more)");
+    let [rows, have] = dims(table, "block_table", &need)?;
+    if rows != batch || have < columns {
+        return Err(Error::Shape { tensor: "block_table", shape: vec![rows, have], need }.into());
+    }
+    integers("block_table", &table.narrow(1, 0, columns)?, &[batch, columns], q)
+}
+
+/// ALiBi's slopes, for each sequence or for all.
+fn alibi(slopes: &Tensor, batch: usize, heads: usize, q: &Tensor) -> Result<(Alibi, Tensor)> {
+    if slopes.track_op() {
+        let instead = "give `alibi_slopes.detach()`";
+        return Err(Error::NoGradient { tensor: "alibi_slopes", instead }.into());
+    }
+    if slopes.rank() == 2 {
+        return Ok((Alibi::PerSequenceHead, floats("alibi_slopes", slopes, &[batch, heads], q)?));
+    }
+    Ok((Alibi::PerHead, floats("alibi_slopes", slopes, &[heads], q)?))
+}

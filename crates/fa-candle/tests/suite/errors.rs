@@ -1,0 +1,105 @@
+//! What is refused, and by which words.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use fa_candle::*;
+
+use crate::materialised::values;
+
+#[track_caller]
+fn refused(result: Result<Tensor>, parts: &[&str]) {
+    let text = result.expect_err("must be refused").to_string();
+    for part in parts {
+        assert!(text.contains(part), "'{text}' does not say '{part}'");
+    }
+}
+
+#[test]
+fn shapes_types_and_heads_are_named() -> Result<()> {
+    let x = values((1, 8, 4, 16), 1);
+    refused(flash_attn(&x.squeeze(0)?, &x, &x, 1.0, false), &["q has the shape [8, 4, 16]", "seqlen_q"]);
+    let short = x.narrow(1, 0, 7)?;
+    refused(flash_attn(&x, &x, &short, 1.0, false), &["v has the shape [1, 7, 4, 16]", "[1, 8, 4, 16]"]);
+    let three = values((1, 8, 3, 16), 2);
+    refused(flash_attn(&x, &three, &three, 1.0, false), &["heads_q = 4", "heads_kv = 3"]);
+    refused(flash_attn(&x, &x, &x.to_dtype(DType::F16)?, 1.0, false), &["v holds F16", "F32"]);
+    let double = x.to_dtype(DType::F64)?;
+    refused(flash_attn(&double, &double, &double, 1.0, false), &["q holds F64", "f16 or bf16", "to_dtype"]);
+    refused(flash_attn(&x, &x, &x, f32::NAN, false), &["softmax_scale is NaN", "finite"]);
+    let capped = flash_attn_alibi_windowed_softcap(&x, &x, &x, None, 1.0, None, None, -1.0);
+    refused(capped, &["softcap is -1", "above 0"]);
+    let slopes = values(3, 3);
+    refused(flash_attn_alibi(&x, &x, &x, &slopes, 1.0, true), &["alibi_slopes has the shape [3]", "[4]"]);
+    let slopes = Var::from_tensor(&values(4, 3))?;
+    refused(
+        flash_attn_alibi(&x, &x, &x, &slopes, 1.0, true),
+        &["alibi_slopes requires a gradient", "detach"],
+    );
+    Ok(())
+}
+
+#[test]
+fn starts_and_pages_are_checked() -> Result<()> {
+    let x = values((8, 4, 16), 1);
+    let starts = |values: &[u32]| Tensor::new(values, &Device::Cpu).unwrap();
+    let varlen = |q: &Tensor, k: &Tensor, max| flash_attn_varlen(&x, &x, &x, q, k, max, 8, 1.0, true);
+    let good = starts(&[0, 3, 8]);
+    refused(varlen(&good, &starts(&[0, 8]), 8), &["seqlens_k has the shape [2]", "[3]"]);
+    refused(varlen(&good.to_dtype(DType::I64)?, &good, 8), &["seqlens_q holds I64", "u32 or i32"]);
+    refused(varlen(&starts(&[0, 3, 9]), &good, 8), &["cu_q[2] = 9", "from 0 to 8"]);
+    refused(varlen(&starts(&[0, 5, 4]), &good, 8), &["cu_q[1] = 5", "must not descend"]);
+    refused(varlen(&good, &good, 4), &["gives sequence 1 5 rows", "bound is 4"]);
+    refused(varlen(&starts(&[]), &good, 4), &["seqlens_q has the shape [0]"]);
+    let (pages, good) = (values((4, 4, 4, 16), 2), starts(&[0, 8]));
+    let paged = |table: &Tensor, ranges: Option<&Tensor>, page| {
+        flash_attn_varlen_paged_windowed(
+            &x,
+            &pages,
+            &pages,
+            &good,
+            &good,
+            table,
+            ranges,
+            8,
+            8,
+            1.0,
+            None,
+            Some(0),
+            page,
+            None,
+        )
+    };
+    let table = |values: &[u32]| Tensor::new(values, &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+    let out = paged(&table(&[3, 1]), None, 4)?;
+    assert_eq!(out.dims(), x.dims());
+    refused(paged(&table(&[3]), None, 4), &["block_table has the shape [1, 1]", "= 2 or more"]);
+    refused(paged(&table(&[3, 4]), None, 4), &["entry 1 of sequence 0", "is 4", "4 pages"]);
+    refused(paged(&table(&[3, 1]), None, 8), &["page_block_size is 8", "pages of 4"]);
+    refused(paged(&table(&[3, 1]), Some(&table(&[0, 2])), 4), &["mm_prefix_ranges are not supported"]);
+    Ok(())
+}
+
+#[test]
+fn keys_in_pages_have_no_gradients() -> Result<()> {
+    let (q, pages) = (Var::from_tensor(&values((8, 4, 16), 1))?, values((2, 4, 4, 16), 2));
+    let good = Tensor::new(&[0u32, 8], &Device::Cpu)?;
+    let table = Tensor::new(&[[0u32, 1]], &Device::Cpu)?;
+    let out = flash_attn_varlen_paged_windowed(
+        &q,
+        &pages,
+        &pages,
+        &good,
+        &good,
+        &table,
+        None,
+        8,
+        8,
+        1.0,
+        None,
+        Some(0),
+        4,
+        None,
+    )?;
+    let error = out.sum_all()?.backward().expect_err("must be refused").to_string();
+    assert!(error.contains("pages") && error.contains("pack or pad"), "{error}");
+    Ok(())
+}

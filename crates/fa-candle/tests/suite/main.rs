@@ -1,0 +1,8 @@
+//! Every function against candle's own operations, on the CPU; where the crate is built with `cuda` and there
+//! is a GPU, `examples/gpu.rs` does the same there.
+
+mod errors;
+mod functions;
+mod gradients;
+mod materialised;
+mod rows;

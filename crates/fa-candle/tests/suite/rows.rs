@@ -1,0 +1,175 @@
+//! Packed sequences, keys in pages and lengths in use: against each sequence by itself.
+
+use candle_core::{DType, Device, IndexOp, Result, Tensor};
+use fa_candle::*;
+
+use crate::materialised::{Scores, assert_close, attention as materialised, values};
+
+const SCALE: f32 = 0.25;
+const Q: [usize; 4] = [5, 0, 11, 1];
+const K: [usize; 4] = [9, 4, 11, 30];
+
+fn starts(lengths: &[usize]) -> Tensor {
+    let mut sum = 0u32;
+    let ends = lengths.iter().map(|&len| {
+        sum += len as u32;
+        sum
+    });
+    let starts: Vec<u32> = std::iter::once(0).chain(ends).collect();
+    Tensor::new(starts, &Device::Cpu).unwrap()
+}
+
+/// Packed Q, K and V; K and V have rows behind the last sequence.
+fn packed() -> [Tensor; 3] {
+    let (rows_q, rows_k) = (Q.iter().sum::<usize>(), K.iter().sum::<usize>() + 3);
+    [values((rows_q, 4, 16), 7), values((rows_k, 2, 16), 8), values((rows_k, 2, 16), 9)]
+}
+
+/// Every sequence by the materialised path, end to end.
+fn one_by_one([q, k, v]: &[Tensor; 3], scores: Scores<'_>) -> Result<Tensor> {
+    let (mut at_q, mut at_k, mut outs) = (0, 0, Vec::new());
+    for (q_len, k_len) in Q.into_iter().zip(K) {
+        if q_len > 0 {
+            let rows = |x: &Tensor, at, len| x.narrow(0, at, len)?.unsqueeze(0);
+            let [q, k, v] = [rows(q, at_q, q_len)?, rows(k, at_k, k_len)?, rows(v, at_k, k_len)?];
+            outs.push(materialised(&q, &k, &v, SCALE, scores)?.0.squeeze(0)?);
+        }
+        (at_q, at_k) = (at_q + q_len, at_k + k_len);
+    }
+    Tensor::cat(&outs, 0)
+}
+
+#[test]
+fn varlen_functions_follow_each_sequence_by_itself() -> Result<()> {
+    let inputs = packed();
+    let [q, k, v] = &inputs;
+    let (sq, sk) = (&starts(&Q), &starts(&K));
+    let slopes = &Tensor::new(&[0.5f32, 0.25, 0.125, 0.0], &Device::Cpu)?;
+    let window = Scores { left: Some(3), right: Some(1), ..Scores::default() };
+    let biased = |scores| Scores { slopes: Some(slopes), ..scores };
+    let check = |what, out: Result<Tensor>, scores| -> Result<()> {
+        assert_close(what, &out?, &one_by_one(&inputs, scores)?, 2e-6);
+        Ok(())
+    };
+    check("causal", flash_attn_varlen(q, k, v, sq, sk, 11, 30, SCALE, true), Scores::CAUSAL)?;
+    check("full", flash_attn_varlen(q, k, v, sq, sk, 11, 30, SCALE, false), Scores::default())?;
+    // Bounds may be above the lengths.
+    let out = flash_attn_varlen_windowed(q, k, v, sq, sk, 100, 64, SCALE, Some(3), Some(1));
+    check("window", out, window)?;
+    let out = flash_attn_varlen_alibi(q, k, v, slopes, sq, sk, 11, 30, SCALE, true);
+    check("alibi", out, biased(Scores::CAUSAL))?;
+    let out = flash_attn_varlen_alibi_windowed(q, k, v, slopes, sq, sk, 11, 30, SCALE, Some(3), Some(1));
+    check("alibi, window", out, biased(window))?;
+    let out = flash_attn_varlen_alibi_windowed_softcap(
+        q,
+        k,
+        v,
+        Some(slopes),
+        sq,
+        sk,
+        11,
+        30,
+        SCALE,
+        Some(3),
+        Some(1),
+        0.9,
+    );
+    check("alibi, window, cap", out, biased(Scores { softcap: Some(0.9), ..window }))?;
+    let out = flash_attn_varlen_alibi_windowed_softcap(q, k, v, None, sq, sk, 11, 30, SCALE, None, None, 0.9);
+    check("cap", out, Scores { softcap: Some(0.9), ..Scores::default() })
+}
+
+#[test]
+fn starts_may_be_i32() -> Result<()> {
+    let [q, k, v] = &packed();
+    let [sq, sk] = [starts(&Q), starts(&K)];
+    let out = flash_attn_varlen(q, k, v, &sq, &sk, 11, 30, SCALE, true)?;
+    let [sq, sk] = [sq.to_dtype(DType::I32)?, sk.to_dtype(DType::I32)?];
+    assert_close("i32", &flash_attn_varlen(q, k, v, &sq, &sk, 11, 30, SCALE, true)?, &out, 0.0);
+    Ok(())
+}
+
+#[test]
+fn rows_of_no_sequence_are_zero() -> Result<()> {
+    let [q, k, v] = &packed();
+    let few = Tensor::new(&[2u32, 6], &Device::Cpu)?;
+    let out = flash_attn_varlen(q, k, v, &few, &few, 4, 4, SCALE, true)?;
+    let sums = out.abs()?.sum((1, 2))?.to_vec1::<f32>()?;
+    assert!(sums.iter().enumerate().all(|(row, sum)| (*sum > 0.0) == (2..6).contains(&row)), "{sums:?}");
+    Ok(())
+}
+
+/// A cache of 16 pages of 8 rows that holds the packed keys in shuffled pages, with its table.
+fn pages(x: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (_, heads, dim) = x.dims3()?;
+    let mut pool = vec![values((8, heads, dim), 99); 16];
+    let (mut table, mut next, mut at) = (Vec::new(), 3usize, 0);
+    for len in K {
+        for column in 0..5 {
+            let rows = len.saturating_sub(8 * column).min(8);
+            if rows == 0 {
+                // Behind the last page anything may stand.
+                table.push(4_000_000u32);
+                continue;
+            }
+            let here = x.narrow(0, at + 8 * column, rows)?;
+            pool[next] = Tensor::cat(&[&here, &pool[next].narrow(0, rows, 8 - rows)?], 0)?;
+            table.push(next as u32);
+            next = (next + 5) % 16;
+        }
+        at += len;
+    }
+    Ok((Tensor::stack(&pool, 0)?, Tensor::from_vec(table, (K.len(), 5), &Device::Cpu)?))
+}
+
+#[test]
+fn keys_in_pages_give_what_packed_ones_do() -> Result<()> {
+    let inputs = packed();
+    let [q, k, v] = &inputs;
+    let (sq, sk) = (starts(&Q), starts(&K));
+    let ((k_pages, table), (v_pages, _)) = (pages(k)?, pages(v)?);
+    for (left, right, softcap) in [(None, Some(0), None), (Some(6), Some(0), None), (None, None, Some(1.5))] {
+        // A table may have more columns than the bound asks for, and hold i32.
+        for (table, max_k) in [(table.clone(), 40), (table.to_dtype(DType::I32)?, 30)] {
+            let out = flash_attn_varlen_paged_windowed(
+                q, &k_pages, &v_pages, &sq, &sk, &table, None, 11, max_k, SCALE, left, right, 8, softcap,
+            )?;
+            let scores = Scores { left, right, softcap, ..Scores::default() };
+            assert_close("pages", &out, &one_by_one(&inputs, scores)?, 2e-6);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_cache_is_read_as_far_as_it_is_used() -> Result<()> {
+    let (q, k, v) = (values((3, 2, 4, 8), 1), values((3, 12, 2, 8), 2), values((3, 12, 2, 8), 3));
+    let used = Tensor::new(&[12u32, 5, 2], &Device::Cpu)?;
+    let rows = Rows::Padded { used_q: None, used_k: Some(&used) };
+    let (out, lse) = attention_with_lse(&q, &k, &v, &Options { rows, ..Options::causal(SCALE) })?;
+    for (b, len) in [12, 5, 2].into_iter().enumerate() {
+        let part = |x: &Tensor| x.i(b..=b)?.narrow(1, 0, len);
+        let (need, need_lse) = materialised(&q.i(b..=b)?, &part(&k)?, &part(&v)?, SCALE, Scores::CAUSAL)?;
+        assert_close("used", &out.i(b..=b)?, &need, 2e-6);
+        assert_close("lse", &lse.i(b..=b)?, &need_lse, 2e-6);
+    }
+    Ok(())
+}
+
+#[test]
+fn sinks_and_slopes_of_each_sequence_are_in_the_options() -> Result<()> {
+    let (q, k, v) = (values((2, 9, 4, 8), 1), values((2, 9, 4, 8), 2), values((2, 9, 4, 8), 3));
+    let (slopes, sinks) = (values((2, 4), 4).abs()?, values(4, 5));
+    let options = Options {
+        window_size_left: Some(4),
+        alibi_slopes: Some(&slopes),
+        sinks: Some(&sinks),
+        ..Options::causal(SCALE)
+    };
+    let scores = Scores { left: Some(4), slopes: Some(&slopes), sinks: Some(&sinks), ..Scores::CAUSAL };
+    let ((out, lse), (need, need_lse)) =
+        (attention_with_lse(&q, &k, &v, &options)?, materialised(&q, &k, &v, SCALE, scores)?);
+    assert_close("out", &out, &need, 2e-6);
+    assert_close("lse", &lse, &need_lse, 2e-6);
+    Ok(())
+}

@@ -1,0 +1,137 @@
+//! The merge kernel on the host: its unit, and calls whose tensors lie packed.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use fa_core::{Arch, TensorLayout};
+use fa_kernels::{Headers, MERGE, MergeLaunch, RawMergeArgs, RawPartialResult, RawTensor, Source};
+use libloading::Library;
+
+use crate::compiler::Compiler;
+use crate::error::Error;
+use crate::machine::{Access, Launch, Machine, Memory, PAGE, SessionOptions, open};
+use crate::options::Options;
+use crate::single::faults;
+use crate::unit::{files, flags};
+
+/// The merge kernel that can be emulated.
+#[derive(Debug)]
+pub struct MergeUnit {
+    machine: Arc<Machine>,
+    library: Library,
+}
+
+/// A call: tensors in `layout`, as bytes of their types. `out` and `lse` are written.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MergeCall {
+    /// Of each part O, and LSE `[batch, heads, seqlen]`.
+    pub parts: Vec<(Vec<u8>, Vec<f32>)>,
+    /// Where rows lie, in the parts and in the result.
+    pub layout: TensorLayout,
+    /// `[heads]`.
+    pub sinks: Option<Vec<f32>>,
+    /// The merged O.
+    pub out: Vec<u8>,
+    /// The merged LSE.
+    pub lse: Vec<f32>,
+}
+
+impl MergeUnit {
+    pub(crate) fn load(
+        compiler: &Compiler,
+        machine: Arc<Machine>,
+        arch: Arch,
+        headers: &Headers,
+    ) -> Result<MergeUnit, Error> {
+        let source = Source::merge(arch, headers)?;
+        let path = compiler.library("unit", MERGE, &files(&source)?, "kernel.cu", &flags(arch))?;
+        Ok(MergeUnit { machine, library: open(&path, false)? })
+    }
+
+    /// Runs a call; returns what was found wrong on the way (races, accesses out of bounds, ...).
+    ///
+    /// # Errors
+    /// What [`MergeLaunch::check`] refuses, and [`Error::Memory`].
+    pub fn run(
+        &self,
+        launch: &MergeLaunch,
+        call: &mut MergeCall,
+        options: &Options<'_>,
+    ) -> Result<Vec<String>, Error> {
+        let machine = &*self.machine;
+        let session = machine.session(&SessionOptions {
+            seed: options.seed,
+            pace: options.pace,
+            order: options.order,
+            poison: options.poison,
+            hazards: options.hazards,
+            ordered_additions: false,
+            trace_cta: None,
+            step_limit: options.step_limit,
+            progress: None,
+        });
+        let memory = |name: &str, bytes: &[u8], access| -> Result<Memory<'_>, Error> {
+            let mut memory = Memory::new(machine, name, bytes.len())?;
+            memory.bytes_mut().copy_from_slice(bytes);
+            session.region(name, memory.address(), bytes.len() as u64, (PAGE, PAGE), access);
+            Ok(memory)
+        };
+        let bytes_of =
+            |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|value| value.to_ne_bytes()).collect() };
+        let parts = call
+            .parts
+            .iter()
+            .map(|(out, lse)| {
+                let out = memory("a part's out", out, Access::Input)?;
+                Ok((out, memory("a part's lse", &bytes_of(lse), Access::Input)?))
+            })
+            .collect::<Result<Vec<_>, Error>>()?;
+        let sinks = call.sinks.as_deref().map(|sinks| memory("sinks", &bytes_of(sinks), Access::Input));
+        let sinks = sinks.transpose()?;
+        let out = memory("out", &call.out, Access::Unwritten)?;
+        let lse = memory("lse", &bytes_of(&call.lse), Access::Unwritten)?;
+
+        let [_, seqlen, heads, dim] = launch.merge().shape();
+        let strides = call.layout.strides(seqlen, heads, dim);
+        let raw: Vec<RawPartialResult> = parts
+            .iter()
+            .map(|(out, lse)| RawPartialResult {
+                out: RawTensor { address: out.address(), strides },
+                lse: lse.address(),
+            })
+            .collect();
+        let args = RawMergeArgs {
+            parts: &raw,
+            out: RawTensor { address: out.address(), strides },
+            lse: Some(lse.address()),
+            sinks: sinks.as_ref().map(Memory::address),
+        };
+        launch.check(&args)?;
+        if launch.grid == 0 {
+            return Ok(Vec::new());
+        }
+        let params = launch.params(&args);
+        let arguments = [(&raw const params).cast::<c_void>()];
+        // SAFETY: the unit's own function of this name; only its address is taken.
+        let entry = unsafe { self.library.get::<unsafe extern "C" fn()>(b"emu_fa_merge") };
+        // SAFETY: the entry takes these parameters, and all that they point at has been named and lives on.
+        let finished = unsafe {
+            session.launch(&Launch {
+                name: MERGE,
+                entry: entry.map_or(std::ptr::null(), |entry| *entry as *const c_void),
+                arguments: &arguments,
+                grid: launch.grid,
+                threads: launch.threads,
+                cluster: 1,
+                resident: options.resident,
+                smem_bytes: 0,
+                cp_async: false,
+            })
+        };
+        call.out = out.bytes().to_vec();
+        let float = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        call.lse = lse.bytes().chunks_exact(4).map(float).collect();
+        Ok(faults(&session.result(), finished))
+    }
+}

@@ -1,0 +1,36 @@
+//! The plan of more sequences than its threads take at a time: both rounds of its lists, of tiles with and
+//! without divided keys, and of a backward.
+
+use fa_core::{Arch, Mask, Problem, Reads};
+use fa_emu::{Batch, Lie, Options, Placing, Trial};
+use fa_kernels::Headers;
+
+use crate::emulator;
+use crate::faults::spec;
+
+#[test]
+fn more_sequences_than_threads_of_the_plan_are_listed() {
+    let Some(emulator) = emulator("more_sequences_than_threads_of_the_plan_are_listed") else { return };
+    // Nearly all are empty: they cost the plan a turn and the kernel nothing.
+    let mut sequences = vec![(0, 0); 1100];
+    for (at, sequence) in [(0, (70, 70)), (3, (1, 300)), (1023, (5, 5)), (1024, (150, 90)), (1099, (2, 40))] {
+        sequences[at] = sequence;
+    }
+    let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 };
+    for (kernel, split) in [("sm90_fwd", false), ("sm90_fwd", true), ("sm80_bwd", false)] {
+        let mut spec = spec(kernel, &[]);
+        spec.reads = Reads { varied: true, paged: false };
+        spec.split = split;
+        let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
+        let problem = Problem {
+            lengths: batch.lengths(),
+            ..Problem::square(1, 1, 1, 64, Mask::CAUSAL, spec.types.qkv)
+        };
+        let extras = batch.extras(&problem);
+        let trial = Trial::with(&problem, spec.kernel.pass(), Placing::PACKED, &extras);
+        for seed in 0..3 {
+            let proof = trial.run(&unit, &Options::of(&spec, seed)).unwrap();
+            assert!(proof.passed(), "{spec} seed {seed}:\n{}", proof.faults().join("\n"));
+        }
+    }
+}

@@ -1,0 +1,334 @@
+// The consumers of the SM90 forward: each warpgroup multiplies 64 query rows by the keys that they see.
+#pragma once
+#include "attn/alibi.cuh"
+#include "attn/block_range.cuh"
+#include "attn/epilogue.cuh"
+#include "attn/mask.cuh"
+#include "attn/rows.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/softmax.cuh"
+#include "attn/split.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/address.cuh"
+#include "ptx/math.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/fwd_layout.cuh"
+#include "sm90/fwd_tiles.cuh"
+#include "tile/descriptor.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/stmatrix_tile.cuh"
+
+namespace fa::sm90 {
+
+// The softmax of S while P V runs. P V is done by about the time that the maximum and the first exponentials
+// are: waiting for it there lets the other exponentials hide the conversion of P and the rescaling of O. (A
+// quarter, in steps of 8 registers; with three warpgroups no registers are left for more than 8.)
+template <Sm90FwdConfig C>
+constexpr int kEarly = Traits<C>::kLazyMax && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
+
+template <Sm90FwdConfig C, class Softmax, class Hold, class Release>
+__device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.tile_n / 2], float scale_log2,
+                                                 float (&rescale)[2], const Hold& hold,
+                                                 const Release& release_v) {
+    softmax.template take_max<false>(s, scale_log2, rescale);
+    softmax.template exponentiate<kEarly<C>>(s, 0, scale_log2);
+    hold(softmax.sum);
+    wgmma::wait<0>();
+    release_v();
+    softmax.template exponentiate<C.tile_n / 2 - kEarly<C>>(s, kEarly<C>, scale_log2);
+}
+
+// The same against the current maximum, with P packed and, where the scores have outgrown it, O rescaled.
+template <Sm90FwdConfig C, class Softmax, class Hold, class Release, class PackP>
+__device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, float (&s)[C.tile_n / 2],
+                                                      float scale_log2, u32 (&p)[C.tile_n / 4],
+                                                      float (&o)[C.head_dim_v / 2], float (&rescale)[2],
+                                                      const Hold& hold, const Release& release_v,
+                                                      const PackP& pack_p) {
+    constexpr int kLate = C.tile_n / 2 - kEarly<C>;
+    float early[kEarly<C>], late[kLate];
+    float block_sum[2] = {0.f, 0.f};
+    softmax.exponentials_by_current_max(s, 0, scale_log2, early, block_sum);
+    hold(block_sum);
+    wgmma::wait<0>();
+    release_v();
+    softmax.exponentials_by_current_max(s, kEarly<C>, scale_log2, late, block_sum);
+    // p is an operand of the running product until the wait: it is packed only now.
+#pragma unroll
+    for (int i = 0; i < kEarly<C> / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < kLate / 2; ++i) p[kEarly<C> / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
+    if (softmax.template outgrown<C.rescale_threshold>(block_sum)) {
+        softmax.template step<false>(s, scale_log2, rescale);
+        pack_p();
+        scale_rows(o, rescale);
+    } else {
+        softmax.sum[0] += block_sum[0];
+        softmax.sum[1] += block_sum[1];
+    }
+}
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams& params, int wg) {
+    using T = Traits<C>;
+    const bool elected = elect_one();
+    const int warp = warp_index() % 4;
+    const int lane = lane_index();
+    const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
+    // The thread's first accumulator row within the work tile, and its first column within a tile of keys.
+    const int own_row = 64 * wg + 16 * warp + lane / 4;
+    const int own_column = 2 * (lane % 4);
+
+    const Descriptor desc_q =
+        descriptor_k_major<typename T::Q>(smem_address(smem.q[0]) + T::Q::row_offset(64 * wg));
+    const Descriptor desc_k = descriptor_k_major<typename T::K>(smem_address(smem.k[0]));
+    const Descriptor desc_v = descriptor_mn_major<typename T::V>(smem_address(smem.v[0]));
+    u32 address_p = 0;
+    if constexpr (!C.pv_is_rs) address_p = smem_address(smem.p.tiles[wg]);
+    const Descriptor desc_p = descriptor_k_major<typename T::P>(address_p);
+
+    PipelineState<C.q_stages> q_state;
+    PipelineState<C.kv_stages> k_state, v_state;
+    TileSource<C> tiles(params, cta_index(), heads);
+    const ScoreMod<C.softcap> score_mod{params.score};
+    // With ALiBi the scores are exponents already.
+    const float to_log2 = score_mod.to_log2();
+    const float scale_log2 = C.alibi ? 1.f : to_log2;
+
+    // Ping-pong: warpgroups take turns at issuing products. Warpgroup i waits at barrier 1 + i, then signals
+    // the next one.
+    auto wait_turn = [&] {
+        if constexpr (C.ping_pong) named_barrier_sync(1 + wg, 256);
+    };
+    auto signal_next = [&] {
+        if constexpr (C.ping_pong) named_barrier_arrive(1 + (wg + 1 == C.num_wg ? 0 : wg + 1), 256);
+    };
+    if (C.ping_pong && wg == C.num_wg - 1) signal_next();
+
+    float s[C.tile_n / 2];
+    float o[C.head_dim_v / 2];
+    u32 p[C.pv_is_rs ? C.tile_n / 4 : 1];
+    float rescale[2];
+
+    // S = Q K^T for the current K stage, as one wgmma group.
+    auto issue_s = [&] {
+        const Descriptor a = desc_q.recomputed();
+        const Descriptor b = desc_k.recomputed();
+        const u32 q_stage = q_state.stage * T::Q::kBytes;
+        const u32 stage = k_state.stage * T::K::kBytes;
+        wgmma::fence();
+#pragma unroll
+        for (int k = 0; k < C.head_dim; k += 16) {
+            T::MmaS::template ss<0, 0>(s, a.at(q_stage + T::Q::column_offset(k)),
+                                       b.at(stage + T::K::column_offset(k)), k != 0);
+        }
+        wgmma::commit();
+    };
+    // O += P V for the current V stage, as one wgmma group.
+    auto issue_pv = [&](bool accumulate) {
+        const Descriptor b = desc_v.recomputed();
+        const u32 stage = v_state.stage * T::V::kBytes;
+        wgmma::fence();
+#pragma unroll
+        for (int k = 0; k < C.tile_n; k += 16) {
+            const u64 step = b.at(stage + T::V::row_offset(k));
+            if constexpr (C.pv_is_rs) {
+                T::MmaO::template rs<1>(o, p + k / 4, step, k != 0 || accumulate);
+            } else {
+                T::MmaO::template ss<0, 1>(o, desc_p.at(T::P::column_offset(k)), step, k != 0 || accumulate);
+            }
+        }
+        wgmma::commit();
+    };
+    // P as the A operand of P V: packed in registers, where S has A's order already (PTX ISA, wgmma
+    // fragments), or in shared memory.
+    auto pack_p = [&] {
+        if constexpr (C.pv_is_rs) {
+#pragma unroll
+            for (int i = 0; i < C.tile_n / 4; ++i) p[i] = pack<C.dtype>(s[2 * i], s[2 * i + 1]);
+        } else {
+            store_accumulator_tile<C.dtype, typename T::P>(address_p, s, warp, lane);
+            fence_async_shared();
+            warp_sync();
+        }
+    };
+    auto release_k = [&] {
+        smem.k_bars.release(k_state, elected);
+        k_state.advance();
+    };
+    auto release_v = [&] {
+        smem.v_bars.release(v_state, elected);
+        v_state.advance();
+    };
+
+    // Skipped tiles are released unread, and their turns go to the next warpgroup. No product keeps the lanes
+    // together: one that releases before another has seen the tile lets the stage be filled again, and the
+    // other waits for a phase that has passed.
+    auto skip_k = [&] {
+        smem.k_bars.wait_full(k_state);
+        warp_sync();
+        release_k();
+    };
+    auto skip_v = [&] {
+        smem.v_bars.wait_full(v_state);
+        warp_sync();
+        release_v();
+    };
+    auto skip_turn = [&] {
+        wait_turn();
+        signal_next();
+    };
+
+    // Holds the exponentials before what follows. The assembler would move the wait for a running product up
+    // to the start of the softmax, which the product is meant to hide; it cannot move it across a branch on
+    // the sums (never taken: P is not negative).
+    auto hold = [&](const float(&sum)[2]) {
+        if (sum[0] + sum[1] < 0.f) pause();
+    };
+
+    int index = cta_index();
+    while (index < tiles.count(params)) {
+        const WorkTile tile = tiles.tile_of(params, index, heads);
+        const auto seqlen = tiles.seqlen_of(params, tile);
+        const VisibleKeys<C> visible{params.shape, seqlen};
+        const Rows<C.pack_gqa> rows(params.shape);
+        const BlockRange all = tile_blocks<C>(visible, rows, tile);
+        BlockRange range = all;
+        if constexpr (T::kSkipsBlocks) range = warpgroup_blocks<C>(visible, rows, tile, all, 64 * wg);
+        const int skipped = all.end - range.end;
+        const int row = tile.m_block * C.tile_m + own_row;
+        Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
+
+        const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
+                                                           kLog2e);
+
+        // Products to masked scores.
+        auto modify = [&](int n_block) {
+            score_mod.apply(s);
+            alibi.apply(s, to_log2, n_block * C.tile_n + own_column);
+            if (range.needs_mask(n_block)) {
+                auto query_of = [&](int r) { return rows.query(row + 8 * r); };
+                mask_tile(s, visible, query_of, n_block * C.tile_n + own_column);
+            }
+        };
+
+        if (!range.empty()) {
+            smem.q_bars.wait_full(q_state);
+            if constexpr (T::kSkipsBlocks) {
+#pragma unroll 1
+                for (int i = 0; i < skipped; ++i) skip_k();
+            }
+            // The first tile of keys: nothing to rescale.
+            int n_block = range.end - 1;
+            smem.k_bars.wait_full(k_state);
+            issue_s();
+            wgmma::wait<0>();
+            release_k();
+            modify(n_block);
+            softmax.template step<true>(s, scale_log2, rescale);
+            pack_p();
+            if constexpr (T::kSkipsBlocks) {
+#pragma unroll 1
+                for (int i = 0; i < skipped; ++i) {
+                    skip_v();
+                    skip_turn();
+                }
+            }
+
+            bool accumulate = false;
+            if constexpr (C.overlap_wg) {
+                // The next S runs under this tile's P V, the softmax under both.
+                while (--n_block >= range.begin) {
+                    smem.k_bars.wait_full(k_state);
+                    wait_turn();
+                    issue_s();
+                    if constexpr (T::kRescaleFirst && !T::kLazyMax) {
+                        if (accumulate) scale_rows(o, rescale);
+                    }
+                    smem.v_bars.wait_full(v_state);
+                    issue_pv(accumulate);
+                    signal_next();
+                    wgmma::wait<1>();
+                    release_k();
+                    modify(n_block);
+                    if constexpr (T::kLazyMax) {
+                        lazy_softmax_under_pv<C>(softmax, s, scale_log2, p, o, rescale, hold, release_v,
+                                                 pack_p);
+                    } else {
+                        softmax_under_pv<C>(softmax, s, scale_log2, rescale, hold, release_v);
+                        pack_p();
+                        if constexpr (!T::kRescaleFirst) scale_rows(o, rescale);
+                    }
+                    accumulate = true;
+                }
+                smem.q_bars.release(q_state, elected);
+                if constexpr (T::kRescaleFirst && !T::kLazyMax) {
+                    if (accumulate) scale_rows(o, rescale);
+                }
+                smem.v_bars.wait_full(v_state);
+                issue_pv(accumulate);
+            } else {
+                // One product after the other; with ping-pong another warpgroup's products run under this
+                // one's softmax.
+                smem.v_bars.wait_full(v_state);
+                issue_pv(false);
+                while (--n_block >= range.begin) {
+                    smem.k_bars.wait_full(k_state);
+                    wait_turn();
+                    issue_s();
+                    signal_next();
+                    wgmma::wait<0>();
+                    release_k();
+                    release_v();
+                    modify(n_block);
+                    softmax.template step<false>(s, scale_log2, rescale);
+                    pack_p();
+                    scale_rows(o, rescale);
+                    smem.v_bars.wait_full(v_state);
+                    issue_pv(true);
+                }
+                smem.q_bars.release(q_state, elected);
+            }
+            q_state.advance();
+            float factor[2], lse[2];
+            if (C.split && tile.splits > 1) {
+                softmax.finish(factor, lse);
+            } else {
+                finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, tile.head, factor, lse);
+            }
+            wgmma::wait<0>();
+            release_v();
+            if (C.split && tile.splits > 1) {
+                store_partial<C.pack_gqa>(params, seqlen, o, factor, lse, row, own_row, tile, heads);
+            } else {
+                store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
+            }
+        } else {
+            if constexpr (T::kSkipsBlocks) {
+                if (skipped > 0) {
+                    smem.q_bars.wait_full(q_state);
+#pragma unroll 1
+                    for (int i = 0; i < skipped; ++i) {
+                        skip_k();
+                        skip_v();
+                        if (i > 0) skip_turn();
+                    }
+                    smem.q_bars.release(q_state, elected);
+                    q_state.advance();
+                }
+            }
+            if (C.split && tile.splits > 1) {
+                store_nothing_partial<C.pack_gqa>(params, seqlen, row, own_row, tile, heads);
+            } else {
+                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, tile.head, tile.batch);
+            }
+        }
+        index = tiles.next(smem, params, index, elected);
+    }
+}
+
+}  // namespace fa::sm90

@@ -1,0 +1,81 @@
+// The SM90 forward's tiles, products, registers, and shared memory.
+#pragma once
+#include "config.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/panel.cuh"
+#include "tile/pipeline.cuh"
+
+namespace fa::sm90 {
+
+template <Sm90FwdConfig C>
+struct Traits {
+    static_assert(C.tile_m == 64 * C.num_wg, "one warpgroup per 64 rows: the m64 of wgmma");
+    static_assert(C.tile_n % 16 == 0 && C.tile_n <= 256, "the n of wgmma and the k16 steps of P V");
+    static_assert(C.head_dim % 32 == 0 && C.head_dim_v % 32 == 0 && C.head_dim_v <= 256);
+    static_assert(C.cluster_m == 1 || C.mask == MaskKind::Full, "CTAs of a cluster share their keys");
+    static_assert(C.cluster_m == 1 || C.scheduler != Scheduler::Dynamic,
+                  "CTAs of a cluster take neighbouring tiles");
+    static_assert(C.num_wg >= 2 || !C.ping_pong);
+    static_assert(C.cluster_m == 1 || (!C.varied && !C.split), "CTAs of a cluster load the same keys");
+    static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
+
+    // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
+    // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
+    // within 2^threshold of the maximum gives the same relative precision.
+    static constexpr bool kLazyMax = C.overlap_wg && C.pv_is_rs && C.rescale_threshold > 0;
+
+    // Wide rows of O are rescaled before P V is issued, while S runs.
+    static constexpr bool kRescaleFirst = C.head_dim_v > 128;
+
+    // Whether a warpgroup skips tiles of keys that only rows further down see: tiles narrower than tile_m. It
+    // releases all their K before it waits for the first V: of two tiles at most, and with two stages.
+    static constexpr bool kSkipsBlocks =
+        C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
+
+    static constexpr int kConsumerWarps = 4 * C.num_wg;
+    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths and
+    // pages of the device take some more.
+    static constexpr int kMoreRegs = C.varied && C.num_wg == 2 ? 8 : 0;
+    static constexpr int kProducerRegs = (C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32) + 2 * kMoreRegs;
+    static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160) - kMoreRegs;
+
+    using Q = PanelTile<C.tile_m, C.head_dim>;
+    using K = PanelTile<C.tile_n, C.head_dim>;
+    using V = PanelTile<C.tile_n, C.head_dim_v>;
+    using P = PanelTile<64, C.tile_n>;  // one per warpgroup
+
+    using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
+    using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
+};
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+// What only some configs have takes no space in the others.
+template <int Bytes, int Groups>
+struct PTiles {
+    alignas(1024) u8 tiles[Groups][Bytes];
+};
+struct NoPTiles {};
+template <bool Varied>
+struct TileTicket {
+    PipelineBarriers<1> bars;
+    alignas(16) int next[Varied ? 12 : 4];  // its number; of a varied batch also what and how long it is
+};
+struct NoTileTicket {};
+
+// The planner's sm90_fwd_smem names the same buffers in the same order; the generated unit asserts the size.
+template <Sm90FwdConfig C>
+struct alignas(1024) SharedStorage {
+    using T = Traits<C>;
+    alignas(1024) u8 q[C.q_stages][T::Q::kBytes];
+    alignas(1024) u8 k[C.kv_stages][T::K::kBytes];
+    alignas(1024) u8 v[C.kv_stages][T::V::kBytes];
+    [[no_unique_address]] Either<C.pv_is_rs, NoPTiles, PTiles<T::P::kBytes, C.num_wg>> p;
+    PipelineBarriers<C.q_stages> q_bars;
+    PipelineBarriers<C.kv_stages, C.cluster_m> k_bars;
+    PipelineBarriers<C.kv_stages, C.cluster_m> v_bars;
+    [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket<C.varied>, NoTileTicket>
+        ticket;
+};
+
+}  // namespace fa::sm90

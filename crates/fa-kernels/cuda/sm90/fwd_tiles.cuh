@@ -1,0 +1,171 @@
+// The work tiles of an SM90 forward's CTA, and the tiles of keys that each of them visits.
+#pragma once
+#include "attn/block_range.cuh"
+#include "attn/rows.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/split.cuh"
+#include "attn/visibility.cuh"
+#include "config.cuh"
+#include "params.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/warp.cuh"
+#include "sm90/fwd_layout.cuh"
+#include "tile/pipeline.cuh"
+
+namespace fa::sm90 {
+
+// A tile of a varied batch and the lengths of its sequence, as the producer read them.
+struct VariedTile {
+    WorkTile tile;
+    int queries, keys, first_query, first_key;
+};
+struct NoVariedTile {};
+
+// The work tiles of a CTA. Static and per-tile orders are arithmetic; dynamic tiles are drawn by the producer
+// and reach the consumers through shared memory, one tile ahead: of varied batches with what the plan and the
+// sequence's starts say of them, which are far away too.
+template <Sm90FwdConfig C>
+struct TileSource {
+    static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
+    // Where a warp loads pages, two warpgroups and more leave its lanes no registers for that.
+    static constexpr bool kReadsAhead = kDynamic && C.varied && (!C.paged || C.num_wg == 1);
+    int varied_tiles = 0;  // of a plan; without one they are a parameter
+    [[no_unique_address]] Either<kReadsAhead, VariedTile, NoVariedTile> own;
+    PipelineState<1> state;
+
+    __device__ __forceinline__ explicit TileSource(const FwdParams& params, int first, int heads) {
+        if constexpr (C.varied) varied_tiles = work_tiles<true>(params);
+        read(params, first, heads);
+    }
+
+    // Reads what tile `index` is.
+    __device__ __forceinline__ void read(const FwdParams& params, int index, int heads) {
+        if constexpr (kReadsAhead) {
+            if (index >= varied_tiles) return;
+            own.tile = work_tile_at<C.tile_order, true, C.split>(params, index, heads);
+            const auto seqlen = Seqlen<true>::of(params, own.tile.batch);
+            own.queries = seqlen.q();
+            own.keys = seqlen.k();
+            own.first_query = seqlen.q_offset();
+            own.first_key = seqlen.k_offset();
+        }
+    }
+
+    __device__ __forceinline__ WorkTile tile_of(const FwdParams& params, int index, int heads) const {
+        if constexpr (kReadsAhead) {
+            return own.tile;
+        } else {
+            return work_tile_at<C.tile_order, C.varied, C.split>(params, index, heads);
+        }
+    }
+    __device__ __forceinline__ Seqlen<C.varied> seqlen_of(const FwdParams& params,
+                                                          const WorkTile& tile) const {
+        if constexpr (kReadsAhead) {
+            return {own.queries,          own.keys, own.first_query, own.first_key, params.varlen.total_q,
+                    params.shape.seqlen_q};
+        } else {
+            return Seqlen<C.varied>::of(params, tile.batch);
+        }
+    }
+
+    // Tiles of the launch.
+    __device__ __forceinline__ int count(const FwdParams& params) const {
+        return C.varied ? varied_tiles : params.num_tiles;
+    }
+
+    // Producer: draws the tile after this one, some loads before it is needed: the counter is far away.
+    __device__ __forceinline__ int draw(const FwdParams& params, int tile) {
+        if constexpr (C.scheduler == Scheduler::PerTile) return count(params);
+        if constexpr (C.scheduler == Scheduler::Static) return tile + cta_count();
+        return cta_count() + atomic_add(&params.tile_counter[0], 1u);
+    }
+
+    // Producer: publishes it to the consumers.
+    __device__ __forceinline__ void publish(SharedStorage<C>& smem, int next) {
+        if constexpr (kDynamic) {
+            mbarrier_wait(smem.ticket.bars.empty[0], state.phase ^ 1);
+            int* const ticket = smem.ticket.next;
+            ticket[0] = next;
+            if constexpr (kReadsAhead) {
+                ticket[1] = own.tile.m_block;
+                ticket[2] = own.tile.head;
+                ticket[3] = own.tile.batch;
+                ticket[4] = own.tile.split | own.tile.splits << 16;
+                ticket[5] = own.tile.slot;
+                ticket[6] = own.queries;
+                ticket[7] = own.keys;
+                ticket[8] = own.first_query;
+                ticket[9] = own.first_key;
+            }
+            mbarrier_arrive(smem.ticket.bars.full[0]);
+            state.advance();
+        }
+    }
+
+    // Consumers: the tile after this one.
+    __device__ __forceinline__ int next(SharedStorage<C>& smem, const FwdParams& params, int tile,
+                                        bool elected) {
+        if constexpr (kDynamic) {
+            smem.ticket.bars.wait_full(state);
+            const int* const ticket = smem.ticket.next;
+            const int next = ticket[0];
+            if constexpr (kReadsAhead) {
+                const int part = ticket[4];
+                own.tile = {{ticket[1], ticket[2], ticket[3]}, part & 0xffff, part >> 16, ticket[5]};
+                own.queries = ticket[6];
+                own.keys = ticket[7];
+                own.first_query = ticket[8];
+                own.first_key = ticket[9];
+            }
+            warp_sync();
+            smem.ticket.bars.release(state, elected);
+            state.advance();
+            return next;
+        }
+        return C.scheduler == Scheduler::PerTile ? count(params) : tile + cta_count();
+    }
+};
+
+// The last CTA to run out of tiles resets the counters for the next launch.
+__device__ __forceinline__ void retire_counter(const FwdParams& params) {
+    fence_gpu();
+    if (atomic_add(&params.tile_counter[1], 1u) == cta_count() - 1) {
+        params.tile_counter[0] = 0;
+        params.tile_counter[1] = 0;
+    }
+}
+
+template <Sm90FwdConfig C>
+using VisibleKeys = Visibility<C.mask, C.varied>;
+
+template <Sm90FwdConfig C>
+__device__ __forceinline__ BlockRange tile_blocks(const VisibleKeys<C>& visible, const Rows<C.pack_gqa>& rows,
+                                                  const WorkTile& tile) {
+    const int first = tile.m_block * C.tile_m;
+    const int last = min(first + C.tile_m, rows.count(visible.seqlen)) - 1;
+    const BlockRange all = key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
+    if constexpr (C.split) return part_of(all, tile.split, tile.splits);
+    return all;
+}
+
+// Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
+// their own diagonal. Tiles left of a window are visited by all rows.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ BlockRange warpgroup_blocks(const VisibleKeys<C>& visible,
+                                                       const Rows<C.pack_gqa>& rows, const WorkTile& tile,
+                                                       const BlockRange& all, int first) {
+    const int begin = tile.m_block * C.tile_m + first;
+    const int last = min(begin + 64, rows.count(visible.seqlen)) - 1;
+    BlockRange range = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
+    range.begin = all.begin;
+    range.end = begin > last ? all.begin : min(range.end, all.end);
+    // A part may lie right of the diagonal of some rows.
+    if constexpr (C.split) range.end = max(range.end, all.begin);
+    return range;
+}
+
+}  // namespace fa::sm90

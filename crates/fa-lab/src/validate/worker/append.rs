@@ -1,0 +1,54 @@
+//! Cases of the append kernel, whose bits are those of the CPU.
+
+use fa_attn::device::{DeviceAppend, Half};
+use fa_core::Append;
+use fa_kernels::APPEND;
+
+use super::session::{Found, Session};
+use crate::append::AppendInputs;
+use crate::error::Result;
+use crate::grid::{Action, Case};
+
+/// Runs and judges a case.
+///
+/// # Errors
+/// What the GPU reports.
+pub fn examine<T: Half>(session: &Session, case: &Case, append: &Append) -> Result<Found> {
+    let bound = session.gpu.append(append)?;
+    let mut inputs = AppendInputs::<T>::random(append, case.seed());
+    let mut want = inputs.clone();
+    want.on_cpu()?;
+    let replayed = case.action == Action::Relength;
+    if replayed {
+        // Once more, behind what was appended.
+        want.used_k = want.used_out.clone();
+        want.on_cpu()?;
+    }
+    let stream = session.gpu.context().new_stream()?;
+    {
+        let _gpu = session.begin(case);
+        inputs.with(|extras, tensors| {
+            let mut device = DeviceAppend::upload(&stream, extras, tensors)?;
+            if replayed {
+                let graph = device.capture(&bound, &stream)?;
+                graph.launch()?;
+                if let (Some(lengths), Some(after)) = (&mut device.used_k, &device.used_out) {
+                    stream.memcpy_dtod(after, lengths)?;
+                }
+                graph.launch()?;
+            } else {
+                device.run(&bound, &stream)?;
+            }
+            Ok(device.download(&stream, extras, tensors)?)
+        })?;
+    }
+    let fault = want.difference(&inputs);
+    Ok(Found {
+        kernel: APPEND.to_owned(),
+        passed: fault.is_none(),
+        ratio: if fault.is_some() { f64::INFINITY } else { 0.0 },
+        detail: fault.unwrap_or_else(|| "the CPU's bits".to_owned()),
+        ms: None,
+        passed_over: Vec::new(),
+    })
+}

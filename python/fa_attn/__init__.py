@@ -1,0 +1,43 @@
+"""Attention for numpy, torch and every array that speaks DLPack, forward and backward, on CPUs and NVIDIA
+GPUs.
+
+>>> import numpy as np, fa_attn
+>>> q = k = v = np.random.default_rng(0).standard_normal((1, 128, 4, 64), dtype=np.float32)
+>>> out = fa_attn.flash_attn_func(q, k, v, causal=True)     # (batch, seqlen, heads, head_dim), as q
+
+The functions have FlashAttention's names, arguments and results. Arrays stay where they lie and are computed
+there: numpy's on all cores, torch's on their device and stream, with gradients. What is not computed raises
+and says what would work.
+"""
+
+from ._core import DeviceError, InputError, UnsupportedError, version
+from .interface import (
+    flash_attn_backward,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_backward,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .planning import problem
+
+__version__ = version()
+
+__all__ = [
+    "DeviceError",
+    "InputError",
+    "UnsupportedError",
+    "flash_attn_backward",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_backward",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "problem",
+]

@@ -1,0 +1,56 @@
+"""Which library an array is of, and what the functions ask of it."""
+
+import sys
+
+_KNOWN = {}
+
+
+def face_of(array):
+    """The module that serves arrays of this type: `fa_attn.torch`, or one of `fa_attn._arrays`."""
+    kind = type(array)
+    face = _KNOWN.get(kind)
+    return face if face is not None else _find(kind)
+
+
+def _find(kind):
+    roots = {base.__module__.split(".")[0] for base in kind.__mro__}
+    if "torch" in roots:
+        from . import torch as face
+    elif "cupy" in roots:
+        from ._arrays import cupy_face as make
+
+        face = make()
+    elif roots & {"jax", "jaxlib"}:
+        from ._arrays import jax_face as make
+
+        face = make()
+    elif "numpy" in roots or hasattr(kind, "__dlpack__"):
+        from ._arrays import numpy_face as make
+
+        face = make()
+    else:
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__} is no array that speaks DLPack: use numpy, torch, jax or "
+            "cupy"
+        )
+    _KNOWN[kind] = face
+    return face
+
+
+def find_nvrtc():
+    """Names the NVRTC of this environment's packages (torch brings one) to the library, unless the
+    environment names another. Kernels in the package's bundle need none."""
+    import os
+
+    if "FA_NVRTC" in os.environ:
+        return
+    for site in sys.path:
+        for package in ("cu13", "cuda_nvrtc"):
+            folder = os.path.join(site, "nvidia", package, "lib")
+            try:
+                names = os.listdir(folder)
+            except OSError:
+                continue
+            if any(name.startswith("libnvrtc.so") for name in names):
+                os.environ["FA_NVRTC"] = folder
+                return

@@ -1,0 +1,508 @@
+"""FlashAttention's functions: its names, the order of its arguments, its defaults and results.
+
+Shapes: `q` (batch, seqlen_q, heads_q, head_dim), `k` (batch, seqlen_k, heads_kv, head_dim), `v` (batch,
+seqlen_k, heads_kv, head_dim_v), `out` (batch, seqlen_q, heads_q, head_dim_v); packed arrays are (total,
+heads, head_dim). heads_kv divides heads_q. Masks are aligned to the bottom right: with d = i + seqlen_k -
+seqlen_q query i sees the keys j with d - left <= j <= d + right. LSE is a natural logarithm in float32,
+(batch, heads_q, seqlen_q) or (heads_q, total_q), and includes the sink; a row that sees no key has out = 0
+and LSE = -inf (or the sink).
+
+Beside FlashAttention-2's arguments every function takes these of its successors by name:
+
+- `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
+- `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
+- what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
+  `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`, `rotary_seqlens`,
+  `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors` None. Anything else raises.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ._core import InputError, UnsupportedError
+from ._faces import face_of
+
+# Names of FlashAttention's that are taken at these values, and what would work otherwise.
+_NEUTRAL = {
+    "num_splits": ((0, 1, None), "how often keys are divided is the planner's choice, leave it at 0"),
+    "pack_gqa": ((None,), "whether heads share a tile is the planner's choice, leave it at None"),
+    "sm_margin": ((0, None), "kernels use all SMs, leave it at 0"),
+    "attention_chunk": ((0, None), "use window_size, or pack each chunk as a sequence of its own"),
+    "qv": ((None,), "a second query on the values is not computed: join q and qv along the head dim"),
+    "q_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
+    "k_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
+    "v_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
+    "scheduler_metadata": ((None,), "work is planned on the device, leave it out"),
+    "rotary_seqlens": ((None,), "queries and keys are turned by cache_seqlens, leave it out"),
+    "score_mod": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "mask_mod": ((None,), "masks are causal ones and windows"),
+    "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
+    "aux_tensors": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+}
+
+_SINKS = ("sinks", "learnable_sink", "s_aux")
+_LSE = ("return_softmax_lse", "return_lse")
+
+
+def _others(function, others):
+    """(sinks, whether LSE is wanted) of the arguments by name; refuses what is not computed."""
+    sinks, wants_lse = None, False
+    for name, value in others.items():
+        if name in _SINKS:
+            if value is not None and sinks is not None:
+                raise InputError("sinks are given twice: by one of the names sinks, learnable_sink and s_aux")
+            sinks = value if value is not None else sinks
+        elif name in _LSE:
+            wants_lse = wants_lse or bool(value)
+        elif name in _NEUTRAL:
+            neutral, advice = _NEUTRAL[name]
+            if not any(value is n or (n is not None and value is not None and value == n) for n in neutral):
+                raise UnsupportedError(f"{name} = {value!r}: {advice}")
+        else:
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+    return sinks, wants_lse
+
+
+def _no_dropout(dropout_p):
+    if dropout_p:
+        raise UnsupportedError(
+            f"dropout_p = {dropout_p}: attention is computed without dropout, set it to 0.0"
+        )
+
+
+def _window(window_size):
+    """(left, right), -1 where there is no limit."""
+    left, right = window_size
+    return (-1 if left is None else int(left), -1 if right is None else int(right))
+
+
+def _extras(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
+    if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
+        return None
+    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, int(max_q), int(max_k))
+
+
+def _returned(out, lse, wants_lse, return_attn_probs):
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if wants_lse else out
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    **others,
+):
+    """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
+
+    q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`: 1
+    / sqrt(head_dim) where None. `window_size`: (left, right) keys around the diagonal, -1 for no limit.
+    `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
+    `deterministic`: gradients with the same bits in every run. Returns out, in the shape of q; with
+    `return_attn_probs` (out, softmax_lse, None). `others`: see the module.
+    """
+    _no_dropout(dropout_p)
+    sinks, wants_lse = _others("flash_attn_func", others) if others else (None, False)
+    if alibi_slopes is None and sinks is None:
+        extras = None
+    else:
+        extras = (None, None, None, None, None, alibi_slopes, sinks, 0, 0)
+    out, lse = face_of(q).attention(
+        q, k, v, softmax_scale, causal, _window(window_size), softcap, deterministic, extras
+    )
+    if return_attn_probs or wants_lse:
+        return _returned(out, lse, wants_lse, return_attn_probs)
+    return out
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    **others,
+):
+    """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
+    lies."""
+    _no_dropout(dropout_p)
+    sinks, wants_lse = _others("flash_attn_qkvpacked_func", others)
+    face = _face_of_stacked("qkv", qkv, 5, 2, 3)
+    extras = _extras(None, None, None, None, None, alibi_slopes, sinks)
+    window = _window(window_size)
+    out, lse = face.packed_attention(qkv, 2, softmax_scale, causal, window, softcap, deterministic, extras)
+    return _returned(out, lse, wants_lse, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    **others,
+):
+    """`flash_attn_func` of k and v in one array, kv (batch, seqlen, 2, heads_kv, head_dim), read where it
+    lies."""
+    k, v = _face_of_stacked("kv", kv, 5, 2, 2).unstack(kv, 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **others,
+    )
+
+
+def _face_of_stacked(name, array, axes, axis, count):
+    shape = tuple(array.shape)
+    if len(shape) != axes or shape[axis] != count:
+        need = "(total, " if axes == 4 else "(batch, seqlen, "
+        raise InputError(f"{name} has the shape {shape}: it must be {need}{count}, heads, head_dim)")
+    return face_of(array)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    page_table=None,
+    **others,
+):
+    """`flash_attn_func` of sequences that are packed end to end.
+
+    q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim). `cu_seqlens_q`, `cu_seqlens_k`:
+    int32 (batch + 1,), the first row of each sequence, then the end of the last. `max_seqlen_q`,
+    `max_seqlen_k`: upper bounds on the rows of a sequence. With `block_table` (also `page_table`), int32
+    (batch, pages of a sequence), k and v are (pages, page, heads_kv, head_dim), any page size, and have no
+    gradients; their lengths come from cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,),
+    rows in use of each sequence. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). Of a
+    torch tensor on a GPU rows of out that no sequence has are not written.
+    """
+    _no_dropout(dropout_p)
+    sinks, wants_lse = _others("flash_attn_varlen_func", others) if others else (None, False)
+    if block_table is not None and page_table is not None:
+        raise InputError("block_table and page_table are two names of one table: give one")
+    table = block_table if block_table is not None else page_table
+    face = face_of(q)
+    if table is not None:
+        if seqused_k is None:
+            if cu_seqlens_k is None:
+                raise InputError("keys in pages need their lengths: give cu_seqlens_k or seqused_k")
+            seqused_k = face.differences(cu_seqlens_k)
+        cu_seqlens_k = None
+    for name, starts, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
+        if starts is not None and most is None:
+            raise InputError(f"max_seqlen_{name} is None: with cu_seqlens_{name} it must be an upper bound")
+    extras = _extras(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        table,
+        alibi_slopes,
+        sinks,
+        max_seqlen_q or 0,
+        max_seqlen_k or 0,
+    )
+    window = _window(window_size)
+    out, lse = face.attention(q, k, v, softmax_scale, causal, window, softcap, deterministic, extras)
+    return _returned(out, lse, wants_lse, return_attn_probs)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    **others,
+):
+    """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
+    _no_dropout(dropout_p)
+    sinks, wants_lse = _others("flash_attn_varlen_qkvpacked_func", others)
+    face = _face_of_stacked("qkv", qkv, 4, 1, 3)
+    extras = _extras(cu_seqlens, cu_seqlens, None, None, None, alibi_slopes, sinks, max_seqlen, max_seqlen)
+    window = _window(window_size)
+    out, lse = face.packed_attention(qkv, 1, softmax_scale, causal, window, softcap, deterministic, extras)
+    return _returned(out, lse, wants_lse, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    **others,
+):
+    """`flash_attn_varlen_func` of k and v in one array, kv (total_k, 2, heads_kv, head_dim)."""
+    k, v = _face_of_stacked("kv", kv, 4, 1, 2).unstack(kv, 1)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **others,
+    )
+
+
+@dataclass
+class Append:
+    """What is appended to a cache, and how keys and queries are turned."""
+
+    k: Any
+    v: Any
+    k_cache: Any
+    v_cache: Any
+    q: Any
+    cos: Any
+    sin: Any
+    interleaved: bool
+    following: bool
+    cu_new: Any
+    max_new: int
+    used_k: Any
+    page_table: Any
+    cu_q: Any
+    max_q: int
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+    *,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    **others,
+):
+    """Attention of new queries on a cache of keys and values, to which `k` and `v` are appended in place
+    first.
+
+    q (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with `cu_seqlens_q` and
+    `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
+    head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
+    `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
+    `cache_batch_idx`: int32 (batch,), the row of the cache of each sequence. k and v (batch, seqlen_new,
+    heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin` (positions, rotary_dim
+    / 2): new keys are turned by their position in the cache, queries by theirs (all by cache_seqlens without
+    a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns out; with
+    `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are divided:
+    `num_splits` is 0 or 1.
+    """
+    sinks, wants_lse = _others("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
+    wants_lse = wants_lse or return_softmax_lse
+    if cache_leftpad is not None:
+        raise UnsupportedError(
+            "cache_leftpad: caches begin at their first row; append without padding and give cache_seqlens"
+        )
+    if block_table is not None and page_table is not None:
+        raise InputError("block_table and page_table are two names of one table: give one")
+    if (k is None) != (v is None):
+        raise InputError("k and v are appended together: give both or neither")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise InputError("rotary_cos and rotary_sin belong together: give both or neither")
+    table = block_table if block_table is not None else page_table
+    face = face_of(q)
+    if cache_batch_idx is not None:
+        if table is not None:
+            raise InputError("cache_batch_idx with pages: the page table says where each sequence lies")
+        # A row of the cache is a page of its own.
+        table = face.as_column(cache_batch_idx)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    window = _window(window_size)
+    used = cache_seqlens
+    if isinstance(used, int):
+        used = face.ints(used, batch, q)
+    if k is None:
+        if rotary_cos is not None:
+            raise UnsupportedError(
+                "rotary embedding turns what is appended: give k and v, or turn q beforehand"
+            )
+        if cu_seqlens_k_new is not None:
+            raise InputError("cu_seqlens_k_new without k and v: leave it out")
+    else:
+        if used is None:
+            raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
+        q, used = face.append(
+            Append(
+                k,
+                v,
+                k_cache,
+                v_cache,
+                q,
+                rotary_cos,
+                rotary_sin,
+                rotary_interleaved,
+                causal or window != (-1, -1),
+                cu_seqlens_k_new,
+                k.shape[0],
+                used,
+                table,
+                cu_seqlens_q,
+                max_seqlen_q or q.shape[0],
+            )
+        )
+    if table is not None and used is None:
+        used = face.ints(table.shape[1] * k_cache.shape[1], batch, q)
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
+    extras = _extras(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, max_seqlen_q or 0)
+    out, lse = face.attention(q, k_cache, v_cache, softmax_scale, causal, window, softcap, False, extras)
+    return (out, lse) if wants_lse else out
+
+
+def flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    sinks=None,
+):
+    """The gradients of `flash_attn_func`, for arrays without autograd: dout, out and softmax_lse are those of
+    its result. Returns (dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
+    extras = _extras(None, None, None, None, None, alibi_slopes, sinks)
+    return _gradients(
+        dout, q, k, v, out, softmax_lse, softmax_scale, causal, window_size, softcap, deterministic, extras
+    )
+
+
+def flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    seqused_q=None,
+    seqused_k=None,
+    sinks=None,
+):
+    """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that no sequence has get
+    0."""
+    extras = _extras(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        None,
+        alibi_slopes,
+        sinks,
+        max_seqlen_q,
+        max_seqlen_k,
+    )
+    return _gradients(
+        dout, q, k, v, out, softmax_lse, softmax_scale, causal, window_size, softcap, deterministic, extras
+    )
+
+
+def _gradients(dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras):
+    window = _window(window_size)
+    dq, dk, dv, dsinks = face_of(q).backward(
+        dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras
+    )
+    return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)

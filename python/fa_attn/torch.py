@@ -1,0 +1,440 @@
+"""Torch tensors: on the CPU or on a GPU's current stream, with gradients, under torch.compile and in CUDA
+graphs.
+
+Plain tensors take the short way: memory by torch, one call into the library, `torch.autograd.Function` where
+gradients are wanted. Everything that looks at operators instead of calling them (torch.compile, fake tensors,
+subclasses) sees the operators `fa_attn::forward` and `fa_attn::backward`.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import torch
+
+from . import _core
+from ._core import UnsupportedError
+from ._faces import find_nvrtc
+
+find_nvrtc()
+
+has_autograd = True
+
+# With the C exchange API the library asks torch for its current stream.
+_ASKS_STREAM = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_is_compiling = torch.compiler.is_compiling
+_empty = torch.empty
+_FLOAT = torch.float32
+
+
+def _stream(q):
+    """The current stream's handle; None where the library asks for it itself."""
+    if _ASKS_STREAM or not q.is_cuda:
+        return None
+    return torch.cuda.current_stream(q.device).cuda_stream
+
+
+def _allocator(q):
+    """What gives a kernel its workspace, in torch's memory."""
+    device = q.device
+
+    def allocate(count, zero):
+        make = torch.zeros if zero else torch.empty
+        return make(count, dtype=torch.uint8, device=device)
+
+    return allocate
+
+
+_ALLOCATORS = {}
+
+
+def _allocate(q):
+    if not q.is_cuda:
+        return None
+    key = q.device.index
+    allocator = _ALLOCATORS.get(key)
+    if allocator is None:
+        allocator = _ALLOCATORS[key] = _allocator(q)
+    return allocator
+
+
+def _lse_shape(q):
+    shape = q.shape
+    return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
+
+
+def _out_shape(q, v):
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def _fresh(q, v, extras):
+    """Room for out and LSE; on the CPU, and where queries are used in part, rows of no sequence are 0."""
+    if extras is not None and (extras[2] is not None or (extras[0] is not None and not q.is_cuda)):
+        out = torch.zeros(_out_shape(q, v), dtype=q.dtype, device=q.device)
+        return out, torch.full(_lse_shape(q), float("-inf"), dtype=_FLOAT, device=q.device)
+    out = _empty(_out_shape(q, v), dtype=q.dtype, device=q.device)
+    return out, _empty(_lse_shape(q), dtype=_FLOAT, device=q.device)
+
+
+def _rows(x):
+    """The tensor with contiguous rows, as FlashAttention makes them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _aligned(x):
+    """A tensor from autograd as kernels read it: expanded and oddly strided ones are copied."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
+        return x
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _forward(q, k, v, scale, causal, window, softcap, extras):
+    out, lse = _fresh(q, v, extras)
+    _core.forward(q, k, v, out, lse, scale, causal, window, softcap, extras, _stream(q), _allocate(q))
+    return out, lse
+
+
+def _backward(dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras):
+    """Writes the gradients to `grads`; returns that of the sinks, or None."""
+    dout = _aligned(dout)
+    dsinks = None
+    if extras is not None and extras[6] is not None:
+        dsinks = _empty(extras[6].shape, dtype=_FLOAT, device=q.device)
+    _core.backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *grads,
+        dsinks,
+        scale,
+        causal,
+        window,
+        softcap,
+        deterministic,
+        extras,
+        _stream(q),
+        _allocate(q),
+    )
+    return dsinks
+
+
+def _room_for_gradients(q, k, v, extras):
+    """Of packed sequences, and of rows used in part, those that no sequence has get 0."""
+    make = torch.empty if extras is None or all(x is None for x in extras[:4]) else torch.zeros
+    return [make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+
+
+class _Attention(torch.autograd.Function):
+    """out and LSE of q, k, v and sinks; LSE is not differentiated."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras):
+        out, lse = _forward(q, k, v, scale, causal, window, softcap, extras)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = (scale, causal, window, softcap, deterministic)
+        ctx.extras = extras
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        if dout is None:
+            return (None,) * 10
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = _room_for_gradients(q, k, v, ctx.extras)
+        dsinks = _backward(dout, q, k, v, out, lse, grads, *ctx.options, ctx.extras)
+        return (*grads, dsinks, *(None,) * 6)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """The same of q, k and v in one tensor, whose gradients are written in one."""
+
+    @staticmethod
+    def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras):
+        q, k, v = qkv.unbind(axis)
+        out, lse = _forward(q, k, v, scale, causal, window, softcap, extras)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.options = (scale, causal, window, softcap, deterministic)
+        ctx.extras, ctx.axis = extras, axis
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        if dout is None:
+            return (None,) * 9
+        qkv, out, lse = ctx.saved_tensors
+        varied = ctx.extras is not None and any(x is not None for x in ctx.extras[:4])
+        make = torch.zeros if varied else torch.empty
+        dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        q, k, v = qkv.unbind(ctx.axis)
+        dsinks = _backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, ctx.extras)
+        return (dqkv, None, dsinks, *(None,) * 6)
+
+
+def _goes_by_operator(*tensors):
+    if _is_compiling():
+        return True
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return True
+    return False
+
+
+def _pad(x, columns):
+    return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
+
+
+def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
+    """(out, lse); see `fa_attn.interface` for shapes and options."""
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
+        # Kernels read rows of multiples of 8 elements; FlashAttention pads the same way.
+        scale = head_dim**-0.5 if scale is None else scale
+        columns, columns_v = -(-head_dim // 8) * 8, -(-head_dim_v // 8) * 8
+        out, lse = attention(
+            _pad(q, columns),
+            _pad(k, columns),
+            _pad(v, columns_v),
+            scale,
+            causal,
+            window,
+            softcap,
+            deterministic,
+            extras,
+        )
+        return out[..., :head_dim_v], lse
+    if _goes_by_operator(q, k, v):
+        return _by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras)
+    if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
+        q, k, v = _rows(q), _rows(k), _rows(v)
+    sinks = None if extras is None else extras[6]
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    ):
+        if extras is not None:
+            extras = _detached(extras)
+        return _Attention.apply(q, k, v, sinks, scale, causal, window, softcap, deterministic, extras)
+    return _forward(q, k, v, scale, causal, window, softcap, None if extras is None else _detached(extras))
+
+
+def _detached(extras):
+    """Slopes and sinks as the library reads them: float32, apart from autograd."""
+    *tensors, slopes, sinks, max_q, max_k = extras
+    if slopes is not None and slopes.requires_grad:
+        raise UnsupportedError("alibi_slopes have no gradient: detach them")
+    if sinks is not None:
+        sinks = sinks.detach()
+        if sinks.dtype != _FLOAT:
+            sinks = sinks.to(_FLOAT)
+    return (*tensors, slopes, sinks, max_q, max_k)
+
+
+def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras):
+    """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
+    sinks = None if extras is None else extras[6]
+    plain = not _goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    if plain and qkv.requires_grad and torch.is_grad_enabled():
+        extras = None if extras is None else _detached(extras)
+        return _PackedAttention.apply(qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras)
+    q, k, v = qkv.unbind(axis)
+    return attention(q, k, v, scale, causal, window, softcap, deterministic, extras)
+
+
+def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras):
+    """(dq, dk, dv, dsinks or None), without autograd."""
+    extras = None if extras is None else _detached(extras)
+    dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    grads = _room_for_gradients(q, k, v, extras)
+    dsinks = _backward(dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras)
+    return (*grads, dsinks)
+
+
+def append(append):
+    """Appends to the caches in place; (q turned, or as it is, lengths afterwards)."""
+    q, used = append.q.detach(), append.used_k
+    k, v, k_cache, v_cache = (x.detach() for x in (append.k, append.v, append.k_cache, append.v_cache))
+    cos, sin = append.cos, append.sin
+    after = torch.empty_like(used)
+    turned = None
+    if cos is not None:
+        cos, sin, k, v, q = cos.contiguous(), sin.contiguous(), _rows(k), _rows(v), _rows(q)
+        # On the CPU queries are turned in place.
+        turned = q.clone() if not q.is_cuda else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    queries = (None, None) if turned is None else (q, turned)
+    dropped = _core.append(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        *queries,
+        cos,
+        sin,
+        append.interleaved,
+        append.following,
+        append.cu_new,
+        append.max_new,
+        used,
+        append.page_table,
+        append.cu_q,
+        append.max_q,
+        after,
+        _stream(q),
+    )
+    if dropped:
+        raise _core.InputError(
+            f"{dropped} rows have no place: beyond the cache's room, in a page that does not exist, or at a "
+            "position beyond rotary_cos; the others are written"
+        )
+    return (q if turned is None else turned), after
+
+
+def ints(value, count, like):
+    return torch.full((count,), value, dtype=torch.int32, device=like.device)
+
+
+def differences(starts):
+    return starts[1:] - starts[:-1]
+
+
+def unstack(tensor, axis):
+    return tensor.unbind(axis)
+
+
+def as_column(tensor):
+    return tensor.reshape(-1, 1)
+
+
+# The operators. Options are flat: windows by their sides, what is beside q, k and v one by one.
+
+
+@torch.library.custom_op("fa_attn::forward", mutates_args=())
+def _forward_operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: Optional[torch.Tensor],
+    cu_k: Optional[torch.Tensor],
+    used_q: Optional[torch.Tensor],
+    used_k: Optional[torch.Tensor],
+    page_table: Optional[torch.Tensor],
+    alibi_slopes: Optional[torch.Tensor],
+    sinks: Optional[torch.Tensor],
+    max_q: int,
+    max_k: int,
+    scale: Optional[float],
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    del deterministic
+    extras = _flat(cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k)
+    q, k, v = (_rows(x.detach()) for x in (q, k, v))
+    return _forward(q, k, v, scale, causal, (left, right), softcap, extras)
+
+
+@_forward_operator.register_fake
+def _(q, k, v, cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k, scale, *options):
+    return q.new_empty(_out_shape(q, v)), q.new_empty(_lse_shape(q), dtype=_FLOAT)
+
+
+@torch.library.custom_op("fa_attn::backward", mutates_args=())
+def _backward_operator(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: Optional[torch.Tensor],
+    cu_k: Optional[torch.Tensor],
+    used_q: Optional[torch.Tensor],
+    used_k: Optional[torch.Tensor],
+    alibi_slopes: Optional[torch.Tensor],
+    sinks: Optional[torch.Tensor],
+    max_q: int,
+    max_k: int,
+    scale: Optional[float],
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    extras = _flat(cu_q, cu_k, used_q, used_k, None, alibi_slopes, sinks, max_q, max_k)
+    dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    grads = _room_for_gradients(q, k, v, extras)
+    dsinks = _backward(
+        dout, q, k, v, out, lse, grads, scale, causal, (left, right), softcap, deterministic, extras
+    )
+    return (*grads, q.new_empty((0,), dtype=_FLOAT) if dsinks is None else dsinks)
+
+
+@_backward_operator.register_fake
+def _(dout, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, alibi_slopes, sinks, *options):
+    dsinks = q.new_empty(q.shape[-2:-1] if sinks is not None else (0,), dtype=_FLOAT)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _flat(*extras):
+    return None if all(x is None for x in extras[:7]) else _detached(extras)
+
+
+def _by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras):
+    beside = extras if extras is not None else (None,) * 7 + (0, 0)
+    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside
+    if sinks is not None and sinks.dtype != _FLOAT:
+        sinks = sinks.to(_FLOAT)
+    left, right = window
+    scale = None if scale is None else float(scale)
+    return torch.ops.fa_attn.forward(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        used_q,
+        used_k,
+        table,
+        slopes,
+        sinks,
+        max_q,
+        max_k,
+        scale,
+        bool(causal),
+        left,
+        right,
+        float(softcap),
+        bool(deterministic),
+    )
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, cu_q, cu_k, used_q, used_k, page_table, slopes, sinks, *options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks)
+    ctx.is_paged, ctx.options = page_table is not None, options
+    ctx.mark_non_differentiable(lse)
+
+
+def _differentiate(ctx, dout, _):
+    if ctx.is_paged:
+        raise UnsupportedError("keys in pages have no gradients: pack or pad them")
+    q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
+    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(
+        dout, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
+    )
+    return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 8)
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_setup)

@@ -1,0 +1,400 @@
+//! The functions that the package's Python calls: a pass on arrays as they lie, on the device where they lie.
+
+use fa_attn::{Append, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Place, View, current_stream};
+use crate::error::{InputError, raised};
+use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
+use crate::host::{self, Appended, Backward, Written};
+use crate::{dlpack, gpu};
+
+/// Where a call runs: the caller's stream, and what gives it memory.
+#[derive(Clone, Copy)]
+struct On<'a, 'py> {
+    stream: Option<u64>,
+    allocate: Option<&'a Bound<'py, PyAny>>,
+}
+
+/// The type of 16 bits without a meaning, by its name.
+fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
+    half.map(|name| name.parse().map_err(|error| InputError::new_err(format!("half: {error}")))).transpose()
+}
+
+/// Computes the pass of `given` by `pass`.
+fn run(
+    py: Python<'_>,
+    given: &Given<'_>,
+    (problem, pass): (&Problem, Pass),
+    to: &Written<'_, '_>,
+    q: &Bound<'_, PyAny>,
+    on: On<'_, '_>,
+) -> PyResult<()> {
+    problem.check().map_err(|error| raised(error.into()))?;
+    check(given, problem, to)?;
+    match given.place() {
+        Place::Cpu => host::run(py, given, problem, pass, to),
+        Place::Cuda(ordinal) => {
+            let device = gpu::device(ordinal)?;
+            let entry = device.bind(py, problem, pass)?;
+            let stream = match on.stream {
+                Some(stream) => stream,
+                None => current_stream(q, ordinal)?.unwrap_or(0),
+            };
+            device.run(py, &entry, given, to, (stream, on.allocate))
+        }
+    }
+}
+
+/// Checks shapes and types of the arrays beside Q, K and V: addresses alone go to the GPU.
+fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult<()> {
+    let Given { q, k, v, dtype, .. } = given;
+    let place = given.place();
+    let same = |name: &str, view: &View<'_>, like: &View<'_>, dim: usize| {
+        let axes = like.shape().len() - 1;
+        if view.place != place {
+            return Err(elsewhere(name, place));
+        }
+        if view.shape().len() != axes + 1
+            || view.shape()[..axes] != like.shape()[..axes]
+            || view.shape()[axes] != dim
+        {
+            let mut need = like.shape().to_vec();
+            need[axes] = dim;
+            let message = format!("{name} has the shape {:?}: it must be {need:?}", view.shape());
+            return Err(InputError::new_err(message));
+        }
+        if dtype_of(name, view, Some(*dtype))? != *dtype {
+            let message =
+                format!("{name} holds {} and q {dtype}: they must be of one type", view.type_name());
+            return Err(InputError::new_err(message));
+        }
+        Ok(())
+    };
+    let rows = |name: &str, view: &View<'_>, need: usize| {
+        if view.elements() == need {
+            return Ok(());
+        }
+        Err(InputError::new_err(format!("{name} has {} elements: it must have {need}", view.elements())))
+    };
+    let lse_rows = problem.heads_q * q.shape()[..q.shape().len() - 2].iter().product::<usize>();
+    match to {
+        Written::Forward { out, lse } => {
+            same("out", out, q, problem.head_dim_v)?;
+            rows("softmax_lse", lse, lse_rows)
+        }
+        Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }) => {
+            same("dout", dout, q, problem.head_dim_v)?;
+            same("out", out, q, problem.head_dim_v)?;
+            same("dq", dq, q, problem.head_dim)?;
+            same("dk", dk, k, problem.head_dim)?;
+            same("dv", dv, v, problem.head_dim_v)?;
+            rows("softmax_lse", lse, lse_rows)?;
+            dsinks.map_or(Ok(()), |dsinks| rows("dsinks", dsinks, problem.heads_q))
+        }
+    }
+}
+
+/// Writes O to `out` and LSE to `lse`.
+#[pyfunction]
+#[pyo3(signature = (
+    q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
+    half=None
+))]
+#[allow(clippy::too_many_arguments)]
+pub fn forward<'py>(
+    py: Python<'py>,
+    q: &Bound<'py, PyAny>,
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    out: &Bound<'py, PyAny>,
+    lse: &Bound<'py, PyAny>,
+    scale: Option<f64>,
+    causal: bool,
+    window: (i64, i64),
+    softcap: f64,
+    extras: Option<ExtraObjects<'py>>,
+    stream: Option<u64>,
+    allocate: Option<&Bound<'py, PyAny>>,
+    half: Option<&str>,
+) -> PyResult<()> {
+    let given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
+    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    let (out, lse) = (View::of("out", out, stream)?, View::of("softmax_lse", lse, stream)?);
+    let to = Written::Forward { out: &out, lse: &lse };
+    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate })
+}
+
+/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`.
+#[pyfunction]
+#[pyo3(signature = (
+    dout, q, k, v, out, lse, dq, dk, dv, dsinks, scale, causal, window, softcap, deterministic,
+    extras=None, stream=None, allocate=None, half=None
+))]
+#[allow(clippy::too_many_arguments)]
+pub fn backward<'py>(
+    py: Python<'py>,
+    dout: &Bound<'py, PyAny>,
+    q: &Bound<'py, PyAny>,
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    out: &Bound<'py, PyAny>,
+    lse: &Bound<'py, PyAny>,
+    dq: &Bound<'py, PyAny>,
+    dk: &Bound<'py, PyAny>,
+    dv: &Bound<'py, PyAny>,
+    dsinks: Option<&Bound<'py, PyAny>>,
+    scale: Option<f64>,
+    causal: bool,
+    window: (i64, i64),
+    softcap: f64,
+    deterministic: bool,
+    extras: Option<ExtraObjects<'py>>,
+    stream: Option<u64>,
+    allocate: Option<&Bound<'py, PyAny>>,
+    half: Option<&str>,
+) -> PyResult<()> {
+    let given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
+    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
+    let (dout, out, lse) = (view("dout", dout)?, view("out", out)?, view("softmax_lse", lse)?);
+    let (dq, dk, dv) = (view("dq", dq)?, view("dk", dk)?, view("dv", dv)?);
+    let dsinks = dsinks.map(|dsinks| view("dsinks", dsinks)).transpose()?;
+    let to = Written::Backward(Backward {
+        dout: &dout,
+        out: &out,
+        lse: &lse,
+        dq: &dq,
+        dk: &dk,
+        dv: &dv,
+        dsinks: dsinks.as_ref(),
+    });
+    run(py, &given, (&problem, Pass::Backward { deterministic }), &to, q, On { stream, allocate })
+}
+
+/// What `forward` (or the backward) of these arrays runs: the engine's report as JSON. Nothing is computed.
+#[pyfunction]
+#[pyo3(signature = (
+    q, k, v, scale, causal, window, softcap, extras=None, backward=false, deterministic=false,
+    half=None
+))]
+#[allow(clippy::too_many_arguments)]
+pub fn report<'py>(
+    py: Python<'py>,
+    q: &Bound<'py, PyAny>,
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    scale: Option<f64>,
+    causal: bool,
+    window: (i64, i64),
+    softcap: f64,
+    extras: Option<ExtraObjects<'py>>,
+    backward: bool,
+    deterministic: bool,
+    half: Option<&str>,
+) -> PyResult<String> {
+    let given = Given::of([q, k, v], extras.as_ref(), None, half_of(half)?)?;
+    let problem = given.problem(&Options { scale, causal, window, softcap })?;
+    let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
+    report_of(py, &problem, pass, given.place())
+}
+
+/// The report on a pass of `problem` at a place, as JSON.
+pub fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) -> PyResult<String> {
+    problem.check().map_err(|error| raised(error.into()))?;
+    let report = match place {
+        Place::Cpu => serde_json::to_string(&host::engine()?.bind(problem, pass).map_err(raised)?.report()),
+        Place::Cuda(ordinal) => {
+            let device = gpu::device(ordinal)?;
+            let entry = device.bind(py, problem, pass)?;
+            serde_json::to_string(&serde_json::json!({
+                "backend": "cuda",
+                "kernel": entry.kernel.spec().to_string(),
+                "family": entry.kernel.spec().kernel.family(),
+                "gpu": device.name(),
+                "workspace_bytes": entry.kernel.workspace_bytes(),
+            }))
+        }
+    };
+    report.map_err(|error| InputError::new_err(error.to_string()))
+}
+
+/// Appends `k` and `v` to a cache in place and turns `q` into `q_out` (on the CPU `q_out` holds a copy of
+/// `q`). Lengths afterwards go to `used_out`. Rows without a place are counted on the CPU and left out on a
+/// GPU.
+#[pyfunction]
+#[pyo3(signature = (
+    k, v, k_cache, v_cache, q, q_out, cos, sin, interleaved, following, cu_new, max_new, used_k,
+    page_table, cu_q, max_q, used_out, stream=None, half=None
+))]
+#[allow(clippy::too_many_arguments)]
+pub fn append<'py>(
+    py: Python<'py>,
+    k: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    k_cache: &Bound<'py, PyAny>,
+    v_cache: &Bound<'py, PyAny>,
+    q: Option<&Bound<'py, PyAny>>,
+    q_out: Option<&Bound<'py, PyAny>>,
+    cos: Option<&Bound<'py, PyAny>>,
+    sin: Option<&Bound<'py, PyAny>>,
+    interleaved: bool,
+    following: bool,
+    cu_new: Option<&Bound<'py, PyAny>>,
+    max_new: usize,
+    used_k: &Bound<'py, PyAny>,
+    page_table: Option<&Bound<'py, PyAny>>,
+    cu_q: Option<&Bound<'py, PyAny>>,
+    max_q: usize,
+    used_out: &Bound<'py, PyAny>,
+    stream: Option<u64>,
+    half: Option<&str>,
+) -> PyResult<usize> {
+    let half = half_of(half)?;
+    let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
+    let maybe = |name: &str, object: Option<&Bound<'py, PyAny>>| {
+        object.map(|object| View::of(name, object, stream)).transpose()
+    };
+    let ints = |name: &str, object: Option<&Bound<'py, PyAny>>| {
+        object.map(|object| words(name, object, stream, dlpack::Type::I32)).transpose()
+    };
+    let tables = match (cos, sin) {
+        (Some(cos), Some(sin)) => Some([view("rotary_cos", cos)?, view("rotary_sin", sin)?]),
+        _ => None,
+    };
+    let arrays = Appended {
+        k_new: view("k", k)?,
+        v_new: view("v", v)?,
+        k_cache: view("k_cache", k_cache)?,
+        v_cache: view("v_cache", v_cache)?,
+        q: maybe("q", q)?,
+        q_out: maybe("q", q_out)?,
+        tables,
+        cu_new: ints("cu_seqlens_k_new", cu_new)?,
+        used_k: ints("cache_seqlens", Some(used_k))?,
+        page_table: ints("page_table (block_table)", page_table)?,
+        cu_q: ints("cu_seqlens_q", cu_q)?,
+        used_out: ints("cache_seqlens", Some(used_out))?,
+    };
+    let append = appended(&arrays, half, (interleaved, following), (max_new, max_q))?;
+    match arrays.k_cache.place {
+        Place::Cpu => host::append(py, &append, &arrays),
+        Place::Cuda(ordinal) => {
+            let stream = match stream {
+                Some(stream) => stream,
+                None => current_stream(k_cache, ordinal)?.unwrap_or(0),
+            };
+            gpu::device(ordinal)?.append(py, &append, &arrays, stream)?;
+            Ok(0)
+        }
+    }
+}
+
+/// The append that the arrays are.
+fn appended(
+    arrays: &Appended<'_>,
+    half: Option<Dtype>,
+    (interleaved, following): (bool, bool),
+    (max_new, max_q): (usize, usize),
+) -> PyResult<Append> {
+    let dtype = dtype_of("k_cache", &arrays.k_cache, half)?;
+    for (name, other) in [("k", &arrays.k_new), ("v", &arrays.v_new), ("v_cache", &arrays.v_cache)] {
+        let other = dtype_of(name, other, half)?;
+        if other != dtype {
+            let message = format!("{name} holds {other} and k_cache {dtype}: they must be of one type");
+            return Err(InputError::new_err(message));
+        }
+    }
+    let axes = |name: &str, view: &View<'_>, packed: bool| {
+        let need = if packed { 3 } else { 4 };
+        if view.shape().len() == need {
+            return Ok(());
+        }
+        Err(InputError::new_err(format!("{name} has the shape {:?}: it must have {need} axes", view.shape())))
+    };
+    let (packed_new, packed_q) = (arrays.cu_new.is_some(), arrays.cu_q.is_some());
+    axes("k", &arrays.k_new, packed_new)?;
+    axes("v", &arrays.v_new, packed_new)?;
+    axes("k_cache", &arrays.k_cache, false)?;
+    axes("v_cache", &arrays.v_cache, false)?;
+    let Some(used) = &arrays.used_k else { return Err(InputError::new_err("cache_seqlens is missing")) };
+    let sequences = used.shape().first().copied().unwrap_or(0);
+    let side = |view: &View<'_>, packed: bool, max: usize| {
+        let shape = view.shape();
+        if packed { Side::packed(shape[0], max.min(shape[0])) } else { Side::padded(shape[1]) }
+    };
+    let cache = match &arrays.page_table {
+        Some(table) => {
+            axes_of_table(table, sequences)?;
+            let (pages, page) = (arrays.k_cache.shape()[0], arrays.k_cache.shape()[1]);
+            Side::paged(page, pages, table.shape()[1].saturating_mul(page))
+        }
+        None => Side::padded(arrays.k_cache.shape()[1]),
+    };
+    let last = |view: &View<'_>, from_end: usize| view.shape()[view.shape().len() - from_end];
+    let rotary = match &arrays.tables {
+        None => None,
+        Some([cos, sin]) => {
+            if cos.shape() != sin.shape() || cos.shape().len() != 2 {
+                let message = format!(
+                    "rotary_cos has the shape {:?} and rotary_sin {:?}: both must be (positions, \
+                     rotary_dim / 2)",
+                    cos.shape(),
+                    sin.shape()
+                );
+                return Err(InputError::new_err(message));
+            }
+            let table = dtype_of("rotary_cos", cos, half)?;
+            if dtype_of("rotary_sin", sin, half)? != table {
+                return Err(InputError::new_err("rotary_cos and rotary_sin must be of one type"));
+            }
+            let queries = match &arrays.q {
+                None => None,
+                Some(q) => {
+                    axes("q", q, packed_q)?;
+                    if dtype_of("q", q, half)? != dtype {
+                        return Err(InputError::new_err(format!("q must be of the cache's type, {dtype}")));
+                    }
+                    let positions = if following { QueryPositions::Following } else { QueryPositions::Same };
+                    Some(RotaryQueries { rows: side(q, packed_q, max_q), heads: last(q, 2), positions })
+                }
+            };
+            let pairs = if interleaved { RotaryPairs::Neighbours } else { RotaryPairs::Halves };
+            Some(Rotary { dim: 2 * cos.shape()[1], pairs, positions: cos.shape()[0], table, queries })
+        }
+    };
+    let append = Append {
+        sequences,
+        new: side(&arrays.k_new, packed_new, max_new),
+        cache,
+        heads_kv: last(&arrays.k_cache, 2),
+        head_dim: last(&arrays.k_cache, 1),
+        head_dim_v: last(&arrays.v_cache, 1),
+        dtype,
+        rotary,
+    };
+    for (name, view, need) in [
+        ("k", &arrays.k_new, append.new_shape(append.head_dim)),
+        ("v", &arrays.v_new, append.new_shape(append.head_dim_v)),
+        ("v_cache", &arrays.v_cache, append.cache_shape(append.head_dim_v)),
+        ("k_cache", &arrays.k_cache, append.cache_shape(append.head_dim)),
+    ] {
+        let have = host::placement(view).map(|(shape, _)| shape);
+        if have != Some(need) {
+            let message = format!("{name} has the shape {:?}: it must be {need:?}", view.shape());
+            return Err(InputError::new_err(message));
+        }
+    }
+    Ok(append)
+}
+
+fn axes_of_table(table: &View<'_>, sequences: usize) -> PyResult<()> {
+    match table.shape() {
+        [rows, _] if *rows == sequences => Ok(()),
+        shape => {
+            let message =
+                format!("page_table (block_table) has the shape {shape:?}: it must be ({sequences}, pages)");
+            Err(InputError::new_err(message))
+        }
+    }
+}

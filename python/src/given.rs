@@ -1,0 +1,313 @@
+//! The arrays and options of a call, and the problem that they are.
+
+use fa_attn::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Types};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Place, Type, View};
+use crate::error::{InputError, UnsupportedError};
+
+/// The options of a call that are numbers.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Factor on Q K^T; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f64>,
+    pub causal: bool,
+    /// Keys left and right of the diagonal that a query sees; negative for all.
+    pub window: (i64, i64),
+    /// 0 for none.
+    pub softcap: f64,
+}
+
+/// `cu_q`, `cu_k`, `used_q`, `used_k`, `page_table`, `alibi_slopes`, `sinks`, `max_q`, `max_k`.
+pub type ExtraObjects<'py> = (
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+    usize,
+    usize,
+);
+
+/// What a call has beside Q, K and V.
+#[derive(Default)]
+pub struct Beside<'py> {
+    pub cu_q: Option<View<'py>>,
+    pub cu_k: Option<View<'py>>,
+    pub used_q: Option<View<'py>>,
+    pub used_k: Option<View<'py>>,
+    pub page_table: Option<View<'py>>,
+    pub alibi_slopes: Option<View<'py>>,
+    pub sinks: Option<View<'py>>,
+    /// Upper bounds on the rows of a packed sequence, and of one in pages.
+    pub max: (usize, usize),
+}
+
+impl<'py> Beside<'py> {
+    pub fn of(objects: Option<&ExtraObjects<'py>>, stream: Option<u64>) -> PyResult<Beside<'py>> {
+        let Some((cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k)) = objects else {
+            return Ok(Beside::default());
+        };
+        let view = |name: &str, object: &Option<Bound<'py, PyAny>>, need: Type| {
+            object.as_ref().map(|object| words(name, object, stream, need)).transpose()
+        };
+        Ok(Beside {
+            cu_q: view("cu_seqlens_q", cu_q, Type::I32)?,
+            cu_k: view("cu_seqlens_k", cu_k, Type::I32)?,
+            used_q: view("seqused_q", used_q, Type::I32)?,
+            used_k: view("seqused_k (cache_seqlens)", used_k, Type::I32)?,
+            page_table: view("page_table (block_table)", table, Type::I32)?,
+            alibi_slopes: view("alibi_slopes", slopes, Type::F32)?,
+            sinks: view("sinks", sinks, Type::F32)?,
+            max: (*max_q, *max_k),
+        })
+    }
+
+    fn views(&self) -> [Option<&View<'py>>; 7] {
+        let Beside { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, .. } = self;
+        [cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks].map(Option::as_ref)
+    }
+}
+
+/// An array of one type whose elements lie end to end.
+pub fn words<'py>(
+    name: &str,
+    object: &Bound<'py, PyAny>,
+    stream: Option<u64>,
+    need: Type,
+) -> PyResult<View<'py>> {
+    let view = View::of(name, object, stream)?;
+    if view.dtype != need {
+        let need = if need == Type::F32 { "float32" } else { "int32" };
+        let message = format!("{name} holds {}: it must be {need}, convert it once", view.type_name());
+        return Err(InputError::new_err(message));
+    }
+    if !view.is_contiguous() {
+        let message = format!(
+            "{name} has the shape {:?} and the strides {:?}: its elements must lie end to end, make it \
+             contiguous",
+            view.shape(),
+            view.strides()
+        );
+        return Err(InputError::new_err(message));
+    }
+    Ok(view)
+}
+
+/// Q, K and V of a call, with what is beside them.
+pub struct Given<'py> {
+    pub q: View<'py>,
+    pub k: View<'py>,
+    pub v: View<'py>,
+    pub beside: Beside<'py>,
+    pub dtype: Dtype,
+}
+
+/// The element type of an array; of 16 bits without a meaning that of `half`.
+pub fn dtype_of(name: &str, view: &View<'_>, half: Option<Dtype>) -> PyResult<Dtype> {
+    match (view.dtype, half) {
+        (Type::F32, _) => Ok(Dtype::F32),
+        (Type::F16, _) => Ok(Dtype::F16),
+        (Type::Bf16, _) => Ok(Dtype::Bf16),
+        (Type::U16, Some(dtype)) => Ok(dtype),
+        _ => {
+            let message = format!(
+                "{name} holds {}: attention computes in float16 and bfloat16, on the CPU also in float32",
+                view.type_name()
+            );
+            Err(UnsupportedError::new_err(message))
+        }
+    }
+}
+
+impl<'py> Given<'py> {
+    /// Q, K and V of one place and type.
+    ///
+    /// # Errors
+    /// Arrays of different places or types, and types that nothing computes in.
+    pub fn of(
+        [q, k, v]: [&Bound<'py, PyAny>; 3],
+        extras: Option<&ExtraObjects<'py>>,
+        stream: Option<u64>,
+        half: Option<Dtype>,
+    ) -> PyResult<Given<'py>> {
+        let (q, k, v) = (View::of("q", q, stream)?, View::of("k", k, stream)?, View::of("v", v, stream)?);
+        let dtype = dtype_of("q", &q, half)?;
+        let given = Given { q, k, v, beside: Beside::of(extras, stream)?, dtype };
+        for (name, view) in [("k", &given.k), ("v", &given.v)] {
+            let other = dtype_of(name, view, half)?;
+            if other != dtype {
+                let message = format!("{name} holds {other} and q {dtype}: they must be of one type");
+                return Err(InputError::new_err(message));
+            }
+        }
+        let place = given.q.place;
+        let all = [Some(&given.k), Some(&given.v)].into_iter().chain(given.beside.views());
+        for (i, view) in all.enumerate() {
+            if view.is_some_and(|view| view.place != place) {
+                const NAMES: [&str; 9] = [
+                    "k",
+                    "v",
+                    "cu_seqlens_q",
+                    "cu_seqlens_k",
+                    "seqused_q",
+                    "seqused_k (cache_seqlens)",
+                    "page_table (block_table)",
+                    "alibi_slopes",
+                    "sinks",
+                ];
+                return Err(elsewhere(NAMES[i], place));
+            }
+        }
+        Ok(given)
+    }
+
+    pub fn place(&self) -> Place {
+        self.q.place
+    }
+
+    /// The problem that the arrays are, with these options.
+    ///
+    /// # Errors
+    /// Shapes that contradict each other.
+    pub fn problem(&self, options: &Options) -> PyResult<Problem> {
+        let Given { q, k, v, beside, dtype } = self;
+        let (max_q, max_k) = beside.max;
+        let axes = |name: &str, view: &View<'_>, need: usize, what: &str| {
+            if view.shape().len() == need {
+                return Ok(());
+            }
+            let message = format!("{name} has the shape {:?}: it must be {what}", view.shape());
+            Err(InputError::new_err(message))
+        };
+        let mut batch = None;
+        let mut of_batch = |name: &str, found: usize| match batch.replace(found) {
+            Some(before) if before != found => {
+                let message = format!("{name} is of a batch of {found}, another array of one of {before}");
+                Err(InputError::new_err(message))
+            }
+            _ => Ok(()),
+        };
+        let starts = |name: &str, view: &View<'_>| match view.shape() {
+            [len] if *len > 0 => Ok(len - 1),
+            shape => {
+                let message = format!("{name} has the shape {shape:?}: it must be (batch + 1,)");
+                Err(InputError::new_err(message))
+            }
+        };
+        let mut side_q = match &beside.cu_q {
+            Some(cu) => {
+                axes("q", q, 3, "(total, heads, head_dim) with cu_seqlens_q")?;
+                of_batch("cu_seqlens_q", starts("cu_seqlens_q", cu)?)?;
+                Side::packed(q.shape()[0], max_q.min(q.shape()[0]))
+            }
+            None => {
+                axes("q", q, 4, "(batch, seqlen, heads, head_dim) without cu_seqlens_q")?;
+                of_batch("q", q.shape()[0])?;
+                Side::padded(q.shape()[1])
+            }
+        };
+        let mut side_k = match (&beside.page_table, &beside.cu_k) {
+            (Some(table), None) => {
+                axes("k", k, 4, "(pages, page, heads, head_dim) with a page_table (block_table)")?;
+                axes("page_table (block_table)", table, 2, "(batch, pages of a sequence)")?;
+                of_batch("page_table (block_table)", table.shape()[0])?;
+                let page = k.shape()[1];
+                Side::paged(page, k.shape()[0], table.shape()[1].saturating_mul(page))
+            }
+            (Some(_), Some(_)) => {
+                let message = "page_table (block_table) with cu_seqlens_k: keys in pages have their lengths \
+                               in seqused_k (cache_seqlens), leave cu_seqlens_k out";
+                return Err(InputError::new_err(message));
+            }
+            (None, Some(cu)) => {
+                axes("k", k, 3, "(total, heads, head_dim) with cu_seqlens_k")?;
+                of_batch("cu_seqlens_k", starts("cu_seqlens_k", cu)?)?;
+                Side::packed(k.shape()[0], max_k.min(k.shape()[0]))
+            }
+            (None, None) => {
+                axes("k", k, 4, "(batch, seqlen, heads, head_dim) without cu_seqlens_k and page_table")?;
+                of_batch("k", k.shape()[0])?;
+                Side::padded(k.shape()[1])
+            }
+        };
+        if let Some(used) = &beside.used_q {
+            axes("seqused_q", used, 1, "(batch,)")?;
+            of_batch("seqused_q", used.shape()[0])?;
+            side_q = side_q.with_used();
+        }
+        if let Some(used) = &beside.used_k {
+            axes("seqused_k (cache_seqlens)", used, 1, "(batch,)")?;
+            of_batch("seqused_k (cache_seqlens)", used.shape()[0])?;
+            side_k = side_k.with_used();
+        }
+        let batch = batch.unwrap_or(0);
+        let rows = k.shape().len();
+        if v.shape().len() != rows || v.shape()[..rows - 1] != k.shape()[..rows - 1] {
+            let message = format!(
+                "v has the shape {:?} and k {:?}: they differ in more than the head dim",
+                v.shape(),
+                k.shape()
+            );
+            return Err(InputError::new_err(message));
+        }
+        let last = |view: &View<'_>, from_end: usize| view.shape()[view.shape().len() - from_end];
+        if last(k, 1) != last(q, 1) {
+            let message =
+                format!("k has a head dim of {} and q of {}: they must be equal", last(k, 1), last(q, 1));
+            return Err(InputError::new_err(message));
+        }
+        let heads_q = last(q, 2);
+        let alibi = match &beside.alibi_slopes {
+            None => None,
+            Some(slopes) => match slopes.shape() {
+                [heads] if *heads == heads_q => Some(Alibi::PerHead),
+                [sequences, heads] if (*sequences, *heads) == (batch, heads_q) => {
+                    Some(Alibi::PerSequenceHead)
+                }
+                shape => {
+                    let message = format!(
+                        "alibi_slopes has the shape {shape:?}: it must be ({heads_q},) or \
+                         ({batch}, {heads_q})"
+                    );
+                    return Err(InputError::new_err(message));
+                }
+            },
+        };
+        if let Some(sinks) = &beside.sinks
+            && sinks.shape() != [heads_q]
+        {
+            let message = format!("sinks has the shape {:?}: it must be ({heads_q},)", sinks.shape());
+            return Err(InputError::new_err(message));
+        }
+        let softcap = (options.softcap != 0.0).then_some(options.softcap);
+        Ok(Problem {
+            lengths: Lengths::of(batch, side_q, side_k),
+            heads_q,
+            heads_kv: last(k, 2),
+            head_dim: last(q, 1),
+            head_dim_v: last(v, 1),
+            mask: mask(options.causal, options.window),
+            types: Types::same(*dtype),
+            softmax_scale: options.scale,
+            score: ScoreMod { softcap, alibi, sinks: beside.sinks.is_some() },
+        })
+    }
+}
+
+/// The refusal of an array that lies elsewhere than Q.
+pub fn elsewhere(name: &str, place: Place) -> PyErr {
+    let place = match place {
+        Place::Cpu => "in the memory of the CPU".to_owned(),
+        Place::Cuda(device) => format!("on GPU {device}"),
+    };
+    InputError::new_err(format!("{name} lies elsewhere than q, which is {place}: move it there"))
+}
+
+/// FlashAttention's causal flag and window: a causal mask ends at the diagonal whatever the window's right.
+fn mask(causal: bool, (left, right): (i64, i64)) -> Mask {
+    let side = |side: i64| u32::try_from(side).ok();
+    Mask { left: side(left), right: if causal { Some(0) } else { side(right) } }
+}

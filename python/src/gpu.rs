@@ -1,0 +1,319 @@
+//! Calls on arrays in a GPU's memory: kernels bound once for each problem, launched on the caller's stream.
+//! Nothing is allocated but by the caller's library, nothing is waited for.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use fa_attn::device::{Bound as Kernel, Gpu};
+use fa_attn::{Alibi, Append, Error, Lengths, Mask, Pass, Problem, Types};
+use fa_core::Strides;
+use fa_kernels::cudarc::driver::CudaStream;
+use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
+use fa_kernels::{RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawTensor};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Place, Type, View};
+use crate::error::{InputError, raised};
+use crate::given::{Beside, Given, elsewhere};
+use crate::host::{Appended, Backward, Written, placement};
+
+/// Bound kernels that are kept at the most: lengths that never come again must not fill the memory.
+const KEPT: usize = 4096;
+
+/// A GPU with the kernels that were bound for its problems.
+pub struct Device {
+    gpu: Gpu,
+    bound: Mutex<HashMap<Key, Arc<Entry>>>,
+    streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
+}
+
+/// All that a bound kernel depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    lengths: Lengths,
+    heads: (usize, usize),
+    head_dims: (usize, usize),
+    mask: Mask,
+    types: Types,
+    scale: Option<u64>,
+    softcap: Option<u64>,
+    alibi: Option<Alibi>,
+    sinks: bool,
+    pass: Pass,
+}
+
+impl Key {
+    fn of(problem: &Problem, pass: Pass) -> Key {
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
+            *problem;
+        Key {
+            lengths,
+            heads: (heads_q, heads_kv),
+            head_dims: (head_dim, head_dim_v),
+            mask,
+            types,
+            scale: softmax_scale.map(f64::to_bits),
+            softcap: score.softcap.map(f64::to_bits),
+            alibi: score.alibi,
+            sinks: score.sinks,
+            pass,
+        }
+    }
+}
+
+/// A bound kernel.
+pub struct Entry {
+    pub kernel: Kernel,
+    /// A forward's workspace on each stream, zero between calls: the caller's library owns it.
+    workspaces: Mutex<HashMap<u64, (Py<PyAny>, u64)>>,
+}
+
+/// GPU `ordinal`, opened at the first call: its primary context is retained, which every library shares.
+///
+/// # Errors
+/// Without a driver, a GPU, or one that kernels run on.
+pub fn device(ordinal: i32) -> PyResult<&'static Device> {
+    const MOST: usize = 64;
+    static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
+    let index = usize::try_from(ordinal).ok().filter(|index| *index < MOST);
+    let Some(index) = index else {
+        return Err(InputError::new_err(format!("there is no GPU {ordinal}")));
+    };
+    if let Some(device) = DEVICES[index].get() {
+        return Ok(device);
+    }
+    let gpu = Gpu::nth(index).map_err(raised)?;
+    let device = Device { gpu, bound: Mutex::default(), streams: Mutex::default() };
+    Ok(DEVICES[index].get_or_init(|| device))
+}
+
+impl Device {
+    pub fn name(&self) -> String {
+        self.gpu.name()
+    }
+
+    /// The kernel for a pass of `problem`.
+    ///
+    /// # Errors
+    /// As [`Gpu::bind`].
+    pub fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
+        let key = Key::of(problem, pass);
+        if let Some(entry) = lock(&self.bound).get(&key) {
+            return Ok(entry.clone());
+        }
+        // Compiling takes a second; other threads go on meanwhile.
+        let kernel = py.detach(|| self.gpu.bind(problem, pass)).map_err(raised)?;
+        let entry = Arc::new(Entry { kernel, workspaces: Mutex::default() });
+        let mut bound = lock(&self.bound);
+        if bound.len() >= KEPT {
+            bound.clear();
+        }
+        Ok(bound.entry(key).or_insert(entry).clone())
+    }
+
+    fn stream(&self, handle: u64) -> Arc<CudaStream> {
+        let mut streams = lock(&self.streams);
+        let made = streams.entry(handle).or_insert_with(|| {
+            // SAFETY: the handle is a stream of the primary context, which the caller's library keeps.
+            unsafe { self.gpu.context().wrap_borrowed_stream(handle as *mut _) }
+        });
+        made.clone()
+    }
+
+    /// Launches the pass of `entry` on stream `handle`. `allocate(bytes, zero)` gives device memory of the
+    /// caller's library.
+    ///
+    /// # Errors
+    /// What the launch refuses, and arrays that lie elsewhere.
+    pub fn run(
+        &self,
+        py: Python<'_>,
+        entry: &Entry,
+        given: &Given<'_>,
+        to: &Written<'_, '_>,
+        (handle, allocate): (u64, Option<&Bound<'_, PyAny>>),
+    ) -> PyResult<()> {
+        let place = given.place();
+        let stream = self.stream(handle);
+        let Given { q, k, v, beside, .. } = given;
+        let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
+        let mut extras = extras(beside);
+        match (&entry.kernel, to) {
+            (Kernel::Forward(forward), Written::Forward { out, lse }) => {
+                let bytes = forward.workspace_bytes();
+                let workspace = entry.workspace(py, bytes, &stream, handle, allocate)?;
+                let args = RawForwardArgs {
+                    q,
+                    k,
+                    v,
+                    out: raw("out", out, place)?,
+                    lse: Some(floats("softmax_lse", lse, place)?),
+                    workspace: workspace.as_ref().map(|(_, address)| *address),
+                    extras,
+                };
+                // SAFETY: the views were read from live arrays of the problem's shapes; the stream is theirs,
+                // and their library frees memory in its order.
+                py.detach(|| unsafe { forward.run_raw(&stream, &args) }).map_err(launched)
+            }
+            (
+                Kernel::Backward(backward),
+                Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }),
+            ) => {
+                extras.dsinks = dsinks.map(|dsinks| floats("dsinks", dsinks, place)).transpose()?;
+                let (_scratch, workspace) = scratch(backward.workspace_bytes().max(16), false, allocate)?;
+                let args = RawBackwardArgs {
+                    q,
+                    k,
+                    v,
+                    out: raw("out", out, place)?,
+                    lse: floats("softmax_lse", lse, place)?,
+                    dout: raw("dout", dout, place)?,
+                    dq: raw("dq", dq, place)?,
+                    dk: raw("dk", dk, place)?,
+                    dv: raw("dv", dv, place)?,
+                    workspace,
+                    extras,
+                };
+                // SAFETY: as above; the workspace is freed in the stream's order.
+                py.detach(|| unsafe { backward.run_raw(&stream, &args) }).map_err(launched)
+            }
+            _ => Err(InputError::new_err("the call is bound to the other pass")),
+        }
+    }
+
+    /// Launches an append.
+    ///
+    /// # Errors
+    /// What the append refuses.
+    pub fn append(
+        &self,
+        py: Python<'_>,
+        append: &Append,
+        arrays: &Appended<'_>,
+        handle: u64,
+    ) -> PyResult<()> {
+        let bound = py.detach(|| self.gpu.append(append)).map_err(raised)?;
+        let stream = self.stream(handle);
+        let place = arrays.k_cache.place;
+        let tensor = |name: &'static str, view: &View<'_>| raw(name, view, place);
+        let address = |name: &str, view: &Option<View<'_>>| {
+            view.as_ref().map(|view| on_device(name, view, place)).transpose()
+        };
+        let tables = match &arrays.tables {
+            Some([cos, sin]) => {
+                Some([on_device("rotary_cos", cos, place)?, on_device("rotary_sin", sin, place)?])
+            }
+            None => None,
+        };
+        let args = RawAppendArgs {
+            k_new: tensor("k", &arrays.k_new)?,
+            v_new: tensor("v", &arrays.v_new)?,
+            k_cache: tensor("k_cache", &arrays.k_cache)?,
+            v_cache: tensor("v_cache", &arrays.v_cache)?,
+            q: arrays.q.as_ref().map(|q| tensor("q", q)).transpose()?,
+            q_out: arrays.q_out.as_ref().map(|q| tensor("q", q)).transpose()?,
+            tables,
+            cu_new: address("cu_seqlens_k_new", &arrays.cu_new)?,
+            used_new: None,
+            used_k: address("cache_seqlens", &arrays.used_k)?,
+            page_table: address("page_table (block_table)", &arrays.page_table)?,
+            cu_q: address("cu_seqlens_q", &arrays.cu_q)?,
+            used_q: None,
+            used_out: address("cache_seqlens", &arrays.used_out)?,
+            dropped: None,
+        };
+        // SAFETY: as in `run`.
+        py.detach(|| unsafe { bound.run_raw(&stream, &args) }).map_err(launched)
+    }
+}
+
+impl Entry {
+    /// Memory for a forward, kept for its stream; of a captured graph new, since replays may run beside other
+    /// calls.
+    fn workspace(
+        &self,
+        py: Python<'_>,
+        bytes: usize,
+        stream: &CudaStream,
+        handle: u64,
+        allocate: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<(Py<PyAny>, u64)>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let status = stream.capture_status();
+        let is_capturing = !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE));
+        if is_capturing {
+            return scratch(bytes, true, allocate).map(Some);
+        }
+        if let Some((memory, address)) = lock(&self.workspaces).get(&handle) {
+            return Ok(Some((memory.clone_ref(py), *address)));
+        }
+        let (memory, address) = scratch(bytes, true, allocate)?;
+        lock(&self.workspaces).insert(handle, (memory.clone_ref(py), address));
+        Ok(Some((memory, address)))
+    }
+}
+
+/// `bytes` bytes of device memory of the caller's library.
+fn scratch(bytes: usize, zero: bool, allocate: Option<&Bound<'_, PyAny>>) -> PyResult<(Py<PyAny>, u64)> {
+    let Some(allocate) = allocate else {
+        return Err(InputError::new_err(format!(
+            "the kernel needs {bytes} bytes of workspace: give `allocate`"
+        )));
+    };
+    let memory = allocate.call1((bytes, zero))?;
+    let address = View::of("workspace", &memory, None)?.address();
+    Ok((memory.unbind(), address))
+}
+
+fn launched(error: fa_kernels::Error) -> PyErr {
+    raised(Error::Kernels(error))
+}
+
+fn on_device(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
+    if view.place == place { Ok(view.address()) } else { Err(elsewhere(name, place)) }
+}
+
+fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTensor> {
+    let address = on_device(name, view, place)?;
+    let Some((_, strides)) = placement(view) else {
+        return Err(InputError::new_err(format!(
+            "{name} has the shape {:?}: 3 or 4 axes are needed",
+            view.shape()
+        )));
+    };
+    // Of a single sequence the distance to the next is nobody's.
+    let batch =
+        if view.shape().len() == 3 { strides.seq * view.shape()[0].max(1) as i64 } else { strides.batch };
+    Ok(RawTensor { address, strides: Strides { batch, ..strides } })
+}
+
+fn floats(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
+    if view.dtype != Type::F32 || !view.is_contiguous() {
+        return Err(InputError::new_err(format!("{name} must be float32 and contiguous")));
+    }
+    on_device(name, view, place)
+}
+
+fn extras(beside: &Beside<'_>) -> RawExtras {
+    let at = |view: &Option<View<'_>>| view.as_ref().map(View::address);
+    RawExtras {
+        cu_q: at(&beside.cu_q),
+        cu_k: at(&beside.cu_k),
+        used_q: at(&beside.used_q),
+        used_k: at(&beside.used_k),
+        page_table: at(&beside.page_table),
+        page_faults: None,
+        plan: None,
+        alibi_slopes: at(&beside.alibi_slopes),
+        sinks: at(&beside.sinks),
+        dsinks: None,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The maps are whole whatever a panicking thread was doing.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

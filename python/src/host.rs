@@ -1,0 +1,283 @@
+//! Calls on arrays in the CPU's memory.
+#![allow(unsafe_code)]
+
+use std::sync::OnceLock;
+
+use fa_attn::{
+    Append, AppendExtras, AppendTensors, Backend, BackwardTensors, CpuOptions, Dtype, Engine, Error, Extras,
+    ForwardTensors, Pass, Problem, Table, bf16, f16,
+};
+use fa_core::Strides;
+use fa_cpu::{TensorMut, TensorRef};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Type, View};
+use crate::error::{InputError, raised};
+use crate::given::{Beside, Given};
+
+/// The CPU's engine, made at the first call.
+pub fn engine() -> PyResult<&'static Engine> {
+    static ENGINE: OnceLock<Engine> = OnceLock::new();
+    if let Some(engine) = ENGINE.get() {
+        return Ok(engine);
+    }
+    let engine = Engine::with(Backend::Cpu(CpuOptions::default())).map_err(raised)?;
+    Ok(ENGINE.get_or_init(|| engine))
+}
+
+/// The arrays that a pass writes.
+pub enum Written<'a, 'py> {
+    Forward { out: &'a View<'py>, lse: &'a View<'py> },
+    Backward(Backward<'a, 'py>),
+}
+
+/// The arrays of a backward beside Q, K and V.
+pub struct Backward<'a, 'py> {
+    pub dout: &'a View<'py>,
+    pub out: &'a View<'py>,
+    pub lse: &'a View<'py>,
+    pub dq: &'a View<'py>,
+    pub dk: &'a View<'py>,
+    pub dv: &'a View<'py>,
+    pub dsinks: Option<&'a View<'py>>,
+}
+
+/// Computes a pass of `problem`, on all cores, without the interpreter's lock.
+///
+/// # Errors
+/// What the engine refuses, and arrays that cannot be written.
+pub fn run(
+    py: Python<'_>,
+    given: &Given<'_>,
+    problem: &Problem,
+    pass: Pass,
+    to: &Written<'_, '_>,
+) -> PyResult<()> {
+    let call = engine()?.bind(problem, pass).map_err(raised)?;
+    match problem.types.qkv {
+        Dtype::F32 => run_in::<f32>(py, given, &call, to),
+        Dtype::F16 => run_in::<f16>(py, given, &call, to),
+        Dtype::Bf16 => run_in::<bf16>(py, given, &call, to),
+        Dtype::E4m3 => Err(InputError::new_err("nothing computes in e4m3")),
+    }
+}
+
+fn run_in<T: fa_attn::Element>(
+    py: Python<'_>,
+    given: &Given<'_>,
+    call: &fa_attn::Call,
+    to: &Written<'_, '_>,
+) -> PyResult<()> {
+    let Given { q, k, v, beside, .. } = given;
+    let (q, k, v) = (tensor::<T>("q", q)?, tensor("k", k)?, tensor("v", v)?);
+    let extras = extras(beside);
+    match to {
+        Written::Forward { out, lse } => {
+            let tensors = ForwardTensors {
+                q,
+                k,
+                v,
+                out: tensor_mut("out", out)?,
+                lse: floats_mut("softmax_lse", lse)?,
+                extras,
+            };
+            py.detach(|| call.run(tensors)).map_err(raised)
+        }
+        Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }) => {
+            let tensors = BackwardTensors {
+                q,
+                k,
+                v,
+                out: tensor("out", out)?,
+                lse: floats("softmax_lse", lse)?,
+                dout: tensor("dout", dout)?,
+                dq: tensor_mut("dq", dq)?,
+                dk: tensor_mut("dk", dk)?,
+                dv: tensor_mut("dv", dv)?,
+                dsinks: dsinks.map(|dsinks| floats_mut("dsinks", dsinks)).transpose()?,
+                extras,
+            };
+            py.detach(|| call.run(tensors)).map_err(raised)
+        }
+    }
+}
+
+/// The arrays of an append, in the order of [`fa_attn::AppendTensors`] and [`fa_attn::AppendExtras`].
+pub struct Appended<'py> {
+    pub k_new: View<'py>,
+    pub v_new: View<'py>,
+    pub k_cache: View<'py>,
+    pub v_cache: View<'py>,
+    pub q: Option<View<'py>>,
+    /// Where turned queries go; `None` for in place.
+    pub q_out: Option<View<'py>>,
+    pub tables: Option<[View<'py>; 2]>,
+    pub cu_new: Option<View<'py>>,
+    pub used_k: Option<View<'py>>,
+    pub page_table: Option<View<'py>>,
+    pub cu_q: Option<View<'py>>,
+    pub used_out: Option<View<'py>>,
+}
+
+/// Appends; how many rows had no place.
+///
+/// # Errors
+/// What [`fa_attn::append`] refuses, and arrays that cannot be written.
+pub fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> PyResult<usize> {
+    match append.dtype {
+        Dtype::F16 => append_in::<f16>(py, append, arrays),
+        // The append itself refuses the others.
+        Dtype::Bf16 | Dtype::F32 | Dtype::E4m3 => append_in::<bf16>(py, append, arrays),
+    }
+}
+
+fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> PyResult<usize> {
+    append.check().map_err(|error| raised(Error::Kernels(error.into())))?;
+    let tables = match &arrays.tables {
+        Some([cos, sin]) => Some([table("rotary_cos", cos)?, table("rotary_sin", sin)?]),
+        None => None,
+    };
+    let queries = arrays.q_out.as_ref().or(arrays.q.as_ref());
+    let mut tensors: AppendTensors<'_, T> = AppendTensors {
+        k_new: tensor("k", &arrays.k_new)?,
+        v_new: tensor("v", &arrays.v_new)?,
+        k_cache: tensor_mut("k_cache", &arrays.k_cache)?,
+        v_cache: tensor_mut("v_cache", &arrays.v_cache)?,
+        q: queries.map(|q| tensor_mut("q", q)).transpose()?,
+        tables,
+    };
+    let mut extras = AppendExtras {
+        cu_new: arrays.cu_new.as_ref().map(ints),
+        used_new: None,
+        used_k: arrays.used_k.as_ref().map(ints),
+        page_table: arrays.page_table.as_ref().map(ints),
+        cu_q: arrays.cu_q.as_ref().map(ints),
+        used_q: None,
+        used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
+    };
+    py.detach(|| fa_attn::append(append, &mut extras, &mut tensors)).map_err(|error| raised(error.into()))
+}
+
+fn table<'a, T>(name: &str, view: &'a View<'_>) -> PyResult<Table<'a, T>> {
+    if !view.is_contiguous() {
+        return Err(InputError::new_err(format!("{name}: its rows must lie end to end, make it contiguous")));
+    }
+    // SAFETY: the array is that long, and holds what the append's check says: f32 or the tensors' type.
+    Ok(unsafe {
+        match view.dtype {
+            Type::F32 => Table::F32(elements(view.data.cast(), view.elements())),
+            _ => Table::Same(elements(view.data.cast(), view.elements())),
+        }
+    })
+}
+
+/// `[batch, rows, heads, dim]` of an array of three axes (packed, a batch of 1) or four, with its strides.
+pub fn placement(view: &View<'_>) -> Option<([usize; 4], Strides)> {
+    match (view.shape(), view.strides()) {
+        (&[s, h, d], &[seq, head, dim]) => Some(([1, s, h, d], Strides { batch: 0, seq, head, dim })),
+        (&[b, s, h, d], &[batch, seq, head, dim]) => Some(([b, s, h, d], Strides { batch, seq, head, dim })),
+        _ => None,
+    }
+}
+
+fn shape_error(name: &str, view: &View<'_>) -> PyErr {
+    InputError::new_err(format!(
+        "{name} has the shape {:?}: it must be (batch, seqlen, heads, head_dim) or (total, heads, head_dim)",
+        view.shape()
+    ))
+}
+
+/// Elements up to the last that the strides reach.
+fn span(name: &str, view: &View<'_>) -> PyResult<usize> {
+    view.span().ok_or_else(|| {
+        InputError::new_err(format!(
+            "{name} has the strides {:?}: none may be negative, copy the array",
+            view.strides()
+        ))
+    })
+}
+
+fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
+    let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
+    // SAFETY: the array has that many elements of the type, which the caller has checked; it is borrowed.
+    let data = unsafe { elements(view.data.cast::<T>(), span(name, view)?) };
+    TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
+}
+
+fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
+    let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
+    let data = slice_mut_of(name, view, span(name, view)?)?;
+    TensorMut::new(name, data, shape, strides).map_err(|error| raised(error.into()))
+}
+
+fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
+    check_floats(name, view)?;
+    // SAFETY: the array holds that many f32 end to end.
+    Ok(unsafe { elements(view.data.cast(), view.elements()) })
+}
+
+// The memory is another library's: a view borrows the object, not what is in it.
+#[allow(clippy::mut_from_ref)]
+fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
+    check_floats(name, view)?;
+    slice_mut(name, view)
+}
+
+fn check_floats(name: &str, view: &View<'_>) -> PyResult<()> {
+    if view.dtype == Type::F32 && view.is_contiguous() {
+        return Ok(());
+    }
+    Err(InputError::new_err(format!("{name} must be float32 and contiguous")))
+}
+
+// The memory is another library's: a view borrows the object, not what is in it.
+#[allow(clippy::mut_from_ref)]
+fn slice_mut<'a, T>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [T]> {
+    slice_mut_of(name, view, view.elements())
+}
+
+// The memory is another library's: a view borrows the object, not what is in it.
+#[allow(clippy::mut_from_ref)]
+fn slice_mut_of<'a, T>(name: &str, view: &'a View<'_>, len: usize) -> PyResult<&'a mut [T]> {
+    if view.read_only {
+        return Err(InputError::new_err(format!("{name} is read-only, and the call writes it")));
+    }
+    if len == 0 || view.data.is_null() {
+        return Ok(&mut []);
+    }
+    // SAFETY: the array has that many elements; the package hands in arrays that it made for the call, or a
+    // cache that the caller gave to be written.
+    Ok(unsafe { std::slice::from_raw_parts_mut(view.data.cast::<T>(), len) })
+}
+
+/// # Safety
+/// `data` points at `len` elements, or is null.
+unsafe fn elements<'a, T>(data: *const T, len: usize) -> &'a [T] {
+    if len == 0 || data.is_null() {
+        return &[];
+    }
+    // SAFETY: as the caller says.
+    unsafe { std::slice::from_raw_parts(data, len) }
+}
+
+fn ints<'a>(view: &'a View<'_>) -> &'a [i32] {
+    // SAFETY: `words` has checked type and order.
+    unsafe { elements(view.data.cast(), view.elements()) }
+}
+
+fn extras<'a>(beside: &'a Beside<'_>) -> Extras<'a> {
+    let words = |view: &'a Option<View<'_>>| view.as_ref().map(|view| ints(view));
+    let floats = |view: &'a Option<View<'_>>| {
+        // SAFETY: `words` has checked type and order.
+        view.as_ref().map(|view| unsafe { elements(view.data.cast::<f32>(), view.elements()) })
+    };
+    Extras {
+        cu_q: words(&beside.cu_q),
+        cu_k: words(&beside.cu_k),
+        used_q: words(&beside.used_q),
+        used_k: words(&beside.used_k),
+        page_table: words(&beside.page_table),
+        alibi_slopes: floats(&beside.alibi_slopes),
+        sinks: floats(&beside.sinks),
+    }
+}

@@ -1,0 +1,26 @@
+//! `fa_attn._core`: what the Python package calls. Arrays come as their libraries have them, by DLPack, and
+//! stay where they lie; [`fa_attn`] computes.
+//!
+//! - `dlpack`: arrays of other libraries as views.
+//! - `given`: arrays and options as a problem.
+//! - `host`, `gpu`: a pass on the CPU and on a GPU.
+//! - `calls`, `planning`: the functions of the module.
+//! - `error`: the library's errors as exceptions.
+
+mod calls;
+mod dlpack;
+mod error;
+mod given;
+mod gpu;
+mod host;
+mod planning;
+
+#[pyo3::pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::calls::{append, backward, forward, report};
+    #[pymodule_export]
+    use super::error::{DeviceError, InputError, UnsupportedError};
+    #[pymodule_export]
+    use super::planning::{bind, problem, version};
+}

@@ -1,0 +1,324 @@
+"""The functions on numpy arrays, against the definition in f64."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+import reference
+
+import fa_attn
+
+TOLERANCE = {np.float32: 2e-6, np.float16: 2e-3}
+
+
+def arrays(seed, *shapes, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def close(got, want, dtype=np.float32, factor=1.0):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    both = np.isfinite(want)
+    assert (both == np.isfinite(got)).all()
+    got, want = got[both], want[both]
+    limit = factor * TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0.0))
+    assert np.abs(got - want).max(initial=0.0) <= limit
+
+
+MASKS = [
+    dict(),
+    dict(causal=True),
+    dict(window_size=(5, 3)),
+    dict(window_size=(7, -1)),
+    dict(causal=True, window_size=(9, 4)),
+    dict(window_size=(None, 2)),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("lengths", [(33, 33), (17, 40), (40, 17), (1, 70)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_masks_lengths_and_grouped_heads(mask, lengths, dtype):
+    rows, keys = lengths
+    q, k, v, dout = arrays(
+        1, (2, rows, 4, 24), (2, keys, 2, 24), (2, keys, 2, 16), (2, rows, 4, 16), dtype=dtype
+    )
+    out, lse, nothing = fa_attn.flash_attn_func(q, k, v, return_attn_probs=True, **mask)
+    assert nothing is None and out.dtype == dtype and lse.dtype == np.float32
+    dq, dk, dv = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, **mask)
+    left, right = (-1 if side is None else side for side in mask.get("window_size", (-1, -1)))
+    options = dict(causal=mask.get("causal", False), window=(left, right))
+    for b in range(2):
+        want, want_lse, _ = reference.attention(q[b], k[b], v[b], **options)
+        close(out[b], want, dtype)
+        close(lse[b], want_lse, dtype)
+        for got, grad in zip((dq, dk, dv), reference.gradients(dout[b], q[b], k[b], v[b], **options)):
+            close(got[b], grad, dtype, factor=8)
+
+
+def test_scores_are_scaled_capped_biased_and_have_sinks():
+    q, k, v, dout, slopes, sinks = arrays(
+        2, (2, 30, 4, 32), (2, 30, 4, 32), (2, 30, 4, 32), (2, 30, 4, 32), (2, 4), (4,)
+    )
+    slopes = np.abs(slopes)
+    out, lse = fa_attn.flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale=0.3,
+        causal=True,
+        softcap=5.0,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        return_softmax_lse=True,
+    )
+    for b in range(2):
+        want, want_lse, _ = reference.attention(
+            q[b], k[b], v[b], causal=True, scale=0.3, softcap=5.0, slopes=slopes[b], sinks=sinks
+        )
+        close(out[b], want)
+        close(lse[b], want_lse)
+    out, lse = fa_attn.flash_attn_func(q, k, v, alibi_slopes=slopes[0], learnable_sink=sinks, return_lse=True)
+    *grads, dsinks = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, alibi_slopes=slopes[0], sinks=sinks)
+    total = np.zeros(4)
+    for b in range(2):
+        *want, of_sinks = reference.gradients(dout[b], q[b], k[b], v[b], slopes=slopes[0], sinks=sinks)
+        total += of_sinks
+        for got, grad in zip(grads, want):
+            close(got[b], grad, factor=8)
+    close(dsinks, total, factor=8)
+
+
+def test_strides_are_honoured_and_inputs_are_not_copied():
+    (qkv,) = arrays(3, (2, 20, 3, 4, 32))
+    packed = fa_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+    apart = fa_attn.flash_attn_func(*(np.ascontiguousarray(qkv[:, :, i]) for i in range(3)), causal=True)
+    assert (packed == apart).all()
+    kv = qkv[:, :, 1:]
+    assert (fa_attn.flash_attn_kvpacked_func(qkv[:, :, 0], kv, causal=True) == apart).all()
+    heads_first = np.ascontiguousarray(qkv[:, :, 0].transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    assert (fa_attn.flash_attn_func(heads_first, qkv[:, :, 1], qkv[:, :, 2], causal=True) == apart).all()
+    one = np.broadcast_to(qkv[:1, :, 0], (2, 20, 4, 32))
+    want = fa_attn.flash_attn_func(np.array(one), qkv[:, :, 1], qkv[:, :, 2])
+    assert (fa_attn.flash_attn_func(one, qkv[:, :, 1], qkv[:, :, 2]) == want).all()
+
+
+def packed(seed, lengths_q, lengths_k):
+    starts = [np.concatenate([[0], np.cumsum(n)]).astype(np.int32) for n in (lengths_q, lengths_k)]
+    rows, keys = sum(lengths_q) + 3, sum(lengths_k) + 2
+    return starts, arrays(seed, (rows, 4, 32), (keys, 2, 32), (keys, 2, 32), (rows, 4, 32))
+
+
+def test_packed_sequences_and_lengths_in_use():
+    lengths_q, lengths_k = [5, 0, 17, 1], [9, 4, 17, 0]
+    (cu_q, cu_k), (q, k, v, dout) = packed(4, lengths_q, lengths_k)
+    used_k = np.array([7, 4, 10, 0], np.int32)
+    for used in (None, used_k):
+        out, lse, _ = fa_attn.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 17, 17, causal=True, return_attn_probs=True, seqused_k=used
+        )
+        dq, dk, dv = fa_attn.flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, cu_q, cu_k, 17, 17, causal=True, seqused_k=used
+        )
+        assert lse.shape == (4, q.shape[0])
+        seen_q, seen_k = np.zeros(len(q), bool), np.zeros(len(k), bool)
+        for i, n in enumerate(lengths_q):
+            of_q = slice(cu_q[i], cu_q[i] + n)
+            of_k = slice(cu_k[i], cu_k[i] + (lengths_k[i] if used is None else used[i]))
+            seen_q[of_q], seen_k[of_k] = True, True
+            want, want_lse, _ = reference.attention(q[of_q], k[of_k], v[of_k], causal=True)
+            close(out[of_q], want)
+            close(lse[:, of_q], want_lse)
+            grads = reference.gradients(dout[of_q], q[of_q], k[of_k], v[of_k], causal=True)
+            for got, grad in zip((dq[of_q], dk[of_k], dv[of_k]), grads):
+                close(got, grad, factor=8)
+        assert not out[~seen_q].any() and not dq[~seen_q].any()
+        assert not dk[~seen_k].any() and not dv[~seen_k].any()
+
+
+def test_packed_in_one_array():
+    starts = np.array([0, 5, 5, 12], np.int32)
+    (qkv,) = arrays(5, (12, 3, 4, 32))
+    one = fa_attn.flash_attn_varlen_qkvpacked_func(qkv, starts, 7, causal=True)
+    two = fa_attn.flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], starts, starts, 7, 7, causal=True)
+    assert (one == two).all()
+    close(one[5:], reference.attention(*(qkv[5:, i] for i in range(3)), causal=True)[0])
+
+
+def paged(k, lengths, page, seed):
+    """The rows of `k` (batch, room, heads, dim) in pages, in an order of their own; the table."""
+    batch, room, *rest = k.shape
+    columns = -(-room // page)
+    order = np.random.default_rng(seed).permutation(batch * columns).astype(np.int32)
+    table = order.reshape(batch, columns)
+    pages = np.full((batch * columns, page, *rest), np.nan, k.dtype)
+    for b in range(batch):
+        for row in range(lengths[b]):
+            pages[table[b, row // page], row % page] = k[b, row]
+    return pages, table
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_caches_in_pages(page):
+    q, k, v = arrays(6, (3, 2, 4, 32), (3, 40, 2, 32), (3, 40, 2, 32), dtype=np.float16)
+    lengths = np.array([40, 1, 23], np.int32)
+    k_pages, table = paged(k, lengths, page, 0)
+    v_pages, _ = paged(v, lengths, page, 0)
+    out, lse = fa_attn.flash_attn_with_kvcache(
+        q, k_pages, v_pages, cache_seqlens=lengths, block_table=table, causal=True, return_softmax_lse=True
+    )
+    cu_k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    cu_q = np.arange(0, 7, 2, dtype=np.int32)
+    same = fa_attn.flash_attn_varlen_func(
+        q.reshape(6, 4, 32), k_pages, v_pages, cu_q, cu_k, 2, 40, causal=True, block_table=table
+    )
+    for b, n in enumerate(lengths):
+        want, want_lse, _ = reference.attention(q[b], k[b, :n], v[b, :n], causal=True)
+        close(out[b], want, np.float16)
+        close(lse[b], want_lse, np.float16)
+        close(same[2 * b : 2 * b + 2], want, np.float16)
+
+
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_are_appended_and_turned(page, interleaved, causal):
+    q, k, v, cache_k, cache_v = arrays(
+        7, (2, 3, 4, 32), (2, 3, 2, 32), (2, 3, 2, 32), (2, 30, 2, 32), (2, 30, 2, 32), dtype=np.float16
+    )
+    angles = np.random.default_rng(8).uniform(0, 6.28, (30, 8))
+    cos, sin = np.cos(angles).astype(np.float16), np.sin(angles).astype(np.float16)
+    lengths = np.array([20, 5], np.int32)
+    given_k, given_v, table = cache_k.copy(), cache_v.copy(), None
+    if page:
+        given_k, table = paged(cache_k, lengths, page, 1)
+        given_v, _ = paged(cache_v, lengths, page, 1)
+    before = q.copy()
+    out = fa_attn.flash_attn_with_kvcache(
+        q,
+        given_k,
+        given_v,
+        k,
+        v,
+        cos,
+        sin,
+        lengths,
+        block_table=table,
+        causal=causal,
+        rotary_interleaved=interleaved,
+    )
+    assert (q == before).all() and lengths.tolist() == [20, 5]
+    for b, n in enumerate(lengths):
+        positions = np.arange(n, n + 3)
+        new_k = reference.rotated(k[b], cos, sin, positions, interleaved)
+        turned = reference.rotated(q[b], cos, sin, positions if causal else np.full(3, n), interleaved)
+        keys = np.concatenate([cache_k[b, :n], new_k])
+        values = np.concatenate([cache_v[b, :n], v[b]])
+        close(out[b], reference.attention(turned, keys, values, causal=causal)[0], np.float16, factor=2)
+        rows = [given_k[b, p] if page is None else given_k[table[b, p // page], p % page] for p in positions]
+        close(np.stack(rows), new_k, np.float16)
+
+
+def test_a_row_of_the_cache_for_each_sequence():
+    q, k, v = arrays(9, (2, 1, 4, 32), (5, 30, 2, 32), (5, 30, 2, 32))
+    rows, lengths = np.array([4, 1], np.int32), np.array([30, 11], np.int32)
+    out = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cache_batch_idx=rows)
+    whole = fa_attn.flash_attn_with_kvcache(q, k, v, cache_batch_idx=rows)
+    eleven = fa_attn.flash_attn_with_kvcache(q, k[:2], v[:2], cache_seqlens=11)
+    for b in range(2):
+        row, n = rows[b], lengths[b]
+        close(out[b], reference.attention(q[b], k[row, :n], v[row, :n])[0])
+        close(whole[b], reference.attention(q[b], k[row], v[row])[0])
+        close(eleven[b], reference.attention(q[b], k[b, :11], v[b, :11])[0])
+
+
+def test_what_is_not_computed_raises_and_says_what_would_work():
+    q, k, v = arrays(10, (1, 8, 4, 32), (1, 8, 2, 32), (1, 8, 2, 32))
+    call = fa_attn.flash_attn_func
+
+    def refused(error, part, function, *arguments, **options):
+        with pytest.raises(error) as raised:
+            function(*arguments, **options)
+        assert part in str(raised.value), str(raised.value)
+
+    unsupported, wrong = fa_attn.UnsupportedError, fa_attn.InputError
+    refused(unsupported, "without dropout", call, q, k, v, dropout_p=0.1)
+    refused(unsupported, "planner's choice", call, q, k, v, num_splits=3)
+    refused(unsupported, "planner's choice", call, q, k, v, pack_gqa=True)
+    refused(unsupported, "bfloat16", call, q, k, v, q_descale=np.ones(1))
+    refused(unsupported, "window_size", call, q, k, v, attention_chunk=128)
+    refused(unsupported, "head dim", call, q, k, v, qv=q)
+    refused(unsupported, "float16 and bfloat16", call, *(x.astype(np.float64) for x in (q, k, v)))
+    refused(wrong, "of one type", call, q, k.astype(np.float16), v)
+    refused(wrong, "(4,)", call, q, k, v, sinks=np.zeros(3, np.float32))
+    refused(wrong, "float32", call, q, k, v, sinks=np.zeros(4))
+    refused(wrong, "differ in more", call, q, k, v[:, :5])
+    refused(wrong, "not a multiple", call, q[:, :, :3], k, v)
+    refused(wrong, "batch of 2", call, q, np.repeat(k, 2, 0), np.repeat(v, 2, 0))
+    refused(wrong, "negative", call, q[:, ::-1], k, v)
+    refused(wrong, "3, heads", fa_attn.flash_attn_qkvpacked_func, q)
+    refused(
+        wrong,
+        "int32",
+        fa_attn.flash_attn_varlen_func,
+        q[0],
+        k[0],
+        v[0],
+        np.array([0, 8]),
+        np.array([0, 8]),
+        8,
+        8,
+    )
+    starts = np.array([0, 8], np.int32)
+    refused(wrong, "upper bound", fa_attn.flash_attn_varlen_func, q[0], k[0], v[0], starts, starts, None, 8)
+    cache = fa_attn.flash_attn_with_kvcache
+    refused(unsupported, "cache_leftpad", cache, q, k, v, cache_leftpad=starts)
+    refused(wrong, "cache_seqlens is missing", cache, q, k, v, k=k, v=v)
+    refused(wrong, "both or neither", cache, q, k, v, k=k, cache_seqlens=8)
+    half = [x.astype(np.float16) for x in (q, k, v)]
+    refused(wrong, "no place", cache, *half, k=half[1], v=half[2], cache_seqlens=np.array([5], np.int32))
+    frozen = k.astype(np.float16)
+    frozen.setflags(write=False)
+    refused(wrong, "read-only", cache, half[0], frozen, half[2], k=half[1], v=half[2], cache_seqlens=0)
+    refused(TypeError, "speaks DLPack", call, [1.0], k, v)
+    refused(TypeError, "unexpected keyword", call, q, k, v, dropout=0.0)
+    assert issubclass(unsupported, ValueError) and issubclass(fa_attn.DeviceError, RuntimeError)
+    assert call(frozen[:, :, :, :].repeat(2, 2), frozen, frozen).shape == (1, 8, 4, 32), (
+        "inputs may be read-only"
+    )
+
+
+def test_empty_problems_have_empty_or_zero_results():
+    q, k = np.zeros((2, 3, 2, 16), np.float32), np.zeros((2, 0, 2, 16), np.float32)
+    out, lse = fa_attn.flash_attn_func(q, k, k, return_softmax_lse=True)
+    assert not out.any() and np.isneginf(lse).all()
+    assert fa_attn.flash_attn_func(k, q, q).shape == (2, 0, 2, 16)
+    assert fa_attn.flash_attn_func(q[:0], q[:0], q[:0]).shape == (0, 3, 2, 16)
+
+
+def test_threads_compute_beside_each_other():
+    q, k, v = arrays(11, (1, 256, 4, 64), (1, 256, 4, 64), (1, 256, 4, 64))
+    want = fa_attn.flash_attn_func(q, k, v, causal=True)
+    got = [None] * 4
+
+    def compute(i):
+        got[i] = fa_attn.flash_attn_func(q, k, v, causal=True)
+
+    threads = [threading.Thread(target=compute, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((out == want).all() for out in got)
+
+
+def test_problems_are_plain_dicts():
+    problem = fa_attn.problem(2, 4096, heads=32, heads_kv=8, head_dim=128, causal=True, window_size=(127, 0))
+    assert problem["mask"] == {"left": 127, "right": 0} and problem["heads_kv"] == 8
+    json.dumps(problem)
+    with pytest.raises(fa_attn.InputError, match="multiple"):
+        fa_attn.problem(1, 8, heads=3, heads_kv=2)
+    with pytest.raises(fa_attn.InputError, match="seqlen is missing"):
+        fa_attn.problem(1)

@@ -1,0 +1,373 @@
+"""The functions on torch tensors, on the CPU and, where there is one, on a GPU.
+
+pip install torch pytest && python -m pytest tests/test_torch.py
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fa_attn  # noqa: E402
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+TYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16, torch.float16]}
+CASES = [(device, dtype) for device in DEVICES for dtype in TYPES[device]]
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+on = pytest.mark.parametrize("device,dtype", CASES, ids=[f"{d}-{str(t)[6:]}" for d, t in CASES])
+
+
+def definition(q, k, v, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, sinks=None):
+    """Attention in f64, differentiable; q (batch, seqlen, heads, dim)."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, keys = q.shape[1], k.shape[1]
+    distance = (
+        torch.arange(keys, device=q.device)[None, :]
+        - torch.arange(rows, device=q.device)[:, None]
+        - keys
+        + rows
+    )
+    if slopes is not None:
+        scores = scores - slopes.double().reshape(-1, slopes.shape[-1], 1, 1) * distance.abs()
+    left, right = window
+    right = 0 if causal else right
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    weights = torch.softmax(scores, -1)[..., :keys].nan_to_num()
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def tensors(device, dtype, *shapes, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [x.requires_grad_(grad) for x in made]
+
+
+def close(got, want, dtype, factor=1.0):
+    got, want = got.detach().double(), want.detach().double()
+    assert got.shape == want.shape
+    limit = factor * TOLERANCE[dtype] * max(1.0, want.abs().max().item() if want.numel() else 1.0)
+    assert (got - want).abs().max().item() <= limit
+
+
+def same_gradients(out, want, inputs, dtype):
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    wanted = torch.autograd.grad(want, inputs, dout.double())
+    for one, other in zip(got, wanted):
+        assert one.dtype == other.dtype
+        close(one, other, dtype, factor=4)
+
+
+MASKS = [dict(), dict(causal=True), dict(window_size=(17, 9)), dict(causal=True, window_size=(30, -1))]
+
+
+@on
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", [(65, 65, 4, 2, 64), (40, 130, 4, 4, 128), (33, 70, 6, 1, 59)], ids=str)
+def test_gradients_by_autograd(device, dtype, mask, shape):
+    rows, keys, heads, heads_kv, dim = shape
+    q, k, v = tensors(
+        device, dtype, (2, rows, heads, dim), (2, keys, heads_kv, dim), (2, keys, heads_kv, dim)
+    )
+    out, lse, _ = fa_attn.flash_attn_func(q, k, v, return_attn_probs=True, **mask)
+    assert out.dtype == dtype and lse.shape == (2, heads, rows) and not lse.requires_grad
+    want = definition(q, k, v, mask.get("causal", False), mask.get("window_size", (-1, -1)))
+    close(out, want, dtype)
+    same_gradients(out, want, (q, k, v), dtype)
+
+
+@on
+def test_sinks_and_slopes(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 50, 4, 64), (2, 50, 2, 64), (2, 50, 2, 64))
+    sinks, slopes = tensors(device, torch.float32, (4,), (2, 4))
+    slopes = slopes.detach().abs()
+    options = dict(causal=True, softmax_scale=0.2)
+    out = fa_attn.flash_attn_func(q, k, v, sinks=sinks, alibi_slopes=slopes, **options)
+    want = definition(q, k, v, True, scale=0.2, slopes=slopes, sinks=sinks)
+    close(out, want, dtype)
+    same_gradients(out, want, (q, k, v, sinks), dtype)
+    in_type = sinks.detach().to(dtype).requires_grad_()
+    fa_attn.flash_attn_func(q, k, v, sinks=in_type).sum().backward()
+    assert in_type.grad.dtype == dtype
+    out = fa_attn.flash_attn_func(q, k, v, softcap=4.0)
+    want = definition(q, k, v, softcap=4.0)
+    close(out, want, dtype)
+    same_gradients(out, want, (q, k, v), dtype)
+
+
+@on
+def test_packed_arrays_have_one_gradient(device, dtype):
+    (qkv,) = tensors(device, dtype, (2, 40, 3, 4, 64))
+    out = fa_attn.flash_attn_qkvpacked_func(qkv, causal=True)
+    want = definition(*qkv.unbind(2), causal=True)
+    close(out, want, dtype)
+    same_gradients(out, want, (qkv,), dtype)
+    q, kv = tensors(device, dtype, (2, 40, 4, 64), (2, 40, 2, 2, 64))
+    out = fa_attn.flash_attn_kvpacked_func(q, kv, causal=True)
+    want = definition(q, *kv.unbind(2), causal=True)
+    close(out, want, dtype)
+    same_gradients(out, want, (q, kv), dtype)
+
+
+@on
+def test_packed_sequences(device, dtype):
+    lengths = [20, 0, 33, 1]
+    starts = torch.tensor([0, 20, 20, 53, 54], dtype=torch.int32, device=device)
+    # Two rows behind the last sequence are nobody's.
+    q, k, v = tensors(device, dtype, (56, 4, 64), (56, 2, 64), (56, 2, 64))
+    out, lse = fa_attn.flash_attn_varlen_func(
+        q, k, v, starts, starts, 33, 33, causal=True, return_softmax_lse=True
+    )
+    assert out.shape == (56, 4, 64) and lse.shape == (4, 56)
+    begin, wanted = 0, []
+    for n in lengths:
+        part = slice(begin, begin + n)
+        wanted.append(definition(q[None, part], k[None, part], v[None, part], causal=True)[0])
+        begin += n
+    want = torch.cat(wanted)
+    close(out[:54], want, dtype)
+    dout = torch.randn_like(want).to(dtype)
+    got = torch.autograd.grad(out[:54], (q, k, v), dout)
+    for one, other in zip(got, torch.autograd.grad(want, (q, k, v), dout.double())):
+        close(one, other, dtype, factor=4)
+        assert not one[54:].any()
+    (qkv,) = tensors(device, dtype, (54, 3, 4, 64))
+    out = fa_attn.flash_attn_varlen_qkvpacked_func(qkv, starts, 33)
+    out.backward(torch.ones_like(out))
+    assert qkv.grad.isfinite().all() and qkv.grad.abs().sum() > 0
+
+
+@on
+def test_a_cache_is_appended_to(device, dtype):
+    if dtype == torch.float32:
+        with pytest.raises(fa_attn.InputError, match="f16 or bf16"):
+            q, k = tensors(device, dtype, (1, 1, 2, 32), (1, 8, 2, 32), grad=False)
+            fa_attn.flash_attn_with_kvcache(q, k, k.clone(), q, q, cache_seqlens=3)
+        return
+    q, new_k, new_v = tensors(device, dtype, (2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64), grad=False)
+    k, v = tensors(device, dtype, (2, 50, 2, 64), (2, 50, 2, 64), seed=1, grad=False)
+    lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
+    angles = torch.rand(50, 16, device=device) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    # The same in pages of 16 rows, and by another row of the cache.
+    table = torch.tensor([[5, 2, 0, 7], [1, 4, 6, 3]], dtype=torch.int32, device=device)
+    pages_k, pages_v = (torch.zeros(8, 16, 2, 64, dtype=dtype, device=device) for _ in range(2))
+    for b in range(2):
+        for page in range(3):
+            pages_k[table[b, page]] = k[b, 16 * page : 16 * page + 16]
+            pages_v[table[b, page]] = v[b, 16 * page : 16 * page + 16]
+    out, lse = fa_attn.flash_attn_with_kvcache(
+        q,
+        pages_k,
+        pages_v,
+        new_k,
+        new_v,
+        cos,
+        sin,
+        lengths,
+        block_table=table,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    one, one_lse = fa_attn.flash_attn_with_kvcache(
+        q, k, v, new_k, new_v, cos, sin, lengths, causal=True, return_softmax_lse=True
+    )
+    close(out, one, dtype)
+    close(lse, one_lse, dtype)
+    for b, n in enumerate(lengths.tolist()):
+        keys, values = k[b : b + 1, : n + 3].clone(), v[b : b + 1, : n + 3].clone()
+        turned = q[b : b + 1].clone()
+        for i in range(3):
+            a, c = turned[0, i, :, 0:32:2].float(), turned[0, i, :, 1:32:2].float()
+            x, y = cos[n + i].float(), sin[n + i].float()
+            turned[0, i, :, 0:32:2], turned[0, i, :, 1:32:2] = (
+                (a * x - c * y).to(dtype),
+                (c * x + a * y).to(dtype),
+            )
+            assert (v[b, n + i] == new_v[b, i]).all()
+        close(one[b : b + 1], definition(turned, keys, values, causal=True), dtype)
+    swapped = fa_attn.flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=lengths.flip(0),
+        cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32, device=device),
+    )
+    for b, n in ((0, 7), (1, 40)):
+        other = 1 - b
+        close(
+            swapped[b : b + 1],
+            definition(q[b : b + 1], k[other : other + 1, :n], v[other : other + 1, :n]),
+            dtype,
+        )
+
+
+@on
+def test_deterministic_gradients_have_the_same_bits(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 300, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64))
+    dout = torch.randn_like(q)
+    runs = []
+    for _ in range(2):
+        out = fa_attn.flash_attn_func(q, k, v, causal=True, deterministic=True)
+        runs.append(torch.autograd.grad(out, (q, k, v), dout))
+    assert all(torch.equal(one, other) for one, other in zip(*runs))
+
+
+@on
+def test_strides_and_expanded_gradients(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 4, 40, 64), (2, 4, 40, 64), (2, 40, 4, 128))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v[..., :64]
+    out = fa_attn.flash_attn_func(q, k, v)
+    want = definition(q, k, v)
+    close(out, want, dtype)
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    for one, other in zip(got, torch.autograd.grad(want.sum(), (q, k, v))):
+        close(one, other, dtype, factor=4)
+
+
+@on
+def test_operators_and_compile(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 48, 4, 64), (2, 48, 2, 64), (2, 48, 2, 64))
+    (sinks,) = tensors(device, torch.float32, (4,))
+    nothing = (None,) * 6
+    arguments = (q, k, v, *nothing, sinks, 0, 0, None, True, -1, -1, 0.0, False)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    rounding = dict(atol=1e-2, rtol=1e-2) if dtype != torch.float32 else {}
+    torch.library.opcheck(torch.ops.fa_attn.forward, arguments, test_utils=tests, **rounding)
+
+    def block(q, k, v):
+        return fa_attn.flash_attn_func(q * 2, k, v, causal=True, window_size=(20, 0), sinks=sinks).sin()
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for rows in (48, 31):
+        inputs = [x[:, :rows].detach().clone().requires_grad_() for x in (q, k, v)]
+        got, want = compiled(*inputs), block(*inputs)
+        close(got, want, dtype)
+        dout = torch.randn_like(want)
+        grads = [torch.autograd.grad(x, (*inputs, sinks), dout) for x in (got, want)]
+        for one, other in zip(*grads):
+            close(one, other, dtype)
+    starts = torch.tensor([0, 20, 48], dtype=torch.int32, device=device)
+
+    def packed(q, k, v):
+        return fa_attn.flash_attn_varlen_func(q, k, v, starts, starts, 28, 28, causal=True)
+
+    flat = [x[0].detach() for x in (q, k, v)]
+    close(torch.compile(packed, fullgraph=True, backend="aot_eager")(*flat), packed(*flat), dtype)
+
+
+@on
+def test_gradients_without_autograd(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 48, 4, 64), (2, 48, 2, 64), (2, 48, 2, 64))
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+    dout = torch.randn_like(out)
+    want = torch.autograd.grad(out, (q, k, v), dout)
+    got = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, deterministic=False)
+    for one, other in zip(got, want):
+        close(one, other, dtype)
+
+
+def test_what_is_not_computed_raises():
+    q = torch.randn(1, 8, 2, 32)
+    with pytest.raises(fa_attn.UnsupportedError, match="float16 and bfloat16"):
+        fa_attn.flash_attn_func(q.double(), q.double(), q.double())
+    with pytest.raises(fa_attn.UnsupportedError, match="detach them"):
+        slopes = torch.rand(2, requires_grad=True)
+        fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    starts = torch.tensor([0, 8], dtype=torch.int32)
+    leaf = torch.randn(8, 2, 32, requires_grad=True)
+    out = fa_attn.flash_attn_varlen_func(leaf, q, q, starts, starts, 8, 8, block_table=table)
+    with pytest.raises(ValueError, match="pages"):
+        out.sum().backward()
+
+
+@needs_gpu
+def test_a_gpu_computes_no_f32_and_says_so():
+    q = torch.randn(1, 8, 2, 32, device="cuda")
+    with pytest.raises(fa_attn.UnsupportedError, match="f16 or bf16"):
+        fa_attn.flash_attn_func(q, q, q)
+    with pytest.raises(fa_attn.InputError, match="elsewhere"):
+        fa_attn.flash_attn_func(q.half(), q.half().cpu(), q.half())
+
+
+@needs_gpu
+def test_streams_and_graphs():
+    q, k, v = tensors("cuda", torch.bfloat16, (2, 300, 8, 64), (2, 300, 2, 64), (2, 300, 2, 64), grad=False)
+    want = definition(q, k, v, causal=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        close(fa_attn.flash_attn_func(q, k, v, causal=True), want, torch.bfloat16)
+    torch.cuda.current_stream().wait_stream(side)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+
+    def step():
+        out = fa_attn.flash_attn_func(*inputs, causal=True)
+        return out, torch.autograd.grad(out, inputs, dout)
+
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grads = step()
+    for seed in (1, 2):
+        new = tensors("cuda", torch.bfloat16, *(x.shape for x in inputs), seed=seed, grad=False)
+        with torch.no_grad():
+            for x, y in zip(inputs, new):
+                x.copy_(y)
+        graph.replay()
+        leaves = [x.requires_grad_() for x in new]
+        want = definition(*leaves, causal=True)
+        close(out, want, torch.bfloat16)
+        for one, other in zip(grads, torch.autograd.grad(want, leaves, dout.double())):
+            close(one, other, torch.bfloat16, factor=4)
+
+
+@needs_gpu
+def test_a_graph_replays_with_other_lengths():
+    q, k, v = tensors("cuda", torch.bfloat16, (2, 1, 8, 128), (2, 500, 2, 128), (2, 500, 2, 128), grad=False)
+    lengths = torch.tensor([500, 17], dtype=torch.int32, device="cuda")
+    call = lambda: fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for pair in ([3, 499], [256, 1]):
+        lengths.copy_(torch.tensor(pair, dtype=torch.int32))
+        graph.replay()
+        for b, n in enumerate(pair):
+            close(
+                out[b : b + 1], definition(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]), torch.bfloat16
+            )
+
+
+@needs_gpu
+def test_inductor_compiles_on_a_gpu():
+    q, k, v = tensors("cuda", torch.bfloat16, (2, 128, 8, 64), (2, 128, 2, 64), (2, 128, 2, 64))
+
+    def block(q, k, v):
+        return torch.nn.functional.gelu(fa_attn.flash_attn_func(q * 0.5, k, v, causal=True))
+
+    compiled = torch.compile(block, fullgraph=True)
+    got, want = compiled(q, k, v), block(q, k, v)
+    close(got, want, torch.bfloat16)
+    dout = torch.randn_like(want)
+    for one, other in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (got, want))):
+        close(one, other, torch.bfloat16, factor=2)

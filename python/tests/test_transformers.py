@@ -1,0 +1,104 @@
+"""Models of transformers by this package and by their own eager attention.
+
+pip install torch transformers pytest && python -m pytest tests/test_transformers.py
+"""
+
+import pathlib
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+
+import transformers_models as models  # noqa: E402
+
+import fa_attn  # noqa: E402
+import fa_attn.transformers  # noqa: E402
+
+NAME = fa_attn.transformers.register()
+DEVICES = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("device,dtype", DEVICES, ids=[device for device, _ in DEVICES])
+@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("padding", [0, 7])
+def test_the_same_tokens(name, device, dtype, padding):
+    eager, ours = (models.generated(name, by, device, dtype, padding=padding) for by in ("eager", NAME))
+    if dtype == torch.float32:
+        assert torch.equal(eager, ours)
+    else:
+        # Random weights leave logits close together: in bf16 a tie may fall the other way, and what follows
+        # with it.
+        assert (eager[:, 0] == ours[:, 0]).all()
+        assert (eager == ours).float().mean() >= 0.5
+
+
+@pytest.mark.parametrize("device,dtype", DEVICES, ids=[device for device, _ in DEVICES])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_the_same_losses(name, device, dtype):
+    eager, ours = (models.losses(name, by, device, dtype, steps=5) for by in ("eager", NAME))
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert all(abs(a - b) < limit for a, b in zip(eager, ours)), (eager, ours)
+    assert ours[-1] < ours[0]
+
+
+def logits(by, **inputs):
+    model = models.model_of("llama", by, "cpu", torch.float32).eval()
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def test_packed_sequences_do_not_see_each_other():
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (1, 30))
+    positions = torch.cat([torch.arange(12), torch.arange(18)])[None]
+    eager, ours = (
+        logits(by, input_ids=tokens, position_ids=positions, use_cache=False) for by in ("eager", NAME)
+    )
+    assert (eager - ours).abs().max() < 1e-5
+    apart = logits(NAME, input_ids=tokens[:, 12:])
+    assert (ours[:, 12:] - apart).abs().max() < 1e-5
+
+
+def test_padding_at_either_end():
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (2, 20))
+    for hidden in (slice(0, 5), slice(15, 20)):
+        keys = torch.ones_like(tokens)
+        keys[1, hidden] = 0
+        eager, ours = (logits(by, input_ids=tokens, attention_mask=keys) for by in ("eager", NAME))
+        assert ((eager - ours).abs() * keys[..., None]).max() < 1e-5
+
+
+def test_a_static_cache():
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 256, (2, 12))
+    found = []
+    for by in ("eager", NAME):
+        model = models.model_of("llama", by, "cpu", torch.float32).eval()
+        with torch.no_grad():
+            found.append(
+                model.generate(tokens, max_new_tokens=6, do_sample=False, cache_implementation="static")
+            )
+    assert torch.equal(*found)
+
+
+def test_other_masks_and_options_raise():
+    from transformers import masking_utils
+
+    chunked = masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(fa_attn.UnsupportedError, match="chunked_overlay"):
+        fa_attn.transformers.mask(1, 16, 16, mask_function=chunked)
+    either = masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+    )
+    with pytest.raises(fa_attn.UnsupportedError, match="or_masks"):
+        fa_attn.transformers.mask(1, 16, 16, mask_function=either)
+    x = torch.randn(1, 2, 8, 16)
+    with pytest.raises(fa_attn.UnsupportedError, match="dropout"):
+        fa_attn.transformers.attention(None, x, x, x, None, dropout=0.1)
+    with pytest.raises(fa_attn.UnsupportedError, match="position_bias"):
+        fa_attn.transformers.attention(None, x, x, x, None, position_bias=x)
