@@ -1,16 +1,18 @@
 //! The order of each kernel's main loop, as its device code has it.
 
-use fa_core::{Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 
+use super::lanes::{Activity, Timeline};
 use super::schedule::{STEPS, Schedule, Unit};
-use super::{Activity, Timeline};
-use crate::cost::StepClocks;
+use crate::cost::{CostConstants, StepClocks};
 use crate::kernels::sm100_fwd::Sm100Tile;
 
 /// Most lanes of warps that are drawn; more take turns as these do.
 const LANES: f64 = 4.0;
 
-pub fn of_kernel(spec: &KernelSpec, bytes_per_clock: f64, clocks: &StepClocks) -> Timeline {
+/// The timeline of a kernel whose step takes `clocks` on `arch`.
+pub fn of_kernel(spec: &KernelSpec, arch: Arch, clocks: &StepClocks) -> Timeline {
+    let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
     let copy = |elements: u32| f64::from(elements * spec.elem_bytes()) / bytes_per_clock;
     match &spec.kernel {
         Kernel::Sm90Fwd(k) => sm90_fwd(spec, k, copy, clocks),
@@ -248,7 +250,9 @@ fn sm80_bwd(spec: &KernelSpec, k: &Sm80Bwd, copy: impl Fn(u32) -> f64, clocks: &
     plan.timeline(anchor, clocks)
 }
 
-pub fn of_sm100(tile: &Sm100Tile, bytes_per_clock: f64, clocks: &StepClocks) -> Timeline {
+/// The timeline of a shape for tcgen05.
+pub fn of_sm100(tile: &Sm100Tile, arch: Arch, clocks: &StepClocks) -> Timeline {
+    let bytes_per_clock = CostConstants::of(arch).sm_bytes_per_clock;
     // Tiles of queries on the SM, of one CTA or two.
     let tiles = (f64::from(tile.q_tiles) * clocks.resident).min(LANES) as usize;
     let (s_share, v_share) = shares(tile.head_dim, tile.head_dim_v);
@@ -300,9 +304,8 @@ pub fn of_sm100(tile: &Sm100Tile, bytes_per_clock: f64, clocks: &StepClocks) -> 
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Arch, Dtype, Mask, Pass, Problem};
+    use fa_core::{Dtype, Mask, Pass, Problem};
 
-    use super::super::{of_kernel, of_sm100};
     use super::*;
     use crate::kernels::sm100_fwd;
     use crate::plan::{PlanOptions, explore};
@@ -322,7 +325,8 @@ mod tests {
             assert!(lane.busy <= 1.0 + 1e-9, "{name}: {lane:?}");
             let ends = lane.spans.windows(2).all(|pair| pair[0].end <= pair[1].begin + 1e-6);
             assert!(ends, "{name}: {lane:?}");
-            let inside = |span: &super::super::Span| span.begin >= 0.0 && span.end <= timeline.clocks + 1e-6;
+            let inside =
+                |span: &super::super::lanes::Span| span.begin >= 0.0 && span.end <= timeline.clocks + 1e-6;
             assert!(lane.spans.iter().all(inside), "{name}: {lane:?}");
             let waits = lane.spans.iter().filter(|span| span.activity == Activity::Wait);
             assert!(

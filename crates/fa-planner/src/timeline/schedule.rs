@@ -1,6 +1,6 @@
 //! Tasks on lanes: each starts when its lane, its unit and what it needs are ready.
 
-use super::{Activity, Lane, Span, Timeline};
+use super::lanes::{Activity, Lane, Span, Timeline};
 use crate::cost::StepClocks;
 
 /// What does one thing at a time, for all lanes.
