@@ -16,10 +16,10 @@ use fa_lab::record;
 
 use crate::attention;
 use crate::draw::diagram::escape;
-use crate::plan::planned::Planned;
 use crate::plan::splits;
-use crate::plan::tried::{Fit, LimitReport, Shape, Tried, bytes, kib};
+use crate::plan::tried::{Fit, Shape, bytes, kib};
 use crate::term::output::si;
+use fa_planner::report::{LimitReport, Planned, Tried};
 
 pub use measured::Records;
 use view::{Unit, View};

@@ -3,7 +3,6 @@
 pub mod backward;
 pub mod guide;
 pub mod knobs;
-pub mod planned;
 pub mod splits;
 pub mod tried;
 pub mod why;

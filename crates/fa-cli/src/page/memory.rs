@@ -3,11 +3,12 @@
 use std::fmt::Write;
 
 use fa_planner::kernels::sm100_fwd::TmemPlan;
+use fa_planner::report::Tried;
 use fa_planner::smem::SmemPlan;
 
 use crate::draw::diagram::escape;
 use crate::page::view::View;
-use crate::plan::tried::{Fit, Shape, Tried, bytes, kib};
+use crate::plan::tried::{Fit, Shape, bytes, kib};
 
 const INTO_STRING: &str = "writing to a string cannot fail";
 /// Fills of a bar's parts.

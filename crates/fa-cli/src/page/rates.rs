@@ -4,12 +4,12 @@ use std::fmt::Write;
 
 use fa_core::{Lengths, Problem};
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
+use fa_planner::report::{PlanFamily, Tried};
 
-use crate::flags::PlanFamily;
 use crate::page::chart::{Axis, Line, Roof, chart};
 use crate::page::measured::Measured;
 use crate::page::view::View;
-use crate::plan::tried::{Fit, Tried};
+use crate::plan::tried::{Fit, Shown};
 use crate::term::output::si;
 
 const INTO_STRING: &str = "writing to a string cannot fail";

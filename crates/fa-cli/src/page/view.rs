@@ -4,11 +4,11 @@ use fa_core::{ArchLimits, Pass, Problem};
 use fa_planner::cost::Cost;
 use fa_planner::guide::reject::Reason as GuideReason;
 use fa_planner::guide::why;
+use fa_planner::report::{Planned, Tried};
 use fa_planner::{HeadDims, Mode};
 
-use crate::plan::planned::Planned;
 use crate::plan::splits;
-use crate::plan::tried::{Fit, Group, Tried, backward_group};
+use crate::plan::tried::{Fit, Group, Shown, backward_group};
 
 /// One pass of a plan.
 pub struct View<'a> {
