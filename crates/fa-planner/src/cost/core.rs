@@ -315,7 +315,7 @@ pub(crate) fn evaluate(
             exp: model.exp,
             smem: model.smem,
             exposed: model.exposed,
-            total: model.step,
+            total: step(model.resident),
         },
     }
 }

@@ -101,7 +101,7 @@ pub(crate) fn predict(
             exp: resident * exp,
             smem: resident * smem,
             exposed,
-            total: step,
+            total: step(resident),
         },
     }
     .cost(problem, [hd, hdv], limits, c);
