@@ -34,8 +34,8 @@ pub fn about(view: &View) -> String {
     };
     format!(
         "Every tile that was tried, {across}. Blue cells fit and hold the predicted {} of the best kernel \
-         with that tile; the others break the named limit, by the least amount shown. Choose a cell (or walk with \
-         the arrow keys) for its account and its nearest neighbours that fit.",
+         with that tile; the others break the named limit, by the least amount shown. Choose a cell (or walk \
+         with the arrow keys) for its account and its nearest neighbours that fit.",
         view.unit_name()
     )
 }
