@@ -88,8 +88,9 @@ fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.num_wg == 3 || (kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && listed())
 }
 
-/// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their neighbours
-/// and those that compute all keys do not: one warpgroup, P from registers, overlap; by head dims and `tile_n`.
+/// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their
+/// neighbours and those that compute all keys do not: one warpgroup, P from registers, overlap; by head dims
+/// and `tile_n`.
 fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let masked = spec.mask != MaskKind::Full;
     let width = ((spec.head_dim, spec.head_dim_v), kernel.tile_n);
