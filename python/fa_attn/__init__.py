@@ -22,14 +22,16 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .planning import problem
+from .planning import Kernels, explain, plan, problem
 
 __version__ = version()
 
 __all__ = [
     "DeviceError",
     "InputError",
+    "Kernels",
     "UnsupportedError",
+    "explain",
     "flash_attn_backward",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -39,5 +41,6 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "plan",
     "problem",
 ]

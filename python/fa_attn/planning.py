@@ -3,6 +3,7 @@
 import json
 
 from . import _core
+from ._faces import face_of, find_nvrtc
 
 
 def problem(
@@ -65,3 +66,118 @@ def problem(
     if fields["seqlen_q"] is None or fields["seqlen_k"] is None:
         raise _core.InputError("seqlen is missing: give seqlen, or seqlen_q and seqlen_k")
     return json.loads(_core.problem(json.dumps(fields)))
+
+
+_MODES = {"fwd": (True, False), "bwd": (False, True), "both": (True, True)}
+
+
+def _asked(given, mode):
+    if mode not in _MODES:
+        raise _core.InputError(f"mode is {mode!r}: it must be 'fwd', 'bwd' or 'both'")
+    return json.dumps(given), *_MODES[mode]
+
+
+def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit=None):
+    """Which kernels fit a problem (of `problem`) on a GPU, best first, and why the others do not: the dict
+    that `fa plan --json` prints.
+
+    "forward" and "backward" have "tried" and "fit" (how many), "plans" (each with its "spec", registers,
+    shared memory in bytes, and "cost": seconds, tflops, bottleneck) and "rejected" (by limit, with the
+    nearest miss). `arch`: sm80, sm86, sm89, sm90, sm100, sm103, sm120 or sm121. `limit`: plans of a pass at
+    most.
+    """
+    text, forward, backward = _asked(given, mode)
+    return json.loads(_core.plan(text, arch, family, forward, backward, deterministic, limit))
+
+
+def explain(given, query, arch="sm90", mode="fwd", deterministic=False, family=None):
+    """What became of the candidates with the fields of `query`, as in "tile_n=192,num_wg=2": "feasible" with
+    rank and account, "rejected" with the limit that each breaks."""
+    text, forward, backward = _asked(given, mode)
+    return json.loads(_core.explain(text, query, arch, family, forward, backward, deterministic))
+
+
+class Kernels:
+    """The kernels of one problem, bound when this is made: planned, compiled and checked once, run as often
+    as wanted.
+
+    >>> kernels = fa_attn.Kernels(fa_attn.problem(2, 4096, heads=32, head_dim=128, causal=True), "cuda")
+    >>> out, lse = kernels.forward(q, k, v)
+    >>> dq, dk, dv = kernels.backward(dout, q, k, v, out, lse)
+
+    `device`: "cpu", "cuda" or "cuda:1". `forward` and `backward` take arrays of the problem's shapes, and by
+    name what the problem has beside them: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table,
+    alibi_slopes, sinks.
+    """
+
+    def __init__(self, given, device="cpu", deterministic=False, backward=None):
+        self.problem = json.loads(_core.problem(json.dumps(given)))
+        self.device, self.deterministic = str(device), deterministic
+        text = json.dumps(given)
+        ordinal = self._ordinal()
+        if ordinal is not None:
+            find_nvrtc()
+        self.report = {"forward": json.loads(_core.bind(text, False, False, ordinal))}
+        # Keys in pages have no gradients.
+        if backward or (backward is None and self.problem.get("page") is None):
+            self.report["backward"] = json.loads(_core.bind(text, True, deterministic, ordinal))
+        mask = self.problem["mask"]
+        sides = (mask["left"], mask["right"])
+        self._options = (
+            self.problem["softmax_scale"],
+            False,
+            tuple(-1 if side is None else side for side in sides),
+            self.problem["softcap"] or 0.0,
+        )
+
+    def _ordinal(self):
+        kind, _, index = self.device.partition(":")
+        if kind == "cpu":
+            return None
+        if kind != "cuda" or (index and not index.isdigit()):
+            raise _core.InputError(f"device is {self.device!r}: it must be 'cpu', 'cuda' or 'cuda:0'")
+        return int(index or 0)
+
+    def _extras(self, q, k, named):
+        for name in named:
+            if name not in _BESIDE:
+                raise TypeError(f"unexpected keyword argument '{name}': {', '.join(_BESIDE)} are known")
+        beside = tuple(named.get(name) for name in _BESIDE)
+        given = self.problem
+        outer_q = [given["batch"], given["seqlen_q"]] if "total_q" not in given else [given["total_q"]]
+        outer_k = [given["batch"], given["seqlen_k"]] if "total_k" not in given else [given["total_k"]]
+        if "page" in given:
+            outer_k = [given["pages"], given["page"]]
+        need = (
+            (*outer_q, given["heads_q"], given["head_dim"]),
+            (*outer_k, given["heads_kv"], given["head_dim"]),
+        )
+        have = (tuple(q.shape), tuple(k.shape))
+        if have != need:
+            raise _core.InputError(f"q is {have[0]} and k {have[1]}, bound are {need[0]} and {need[1]}")
+        if all(x is None for x in beside):
+            return None
+        return (*beside, given["seqlen_q"], given["seqlen_k"])
+
+    def forward(self, q, k, v, **beside):
+        """(out, lse)."""
+        return face_of(q).attention(q, k, v, *self._options, self.deterministic, self._extras(q, k, beside))
+
+    def backward(self, dout, q, k, v, out, lse, **beside):
+        """(dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
+        extras = self._extras(q, k, beside)
+        *grads, dsinks = face_of(q).backward(
+            dout, q, k, v, out, lse, *self._options, self.deterministic, extras
+        )
+        return tuple(grads) if dsinks is None else (*grads, dsinks)
+
+
+_BESIDE = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "page_table",
+    "alibi_slopes",
+    "sinks",
+)

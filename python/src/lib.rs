@@ -22,5 +22,5 @@ mod _core {
     #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
-    use super::planning::{bind, problem, version};
+    use super::planning::{bind, explain, plan, problem, version};
 }

@@ -1,11 +1,14 @@
 //! Problems and kernels as data: what the package gives as plain dicts.
 
 use fa_attn::{Pass, Problem};
+use fa_core::Arch;
+use fa_planner::report::{PlanFamily, Planned, ReportError};
 use pyo3::prelude::*;
+use serde::Serialize;
 
 use crate::calls::report_of;
 use crate::dlpack::Place;
-use crate::error::InputError;
+use crate::error::{InputError, UnsupportedError};
 
 /// The package's version.
 #[pyfunction]
@@ -39,4 +42,80 @@ pub fn bind(
 ) -> PyResult<String> {
     let pass = if backward { Pass::Backward { deterministic } } else { Pass::Forward };
     report_of(py, &problem_of(problem)?, pass, device.map_or(Place::Cpu, Place::Cuda))
+}
+
+/// Everything that is tried for a problem on an architecture, as `fa plan --json` prints it; at most `limit`
+/// plans of each pass.
+#[pyfunction]
+#[pyo3(signature = (problem, arch, family, forward, backward, deterministic, limit=None))]
+#[allow(clippy::too_many_arguments)]
+pub fn plan(
+    py: Python<'_>,
+    problem: &str,
+    arch: &str,
+    family: Option<&str>,
+    forward: bool,
+    backward: bool,
+    deterministic: bool,
+    limit: Option<usize>,
+) -> PyResult<String> {
+    let asked = asked(problem, arch, family)?;
+    let backward = backward.then_some(Pass::Backward { deterministic });
+    py.detach(|| {
+        let planned = explore(&asked, forward, backward)?;
+        text(&planned.report(limit.unwrap_or(usize::MAX)))
+    })
+}
+
+/// What became of the candidates that meet every condition of `query`, as `fa plan --why --json` prints it.
+#[pyfunction]
+#[pyo3(signature = (problem, query, arch, family, forward, backward, deterministic))]
+#[allow(clippy::too_many_arguments)]
+pub fn explain(
+    py: Python<'_>,
+    problem: &str,
+    query: &str,
+    arch: &str,
+    family: Option<&str>,
+    forward: bool,
+    backward: bool,
+    deterministic: bool,
+) -> PyResult<String> {
+    let asked = asked(problem, arch, family)?;
+    let backward = backward.then_some(Pass::Backward { deterministic });
+    py.detach(|| text(&explore(&asked, forward, backward)?.why(query).map_err(refused)?))
+}
+
+/// A problem, where it is planned for, and by which kernels.
+type Asked = (Problem, Arch, Option<PlanFamily>);
+
+fn asked(problem: &str, arch: &str, family: Option<&str>) -> PyResult<Asked> {
+    let arch = arch.parse().map_err(|error| InputError::new_err(format!("arch: {error}")))?;
+    let family = match family {
+        None => None,
+        Some("sm100") => Some(PlanFamily::Sm100),
+        Some(name) => {
+            let family = name.parse().map_err(|error| InputError::new_err(format!("family: {error}")))?;
+            Some(PlanFamily::Kernels(family))
+        }
+    };
+    Ok((problem_of(problem)?, arch, family))
+}
+
+fn explore((problem, arch, family): &Asked, forward: bool, backward: Option<Pass>) -> PyResult<Planned> {
+    Planned::explore(problem, *arch, *family, forward, backward).map_err(refused)
+}
+
+fn refused(error: ReportError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        ReportError::Plan(_) | ReportError::Sm100Backward | ReportError::NoSm100 => {
+            UnsupportedError::new_err(message)
+        }
+        _ => InputError::new_err(message),
+    }
+}
+
+fn text(report: &impl Serialize) -> PyResult<String> {
+    serde_json::to_string(report).map_err(|error| InputError::new_err(error.to_string()))
 }

@@ -171,12 +171,12 @@ impl<'a> Locked<'a> {
 
     fn views(&self) -> Result<Views<'_>> {
         let mut views = Views { integers: [const { None }; 5], floats: [const { None }; 2] };
-        let (integers, floats) = self.tensors.split_at(5);
-        for (view, tensor) in views.integers.iter_mut().zip(integers) {
+        let (starts, scores) = self.tensors.split_at(5);
+        for (view, tensor) in views.integers.iter_mut().zip(starts) {
             *view = tensor.as_ref().map(|tensor| words(on_gpu(tensor)?)).transpose()?;
         }
-        for (to, tensor) in views.floats.iter_mut().zip(floats) {
-            *to = tensor.as_ref().map(|tensor| Ok(view::<f32>(on_gpu(tensor)?)?.0)).transpose()?;
+        for (to, tensor) in views.floats.iter_mut().zip(scores) {
+            *to = tensor.as_ref().map(|tensor| floats(on_gpu(tensor)?)).transpose()?;
         }
         Ok(views)
     }
@@ -205,6 +205,10 @@ fn view<'a, T: CudaDType>((storage, layout): Given<'a>) -> Result<(CudaView<'a, 
     let slice = storage.as_cuda_slice::<T>()?;
     let offset = layout.start_offset().min(slice.len());
     Ok((slice.slice(offset..), strides(layout)))
+}
+
+fn floats<'a>(given: Given<'a>) -> Result<CudaView<'a, f32>> {
+    Ok(view(given)?.0)
 }
 
 /// Starts, lengths or pages, whose type was checked.

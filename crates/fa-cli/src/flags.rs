@@ -11,6 +11,7 @@ use fa_cpu::simd::Isa;
 use fa_lab::marks::Marks;
 use fa_lab::shape::{HeadDim, parse_pair};
 use fa_planner::Mode;
+use fa_planner::report::PlanFamily;
 
 use crate::flags::lengths::{LengthsArgs, ScoreArgs};
 use crate::term::failure::InputError;
@@ -187,36 +188,12 @@ pub fn marks() -> impl TypedValueParser<Value = Marks> {
     PossibleValuesParser::new(values).try_map(|name| name.parse::<Marks>())
 }
 
-/// What can be planned with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PlanFamily {
-    /// Kernels that exist.
-    Kernels(Family),
-    /// Shapes for tcgen05 and tensor memory, which no kernel computes yet.
-    Sm100,
-}
-
-impl PlanFamily {
-    /// Parses `sm80`, `sm90` or `sm100`.
-    pub fn parser() -> impl TypedValueParser<Value = PlanFamily> {
-        let sm100 = PossibleValue::new("sm100")
-            .help("tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)");
-        PossibleValuesParser::new(family_values().into_iter().chain([sm100]))
-            .map(|name| name.parse().map_or(PlanFamily::Sm100, PlanFamily::Kernels))
-    }
-
-    /// The family of kernels, for what compiles or runs them.
-    ///
-    /// # Errors
-    /// [`InputError::Usage`] for what is only planned.
-    pub fn kernels(self) -> Result<Family, InputError> {
-        match self {
-            PlanFamily::Kernels(family) => Ok(family),
-            PlanFamily::Sm100 => Err(InputError::Usage(
-                "SM100 kernels are planned for, but do not exist: use --family sm80".to_owned(),
-            )),
-        }
-    }
+/// Parses what can be planned with: `sm80`, `sm90` or `sm100`.
+pub fn plan_family() -> impl TypedValueParser<Value = PlanFamily> {
+    let sm100 =
+        PossibleValue::new("sm100").help("tcgen05 and tensor memory: 10.0 and 10.3 (planned, no kernel yet)");
+    PossibleValuesParser::new(family_values().into_iter().chain([sm100]))
+        .map(|name| name.parse().map_or(PlanFamily::Sm100, PlanFamily::Kernels))
 }
 
 /// Problem flags of `fa bench` and `fa tune`: every head dim with every mask and length.

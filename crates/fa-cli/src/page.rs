@@ -9,9 +9,9 @@ use std::fmt::Write;
 
 use crate::attention;
 use crate::draw::diagram::escape;
-use crate::plan::planned::Planned;
-use crate::plan::tried::{Fit, LimitReport, Tried, bytes, kib};
+use crate::plan::tried::{Fit, Shown, bytes, kib};
 use crate::term::output::si;
+use fa_planner::report::{LimitReport, Planned, Tried};
 
 const STYLE: &str = "
 :root { color-scheme: light; }

@@ -2,7 +2,6 @@
 
 pub mod backward;
 pub mod guide;
-pub mod planned;
 pub mod splits;
 pub mod tried;
 pub mod why;

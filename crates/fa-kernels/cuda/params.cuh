@@ -326,8 +326,8 @@ struct BwdParams {
     float* dk_accum;
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
     float* dv_accum;
-    // Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null
-    // unless deterministic.
+    // Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
+    // or to each of two shares that warps add on their own; null unless deterministic.
     unsigned* dq_semaphores;
     // Workspace: the next tile to be drawn; null unless deterministic.
     unsigned* tile_counter;

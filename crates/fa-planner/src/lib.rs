@@ -36,6 +36,7 @@ pub mod kernels;
 pub mod occupancy;
 pub mod plan;
 pub mod registers;
+pub mod report;
 pub mod smem;
 mod table;
 pub mod tally;

@@ -8,17 +8,16 @@ use fa_core::{Arch, Pass, Problem};
 use fa_lab::read_text;
 use fa_lab::spec_file::read_spec;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
-use fa_planner::why::{self, Why};
+use fa_planner::report::{Backward, PlanFamily, Planned, Tried, WhyReport};
 use fa_planner::{Mode, guide};
 use serde::Serialize;
 
 use crate::attention;
-use crate::flags::{PlanFamily, ProblemArgs, passes};
+use crate::flags::{self, ProblemArgs, passes};
 use crate::page;
-use crate::plan::backward::{Backward, BackwardReport, BackwardWhy};
+use crate::plan::backward;
 use crate::plan::guide::GuideArgs;
-use crate::plan::planned::Planned;
-use crate::plan::tried::{Tried, TriedReport};
+use crate::plan::tried::Shown;
 use crate::plan::why::why_text as answer;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -52,7 +51,7 @@ pub struct PlanArgs {
     #[arg(long, default_value = "sm90")]
     pub arch: Arch,
     /// Kernels to choose from [default: the fastest that the architecture runs]
-    #[arg(long, value_parser = PlanFamily::parser())]
+    #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
     /// Judge the one kernel in this RON file instead of searching
     #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
@@ -102,32 +101,6 @@ Examples:
 /// Plans that a table shows by default.
 const TABLE_ROWS: usize = 10;
 
-/// What is printed as JSON or RON.
-#[derive(Debug, Serialize)]
-struct Report<'a> {
-    arch: Arch,
-    board: &'static str,
-    problem: &'a Problem,
-    /// That no kernel computes the forward's plans, where that is so.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    no_kernel: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    forward: Option<TriedReport<'a>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    backward: Option<BackwardReport<'a>>,
-}
-
-/// Answers to `--why`.
-#[derive(Debug, Serialize)]
-struct WhyReport {
-    arch: Arch,
-    problem: Problem,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    forward: Option<Why>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    backward: Option<BackwardWhy>,
-}
-
 /// Runs the command: a bad verdict when nothing fits.
 ///
 /// # Errors
@@ -141,7 +114,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let target = args.report.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
     let planned = plan_for(args, problem)?;
     if let Some(query) = &args.why {
-        let report = explain(&planned, query)?;
+        let report = planned.why(query)?;
         print(format, &report, why_text)?;
         return Ok(Verdict::Good);
     }
@@ -150,15 +123,7 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
         target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
     }
     let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
-    let report = Report {
-        arch: planned.arch,
-        board: planned.arch.limits().board,
-        problem: &planned.problem,
-        no_kernel: planned.no_kernel(),
-        forward: planned.forward.as_ref().map(|forward| forward.report(limit)),
-        backward: planned.backward.as_ref().map(|backward| backward.report(limit)),
-    };
-    print(format, &report, |_| text(&planned, limit, target.as_ref()))?;
+    print(format, &planned.report(limit), |_| text(&planned, limit, target.as_ref()))?;
     let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
         || planned.backward.as_ref().is_some_and(|b| b.tried.fits().is_empty());
     Ok(if nothing { Verdict::Bad } else { Verdict::Good })
@@ -218,14 +183,9 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
         let message = "--deterministic is about gradients: use it with --mode bwd or both".to_owned();
         return Err(InputError::Usage(message).into());
     }
-    if args.mode() != Mode::Bwd {
-        planned.forward = Some(Tried::explore(&problem, arch, args.family, Pass::Forward)?);
-    }
-    if args.mode() != Mode::Fwd {
-        let pass = Pass::Backward { deterministic: args.deterministic };
-        planned.backward = Some(Backward::explore(&problem, arch, args.family, pass)?);
-    }
-    Ok(planned)
+    let backward = (args.mode() != Mode::Fwd).then_some(Pass::Backward { deterministic: args.deterministic });
+    let forward = args.mode() != Mode::Bwd;
+    Ok(Planned::explore(&problem, arch, args.family, forward, backward)?)
 }
 
 /// A kernel from a file instead of a search, and whether it computes gradients.
@@ -239,21 +199,6 @@ fn judge_spec(path: &Path, problem: &Problem, arch: Arch) -> anyhow::Result<(Tri
     Ok((Tried::Kernels(set), backward))
 }
 
-fn explain(planned: &Planned, query: &str) -> anyhow::Result<WhyReport> {
-    let usage = |message: String| InputError::Usage(message);
-    let forward = match &planned.forward {
-        None => None,
-        Some(Tried::Kernels(set)) => Some(why::why(set, query).map_err(|e| usage(e.to_string()))?),
-        Some(Tried::Sm100(_)) => {
-            let message = "--why looks at kernels with a spec, which sm100 shapes do not have yet: \
-                           the JSON lists them all; --family sm80 has specs";
-            return Err(usage(message.to_owned()).into());
-        }
-    };
-    let backward = planned.backward.as_ref().map(|b| b.why(&planned.problem, query)).transpose()?;
-    Ok(WhyReport { arch: planned.arch, problem: planned.problem, forward, backward })
-}
-
 fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String {
     let mut text = heading(planned.arch, &planned.problem);
     if let Some(no_kernel) = planned.no_kernel() {
@@ -263,7 +208,7 @@ fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String 
         text += &forward.text(&planned.problem, Pass::Forward, planned.arch, limit);
     }
     if let Some(backward) = &planned.backward {
-        text += &backward.text(&planned.problem, planned.arch, limit);
+        text += &backward::text(backward, &planned.problem, planned.arch, limit);
     }
     if let Some(report) = report {
         writeln!(text, "report    {}", report.path().display()).expect("writing to a string cannot fail");
@@ -281,7 +226,7 @@ fn why_text(report: &WhyReport) -> String {
         text += &answer(why);
     }
     if let Some(why) = &report.backward {
-        text += &why.text();
+        text += &backward::why_text(why);
     }
     text
 }

@@ -12,9 +12,10 @@ use fa_lab::runner::Turns;
 use fa_lab::tune::draw::Drawing;
 use fa_lab::tune::{self, Options, Problems, Wanted};
 use fa_planner::Mode;
+use fa_planner::report::PlanFamily;
 
 use crate::commands::worker;
-use crate::flags::{self, PlanFamily, ShapeArgs, pass_of};
+use crate::flags::{self, ShapeArgs, pass_of};
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
@@ -47,7 +48,7 @@ pub struct TuneArgs {
     #[arg(long, value_name = "S", requires = "random")]
     pub seed: Option<u64>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
-    #[arg(long, value_parser = PlanFamily::parser())]
+    #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
     /// Tiles that are tried, the planner's best first; the best of them also with other knobs, as many again
     #[arg(short = 'n', long, value_name = "N", default_value_t = 8,

@@ -2,13 +2,12 @@
 
 use fa_core::{Lengths, Pass, Problem};
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
+use fa_planner::report::{PlanFamily, Planned, Tried};
 use svg::Node;
 
 use crate::draw::chart::{Chart, Series};
 use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
-use crate::flags::PlanFamily;
-use crate::plan::planned::Planned;
-use crate::plan::tried::Tried;
+use crate::plan::tried::Shown;
 use crate::term::output::si;
 
 /// What the bars show.

@@ -4,12 +4,13 @@ use fa_core::Problem;
 use fa_planner::account::Reason;
 use fa_planner::guide::reject::Reason as GuideReason;
 use fa_planner::guide::why;
+use fa_planner::report::Tried;
 use fa_planner::{HeadDims, Mode};
 use svg::Node;
 use svg::node::element::{Group as Together, Rectangle, SVG};
 
 use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, rect, text, tip};
-use crate::plan::tried::{Group, Tried, prediction};
+use crate::plan::tried::{Group, Shown, prediction};
 
 /// What the map shows.
 pub const ABOUT: &str = "Every tile that was tried, keys per step across. Blue cells fit and hold the \

@@ -2,30 +2,17 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
-use fa_planner::HeadDims;
+use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
-use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set, Sm100Tile};
+use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Tile};
 use fa_planner::occupancy::Occupancy;
-use fa_planner::plan::{self, Plan, PlanOptions, PlanSet};
+use fa_planner::plan::{Plan, PlanSet};
+use fa_planner::report::{LimitReport, Tried};
 use fa_planner::smem::SmemPlan;
-use fa_planner::tally::{Tally, tally};
-use serde::Serialize;
 
-use crate::flags::PlanFamily;
 use crate::plan::splits;
-use crate::term::failure::InputError;
 use crate::term::output::{self, si};
-
-/// What was tried for a pass.
-#[derive(Clone, Debug)]
-pub enum Tried {
-    /// Kernels with a spec.
-    Kernels(PlanSet),
-    /// Shapes for tcgen05 and tensor memory, which have no kernel yet.
-    Sm100(Sm100Set),
-}
 
 /// A candidate that fits, whatever its family.
 #[derive(Clone, Debug)]
@@ -81,83 +68,38 @@ pub struct Group {
     pub label: String,
 }
 
-/// For JSON and RON.
-#[derive(Debug, Serialize)]
-pub struct TriedReport<'a> {
-    /// Candidates tried.
-    tried: usize,
-    /// Of these, how many fit.
-    fit: usize,
-    plans: Plans<'a>,
-    rejected: Vec<LimitReport>,
-}
-
-#[derive(Debug, Serialize)]
-#[serde(untagged)]
-enum Plans<'a> {
-    Kernels(&'a [Plan]),
-    Sm100(&'a [Sm100Plan]),
-}
-
-/// What one limit rejected.
-#[derive(Debug, Serialize)]
-pub struct LimitReport {
-    /// The limit.
-    pub limit: &'static str,
-    /// How many it rejected.
-    pub count: usize,
-    /// The candidate that breaks it least.
-    pub nearest: String,
-    /// By how much.
-    pub reason: Reason,
-}
-
-impl Tried {
-    /// Tries everything for `pass` over `problem` on `arch`.
-    ///
-    /// # Errors
-    /// [`InputError::Usage`] where no candidate can be formed.
-    pub fn explore(
-        problem: &Problem,
-        arch: Arch,
-        family: Option<PlanFamily>,
-        pass: Pass,
-    ) -> Result<Tried, InputError> {
-        let tcgen05 = arch.has_tcgen05() && pass == Pass::Forward;
-        let native = if tcgen05 { PlanFamily::Sm100 } else { PlanFamily::Kernels(Family::native(arch)) };
-        let found = match family.unwrap_or(native) {
-            PlanFamily::Kernels(family) => {
-                let options = PlanOptions { family: Some(family), pass, constants: None };
-                plan::explore(problem, arch, &options).map(Tried::Kernels)
-            }
-            PlanFamily::Sm100 if pass.is_backward() => {
-                let message =
-                    "no shapes for tcgen05 are planned for the backward: leave out --family sm100".to_owned();
-                return Err(InputError::Usage(message));
-            }
-            PlanFamily::Sm100 => sm100::explore(problem, arch, None).map(Tried::Sm100),
-        };
-        found.map_err(|e| InputError::Usage(e.to_string()))
-    }
-
+/// What was tried, for people.
+pub trait Shown {
     /// What fits, best first.
-    pub fn fits(&self) -> Vec<Fit<'_>> {
+    fn fits(&self) -> Vec<Fit<'_>>;
+
+    /// The best that fits.
+    fn best(&self) -> Option<Fit<'_>>;
+
+    /// What does not fit, in the order of enumeration.
+    fn misses(&self) -> Vec<Miss<'_>>;
+
+    /// A table of at most `limit` plans and the account of the best. The plans are those of `pass` over
+    /// `problem`.
+    fn text(&self, problem: &Problem, pass: Pass, arch: Arch, limit: usize) -> String;
+}
+
+impl Shown for Tried {
+    fn fits(&self) -> Vec<Fit<'_>> {
         match self {
             Tried::Kernels(set) => set.plans.iter().map(fit_of_plan).collect(),
             Tried::Sm100(set) => set.plans.iter().map(fit_of_shape).collect(),
         }
     }
 
-    /// The best that fits.
-    pub fn best(&self) -> Option<Fit<'_>> {
+    fn best(&self) -> Option<Fit<'_>> {
         match self {
             Tried::Kernels(set) => set.plans.first().map(fit_of_plan),
             Tried::Sm100(set) => set.plans.first().map(fit_of_shape),
         }
     }
 
-    /// What does not fit, in the order of enumeration.
-    pub fn misses(&self) -> Vec<Miss<'_>> {
+    fn misses(&self) -> Vec<Miss<'_>> {
         match self {
             Tried::Kernels(set) => set
                 .rejected
@@ -173,7 +115,7 @@ impl Tried {
                 .rejected
                 .iter()
                 .map(|miss| Miss {
-                    name: shape_name(&miss.tile),
+                    name: miss.tile.name(),
                     group: group_of_shape(&miss.tile),
                     tile_n: miss.tile.tile_n,
                     reason: &miss.reason,
@@ -182,37 +124,7 @@ impl Tried {
         }
     }
 
-    /// How many each limit rejected, and the nearest miss of each.
-    pub fn limits(&self) -> Vec<LimitReport> {
-        let misses = self.misses();
-        let limits = tally(misses.into_iter().map(|miss| (miss.reason.kind(), miss.reason.excess(), miss)));
-        let report = |Tally { limit, rejected, nearest }: Tally<&'static str, Miss>| LimitReport {
-            limit,
-            count: rejected,
-            nearest: nearest.name,
-            reason: nearest.reason.clone(),
-        };
-        limits.into_iter().map(report).collect()
-    }
-
-    /// For JSON and RON, at most `limit` plans.
-    pub fn report(&self, limit: usize) -> TriedReport<'_> {
-        let (fit, missed, plans) = match self {
-            Tried::Kernels(set) => {
-                let shown = set.plans.len().min(limit);
-                (set.plans.len(), set.rejected.len(), Plans::Kernels(&set.plans[..shown]))
-            }
-            Tried::Sm100(set) => {
-                let shown = set.plans.len().min(limit);
-                (set.plans.len(), set.rejected.len(), Plans::Sm100(&set.plans[..shown]))
-            }
-        };
-        TriedReport { tried: fit + missed, fit, plans, rejected: self.limits() }
-    }
-
-    /// For people: a table of at most `limit` plans and the account of the best. The plans are
-    /// those of `pass` over `problem`.
-    pub fn text(&self, problem: &Problem, pass: Pass, arch: Arch, limit: usize) -> String {
+    fn text(&self, problem: &Problem, pass: Pass, arch: Arch, limit: usize) -> String {
         let fits = self.fits();
         let tried = fits.len() + self.misses().len();
         let mut text = format!("{:<10}{} of {tried} candidates fit\n", pass.name(), fits.len());
@@ -394,7 +306,7 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
     let roles: Vec<String> =
         plan.roles.iter().map(|role| format!("{} {} warps x {}", role.name, role.warps, role.regs)).collect();
     Fit {
-        name: shape_name(&plan.tile),
+        name: plan.tile.name(),
         knobs: format!(
             "{} q tiles, {} K/V buffers, {} of 512 TMEM columns",
             plan.tile.q_tiles, plan.tile.kv_stages, plan.tmem.used
@@ -479,12 +391,6 @@ fn group_of_spec(spec: &KernelSpec) -> Group {
             Group { key: [*tile_m, *num_wg, 0], label: format!("tile_m {tile_m}, {num_wg} wg") }
         }
     }
-}
-
-fn shape_name(tile: &Sm100Tile) -> String {
-    let Sm100Tile { head_dim, head_dim_v, q_tiles, tile_n, kv_stages, blocks_per_sm } = tile;
-    let dims = HeadDims { head_dim: *head_dim, head_dim_v: *head_dim_v };
-    format!("sm100_fwd-hd{dims}-{}x{tile_n}-s{kv_stages}-b{blocks_per_sm}", q_tiles * sm100::Q_ROWS)
 }
 
 fn group_of_shape(tile: &Sm100Tile) -> Group {

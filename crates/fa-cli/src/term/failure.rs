@@ -9,6 +9,7 @@ use fa_core::spec::SpecError;
 use fa_cpu::CpuError;
 use fa_lab::{asks_too_much, engine_is_asked_too_much};
 use fa_planner::plan::PlanError;
+use fa_planner::report::ReportError;
 
 /// How a command that ran to its end judges what it saw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +108,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
             || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
+            || cause.is::<ReportError>()
             || cause.is::<ProblemError>()
             || cause.is::<SpecError>()
             || cause.is::<CpuError>()

@@ -77,6 +77,13 @@ __device__ __forceinline__ void clear_key_gradients(const BwdParams& params) {
     }
 }
 
+// No CTA has added to tile `tile` of dQ.
+template <auto C>
+__device__ __forceinline__ void clear_turns(const BwdParams& params, i64 tile) {
+#pragma unroll
+    for (int of = 0; of < dq_turns<C>(); ++of) params.dq_semaphores[tile * dq_turns<C>() + of] = 0;
+}
+
 // The statistics of a tile of queries. The forward's LSE of query i is at lse_row(i); dPsum and LSE in base 2
 // go to element row(i) of the workspace.
 template <auto C, class LseRow, class Row>
@@ -122,7 +129,7 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
             *params.tile_counter = 0;
         QueryTile tile;
         if (!planned_query_tile<C.tile_m>(params, tile)) return;
-        if (params.dq_semaphores != nullptr && thread_index() == 0) params.dq_semaphores[tile.index] = 0;
+        if (params.dq_semaphores != nullptr && thread_index() == 0) clear_turns<C>(params, tile.index);
         clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
         const auto seqlen = Seqlen<true>::of(params, tile.batch);
         const i64 lse_row = seqlen.lse_row(tile.batch, tile.head, params.shape.heads_q);
@@ -135,7 +142,7 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
         const int batch = batch_head / params.shape.heads_q, head = batch_head % params.shape.heads_q;
         const Seqlen<> seqlen(params.shape, batch);
         if (thread_index() == 0) {
-            if (params.dq_semaphores != nullptr) params.dq_semaphores[tile] = 0;
+            if (params.dq_semaphores != nullptr) clear_turns<C>(params, tile);
             if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
         }
         clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());

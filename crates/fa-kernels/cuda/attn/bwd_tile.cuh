@@ -161,11 +161,21 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwd
            (tile.n_block + tile.keys.first);
 }
 
-// Counts what has been added to tile `m_block` of dQ.
-template <class Tile>
+// Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all.
+template <auto C>
+constexpr int dq_turns() {
+    if constexpr (requires { C.dq_first; }) {
+        return C.dq_first > 0 ? 2 : 1;
+    } else {
+        return 1;
+    }
+}
+
+// Counts what has been added to share `of` of tile `m_block` of dQ, which has `Turns` semaphores.
+template <int Turns, class Tile>
 __device__ __forceinline__ unsigned* dq_semaphore(const BwdParams& params, const Tile& tile, int head,
-                                                  int m_block) {
-    return params.dq_semaphores + dq_tile(params, tile, head, m_block);
+                                                  int m_block, int of) {
+    return params.dq_semaphores + dq_tile(params, tile, head, m_block) * Turns + of;
 }
 
 // Waits until `semaphore` counts `parts`.
@@ -180,25 +190,25 @@ __device__ __forceinline__ void count_part(unsigned* semaphore) {
     red_release_increment(semaphore);
 }
 
-// Waits until every tile of keys before this one has added its `parts` parts to tile `m_block` of dQ. They
-// were drawn before it and are running.
-template <int TileM, int TileN, MaskKind Mask, bool Varied>
+// Waits until every tile of keys before this one has added its `parts` parts to share `of` of tile `m_block`
+// of dQ. They were drawn before it and are running.
+template <int TileM, int TileN, int Turns = 1, MaskKind Mask, bool Varied>
 __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
                                               const Visibility<Mask, Varied>& visible,
                                               const BwdTileOf<Varied>& tile, bool descending, int head,
-                                              int m_block, int parts) {
+                                              int m_block, int parts, int of = 0) {
     const int first = m_block * TileM;
     const BlockRange keys = key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1);
     const bool last_first = last_keys_first<Mask, true>() && !descending;
     const unsigned before = last_first ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
-    wait_for_parts(dq_semaphore(params, tile, head, m_block), before * parts);
+    wait_for_parts(dq_semaphore<Turns>(params, tile, head, m_block, of), before * parts);
 }
 
 // Counts this thread's part as added.
 template <class Tile>
 __device__ __forceinline__ void signal_next(const BwdParams& params, const Tile& tile, int head,
                                             int m_block) {
-    count_part(dq_semaphore(params, tile, head, m_block));
+    count_part(dq_semaphore<1>(params, tile, head, m_block, 0));
 }
 
 // Counts the parts of a K/V head's query heads that have been added to a tile of dV (`of` = 0) or dK (1): the

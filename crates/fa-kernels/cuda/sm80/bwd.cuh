@@ -268,7 +268,7 @@ struct BwdGroup {
 
     // ---- A group's part of dQ -------------------------------------------------------------------
 
-    static constexpr int kDqParts = L::kDqFirst > 0 ? 2 : 1;
+    static constexpr int kDqParts = dq_turns<C>();
 
     template <int Group>
     __device__ __forceinline__ void multiply_dq(typename L::template CutDq<Group>::Accumulators& dq,
@@ -303,21 +303,23 @@ struct BwdGroup {
         return {L::template CutDq<Group>::place(accum, place.warp, place.lane), dq};
     }
 
-    // Deterministic tiles add in turn; each group waits for its own part.
+    // Deterministic tiles add in turn; each group has turns of its own, for its part.
     __device__ __forceinline__ void await_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
             if (thread_index() == group * L::kGroupThreads)
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible(), tile, descending(), step.head,
-                                                  block(step.m_block), kDqParts);
+                wait_for_turn<C.tile_m, C.tile_n, kDqParts>(params, visible(), tile, descending(), step.head,
+                                                            block(step.m_block), 1, group % kDqParts);
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
         }
     }
+    // Half a step after the additions, when the L2 has made them: the release waits for that. It is one
+    // thread's, for the whole group.
     __device__ __forceinline__ void end_turn(BwdStep step, int group) const {
         if constexpr (C.deterministic) {
-            fence_gpu();
             named_barrier_sync(kBarrierGroup + group, L::kGroupThreads);
             if (thread_index() == group * L::kGroupThreads)
-                signal_next(params, tile, step.head, block(step.m_block));
+                red_release_increment(
+                    dq_semaphore<kDqParts>(params, tile, step.head, block(step.m_block), group % kDqParts));
         }
     }
 
@@ -509,7 +511,6 @@ struct PWarps : BwdGroup<C> {
                 const BwdStep before = first ? step() : step().previous(range);
                 if (!first) this->await_turn(before, 0);
                 multiply_dv(dv, step(), this->template dq_adder<0>(dq, before));
-                if (!first) this->end_turn(before, 0);
             } else {
                 multiply_dv(dv, step(), NoInterleave{});
             }
@@ -526,6 +527,9 @@ struct PWarps : BwdGroup<C> {
                 store(s, next.m_block);
             } else {
                 named_barrier_sync(kBarrierPRead, L::kThreads);
+            }
+            if constexpr (C.deterministic && L::kDqFirst > 0) {
+                if (this->number(step()) > 0) this->end_turn(step().previous(range), 0);
             }
         } while (this->advance(0));
         if constexpr (L::kDqFirst > 0) {
@@ -615,14 +619,17 @@ struct DsWarps : BwdGroup<C> {
                 if (this->exists(next)) this->template load_do<L::kGroupThreads, kFirstThread>(next);
                 cp_async_commit();
             }
+            if constexpr (C.deterministic) {
+                if (this->number(step()) > 0) this->end_turn(step().previous(range), 1);
+            }
             typename CutDq::Accumulators dq;
             this->template multiply_dq<1>(dq, step().m_block);
             this->await_turn(step(), 1);
             Base::template multiply<CutDk, typename L::DsOfDk, typename L::QOfDk, C.tile_m, 1, 2>(
                 dk, this->buffer(smem.ds), this->q_buffer(step()), step().m_block, 0,
                 this->template dq_adder<1>(dq, step()));
-            this->end_turn(step(), 1);
         } while (this->advance(1));
+        if constexpr (C.deterministic) this->end_turn(step().previous(range), 1);
         this->template finish<CutDk>(dk, 1, params.dk_accum, params.dk, C.head_dim, params.shape.head_dim,
                                      params.score.scale);
     }

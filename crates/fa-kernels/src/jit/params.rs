@@ -373,8 +373,8 @@ param_struct! {
         pub dk_accum: MutF32Ptr,
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
-        /// Workspace `[batch, heads_q, m_blocks]`: the contributions added to each tile of dQ so far; null
-        /// unless deterministic.
+        /// Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
+        /// or to each of two shares that warps add on their own; null unless deterministic.
         pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{TileOrder, Traits};
 use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
-use fa_planner::account::head_splits;
 use fa_planner::account::panels::BwdPanels;
+use fa_planner::account::{head_splits, heads_side_by_side};
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
@@ -174,7 +174,8 @@ impl Launches {
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, deterministic, splits)?;
+        let turns = if deterministic { dq_turns(spec) } else { 0 };
+        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, turns, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
         workspace.add_plan(plan_bytes)?;
         let (m_tiles, n_tiles) = process_tiles(spec, &traits, problem)?;
@@ -241,9 +242,17 @@ impl Launches {
     }
 }
 
-/// CTAs of a head that may run at once in a deterministic backward under a full mask: they start at the same
-/// queries, and each waits for the turns of those before it. By simulation 8 to 16 are alike (NB-055).
+/// CTAs of a head that may run at once in a deterministic backward under a mask that moves with the keys. By
+/// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
+
+/// Semaphores that a tile of dQ has in a deterministic backward: `dq_turns` in cuda/attn/bwd_tile.cuh.
+fn dq_turns(spec: &KernelSpec) -> usize {
+    match &spec.kernel {
+        Kernel::Sm80Bwd(kernel) if kernel.dq_first > 0 => 2,
+        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => 1,
+    }
+}
 
 /// Panels of the tiles that a kernel loads by TMA; `None` without TMA.
 fn panels(spec: &KernelSpec) -> Option<BwdPanels> {
@@ -344,9 +353,14 @@ fn params(
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {
         _ if traits.pass.deterministic() => {
-            let side_by_side = head_bytes.saturating_mul(slots.div_ceil(TURNS_AT_ONCE) as u64);
-            let room = if problem.mask.is_full() { room.max(side_by_side) } else { room.min(side_by_side) };
-            Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+            let least = heads_side_by_side(problem, spec, sms, splits);
+            if problem.mask.is_full() {
+                Sections { heads: least, sections: heads.saturating_sub(1) / least }
+            } else {
+                let bytes = |heads: usize| head_bytes.saturating_mul(heads as u64);
+                let room = room.min(bytes(slots.div_ceil(TURNS_AT_ONCE))).max(bytes(least));
+                Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
+            }
         }
         TileOrder::Natural if !spec.reads.varied => Sections { heads, sections: 0 },
         TileOrder::Natural | TileOrder::LongestFirst => {

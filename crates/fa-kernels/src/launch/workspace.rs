@@ -126,7 +126,8 @@ impl Workspace {
         Ok(())
     }
 
-    /// Of a backward whose head dims are padded to `head_dims`.
+    /// Of a backward whose head dims are padded to `head_dims`; a deterministic one has `turns` semaphores a
+    /// tile of dQ, others none.
     ///
     /// # Errors
     /// [`Error::TooLong`] when it is larger than the address space.
@@ -134,12 +135,12 @@ impl Workspace {
         problem: &Problem,
         head_dims: (u32, u32),
         (tile_m, tile_n): (u32, u32),
-        deterministic: bool,
+        turns: usize,
         splits: usize,
     ) -> Result<Workspace, Error> {
         let tiles = (tile_m as usize, tile_n as usize);
         let head_dims = (head_dims.0 as usize, head_dims.1 as usize);
-        Workspace::backward_parts(problem, head_dims, tiles, deterministic, splits).ok_or(Error::TooLong {
+        Workspace::backward_parts(problem, head_dims, tiles, turns, splits).ok_or(Error::TooLong {
             name: "bytes of workspace",
             value: usize::MAX,
             limit: isize::MAX as usize,
@@ -150,7 +151,7 @@ impl Workspace {
         problem: &Problem,
         (head_dim, head_dim_v): (usize, usize),
         (tile_m, tile_n): (usize, usize),
-        deterministic: bool,
+        turns: usize,
         splits: usize,
     ) -> Option<Workspace> {
         let Problem { lengths, heads_q, heads_kv, .. } = problem;
@@ -175,8 +176,8 @@ impl Workspace {
             parts.dk_accum = Some(part(keys.checked_mul(head_dim)?)?);
             parts.dv_accum = Some(part(keys.checked_mul(head_dim_v)?)?);
         }
-        if deterministic {
-            parts.dq_semaphores = Some(part(rows / tile_m)?);
+        if turns > 0 {
+            parts.dq_semaphores = Some(part((rows / tile_m).checked_mul(turns)?)?);
             parts.tile_counter = Some(part(1)?);
             if splits > 1 {
                 parts.dkv_semaphores = Some(part((keys / tile_n).checked_mul(2)?)?);
@@ -206,17 +207,18 @@ mod tests {
     fn the_workspace_holds_the_parts_that_the_kernel_needs() {
         let problem = Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
         for (tile_m, tile_n) in [(64usize, 128usize), (80, 128)] {
-            for deterministic in [false, true] {
+            for dq_turns in [0, 1, 2] {
+                let deterministic = dq_turns > 0;
                 for splits in [1, 4] {
                     let tiles = (tile_m as u32, tile_n as u32);
-                    let parts = Workspace::backward(&problem, (128, 128), tiles, deterministic, splits)
+                    let parts = Workspace::backward(&problem, (128, 128), tiles, dq_turns, splits)
                         .expect("it is small");
                     let rows = 3 * 8 * 1000usize.next_multiple_of(tile_m);
                     let keys = 3 * 2 * 1000usize.next_multiple_of(tile_n);
                     let part = |elements: usize| (elements * 4).next_multiple_of(256);
                     let mut bytes = 2 * part(rows) + part(rows * 128);
                     bytes += if splits > 1 { 2 * part(keys * 128) } else { 0 };
-                    bytes += if deterministic { part(rows / tile_m) + part(1) } else { 0 };
+                    bytes += if deterministic { part(rows / tile_m * dq_turns) + part(1) } else { 0 };
                     let turns = deterministic && splits > 1;
                     bytes += if turns { part(keys / tile_n * 2) } else { 0 };
                     assert_eq!(parts.bytes, bytes);
@@ -263,7 +265,7 @@ mod tests {
     fn a_workspace_beyond_the_address_space_is_refused() {
         let problem = Problem::square(1 << 40, 1 << 30, 64, 128, Mask::FULL, Dtype::Bf16);
         assert!(matches!(
-            Workspace::backward(&problem, (128, 128), (64, 128), false, 1),
+            Workspace::backward(&problem, (128, 128), (64, 128), 0, 1),
             Err(Error::TooLong { name: "bytes of workspace", .. })
         ));
     }

@@ -50,6 +50,11 @@ pub fn gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let ragged = Problem { lengths: Lengths::uniform(one.lengths.sequences(), 1111, 1111), ..one };
     repeated.push(Problem { head_dim: 64, head_dim_v: 64, mask: Mask::FULL, ..ragged });
     repeated.push(Problem { head_dim: 256, head_dim_v: 256, types: Types::same(Dtype::F16), ..ragged });
+    // Groups: their parts take turns at dK and dV as well.
+    let grouped = Problem { heads_q: 16, ..ragged };
+    for (heads_kv, mask) in [(2, Mask::CAUSAL), (1, Mask::FULL), (4, Mask::window(300, 0))] {
+        repeated.push(Problem { heads_kv, mask, ..grouped });
+    }
     cases.extend(repeated.into_iter().map(|problem| {
         let action = Action::Repeat(repeat);
         Case { action, pass: pass(true), ..case("repeat", problem) }

@@ -9,6 +9,7 @@ pub(crate) mod kv_splits;
 pub mod panels;
 pub(crate) mod reason;
 pub(crate) mod splits;
+mod turns;
 
 use fa_core::{Arch, Kernel, KernelSpec};
 use serde::Serialize;
@@ -24,6 +25,7 @@ pub use kv_splits::{MAX_SPLITS, kv_splits};
 pub use panels::BwdPanels;
 pub use reason::Reason;
 pub use splits::head_splits;
+pub use turns::heads_side_by_side;
 
 /// What a CTA of a kernel takes of an SM.
 #[derive(Clone, Debug, PartialEq, Serialize)]

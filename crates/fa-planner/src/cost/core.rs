@@ -150,14 +150,14 @@ pub(crate) struct KernelModel {
     pub tensor: f64,
     pub exp: f64,
     pub smem: f64,
-    /// Clocks of a step, overlap and latency included.
-    pub step: f64,
     /// Further clocks of a step that tests a mask.
     pub mask: f64,
     /// Of `step`, what nothing hides.
     pub exposed: f64,
     /// Clocks of a tile outside its steps.
     pub tile: f64,
+    /// Clocks once, before the first tile.
+    pub start: f64,
     /// Query rows of a tile that exist, of `tile_m`: what partial results are made of.
     pub rows: f64,
 }
@@ -219,13 +219,13 @@ pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
 }
 
 /// The time of a problem from the clocks of a kernel's steps, with the keys of each tile divided among
-/// `parts` CTAs.
+/// `parts` CTAs. `step` gives the clocks of a step where an SM holds so many CTAs.
 pub(crate) fn evaluate(
     problem: &Problem,
     (tile_m, tile_n): (u32, u32),
     whole: &Work,
     parts: usize,
-    model: &KernelModel,
+    (model, step): (&KernelModel, impl Fn(f64) -> f64),
     limits: &ArchLimits,
     c: &CostConstants,
 ) -> Cost {
@@ -237,9 +237,11 @@ pub(crate) fn evaluate(
     let (steps, masked_steps) = (work.steps(), work.masked());
 
     // `resident` CTAs make a step each in `step` clocks, so a CTA's step takes as long.
-    let length = |class: &TileClass| model.tile + class.steps * model.step + class.masked * model.mask;
-    let (total, end) = work.makespan(slots, model.queue, length);
-    let (even, compute) = (total / slots / clock, end / clock);
+    let length = |class: &TileClass, on_sm: f64| {
+        model.tile + class.steps * step(on_sm) + class.masked * model.mask * on_sm / model.resident
+    };
+    let (total, end) = work.makespan_shared(sms, model.resident, model.queue, length);
+    let (even, compute) = (total / slots / clock, (end + model.start) / clock);
     let alone = |clocks: f64| steps / slots * clocks / clock;
 
     let scores = f64::from(tile_m) * f64::from(tile_n);

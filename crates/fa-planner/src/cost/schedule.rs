@@ -188,18 +188,35 @@ impl Work {
     /// exact for equal tiles, a lower bound else. Other orders add the expected spread between the ends of
     /// slots, a share of the longest tile.
     pub fn makespan(&self, slots: f64, queue: Queue, length: impl Fn(&TileClass) -> f64) -> (f64, f64) {
-        let mut lengths: Vec<(f64, f64)> = self.classes.iter().map(|c| (length(c), c.count)).collect();
-        lengths.sort_by(|a, b| b.0.total_cmp(&a.0));
-        let total: f64 = lengths.iter().map(|(len, count)| len * count).sum();
-        let Some((shortest, _)) = lengths.last().filter(|_| total > 0.0) else {
+        self.makespan_shared(slots, 1.0, queue, |class, _| length(class))
+    }
+
+    /// The same on `sms` SMs that hold `resident` tiles each. `length` is a tile's where the SM holds so
+    /// many: what is left after the last whole wave runs on SMs with fewer tiles, and faster.
+    pub fn makespan_shared(
+        &self,
+        sms: f64,
+        resident: f64,
+        queue: Queue,
+        length: impl Fn(&TileClass, f64) -> f64,
+    ) -> (f64, f64) {
+        let slots = sms * resident;
+        let mut classes: Vec<(f64, &TileClass)> =
+            self.classes.iter().map(|class| (length(class, resident), class)).collect();
+        classes.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let total: f64 = classes.iter().map(|(len, class)| len * class.count).sum();
+        let Some((shortest, _)) = classes.last().filter(|_| total > 0.0) else {
             return (0.0, 0.0);
         };
-        let longest = length(&self.longest);
+        let longest = length(&self.longest, resident);
         let mut seen = 0.0;
         let mut end = longest.max(total / slots);
-        for (len, count) in &lengths {
-            seen += count;
-            end = end.max((seen / slots).ceil() * len);
+        for (len, class) in &classes {
+            seen += class.count;
+            let whole = (seen / slots).floor();
+            let left = ((seen - whole * slots) / sms).ceil().min(resident);
+            let last = if left > 0.0 { length(class, left) } else { 0.0 };
+            end = end.max(whole * len + last);
         }
         let spread = match queue {
             Queue::LongestFirst => 0.0,
@@ -299,6 +316,17 @@ mod tests {
         let one = Work::of(&Problem { lengths: Lengths::uniform(1, 1, 640), ..problem }, 64, 64, false);
         let counts: Vec<_> = one.in_parts(4).classes.iter().map(|c| (c.count, c.steps)).collect();
         assert_eq!(counts, [(8.0, 2.0), (8.0, 3.0)]);
+    }
+
+    #[test]
+    fn what_is_left_after_whole_waves_runs_on_emptier_sms() {
+        // Two tiles on an SM take 10 each, one alone 6.
+        let length = |class: &TileClass, on_sm: f64| class.steps * if on_sm > 1.0 { 10.0 } else { 6.0 };
+        for (tiles, end) in [(4.0, 6.0), (8.0, 10.0), (9.0, 16.0), (12.0, 16.0), (13.0, 20.0), (16.0, 20.0)] {
+            let resident = if tiles > 4.0 { 2.0 } else { 1.0 };
+            let work = lengths(&[(tiles, 1.0)]);
+            assert_eq!(work.makespan_shared(4.0, resident, Queue::LongestFirst, length).1, end, "{tiles}");
+        }
     }
 
     #[test]

@@ -6,8 +6,9 @@ use clap::Args;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
 use fa_planner::Mode;
+use fa_planner::report::PlanFamily;
 
-use crate::flags::{self, Backend, CpuArgs, PlanFamily, ShapeArgs};
+use crate::flags::{self, Backend, CpuArgs, ShapeArgs};
 
 /// Launches of each kernel that count, where the caller does not say.
 const REPS: usize = 24;
@@ -60,7 +61,7 @@ pub struct GpuArgs {
     #[arg(long = "spec", value_name = "FILE", conflicts_with = "family")]
     pub specs: Vec<PathBuf>,
     /// Choose among these kernels, be they the fastest here or not
-    #[arg(long, value_parser = PlanFamily::parser())]
+    #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
     /// Time torch's attention backends and FlashAttention 3 and 4 as well, as far as python3 (or FA_PYTHON)
     /// has them

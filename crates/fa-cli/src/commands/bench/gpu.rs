@@ -7,10 +7,11 @@ use fa_lab::bench::{self, Options};
 use fa_lab::marks::Wanted;
 use fa_lab::spec_file;
 use fa_planner::Mode;
+use fa_planner::report::PlanFamily;
 
 use super::args::BenchArgs;
 use super::{draw, table};
-use crate::flags::{PlanFamily, pass_of};
+use crate::flags::pass_of;
 use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;

@@ -7,8 +7,9 @@ use fa_kernels::{Compiler, CompilerKind};
 use fa_lab::configs::HEAD_DIMS;
 use fa_lab::shape::HeadDim;
 use fa_planner::Mode;
+use fa_planner::report::PlanFamily;
 
-use crate::flags::{self, PlanFamily};
+use crate::flags;
 
 /// `fa build`.
 #[derive(Debug, clap::Args)]
@@ -38,7 +39,7 @@ pub struct BuildArgs {
     #[arg(long, requires = "all_configs")]
     pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
-    #[arg(long, value_parser = PlanFamily::parser(), requires = "all_configs")]
+    #[arg(long, value_parser = flags::plan_family(), requires = "all_configs")]
     pub family: Option<PlanFamily>,
     /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]

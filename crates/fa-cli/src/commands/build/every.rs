@@ -4,10 +4,11 @@
 use fa_core::{Arch, Family, Pass};
 use fa_lab::configs::{self, Built, NEAR_MISS};
 use fa_planner::Mode;
+use fa_planner::report::PlanFamily;
 use serde::Serialize;
 
 use super::args::BuildArgs;
-use crate::flags::{PlanFamily, pass_of};
+use crate::flags::pass_of;
 use crate::term::destinations::Destinations;
 use crate::term::failure::Verdict;
 use crate::term::{output, progress};

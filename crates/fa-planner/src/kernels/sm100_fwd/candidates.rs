@@ -2,6 +2,8 @@
 
 use serde::Serialize;
 
+use crate::head_dims::HeadDims;
+
 /// Rows of a query tile: the lanes of tensor memory.
 pub const Q_ROWS: u32 = 128;
 
@@ -32,6 +34,13 @@ impl Sm100Tile {
     /// Query rows of a CTA.
     pub const fn tile_m(&self) -> u32 {
         self.q_tiles * Q_ROWS
+    }
+
+    /// Its name in tables and reports.
+    pub fn name(&self) -> String {
+        let Sm100Tile { head_dim, head_dim_v, tile_n, kv_stages, blocks_per_sm, .. } = *self;
+        let dims = HeadDims { head_dim, head_dim_v };
+        format!("sm100_fwd-hd{dims}-{}x{tile_n}-s{kv_stages}-b{blocks_per_sm}", self.tile_m())
     }
 }
 

@@ -18,19 +18,22 @@ pub(super) fn predict(
 ) -> Cost {
     let (tile_m, tile_n) = (account.tile.tile_m(), account.tile.tile_n);
     let work = Work::of(problem, tile_m, tile_n, false);
-    let model = model(account, problem, &work, arch.limits(), constants);
-    evaluate(problem, (tile_m, tile_n), &work, 1, &model, arch.limits(), constants)
+    let limits = arch.limits();
+    let resident = resident_blocks(&work, account.tile.blocks_per_sm, limits);
+    let (model, _) = model(account, problem, resident, limits, constants);
+    let step = |on_sm: f64| self::model(account, problem, on_sm, limits, constants).1;
+    evaluate(problem, (tile_m, tile_n), &work, 1, (&model, step), limits, constants)
 }
 
+/// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.
 fn model(
     account: &Sm100Account,
     problem: &Problem,
-    work: &Work,
+    resident: f64,
     limits: &ArchLimits,
     c: &CostConstants,
-) -> KernelModel {
+) -> (KernelModel, f64) {
     let tile = &account.tile;
-    let resident = resident_blocks(work, tile.blocks_per_sm, limits);
     let [q_tiles, tile_n, hd, hdv] =
         [tile.q_tiles, tile.tile_n, tile.head_dim, tile.head_dim_v].map(f64::from);
     let rows = q_tiles * f64::from(Q_ROWS);
@@ -52,7 +55,7 @@ fn model(
     // A ring of fewer than three buffers cannot prefetch while K and V of a step are in use.
     let wait = if tile.kv_stages < 3 { 0.5 * c.load_latency / resident } else { 0.0 };
     let exposed = c.sm100_step + wait;
-    KernelModel {
+    let model = KernelModel {
         head_dim: tile.head_dim,
         head_dim_v: tile.head_dim_v,
         sharing: 1.0,
@@ -61,10 +64,11 @@ fn model(
         tensor,
         exp,
         smem,
-        step: hidden + exposed,
         mask: resident * scores * c.mask_ops / f32_lanes(limits),
         exposed,
         tile: c.sm100_tile + products + exp - hidden,
+        start: 0.0,
         rows,
-    }
+    };
+    (model, hidden + exposed)
 }

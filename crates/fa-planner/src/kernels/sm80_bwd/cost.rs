@@ -52,28 +52,33 @@ pub(crate) fn predict(
     let smem = bytes / limits.smem_bytes;
     let (cap_mufu, cap_ops) = if spec.score.softcap { (2.0, c.softcap_ops + 3.0) } else { (0.0, 0.0) };
     let exp = scores * softmax_clocks(limits, 1.0 + cap_mufu, c.sm80_bwd_ops + cap_ops);
-    let per_scheduler = resident * warps / 4.0;
-    // A scheduler with a single warp issues nothing while that warp waits for its products or for the other
-    // half.
-    let alone = (2.0 / per_scheduler).max(1.0).powf(c.sm80_bwd_alone);
-    // With few warps little overlaps a product but its own loads.
-    let exponent = 1.0 + c.sm80_overlap * per_scheduler / (per_scheduler + 2.0);
     let exposed = c.sm80_step
         // The wait for the next Q also waits for the next dO.
         + if kernel.q_stages == 2 && kernel.do_stages == 2 { c.sm80_bwd_wait } else { 0.0 }
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
-    let step = overlap([resident * tensor * alone, resident * exp, resident * smem], exponent) + exposed;
+    // Clocks of a step where an SM holds so many CTAs.
+    let step = |on_sm: f64| {
+        let per_scheduler = on_sm * warps / 4.0;
+        // A scheduler with a single warp issues nothing while that warp waits for its products or for the
+        // other half.
+        let alone = (2.0 / per_scheduler).max(1.0).powf(c.sm80_bwd_alone);
+        // With few warps little overlaps a product but its own loads.
+        let exponent = 1.0 + c.sm80_overlap * per_scheduler / (per_scheduler + 2.0);
+        overlap([on_sm * tensor * alone, on_sm * exp, on_sm * smem], exponent) + exposed
+    };
 
-    let mask = resident * scores * c.mask_ops / f32_lanes(limits);
+    let mask = scores * c.mask_ops / f32_lanes(limits);
     // With parts, dK and dV are added to f32 accumulators in the L2, by all resident blocks at once.
-    let added = resident * split.added / c.sm90_bwd.atomic_bytes;
-    let length = |class: &TileClass| c.sm80_bwd_block + added + class.steps * step + class.masked * mask;
+    let added = split.added / c.sm90_bwd.atomic_bytes;
+    let length = |class: &TileClass, on_sm: f64| {
+        c.sm80_bwd_block + class.steps * step(on_sm) + on_sm * (added + class.masked * mask)
+    };
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
         (_, TileOrder::LongestFirst) => Queue::LongestFirst,
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
-    let (total, end) = work.makespan(sms * resident, queue, length);
+    let (total, end) = work.makespan_shared(sms, resident, queue, length);
     // As in the SM90 backward: the smaller a tile of keys, the more often Q and dO are read and dQ is added
     // to.
     let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0)
@@ -121,7 +126,7 @@ impl Launches<'_> {
         let clock = limits.clock_ghz * 1e9 * c.clock;
         let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
         let bandwidth = limits.hbm_bytes_per_s * c.hbm_efficiency;
-        let busy = overlap([end / clock, power, l2], 8.0);
+        let busy = overlap([end / clock, power, l2], 5.0);
         // What the L2 loses between two uses comes from device memory while the products go on.
         let missed = split.missed / bandwidth;
         let main = overlap([busy, missed], c.sm90_bwd.main_overlap);

@@ -23,8 +23,11 @@ pub(crate) fn predict(
     constants: &CostConstants,
 ) -> Cost {
     let resident = resident_blocks(work, blocks(spec, kernel, limits), limits);
-    let model = model(problem, spec, kernel, limits, constants, resident);
-    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, &model, limits, constants)
+    let (model, step) = model(problem, spec, kernel, limits, constants, resident);
+    let fewer = |on_sm: f64| {
+        if on_sm == resident { step } else { self::model(problem, spec, kernel, limits, constants, on_sm).1 }
+    };
+    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, (&model, fewer), limits, constants)
 }
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
@@ -34,6 +37,7 @@ fn blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
     Occupancy::of(limits, smem, regs.total.min(regs.limit), WARP * k.num_warps).blocks().max(k.blocks_per_sm)
 }
 
+/// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.
 fn model(
     problem: &Problem,
     spec: &KernelSpec,
@@ -41,7 +45,7 @@ fn model(
     limits: &ArchLimits,
     c: &CostConstants,
     resident: f64,
-) -> KernelModel {
+) -> (KernelModel, f64) {
     let [tile_m, tile_n, num_warps, stages] = [k.tile_m, k.tile_n, k.num_warps, k.stages].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let group = if k.pack_gqa { problem.group_size() } else { 1 };
@@ -80,7 +84,7 @@ fn model(
     let wait = if stages < 2.0 { c.sm80_wait / resident } else { 0.0 };
     let exposed = c.sm80_fwd_step / resident + wait;
     let hidden = overlap([tensor, exp, smem], exponent);
-    KernelModel {
+    let model = KernelModel {
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
         sharing: 1.0,
@@ -89,10 +93,11 @@ fn model(
         tensor,
         exp,
         smem,
-        step: hidden + exposed,
         mask: 0.0,
         exposed,
         tile: c.sm80_block,
+        start: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
-    }
+    };
+    (model, hidden + exposed)
 }

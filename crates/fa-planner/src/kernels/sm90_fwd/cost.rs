@@ -20,9 +20,17 @@ pub(crate) fn predict(
     limits: &ArchLimits,
     constants: &CostConstants,
 ) -> Cost {
-    let model = model(problem, spec, kernel, limits, constants);
-    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, &model, limits, constants)
+    let (mut model, step) = model(problem, spec, kernel, limits, constants);
+    if kernel.scheduler == Scheduler::Static && work.tiles > 0.0 {
+        let waiting = 1.0 - (f64::from(limits.sms) / work.tiles).min(1.0);
+        model.start += UNEVEN * waiting * (model.tile + work.steps() / work.tiles * step);
+    }
+    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, (&model, |_| step), limits, constants)
 }
+
+/// Share of a tile by which SMs with equal numbers of equal tiles end apart: one that is ahead takes no tiles
+/// from others without a queue.
+const UNEVEN: f64 = 0.1;
 
 /// Clocks of TMA for a box, however small. An assumption until small pages are measured.
 const BOX_CLOCKS: f64 = 16.0;
@@ -38,13 +46,14 @@ fn boxes(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Fwd) -> f64 {
     f64::from(panels) * parts as f64
 }
 
+/// The kernel, and the clocks of a step, overlap and latency included.
 fn model(
     problem: &Problem,
     spec: &KernelSpec,
     k: &Sm90Fwd,
     limits: &ArchLimits,
     c: &CostConstants,
-) -> KernelModel {
+) -> (KernelModel, f64) {
     let [tile_m, tile_n, num_wg] = [k.tile_m, k.tile_n, k.num_wg].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
@@ -87,7 +96,7 @@ fn model(
     } else {
         (0.0, 1.0)
     };
-    KernelModel {
+    let model = KernelModel {
         head_dim: spec.head_dim,
         head_dim_v: spec.head_dim_v,
         sharing: f64::from(k.cluster_m.max(1)),
@@ -100,11 +109,13 @@ fn model(
         tensor,
         exp,
         smem,
-        step: (hidden * strain * busy + exposed).max(copies),
         mask: scores * c.sm90_mask_ops / f32_lanes(limits),
         exposed,
         // Nothing hides the first step's S and the last step's P V.
         tile: (outside + products + exp - hidden * (1.0 + passed)).max(0.0),
+        // The second warpgroup starts behind the first one's first scores.
+        start: 0.0,
         rows: tile_m.min(rows as f64),
-    }
+    };
+    (model, (hidden * strain * busy + exposed).max(copies))
 }

@@ -1,0 +1,114 @@
+//! Everything that was planned for a problem.
+
+use fa_core::{Arch, Pass, Problem};
+use serde::Serialize;
+
+use crate::report::backward::{Backward, BackwardReport, BackwardWhy};
+use crate::report::tried::{PlanFamily, ReportError, Tried, TriedReport};
+use crate::why::{self, Why};
+
+/// Everything that was planned for a problem.
+#[derive(Debug)]
+pub struct Planned {
+    /// The architecture.
+    pub arch: Arch,
+    /// The problem.
+    pub problem: Problem,
+    /// The forward, when asked for.
+    pub forward: Option<Tried>,
+    /// The backward, when asked for.
+    pub backward: Option<Backward>,
+}
+
+/// What is printed as JSON or RON.
+#[derive(Debug, Serialize)]
+pub struct Report<'a> {
+    /// The architecture.
+    pub arch: Arch,
+    /// The GPU whose limits and rates are taken.
+    pub board: &'static str,
+    /// The problem.
+    pub problem: &'a Problem,
+    /// That no kernel computes the forward's plans, where that is so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_kernel: Option<String>,
+    /// The forward.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub forward: Option<TriedReport<'a>>,
+    /// The backward.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backward: Option<BackwardReport<'a>>,
+}
+
+/// Answers to a question about candidates.
+#[derive(Debug, Serialize)]
+pub struct WhyReport {
+    /// The architecture.
+    pub arch: Arch,
+    /// The problem.
+    pub problem: Problem,
+    /// Of the forward's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub forward: Option<Why>,
+    /// Of the backward's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backward: Option<BackwardWhy>,
+}
+
+impl Planned {
+    /// Tries everything for the passes `forward` and `backward` over `problem` on `arch`.
+    ///
+    /// # Errors
+    /// [`ReportError`] where no candidate can be formed.
+    pub fn explore(
+        problem: &Problem,
+        arch: Arch,
+        family: Option<PlanFamily>,
+        forward: bool,
+        backward: Option<Pass>,
+    ) -> Result<Planned, ReportError> {
+        let explore = || Tried::explore(problem, arch, family, Pass::Forward);
+        let forward = forward.then(explore).transpose()?;
+        let explore = |pass| Backward::explore(problem, arch, family, pass);
+        let backward = backward.map(explore).transpose()?;
+        Ok(Planned { arch, problem: *problem, forward, backward })
+    }
+
+    /// That no kernel computes the forward's plans, where that is so, and what to plan instead.
+    pub fn no_kernel(&self) -> Option<String> {
+        let arch = self.arch;
+        matches!(self.forward, Some(Tried::Sm100(_))).then(|| {
+            format!(
+                "no kernel computes these forwards yet, and none has been measured: they are shapes for \
+                 tcgen05 that would fit, with predicted rates; --family sm80 plans the kernels that run on \
+                 {arch} today"
+            )
+        })
+    }
+
+    /// For JSON and RON, at most `limit` plans of each pass.
+    pub fn report(&self, limit: usize) -> Report<'_> {
+        Report {
+            arch: self.arch,
+            board: self.arch.limits().board,
+            problem: &self.problem,
+            no_kernel: self.no_kernel(),
+            forward: self.forward.as_ref().map(|forward| forward.report(limit)),
+            backward: self.backward.as_ref().map(|backward| backward.report(limit)),
+        }
+    }
+
+    /// What became of the candidates that meet every condition of `query`, as in `tile_n=192,num_wg=2`.
+    ///
+    /// # Errors
+    /// [`ReportError`] for a query that cannot be read or selects nothing, and for shapes without a spec.
+    pub fn why(&self, query: &str) -> Result<WhyReport, ReportError> {
+        let forward = match &self.forward {
+            None => None,
+            Some(Tried::Kernels(set)) => Some(why::why(set, query)?),
+            Some(Tried::Sm100(_)) => return Err(ReportError::Sm100Why),
+        };
+        let backward = self.backward.as_ref().map(|b| b.why(&self.problem, query)).transpose()?;
+        Ok(WhyReport { arch: self.arch, problem: self.problem, forward, backward })
+    }
+}

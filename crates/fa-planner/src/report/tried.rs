@@ -1,0 +1,172 @@
+//! What was tried for a pass, of kernels that exist and of SM100 shapes, seen alike.
+
+use fa_core::{Arch, Family, Pass, Problem};
+use serde::Serialize;
+
+use crate::account::Reason;
+use crate::guide::search::SearchError;
+use crate::head_dims::HeadDimsError;
+use crate::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Set};
+use crate::plan::{self, Plan, PlanError, PlanOptions, PlanSet};
+use crate::tally::{Tally, tally};
+use crate::why::WhyError;
+
+/// What was tried for a pass.
+#[derive(Clone, Debug)]
+pub enum Tried {
+    /// Kernels with a spec.
+    Kernels(PlanSet),
+    /// Shapes for tcgen05 and tensor memory, which have no kernel yet.
+    Sm100(Sm100Set),
+}
+
+/// What can be planned with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanFamily {
+    /// Kernels that exist.
+    Kernels(Family),
+    /// Shapes for tcgen05 and tensor memory, which no kernel computes yet.
+    Sm100,
+}
+
+/// What was tried for a pass, as JSON or RON.
+#[derive(Debug, Serialize)]
+pub struct TriedReport<'a> {
+    /// Candidates tried.
+    pub tried: usize,
+    /// Of these, how many fit.
+    pub fit: usize,
+    /// Those, best first.
+    pub plans: Plans<'a>,
+    /// What each limit rejected.
+    pub rejected: Vec<LimitReport>,
+}
+
+/// Plans of either kind.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub enum Plans<'a> {
+    /// Of kernels.
+    Kernels(&'a [Plan]),
+    /// Of SM100 shapes.
+    Sm100(&'a [Sm100Plan]),
+}
+
+/// What one limit rejected.
+#[derive(Debug, Serialize)]
+pub struct LimitReport {
+    /// The limit.
+    pub limit: &'static str,
+    /// How many it rejected.
+    pub count: usize,
+    /// The candidate that breaks it least.
+    pub nearest: String,
+    /// By how much.
+    pub reason: Reason,
+}
+
+/// Why nothing can be reported.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ReportError {
+    /// No candidate can be formed.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// SM100 shapes for gradients.
+    #[error("no shapes for tcgen05 are planned for the backward: leave out --family sm100")]
+    Sm100Backward,
+    /// SM100 shapes where kernels are compiled or run.
+    #[error("SM100 kernels are planned for, but do not exist: use --family sm80")]
+    NoSm100,
+    /// A question about SM100 shapes.
+    #[error(
+        "--why looks at kernels with a spec, which sm100 shapes do not have yet: the JSON lists them all; \
+         --family sm80 has specs"
+    )]
+    Sm100Why,
+    /// A question about gradients' shapes without a spec.
+    #[error("--why looks at kernels with a spec")]
+    NoSpec,
+    /// A question that cannot be read or selects nothing.
+    #[error(transparent)]
+    Why(#[from] WhyError),
+    /// Head dims that the guide does not know.
+    #[error(transparent)]
+    HeadDims(#[from] HeadDimsError),
+    /// A head dim beyond what is counted.
+    #[error("head dim {0} is out of range")]
+    HeadDim(usize),
+    /// The guide's search refuses.
+    #[error(transparent)]
+    Search(#[from] SearchError),
+}
+
+impl PlanFamily {
+    /// The family of kernels, for what compiles or runs them.
+    ///
+    /// # Errors
+    /// [`ReportError::NoSm100`] for what is only planned.
+    pub fn kernels(self) -> Result<Family, ReportError> {
+        match self {
+            PlanFamily::Kernels(family) => Ok(family),
+            PlanFamily::Sm100 => Err(ReportError::NoSm100),
+        }
+    }
+}
+
+impl Tried {
+    /// Tries everything for `pass` over `problem` on `arch`, with what the architecture has where no family
+    /// is named.
+    ///
+    /// # Errors
+    /// [`ReportError`] where no candidate can be formed.
+    pub fn explore(
+        problem: &Problem,
+        arch: Arch,
+        family: Option<PlanFamily>,
+        pass: Pass,
+    ) -> Result<Tried, ReportError> {
+        let tcgen05 = arch.has_tcgen05() && pass == Pass::Forward;
+        let native = if tcgen05 { PlanFamily::Sm100 } else { PlanFamily::Kernels(Family::native(arch)) };
+        match family.unwrap_or(native) {
+            PlanFamily::Kernels(family) => {
+                let options = PlanOptions { family: Some(family), pass, constants: None };
+                Ok(Tried::Kernels(plan::explore(problem, arch, &options)?))
+            }
+            PlanFamily::Sm100 if pass.is_backward() => Err(ReportError::Sm100Backward),
+            PlanFamily::Sm100 => Ok(Tried::Sm100(sm100::explore(problem, arch, None)?)),
+        }
+    }
+
+    /// How many each limit rejected, and the nearest miss of each.
+    pub fn limits(&self) -> Vec<LimitReport> {
+        match self {
+            Tried::Kernels(set) => {
+                limits(set.rejected.iter().map(|miss| (miss.spec.to_string(), &miss.reason)))
+            }
+            Tried::Sm100(set) => limits(set.rejected.iter().map(|miss| (miss.tile.name(), &miss.reason))),
+        }
+    }
+
+    /// For JSON and RON, at most `limit` plans.
+    pub fn report(&self, limit: usize) -> TriedReport<'_> {
+        let (fit, missed, plans) = match self {
+            Tried::Kernels(set) => {
+                let shown = set.plans.len().min(limit);
+                (set.plans.len(), set.rejected.len(), Plans::Kernels(&set.plans[..shown]))
+            }
+            Tried::Sm100(set) => {
+                let shown = set.plans.len().min(limit);
+                (set.plans.len(), set.rejected.len(), Plans::Sm100(&set.plans[..shown]))
+            }
+        };
+        TriedReport { tried: fit + missed, fit, plans, rejected: self.limits() }
+    }
+}
+
+fn limits<'a>(misses: impl Iterator<Item = (String, &'a Reason)>) -> Vec<LimitReport> {
+    let found = tally(misses.map(|(name, reason)| (reason.kind(), reason.excess(), (name, reason))));
+    let report = |Tally { limit, rejected, nearest: (nearest, reason) }: Tally<_, (String, &Reason)>| {
+        LimitReport { limit, count: rejected, nearest, reason: reason.clone() }
+    };
+    found.into_iter().map(report).collect()
+}

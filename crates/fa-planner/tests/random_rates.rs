@@ -1,0 +1,101 @@
+//! The cost models beside the rates of `fa tune --random` (docs/results/tune): problems to which nothing was
+//! fitted. `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table.
+
+use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Problem, ScoreMod};
+use fa_planner::cost::{CostConstants, predict, rank_correlation};
+use serde_json::Value;
+
+/// A problem, and the predicted and measured milliseconds of its kernels.
+struct Measured {
+    number: usize,
+    title: String,
+    kernels: Vec<(f64, f64)>,
+}
+
+impl Measured {
+    /// The rate of the kernel that is predicted to be the fastest over that of the fastest.
+    fn first_choice(&self) -> f64 {
+        let first = self.kernels.iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("kernels");
+        self.kernels.iter().map(|kernel| kernel.1).fold(f64::MAX, f64::min) / first.1
+    }
+
+    fn rank_correlation(&self) -> f64 {
+        rank_correlation(&self.kernels).unwrap_or(0.0)
+    }
+}
+
+fn problem_of(of: &Value) -> Problem {
+    let number = |name: &str| of[name].as_u64().unwrap_or_else(|| panic!("{name} in {of}")) as usize;
+    let side = |name: &str| of["mask"][name].as_u64().map(|keys| keys as u32);
+    let mask = match (side("left"), side("right")) {
+        (None, None) => Mask::FULL,
+        (None, Some(0)) => Mask::CAUSAL,
+        (Some(left), Some(right)) => Mask::window(left, right),
+        other => panic!("{other:?}"),
+    };
+    let dtype = if of["dtype"] == "f16" { Dtype::F16 } else { Dtype::Bf16 };
+    let square = Problem::square(1, 1, number("heads_q"), number("head_dim"), mask, dtype);
+    Problem {
+        lengths: Lengths::uniform(number("batch"), number("seqlen_q"), number("seqlen_k")),
+        heads_kv: number("heads_kv"),
+        head_dim_v: number("head_dim_v"),
+        score: of["softcap"].as_f64().map_or(square.score, ScoreMod::softcap),
+        ..square
+    }
+}
+
+fn measured(record: &str) -> Vec<Measured> {
+    let path = format!("{}/../../docs/results/tune/{record}", env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+    let record: Value = serde_json::from_str(&text).expect("a record");
+    let list = |of: &Value, name: &str| of[name].as_array().expect("a list").clone();
+    let constants = CostConstants::of(Arch::Sm90);
+    let of_problem = |entry: &Value| {
+        let problem = problem_of(&entry["problem"]);
+        let kernel = |of: &Value| {
+            let spec: KernelSpec = serde_json::from_value(of["spec"].clone()).expect("a spec");
+            let cost = predict(&problem, &spec, Arch::Sm90, &constants);
+            Some((1e3 * cost.seconds, of["ms"].as_f64()?))
+        };
+        let text = |name: &str| entry[name].as_str().expect("a name");
+        Measured {
+            number: entry["number"].as_u64().expect("a number") as usize,
+            title: format!("{} {} {}", text("kind"), text("family"), text("winner")),
+            kernels: list(entry, "kernels").iter().filter_map(kernel).collect(),
+        }
+    };
+    list(&record, "problems").iter().map(of_problem).collect()
+}
+
+/// Prints a line, and returns the shares of first choices within 3 and 8 % of the best.
+fn distribution(name: &str, all: &[&Measured]) -> (f64, f64) {
+    let rates: Vec<f64> = all.iter().map(|problem| problem.first_choice()).collect();
+    let count = rates.len() as f64;
+    let within = |share: f64| rates.iter().filter(|&&rate| rate >= share).count() as f64 / count;
+    println!(
+        "{name}: {count} problems, within 3 % for {:.0} %, within 8 % for {:.0} %, lowest {:.3}, geometric \
+         mean {:.3}, rank correlation {:.3} in the mean",
+        100.0 * within(0.97),
+        100.0 * within(0.92),
+        rates.iter().copied().fold(f64::MAX, f64::min),
+        (rates.iter().map(|rate| rate.ln()).sum::<f64>() / count).exp(),
+        all.iter().map(|problem| problem.rank_correlation()).sum::<f64>() / count,
+    );
+    (within(0.97), within(0.92))
+}
+
+#[test]
+fn first_choices_hold_on_problems_that_nothing_was_fitted_to() {
+    let all = measured("random-nvidia-h100-80gb-hbm3.json");
+    for problem in &all {
+        let (rate, rho) = (problem.first_choice(), problem.rank_correlation());
+        println!("#{} {}: {rate:.3} of the best, rank correlation {rho:.2}", problem.number, problem.title);
+        assert!(rate > 0.9, "#{} {}: {rate:.3}", problem.number, problem.title);
+    }
+    for (name, remainder) in [("even", 0), ("odd", 1)] {
+        let half: Vec<&Measured> = all.iter().filter(|problem| problem.number % 2 == remainder).collect();
+        distribution(name, &half);
+    }
+    let (near, nearer) = distribution("all", &all.iter().collect::<Vec<_>>());
+    assert!(near > 0.8 && nearer > 0.97, "{near} {nearer}");
+}
