@@ -25,8 +25,9 @@ fn spec(kernel: &str, mask: &str, deterministic: bool) -> KernelSpec {
     KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
-/// The batches of the sweep, with a shorter one for its longest, which shipped kernels are run on: still longer
-/// than a tile of queries and two of keys and shorter, none on either side, one query, more keys than queries.
+/// The batches of the sweep, with a shorter one for its longest, which shipped kernels are run on: still
+/// longer than a tile of queries and two of keys and shorter, none on either side, one query, more keys than
+/// queries.
 fn batches(spec: &KernelSpec) -> Vec<Case> {
     let mut cases = cases(spec);
     let sequences = vec![(150, 150), (33, 33), (0, 0), (70, 70), (1, 150), (20, 0), (90, 290)];
