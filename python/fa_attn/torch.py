@@ -129,8 +129,11 @@ def _room_for_gradients(q, k, v, extras):
     return [make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
 
 
+_NO_DLSE = "a gradient of softmax_lse: only out is differentiated, use softmax_lse.detach() in the loss"
+
+
 class _Attention(torch.autograd.Function):
-    """out and LSE of q, k, v and sinks; LSE is not differentiated."""
+    """out and LSE of q, k, v and sinks."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras):
@@ -138,12 +141,13 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = (scale, causal, window, softcap, deterministic)
         ctx.extras = extras
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, dlse):
+        if dlse is not None:
+            raise UnsupportedError(_NO_DLSE)
         if dout is None:
             return (None,) * 10
         q, k, v, out, lse = ctx.saved_tensors
@@ -162,12 +166,13 @@ class _PackedAttention(torch.autograd.Function):
         ctx.save_for_backward(qkv, out, lse)
         ctx.options = (scale, causal, window, softcap, deterministic)
         ctx.extras, ctx.axis = extras, axis
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, dlse):
+        if dlse is not None:
+            raise UnsupportedError(_NO_DLSE)
         if dout is None:
             return (None,) * 9
         qkv, out, lse = ctx.saved_tensors

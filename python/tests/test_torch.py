@@ -84,7 +84,7 @@ def test_gradients_by_autograd(device, dtype, mask, shape):
         device, dtype, (2, rows, heads, dim), (2, keys, heads_kv, dim), (2, keys, heads_kv, dim)
     )
     out, lse, _ = fa_attn.flash_attn_func(q, k, v, return_attn_probs=True, **mask)
-    assert out.dtype == dtype and lse.shape == (2, heads, rows) and not lse.requires_grad
+    assert out.dtype == dtype and lse.shape == (2, heads, rows)
     want = definition(q, k, v, mask.get("causal", False), mask.get("window_size", (-1, -1)))
     close(out, want, dtype)
     same_gradients(out, want, (q, k, v), dtype)
@@ -288,6 +288,10 @@ def test_what_is_not_computed_raises():
     with pytest.raises(fa_attn.UnsupportedError, match="detach them"):
         slopes = torch.rand(2, requires_grad=True)
         fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes)
+    leaf = torch.randn(1, 8, 2, 32, requires_grad=True)
+    out, lse = fa_attn.flash_attn_func(leaf, q, q, return_lse=True)
+    with pytest.raises(fa_attn.UnsupportedError, match="softmax_lse"):
+        (out.sum() + lse.sum()).backward()
     table = torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.tensor([0, 8], dtype=torch.int32)
     leaf = torch.randn(8, 2, 32, requires_grad=True)

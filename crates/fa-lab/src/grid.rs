@@ -7,6 +7,7 @@ mod groups;
 pub mod knobs;
 mod known;
 mod library;
+mod merge;
 mod of_spec;
 mod paged;
 mod scores;

@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-use fa_core::{Append, Dtype, Problem, Rotary, Side, SideRows};
+use fa_core::{Append, Dtype, Merge, Problem, Rotary, Side, SideRows};
 use serde::{Deserialize, Serialize};
 
 /// `a`, or `a` and `b` where they differ, as in `192-128`.
@@ -102,6 +102,13 @@ impl Shape {
     pub fn seqlens(&self) -> String {
         pair(self.seqlen_q, self.seqlen_k, 'x')
     }
+}
+
+/// What is merged, in a few words.
+pub fn merge_name(merge: &Merge) -> String {
+    let Merge { parts, batch, seqlen, heads, dim, part, out, sinks } = merge;
+    let sinks = if *sinks { " sinks" } else { "" };
+    format!("{parts} parts b{batch} {seqlen} h{heads} hd{dim} {part} to {out}{sinks}")
 }
 
 /// What is appended, in a few words.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use fa_core::{Alibi, Arch, Dtype, Lengths, Mask, Problem, ScoreMod, ShippedSpec, Side};
+use fa_core::{Alibi, Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, ShippedSpec, Side};
 use fa_kernels::{Cache, Headers, ship};
 use fa_planner::plan::{PlanOptions, plan};
 
@@ -50,5 +50,38 @@ fn first_choices_compile_within_their_plans() {
     let built = ship::build(&wanted, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
     let failures: Vec<String> =
         built.failures.iter().map(|failure| format!("{}: {}", failure.name, failure.reason)).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Where the account once had room and the compiler did not: ALiBi near the limit, lengths on the device
+/// beside large tiles, gradients at head dim 256, keys divided among CTAs.
+#[test]
+fn first_choices_near_the_register_limit_compile() {
+    let compiler = nvrtc();
+    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
+    let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let of =
+        |head_dim, mask| Problem { heads_kv: 8, ..Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16) };
+    let packed = |problem: Problem| Problem {
+        lengths: Lengths::packed(24, 16 << 10, 16 << 10, 8 << 10, 8 << 10),
+        ..problem
+    };
+    let few = Problem { lengths: Lengths::uniform(1, 4, 8 << 10), ..of(128, Mask::FULL) };
+    let with_alibi = |problem: Problem| Problem { score: alibi, ..problem };
+    let mut failures = Vec::new();
+    for (problem, family, pass) in [
+        (with_alibi(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
+        (with_alibi(of(128, Mask::FULL)), Family::Sm90, Pass::Forward),
+        (packed(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
+        (packed(of(256, Mask::CAUSAL)), Family::Sm90, Pass::BACKWARD),
+        (packed(of(256, Mask::CAUSAL)), Family::Sm80, Pass::BACKWARD),
+        (few, Family::Sm90, Pass::Forward),
+    ] {
+        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+        let spec = plan(&problem, Arch::Sm90, &options).expect("there are plans").swap_remove(0).spec;
+        let shipped = [ShippedSpec { archs: vec![Arch::Sm90], spec }];
+        let built = ship::build(&shipped, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
+        failures.extend(built.failures.iter().map(|failure| format!("{}: {}", failure.name, failure.reason)));
+    }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

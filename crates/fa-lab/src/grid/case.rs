@@ -1,11 +1,11 @@
 //! A case: a problem, where its tensors lie, what they hold, and what is done with it.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{Append, Dtype, Mask, Pass, Problem, Strides, TensorLayout};
+use fa_core::{Append, Dtype, Mask, Merge, Pass, Problem, Strides, TensorLayout};
 use serde::{Deserialize, Serialize};
 
 use crate::sequences::Sequences;
-use crate::shape::{append_name, head_dims, pair};
+use crate::shape::{append_name, head_dims, merge_name, pair};
 use crate::tensors::Inputs;
 
 /// One thing to be right about.
@@ -27,6 +27,8 @@ pub struct Case {
     pub action: Action,
     /// What is appended to a cache, where the case is about that; of the problem its types count.
     pub append: Option<Append>,
+    /// What is merged, where the case is about that; of the problem nothing counts.
+    pub merge: Option<Merge>,
     /// The kernel, where not the library chooses.
     pub kernel: Option<NamedSpec>,
     /// Whether the library has to choose a kernel whose CTAs share a row's keys.
@@ -136,6 +138,7 @@ pub fn case(group: &'static str, problem: Problem) -> Case {
         values: Values::Normal,
         action: Action::Once,
         append: None,
+        merge: None,
         kernel: None,
         split: false,
         pass: Pass::Forward,
@@ -181,6 +184,9 @@ impl Case {
         if let Some(append) = &self.append {
             return what + &append_name(append);
         }
+        if let Some(merge) = &self.merge {
+            return what + &merge_name(merge);
+        }
         let mut name = format!(
             "{what}b{} {lengths} h{} hd{} {} {}",
             p.lengths.sequences(),
@@ -208,6 +214,11 @@ impl Case {
             name += &format!(" {:?}", self.arrangement).to_lowercase();
         }
         name
+    }
+
+    /// Whether attention is computed, as against appends and merges.
+    pub fn is_attention(&self) -> bool {
+        self.append.is_none() && self.merge.is_none()
     }
 
     /// The sequences.

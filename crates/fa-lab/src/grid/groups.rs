@@ -1,7 +1,7 @@
 //! The groups that cases are chosen by.
 
 /// Every group of the grid: the first parts of cases' names.
-pub const GROUPS: [&str; 24] = [
+pub const GROUPS: [&str; 25] = [
     "shapes",
     "padded",
     "heads",
@@ -24,6 +24,7 @@ pub const GROUPS: [&str; 24] = [
     "mixed",
     "known",
     "append",
+    "merge",
     "shipped",
     "knobs",
 ];

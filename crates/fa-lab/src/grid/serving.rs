@@ -6,6 +6,7 @@ use fa_core::{Pass, SideRows};
 use super::append::append;
 use super::case::{Action, Case, Extent};
 use super::known::known;
+use super::merge::merge;
 use super::paged::{paged, split};
 use super::scores::{alibi, mixed, sinks};
 use super::varied::{packed, used};
@@ -21,6 +22,7 @@ pub fn serving(extent: Extent, repeat: usize) -> Vec<Case> {
     cases.extend(mixed(extent));
     cases.extend(known());
     cases.extend(append(extent));
+    cases.extend(merge());
     cases
 }
 
@@ -33,7 +35,7 @@ pub fn serving_gradients(extent: Extent, repeat: usize) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let of_forward = serving(extent, repeat).into_iter().filter(|case| {
         let paged = matches!(case.problem.lengths.k().rows, SideRows::Paged { .. });
-        !paged && !case.split && case.append.is_none() && case.action != Action::Relength
+        !paged && !case.split && case.is_attention() && case.action != Action::Relength
     });
     for (turn, mut case) in of_forward.enumerate() {
         let long = case.sequences().pairs(&case.problem.mask) > LONG;
@@ -182,7 +184,9 @@ mod tests {
     fn the_quick_part_is_small_and_has_every_group() {
         let count = |cases: &[Case], group: &str| cases.iter().filter(|case| case.group == group).count();
         let (quick, full) = (serving(Extent::Quick, 10), serving(Extent::Full, 10));
-        for group in ["packed", "used", "paged", "split", "alibi", "sinks", "mixed", "known", "append"] {
+        for group in
+            ["packed", "used", "paged", "split", "alibi", "sinks", "mixed", "known", "append", "merge"]
+        {
             assert!(count(&quick, group) > 5 && count(&quick, group) <= count(&full, group), "{group}");
         }
         assert!(quick.len() < 420 && full.len() < 1100, "{} and {}", quick.len(), full.len());

@@ -4,6 +4,7 @@ mod append;
 mod backward;
 mod choose;
 mod forward;
+mod merge;
 mod session;
 mod twin;
 
@@ -71,7 +72,7 @@ fn compile(session: &Session, cases: &[Case]) {
     let mut seen = HashSet::new();
     let new: Vec<_> = cases
         .iter()
-        .filter(|case| case.append.is_none())
+        .filter(|case| case.is_attention())
         .filter_map(|case| session.first_choice(case))
         .filter(|s| seen.insert(s.to_ron()))
         .collect();
@@ -82,7 +83,7 @@ fn compile(session: &Session, cases: &[Case]) {
 fn shared(cases: &[Case]) -> Result<HashMap<String, Box<dyn Any + Send + Sync>>> {
     let mut users: HashMap<String, (usize, &Case)> = HashMap::new();
     let keeps_own =
-        |case: &&Case| case.append.is_some() || matches!(case.action, Action::Measure | Action::Repeat(_));
+        |case: &&Case| !case.is_attention() || matches!(case.action, Action::Measure | Action::Repeat(_));
     for case in cases.iter().filter(|case| !keeps_own(case)) {
         users.entry(case.problem_name()).or_insert((0, case)).0 += 1;
     }
@@ -135,6 +136,9 @@ fn run_case(session: &Session, case: &Case) {
 fn examine<T: Half>(session: &Session, case: &Case) -> Result<Found> {
     if let Some(append) = &case.append {
         return append::examine::<T>(session, case, append);
+    }
+    if let Some(merge) = &case.merge {
+        return merge::examine(session, case, merge);
     }
     let (forward, mut passed_over) = session.forward(case)?;
     session.check_memory(case)?;

@@ -44,11 +44,9 @@ pub fn examine<T: Half>(session: &Session, case: &Case, append: &Append) -> Resu
     }
     let fault = want.difference(&inputs);
     Ok(Found {
-        kernel: APPEND.to_owned(),
         passed: fault.is_none(),
         ratio: if fault.is_some() { f64::INFINITY } else { 0.0 },
         detail: fault.unwrap_or_else(|| "the CPU's bits".to_owned()),
-        ms: None,
-        passed_over: Vec::new(),
+        ..Found::by(APPEND)
     })
 }

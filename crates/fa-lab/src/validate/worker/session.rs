@@ -44,8 +44,13 @@ pub(super) struct Found {
 impl Found {
     /// Of a kernel that nothing is wrong with yet.
     pub fn of(kernel: &fa_core::KernelSpec) -> Found {
+        Found::by(&kernel.to_string())
+    }
+
+    /// The same of a kernel by its name.
+    pub fn by(kernel: &str) -> Found {
         Found {
-            kernel: kernel.to_string(),
+            kernel: kernel.to_owned(),
             passed: true,
             ratio: 0.0,
             detail: String::new(),

@@ -5,7 +5,7 @@
 //! 13.0, compiled for bf16 without a soft cap, which stands for the others. They spill 4 to 40 bytes, by no
 //! rule in their parameters.
 
-use fa_core::{Arch, KernelSpec, Sm80Bwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Sm80Bwd};
 
 /// Whether the compiler is known to spill the kernel.
 pub fn known(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> bool {
@@ -15,6 +15,9 @@ pub fn known(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> bool {
     let Sm80Bwd { tile_m, tile_n, num_warps, q_stages, do_stages, .. } = *kernel;
     let kind = (spec.head_dim, spec.head_dim_v, (tile_m, tile_n), num_warps);
     let stages = (q_stages, do_stages);
+    if known_served(spec, kernel) {
+        return true;
+    }
     if kernel.deterministic {
         return match kind {
             (96, 96, (64, 64), 4) | (96, 96, (64, 128), 8) => stages == (2, 1),
@@ -29,6 +32,20 @@ pub fn known(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> bool {
         (96, 96, (64, 128), 8) | (128, 128, (64, 64), 4) | (256, 256, (32, 64), 8) => stages == (2, 1),
         (256, 256, (32, 32), 4) => q_stages == 2,
         (64, 128, (64, 128), 8) => true,
+        _ => false,
+    }
+}
+
+/// The same of kernels that read lengths on the device or change scores beside a cap, 4 to 96 bytes, where
+/// those that do neither fit. Other numbers of stages do not spill.
+fn known_served(spec: &KernelSpec, kernel: &Sm80Bwd) -> bool {
+    let Sm80Bwd { tile_m, tile_n, num_warps, q_stages, do_stages, deterministic, .. } = *kernel;
+    let (varied, score) = (spec.reads.varied, spec.score);
+    match (spec.head_dim.max(spec.head_dim_v), (tile_m, tile_n), num_warps, (q_stages, do_stages)) {
+        (256, (64, 64), 8, (2, 1)) => varied && !deterministic,
+        (256, (32, 64), 8, (3, 2)) => varied && deterministic && (score.alibi || score.sinks),
+        (128, (64, 128), 8, (2, 1)) => !varied && !deterministic && score.alibi,
+        (128, (32, 64), 4, (3, 2)) => varied && deterministic && spec.mask == MaskKind::Window,
         _ => false,
     }
 }

@@ -1,6 +1,6 @@
 //! What the SM80-class forward takes of an SM: its shared memory, buffer by buffer, and its registers.
 
-use fa_core::{ArchLimits, KernelSpec, Sm80Fwd};
+use fa_core::{ArchLimits, KernelSpec, MaskKind, Sm80Fwd};
 
 use crate::occupancy::{WARP, register_ceiling};
 use crate::registers::Registers;
@@ -16,6 +16,17 @@ pub const ALIGN: u32 = 128;
 /// of S, for P on its way to operands, this value best separates the configurations that spill from those
 /// that do not, of 1,044 at head dims 64 and 128 (`fa validate --arch sm80 --all-configs`).
 const OVERHEAD: u32 = 56;
+
+/// Further registers of a thread that adds ALiBi: its rows' positions and slopes. Of 97 first choices for
+/// dense and packed keys this value separates those that spill from those that do not, but for three.
+const ALIBI: u32 = 11;
+
+/// The same of one that reads lengths on the device; under a causal mask the compiler finds room for them.
+const LENGTHS: u32 = 2;
+
+/// The same of one that looks pages up under a mask: at head dim 256 what needs 236 without them spills, and
+/// what needs 228 does not.
+const PAGES: u32 = 20;
 
 /// The shared memory of a CTA. T is the 16-bit type; tiles are swizzled panels of at most 64 columns, or
 /// plain rows with the swizzle off, without padding:
@@ -62,13 +73,19 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm80Fwd, limits: &ArchLimits) -> Re
     let s = kernel.tile_m * kernel.tile_n / threads;
     let o = kernel.tile_m * spec.head_dim_v / threads;
     let q = if kernel.q_in_regs { kernel.tile_m * spec.head_dim / 2 / threads } else { 0 };
+    let of_rows = match (spec.reads.paged, spec.reads.varied) {
+        (true, _) if spec.mask != MaskKind::Full => PAGES,
+        (false, true) if spec.mask != MaskKind::Causal => LENGTHS,
+        _ => 0,
+    };
+    let other = OVERHEAD + s / 10 + of_rows + if spec.score.alibi { ALIBI } else { 0 };
     Registers {
         s,
         p: 0,
         o,
         q,
-        other: OVERHEAD + s / 10,
-        total: s + o + q + OVERHEAD + s / 10,
+        other,
+        total: s + o + q + other,
         limit: register_ceiling(limits, threads, kernel.blocks_per_sm),
         setmaxnreg: None,
     }

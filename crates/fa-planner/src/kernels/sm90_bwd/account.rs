@@ -58,15 +58,23 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     plan.round_up(TILE_ALIGN)
 }
 
+/// Further registers of a thread that reads lengths on the device, at the head dim whose producers take some
+/// of the others' registers: there wgmma is serialised in all kernels that need 232 without them (C7512), and
+/// in none that need 224.
+const LENGTHS: u32 = 8;
+
 /// Predicted registers of an MMA thread and their limit, by the guide's sum: dK and dV, and S with dP or a
 /// slice of dQ.
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
     let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
     let mmas = BwdMmas::new(dims, &guide_spec(kernel));
-    let split = SetMaxNReg::of(kernel.num_wg);
+    // As `sm90/bwd.cuh` sets them.
+    let is_tight = spec.reads.varied && spec.head_dim > 192;
+    let split = SetMaxNReg::with_lengths(kernel.num_wg, is_tight);
     let accumulators =
         regs::bwd(mmas.sdp.regs(), mmas.dk.regs(), mmas.dv.regs(), mmas.dq.regs() / kernel.dq_slices.max(1));
-    let other = split.mma - regs::limit(kernel.num_wg);
+    let own = SetMaxNReg::of(kernel.num_wg).mma - regs::limit(kernel.num_wg);
+    let other = own + if is_tight { LENGTHS } else { 0 };
     Registers {
         s: 2 * mmas.sdp.regs(),
         p: 0,

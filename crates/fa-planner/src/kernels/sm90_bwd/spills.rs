@@ -14,6 +14,14 @@ pub fn known(spec: &KernelSpec, kernel: &Sm90Bwd) -> bool {
     if kernel.dq_slices == 2 && kernel.q_stages == 1 && masked && matches!(kernel.tile_m, 64 | 128) {
         return true;
     }
+    // Lengths on the device at head dim 256, dQ in slices by two warpgroups: 8 to 28 bytes.
+    if spec.reads.varied && (kernel.tile_m, kernel.tile_n) == (64, 80) && kernel.dq_slices == 2 {
+        return spec.head_dim == 256 && kernel.atom_layout_m_dq == 2;
+    }
+    // ALiBi in a window, P and dS from registers: 8 bytes stored, 44 loaded.
+    if spec.score.alibi && spec.mask == MaskKind::Window && kernel.mma_dkv_is_rs {
+        return spec.head_dim == 64 && (kernel.tile_m, kernel.tile_n) == (128, 128);
+    }
     match (spec.head_dim, spec.head_dim_v) {
         (256, 256) if kernel.q_stages == 1 => spills_beside_one_q_buffer(kernel, masked),
         // 208 accumulators, S and dQ transposed, P through shared memory: 20 to 28 bytes. Without a mask two

@@ -88,10 +88,25 @@ fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.num_wg == 3 || (kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && listed())
 }
 
+/// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their
+/// neighbours and those that compute all keys do not: one warpgroup, P from registers, overlap; by head dims
+/// and `tile_n`.
+fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    let masked = spec.mask != MaskKind::Full;
+    let width = ((spec.head_dim, spec.head_dim_v), kernel.tile_n);
+    let spills = match width {
+        ((128, 128), 176) => !masked,
+        ((128, 128), 144) => masked,
+        ((192, 128), 144) => masked && spec.reads.paged,
+        _ => false,
+    };
+    kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && spills
+}
+
 /// Whether the compiler is known to spill the kernel. The list was compiled for bf16 without a soft cap,
 /// which stands for the others.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
-    if spec.reads.paged && known_paged(spec, kernel) {
+    if (spec.reads.paged && known_paged(spec, kernel)) || (spec.split && known_split(spec, kernel)) {
         return true;
     }
     REFUSED.iter().any(|entry| {
