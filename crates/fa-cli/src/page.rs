@@ -1,57 +1,46 @@
-//! The page that `fa plan --report` writes: one HTML file that needs nothing else.
+//! The page that `fa plan --report` writes: one HTML file that needs nothing else, not even a script.
 
 mod banks;
+mod chart;
+mod measured;
 mod memory;
 mod rates;
 mod tiles;
+mod timeline;
+mod view;
 
 use std::fmt::Write;
 
+use fa_core::{Arch, Pass};
+use fa_lab::record;
+
 use crate::attention;
 use crate::draw::diagram::escape;
-use crate::plan::tried::{Fit, Shown, bytes, kib};
+use crate::plan::splits;
+use crate::plan::tried::{Fit, Shape, bytes, kib};
 use crate::term::output::si;
 use fa_planner::report::{LimitReport, Planned, Tried};
 
-const STYLE: &str = "
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f6f7f9; color: #1f2430; line-height: 1.5;
-  font: 15px/1.5 system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
-h2 { font-size: 18px; margin: 0 0 4px; }
-p { margin: 0 0 12px; max-width: 80ch; }
-.lead, .note { color: #5b6372; }
-.note { font-size: 13.5px; }
-.warning { background: #fff4d6; border: 1px solid #d9a800; border-radius: 8px; padding: 10px 14px; \
-margin-top: 16px; }
-section { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 20px 24px; margin-top: \
-20px; }
-.scroll { overflow-x: auto; }
-svg { display: block; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(138px, 1fr)); gap: 10px; margin-top: \
-20px; }
-.card { background: #fff; border: 1px solid #d8dce3; border-radius: 8px; padding: 12px 14px; }
-.card b { display: block; font-size: 17px; white-space: nowrap; line-height: 1.3; font-variant-numeric: \
-tabular-nums; }
-.card span { color: #5b6372; font-size: 13px; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: #5b6372; font-weight: 600; border-bottom: 1px solid #b9c0cb; }
-td, th { padding: 4px 18px 4px 0; white-space: nowrap; vertical-align: top; }
-tr + tr td { border-top: 1px solid #eceef2; }
-td.n, th.n { text-align: right; }
-td.w { white-space: normal; }
-code { font: 13px ui-monospace, 'Cascadia Mono', 'Liberation Mono', monospace; }
-.pair { display: flex; flex-wrap: wrap; gap: 8px 40px; }
-footer { margin-top: 24px; color: #5b6372; font-size: 13px; }
-";
+pub use measured::Records;
+use view::{Unit, View};
+
+const STYLE: &str = include_str!("page/style.css");
+const INTO_STRING: &str = "writing to a string cannot fail";
+
+/// What a page shows beside the plan.
+#[derive(Default)]
+pub struct Beside {
+    /// Measurements to compare with.
+    pub records: Option<Records>,
+    /// The answer to `--why`.
+    pub why: Option<String>,
+}
 
 /// The whole page.
 ///
 /// # Errors
 /// When the planner cannot predict the other sequence lengths.
-pub fn page(planned: &Planned) -> anyhow::Result<String> {
+pub fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
     let limits = planned.arch.limits();
     let title = format!("Attention plan: head dim {} on {}", head_dims(planned), planned.arch);
     let mut body = String::new();
@@ -68,33 +57,43 @@ pub fn page(planned: &Planned) -> anyhow::Result<String> {
         si(limits.peak_tensor_flops(), "FLOP/s"),
         si(limits.hbm_bytes_per_s, "B/s"),
     )?;
-    if let Some(no_kernel) = planned.no_kernel() {
-        writeln!(body, "<p class=\"warning\"><b>Note:</b> {}.</p>", escape(&no_kernel))?;
-    }
+    let made =
+        format!("{}, commit {}", record::utc_now(), record::COMMIT.get(..12).unwrap_or(record::COMMIT));
+    writeln!(body, "<p class=\"note\"><code>{}</code><br>{made}</p>", escape(&record::command_line()))?;
+    let mut views = Vec::new();
     if let Some(forward) = &planned.forward {
-        forward_sections(&mut body, planned, forward)?;
+        views.push(View::new(planned, Pass::Forward, forward, false)?);
     }
     if let Some(backward) = &planned.backward {
-        let about = format!(
-            "The backward's candidates by the SM90 block size guide's model: in each cell how many of the \
-             layouts of that tile fit, the guide's first choice framed. The planner's by predicted time: {}.",
-            backward.tried.best().map_or("none".to_owned(), |best| best.name)
-        );
-        if backward.guide.is_some() {
-            section(&mut body, "Backward tiles", &about, &tiles::backward_map(&planned.problem)?);
+        views.push(View::new(planned, Pass::BACKWARD, &backward.tried, backward.guide.is_some())?);
+    }
+    let mut notes: Vec<String> = planned.no_kernel().into_iter().collect();
+    notes.extend(views.iter().filter_map(|view| never_ran(view, beside.records.as_ref())));
+    for note in notes {
+        writeln!(body, "<p class=\"warning\"><b>Note:</b> {}.</p>", escape(&note))?;
+    }
+    let mut styles = String::new();
+    for view in &views {
+        if views.len() > 1 {
+            let part = if view.backward() { "Backward" } else { "Forward" };
+            writeln!(body, "<h2 class=\"part\">{part}</h2>")?;
         }
-        let fits = backward.tried.fits();
-        if !fits.is_empty() {
-            section(&mut body, "The best backward kernels", "By predicted time.", &ranking(&fits, planned));
-        }
+        pass_sections(&mut body, &mut styles, view, beside.records.as_ref())?;
+    }
+    if let Some(why) = &beside.why {
+        let mut grid = String::new();
+        let text =
+            format!("<pre style=\"white-space:pre-wrap;overflow-wrap:anywhere\">{}</pre>", escape(why));
+        section(&mut grid, "Why", "What became of the candidates that were asked about.", &text, true);
+        write!(body, "<div class=\"grid\">{grid}</div>")?;
     }
     Ok(format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
          content=\"width=device-width, \
-         initial-scale=1\">\n<title>{}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
-         <main>\n{body}<footer>Written by fa {}. Times and rates are predictions of the planner's cost \
-         model.</footer>\n\
-         </main>\n</body>\n</html>\n",
+         initial-scale=1\">\n<title>{}</title>\n<style>\n{STYLE}{styles}</style>\n\
+         </head>\n<body>\n<main>\n{body}<footer>Written by fa {}, {made}. Times and rates are predictions \
+         of the \
+         planner's cost model but where they are called measured.</footer>\n</main>\n</body>\n</html>\n",
         escape(&title),
         env!("CARGO_PKG_VERSION"),
     ))
@@ -105,103 +104,180 @@ fn head_dims(planned: &Planned) -> String {
     if qk == v { qk.to_string() } else { format!("{qk}-{v}") }
 }
 
-fn section(body: &mut String, title: &str, about: &str, content: &str) {
+/// That nothing shows the first choice to have run on such a GPU, where that is so.
+fn never_ran(view: &View, records: Option<&Records>) -> Option<String> {
+    let (best, records, arch) = (view.fits.first()?, records?, view.planned.arch);
+    let Shape::Kernel(spec) = best.shape else { return None };
+    if records.ran(&best.name, arch) {
+        return None;
+    }
+    let others: Vec<&str> = Arch::ALL
+        .iter()
+        .filter(|other| **other != arch && records.ran(&best.name, **other))
+        .map(|other| other.name())
+        .collect();
+    let shipped = fa_kernels::specs::shipped().unwrap_or_default();
+    let shipped = shipped
+        .iter()
+        .find(|file| file.shipped.spec == *spec && file.shipped.archs.contains(&arch))
+        .map(|file| format!(", ships as {} (compiled and emulated)", file.path));
+    let ran =
+        if others.is_empty() { String::new() } else { format!(", but has run on {}", others.join(", ")) };
+    Some(format!(
+        "no record has {} on {arch}: it is planned{}, and nothing here shows that it has run on such a \
+         GPU{ran}",
+        best.name,
+        shipped.unwrap_or_default()
+    ))
+}
+
+fn section(grid: &mut String, title: &str, about: &str, content: &str, wide: bool) {
     write!(
-        body,
-        "<section>\n<h2>{}</h2>\n<p class=\"note\">{}</p>\n<div \
-         class=\"scroll\">\n{content}</div>\n</section>\n",
+        grid,
+        "<section{}>\n<h2>{}</h2>\n<p class=\"note\">{}</p>\n{content}</section>\n",
+        if wide { " class=\"wide\"" } else { "" },
         escape(title),
         escape(about)
     )
-    .expect("writing to a string cannot fail");
+    .expect(INTO_STRING);
 }
 
-fn forward_sections(body: &mut String, planned: &Planned, forward: &Tried) -> anyhow::Result<()> {
-    let (fits, limits) = (forward.fits(), planned.arch.limits());
-    let Some(best) = fits.first() else {
-        section(
-            body,
-            "Nothing fits",
-            "Every candidate breaks a limit; the nearest miss of each:",
-            &misses(forward),
-        );
-        section(body, "Tiles", tiles::ABOUT, &tiles::forward_map(forward));
+fn pass_sections(
+    body: &mut String,
+    styles: &mut String,
+    view: &View,
+    records: Option<&Records>,
+) -> anyhow::Result<()> {
+    let limits = view.limits();
+    let (map, chosen) = tiles::map(view);
+    styles.push_str(&chosen);
+    let tiles_title = if view.backward() { "Backward tiles" } else { "Tiles" };
+    let mut grid = String::new();
+    let Some(best) = view.fits.first() else {
+        let about = "Every candidate breaks a limit; the nearest miss of each:";
+        section(&mut grid, "Nothing fits", about, &misses(view.tried), true);
+        section(&mut grid, tiles_title, &tiles::about(view), &map, true);
+        write!(body, "<div class=\"grid\">\n{grid}</div>\n")?;
         return Ok(());
     };
-    body.push_str(&cards(planned, best));
-    section(body, "Tiles", tiles::ABOUT, &(tiles::forward_map(forward) + &misses(forward)));
+    body.push_str(&cards(view, best));
+    section(&mut grid, tiles_title, &tiles::about(view), &(map + &misses(view.tried)), true);
+    section(&mut grid, "A steady step", timeline::ABOUT, &timeline::steps(view, best), true);
+    let measured = records.map_or(Vec::new(), |records| records.of(view));
+    let sweep = rates::sweep(view)?;
+    section(&mut grid, "Where the time goes", rates::ABOUT_TERMS, &rates::terms(best.cost), false);
+    section(&mut grid, "Waves", "How full the last one is.", &rates::waves(best.cost), false);
+    let by_length = rates::by_length(view, &sweep, &measured);
+    section(&mut grid, "Predicted rate by sequence length", rates::ABOUT_SWEEP, &by_length, false);
+    let roofline = rates::roofline(view, best, &sweep, &measured);
+    section(&mut grid, "Roofline", rates::ABOUT_ROOFLINE, &roofline, false);
+    if let Some(records) = records {
+        section(&mut grid, "Predicted and measured", measured::ABOUT, &records.table(view), true);
+    }
     section(
-        body,
+        &mut grid,
         "Shared memory of the best kernel",
         "One block's buffers to scale, against what a block may use. Buffers in the lower lane reuse the \
          memory above them.",
         &memory::smem(best.smem, limits.smem_per_block),
+        false,
     );
-    if let Tried::Sm100(set) = forward
-        && let Some(plan) = set.plans.first()
-    {
-        let about = "Columns of 32 bits on 128 lanes: scores, probabilities and outputs of the query tiles \
-                     of one block.";
-        section(
-            body,
-            "Tensor memory of the best shape",
-            about,
-            &memory::tmem(&plan.tmem, limits.tmem_columns),
-        );
+    let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
+    let mut registers = memory::registers(view, best);
+    if let Some((regs, spills)) = records.and_then(|r| r.compiled(&best.name, view.planned.arch)) {
+        let line = format!("Compiled, by a record: {regs} registers as launched, {spills} bytes spilled.");
+        writeln!(registers, "<p>{line}</p>")?;
     }
-    if !best.regs.is_empty() {
-        let about = format!("Registers of a thread that computes, against its budget. {}", best.roles);
-        section(body, "Register budget", about.trim_end(), &memory::registers(&best.regs, best.reg_limit));
+    section(&mut grid, "Register budget", about.trim_end(), &registers, false);
+    match best.shape {
+        Shape::Sm100(plan) => {
+            let about = "Columns of 32 bits on 128 lanes: scores, probabilities and outputs of the query \
+            tiles \
+                         of one block.";
+            let map = memory::tmem(&plan.tmem, limits.tmem_columns);
+            section(&mut grid, "Tensor memory of the best shape", about, &map, false);
+        }
+        Shape::Kernel(spec) => {
+            section(&mut grid, "Bank conflicts", banks::ABOUT, &banks::of_kernel(spec)?, true);
+        }
     }
-    section(body, "Bank conflicts", banks::ABOUT, &banks::of_best(best.tile_n, best.head_dim)?);
-    section(body, "Where the time goes", rates::ABOUT_TERMS, &rates::terms(best.cost));
-    section(body, "Predicted rate by sequence length", rates::ABOUT_SWEEP, &rates::sweep(planned, forward)?);
-    section(body, "The best kernels", "By predicted time.", &ranking(&fits, planned));
+    let title = if view.backward() { "The best backward kernels" } else { "The best kernels" };
+    section(&mut grid, title, "By predicted time.", &ranking(view), true);
+    write!(body, "<div class=\"grid\">\n{grid}</div>\n")?;
     Ok(())
 }
 
-fn cards(planned: &Planned, best: &Fit) -> String {
-    let limits = planned.arch.limits();
-    let share = 100.0 * best.cost.tflops * 1e12 / limits.peak_tensor_flops();
+/// A number for people, with what it is exactly for programs.
+fn data(exact: impl std::fmt::Display, text: &str) -> String {
+    format!("<data value=\"{exact}\">{}</data>", escape(text))
+}
+
+fn cards(view: &View, best: &Fit) -> String {
+    let limits = view.limits();
+    let cost = best.cost;
     let regs: u32 = best.regs.iter().map(|(_, n)| n).sum();
-    let mut cards = vec![
-        (format!("{} x {}", best.tile_m, best.tile_n), "tile: queries x keys".to_owned()),
-        (si(best.cost.seconds, "s"), "predicted time".to_owned()),
-        (format!("{:.0} TFLOP/s", best.cost.tflops), format!("predicted, {share:.0} % of the board's peak")),
-        (rates::resource(best.cost.bottleneck).to_owned(), "what it waits for most".to_owned()),
-        (
-            format!("{:.1} KiB", kib(best.smem.total)),
-            format!("shared memory of {} KiB", kib(limits.smem_per_block)),
-        ),
-    ];
-    if regs > 0 {
-        cards.push((regs.to_string(), format!("registers of {} per thread", best.reg_limit)));
-    }
-    let waves = best.cost.tiles / best.cost.slots;
-    cards.push((
-        format!("{waves:.2}"),
-        format!("waves: {} tiles on {} slots", best.cost.tiles, best.cost.slots),
-    ));
-    let card = |(value, name): &(String, String)| {
-        format!("<div class=\"card\"><b>{}</b><span>{}</span></div>\n", escape(value), escape(name))
+    let rate = view.rate(cost);
+    let of_peak = 100.0 * rate / view.peak();
+    let (across, tile) = if view.backward() {
+        ("tile: queries x keys of a step", format!("{} x {}", best.tile_m, best.tile_n))
+    } else {
+        ("tile: queries x keys", format!("{} x {}", best.tile_m, best.tile_n))
     };
-    let cards: String = cards.iter().map(card).collect();
+    let mut cards = vec![(escape(&tile), across.to_owned())];
+    cards.push((data(cost.seconds, &si(cost.seconds, "s")), "predicted time".to_owned()));
+    let exact = if view.unit == Unit::Bytes { cost.bytes_per_s } else { cost.tflops };
+    let what = if view.unit == Unit::Bytes { "memory's bandwidth" } else { "board's peak" };
+    cards.push((
+        data(exact, &format!("{rate:.0} {}", view.unit_name())),
+        format!("predicted, {of_peak:.0} % of the {what}"),
+    ));
+    cards.push((escape(rates::resource(cost.bottleneck)), "what it waits for most".to_owned()));
+    if let Some((rows, of)) = rates::rows_in_use(view, best) {
+        cards.push((data(rows, &format!("{rows:.0} of {of}")), "rows of a tile in use".to_owned()));
+    }
+    if view.unit == Unit::Bytes || cost.splits > 1 {
+        cards.push((data(cost.splits, &cost.splits.to_string()), "splits: CTAs to a tile's keys".to_owned()));
+    }
+    cards.push((
+        data(best.smem.total, &format!("{:.1} KiB", kib(best.smem.total))),
+        format!("shared memory of {} KiB", kib(limits.smem_per_block)),
+    ));
+    if regs > 0 {
+        cards.push((data(regs, &regs.to_string()), format!("registers of {} per thread", best.reg_limit)));
+    }
+    cards.push((
+        data(cost.tiles, &format!("{:.2}", cost.tiles / cost.slots)),
+        format!("waves: {:.0} tiles on {:.0} slots", cost.tiles, cost.slots),
+    ));
+    let cards: String = cards
+        .iter()
+        .map(|(value, name)| {
+            format!("<div class=\"card\"><b>{value}</b><span>{}</span></div>\n", escape(name))
+        })
+        .collect();
+    let splits = match view.tried {
+        Tried::Kernels(set) if !view.backward() => {
+            set.plans.first().and_then(|plan| splits::reason(plan, view.problem(), view.planned.arch))
+        }
+        _ => None,
+    };
+    let splits = splits.map_or(String::new(), |reason| format!("<br>Splits: {}.", escape(&reason)));
     format!(
         "<div class=\"cards\">\n{cards}</div>\n<p class=\"note\" style=\"margin-top:10px\">{}: \
-         <code>{}</code></p>\n",
+         <code>{}</code>{splits}</p>\n",
         escape(&best.knobs),
         escape(&best.name)
     )
 }
 
-fn misses(forward: &Tried) -> String {
-    let limits = forward.limits();
+fn misses(tried: &Tried) -> String {
+    let limits = tried.limits();
     if limits.is_empty() {
         return String::new();
     }
     let row = |LimitReport { limit, count, nearest, reason }: &LimitReport| {
         format!(
-            "<tr><td>{}</td><td class=\"n\">{count}</td><td><code>{}</code></td><td \
+            "<tr><td>{}</td><td class=\"n\">{count}</td><td class=\"w\"><code>{}</code></td><td \
              class=\"w\">{}</td></tr>\n",
             escape(limit),
             escape(nearest),
@@ -210,45 +286,47 @@ fn misses(forward: &Tried) -> String {
     };
     let rows: String = limits.iter().map(row).collect();
     format!(
-        "<table style=\"margin-top:12px\">\n<tr><th>Limit</th><th class=\"n\">Rejected</th><th>Nearest \
-         miss</th><th>Why</th></tr>\n\
-         {rows}</table>\n"
+        "<div class=\"scroll\" tabindex=\"0\"><table style=\"margin-top:12px\">\n<tr><th>Limit</th><th \
+         class=\"n\">Rejected</th><th class=\"w\">Nearest miss</th><th class=\"w\">Why</th></tr>\n\
+         {rows}</table></div>\n"
     )
 }
 
-fn ranking(fits: &[Fit], planned: &Planned) -> String {
+fn ranking(view: &View) -> String {
     const SHOWN: usize = 12;
-    let peak = planned.arch.limits().peak_tensor_flops() / 1e12;
     let mut rows = String::new();
-    for (rank, fit) in fits.iter().take(SHOWN).enumerate() {
+    for (rank, fit) in view.fits.iter().take(SHOWN).enumerate() {
         let regs: u32 = fit.regs.iter().map(|(_, n)| n).sum();
         let regs = if regs > 0 { format!("{regs} / {}", fit.reg_limit) } else { "-".to_owned() };
+        let rate = view.rate(fit.cost);
         writeln!(
             rows,
-            "<tr><td class=\"n\">{}</td><td class=\"n\">{} x {}</td><td>{}</td><td class=\"n\">{regs}</td>\
-             <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{:.0}</td>\
-             <td class=\"n\">{:.0} %</td><td>{}</td></tr>",
+            "<tr><td class=\"n\">{}</td><td class=\"n\">{} x {}</td><td class=\"w\">{}</td><td \
+             class=\"n\">{}</td><td class=\"n\">{rate:.0}</td><td class=\"n\">{:.0} %</td><td>{}</td><td \
+             class=\"n\">{regs}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td \
+             class=\"n\">{}</td></tr>",
             rank + 1,
             fit.tile_m,
             fit.tile_n,
             escape(&fit.knobs),
+            si(fit.cost.seconds, "s"),
+            100.0 * rate / view.peak(),
+            rates::resource(fit.cost.bottleneck),
             bytes(fit.smem.total),
             fit.blocks_per_sm,
-            si(fit.cost.seconds, "s"),
-            fit.cost.tflops,
-            100.0 * fit.cost.tflops / peak,
-            rates::resource(fit.cost.bottleneck),
+            fit.cost.splits,
         )
-        .expect("writing to a string cannot fail");
+        .expect(INTO_STRING);
     }
-    let more = fits.len().saturating_sub(SHOWN);
+    let more = view.fits.len().saturating_sub(SHOWN);
     let more =
         if more > 0 { format!("<p class=\"note\">and {more} more that fit</p>\n") } else { String::new() };
     format!(
-        "<table>\n<tr><th class=\"n\">#</th><th class=\"n\">Tile</th><th>Knobs</th><th \
-         class=\"n\">Registers</th>\
-         <th class=\"n\">SMEM</th><th class=\"n\">Blocks/SM</th><th class=\"n\">Time</th><th \
-         class=\"n\">TFLOP/s</th>\
-         <th class=\"n\">Of peak</th><th>Waits for</th></tr>\n{rows}</table>\n{more}"
+        "<div class=\"scroll\" tabindex=\"0\"><table>\n<tr><th class=\"n\">#</th><th \
+         class=\"n\">Tile</th><th class=\"w\">Knobs</th><th class=\"n\">Time</th><th class=\"n\">{}</th><th \
+         class=\"n\">Of peak</th><th>Waits for</th><th class=\"n\">Registers</th><th \
+         class=\"n\">SMEM</th><th \
+         class=\"n\">Blocks/SM</th><th class=\"n\">Splits</th></tr>\n{rows}</table></div>\n{more}",
+        view.unit_name()
     )
 }

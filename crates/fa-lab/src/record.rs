@@ -54,9 +54,8 @@ impl Provenance {
     /// # Errors
     /// What the driver and the compiler report.
     pub fn new(gpu: &Gpu) -> Result<Provenance> {
-        let arguments: Vec<String> = std::env::args().skip(1).map(|argument| here(&argument)).collect();
         Ok(Provenance {
-            command: format!("fa {}", arguments.join(" ")),
+            command: command_line(),
             commit: COMMIT,
             version: env!("CARGO_PKG_VERSION"),
             date: utc_now(),
@@ -275,8 +274,14 @@ pub fn write(results: &Path, folder: &str, name: &str, text: &str) -> Result<Pat
     Ok(path)
 }
 
+/// The command line of this process, without the folders of this machine.
+pub fn command_line() -> String {
+    let arguments: Vec<String> = std::env::args().skip(1).map(|argument| here(&argument)).collect();
+    format!("fa {}", arguments.join(" "))
+}
+
 /// `2026-01-31T23:59:59Z`, of the system's clock.
-fn utc_now() -> String {
+pub fn utc_now() -> String {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     utc(since.as_secs())
 }

@@ -3,6 +3,7 @@
 //! - [`plan`](mod@plan): from a problem to ranked kernels, with their accounts of registers and shared
 //!   memory, and reasons for the others; [`why`] asks about single candidates;
 //! - [`kernels`]: for each kernel its candidates, account, known spills and cost;
+//! - [`timeline`]: the order of a steady step, by the same model;
 //! - [`account`]: what launching a kernel needs to know of it, the part that `fa-kernels` uses;
 //! - [`cost`]: predicted time, with its bottleneck; [`banks`]: conflicts in shared memory; [`occupancy`]:
 //!   CTAs per SM;
@@ -40,6 +41,7 @@ pub mod report;
 pub mod smem;
 mod table;
 pub mod tally;
+pub mod timeline;
 pub mod why;
 
 pub use guide::mode::{Mode, ParseModeError};

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::attention;
 use crate::flags::{self, ProblemArgs, passes};
-use crate::page;
+use crate::page::{self, Beside, Records};
 use crate::plan::backward;
 use crate::plan::guide::GuideArgs;
 use crate::plan::tried::Shown;
@@ -54,7 +54,7 @@ pub struct PlanArgs {
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
     /// Judge the one kernel in this RON file instead of searching
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "report", "deterministic"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["family", "why", "deterministic"])]
     pub spec: Option<PathBuf>,
     /// Which pass to plan [default: fwd; with --guide both]
     #[arg(long, value_parser = passes())]
@@ -66,11 +66,14 @@ pub struct PlanArgs {
     #[arg(short = 'n', long = "num-results", value_name = "N")]
     pub limit: Option<usize>,
     /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
-    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["report", "limit"])]
+    #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["limit"])]
     pub why: Option<String>,
     /// Write one self-contained HTML page about the plan
     #[arg(long, value_name = "FILE.html")]
     pub report: Option<PathBuf>,
+    /// Records of `fa bench --marks` to compare with on the page [default: docs/results, where there is one]
+    #[arg(long, value_name = "DIR", requires = "report")]
+    pub records: Option<PathBuf>,
     /// How to print
     #[arg(long, value_enum, default_value = "table")]
     pub format: Format,
@@ -113,20 +116,35 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let problem = problem(args)?;
     let target = args.report.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
     let planned = plan_for(args, problem)?;
-    if let Some(query) = &args.why {
-        let report = planned.why(query)?;
-        print(format, &report, why_text)?;
-        return Ok(Verdict::Good);
-    }
+    let why = args.why.as_ref().map(|query| planned.why(query)).transpose()?;
     if let Some(target) = &target {
-        let page = page::page(&planned)?;
+        let beside = Beside { records: records(args)?, why: why.as_ref().map(why_text) };
+        let page = page::page(&planned, &beside)?;
         target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
+    }
+    if let Some(report) = why {
+        print(format, &report, |report| why_text(report) + &report_line(target.as_ref()))?;
+        return Ok(Verdict::Good);
     }
     let limit = args.limit.unwrap_or(if format == Format::Table { TABLE_ROWS } else { usize::MAX });
     print(format, &planned.report(limit), |_| text(&planned, limit, target.as_ref()))?;
     let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
         || planned.backward.as_ref().is_some_and(|b| b.tried.fits().is_empty());
     Ok(if nothing { Verdict::Bad } else { Verdict::Good })
+}
+
+/// The records of `--records`, or of the repository that this runs in.
+fn records(args: &PlanArgs) -> Result<Option<Records>, InputError> {
+    const OWN: &str = "docs/results";
+    match &args.records {
+        Some(folder) => Records::read(folder).map(Some),
+        None if Path::new(OWN).is_dir() => Records::read(Path::new(OWN)).map(Some),
+        None => Ok(None),
+    }
+}
+
+fn report_line(report: Option<&AtomicFile>) -> String {
+    report.map_or(String::new(), |report| format!("report    {}\n", report.path().display()))
 }
 
 /// `--guide`. Finding nothing is an answer.
@@ -210,10 +228,7 @@ fn text(planned: &Planned, limit: usize, report: Option<&AtomicFile>) -> String 
     if let Some(backward) = &planned.backward {
         text += &backward::text(backward, &planned.problem, planned.arch, limit);
     }
-    if let Some(report) = report {
-        writeln!(text, "report    {}", report.path().display()).expect("writing to a string cannot fail");
-    }
-    text
+    text + &report_line(report)
 }
 
 fn heading(arch: Arch, problem: &Problem) -> String {

@@ -1,85 +1,127 @@
-//! Bank conflicts of the K and V tiles, without and with the swizzle.
+//! Bank conflicts of what a kernel reads from and writes to shared memory, without and with the swizzle.
 
 use std::fmt::Write;
 
+use fa_core::{Kernel, KernelSpec};
 use fa_planner::banks::{self, Access, BANK_BYTES, BANKS, Conflicts, SmemLayout};
-use svg::Node;
-use svg::node::element::Text;
 
-use crate::draw::diagram::{MUTED, RULE, centered, diagram, ending, escape, rect, text, tip};
+use crate::draw::diagram::escape;
 
 /// What the section shows.
 pub const ABOUT: &str = "Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank \
-                         wait for each other. Counted over the whole K (or V) tile of the best kernel for \
-                         every way of reading and writing it, as plain rows and with the swizzle that the \
-                         kernels use. Below, the 8 rows that one phase of ldmatrix reads.";
+                         wait for each other. Counted over whole tiles for what this kernel issues, as plain \
+                         rows and with the swizzle. Copies by TMA and cp.async of whole rows have no \
+                         conflicts of their own.";
 
 /// Bytes of an element: GPU kernels hold 16-bit types.
 const ELEMENT: u64 = 2;
 
-/// The section's content for a kernel with K tiles of `tile_n` keys and `head_dim` elements.
+/// An access of a kernel: what it is for, the tile's rows and columns, and how its lanes lie.
+struct Issued {
+    what: String,
+    tile: (u32, u32),
+    access: Access,
+}
+
+/// wgmma's descriptors read core matrices of 8 rows x 16 bytes, as ldmatrix does.
+fn issued(spec: &KernelSpec) -> Vec<Issued> {
+    let (tile_m, tile_n) = spec.tile();
+    let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
+    let of = |what: &str, tile: (u32, u32), access| Issued { what: what.to_owned(), tile, access };
+    let cp_async = |hd: u32| Access::cp_async_for(u64::from(hd) * ELEMENT);
+    match &spec.kernel {
+        Kernel::Sm90Fwd(k) => {
+            let mut list = vec![
+                of("wgmma reads Q (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
+                of("wgmma reads K (8 rows x 16 B)", (tile_n, hd), Access::Ldmatrix),
+                of("wgmma reads V transposed", (tile_n, hdv), Access::LdmatrixTrans),
+            ];
+            if !k.pv_is_rs {
+                list.push(of("stmatrix of P", (tile_m, tile_n), Access::Stmatrix));
+            }
+            list.push(of("stmatrix of O", (tile_m, hdv), Access::Stmatrix));
+            list
+        }
+        Kernel::Sm80Fwd(k) => {
+            let (a, b, v) = if k.ldmatrix {
+                (Access::Ldmatrix, Access::Ldmatrix, Access::LdmatrixTrans)
+            } else {
+                (Access::FragmentA, Access::FragmentB, Access::FragmentBTrans)
+            };
+            vec![
+                of("cp.async of K", (tile_n, hd), cp_async(hd)),
+                of(&format!("Q by {a}"), (tile_m, hd), a),
+                of(&format!("K by {b}"), (tile_n, hd), b),
+                of(&format!("V by {v}"), (tile_n, hdv), v),
+                of("O, pairs of accumulators", (tile_m, hdv), Access::FragmentC),
+            ]
+        }
+        Kernel::Sm90Bwd(_) => vec![
+            of("wgmma reads Q and K (8 rows x 16 B)", (tile_m, hd), Access::Ldmatrix),
+            of("wgmma reads Q and K transposed", (tile_m, hd), Access::LdmatrixTrans),
+            of("wgmma reads dO transposed", (tile_m, hdv), Access::LdmatrixTrans),
+            of("stmatrix of dS", (tile_m, tile_n), Access::Stmatrix),
+            of("wgmma reads dS transposed", (tile_m, tile_n), Access::LdmatrixTrans),
+        ],
+        Kernel::Sm80Bwd(_) => vec![
+            of("cp.async of Q", (tile_m, hd), cp_async(hd)),
+            of("Q, K, dO and V by ldmatrix.x4", (tile_m, hd), Access::Ldmatrix),
+            of("Q, K and dO by ldmatrix.x4.trans", (tile_m, hd), Access::LdmatrixTrans),
+            of("stores of P and dS, pairs of accumulators", (tile_m, tile_n), Access::FragmentC),
+            of("P and dS by ldmatrix.x4.trans", (tile_m, tile_n), Access::LdmatrixTrans),
+        ],
+    }
+}
+
+/// The section's content for a kernel.
 ///
 /// # Errors
-/// When the tile has no layout, which a plan has ruled out.
-pub fn of_best(tile_n: u32, head_dim: u32) -> anyhow::Result<String> {
-    let (rows, columns) = (u64::from(tile_n), u64::from(head_dim));
-    let plain = SmemLayout::row_major(rows, columns, ELEMENT)?;
-    let swizzled = SmemLayout::swizzled(rows, columns, ELEMENT)?;
+/// When a tile has no layout, which a plan has ruled out.
+pub fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
     let mut table = String::new();
-    for ((access, before), (_, after)) in banks::survey(&plain).into_iter().zip(banks::survey(&swizzled)) {
+    for Issued { what, tile, access } in issued(spec) {
+        let (rows, columns) = (u64::from(tile.0), u64::from(tile.1));
+        let plain = banks::conflicts(&SmemLayout::row_major(rows, columns, ELEMENT)?, access);
+        let swizzled = SmemLayout::swizzled(rows, columns, ELEMENT).map(|own| banks::conflicts(&own, access));
         // An access that the tile does not allow has nothing to count.
-        let (Ok(before), Ok(after)) = (before, after) else { continue };
+        let (Ok(before), Ok(Ok(after))) = (plain, swizzled) else { continue };
         writeln!(
             table,
-            "<tr><td>{}</td>{}{}</tr>",
-            escape(&access.to_string()),
+            "<tr><td class=\"w\">{}</td><td>{rows} x {columns}</td>{}{}</tr>",
+            escape(&what),
             count(&before),
             count(&after)
         )?;
     }
-    let pictures = picture("plain rows", &plain)? + &picture("swizzled", &swizzled)?;
+    let used = match &spec.kernel {
+        Kernel::Sm80Fwd(k) if !k.swizzle => "This kernel keeps plain rows.",
+        _ => "This kernel uses the swizzle.",
+    };
+    let (rows, columns) = (u64::from(spec.tile().1), u64::from(spec.head_dim));
+    let plain = picture("plain rows", &SmemLayout::row_major(rows, columns, ELEMENT)?)?;
+    let swizzled = picture("swizzled", &SmemLayout::swizzled(rows, columns, ELEMENT)?)?;
     Ok(format!(
-        "<p>Tile of {rows} x {columns} 16-bit elements, rows of {} bytes.</p>\n<table>\n\
-         <tr><th rowspan=\"2\">Access</th><th colspan=\"3\">Plain rows</th><th \
-         colspan=\"3\">Swizzled</th></tr>\n\
-         <tr><th class=\"n\">worst</th><th class=\"n\">wavefronts</th><th class=\"n\">slowdown</th>\
-         <th class=\"n\">worst</th><th class=\"n\">wavefronts</th><th \
-         class=\"n\">slowdown</th></tr>\n{table}</table>\n\
-         <div class=\"pair\" style=\"margin-top:16px\">\n{pictures}</div>\n",
-        columns * ELEMENT
+        "<p>{used}</p>\n<div class=\"scroll\" tabindex=\"0\"><table>\n<tr><th class=\"w\" \
+         rowspan=\"2\">Access</th><th rowspan=\"2\">Tile</th><th colspan=\"2\">Plain rows</th><th \
+         colspan=\"2\">Swizzled</th></tr>\n<tr><th class=\"n\">worst</th><th class=\"n\">slowdown</th><th \
+         class=\"n\">worst</th><th class=\"n\">slowdown</th></tr>\n{table}</table></div>\n\
+         <details><summary>Banks that 8 rows of K lie in</summary>\n{plain}{swizzled}</details>\n"
     ))
 }
 
 fn count(found: &Conflicts) -> String {
     let ways = if found.is_free() { "free".to_owned() } else { format!("<b>{}-way</b>", found.ways) };
-    format!(
-        "<td class=\"n\">{ways}</td><td class=\"n\">{}</td><td class=\"n\">{:.1}x</td>",
-        found.wavefronts,
-        found.slowdown()
-    )
+    format!("<td class=\"n\">{ways}</td><td class=\"n\">{:.1}x</td>", found.slowdown())
 }
 
 /// Which banks the 16 bytes of each of 8 rows lie in, at the tile's first columns.
 fn picture(name: &str, layout: &SmemLayout) -> anyhow::Result<String> {
-    const CELL: (f64, f64) = (13.0, 18.0);
-    const LEFT: f64 = 44.0;
-    const TOP: f64 = 44.0;
     const ROWS: u64 = 8;
     const ROW_BYTES: u64 = 16;
     let found = banks::conflicts(layout, Access::Ldmatrix)?;
     let ways = found.phases.first().map_or(1, |phase| phase.wavefronts);
     let verdict = if ways == 1 { "no conflict".to_owned() } else { format!("{ways} rows share a bank") };
-    let width = LEFT + CELL.0 * BANKS as f64 + 12.0;
-    let mut drawing =
-        diagram(width, TOP + CELL.1 * ROWS as f64 + 30.0, &format!("Banks read by ldmatrix, {name}"));
-    drawing.append(text((LEFT, 16.0), format!("{name}: {verdict}")).set("font-weight", 600));
-    let label = |text: Text| text.set("fill", MUTED).set("font-size", 11);
-    for bank in (0..BANKS).step_by(4) {
-        let x = LEFT + CELL.0 * (bank as f64 + 0.5);
-        drawing.append(label(centered((x, TOP - 6.0), bank.to_string())));
-    }
-    let mut readers = [0u64; BANKS as usize];
-    let mut touched = Vec::new();
+    let (mut readers, mut touched) = ([0u64; BANKS as usize], Vec::new());
     for row in 0..ROWS {
         for byte in (0..ROW_BYTES).step_by(BANK_BYTES as usize) {
             let bank = layout.bank_of(row, byte / ELEMENT)?;
@@ -87,24 +129,19 @@ fn picture(name: &str, layout: &SmemLayout) -> anyhow::Result<String> {
             touched.push((row, bank));
         }
     }
+    let mut html = format!("<p class=\"note\" style=\"margin:8px 0 2px\"><b>{name}</b>: {verdict}</p>\n");
+    html += "<table class=\"bits\">\n";
     for row in 0..ROWS {
-        let y = TOP + CELL.1 * row as f64;
-        drawing.append(label(ending((LEFT - 8.0, y + 13.0), format!("row {row}"))));
+        write!(html, "<tr><th>row {row}</th>")?;
         for bank in 0..BANKS {
-            let place = [LEFT + CELL.0 * bank as f64, y, CELL.0, CELL.1];
-            let hit = touched.contains(&(row, bank));
-            let shared = readers[bank as usize];
-            let cell = rect(place).set("stroke", RULE);
-            drawing.append(match (hit, shared) {
-                (false, _) => cell.set("fill", "#ffffff"),
-                (true, 1) => cell.set("fill", "#5b9fd3").add(tip(format!("row {row} alone in bank {bank}"))),
-                (true, n) => {
-                    cell.set("fill", "#e07b39").add(tip(format!("row {row}, one of {n} in bank {bank}")))
-                }
-            });
+            let class = match (touched.contains(&(row, bank)), readers[bank as usize]) {
+                (false, _) => "",
+                (true, 1) => " class=\"on\"",
+                (true, _) => " class=\"hot\"",
+            };
+            write!(html, "<td{class}></td>")?;
         }
+        html += "</tr>\n";
     }
-    let x = LEFT + CELL.0 * BANKS as f64 / 2.0;
-    drawing.append(label(centered((x, TOP + CELL.1 * ROWS as f64 + 18.0), "bank")));
-    Ok(drawing.to_string())
+    Ok(html + "</table>\n")
 }

@@ -1,117 +1,122 @@
-//! Shared memory, tensor memory and registers, to scale.
+//! What a kernel takes of an SM: shared memory, tensor memory, registers of a thread and by role.
 
 use std::fmt::Write;
 
 use fa_planner::kernels::sm100_fwd::TmemPlan;
+use fa_planner::report::Tried;
 use fa_planner::smem::SmemPlan;
-use svg::Node;
-use svg::node::element::{Rectangle, SVG};
 
-use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, escape, line, rect, text, tip};
-use crate::plan::tried::bytes;
+use crate::draw::diagram::escape;
+use crate::page::view::View;
+use crate::plan::tried::{Fit, Shape, bytes, kib};
 
-const WIDTH: f64 = 960.0;
-const LEFT: f64 = 8.0;
-const TOP: f64 = 34.0;
-const LANE: f64 = 44.0;
-/// Light fills under dark text.
-const FILLS: [&str; 6] = ["#a9cfee", "#f7c9a3", "#a8dcc8", "#e6bfd6", "#f3dd9a", "#c9d0da"];
-const LIMIT: &str = "#b3261e";
+const INTO_STRING: &str = "writing to a string cannot fail";
+/// Fills of a bar's parts.
+const FILLS: usize = 6;
 
 /// A range of a memory.
 struct Item {
     name: String,
     begin: u32,
     size: u32,
-    /// Reuses the memory of another.
-    alias: bool,
     tip: String,
+}
+
+/// A part of a bar, with the longest of some labels that its width has room for.
+pub fn part(class: &str, width: f64, labels: &[&str], tip: &str) -> String {
+    let mut inner = String::new();
+    // Labels by the room that they need, as the style has it.
+    const ROOM: [usize; 5] = [4, 9, 14, 22, 36];
+    if let Some(label) = labels.iter().find(|label| fits(label, width)).or(labels.last()) {
+        let room = ROOM.iter().position(|&most| label.chars().count() <= most).unwrap_or(ROOM.len() - 1);
+        write!(inner, "<b class=\"l{room}\">{}</b>", escape(label)).expect(INTO_STRING);
+    }
+    format!(
+        "<span class=\"{class}\" style=\"width:{width:.3}%\" tabindex=\"0\" data-tip=\"{}\">{inner}</span>",
+        escape(tip)
+    )
+}
+
+/// Whether a label fits a share of a bar of usual width, in percent.
+fn fits(label: &str, width: f64) -> bool {
+    const PERCENT_PER_CHARACTER: f64 = 1.35;
+    PERCENT_PER_CHARACTER * label.chars().count() as f64 <= width
+}
+
+/// Items to scale in one lane, those that reuse memory in lanes below.
+fn lanes(items: &[(Item, bool)], limit: u32, text: fn(u32) -> String, unit: &str) -> String {
+    let used = items.iter().map(|(item, _)| item.begin + item.size).max().unwrap_or(0);
+    let full = f64::from(limit.max(used));
+    let share = |amount: u32| 100.0 * f64::from(amount) / full;
+    let lane = |reusing: bool, class: &str| {
+        let (mut html, mut at, mut color) = (format!("<div class=\"bar{class}\">"), 0, 0);
+        for (item, _) in items.iter().filter(|(_, alias)| *alias == reusing) {
+            if item.begin > at {
+                let gap = item.begin - at;
+                html += &part("gap", share(gap), &[], &format!("{} not used here", text(gap)));
+            }
+            let label = format!("{} {}", item.name, text(item.size));
+            html += &part(&format!("p{}", color % FILLS), share(item.size), &[&label, &item.name], &item.tip);
+            color += 1;
+            at = at.max(item.begin + item.size);
+        }
+        let free = limit.saturating_sub(at);
+        if !reusing && free > 0 {
+            html += &part("gap", share(free), &[&format!("free {}", text(free)), "free"], &text(free));
+        }
+        html + "</div>\n"
+    };
+    let mut html = lane(false, "");
+    if items.iter().any(|(_, alias)| *alias) {
+        html += &lane(true, " low");
+    }
+    writeln!(
+        html,
+        "<div class=\"scale\"><span>0</span><span>{} of {unit} used</span><span>limit {}</span></div>",
+        text(used),
+        text(limit)
+    )
+    .expect(INTO_STRING);
+    html
 }
 
 /// The buffers of a block against `limit` bytes, as a drawing and a table.
 pub fn smem(plan: &SmemPlan, limit: u32) -> String {
-    let items = plan.buffers.iter().map(|b| {
-        let mut tip = format!("{}: {} at {}, aligned to {}", b.name, bytes(b.size), b.offset, b.align);
-        if let Some(owner) = &b.alias_of {
-            write!(tip, ", reuses {owner}").expect("writing to a string cannot fail");
-        }
-        Item { name: b.name.to_string(), begin: b.offset, size: b.size, alias: b.alias_of.is_some(), tip }
-    });
-    lanes("Shared memory layout", &items.collect::<Vec<_>>(), limit, &KIB) + &smem_table(plan)
+    let items: Vec<(Item, bool)> = plan
+        .buffers
+        .iter()
+        .map(|b| {
+            let reuse = b.alias_of.as_ref().map_or(String::new(), |owner| format!(", reuses {owner}"));
+            let tip = format!("{}: {} at {}, aligned to {}{reuse}", b.name, bytes(b.size), b.offset, b.align);
+            (Item { name: b.name.to_string(), begin: b.offset, size: b.size, tip }, b.alias_of.is_some())
+        })
+        .collect();
+    lanes(&items, limit, bytes_short, "shared memory") + &smem_table(plan)
+}
+
+/// Bytes with one digit after the point.
+fn bytes_short(n: u32) -> String {
+    if n < 1024 {
+        bytes(n)
+    } else if n.is_multiple_of(1024) {
+        format!("{} KiB", n / 1024)
+    } else {
+        format!("{:.1} KiB", kib(n))
+    }
 }
 
 /// The tensor memory of a block.
 pub fn tmem(plan: &TmemPlan, columns: u32) -> String {
-    let items = plan.regions.iter().map(|r| {
-        let reuse = r.alias_of.map_or(String::new(), |owner| format!(", reuses {owner}"));
-        let tip = format!("{}: {} columns from {}{reuse}", r.name, r.columns, r.begin);
-        Item { name: r.name.to_owned(), begin: r.begin, size: r.columns, alias: r.alias_of.is_some(), tip }
-    });
-    lanes("Tensor memory layout", &items.collect::<Vec<_>>(), columns, &COLUMNS)
-}
-
-/// How a memory is counted.
-struct Unit {
-    /// Of the axis.
-    name: &'static str,
-    /// What the axis counts.
-    divisor: f64,
-    /// Axis ticks, in what it counts.
-    step: f64,
-    /// An amount as text.
-    text: fn(u32) -> String,
-}
-
-const KIB: Unit = Unit { name: "KiB", divisor: 1024.0, step: 32.0, text: bytes };
-const COLUMNS: Unit = Unit { name: "columns", divisor: 1.0, step: 64.0, text: |n| n.to_string() };
-
-/// Items to scale in one lane, those that reuse memory in a second.
-fn lanes(label: &str, items: &[Item], limit: u32, unit: &Unit) -> String {
-    let used = items.iter().map(|item| item.begin + item.size).max().unwrap_or(0);
-    let full = f64::from(limit.max(used));
-    let x_of = |at: u32| LEFT + WIDTH * f64::from(at) / full;
-    let second = if items.iter().any(|item| item.alias) { LANE * 0.7 + 6.0 } else { 0.0 };
-    let bottom = TOP + LANE + second;
-    let mut drawing = diagram(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, label);
-    drawing.append(whole(limit, full, format!("a block may use {}", (unit.text)(limit))));
-    let mut color = 0;
-    for item in items {
-        let (x, end) = (x_of(item.begin), x_of(item.begin + item.size));
-        let width = (end - x).max(1.5);
-        let (y, height) = if item.alias { (TOP + LANE + 6.0, LANE * 0.7) } else { (TOP, LANE) };
-        let place = rect([x, y, width, height]);
-        let range = if item.alias {
-            place.set("fill", "#ffffff").set("stroke", MUTED).set("stroke-dasharray", "4 3")
-        } else {
-            let fill = FILLS[color % FILLS.len()];
-            color += 1;
-            place.set("fill", fill).set("stroke", "#ffffff")
-        };
-        drawing.append(range.add(tip(&item.tip)));
-        let label = format!("{} {}", item.name, (unit.text)(item.size));
-        let name = if width > 6.8 * label.len() as f64 {
-            label
-        } else if width > 7.5 * item.name.len() as f64 {
-            item.name.clone()
-        } else {
-            continue;
-        };
-        let place = (x + width / 2.0, y + height / 2.0 + 4.0);
-        drawing.append(centered(place, name).set("pointer-events", "none"));
-    }
-    let free = limit.saturating_sub(used);
-    if f64::from(free) / full > 0.07 {
-        let place = ((x_of(used) + x_of(limit)) / 2.0, TOP + LANE / 2.0 + 4.0);
-        let free = if unit.divisor > 1.0 {
-            format!("{:.1} KiB", f64::from(free) / unit.divisor)
-        } else {
-            free.to_string()
-        };
-        drawing.append(centered(place, format!("free {free}")).set("fill", MUTED));
-    }
-    axis(&mut drawing, bottom + 4.0, full / unit.divisor, unit.step, unit.name);
-    limit_line(&mut drawing, x_of(limit), bottom, &format!("limit {}", (unit.text)(limit)));
-    drawing.to_string()
+    let items: Vec<(Item, bool)> = plan
+        .regions
+        .iter()
+        .map(|r| {
+            let reuse = r.alias_of.map_or(String::new(), |owner| format!(", reuses {owner}"));
+            let tip = format!("{}: {} columns from {}{reuse}", r.name, r.columns, r.begin);
+            (Item { name: r.name.to_owned(), begin: r.begin, size: r.columns, tip }, r.alias_of.is_some())
+        })
+        .collect();
+    lanes(&items, columns, |n| n.to_string(), "columns")
 }
 
 fn smem_table(plan: &SmemPlan) -> String {
@@ -127,47 +132,98 @@ fn smem_table(plan: &SmemPlan) -> String {
             b.size,
             b.align
         )
-        .expect("writing to a string cannot fail");
+        .expect(INTO_STRING);
     }
     format!(
-        "<table style=\"margin-top:10px\">\n<tr><th>Buffer</th><th class=\"n\">Offset (B)</th><th \
-         class=\"n\">Size (B)</th>\
-         <th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}<tr><td>total</td><td></td><td \
-         class=\"n\">{}</td><td></td><td></td>\
-         </tr>\n</table>\n",
+        "<details><summary>Buffers, offsets and alignment</summary>\n<div class=\"scroll\" \
+         tabindex=\"0\"><table>\n<tr><th>Buffer</th><th class=\"n\">Offset (B)</th><th class=\"n\">Size \
+         (B)</th><th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}<tr><td>total</td><td></td><td \
+         class=\"n\">{}</td><td></td><td></td></tr>\n</table></div></details>\n",
         plan.total
     )
 }
 
-/// Registers by use against `limit`.
-pub fn registers(parts: &[(&'static str, u32)], limit: u32) -> String {
-    let total: u32 = parts.iter().map(|(_, n)| n).sum();
-    let full = f64::from(limit.max(total));
-    let x_of = |n: u32| LEFT + WIDTH * f64::from(n) / full;
-    let bottom = TOP + LANE;
-    let mut drawing = diagram(WIDTH + 3.0 * LEFT + 30.0, bottom + 34.0, "Register budget");
-    drawing.append(whole(limit, full, format!("{limit} registers per thread")));
-    let mut begin = 0;
-    for (i, (name, n)) in parts.iter().enumerate() {
-        let (x, width) = (x_of(begin), x_of(begin + n) - x_of(begin));
-        let fill = FILLS[i % FILLS.len()];
-        let part = rect([x, TOP, width, LANE]).set("fill", fill).set("stroke", "#ffffff");
-        drawing.append(part.add(tip(format!("{}: {n}", meaning(name)))));
-        let label = if width > 60.0 { format!("{name} {n}") } else { n.to_string() };
-        let place = (x + width / 2.0, TOP + LANE / 2.0 + 4.0);
-        drawing.append(centered(place, label).set("pointer-events", "none"));
-        begin += n;
+/// Registers by use against what a thread may have, and the register file by role.
+pub fn registers(view: &View, fit: &Fit) -> String {
+    let mut html = String::new();
+    if !fit.regs.is_empty() {
+        let total: u32 = fit.regs.iter().map(|(_, n)| n).sum();
+        let full = f64::from(fit.reg_limit.max(total));
+        let share = |n: u32| 100.0 * f64::from(n) / full;
+        html += "<div class=\"bar\">";
+        for (index, (name, n)) in fit.regs.iter().enumerate() {
+            let tip = format!("{name}: {n}, {}", meaning(name));
+            let label = format!("{name} {n}");
+            html += &part(&format!("p{}", index % FILLS), share(*n), &[&label, &n.to_string()], &tip);
+        }
+        let free = fit.reg_limit.saturating_sub(total);
+        if free > 0 {
+            html += &part("gap", share(free), &[&format!("free {free}"), &free.to_string()], "free");
+        }
+        let names: Vec<String> =
+            fit.regs.iter().map(|(name, n)| format!("{name}: {} ({n})", meaning(name))).collect();
+        write!(
+            html,
+            "</div>\n<div class=\"scale\"><span>0</span><span>{total} predicted</span><span>limit \
+             {}</span></div>\n<p class=\"note\">{}.</p>\n",
+            fit.reg_limit,
+            escape(&names.join("; "))
+        )
+        .expect(INTO_STRING);
     }
-    let free = limit.saturating_sub(total);
-    if f64::from(free) / full > 0.05 {
-        let x = (x_of(total) + x_of(limit)) / 2.0;
-        drawing.append(centered((x, TOP + LANE / 2.0 + 4.0), format!("free {free}")).set("fill", MUTED));
+    html + &register_file(view, fit)
+}
+
+/// The registers of an SM by role: threads times registers.
+fn register_file(view: &View, fit: &Fit) -> String {
+    let all = view.limits().regs_per_sm;
+    let roles: Vec<(String, u32, u32)> = match fit.shape {
+        Shape::Sm100(plan) => {
+            plan.roles.iter().map(|role| (role.name.to_owned(), 32 * role.warps, role.regs)).collect()
+        }
+        Shape::Kernel(spec) => {
+            let Tried::Kernels(set) = view.tried else { return String::new() };
+            let Some(plan) = set.plans.iter().find(|plan| plan.spec == *spec) else { return String::new() };
+            match plan.regs.setmaxnreg {
+                Some(split) => vec![
+                    ("producer".to_owned(), 128, split.producer),
+                    ("warpgroups that compute".to_owned(), fit.threads - 128, split.mma),
+                ],
+                None => {
+                    let regs: u32 = fit.regs.iter().map(|(_, n)| n).sum();
+                    (0..fit.blocks_per_sm).map(|cta| (format!("CTA {cta}"), fit.threads, regs)).collect()
+                }
+            }
+        }
+    };
+    let mut html = String::from("<div class=\"bar\" style=\"height:30px\">");
+    let mut used = 0;
+    for (index, (name, threads, regs)) in roles.iter().enumerate() {
+        let taken = threads * regs;
+        used += taken;
+        let tip = format!("{name}: {threads} threads of {regs} registers");
+        let label = format!("{name} {threads} x {regs}");
+        html += &part(
+            &format!("p{}", index % FILLS),
+            100.0 * f64::from(taken) / f64::from(all),
+            &[&label, name, &regs.to_string()],
+            &tip,
+        );
     }
-    axis(&mut drawing, bottom + 4.0, full, 32.0, "registers");
-    limit_line(&mut drawing, x_of(limit), bottom, &format!("limit {limit}"));
-    let names: Vec<String> =
-        parts.iter().map(|(name, n)| format!("{name}: {} ({n})", meaning(name))).collect();
-    format!("{drawing}\n<p class=\"note\" style=\"margin-top:6px\">{}</p>\n", escape(&names.join("; ")))
+    let free = all.saturating_sub(used);
+    if free > all / 200 {
+        let width = 100.0 * f64::from(free) / f64::from(all);
+        html += &part("gap", width, &["free"], &format!("{free} registers of the SM are free"));
+    }
+    let lines: Vec<String> = roles
+        .iter()
+        .map(|(name, threads, regs)| format!("{name}: {threads} threads x {regs} registers"))
+        .collect();
+    format!(
+        "{html}</div>\n<div class=\"scale\"><span>0</span><span>register file by role</span><span>{all} \
+         registers</span></div>\n<p class=\"note\">{}.</p>\n",
+        escape(&lines.join("; "))
+    )
 }
 
 fn meaning(part: &str) -> &str {
@@ -176,33 +232,8 @@ fn meaning(part: &str) -> &str {
         "P" => "probabilities as operands",
         "O" => "output accumulators",
         "Q" => "query fragments",
+        "S and dP, then dQ" => "accumulators of a step",
+        "dK and dV" => "accumulators of all steps",
         _ => "addresses, row statistics, loop state",
     }
-}
-
-/// All of a memory, behind what is in it.
-fn whole(limit: u32, full: f64, about: String) -> Rectangle {
-    let place = [LEFT, TOP, WIDTH * f64::from(limit) / full, LANE];
-    rect(place).set("fill", "#f6f7f9").set("stroke", RULE).add(tip(about))
-}
-
-fn axis(drawing: &mut SVG, y: f64, full: f64, step: f64, unit: &str) {
-    let mut tick = 0.0;
-    while tick <= full {
-        let x = LEFT + WIDTH * tick / full;
-        drawing.append(line([x, y - 4.0, x, y + 2.0]).set("stroke", MUTED));
-        let place = (x, y + 15.0);
-        let label = if tick == 0.0 {
-            text(place, format!("0 {unit}"))
-        } else {
-            centered(place, format!("{tick:.0}"))
-        };
-        drawing.append(label.set("fill", MUTED).set("font-size", 11));
-        tick += step;
-    }
-}
-
-fn limit_line(drawing: &mut SVG, x: f64, bottom: f64, name: &str) {
-    drawing.append(line([x, TOP - 8.0, x, bottom]).set("stroke", LIMIT).set("stroke-width", 2));
-    drawing.append(ending((x + 1.0, TOP - 14.0), name).set("fill", INK).set("font-weight", 600));
 }

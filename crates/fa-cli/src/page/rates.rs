@@ -1,14 +1,18 @@
-//! Predicted times: by resource, and by sequence length.
+//! Predicted times and rates: by resource, by sequence length, under the roofs, and wave by wave.
 
-use fa_core::{Lengths, Pass, Problem};
+use std::fmt::Write;
+
+use fa_core::{Lengths, Problem};
 use fa_planner::cost::{Bottleneck, Cost, CostConstants, predict};
-use fa_planner::report::{PlanFamily, Planned, Tried};
-use svg::Node;
+use fa_planner::report::{PlanFamily, Tried};
 
-use crate::draw::chart::{Chart, Series};
-use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, line, rect, text, tip};
-use crate::plan::tried::Shown;
+use crate::page::chart::{Axis, Line, Roof, chart};
+use crate::page::measured::Measured;
+use crate::page::view::View;
+use crate::plan::tried::{Fit, Shown};
 use crate::term::output::si;
+
+const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What the bars show.
 pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They overlap, so the kernel takes \
@@ -16,7 +20,13 @@ pub const ABOUT_TERMS: &str = "Time that each resource alone would take. They ov
 
 /// What the lines show.
 pub const ABOUT_SWEEP: &str = "The best kernel at every length, and the first choice for this problem at \
-    every length; the other dimensions stay as they are. The dotted line is the board's peak.";
+    every length; the other dimensions stay as they are. Measured rates are those of records with the same \
+    shape but for the length.";
+
+/// What the roofline shows.
+pub const ABOUT_ROOFLINE: &str = "Rate over compulsory work for each byte of device memory: the bandwidth, \
+the \
+    tensor cores' peak, and what the power limit sustains. Along the line the length grows.";
 
 /// Lengths of the sweep: powers of two around what models use.
 const SEQLENS: [usize; 8] = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768];
@@ -36,106 +46,272 @@ pub fn resource(term: Bottleneck) -> &'static str {
 
 /// Bars of a cost's terms.
 pub fn terms(cost: &Cost) -> String {
-    const LEFT: f64 = 130.0;
-    const WIDTH: f64 = 640.0;
-    const ROW: f64 = 26.0;
-    let rows: Vec<(&str, f64, bool)> = cost
-        .terms
-        .named()
-        .into_iter()
-        .map(|(term, seconds)| (resource(term), seconds, term == cost.bottleneck))
-        .collect();
-    let longest = rows.iter().map(|(_, s, _)| *s).fold(cost.seconds, f64::max);
-    let height = ROW * rows.len() as f64 + 40.0;
-    let mut drawing = diagram(LEFT + WIDTH + 190.0, height, "Time by resource");
-    for (i, (name, seconds, bottleneck)) in rows.iter().enumerate() {
-        let y = 26.0 + ROW * i as f64;
-        let width = (WIDTH * seconds / longest).max(1.0);
-        let fill = if *bottleneck { "#b34700" } else { "#93c1e5" };
-        let label = format!("{}{}", si(*seconds, "s"), if *bottleneck { ", the bottleneck" } else { "" });
-        drawing.append(ending((LEFT - 10.0, y + 14.0), *name));
-        let bar = rect([LEFT, y, width, ROW - 7.0]).set("rx", 2).set("fill", fill);
-        drawing.append(bar.add(tip(format!("{name}: {}", si(*seconds, "s")))));
-        // Inside long bars, so that no label runs into the line of the whole.
-        let (label, ink) = if width > 180.0 {
-            (ending((LEFT + width - 8.0, y + 14.0), label), if *bottleneck { "#ffffff" } else { INK })
-        } else {
-            (text((LEFT + width + 8.0, y + 14.0), label), MUTED)
-        };
-        drawing.append(label.set("fill", ink).set("pointer-events", "none"));
+    let longest = cost.terms.named().into_iter().map(|(_, s)| s).fold(cost.seconds, f64::max);
+    let mut html = String::from("<div class=\"terms\">\n");
+    let mut row = |name: &str, seconds: f64, class: &str| {
+        writeln!(
+            html,
+            "<span class=\"{class}\">{name}</span><span class=\"track {class}\"><b \
+             style=\"width:{:.2}%\"></b></span><span class=\"{class}\">{}</span>",
+            100.0 * seconds / longest,
+            si(seconds, "s")
+        )
+        .expect(INTO_STRING);
+    };
+    for (term, seconds) in cost.terms.named() {
+        row(resource(term), seconds, if term == cost.bottleneck { "most" } else { "" });
     }
-    let x = LEFT + WIDTH * cost.seconds / longest;
-    drawing.append(line([LEFT, 20.0, LEFT, height - 8.0]).set("stroke", RULE));
-    let end = line([x, 20.0, x, height - 8.0]).set("stroke", INK);
-    drawing.append(end.set("stroke-width", 1.5).set("stroke-dasharray", "3 3"));
-    let total = format!("whole kernel {}", si(cost.seconds, "s"));
-    drawing.append(centered((x, 13.0), total).set("font-weight", 600));
-    drawing.to_string()
+    row("whole kernel", cost.seconds, "whole");
+    html + "</div>\n"
 }
 
-/// Lines of the best kernel's rate by length, and of this one's.
+/// A problem of another length with the best plan there, and the first choice's cost.
+pub struct At {
+    seqlen: usize,
+    problem: Problem,
+    best: Cost,
+    this: Option<Cost>,
+}
+
+/// Whether queries grow with the keys.
+fn is_square(problem: &Problem) -> bool {
+    problem.lengths.max_q() == problem.lengths.max_k()
+}
+
+/// The plans at other lengths.
 ///
 /// # Errors
 /// When a length has no plan although this problem has, which would be the planner's fault.
-pub fn sweep(planned: &Planned, forward: &Tried) -> anyhow::Result<String> {
-    let problem = &planned.problem;
-    let square = problem.lengths.max_q() == problem.lengths.max_k();
+pub fn sweep(view: &View) -> anyhow::Result<Vec<At>> {
+    let problem = view.problem();
     let mut lengths: Vec<usize> = SEQLENS.into();
     lengths.push(problem.lengths.max_k().max(1));
     lengths.sort_unstable();
     lengths.dedup();
-    let at = |seqlen: usize| Problem {
-        lengths: Lengths::uniform(
-            problem.lengths.sequences(),
-            if square { seqlen } else { problem.lengths.max_q() },
-            seqlen,
-        ),
-        ..*problem
+    let constants = CostConstants::of(view.planned.arch);
+    let first = match view.tried {
+        Tried::Kernels(set) => set.plans.first(),
+        Tried::Sm100(_) => None,
     };
-    let family = match forward {
-        Tried::Kernels(_) => None,
-        Tried::Sm100(_) => Some(PlanFamily::Sm100),
-    };
-    let constants = CostConstants::of(planned.arch);
-    let mut best = Vec::new();
-    let mut this = Vec::new();
+    let mut found = Vec::new();
     for seqlen in lengths {
-        let problem = at(seqlen);
+        let queries = if is_square(problem) { seqlen } else { problem.lengths.max_q() };
+        let lengths = Lengths::uniform(problem.lengths.sequences(), queries, seqlen);
+        let other = Problem { lengths, ..*problem };
         // Past the addressable sizes there is nothing to predict.
-        if problem.check().is_err() {
+        if other.check().is_err() {
             continue;
         }
-        let explored =
-            Tried::explore(&problem, planned.arch, family.or(first_family(forward)), Pass::Forward)?;
-        if let Some(fit) = explored.best() {
-            best.push((seqlen as f64, fit.cost.tflops));
-        }
-        if let Tried::Kernels(set) = forward
-            && let Some(first) = set.plans.first()
-        {
-            this.push((seqlen as f64, predict(&problem, &first.spec, planned.arch, &constants).tflops));
+        let explored = Tried::explore(&other, view.planned.arch, family(view.tried), view.pass)?;
+        let this = first.map(|plan| predict(&other, &plan.spec, view.planned.arch, &constants));
+        if let Some(best) = explored.best().map(|fit| *fit.cost).or(this) {
+            found.push(At { seqlen, problem: other, best, this });
         }
     }
-    let mut series =
-        vec![Series { label: "best at each length".to_owned(), points: best, color: 0, dashed: false }];
-    if !this.is_empty() {
-        series.push(Series { label: "first choice here".to_owned(), points: this, color: 1, dashed: true });
-    }
-    let peak = planned.arch.limits().peak_tensor_flops() / 1e12;
-    let chart = Chart {
-        title: String::new(),
-        x_label: if square { "queries and keys per sequence" } else { "keys per sequence" },
-        y_label: "TFLOP/s",
-        ceiling: Some((peak, format!("peak {peak:.0}"))),
-        series,
-    };
-    chart.into_svg()
+    Ok(found)
 }
 
 /// The family of the kernels in a set.
-fn first_family(forward: &Tried) -> Option<PlanFamily> {
-    match forward {
+fn family(tried: &Tried) -> Option<PlanFamily> {
+    match tried {
         Tried::Kernels(set) => set.plans.first().map(|plan| PlanFamily::Kernels(plan.spec.kernel.family())),
         Tried::Sm100(_) => Some(PlanFamily::Sm100),
     }
+}
+
+/// The rate by length, predicted and measured.
+pub fn by_length(view: &View, sweep: &[At], measured: &[&Measured]) -> String {
+    let unit = view.unit_name();
+    let point = |at: &At, cost: &Cost| {
+        let rate = view.rate(cost);
+        (at.seqlen as f64, rate, format!("{}: {rate:.0} {unit}, {}", at.seqlen, si(cost.seconds, "s")))
+    };
+    let line = |name: &str, color, dashed, points| Line {
+        name: name.to_owned(),
+        color,
+        dashed,
+        joined: true,
+        full: !dashed,
+        points,
+    };
+    let mut lines = vec![
+        line("best at each length", 0, false, sweep.iter().map(|at| point(at, &at.best)).collect()),
+        line(
+            "first choice here",
+            1,
+            true,
+            sweep.iter().filter_map(|at| Some(point(at, at.this.as_ref()?))).collect(),
+        ),
+    ];
+    let along = measured.iter().filter(|row| row.same_but_for_length(view.problem()));
+    let points = along.map(|row| {
+        let rate = row.rate(view.unit);
+        (row.problem.lengths.max_k() as f64, rate, format!("measured: {rate:.0} {unit}"))
+    });
+    lines.push(Line {
+        name: "measured".to_owned(),
+        color: 2,
+        dashed: false,
+        joined: false,
+        full: true,
+        points: points.collect(),
+    });
+    let peak = view.peak();
+    let sizes = || sweep.iter().map(|at| at.seqlen as f64);
+    let (low, high) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(1.0, f64::max));
+    let square = is_square(view.problem());
+    let x_label = if square { "queries and keys per sequence" } else { "keys per sequence" };
+    let x = Axis::log(x_label, low.min(high), high, 2.0);
+    let y = Axis::linear(unit, 1.02 * peak);
+    let roof = Roof { name: format!("peak {peak:.0} {unit}"), points: vec![(x.low, peak), (x.high, peak)] };
+    let about = if view.backward() { "Backward rate" } else { "Forward rate" };
+    chart(&format!("{about} by sequence length"), &x, &y, &[roof], &lines) + &sweep_table(view, sweep)
+}
+
+fn sweep_table(view: &View, sweep: &[At]) -> String {
+    let mut rows = String::new();
+    for at in sweep {
+        let this = at.this.as_ref().map_or(String::from("-"), |cost| format!("{:.0}", view.rate(cost)));
+        writeln!(
+            rows,
+            "<tr><td class=\"n\">{}</td><td class=\"n\">{:.0}</td><td class=\"n\">{this}</td><td \
+             class=\"n\">{}</td></tr>",
+            at.seqlen,
+            view.rate(&at.best),
+            si(at.best.seconds, "s")
+        )
+        .expect(INTO_STRING);
+    }
+    format!(
+        "<details><summary>As a table</summary>\n<div class=\"scroll\" tabindex=\"0\"><table><tr><th \
+         class=\"n\">Keys</th><th class=\"n\">Best, {0}</th><th class=\"n\">First choice here</th><th \
+         class=\"n\">Time</th></tr>\n{rows}</table></div></details>\n",
+        view.unit_name()
+    )
+}
+
+/// The roofline: this problem, the same at other lengths, and what was measured.
+pub fn roofline(view: &View, best: &Fit, sweep: &[At], measured: &[&Measured]) -> String {
+    let limits = view.limits();
+    let (peak, bandwidth) = (limits.peak_tensor_flops() / 1e12, limits.hbm_bytes_per_s / 1e12);
+    let sustained = peak * CostConstants::of(view.planned.arch).power_cap;
+    let intensity = |problem: &Problem| problem.flops(view.pass) / problem.bytes(view.pass).max(1.0);
+    let point = |problem: &Problem, tflops: f64, what: &str| {
+        let at = intensity(problem);
+        (at > 0.0 && tflops > 0.0)
+            .then(|| (at, tflops, format!("{what}: {at:.0} FLOP/B, {tflops:.0} TFLOP/s")))
+    };
+    let others =
+        sweep.iter().filter_map(|at| point(&at.problem, at.best.tflops, &format!("{} keys", at.seqlen)));
+    let here = point(view.problem(), best.cost.tflops, "this problem");
+    let rows = measured.iter().filter(|row| row.exact(view.problem()));
+    let rows = rows.filter_map(|row| point(&row.problem, row.tflops(), "measured"));
+    let line = |name: &str, color, joined, full, points: Vec<_>| Line {
+        name: name.to_owned(),
+        color,
+        dashed: false,
+        joined,
+        full,
+        points,
+    };
+    let lines = [
+        line("other lengths, predicted", 0, true, false, others.collect()),
+        line("this problem, predicted", 1, false, true, here.into_iter().collect()),
+        line("measured", 2, false, true, rows.collect()),
+    ];
+    let all = || lines.iter().flat_map(|line| &line.points);
+    let ridge = peak / bandwidth;
+    let low = all().map(|p| p.0).fold(ridge / 8.0, f64::min);
+    let high = all().map(|p| p.0).fold(ridge * 8.0, f64::max);
+    let slowest = all().map(|p| p.1).fold(peak / 20.0, f64::min);
+    let x = Axis::log("FLOP per byte of device memory", low, high, 10.0);
+    let y = Axis::log("TFLOP/s", (slowest / 2.0).max(1e-6), peak, 10.0);
+    let corner = |top: f64| {
+        let from = (y.low / bandwidth).max(x.low);
+        vec![(from, from * bandwidth), (top / bandwidth, top), (x.high, top)]
+    };
+    let roofs = [
+        Roof {
+            name: format!("{} and peak {peak:.0}", si(limits.hbm_bytes_per_s, "B/s")),
+            points: corner(peak),
+        },
+        Roof { name: String::new(), points: vec![(sustained / bandwidth, sustained), (x.high, sustained)] },
+    ];
+    let at = intensity(view.problem());
+    let bound = if at < ridge { "below" } else { "above" };
+    format!(
+        "{}<p class=\"note\">{at:.0} FLOP per byte, {bound} the ridge at {ridge:.0}: the roof there is {:.0} \
+         TFLOP/s, of which {:.0} % are predicted. Of the peak the power limit sustains {sustained:.0}.</p>\n",
+        chart("Roofline", &x, &y, &roofs, &lines),
+        (at * bandwidth).min(peak),
+        100.0 * best.cost.tflops / (at * bandwidth).min(peak).max(1e-9)
+    )
+}
+
+/// SMs that are drawn one by one; more become a bar.
+const DRAWN: f64 = 700.0;
+
+/// Full waves and the last one.
+pub fn waves(cost: &Cost) -> String {
+    let (tiles, slots) = (cost.tiles.round(), cost.slots.round().max(1.0));
+    let full = (tiles / slots).floor();
+    let rest = tiles - full * slots;
+    let last = if rest > 0.0 || full == 0.0 { rest } else { slots };
+    let full = if rest > 0.0 || full == 0.0 { full } else { full - 1.0 };
+    let mut html = String::new();
+    let per_tile = cost.steps / cost.tiles.max(1.0);
+    writeln!(
+        html,
+        "<p>{tiles:.0} tiles on {slots:.0} slots: {full:.0} full waves, then {last:.0} of {slots:.0} \
+         ({:.0} %). \
+         {per_tile:.1} steps a tile on average.</p>",
+        100.0 * last / slots
+    )
+    .expect(INTO_STRING);
+    if slots <= DRAWN {
+        write!(
+            html,
+            "<div class=\"slots\" role=\"img\" aria-label=\"The last wave: {last:.0} of {slots:.0} slots \
+             have a \
+             tile\">"
+        )
+        .expect(INTO_STRING);
+        for slot in 0..slots as usize {
+            html += if (slot as f64) < last { "<i class=\"on\"></i>" } else { "<i></i>" };
+        }
+        html += "</div>\n";
+    } else {
+        html += "<div class=\"bar\">";
+        html += &crate::page::memory::part("p0", 100.0 * last / slots, &["last wave"], "slots with a tile");
+        html += "</div>\n";
+    }
+    let idle = cost.terms.waves;
+    writeln!(
+        html,
+        "<p class=\"note\">A square is a slot (a CTA's place on an SM) in the last wave; filled: it has a \
+         tile. \
+         Tiles of unequal length end apart, and longest-first orders fill the gaps: by the model idle SMs \
+         cost \
+         {} of {}.</p>",
+        si(idle, "s"),
+        si(cost.seconds, "s")
+    )
+    .expect(INTO_STRING);
+    html
+}
+
+/// Query rows of a tile that a problem's mean sequence fills, of how many; nothing for a backward.
+pub fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
+    use crate::plan::tried::Shape;
+    if view.backward() {
+        return None;
+    }
+    let packs = match best.shape {
+        Shape::Kernel(spec) => spec.traits().packs_gqa,
+        Shape::Sm100(_) => false,
+    };
+    let problem = view.problem();
+    let rows = problem.lengths.mean_q() * if packs { problem.group_size() } else { 1 };
+    let tiles = rows.div_ceil(best.tile_m as usize).max(1);
+    Some((rows as f64 / tiles as f64, best.tile_m))
 }

@@ -1,286 +1,348 @@
-//! The map of tiles: what fits, how fast it is predicted to be, and which limit rejects the rest.
+//! The map of tiles: what fits, how fast it is predicted to be, and which limit rejects the rest; and for
+//! each cell the account of its kernels.
 
-use fa_core::Problem;
-use fa_planner::account::Reason;
-use fa_planner::guide::reject::Reason as GuideReason;
-use fa_planner::guide::why;
-use fa_planner::report::Tried;
-use fa_planner::{HeadDims, Mode};
-use svg::Node;
-use svg::node::element::{Group as Together, Rectangle, SVG};
+use std::fmt::Write;
 
-use crate::draw::diagram::{INK, MUTED, RULE, centered, diagram, ending, rect, text, tip};
-use crate::plan::tried::{Group, Shown, prediction};
+use crate::draw::diagram::escape;
+use crate::page::rates::resource;
+use crate::page::view::{Missed, View};
+use crate::plan::tried::{Fit, Group, kib};
+use crate::term::output::si;
 
-/// What the map shows.
-pub const ABOUT: &str = "Every tile that was tried, keys per step across. Blue cells fit and hold the \
-                         predicted TFLOP/s of the best kernel with that tile; the others break the named \
-                         limit, by the least amount shown. Hover over a cell for its kernel.";
-
-const CELL: (f64, f64) = (58.0, 26.0);
-const LEFT: f64 = 256.0;
-const TOP: f64 = 58.0;
-/// Light to dark blue.
-const BLUES: [&str; 6] = ["#e6f0fa", "#c3dcf1", "#93c1e5", "#5b9fd3", "#2c7abd", "#0b5394"];
-/// From here on white text is the more readable one.
-const DARK_FROM: usize = 3;
-
-/// A rejected cell: its limit, as a colour and in words, so that neither has to be read alone.
-struct LimitStyle {
-    name: &'static str,
-    fill: &'static str,
-}
-
-const LIMITS: [LimitStyle; 5] = [
-    LimitStyle { name: "registers", fill: "#fbdcc4" },
-    LimitStyle { name: "smem", fill: "#e9dcf2" },
-    LimitStyle { name: "occupancy", fill: "#fdf0c4" },
-    LimitStyle { name: "tmem", fill: "#cfe8dc" },
-    LimitStyle { name: "other", fill: "#e4e6ea" },
+/// A rejected cell's limit, as a colour and in words, so that neither has to be read alone.
+const LIMITS: [(&str, &str); 5] = [
+    ("registers", "R: registers over"),
+    ("smem", "S: KiB of SMEM over"),
+    ("occupancy", "O: blocks per SM got/asked"),
+    ("tmem", "T: TMEM columns over"),
+    ("other", "no whole instructions, known spills, or another rule"),
 ];
 
-fn limit_style(kind: &str) -> &'static LimitStyle {
-    LIMITS.iter().find(|style| style.name == kind).unwrap_or(&LIMITS[LIMITS.len() - 1])
+fn style(kind: &str) -> &'static str {
+    LIMITS.iter().find(|(name, _)| *name == kind).map_or("other", |(name, _)| name)
 }
 
-/// One cell: what is in it, its colour and its tooltip.
+/// Shades of cells that fit.
+const SHADES: usize = 6;
+
+/// What the map shows.
+pub fn about(view: &View) -> String {
+    let across = if view.backward() {
+        "key rows of a block across, queries per step down"
+    } else {
+        "keys per step across"
+    };
+    format!(
+        "Every tile that was tried, {across}. Blue cells fit and hold the predicted {} of the best kernel \
+         with that tile; the others break the named limit, by the least amount shown. Choose a cell (or walk \
+         with the arrow keys) for its account and its nearest neighbours that fit.",
+        view.unit_name()
+    )
+}
+
+/// A cell of the map.
 struct Cell {
-    text: String,
-    fill: &'static str,
-    ink: &'static str,
-    tip: String,
-    best: bool,
-    /// The limit that it breaks, for the legend.
-    limit: Option<&'static LimitStyle>,
+    row: usize,
+    column: usize,
+    /// Its kernels that fit, by rank from 0.
+    fits: Vec<usize>,
+    missed: Vec<usize>,
 }
 
-impl Cell {
-    fn fits(text: String, shade: usize, tip: String, best: bool) -> Cell {
-        let ink = if shade >= DARK_FROM { "#ffffff" } else { INK };
-        Cell { text, fill: BLUES[shade], ink, tip, best, limit: None }
-    }
-
-    fn rejected(text: String, kind: &str, tip: String) -> Cell {
-        let limit = limit_style(kind);
-        Cell { text, fill: limit.fill, ink: INK, tip, best: false, limit: Some(limit) }
-    }
+struct Map<'a> {
+    view: &'a View<'a>,
+    rows: Vec<Group>,
+    columns: Vec<u32>,
+    cells: Vec<Cell>,
 }
 
-/// The forward's map.
-pub fn forward_map(forward: &Tried) -> String {
-    let (fits, misses) = (forward.fits(), forward.misses());
-    let mut groups: Vec<Group> =
-        fits.iter().map(|f| f.group.clone()).chain(misses.iter().map(|m| m.group.clone())).collect();
-    groups.sort();
-    groups.dedup();
-    let mut columns: Vec<u32> =
-        fits.iter().map(|f| f.tile_n).chain(misses.iter().map(|m| m.tile_n)).collect();
+/// The map with the accounts; and the styles that show the account of the chosen cell.
+pub fn map(view: &View) -> (String, String) {
+    let mut rows: Vec<Group> = view.fits.iter().map(|fit| fit.group.clone()).collect();
+    rows.extend(view.missed.iter().map(|miss| miss.group.clone()));
+    rows.sort();
+    rows.dedup();
+    let mut columns: Vec<u32> = view.fits.iter().map(|fit| fit.tile_n).collect();
+    columns.extend(view.missed.iter().map(|miss| miss.tile_n));
     columns.sort_unstable();
     columns.dedup();
-    // `fits` is in order of time, so the first of a cell is its best.
-    let best_of = |group: &Group, tile_n: u32| {
-        fits.iter().enumerate().find(|(_, fit)| fit.group == *group && fit.tile_n == tile_n)
-    };
-    let shown: Vec<f64> = groups
-        .iter()
-        .flat_map(|group| columns.iter().filter_map(|&tile_n| best_of(group, tile_n)))
-        .map(|(_, fit)| fit.cost.tflops)
-        .collect();
-    let (low, high) =
-        (shown.iter().copied().fold(f64::INFINITY, f64::min), shown.iter().copied().fold(0.0, f64::max));
-
-    let cell = |group: &Group, tile_n: u32| {
-        if let Some((rank, fit)) = best_of(group, tile_n) {
-            let tip = format!("#{} {}\n{}\n{}", rank + 1, fit.name, fit.knobs, prediction(fit.cost));
-            return Some(Cell::fits(
-                format!("{:.0}", fit.cost.tflops),
-                shade(fit.cost.tflops, low, high),
-                tip,
-                rank == 0,
-            ));
+    let mut map = Map { view, rows, columns, cells: Vec::new() };
+    for (row, group) in map.rows.iter().enumerate() {
+        for (column, tile_n) in map.columns.iter().enumerate() {
+            let fits = view.fits.iter().enumerate().filter(|(_, f)| f.group == *group && f.tile_n == *tile_n);
+            let missed =
+                view.missed.iter().enumerate().filter(|(_, m)| m.group == *group && m.tile_n == *tile_n);
+            let cell = Cell {
+                row,
+                column,
+                fits: fits.map(|(index, _)| index).collect(),
+                missed: missed.map(|(index, _)| index).collect(),
+            };
+            if !cell.fits.is_empty() || !cell.missed.is_empty() {
+                map.cells.push(cell);
+            }
         }
-        let here = misses.iter().filter(|m| m.group == *group && m.tile_n == tile_n);
-        let nearest = here.min_by(|a, b| a.reason.excess().total_cmp(&b.reason.excess()))?;
-        let tip = format!("{}\n{}", nearest.name, nearest.reason);
-        Some(Cell::rejected(excess(nearest.reason), nearest.reason.kind(), tip))
-    };
-    let rows: Vec<(String, Vec<Option<Cell>>)> = groups
-        .iter()
-        .map(|group| (group.label.clone(), columns.iter().map(|&tile_n| cell(group, tile_n)).collect()))
-        .collect();
-    let headers: Vec<String> = columns.iter().map(u32::to_string).collect();
-    let scale = (!fits.is_empty()).then(|| format!("fits, {low:.0} to {high:.0} TFLOP/s"));
-    draw("Tile map", "tile_n: keys per step", &headers, &rows, scale.as_deref())
+    }
+    map.write()
 }
 
-/// The backward's map by the guide's model: how many layouts of each tile fit.
-///
-/// # Errors
-/// Head dims out of the planner's range, which the plan before has refused already.
-pub fn backward_map(problem: &Problem) -> anyhow::Result<String> {
-    let dims = HeadDims {
-        head_dim: u32::try_from(problem.head_dim)?,
-        head_dim_v: u32::try_from(problem.head_dim_v)?,
-    };
-    let Some(found) = why::why(dims, Mode::Bwd, &[])?.bwd else { return Ok(String::new()) };
-    let mut sides: Vec<(u32, u32)> = found
-        .feasible
-        .iter()
-        .map(|c| (c.tile_m, c.tile_n))
-        .chain(found.rejected.iter().map(|r| (r.spec.tile_m, r.spec.tile_n)))
-        .collect();
-    sides.sort_unstable();
-    sides.dedup();
-    let column = |pick: fn(&(u32, u32)) -> u32| {
-        let mut values: Vec<u32> = sides.iter().map(pick).collect();
-        values.sort_unstable();
-        values.dedup();
-        values
-    };
-    let (all_m, all_n) = (column(|s| s.0), column(|s| s.1));
-    let count = |m: u32, n: u32| found.feasible.iter().filter(|c| (c.tile_m, c.tile_n) == (m, n)).count();
-    let most = sides.iter().map(|&(m, n)| count(m, n)).max().unwrap_or(0) as f64;
-    let best = found.feasible.first().map(|c| (c.tile_m, c.tile_n));
-    let cell = |m: u32, n: u32| {
-        let first = found.feasible.iter().find(|c| (c.tile_m, c.tile_n) == (m, n));
-        if let Some(first) = first {
-            let tip = format!(
-                "{}\n{} of {} registers, {:.1} KiB of shared memory",
-                first.spec(),
-                first.total_regs,
-                first.reg_limit,
-                f64::from(first.smem_bytes) / 1024.0
-            );
-            let fitting = count(m, n);
-            let is_best = best == Some((m, n));
-            return Some(Cell::fits(fitting.to_string(), shade(fitting as f64, 0.0, most), tip, is_best));
-        }
-        // Budgets say more than shapes: many layouts of a tile have no whole instructions.
-        let here = || found.rejected.iter().filter(|r| (r.spec.tile_m, r.spec.tile_n) == (m, n));
-        let nearest = here()
-            .filter(|r| !matches!(r.reason, GuideReason::MmaShape { .. }))
-            .min_by_key(|r| r.reason.shortfall())
-            .or_else(|| here().next())?;
-        let (kind, text) = match nearest.reason {
-            GuideReason::RegOverflow { need, have } => ("registers", format!("R +{}", need - have)),
-            GuideReason::SmemOverflow { need, have } => {
-                ("smem", format!("S +{}K", (need - have).div_ceil(1024)))
-            }
-            GuideReason::MmaShape { .. } => ("other", "shape".to_owned()),
+impl Map<'_> {
+    fn at(&self, row: usize, column: usize) -> Option<usize> {
+        self.cells.iter().position(|cell| (cell.row, cell.column) == (row, column))
+    }
+
+    fn rate_of(&self, cell: &Cell) -> Option<f64> {
+        cell.fits.first().map(|&rank| self.view.rate(self.view.fits[rank].cost))
+    }
+
+    fn nearest(&self, cell: &Cell) -> Option<&Missed> {
+        let missed = cell.missed.iter().map(|&index| &self.view.missed[index]);
+        missed.min_by(|a, b| a.excess.total_cmp(&b.excess))
+    }
+
+    fn write(&self) -> (String, String) {
+        let (view, id) = (self.view, self.view.id());
+        let rates = || self.cells.iter().filter_map(|cell| self.rate_of(cell));
+        let (low, high) = (rates().fold(f64::INFINITY, f64::min), rates().fold(0.0, f64::max));
+        let shade = |rate: f64| {
+            let share = if high > low { (rate - low) / (high - low) } else { 1.0 };
+            ((share * SHADES as f64) as usize).min(SHADES - 1)
         };
-        let tip = format!("{}\n{}", nearest.spec, nearest.reason);
-        Some(Cell::rejected(text, kind, tip))
-    };
-    let rows: Vec<(String, Vec<Option<Cell>>)> = all_m
-        .iter()
-        .map(|&m| (format!("tile_m {m} queries per step"), all_n.iter().map(|&n| cell(m, n)).collect()))
+        let chosen = self.cells.iter().position(|cell| cell.fits.first() == Some(&0)).unwrap_or(0);
+        let (mut html, mut accounts, mut styles) = (String::new(), String::new(), String::new());
+        let across = if view.backward() { "tile_n: key rows of a block" } else { "tile_n: keys per step" };
+        write!(
+            html,
+            "<div class=\"pane\" id=\"pane-{id}\" style=\"--n:{}\">\n<div>\n<div class=\"maprow \
+             columns\"><div class=\"rowname note\">{across}</div><div class=\"cells head\">",
+            self.columns.len()
+        )
+        .expect(INTO_STRING);
+        for column in &self.columns {
+            write!(html, "<span>{column}</span>").expect(INTO_STRING);
+        }
+        html.push_str("</div></div>\n");
+        let mut limits: Vec<&str> = Vec::new();
+        for (row, group) in self.rows.iter().enumerate() {
+            write!(
+                html,
+                "<div class=\"maprow\"><div class=\"rowname\">{}</div><div class=\"cells\">",
+                escape(&group.label)
+            )
+            .expect(INTO_STRING);
+            for (column, tile_n) in self.columns.iter().enumerate() {
+                let Some(index) = self.at(row, column) else {
+                    html.push_str("<span class=\"none\"></span>");
+                    continue;
+                };
+                let cell = &self.cells[index];
+                let (class, text) = match (self.rate_of(cell), self.nearest(cell)) {
+                    (Some(rate), _) => (format!("s{}", shade(rate)), format!("{rate:.0}")),
+                    (None, Some(nearest)) => {
+                        let limit = style(nearest.kind);
+                        if !limits.contains(&limit) {
+                            limits.push(limit);
+                        }
+                        (format!("k-{limit}"), nearest.short.clone())
+                    }
+                    (None, None) => continue,
+                };
+                let best = if cell.fits.first() == Some(&0) { " best" } else { "" };
+                let long = if text.len() > 6 { " long" } else { "" };
+                let checked = if index == chosen { " checked=\"checked\"" } else { "" };
+                write!(
+                    html,
+                    "<label class=\"cell {class}{best}{long}\"><input type=\"radio\" name=\"cell-{id}\" \
+                     id=\"{id}{index}\" aria-label=\"{}, tile_n {tile_n}: {text}\"{checked}/>\
+                     <i>{tile_n}</i>{text}</label>",
+                    escape(&group.label)
+                )
+                .expect(INTO_STRING);
+                writeln!(styles, "#pane-{id}:has(#{id}{index}:checked) #a{id}{index} {{ display: block; }}")
+                    .expect(INTO_STRING);
+                self.account(&mut accounts, index);
+            }
+            html.push_str("</div></div>\n");
+        }
+        html.push_str(&legend(view, (low, high), &limits));
+        write!(html, "</div>\n<div aria-live=\"polite\">\n{accounts}</div>\n</div>\n").expect(INTO_STRING);
+        (html, styles)
+    }
+
+    /// The account of a cell: of its best kernel, or of the nearest miss.
+    fn account(&self, html: &mut String, index: usize) {
+        let (view, cell, id) = (self.view, &self.cells[index], self.view.id());
+        let first = cell.fits.first().map(|&rank| (rank, &view.fits[rank]));
+        writeln!(html, "<div class=\"account\" id=\"a{id}{index}\">").expect(INTO_STRING);
+        if let Some((rank, fit)) = first {
+            html.push_str(&fit_account(view, rank, fit));
+        } else if let Some(nearest) = self.nearest(cell) {
+            html.push_str(&miss_account(nearest));
+        }
+        let neighbours = self.neighbours(cell);
+        if !neighbours.is_empty() {
+            html.push_str("<p class=\"note\" style=\"margin:0\">Nearest that fit:</p>\n<div class=\"near\">");
+            for neighbour in neighbours {
+                let other = &self.cells[neighbour];
+                let rate = self.rate_of(other).unwrap_or(0.0);
+                let against = self
+                    .rate_of(cell)
+                    .map_or(String::new(), |own| format!(", {:+.1} %", 100.0 * (rate / own - 1.0)));
+                write!(
+                    html,
+                    "<label for=\"{id}{neighbour}\">{}, tile_n {}: {rate:.0} {}{against}</label>",
+                    escape(&self.rows[other.row].label),
+                    self.columns[other.column],
+                    view.unit_name()
+                )
+                .expect(INTO_STRING);
+            }
+            html.push_str("</div>\n");
+        }
+        let rest: Vec<String> = (cell.fits.iter().skip(1).take(5).map(|&rank| {
+            let fit = &view.fits[rank];
+            format!("{}: {:.0} {}", fit.knobs, view.rate(fit.cost), view.unit_name())
+        }))
+        .chain(self.rejected_by(cell))
         .collect();
-    let headers: Vec<String> = all_n.iter().map(u32::to_string).collect();
-    let scale = (most > 0.0).then(|| format!("fits, up to {most:.0} layouts"));
-    Ok(draw("Backward tile map", "tile_n: key rows of a block", &headers, &rows, scale.as_deref()))
-}
-
-/// `R +40`: the limit's letter and the amount by which it is missed.
-fn excess(reason: &Reason) -> String {
-    match reason {
-        Reason::Registers { need, have } => format!("R +{}", need - have),
-        Reason::Code { .. } => "code".to_owned(),
-        Reason::Spills { .. } => "spills".to_owned(),
-        Reason::Smem { need, have } => format!("S +{}K", (need - have).div_ceil(1024)),
-        Reason::Occupancy { need, have, .. } => format!("O {have}/{need}"),
-        Reason::Tmem { need, have } => format!("T +{}", need - have),
-        Reason::Rule(_) | Reason::Problem { .. } => "rule".to_owned(),
-    }
-}
-
-fn shade(value: f64, low: f64, high: f64) -> usize {
-    let share = if high > low { (value - low) / (high - low) } else { 1.0 };
-    ((share * BLUES.len() as f64) as usize).min(BLUES.len() - 1)
-}
-
-fn draw(
-    label: &str,
-    columns_label: &str,
-    headers: &[String],
-    rows: &[(String, Vec<Option<Cell>>)],
-    scale: Option<&str>,
-) -> String {
-    let width = (LEFT + CELL.0 * headers.len() as f64 + 8.0).max(1000.0);
-    let bottom = TOP + CELL.1 * rows.len() as f64;
-    let mut drawing = diagram(width, bottom + 48.0, label);
-    drawing.append(text((LEFT, 18.0), columns_label).set("fill", MUTED));
-    for (i, header) in headers.iter().enumerate() {
-        let x = LEFT + CELL.0 * (i as f64 + 0.5);
-        drawing.append(centered((x, TOP - 12.0), header).set("font-weight", 600));
-    }
-    // The best cell is drawn last, so that no neighbour covers its outline.
-    let mut outline = None;
-    let mut limits: Vec<&'static LimitStyle> = Vec::new();
-    for (r, (name, cells)) in rows.iter().enumerate() {
-        let y = TOP + CELL.1 * r as f64;
-        drawing.append(ending((LEFT - 12.0, y + 17.0), name));
-        for (c, cell) in cells.iter().enumerate() {
-            let Some(cell) = cell else { continue };
-            let x = LEFT + CELL.0 * c as f64;
-            let place = [x + 1.0, y + 1.0, CELL.0 - 2.0, CELL.1 - 2.0];
-            let area = rect(place).set("rx", 2).set("fill", cell.fill).set("stroke", RULE);
-            let content = centered((x + CELL.0 / 2.0, y + 17.0), &cell.text).set("fill", cell.ink);
-            drawing.append(
-                Together::new()
-                    .add(area.set("stroke-width", 0.5).add(tip(&cell.tip)))
-                    .add(content.set("font-size", 11.5).set("pointer-events", "none")),
-            );
-            if cell.best {
-                outline = Some(place);
+        if !rest.is_empty() {
+            write!(html, "<details><summary>Others with this tile</summary>\n<ul>").expect(INTO_STRING);
+            for line in rest {
+                write!(html, "<li>{}</li>", escape(&line)).expect(INTO_STRING);
             }
-            if let Some(limit) =
-                cell.limit.filter(|limit| !limits.iter().any(|known| known.name == limit.name))
-            {
-                limits.push(limit);
+            html.push_str("</ul></details>\n");
+        }
+        html.push_str("</div>\n");
+    }
+
+    /// How many of a cell's candidates each limit rejects.
+    fn rejected_by(&self, cell: &Cell) -> Vec<String> {
+        let mut counts: Vec<(&str, usize)> = Vec::new();
+        for miss in cell.missed.iter().map(|&index| &self.view.missed[index]) {
+            match counts.iter_mut().find(|(kind, _)| *kind == miss.kind) {
+                Some((_, count)) => *count += 1,
+                None => counts.push((miss.kind, 1)),
             }
         }
+        counts.iter().map(|(kind, count)| format!("{count} rejected by {kind}")).collect()
     }
-    if let Some(place) = outline {
-        drawing.append(frame(place).set("stroke-width", 2.5).set("pointer-events", "none"));
+
+    /// The nearest cells with a kernel that fits: to either side in the row, above and below.
+    fn neighbours(&self, cell: &Cell) -> Vec<usize> {
+        let fits = |index: &usize| !self.cells[*index].fits.is_empty();
+        let (columns, rows) = (self.columns.len(), self.rows.len());
+        let left = (0..cell.column).rev().find_map(|c| self.at(cell.row, c).filter(fits));
+        let right = (cell.column + 1..columns).find_map(|c| self.at(cell.row, c).filter(fits));
+        let above = (0..cell.row).rev().find_map(|r| self.at(r, cell.column).filter(fits));
+        let below = (cell.row + 1..rows).find_map(|r| self.at(r, cell.column).filter(fits));
+        [left, right, above, below].into_iter().flatten().collect()
     }
-    legend(&mut drawing, bottom + 30.0, scale, &limits, outline.is_some());
-    drawing.to_string()
 }
 
-/// Around the first choice.
-fn frame(place: [f64; 4]) -> Rectangle {
-    rect(place).set("rx", 2).set("fill", "none").set("stroke", INK)
+const INTO_STRING: &str = "writing to a string cannot fail";
+
+fn check(text: &mut String, class: &str, line: &str) {
+    write!(text, "<li class=\"{class}\">{}</li>", escape(line)).expect(INTO_STRING);
 }
 
-fn legend(drawing: &mut SVG, y: f64, scale: Option<&str>, limits: &[&LimitStyle], best: bool) {
-    let mut x = 8.0;
-    // Widths of texts are estimated: 6.4 pixels a character at this size.
-    let width_of = |text: &str| 6.4 * text.chars().count() as f64;
-    let name = |x: f64, name: &str| text((x, y), name).set("fill", MUTED);
-    if let Some(text) = scale {
-        for blue in BLUES {
-            drawing.append(rect([x, y - 11.0, 12.0, 14.0]).set("fill", blue));
-            x += 12.0;
+fn fit_account(view: &View, rank: usize, fit: &Fit) -> String {
+    let limits = view.limits();
+    let regs: u32 = fit.regs.iter().map(|(_, n)| n).sum();
+    let mut checks = String::new();
+    if regs > 0 {
+        let parts: Vec<String> = fit.regs.iter().map(|(name, n)| format!("{name} {n}")).collect();
+        let line = format!("registers: {regs} of {} per thread ({})", fit.reg_limit, parts.join(" + "));
+        check(&mut checks, "yes", &line);
+    }
+    let smem = format!("shared memory: {} of {} KiB", kib(fit.smem.total), kib(limits.smem_per_block));
+    check(&mut checks, "yes", &smem);
+    let o = fit.occupancy;
+    let per_sm = format!(
+        "{} of {} threads per SM (SMEM allows {}, registers {}, threads {})",
+        counted(fit.blocks_per_sm, "block"),
+        fit.threads,
+        o.by_smem,
+        o.by_registers,
+        o.by_threads
+    );
+    check(&mut checks, "yes", &per_sm);
+    let terms: Vec<String> = fit
+        .cost
+        .terms
+        .named()
+        .into_iter()
+        .map(|(term, seconds)| format!("{} {}", resource(term), si(seconds, "s")))
+        .collect();
+    format!(
+        "<h3>#{} of {}: <code>{}</code></h3>\n<p>{}. {} at {:.0} {}, waits for {}.</p>\n<ul \
+         class=\"checks\">{checks}</ul>\n<p class=\"note\">Alone: {}.</p>\n",
+        rank + 1,
+        view.fits.len(),
+        escape(&fit.name),
+        escape(&fit.knobs),
+        si(fit.cost.seconds, "s"),
+        view.rate(fit.cost),
+        view.unit_name(),
+        resource(fit.cost.bottleneck),
+        escape(&terms.join(", "))
+    )
+}
+
+/// `1 block`, `2 blocks`.
+fn counted(count: u32, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+/// The limits in the order in which they are checked, up to the one that is broken.
+fn miss_account(miss: &Missed) -> String {
+    const ORDER: [(&str, &str); 6] = [
+        ("rule", "rules of the kernel, whole instructions"),
+        ("registers", "registers"),
+        ("spills", "known spills"),
+        ("tmem", "tensor memory"),
+        ("smem", "shared memory"),
+        ("occupancy", "blocks per SM"),
+    ];
+    let broken = match miss.kind {
+        "problem" | "code" | "other" => "rule",
+        kind => kind,
+    };
+    let mut checks = String::new();
+    let mut reached = true;
+    for (kind, words) in ORDER {
+        if kind == "tmem" && broken != "tmem" {
+            continue;
         }
-        drawing.append(name(x + 6.0, text));
-        x += 6.0 + width_of(text) + 22.0;
+        if kind == broken {
+            check(&mut checks, "no", &miss.reason);
+            reached = false;
+        } else if reached {
+            check(&mut checks, "yes", words);
+        } else {
+            check(&mut checks, "open", &format!("{words}: not looked at"));
+        }
     }
-    if best {
-        drawing.append(frame([x, y - 11.0, 16.0, 14.0]).set("stroke-width", 2));
-        drawing.append(name(x + 22.0, "first choice"));
-        x += 22.0 + width_of("first choice") + 22.0;
+    format!(
+        "<h3>Does not fit: <code>{}</code></h3>\n<p class=\"note\">The candidate of this tile that misses by \
+         least; limits in the order in which they are checked.</p>\n<ul class=\"checks\">{checks}</ul>\n",
+        escape(&miss.name)
+    )
+}
+
+fn legend(view: &View, (low, high): (f64, f64), limits: &[&str]) -> String {
+    let mut html = String::from("<div class=\"legend\">");
+    if high > 0.0 {
+        let shades: String = (0..SHADES).map(|shade| format!("<i class=\"s{shade}\"></i>")).collect();
+        write!(
+            html,
+            "<span class=\"shades\">{shades}fits, {low:.0} to {high:.0} {}</span><span><i style=\"border:2px \
+             solid var(--ink)\"></i>first choice</span>",
+            view.unit_name()
+        )
+        .expect(INTO_STRING);
     }
-    for style in limits {
-        let text = match style.name {
-            "registers" => "R: registers over",
-            "smem" => "S: KiB of SMEM over",
-            "occupancy" => "O: blocks per SM got/asked",
-            "tmem" => "T: TMEM columns over",
-            _ => "no whole instructions, or another rule",
-        };
-        let key = rect([x, y - 11.0, 16.0, 14.0]).set("rx", 2).set("fill", style.fill);
-        drawing.append(key.set("stroke", RULE));
-        drawing.append(name(x + 22.0, text));
-        x += 22.0 + width_of(text) + 22.0;
+    for (name, words) in LIMITS.iter().filter(|(name, _)| limits.contains(name)) {
+        write!(html, "<span><i class=\"k-{name}\"></i>{words}</span>").expect(INTO_STRING);
     }
+    html + "</div>\n"
 }

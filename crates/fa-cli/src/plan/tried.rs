@@ -11,7 +11,7 @@ use fa_planner::plan::{Plan, PlanSet};
 use fa_planner::report::{LimitReport, Tried};
 use fa_planner::smem::SmemPlan;
 
-use crate::plan::splits;
+use crate::plan::{knobs, splits};
 use crate::term::output::{self, si};
 
 /// A candidate that fits, whatever its family.
@@ -27,8 +27,8 @@ pub struct Fit<'a> {
     pub tile_m: u32,
     /// Keys per step.
     pub tile_n: u32,
-    /// Tile extent of the head dim of Q and K.
-    pub head_dim: u32,
+    /// What it is made of.
+    pub shape: Shape<'a>,
     /// Shared memory by buffer.
     pub smem: &'a SmemPlan,
     /// Registers of a computing thread by use; empty where the planner has no account of them.
@@ -45,6 +45,15 @@ pub struct Fit<'a> {
     pub occupancy: &'a Occupancy,
     /// Predicted time.
     pub cost: &'a Cost,
+}
+
+/// What a candidate is made of.
+#[derive(Clone, Copy, Debug)]
+pub enum Shape<'a> {
+    /// A kernel.
+    Kernel(&'a KernelSpec),
+    /// A shape for tcgen05.
+    Sm100(&'a Sm100Plan),
 }
 
 /// A candidate that does not fit.
@@ -281,11 +290,11 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
     };
     Fit {
         name: plan.spec.to_string(),
-        knobs: knobs_of_spec(&plan.spec),
+        knobs: knobs::of_spec(&plan.spec),
         group: group_of_spec(&plan.spec),
         tile_m,
         tile_n,
-        head_dim: plan.spec.head_dim,
+        shape: Shape::Kernel(&plan.spec),
         smem: &plan.smem,
         regs: parts.into_iter().filter(|(_, n)| *n > 0).collect(),
         reg_limit: r.limit,
@@ -314,7 +323,7 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
         group: group_of_shape(&plan.tile),
         tile_m: plan.tile_m,
         tile_n: plan.tile.tile_n,
-        head_dim: plan.tile.head_dim,
+        shape: Shape::Sm100(plan),
         smem: &plan.smem,
         regs: Vec::new(),
         reg_limit: 0,
@@ -324,51 +333,6 @@ fn fit_of_shape(plan: &Sm100Plan) -> Fit<'_> {
         occupancy: &plan.occupancy,
         cost: &plan.cost,
     }
-}
-
-fn knobs_of_spec(spec: &KernelSpec) -> String {
-    let on = |name: &'static str, on: bool| if on { Some(name.to_owned()) } else { None };
-    let knobs = match &spec.kernel {
-        Kernel::Sm80Fwd(k) => vec![
-            Some(format!("{} warps", k.num_warps)),
-            Some(format!("{} stages", k.stages)),
-            on("Q in regs", k.q_in_regs),
-            on("pack GQA", k.pack_gqa),
-            on("split", spec.split),
-        ],
-        Kernel::Sm90Fwd(k) => vec![
-            Some(format!("{} wg", k.num_wg)),
-            Some(if k.pv_is_rs { "P in regs" } else { "P in smem" }.to_owned()),
-            on("overlap", k.overlap_wg),
-            Some(format!("{} stages", k.kv_stages)),
-            on("ping-pong", k.ping_pong),
-            on("pack GQA", k.pack_gqa),
-            on("split", spec.split),
-        ],
-        Kernel::Sm80Bwd(k) => {
-            vec![
-                Some(format!("{} warps", k.num_warps)),
-                Some(format!("{}/{} stages", k.q_stages, k.do_stages)),
-                Some(format!("{} of dQ first", k.dq_first)),
-                on("deterministic", k.deterministic),
-            ]
-        }
-        Kernel::Sm90Bwd(k) => {
-            let swaps = [("SdP", k.sdp_swap_ab), ("dKV", k.dkv_swap_ab), ("dQ", k.dq_swap_ab)];
-            let swaps: Vec<&str> = swaps.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
-            vec![
-                Some(format!("{} wg", k.num_wg)),
-                (!swaps.is_empty()).then(|| format!("swap {}", swaps.join(" "))),
-                Some(format!("atoms {} {} {}", k.atom_layout_m_sdp, k.atom_layout_n_dkv, k.atom_layout_m_dq)),
-                Some(format!("dK/dV from {}", if k.mma_dkv_is_rs { "regs" } else { "smem" })),
-                Some(format!("stages {} {} {}", k.q_stages, k.do_stages, k.pds_stages)),
-                on("dQ by atomics", !k.dq_via_smem),
-                (k.dq_slices > 1).then(|| format!("dQ in {} slices", k.dq_slices)),
-                on("deterministic", k.deterministic),
-            ]
-        }
-    };
-    knobs.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 fn group_of_spec(spec: &KernelSpec) -> Group {
@@ -387,13 +351,19 @@ fn group_of_spec(spec: &KernelSpec) -> Group {
         Kernel::Sm80Bwd(Sm80Bwd { tile_m, num_warps, .. }) => {
             Group { key: [*tile_m, *num_warps, 0], label: format!("tile_m {tile_m}, {num_warps} warps") }
         }
-        Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, .. }) => {
-            Group { key: [*tile_m, *num_wg, 0], label: format!("tile_m {tile_m}, {num_wg} wg") }
-        }
+        Kernel::Sm90Bwd(Sm90Bwd { tile_m, num_wg, .. }) => backward_group(*tile_m, *num_wg),
     }
+}
+
+/// The row of a backward's tiles.
+pub fn backward_group(tile_m: u32, num_wg: u32) -> Group {
+    Group { key: [tile_m, num_wg, 0], label: format!("tile_m {tile_m} queries per step, {num_wg} wg") }
 }
 
 fn group_of_shape(tile: &Sm100Tile) -> Group {
     let (rows, blocks) = (tile.q_tiles * sm100::Q_ROWS, tile.blocks_per_sm);
-    Group { key: [rows, blocks, 0], label: format!("tile_m {rows}, {blocks} blocks per SM") }
+    Group {
+        key: [rows, blocks, 0],
+        label: format!("tile_m {rows}, {blocks} {} per SM", if blocks == 1 { "block" } else { "blocks" }),
+    }
 }

@@ -7,6 +7,7 @@ mod common;
 mod files;
 mod manual;
 mod packed;
+mod page;
 mod plan;
 mod records;
 mod run;

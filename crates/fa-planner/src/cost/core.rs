@@ -32,6 +32,25 @@ pub struct Cost {
     pub masked_steps: f64,
     /// CTAs that share the keys of a tile's rows: the most, where lengths are on the device.
     pub splits: usize,
+    /// A step on one SM.
+    pub step: StepClocks,
+}
+
+/// Clocks of a step on one SM: those in which each of its resident CTAs makes one step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct StepClocks {
+    /// CTAs on the SM.
+    pub resident: f64,
+    /// The tensor cores are busy for so long.
+    pub tensor: f64,
+    /// The softmax pipes.
+    pub exp: f64,
+    /// Shared memory.
+    pub smem: f64,
+    /// What nothing hides: barriers, shuffles, waits.
+    pub exposed: f64,
+    /// The step, with the overlap that was calibrated.
+    pub total: f64,
 }
 
 /// Seconds that each resource alone would take with all SMs equally busy. They overlap and do not add up to
@@ -98,6 +117,7 @@ impl Cost {
         seconds: f64,
         terms: Terms,
         slots: f64,
+        step: StepClocks,
     ) -> Cost {
         Cost {
             seconds,
@@ -110,6 +130,7 @@ impl Cost {
             steps: work.steps(),
             masked_steps: work.masked(),
             splits: 1,
+            step,
         }
     }
 }
@@ -288,6 +309,14 @@ pub(crate) fn evaluate(
         steps,
         masked_steps,
         splits: parts,
+        step: StepClocks {
+            resident: model.resident,
+            tensor: model.tensor,
+            exp: model.exp,
+            smem: model.smem,
+            exposed: model.exposed,
+            total: step(model.resident),
+        },
     }
 }
 

@@ -21,7 +21,7 @@ use crate::account::kv_splits::best_split;
 use crate::kernels::{sm80_bwd, sm90_bwd};
 
 pub use constants::{CostConstants, Sm90BwdConstants};
-pub use core::{Bottleneck, Cost, Terms};
+pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
 pub use schedule::{Queue, TileClass, Work};
 

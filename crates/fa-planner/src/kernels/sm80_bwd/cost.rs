@@ -6,7 +6,7 @@ use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Bwd};
 
 use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
 use crate::occupancy::{Occupancy, WARP};
 
@@ -95,6 +95,14 @@ pub(crate) fn predict(
         work: &work,
         split,
         flops_per_step: 2.0 * scores * (3.0 * hd + 2.0 * hdv),
+        step: StepClocks {
+            resident,
+            tensor: resident * tensor,
+            exp: resident * exp,
+            smem: resident * smem,
+            exposed,
+            total: step(resident),
+        },
     }
     .cost(problem, [hd, hdv], limits, c);
     Cost { slots: sms * resident, ..cost }
@@ -116,12 +124,15 @@ struct Launches<'a> {
     /// Its accumulators of dK and dV, and what the L2 has lost.
     split: Split,
     flops_per_step: f64,
+    /// Of all resident CTAs.
+    step: StepClocks,
 }
 
 impl Launches<'_> {
     /// The cost, preprocess and postprocess included.
     fn cost(&self, problem: &Problem, [hd, hdv]: [f64; 2], limits: &ArchLimits, c: &CostConstants) -> Cost {
-        let Launches { tensor, exp, smem, l2, exposed, total, end, work, split, flops_per_step } = *self;
+        let Launches { tensor, exp, smem, l2, exposed, total, end, work, split, flops_per_step, step } =
+            *self;
         let sms = f64::from(limits.sms);
         let clock = limits.clock_ghz * 1e9 * c.clock;
         let power = work.steps() * flops_per_step / (limits.peak_tensor_flops() * c.power_cap);
@@ -150,6 +161,6 @@ impl Launches<'_> {
             waves: (end - total / sms) / clock,
             latency: outer + (work.steps() * exposed + work.tiles * c.sm80_bwd_block) / sms / clock,
         };
-        Cost::of_backward(problem, work, seconds, terms, sms)
+        Cost::of_backward(problem, work, seconds, terms, sms, step)
     }
 }

@@ -1,0 +1,205 @@
+//! Charts of a page: lines over an axis of powers of two or ten, readable on a phone and in the dark. What a
+//! pointer shows, focus shows too.
+
+use std::fmt::Write;
+
+use crate::draw::diagram::escape;
+
+const INTO_STRING: &str = "writing to a string cannot fail";
+/// The drawing, and the plot in it.
+const SIZE: (f64, f64) = (430.0, 280.0);
+const LEFT: f64 = 48.0;
+const RIGHT: f64 = 22.0;
+const TOP: f64 = 20.0;
+const BOTTOM: f64 = 40.0;
+
+/// An axis.
+pub struct Axis {
+    /// What it counts, with the unit.
+    pub label: String,
+    pub low: f64,
+    pub high: f64,
+    pub log: bool,
+    /// Places of ticks and their texts.
+    pub ticks: Vec<(f64, String)>,
+}
+
+impl Axis {
+    /// From `low` to `high` in powers of `base`.
+    pub fn log(label: &str, low: f64, high: f64, base: f64) -> Axis {
+        let (first, last) = (low.log(base).floor(), high.log(base).ceil().max(low.log(base).floor() + 1.0));
+        let every = ((last - first) / 8.0).ceil().max(1.0);
+        let ticks = (0..)
+            .map(|i| first + every * f64::from(i))
+            .take_while(|power| *power <= last)
+            .map(|power| (base.powf(power), short(base.powf(power))))
+            .collect();
+        Axis { label: label.to_owned(), low: base.powf(first), high: base.powf(last), log: true, ticks }
+    }
+
+    /// From zero to a round number above `high`.
+    pub fn linear(label: &str, high: f64) -> Axis {
+        let high = if high > 0.0 { high } else { 1.0 };
+        let decade = 10f64.powf((high / 5.0).log10().floor());
+        let steps = [1.0, 2.0, 5.0, 10.0].map(|step| step * decade);
+        let step = steps.into_iter().find(|step| high / step <= 5.5).unwrap_or(high);
+        let count = (high / step).ceil();
+        let ticks = (0..=count as u32).map(|i| (f64::from(i) * step, short(f64::from(i) * step))).collect();
+        Axis { label: label.to_owned(), low: 0.0, high: count * step, log: false, ticks }
+    }
+
+    fn share(&self, value: f64) -> f64 {
+        let share = if self.log {
+            (value / self.low).ln() / (self.high / self.low).ln()
+        } else {
+            (value - self.low) / (self.high - self.low)
+        };
+        share.clamp(0.0, 1.0)
+    }
+}
+
+/// `16k` for 16384, `0.5`, `1000`.
+fn short(value: f64) -> String {
+    if value >= 1024.0 && value % 1024.0 == 0.0 {
+        return format!("{}k", value / 1024.0);
+    }
+    ((value * 1e6).round() / 1e6).to_string()
+}
+
+/// A line with marks, or either.
+pub struct Line {
+    pub name: String,
+    /// 0 to 3.
+    pub color: usize,
+    pub dashed: bool,
+    /// Whether its marks are joined, and whether they are filled.
+    pub joined: bool,
+    pub full: bool,
+    /// Places and what to say of them.
+    pub points: Vec<(f64, f64, String)>,
+}
+
+/// A limit: a polyline without marks, with its name.
+pub struct Roof {
+    pub name: String,
+    pub points: Vec<(f64, f64)>,
+}
+
+/// The chart with its legend.
+pub fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) -> String {
+    let place = |px: f64, py: f64| {
+        let at_x = LEFT + (SIZE.0 - LEFT - RIGHT) * x.share(px);
+        let at_y = TOP + (SIZE.1 - TOP - BOTTOM) * (1.0 - y.share(py));
+        (at_x, at_y)
+    };
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n",
+        SIZE.0,
+        SIZE.1,
+        escape(label)
+    );
+    let (left, bottom) = (LEFT, SIZE.1 - BOTTOM);
+    for (at, text) in &y.ticks {
+        let (_, py) = place(x.low, *at);
+        write!(
+            svg,
+            "<line class=\"rule\" x1=\"{left}\" x2=\"{:.1}\" y1=\"{py:.1}\" y2=\"{py:.1}\"/><text \
+             class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
+            SIZE.0 - RIGHT,
+            left - 6.0,
+            py + 4.0
+        )
+        .expect(INTO_STRING);
+    }
+    for (at, text) in &x.ticks {
+        let (px, _) = place(*at, y.low);
+        write!(
+            svg,
+            "<line class=\"axis\" x1=\"{px:.1}\" x2=\"{px:.1}\" y1=\"{bottom}\" y2=\"{:.1}\"/><text \
+             class=\"muted\" x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{text}</text>",
+            bottom + 4.0,
+            bottom + 16.0
+        )
+        .expect(INTO_STRING);
+    }
+    writeln!(
+        svg,
+        "<line class=\"axis\" x1=\"{left}\" x2=\"{:.1}\" y1=\"{bottom}\" y2=\"{bottom}\"/><text \
+         class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text><text class=\"muted\" \
+         x=\"4\" \
+         y=\"11\">{}</text>",
+        SIZE.0 - RIGHT,
+        (left + SIZE.0 - RIGHT) / 2.0,
+        SIZE.1 - 6.0,
+        escape(&x.label),
+        escape(&y.label)
+    )
+    .expect(INTO_STRING);
+    let path = |points: &mut dyn Iterator<Item = (f64, f64)>| {
+        let places: Vec<String> = points.map(|(px, py)| format!("{px:.1},{py:.1}")).collect();
+        places.join(" ")
+    };
+    for roof in roofs {
+        let places = path(&mut roof.points.iter().map(|&(px, py)| place(px, py)));
+        write!(
+            svg,
+            "<polyline class=\"roof\" points=\"{places}\"><title>{}</title></polyline>",
+            escape(&roof.name)
+        )
+        .expect(INTO_STRING);
+        if let Some(&(px, py)) = roof.points.last() {
+            let (px, py) = place(px, py);
+            writeln!(
+                svg,
+                "<text class=\"muted\" x=\"{px:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                py - 4.0,
+                escape(&roof.name)
+            )
+            .expect(INTO_STRING);
+        }
+    }
+    let mut legend = String::new();
+    for line in lines.iter().filter(|line| !line.points.is_empty()) {
+        let color = line.color % 4;
+        let dashed = if line.dashed { " dashed" } else { "" };
+        if line.joined {
+            let places = path(&mut line.points.iter().map(|(px, py, _)| place(*px, *py)));
+            writeln!(svg, "<polyline class=\"line c{color}{dashed}\" points=\"{places}\"/>")
+                .expect(INTO_STRING);
+        }
+        let full = if line.full { " full" } else { "" };
+        for (px, py, tip) in &line.points {
+            let (at_x, at_y) = place(*px, *py);
+            writeln!(
+                svg,
+                "<g class=\"pt{full}\" tabindex=\"0\" aria-label=\"{0}\"><circle class=\"hit\" \
+                 cx=\"{at_x:.1}\" \
+                 cy=\"{at_y:.1}\" r=\"11\"/><circle class=\"c{color}\" cx=\"{at_x:.1}\" cy=\"{at_y:.1}\" \
+                 r=\"3.5\"/><text class=\"tip\" x=\"{1:.1}\" y=\"11\" text-anchor=\"end\">{0}</text></g>",
+                escape(tip),
+                SIZE.0 - 4.0
+            )
+            .expect(INTO_STRING);
+        }
+        write!(legend, "<span><i class=\"stroke c{color}{dashed}\"></i>{}</span>", escape(&line.name))
+            .expect(INTO_STRING);
+    }
+    format!("{svg}</svg>\n<div class=\"legend\">{legend}</div>\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axes_end_at_round_numbers() {
+        let axis = Axis::linear("y", 989.0);
+        assert_eq!((axis.low, axis.high, axis.ticks.len()), (0.0, 1000.0, 6));
+        let axis = Axis::log("x", 300.0, 33_000.0, 2.0);
+        assert_eq!((axis.low, axis.high), (256.0, 65_536.0));
+        assert!(axis.ticks.iter().any(|(_, text)| text == "16k"));
+        let single = Axis::log("x", 64.0, 64.0, 2.0);
+        assert!(single.high > single.low);
+        assert!(Axis::linear("y", 0.0).high > 0.0);
+    }
+}

@@ -1,0 +1,181 @@
+//! Pages in a browser: nothing fails, nothing is cut off, and the numbers are those of `--json`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::common::{fa, repository, text};
+
+/// A Chromium: `FA_CHROMIUM`, or one on the path.
+fn chromium() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os("FA_CHROMIUM") {
+        return Some(PathBuf::from(named));
+    }
+    let folders: Vec<PathBuf> = std::env::split_paths(&std::env::var_os("PATH")?).collect();
+    let names = ["chromium", "chromium-browser", "google-chrome", "chrome-headless-shell"];
+    names.iter().find_map(|name| folders.iter().map(|folder| folder.join(name)).find(|path| path.is_file()))
+}
+
+/// Looks at a page in frames of some widths, light and dark, and says what is wrong with it.
+const INSPECT: &str = r"
+const found = [], numbers = [];
+const say = (frame, what) => found.push(`${frame.width}${frame.dark ? ' dark' : ''}: ${what}`);
+function look(frame, view) {
+  const doc = view.document, root = doc.documentElement;
+  if (root.scrollWidth > frame.width) say(frame, `the page is ${root.scrollWidth} wide`);
+  const loads = view.performance.getEntriesByType('resource');
+  if (loads.length) say(frame, `loads ${loads[0].name}`);
+  for (const element of doc.querySelectorAll('main *')) {
+    const style = view.getComputedStyle(element), own = element.getBoundingClientRect();
+    if (!own.width || style.display === 'none') continue;
+    const text = element.textContent.slice(0, 40);
+    const name = `${element.tagName} ${element.getAttribute('class') || ''} '${text}'`;
+    // What scrolls may be wider; texts that have no room in a bar are in its tip.
+    const scrolls = element.closest('.scroll'), bar = element.closest('.bar, .sp, .cell input');
+    if (!scrolls && !bar && own.right > frame.width + 1) say(frame, `ends at ${own.right}: ${name}`);
+    if (own.left < -1) say(frame, `begins at ${own.left}: ${name}`);
+    if (!bar && style.overflowX === 'hidden' && element.scrollWidth > element.clientWidth + 1)
+      say(frame, `cut: ${name}`);
+    if (element.matches('.cell') && element.scrollWidth > element.clientWidth + 1)
+      say(frame, `too narrow: ${name}`);
+    if (element.matches('svg text')) {
+      const drawing = element.ownerSVGElement.getBoundingClientRect();
+      if (own.left < drawing.left - 1 || own.right > drawing.right + 1 || own.top < drawing.top - 1)
+        say(frame, `leaves its drawing: ${name}`);
+    }
+    if (element.matches('b') && element.closest('.sp, .bar') && element.offsetWidth &&
+        element.scrollWidth > element.parentElement.clientWidth + 1) say(frame, `cut in its bar: ${name}`);
+  }
+  // An account is shown by its cell, and only then.
+  const inputs = frame.dark ? [...doc.querySelectorAll('.cell input')] : [];
+  for (const input of inputs.filter((_, index) => index % 9 === 0)) {
+    const account = doc.getElementById('a' + input.id);
+    input.checked = true;
+    const shown = [...account.parentElement.children].filter((one) => one.offsetHeight > 0);
+    if (shown.length !== 1 || shown[0] !== account) say(frame, `${input.id} shows ${shown.length} accounts`);
+  }
+  const light = view.getComputedStyle(doc.body).backgroundColor.match(/\d+/g)[0] > 128;
+  if (light === frame.dark) say(frame, 'has the other mode');
+  for (const tip of doc.querySelectorAll('[data-tip], .pt'))
+    if (tip.tabIndex < 0) say(frame, 'a tip without focus');
+  if (!numbers.length) doc.querySelectorAll('data').forEach((one) => numbers.push(Number(one.value)));
+}
+window.onerror = (message) => { found.push(`error: ${message}`); };
+window.onload = () => {
+  for (const frame of frames_of_page) look(frame, document.getElementById(frame.id).contentWindow);
+  document.body.textContent = 'RESULT' + JSON.stringify({ found, numbers }) + 'END';
+};
+";
+
+/// What a browser finds wrong with a page, and the numbers on it.
+fn inspect(browser: &Path, page: &str, folder: &Path) -> (Vec<String>, Vec<f64>) {
+    let quoted = page.replace('&', "&amp;").replace('"', "&quot;");
+    let mut frames = String::new();
+    let mut listed = Vec::new();
+    for (id, width, dark) in [("a", 390, false), ("b", 768, false), ("c", 1600, false), ("d", 1100, true)] {
+        let scheme = if dark { "dark" } else { "light" };
+        frames += &format!(
+            "<iframe id=\"{id}\" style=\"border:0;width:{width}px;height:9000px;color-scheme:{scheme}\" \
+             srcdoc=\"{quoted}\"></iframe>\n"
+        );
+        listed.push(format!("{{id: '{id}', width: {width}, dark: {dark}}}"));
+    }
+    let script = format!("<script>const frames_of_page = [{}];{INSPECT}</script>", listed.join(", "));
+    let path = folder.join("inspect.html");
+    std::fs::write(&path, format!("<!doctype html><meta charset=\"utf-8\">{script}<body>{frames}</body>"))
+        .expect("a writable folder");
+    let done = Command::new(browser)
+        .args(["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=1700,1000"])
+        .args(["--disable-dev-shm-usage", "--no-first-run"])
+        .arg(format!("--user-data-dir={}", folder.join("profile").display()))
+        .arg(format!("file://{}", path.display()))
+        .output()
+        .expect("the browser starts");
+    let shown = String::from_utf8_lossy(&done.stdout).into_owned();
+    let result = shown.rsplit_once("RESULT").and_then(|(_, rest)| Some(rest.split_once("END")?.0));
+    let result = result.unwrap_or_else(|| panic!("{shown}\n{}", String::from_utf8_lossy(&done.stderr)));
+    let result = result.replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">");
+    let result: serde_json::Value = serde_json::from_str(&result).expect("JSON");
+    let found = result["found"].as_array().expect("a list").iter().map(|one| one.to_string()).collect();
+    let numbers =
+        result["numbers"].as_array().expect("a list").iter().filter_map(|one| one.as_f64()).collect();
+    (found, numbers)
+}
+
+#[test]
+fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
+    let Some(browser) = chromium() else {
+        eprintln!("skipped: no Chromium on the path (FA_CHROMIUM names one)");
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    for (index, (flags, pass)) in [
+        ("--headdim 128 --causal --seqlen 8192", "forward"),
+        ("--headdim 192-128 --causal --mode bwd", "backward"),
+        ("--batch 64 --seqlen 1x4096 --heads 32:8", "forward"),
+        ("--batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks", "forward"),
+        ("--arch sm80 --headdim 64 --mode bwd", "backward"),
+        ("--arch sm100", "forward"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let path = folder.path().join(format!("{index}.html"));
+        let records = repository("docs/results");
+        let line = format!("plan {flags} --json -n 1 --report {} --records {}", text(&path), text(&records));
+        let json = fa(&line).json();
+        let page = std::fs::read_to_string(&path).unwrap();
+        let (found, numbers) = inspect(&browser, &page, folder.path());
+        assert!(found.is_empty(), "{flags}: {found:#?}");
+        let best = &json[pass]["plans"][0];
+        let cost = &best["cost"];
+        let rate = if flags.contains("1x4096") { "bytes_per_s" } else { "tflops" };
+        for number in [&cost["seconds"], &cost[rate], &cost["tiles"], &best["smem"]["total"]] {
+            let number = number.as_f64().unwrap();
+            let near = numbers.iter().any(|shown| (shown - number).abs() <= 1e-9 * number.abs());
+            assert!(near, "{flags}: {number} is not in {numbers:?}");
+        }
+    }
+}
+
+#[test]
+fn pages_compare_with_records_and_say_where_there_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("page.html");
+    let records = repository("docs/results");
+    let page = |flags: &str| {
+        fa(&format!("plan {flags} --report {} --records {}", text(&path), text(&records))).good();
+        std::fs::read_to_string(&path).unwrap()
+    };
+    let decode = page("--batch 64 --seqlen 1x4096 --heads 32:8");
+    for part in ["class=\"here\"", "Error of time", "marks-decode-h100.json", "GB/s", "rows of a tile in use"]
+    {
+        assert!(decode.contains(part), "'{part}' is not in the page");
+    }
+    assert!(!decode.contains("class=\"warning\""));
+    let other = page("--arch sm86 --headdim 64");
+    assert!(other.contains("no record has sm80_fwd-bf16-hd64") && other.contains("on sm86"));
+    // Without records nothing is said of them.
+    let empty = folder.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    let none = fa(&format!("plan --records {} --report {}", text(&empty), text(&path))).good();
+    assert!(none.contains("report "));
+    let missing = fa(&format!("plan --records /nowhere --report {}", text(&path)));
+    assert!(missing.code == 2 && missing.stderr.contains("--records /nowhere"), "{missing:?}");
+    std::fs::write(empty.join("marks-x.json"), "{}").unwrap();
+    let broken = fa(&format!("plan --records {} --report {}", text(&empty), text(&path)));
+    assert!(broken.code == 2 && broken.stderr.contains("marks-x.json"), "{broken:?}");
+}
+
+#[test]
+fn why_and_spec_have_pages() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("page.html");
+    let spec = repository("crates/fa-kernels/specs/sm90/hd128-causal-bf16.ron");
+    let shown = fa(&format!("plan --headdim 256 --why tile_n=192 --report {}", text(&path))).good();
+    let page = std::fs::read_to_string(&path).unwrap();
+    assert!(shown.contains("report ") && shown.contains("rejected"), "{shown}");
+    assert!(page.contains("<h2>Why</h2>") && page.contains("tile_n=192"));
+    fa(&format!("plan --causal --spec {} --report {}", text(&spec), text(&path))).good();
+    let page = std::fs::read_to_string(&path).unwrap();
+    assert!(page.contains("#1 of 1") && page.contains("A steady step"), "{}", page.len());
+}
