@@ -69,7 +69,7 @@ pub struct Entry {
     workspaces: Mutex<HashMap<u64, (Py<PyAny>, u64)>>,
 }
 
-/// The thread's current context, put back when this is dropped: other libraries count on their current device.
+/// The thread's current context, put back when this is dropped: other libraries count on their device.
 pub struct Current(Option<CUcontext>);
 
 impl Current {
@@ -85,8 +85,8 @@ impl Drop for Current {
         if let Some(context) = self.0
             && result::ctx::get_current() != Ok(Some(context))
         {
-            // SAFETY: it was current when the call began, and its owner keeps it. An error would come again at
-            // the owner's next call, which reports it.
+            // SAFETY: it was current when the call began, and its owner keeps it. An error would come again
+            // at the owner's next call, which reports it.
             let _ = unsafe { result::ctx::set_current(context) };
         }
     }
