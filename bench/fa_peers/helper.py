@@ -34,6 +34,8 @@ class Helper:
         self.torch = None
         self.session = None
         self.context_lost = False
+        # The peer that was at work when the context was lost.
+        self.lost_to = None
         try:
             import torch
 
@@ -91,6 +93,13 @@ class Helper:
             self.context_lost = True
             log("the GPU context is lost:", brief(error))
 
+    def survives(self, name):
+        """Whether the context still works after peer `name` has failed."""
+        self.tidy()
+        if self.context_lost:
+            self.lost_to = name
+        return not self.context_lost
+
     def open(self, request):
         """Peers that compute the request, with inputs and warm; kept until the next one."""
         self.session = None
@@ -123,6 +132,10 @@ class Helper:
             except Exception as error:
                 errors[name] = str(error) if isinstance(error, Refused) else brief(error)
                 log(name, "failed:", errors[name])
+                # What the failed call left behind is freed before the next one's turn.
+                call = results = result = None
+                if not isinstance(error, Refused) and not self.survives(name):
+                    return {"peers": [], "errors": errors}
         self.session = (calls, host_seconds)
         return {"peers": list(calls), "errors": errors}
 
@@ -141,7 +154,7 @@ class Helper:
         except Exception as error:
             log(name, "failed while timed:", brief(error))
             del calls[name]
-            self.tidy()
+            self.survives(name)
             return {"times": [], "errors": {name: brief(error)}}
 
     def close(self, _request):

@@ -12,7 +12,7 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
-  `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`, `rotary_seqlens`,
+  `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
   `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors` None. Anything else raises.
 """
 
@@ -33,7 +33,6 @@ _NEUTRAL = {
     "k_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
     "v_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
     "scheduler_metadata": ((None,), "work is planned on the device, leave it out"),
-    "rotary_seqlens": ((None,), "queries and keys are turned by cache_seqlens, leave it out"),
     "score_mod": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
     "mask_mod": ((None,), "masks are causal ones and windows"),
     "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
@@ -360,6 +359,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q=None,
     cu_seqlens_k_new=None,
     max_seqlen_q=None,
+    rotary_seqlens=None,
     **others,
 ):
     """Attention of new queries on a cache of keys and values, to which `k` and `v` are appended in place
@@ -388,6 +388,8 @@ def flash_attn_with_kvcache(
         raise InputError("k and v are appended together: give both or neither")
     if (rotary_cos is None) != (rotary_sin is None):
         raise InputError("rotary_cos and rotary_sin belong together: give both or neither")
+    if rotary_seqlens is not None and rotary_cos is not None and rotary_seqlens is not cache_seqlens:
+        raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
     table = block_table if block_table is not None else page_table
     face = face_of(q)
     if cache_batch_idx is not None:

@@ -4,6 +4,7 @@ pub mod report;
 
 use std::collections::BTreeMap;
 
+use fa_attn::Tuning;
 use fa_attn::device::{Bound, Gpu, Half};
 use fa_core::{Family, KernelSpec, Pass, Problem};
 use rayon::prelude::*;
@@ -30,6 +31,8 @@ pub struct Options {
     pub family: Option<Family>,
     /// The pass.
     pub pass: Pass,
+    /// Whether the library measures its best few kernels for each shape first, and keeps the winners.
+    pub tune: bool,
     /// Whether other libraries are timed in the same run.
     pub peers: bool,
     /// Names of the peers that are asked; all, if empty.
@@ -56,6 +59,10 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     };
     // Compiling takes a second a kernel and all cores can do it; what goes wrong shows again below.
     options.shapes.par_iter().for_each(|wanted| drop(bound(&gpu, &wanted.problem, options)));
+    if options.tune {
+        progress(Step::Begin("tuning".to_owned()));
+        tune(&gpu, options)?;
+    }
     progress(Step::Total(options.shapes.len()));
     if let Some(peers) = &mut peers {
         progress(Step::Begin("compiling FlashAttention 4's kernels".to_owned()));
@@ -84,6 +91,21 @@ pub fn run(options: &Options, progress: &mut Progress<'_>) -> Result<Report> {
     }
     report.sum_up();
     Ok(report)
+}
+
+/// Has the library measure its best few kernels for every shape; binds from then on give the winners.
+fn tune(gpu: &Gpu, options: &Options) -> Result<()> {
+    gpu.set_tuning(Tuning::ON_FIRST_USE)?;
+    for wanted in &options.shapes {
+        // What goes wrong shows again where the shape is measured.
+        drop(bound(gpu, &wanted.problem, options));
+    }
+    for outcome in gpu.finish_tuning() {
+        if let Some(error) = outcome.error {
+            tracing::warn!(problem = ?outcome.problem, %error, "not tuned");
+        }
+    }
+    Ok(gpu.set_tuning(Tuning::Off)?)
 }
 
 /// Where no shape can be measured, as against one that no kernel computes.

@@ -1,5 +1,7 @@
 //! Other attention kernels, timed by a Python helper in a child process.
 
+mod request;
+
 use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -11,8 +13,9 @@ use serde_json::json;
 
 use crate::error::{Context, Error, Result};
 use crate::marks::Wanted;
-use crate::sequences::Store;
 use crate::worker::{Received, StandardError, Worker};
+
+use request::request;
 
 /// The helper's files, which are written to a temporary folder: the program is then whole by itself.
 const FILES: [(&str, &str); 8] = [
@@ -82,12 +85,40 @@ pub struct Ceilings {
     pub copy_gb_per_s: f64,
 }
 
+/// Makes the command of the helper.
+struct Helper(Box<dyn FnMut() -> Command + Send>);
+
+impl std::fmt::Debug for Helper {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Helper")
+    }
+}
+
+/// An answer of the helper's.
+enum Reply<R> {
+    /// What was asked for.
+    Answer(R),
+    /// The GPU context was lost to a peer.
+    Lost {
+        /// The peer, where it is known.
+        to: Option<String>,
+        /// What it said.
+        why: String,
+    },
+}
+
 /// The helper's process. It ends with this value.
 #[derive(Debug)]
 pub struct Peers {
     /// What it has.
     pub hello: Hello,
     worker: Worker,
+    /// Starts the helper, again where one peer took the GPU context with it.
+    helper: Helper,
+    /// What is open, as it was asked for.
+    open: Option<serde_json::Value>,
+    /// Peers that failed at what is open, and why.
+    failed: BTreeMap<String, String>,
     /// Removes the helper's files in the end.
     _files: tempfile::TempDir,
 }
@@ -102,45 +133,83 @@ impl Peers {
         let named = std::env::var_os(PYTHON_VARIABLE).filter(|name| !name.is_empty());
         let python = named.unwrap_or_else(|| "python3".into());
         let files = files()?;
-        let mut command = Command::new(&python);
-        command.arg(files.path().join(SCRIPT));
+        let (interpreter, script) = (python.clone(), files.path().join(SCRIPT));
+        let command = move || {
+            let mut command = Command::new(&interpreter);
+            command.arg(&script);
+            command
+        };
         let started = Peers::of(command, files);
         started
             .context(format!("cannot use {}: set {PYTHON_VARIABLE} to a Python with torch", python.display()))
     }
 
     /// The helper that `command` starts.
-    fn of(command: Command, files: tempfile::TempDir) -> Result<Peers> {
-        let verbose = tracing::enabled!(tracing::Level::DEBUG);
-        let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
-        let mut worker = Worker::start(command, errors)?;
-        #[derive(Deserialize)]
-        struct First {
-            hello: Hello,
+    fn of(command: impl FnMut() -> Command + Send + 'static, files: tempfile::TempDir) -> Result<Peers> {
+        let mut helper = Helper(Box::new(command));
+        let (worker, hello) = begin(&mut helper)?;
+        let (open, failed) = (None, BTreeMap::new());
+        Ok(Peers { hello, worker, helper, open, failed, _files: files })
+    }
+
+    /// What is open without the peers that have failed, in a helper of its own again.
+    fn open_again(&mut self, mut request: serde_json::Value) -> Result<Opened> {
+        loop {
+            let mut names: Vec<String> = match request["peers"].as_array() {
+                Some(names) => names.iter().filter_map(|name| Some(name.as_str()?.to_owned())).collect(),
+                None => self.hello.peers.clone(),
+            };
+            names.retain(|name| !self.failed.contains_key(name));
+            if names.is_empty() {
+                return Ok(Opened { peers: Vec::new(), errors: self.failed.clone() });
+            }
+            request["peers"] = json!(names);
+            match self.reply::<Opened>(&request, READY)? {
+                Reply::Answer(Opened { peers, mut errors }) => {
+                    errors.extend(self.failed.clone());
+                    self.open = Some(request);
+                    return Ok(Opened { peers, errors });
+                }
+                Reply::Lost { to, why } => self.lost(to, why)?,
+            }
         }
-        let line = receive(&mut worker, START).context("the peers' helper does not start")?;
-        let First { hello } = serde_json::from_str(&line).context("the peers' helper says hello oddly")?;
-        if hello.peers.is_empty() {
-            let reasons: Vec<String> =
-                hello.errors.iter().map(|(name, why)| format!("{name}: {why}")).collect();
-            let reasons = reasons.join("; ");
-            return Err(Error::Peers(format!(
-                "there is no peer: {reasons}; set {PYTHON_VARIABLE} to a Python with torch"
-            )));
-        }
-        Ok(Peers { hello, worker, _files: files })
+    }
+
+    /// Starts another helper in place of one that `to` has taken the GPU context from.
+    fn lost(&mut self, to: Option<String>, why: String) -> Result<()> {
+        let Some(name) = to else { return Err(Error::Peers(format!("the peers refuse: {why}"))) };
+        tracing::warn!(name, why, "a peer lost its GPU context; the helper is started again");
+        self.failed.insert(name, format!("it lost the GPU context: {why}"));
+        self.worker.ends_within(END);
+        self.worker = begin(&mut self.helper)?.0;
+        Ok(())
     }
 
     fn ask<R: DeserializeOwned>(&mut self, request: &serde_json::Value, patience: Duration) -> Result<R> {
+        match self.reply(request, patience)? {
+            Reply::Answer(answer) => Ok(answer),
+            Reply::Lost { why, .. } => Err(Error::Peers(format!("the peers refuse: {why}"))),
+        }
+    }
+
+    fn reply<R: DeserializeOwned>(
+        &mut self,
+        request: &serde_json::Value,
+        patience: Duration,
+    ) -> Result<Reply<R>> {
         self.worker.send(request).context("the peers are gone")?;
         let line = receive(&mut self.worker, patience)?;
         let reply: serde_json::Value = serde_json::from_str(&line).context("the peers answer oddly")?;
-        for fatal in ["request", "gpu"] {
-            if let Some(why) = reply["errors"][fatal].as_str() {
-                return Err(Error::Peers(format!("the peers refuse: {why}")));
-            }
+        let errors = &reply["errors"];
+        if let Some(lost) = errors["gpu"].as_str() {
+            let to = reply["lost_to"].as_str().map(str::to_owned);
+            let said = to.as_ref().and_then(|name| errors[name.as_str()].as_str());
+            return Ok(Reply::Lost { why: said.unwrap_or(lost).to_owned(), to });
         }
-        serde_json::from_value(reply).context("the peers answer oddly")
+        if let Some(why) = errors["request"].as_str() {
+            return Err(Error::Peers(format!("the peers refuse: {why}")));
+        }
+        Ok(Reply::Answer(serde_json::from_value(reply).context("the peers answer oddly")?))
     }
 
     /// Compiles the kernels that FlashAttention 4 would compile at its first calls, side by side, where it is
@@ -172,10 +241,17 @@ impl Peers {
         if !names.is_empty() {
             request["peers"] = json!(names);
         }
-        self.ask(&request, READY)
+        self.failed.clear();
+        self.open_again(request)
     }
 
-    /// Milliseconds of `reps` calls of one peer of what is open; none when it fails.
+    /// Peers that failed at what is open since, and why: they are not timed any more.
+    pub fn failed(&self) -> &BTreeMap<String, String> {
+        &self.failed
+    }
+
+    /// Milliseconds of `reps` calls of one peer of what is open; none when it fails or has failed. One that
+    /// takes the GPU context with it is left out, and the others go on in another helper.
     ///
     /// # Errors
     /// When the helper is gone or does not answer.
@@ -183,8 +259,25 @@ impl Peers {
         #[derive(Deserialize)]
         struct Round {
             times: Vec<f64>,
+            errors: BTreeMap<String, String>,
         }
-        Ok(self.ask::<Round>(&json!({"cmd": "round", "peer": peer, "reps": reps}), ANSWER)?.times)
+        if self.failed.contains_key(peer) {
+            return Ok(Vec::new());
+        }
+        let asked = json!({"cmd": "round", "peer": peer, "reps": reps});
+        match self.reply::<Round>(&asked, ANSWER)? {
+            Reply::Answer(Round { times, errors }) => {
+                self.failed.extend(errors);
+                Ok(times)
+            }
+            Reply::Lost { to, why } => {
+                self.lost(to, why)?;
+                if let Some(request) = self.open.take() {
+                    self.open_again(request)?;
+                }
+                Ok(Vec::new())
+            }
+        }
     }
 
     /// Measures the ceilings.
@@ -214,6 +307,27 @@ impl Peers {
     }
 }
 
+/// Starts a helper and waits for its first line.
+fn begin(helper: &mut Helper) -> Result<(Worker, Hello)> {
+    let verbose = tracing::enabled!(tracing::Level::DEBUG);
+    let errors = if verbose { StandardError::Inherit } else { StandardError::Discard };
+    let mut worker = Worker::start((helper.0)(), errors)?;
+    #[derive(Deserialize)]
+    struct First {
+        hello: Hello,
+    }
+    let line = receive(&mut worker, START).context("the peers' helper does not start")?;
+    let First { hello } = serde_json::from_str(&line).context("the peers' helper says hello oddly")?;
+    if hello.peers.is_empty() {
+        let reasons: Vec<String> = hello.errors.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+        let reasons = reasons.join("; ");
+        return Err(Error::Peers(format!(
+            "there is no peer: {reasons}; set {PYTHON_VARIABLE} to a Python with torch"
+        )));
+    }
+    Ok((worker, hello))
+}
+
 /// The helper's files in a folder of their own.
 fn files() -> std::io::Result<tempfile::TempDir> {
     let folder = tempfile::Builder::new().prefix("fa-peers-").tempdir()?;
@@ -222,53 +336,6 @@ fn files() -> std::io::Result<tempfile::TempDir> {
         std::fs::write(folder.path().join(name), text)?;
     }
     Ok(folder)
-}
-
-/// What the helper is asked for `wanted`.
-fn request(wanted: &Wanted, pass: Pass) -> serde_json::Value {
-    let problem = &wanted.problem;
-    let mask = &problem.mask;
-    let mut request = json!({
-        "cmd": "open", "mode": pass.short_name(), "reps": 1,
-        "batch": problem.lengths.sequences(), "heads_q": problem.heads_q, "heads_kv": problem.heads_kv,
-        "seqlen_q": problem.lengths.max_q(), "seqlen_k": problem.lengths.max_k(),
-        "head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v,
-        "causal": mask.is_causal(), "dtype": problem.types.qkv.to_string(),
-    });
-    if !(mask.is_full() || mask.is_causal()) {
-        request["window"] = json!([mask.left, mask.right]);
-    }
-    if let Some(softcap) = problem.score.softcap {
-        request["softcap"] = json!(softcap);
-    }
-    if let Some(alibi) = problem.score.alibi {
-        request["alibi"] = json!(alibi.name());
-    }
-    if pass == Pass::DETERMINISTIC_BACKWARD {
-        request["deterministic"] = json!(true);
-    }
-    if problem.score.sinks {
-        request["sinks"] = json!(true);
-    }
-    if wanted.graph > 0 {
-        request["graph"] = json!(wanted.graph);
-    }
-    if !problem.lengths.is_uniform() {
-        let sequences = wanted.sequences();
-        for (name, side) in [("q", &sequences.q), ("k", &sequences.k)] {
-            let lens: Vec<usize> = (0..side.sequences()).map(|b| side.len(b)).collect();
-            let (store, page) = match side.store() {
-                Store::Padded { .. } => ("padded", None),
-                Store::Packed { .. } => ("packed", None),
-                Store::Paged { page, .. } => ("paged", Some(*page)),
-            };
-            request["sequences"][name] = json!({ "store": store, "lens": lens });
-            if let Some(page) = page {
-                request["sequences"][name]["page"] = json!(page);
-            }
-        }
-    }
-    request
 }
 
 /// The helper's next line.
@@ -302,13 +369,19 @@ mod tests {
     use super::*;
     use crate::marks::Marks;
 
+    #[cfg(unix)]
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
     /// A helper of fixed replies, one a request.
     #[cfg(unix)]
     fn stand_in(hello: &str, replies: &[&str]) -> Result<Peers> {
         let replies: String = replies.iter().map(|reply| format!("read line; echo '{reply}'; ")).collect();
-        let mut command = Command::new("sh");
-        command.args(["-c", &format!("echo '{hello}'; {replies} read line")]);
-        Peers::of(command, tempfile::tempdir().expect("a folder"))
+        let script = format!("echo '{hello}'; {replies} read line");
+        Peers::of(move || shell(&script), tempfile::tempdir().expect("a folder"))
     }
 
     #[cfg(unix)]
@@ -329,6 +402,29 @@ mod tests {
         assert!(peers.round("fa3", 2).expect("an answer").is_empty());
         // None of them compiles at its first call: it is not asked to.
         assert_eq!(peers.warm(&Marks::Paged.shapes(), &[], Pass::Forward).expect("nothing to do"), 0);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_peer_that_takes_the_gpu_context_with_it_is_left_out_and_the_others_go_on() {
+        let both = r#"{"peers":["fa3","cudnn"],"errors":{}}"#;
+        let lost = r#"{"times":[],"errors":{"fa3":"illegal access","gpu":"lost"},"lost_to":"fa3"}"#;
+        let other = r#"{"peers":["cudnn"],"errors":{}}"#;
+        let round = r#"{"times":[0.5],"errors":{}}"#;
+        // The first helper loses its context, the second goes on.
+        let mut scripts = [vec![both, lost], vec![other, round]].into_iter().map(|replies| {
+            let replies: String =
+                replies.iter().map(|reply| format!("read line; echo '{reply}'; ")).collect();
+            format!("echo '{HELLO}'; {replies} read line")
+        });
+        let helper = move || shell(&scripts.next().expect("two helpers"));
+        let mut peers = Peers::of(helper, tempfile::tempdir().expect("a folder")).expect("started");
+        let shape = &Marks::Decode.shapes()[0];
+        assert_eq!(peers.open(shape, &[], Pass::Forward).expect("opened").peers, ["fa3", "cudnn"]);
+        assert!(peers.round("fa3", 1).expect("left out").is_empty());
+        assert!(peers.failed()["fa3"].contains("lost the GPU context: illegal access"));
+        assert_eq!(peers.round("cudnn", 1).expect("timed"), [0.5]);
+        assert!(peers.round("fa3", 1).expect("not asked again").is_empty());
     }
 
     #[test]
@@ -366,31 +462,7 @@ mod tests {
         let mut peers = stand_in(HELLO, &[refused]).expect("started");
         let error = peers.open(&Marks::Packed.shapes()[0], &[], Pass::Forward).expect_err("refused");
         assert!(said(error).contains("lens of k"));
-        let mut command = Command::new("sh");
-        command.args(["-c", "exit 1"]);
         let files = tempfile::tempdir().expect("a folder");
-        assert!(said(Peers::of(command, files).expect_err("it ends")).contains("has ended"));
-    }
-
-    #[test]
-    fn requests_say_how_sequences_lie() {
-        let asked = |marks: Marks, row: usize| request(&marks.shapes()[row], Pass::Forward);
-        let packed = asked(Marks::Packed, 2);
-        assert_eq!(packed["sequences"]["q"]["store"], "packed");
-        assert_eq!(packed["sequences"]["k"]["lens"][59], 513);
-        assert_eq!((&packed["seqlen_q"], &packed["batch"]), (&json!(513), &json!(60)));
-        let dense = asked(Marks::Packed, 3);
-        assert!(dense.get("sequences").is_none() && dense.get("graph").is_none());
-        let pages = asked(Marks::Paged, 1);
-        assert_eq!(pages["sequences"]["k"]["page"], 16);
-        assert_eq!((&pages["sequences"]["q"]["store"], &pages["graph"]), (&json!("padded"), &json!(16)));
-        let sinks = asked(Marks::Sinks, 2);
-        assert_eq!((&sinks["sinks"], &sinks["window"]), (&json!(true), &json!([127, 0])));
-        assert!(asked(Marks::Sinks, 1).get("sinks").is_none());
-        assert_eq!(asked(Marks::Step, 0)["graph"], 32);
-        let gradients = |pass| request(&Marks::PackedBwd.shapes()[0], pass);
-        assert_eq!(gradients(Pass::BACKWARD)["mode"], "bwd");
-        assert!(gradients(Pass::BACKWARD).get("deterministic").is_none());
-        assert_eq!(gradients(Pass::DETERMINISTIC_BACKWARD)["deterministic"], true);
+        assert!(said(Peers::of(|| shell("exit 1"), files).expect_err("it ends")).contains("has ended"));
     }
 }

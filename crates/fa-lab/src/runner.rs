@@ -241,6 +241,9 @@ impl<'d, T: Half> Runner<'d, T> {
             }
         }
         if let Some((peers, _)) = &mut peers {
+            // What a peer did before it failed is not compared with.
+            outcome.peers.retain(|name, _| !peers.failed().contains_key(name));
+            outcome.peer_errors.extend(peers.failed().clone());
             peers.close()?;
         }
         for times in outcome.ours.iter_mut().chain(outcome.peers.values_mut()) {

@@ -1,6 +1,6 @@
 //! `fa bench`: the record's shape, files, and what it measures.
 
-use crate::common::{fa, repository, text};
+use crate::common::{Dir, fa, repository, text};
 
 #[test]
 fn json_has_a_row_per_shape_and_pass() {
@@ -49,8 +49,8 @@ fn json_has_a_row_per_shape_and_pass() {
 
 #[test]
 fn files_are_written_and_the_table_shown() {
-    let folder = tempfile::tempdir().unwrap();
-    let (json, plot) = (folder.path().join("b.json"), folder.path().join("b.svg"));
+    let folder = Dir::new();
+    let (json, plot) = (folder.path("b.json"), folder.path("b.svg"));
     let shown = fa(&format!(
         "bench --headdim 16 --seqlen 32,64 --heads 2 --mode both --backend reference --seconds 0.001 --json \
          {} --plot {}",

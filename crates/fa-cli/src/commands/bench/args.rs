@@ -86,6 +86,10 @@ pub struct GpuArgs {
     /// Measure gradients that have the same bits in every run
     #[arg(long, conflicts_with = "specs")]
     pub deterministic: bool,
+    /// Have the library measure its best few kernels for each shape first, within half a minute each, and
+    /// keep the winners
+    #[arg(long, conflicts_with_all = ["specs", "family"])]
+    pub tune: bool,
     /// Launches of each kernel that count, in turns of about six [default: 24]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
     pub reps: Option<u16>,
@@ -100,6 +104,7 @@ impl GpuArgs {
             (self.peers, "--peers"),
             (self.marks.is_some(), "--marks"),
             (self.deterministic, "--deterministic"),
+            (self.tune, "--tune"),
             (self.reps.is_some(), "--reps"),
         ]
         .into_iter()

@@ -51,6 +51,7 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
             specs: Vec::new(),
             family: marks.family(),
             pass,
+            tune: args.gpu.tune,
             peers: args.gpu.peers,
             peer_names: peer_names(marks.peers(), &args.gpu.peer_names),
             turns: args.gpu.turns(),
@@ -63,7 +64,7 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
     let shapes = shapes.into_iter().map(|problem| Wanted::new(problem, "all")).collect();
     let (peers, turns) = (args.gpu.peers, args.gpu.turns());
     let peer_names = args.gpu.peer_names.clone();
-    Ok(Options { shapes, specs, family, pass, peers, peer_names, turns })
+    Ok(Options { shapes, specs, family, pass, tune: args.gpu.tune, peers, peer_names, turns })
 }
 
 /// Of the peers that marks are measured beside those that are asked for, or all of these.
