@@ -369,12 +369,12 @@ def flash_attn_with_kvcache(
     `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
     head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
     `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
-    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence. k and v (batch, seqlen_new,
-    heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin` (positions, rotary_dim
-    / 2): new keys are turned by their position in the cache, queries by theirs (all by cache_seqlens without
-    a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns out; with
-    `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are divided:
-    `num_splits` is 0 or 1.
+    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence. k and v
+    (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
+    (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
+    cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
+    out; with `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are
+    divided: `num_splits` is 0 or 1.
     """
     sinks, wants_lse = _others("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
     wants_lse = wants_lse or return_softmax_lse
