@@ -369,7 +369,7 @@ def flash_attn_with_kvcache(
     `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
     head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
     `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
-    `cache_batch_idx`: int32 (batch,), the row of the cache of each sequence. k and v (batch, seqlen_new,
+    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence. k and v (batch, seqlen_new,
     heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin` (positions, rotary_dim
     / 2): new keys are turned by their position in the cache, queries by theirs (all by cache_seqlens without
     a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns out; with
@@ -393,10 +393,9 @@ def flash_attn_with_kvcache(
     table = block_table if block_table is not None else page_table
     face = face_of(q)
     if cache_batch_idx is not None:
-        if table is not None:
-            raise InputError("cache_batch_idx with pages: the page table says where each sequence lies")
-        # A row of the cache is a page of its own.
-        table = face.as_column(cache_batch_idx)
+        # Without pages a row of the cache is a page of its own.
+        rows = face.as_column(cache_batch_idx)
+        table = rows if table is None else face.select(table, cache_batch_idx)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     window = _window(window_size)
     used = cache_seqlens

@@ -338,6 +338,10 @@ def unstack(tensor, axis):
     return tensor.unbind(axis)
 
 
+def select(table, rows):
+    return table.index_select(0, rows)
+
+
 def as_column(tensor):
     return tensor.reshape(-1, 1)
 

@@ -146,9 +146,14 @@ def work(options):
 
 
 def commit_of(copy):
-    found = subprocess.run(["git", "-C", str(copy), "rev-parse", "HEAD"], capture_output=True, text=True)
+    """Of a clone, or as a file COMMIT says."""
     marker = copy / "COMMIT"
-    return found.stdout.strip() or (marker.read_text().strip() if marker.is_file() else "unknown")
+    if marker.is_file():
+        return marker.read_text().strip()
+    if not (copy / ".git").exists():
+        return "unknown"
+    found = subprocess.run(["git", "-C", str(copy), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 def suite(name, options):
