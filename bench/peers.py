@@ -39,9 +39,9 @@ With "graph" so many calls are captured as one CUDA graph, which is replayed: ti
 still, without the host's. Peers then use their entry for decoding, where they have one.
 
 "time" takes an optional "peers": ["fa2", ...] that limits what is timed. A request that makes no sense gets
-{"peers": {}, "errors": {"request": "why"}}. When the GPU context is lost the reply says so, with the peer that
-was at work in "lost_to" (null where none was), and the process exits with status 1: `fa` starts another and
-leaves that peer out of the shape.
+{"peers": {}, "errors": {"request": "why"}}. When the GPU context is lost the reply says so, with the peer
+that was at work in "lost_to" (null where none was), and the process exits with status 1: `fa` starts another
+and leaves that peer out of the shape.
 
 Peers (fa_peers/kernels.py):
     fa2     torch's scaled_dot_product_attention, flash backend (FlashAttention 2)

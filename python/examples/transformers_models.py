@@ -56,11 +56,20 @@ def model_of(name, implementation, device, dtype, seed=0):
     return made.to(device, dtype)
 
 
-def generated(name, implementation, device, dtype, rows=2, prompt=40, new=16, padding=0):
-    """Greedy tokens after random prompts, the first of which begins with `padding` padding tokens."""
+def text_of(device):
+    """Rows that repeat themselves."""
+    torch.manual_seed(2)
+    return torch.randint(2, 256, (4, 16)).repeat(1, 6).to(device)
+
+
+def generated(name, implementation, device, dtype, prompt=40, new=16, padding=0, steps=25):
+    """Greedy tokens of a model that eager attention has trained for some steps, so that it is sure of its
+    choice: after prompts of its text, the first of which begins with `padding` padding tokens."""
+    trained = model_of(name, "eager", device, dtype).train()
+    train(trained, text_of(device), steps, lr=4e-3)
     model = model_of(name, implementation, device, dtype).eval()
-    torch.manual_seed(1)
-    tokens = torch.randint(2, 256, (rows, prompt)).to(device)
+    model.load_state_dict(trained.state_dict())
+    tokens = text_of(device)[:2, :prompt].clone()
     mask = torch.ones_like(tokens)
     mask[0, :padding] = 0
     tokens[0, :padding] = 0
@@ -71,9 +80,12 @@ def generated(name, implementation, device, dtype, rows=2, prompt=40, new=16, pa
 def losses(name, implementation, device, dtype, steps=8):
     """Losses of the first steps of training on a text that repeats itself."""
     model = model_of(name, implementation, device, dtype).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(2)
-    text = torch.randint(2, 256, (4, 16)).repeat(1, 6).to(device)
+    return train(model, text_of(device), steps, lr=1e-3)
+
+
+def train(model, text, steps, lr):
+    """Losses of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     found = []
     for _ in range(steps):
         loss = model(input_ids=text, labels=text).loss

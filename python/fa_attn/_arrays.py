@@ -219,6 +219,9 @@ class Arrays:
     def unstack(self, array, axis):
         return self.library.unstack(array, axis)
 
+    def select(self, table, rows):
+        return table[rows]
+
     def as_column(self, array):
         return array.reshape(-1, 1)
 

@@ -12,7 +12,7 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 - `sinks` (also `learnable_sink`, `s_aux`): float32 (heads_q,), a logit that joins each row's denominator.
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
-  `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`, `rotary_seqlens`,
+  `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
   `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors` None. Anything else raises.
 """
 
@@ -33,7 +33,6 @@ _NEUTRAL = {
     "k_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
     "v_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
     "scheduler_metadata": ((None,), "work is planned on the device, leave it out"),
-    "rotary_seqlens": ((None,), "queries and keys are turned by cache_seqlens, leave it out"),
     "score_mod": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
     "mask_mod": ((None,), "masks are causal ones and windows"),
     "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
@@ -360,6 +359,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q=None,
     cu_seqlens_k_new=None,
     max_seqlen_q=None,
+    rotary_seqlens=None,
     **others,
 ):
     """Attention of new queries on a cache of keys and values, to which `k` and `v` are appended in place
@@ -369,12 +369,12 @@ def flash_attn_with_kvcache(
     `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
     head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
     `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
-    `cache_batch_idx`: int32 (batch,), the row of the cache of each sequence. k and v (batch, seqlen_new,
-    heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin` (positions, rotary_dim
-    / 2): new keys are turned by their position in the cache, queries by theirs (all by cache_seqlens without
-    a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns out; with
-    `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are divided:
-    `num_splits` is 0 or 1.
+    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence. k and v
+    (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
+    (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
+    cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
+    out; with `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are
+    divided: `num_splits` is 0 or 1.
     """
     sinks, wants_lse = _others("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
     wants_lse = wants_lse or return_softmax_lse
@@ -388,13 +388,14 @@ def flash_attn_with_kvcache(
         raise InputError("k and v are appended together: give both or neither")
     if (rotary_cos is None) != (rotary_sin is None):
         raise InputError("rotary_cos and rotary_sin belong together: give both or neither")
+    if rotary_seqlens is not None and rotary_cos is not None and rotary_seqlens is not cache_seqlens:
+        raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
     table = block_table if block_table is not None else page_table
     face = face_of(q)
     if cache_batch_idx is not None:
-        if table is not None:
-            raise InputError("cache_batch_idx with pages: the page table says where each sequence lies")
-        # A row of the cache is a page of its own.
-        table = face.as_column(cache_batch_idx)
+        # Without pages a row of the cache is a page of its own.
+        rows = face.as_column(cache_batch_idx)
+        table = rows if table is None else face.select(table, cache_batch_idx)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     window = _window(window_size)
     used = cache_seqlens

@@ -129,6 +129,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: Optional[Array] = None,
     cu_seqlens_k_new: Optional[Array] = None,
     max_seqlen_q: Optional[int] = None,
+    rotary_seqlens: Optional[Array] = None,
     **others: Any,
 ) -> Any: ...
 def flash_attn_backward(

@@ -264,16 +264,41 @@ def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, determinis
 
 def append(append):
     """Appends to the caches in place; (q turned, or as it is, lengths afterwards)."""
-    q, used = append.q.detach(), append.used_k
-    k, v, k_cache, v_cache = (x.detach() for x in (append.k, append.v, append.k_cache, append.v_cache))
-    cos, sin = append.cos, append.sin
-    after = torch.empty_like(used)
-    turned = None
+    a = append
+    arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.following, a.cu_new)
+    arguments += (a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
+    by_operator = _goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache)
+    turned, after = (torch.ops.fa_attn.append if by_operator else _append)(*arguments)
+    return (a.q if a.cos is None else turned), after
+
+
+def _append(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    q,
+    cos,
+    sin,
+    interleaved,
+    following,
+    cu_new,
+    max_new,
+    used_k,
+    page_table,
+    cu_q,
+    max_q,
+):
+    """(q turned, or nothing without tables, lengths afterwards)."""
+    k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
+    after = torch.empty_like(used_k)
+    turned = q.new_empty((0,))
+    queries = (None, None)
     if cos is not None:
         cos, sin, k, v, q = cos.contiguous(), sin.contiguous(), _rows(k), _rows(v), _rows(q)
         # On the CPU queries are turned in place.
-        turned = q.clone() if not q.is_cuda else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    queries = (None, None) if turned is None else (q, turned)
+        turned = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q.is_cuda else q.clone()
+        queries = (q, turned)
     dropped = _core.append(
         k,
         v,
@@ -282,23 +307,23 @@ def append(append):
         *queries,
         cos,
         sin,
-        append.interleaved,
-        append.following,
-        append.cu_new,
-        append.max_new,
-        used,
-        append.page_table,
-        append.cu_q,
-        append.max_q,
+        interleaved,
+        following,
+        cu_new,
+        max_new,
+        used_k,
+        page_table,
+        cu_q,
+        max_q,
         after,
         _stream(q),
     )
     if dropped:
         raise _core.InputError(
-            f"{dropped} rows have no place: beyond the cache's room, in a page that does not exist, or at a "
-            "position beyond rotary_cos; the others are written"
+            f"{dropped} rows have no place: beyond the cache's room, in a page that does not exist, or "
+            "at a position beyond rotary_cos; the others are written"
         )
-    return (q if turned is None else turned), after
+    return turned, after
 
 
 def ints(value, count, like):
@@ -311,6 +336,10 @@ def differences(starts):
 
 def unstack(tensor, axis):
     return tensor.unbind(axis)
+
+
+def select(table, rows):
+    return table.index_select(0, rows)
 
 
 def as_column(tensor):
@@ -443,3 +472,30 @@ def _differentiate(ctx, dout, _):
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
+
+
+@torch.library.custom_op("fa_attn::append", mutates_args=("k_cache", "v_cache"))
+def _append_operator(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q: torch.Tensor,
+    cos: Optional[torch.Tensor],
+    sin: Optional[torch.Tensor],
+    interleaved: bool,
+    following: bool,
+    cu_new: Optional[torch.Tensor],
+    max_new: int,
+    used_k: torch.Tensor,
+    page_table: Optional[torch.Tensor],
+    cu_q: Optional[torch.Tensor],
+    max_q: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k)
+    return _append(*arguments, page_table, cu_q, max_q)
+
+
+@_append_operator.register_fake
+def _(k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k, *others):
+    return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(used_k)

@@ -133,7 +133,6 @@ def flash_attn_with_kvcache(
         k_descale=k_descale,
         v_descale=v_descale,
         attention_chunk=attention_chunk,
-        rotary_seqlens=rotary_seqlens,
     )
     return fa_attn.flash_attn_with_kvcache(
         q,
@@ -155,6 +154,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=rotary_seqlens,
         return_softmax_lse=return_softmax_lse,
     )
 

@@ -35,6 +35,7 @@ fn run(
     match given.place() {
         Place::Cpu => host::run(py, given, problem, pass, to),
         Place::Cuda(ordinal) => {
+            let _current = gpu::Current::keep();
             let device = gpu::device(ordinal)?;
             let entry = device.bind(py, problem, pass)?;
             let stream = match on.stream {
@@ -205,6 +206,7 @@ pub fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) ->
     let report = match place {
         Place::Cpu => serde_json::to_string(&host::engine()?.bind(problem, pass).map_err(raised)?.report()),
         Place::Cuda(ordinal) => {
+            let _current = gpu::Current::keep();
             let device = gpu::device(ordinal)?;
             let entry = device.bind(py, problem, pass)?;
             serde_json::to_string(&serde_json::json!({
@@ -280,6 +282,7 @@ pub fn append<'py>(
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),
         Place::Cuda(ordinal) => {
+            let _current = gpu::Current::keep();
             let stream = match stream {
                 Some(stream) => stream,
                 None => current_stream(k_cache, ordinal)?.unwrap_or(0),

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use fa_attn::device::{Bound as Kernel, Gpu};
 use fa_attn::{Alibi, Append, Error, Lengths, Mask, Pass, Problem, Types};
 use fa_core::Strides;
-use fa_kernels::cudarc::driver::CudaStream;
-use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
+use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
+use fa_kernels::cudarc::driver::{CudaStream, result};
 use fa_kernels::{RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawTensor};
 use pyo3::prelude::*;
 
@@ -67,6 +67,29 @@ pub struct Entry {
     pub kernel: Kernel,
     /// A forward's workspace on each stream, zero between calls: the caller's library owns it.
     workspaces: Mutex<HashMap<u64, (Py<PyAny>, u64)>>,
+}
+
+/// The thread's current context, put back when this is dropped: other libraries count on their device.
+pub struct Current(Option<CUcontext>);
+
+impl Current {
+    /// Remembers the context; nothing where there is no driver.
+    pub fn keep() -> Current {
+        let there = fa_kernels::driver::probe().is_ok();
+        Current(if there { result::ctx::get_current().ok().flatten() } else { None })
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if let Some(context) = self.0
+            && result::ctx::get_current() != Ok(Some(context))
+        {
+            // SAFETY: it was current when the call began, and its owner keeps it. An error would come again
+            // at the owner's next call, which reports it.
+            let _ = unsafe { result::ctx::set_current(context) };
+        }
+    }
 }
 
 /// GPU `ordinal`, opened at the first call: its primary context is retained, which every library shares.

@@ -174,6 +174,14 @@ def test_caches_in_pages(page):
     same = fa_attn.flash_attn_varlen_func(
         q.reshape(6, 4, 32), k_pages, v_pages, cu_q, cu_k, 2, 40, causal=True, block_table=table
     )
+    # A table of more rows than sequences.
+    rows = np.array([2, 0, 1], np.int32)
+    taller = np.zeros((4, table.shape[1]), np.int32)
+    taller[rows] = table
+    chosen = fa_attn.flash_attn_with_kvcache(
+        q, k_pages, v_pages, cache_seqlens=lengths, cache_batch_idx=rows, page_table=taller, causal=True
+    )
+    assert (chosen == out).all()
     for b, n in enumerate(lengths):
         want, want_lse, _ = reference.attention(q[b], k[b, :n], v[b, :n], causal=True)
         close(out[b], want, np.float16)

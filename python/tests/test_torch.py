@@ -200,6 +200,15 @@ def test_a_cache_is_appended_to(device, dtype):
             )
             assert (v[b, n + i] == new_v[b, i]).all()
         close(one[b : b + 1], definition(turned, keys, values, causal=True), dtype)
+
+    def step(q, k, v, new_k, new_v, lengths):
+        return fa_attn.flash_attn_with_kvcache(q, k, v, new_k, new_v, cos, sin, lengths, causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    caches = k.clone(), v.clone()
+    caches[0][:, 40:], caches[1][:, 40:] = 0, 0
+    close(compiled(q, *caches, new_k, new_v, lengths), one, dtype)
+    assert torch.equal(caches[1][0, 40:43], new_v[0])
     swapped = fa_attn.flash_attn_with_kvcache(
         q,
         k,

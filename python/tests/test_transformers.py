@@ -27,13 +27,7 @@ DEVICES = [("cpu", torch.float32)] + ([("cuda", torch.bfloat16)] if torch.cuda.i
 @pytest.mark.parametrize("padding", [0, 7])
 def test_the_same_tokens(name, device, dtype, padding):
     eager, ours = (models.generated(name, by, device, dtype, padding=padding) for by in ("eager", NAME))
-    if dtype == torch.float32:
-        assert torch.equal(eager, ours)
-    else:
-        # Random weights leave logits close together: in bf16 a tie may fall the other way, and what follows
-        # with it.
-        assert (eager[:, 0] == ours[:, 0]).all()
-        assert (eager == ours).float().mean() >= 0.5
+    assert torch.equal(eager, ours)
 
 
 @pytest.mark.parametrize("device,dtype", DEVICES, ids=[device for device, _ in DEVICES])

@@ -4,7 +4,7 @@ use fa_core::KernelSpec;
 use fa_kernels::Error;
 
 /// How many tiles are tried where kernels do not compile cleanly.
-pub const TRIES: usize = 8;
+const TRIES: usize = 8;
 
 /// A kernel that compiles cleanly, and those before it in its list that do not.
 #[derive(Debug)]
@@ -18,9 +18,8 @@ pub struct Clean<P> {
 }
 
 /// The first of `specs`, best first, that `bind` takes. A kernel that spills, or whose wgmma is serialised,
-/// is passed over with the others of its tile, which mostly spill as well; after [`TRIES`] tiles the search
-/// ends. [`crate::device::Gpu::bind`] chooses among the planner's kernels by it. `None` where `specs` is
-/// empty.
+/// is passed over with the others of its tile, which mostly spill as well; after eight tiles the search ends.
+/// [`crate::device::Gpu::bind`] chooses among the planner's kernels by it. `None` where `specs` is empty.
 ///
 /// # Errors
 /// The first refusal where no kernel is taken; anything else that `bind` says ends the search.

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 
 use candle_core::Result;
 use fa_attn::device::{Bound, Gpu};
@@ -26,9 +27,15 @@ const ROWS: usize = 1024;
 pub(crate) struct Device {
     gpu: Gpu,
     bound: Mutex<HashMap<Key, Arc<Bound>>>,
-    /// By stream: launches on one take turns.
-    workspaces: Mutex<HashMap<usize, CudaSlice<u8>>>,
+    workspaces: Mutex<HashMap<Turns, CudaSlice<u8>>>,
 }
+
+/// A stream, on which launches take turns: by its handle and the thread, since each thread has a stream of
+/// its own behind the handle that candle's devices have.
+type Turns = (usize, ThreadId);
+
+/// Workspaces that are kept at the most: threads come and go.
+const WORKSPACES: usize = 64;
 
 /// A pass of a problem.
 #[derive(PartialEq, Eq, Hash)]
@@ -125,7 +132,11 @@ impl Device {
             return launch(Some(&mut room(bytes)?));
         }
         let mut workspaces = lock(&self.workspaces);
-        let at = stream.cu_stream() as usize;
+        let at: Turns = (stream.cu_stream() as usize, std::thread::current().id());
+        if workspaces.len() >= WORKSPACES && !workspaces.contains_key(&at) {
+            drop(workspaces);
+            return launch(Some(&mut room(bytes)?));
+        }
         if workspaces.get(&at).is_none_or(|have| have.num_bytes() < bytes) {
             workspaces.insert(at, room(bytes.next_power_of_two())?);
         }

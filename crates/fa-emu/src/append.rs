@@ -1,26 +1,20 @@
 //! The append kernel on the host: its unit, and calls whose tensors lie packed.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
 use fa_core::{Arch, Strides, TensorLayout};
 use fa_kernels::{APPEND, AppendLaunch, Headers, RawAppendArgs, RawTensor, Source};
-use libloading::Library;
 
 use crate::compiler::Compiler;
 use crate::error::Error;
-use crate::machine::{Access, Launch, Machine, Memory, PAGE, SessionOptions, open};
+use crate::machine::{Access, Machine, Memory};
 use crate::options::Options;
-use crate::single::faults;
-use crate::unit::{files, flags};
+use crate::single::{Shape, Single};
 
 /// The append kernel that can be emulated.
 #[derive(Debug)]
-pub struct AppendUnit {
-    machine: Arc<Machine>,
-    library: Library,
-}
+pub struct AppendUnit(Single);
 
 /// A call: tensors packed `[batch, rows, heads, dim]`, as bits. What is written is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -48,8 +42,7 @@ impl AppendUnit {
         headers: &Headers,
     ) -> Result<AppendUnit, Error> {
         let source = Source::append(arch, headers)?;
-        let path = compiler.library("unit", APPEND, &files(&source)?, "kernel.cu", &flags(arch))?;
-        Ok(AppendUnit { machine, library: open(&path, false)? })
+        Ok(AppendUnit(Single::load(compiler, machine, arch, &source, APPEND)?))
     }
 
     /// Runs a call; returns what was found wrong on the way (races, accesses out of bounds, ...).
@@ -65,24 +58,8 @@ impl AppendUnit {
         call: &mut AppendCall,
         options: &Options<'_>,
     ) -> Result<Vec<String>, Error> {
-        let machine = &*self.machine;
-        let session = machine.session(&SessionOptions {
-            seed: options.seed,
-            pace: options.pace,
-            order: options.order,
-            poison: options.poison,
-            hazards: options.hazards,
-            ordered_additions: false,
-            trace_cta: None,
-            step_limit: options.step_limit,
-            progress: None,
-        });
-        let memory = |name: &str, bytes: &[u8], access| -> Result<Memory<'_>, Error> {
-            let mut memory = Memory::new(machine, name, bytes.len())?;
-            memory.bytes_mut().copy_from_slice(bytes);
-            session.region(name, memory.address(), bytes.len() as u64, (PAGE, PAGE), access);
-            Ok(memory)
-        };
+        let run = self.0.start(options);
+        let memory = |name: &str, bytes: &[u8], access| run.memory(name, bytes, access);
         let bytes_of =
             |values: &[u16]| -> Vec<u8> { values.iter().flat_map(|value| value.to_ne_bytes()).collect() };
         let words_of =
@@ -141,23 +118,9 @@ impl AppendUnit {
             return Ok(Vec::new());
         }
         let params = launch.params(&args);
-        let arguments = [(&raw const params).cast::<c_void>()];
-        // SAFETY: the unit's own function of this name; only its address is taken.
-        let entry = unsafe { self.library.get::<unsafe extern "C" fn()>(b"emu_fa_append") };
+        let shape = Shape { grid: launch.grid, threads: launch.threads, smem: launch.smem };
         // SAFETY: the entry takes these parameters, and all that they point at has been named and lives on.
-        let finished = unsafe {
-            session.launch(&Launch {
-                name: APPEND,
-                entry: entry.map_or(std::ptr::null(), |entry| *entry as *const c_void),
-                arguments: &arguments,
-                grid: launch.grid,
-                threads: launch.threads,
-                cluster: 1,
-                resident: options.resident,
-                smem_bytes: launch.smem,
-                cp_async: false,
-            })
-        };
+        let faults = unsafe { run.launch(&params, &shape) };
         for (i, memory) in tensors.iter().enumerate().skip(2) {
             let pairs = memory.bytes().chunks_exact(2);
             call.tensors[i] = pairs.map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect();
@@ -165,6 +128,6 @@ impl AppendUnit {
         let word = |bytes: &[u8]| i32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         call.used_out = used_out.bytes().chunks_exact(4).map(word).collect();
         call.dropped = word(dropped.bytes()) as u32;
-        Ok(faults(&session.result(), finished))
+        Ok(faults)
     }
 }

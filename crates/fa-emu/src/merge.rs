@@ -1,26 +1,20 @@
 //! The merge kernel on the host: its unit, and calls whose tensors lie packed.
 #![allow(unsafe_code)]
 
-use std::ffi::c_void;
 use std::sync::Arc;
 
 use fa_core::{Arch, TensorLayout};
 use fa_kernels::{Headers, MERGE, MergeLaunch, RawMergeArgs, RawPartialResult, RawTensor, Source};
-use libloading::Library;
 
 use crate::compiler::Compiler;
 use crate::error::Error;
-use crate::machine::{Access, Launch, Machine, Memory, PAGE, SessionOptions, open};
+use crate::machine::{Access, Machine, Memory};
 use crate::options::Options;
-use crate::single::faults;
-use crate::unit::{files, flags};
+use crate::single::{Shape, Single};
 
 /// The merge kernel that can be emulated.
 #[derive(Debug)]
-pub struct MergeUnit {
-    machine: Arc<Machine>,
-    library: Library,
-}
+pub struct MergeUnit(Single);
 
 /// A call: tensors in `layout`, as bytes of their types. `out` and `lse` are written.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,8 +39,7 @@ impl MergeUnit {
         headers: &Headers,
     ) -> Result<MergeUnit, Error> {
         let source = Source::merge(arch, headers)?;
-        let path = compiler.library("unit", MERGE, &files(&source)?, "kernel.cu", &flags(arch))?;
-        Ok(MergeUnit { machine, library: open(&path, false)? })
+        Ok(MergeUnit(Single::load(compiler, machine, arch, &source, MERGE)?))
     }
 
     /// Runs a call; returns what was found wrong on the way (races, accesses out of bounds, ...).
@@ -59,24 +52,8 @@ impl MergeUnit {
         call: &mut MergeCall,
         options: &Options<'_>,
     ) -> Result<Vec<String>, Error> {
-        let machine = &*self.machine;
-        let session = machine.session(&SessionOptions {
-            seed: options.seed,
-            pace: options.pace,
-            order: options.order,
-            poison: options.poison,
-            hazards: options.hazards,
-            ordered_additions: false,
-            trace_cta: None,
-            step_limit: options.step_limit,
-            progress: None,
-        });
-        let memory = |name: &str, bytes: &[u8], access| -> Result<Memory<'_>, Error> {
-            let mut memory = Memory::new(machine, name, bytes.len())?;
-            memory.bytes_mut().copy_from_slice(bytes);
-            session.region(name, memory.address(), bytes.len() as u64, (PAGE, PAGE), access);
-            Ok(memory)
-        };
+        let run = self.0.start(options);
+        let memory = |name: &str, bytes: &[u8], access| run.memory(name, bytes, access);
         let bytes_of =
             |values: &[f32]| -> Vec<u8> { values.iter().flat_map(|value| value.to_ne_bytes()).collect() };
         let parts = call
@@ -112,26 +89,12 @@ impl MergeUnit {
             return Ok(Vec::new());
         }
         let params = launch.params(&args);
-        let arguments = [(&raw const params).cast::<c_void>()];
-        // SAFETY: the unit's own function of this name; only its address is taken.
-        let entry = unsafe { self.library.get::<unsafe extern "C" fn()>(b"emu_fa_merge") };
+        let shape = Shape { grid: launch.grid, threads: launch.threads, smem: 0 };
         // SAFETY: the entry takes these parameters, and all that they point at has been named and lives on.
-        let finished = unsafe {
-            session.launch(&Launch {
-                name: MERGE,
-                entry: entry.map_or(std::ptr::null(), |entry| *entry as *const c_void),
-                arguments: &arguments,
-                grid: launch.grid,
-                threads: launch.threads,
-                cluster: 1,
-                resident: options.resident,
-                smem_bytes: 0,
-                cp_async: false,
-            })
-        };
+        let faults = unsafe { run.launch(&params, &shape) };
         call.out = out.bytes().to_vec();
         let float = |bytes: &[u8]| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         call.lse = lse.bytes().chunks_exact(4).map(float).collect();
-        Ok(faults(&session.result(), finished))
+        Ok(faults)
     }
 }

@@ -1,6 +1,105 @@
-//! What a launch of a unit of one entry left behind.
+//! A unit of one entry, and what a launch of it left behind.
+#![allow(unsafe_code)]
 
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use fa_core::Arch;
+use fa_kernels::Source;
+use libloading::Library;
 use serde::Deserialize;
+
+use crate::compiler::Compiler;
+use crate::error::Error;
+use crate::machine::{Access, Launch, Machine, Memory, PAGE, Session, SessionOptions, open};
+use crate::options::Options;
+use crate::unit::{files, flags};
+
+/// A unit of one entry.
+#[derive(Debug)]
+pub(crate) struct Single {
+    machine: Arc<Machine>,
+    library: Library,
+    name: &'static str,
+}
+
+/// CTAs of a launch, threads and bytes of shared memory of each.
+pub(crate) struct Shape {
+    pub grid: u32,
+    pub threads: u32,
+    pub smem: u32,
+}
+
+/// A run of a [`Single`]: its memory, and one launch.
+pub(crate) struct Run<'a> {
+    unit: &'a Single,
+    session: Session<'a>,
+    resident: u32,
+}
+
+impl Single {
+    pub(crate) fn load(
+        compiler: &Compiler,
+        machine: Arc<Machine>,
+        arch: Arch,
+        source: &Source,
+        name: &'static str,
+    ) -> Result<Single, Error> {
+        let path = compiler.library("unit", name, &files(source)?, "kernel.cu", &flags(arch))?;
+        Ok(Single { machine, library: open(&path, false)?, name })
+    }
+
+    pub(crate) fn start(&self, options: &Options<'_>) -> Run<'_> {
+        let session = self.machine.session(&SessionOptions {
+            seed: options.seed,
+            pace: options.pace,
+            order: options.order,
+            poison: options.poison,
+            hazards: options.hazards,
+            ordered_additions: false,
+            trace_cta: None,
+            step_limit: options.step_limit,
+            progress: None,
+        });
+        Run { unit: self, session, resident: options.resident }
+    }
+}
+
+impl<'a> Run<'a> {
+    /// Guarded memory of these bytes.
+    pub(crate) fn memory(&self, name: &str, bytes: &[u8], access: Access) -> Result<Memory<'a>, Error> {
+        let mut memory = Memory::new(&self.unit.machine, name, bytes.len())?;
+        memory.bytes_mut().copy_from_slice(bytes);
+        self.session.region(name, memory.address(), bytes.len() as u64, (PAGE, PAGE), access);
+        Ok(memory)
+    }
+
+    /// Launches the unit; what was found wrong on the way.
+    ///
+    /// # Safety
+    /// `params` is what the entry takes, and all that it points at is of [`Run::memory`] and lives.
+    pub(crate) unsafe fn launch<P>(&self, params: &P, shape: &Shape) -> Vec<String> {
+        let arguments = [(&raw const *params).cast::<c_void>()];
+        let name = format!("emu_{}", self.unit.name);
+        // SAFETY: the unit's own function of this name; only its address is taken.
+        let entry = unsafe { self.unit.library.get::<unsafe extern "C" fn()>(name.as_bytes()) };
+        // SAFETY: the caller's.
+        let finished = unsafe {
+            self.session.launch(&Launch {
+                name: self.unit.name,
+                entry: entry.map_or(std::ptr::null(), |entry| *entry as *const c_void),
+                arguments: &arguments,
+                grid: shape.grid,
+                threads: shape.threads,
+                cluster: 1,
+                resident: self.resident,
+                smem_bytes: shape.smem,
+                cp_async: false,
+            })
+        };
+        faults(&self.session.result(), finished)
+    }
+}
 
 #[derive(Deserialize)]
 struct Found {
@@ -17,7 +116,7 @@ struct FoundOne {
 ///
 /// # Panics
 /// On text that is no JSON of the machine's.
-pub(crate) fn faults(result: &str, finished: bool) -> Vec<String> {
+fn faults(result: &str, finished: bool) -> Vec<String> {
     let found: Found = serde_json::from_str(result).expect("the machine writes JSON");
     let mut faults: Vec<String> =
         found.findings.into_iter().map(|one| format!("{}: {}", one.kind, one.text)).collect();

@@ -67,9 +67,10 @@ pub fn page(title: &str, lead: &str, cta: u32, outcome: &Outcome) -> String {
         let _ = writeln!(body, "<pre>{}</pre>", escape(&finding.to_string()));
     }
     format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta \
-         charset=\"utf-8\">\n<title>{}</title>\n<style>{STYLE}</style>\n</head>\n\
-         <body>\n{body}</body>\n</html>\n",
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta \
+         name=\"viewport\" \
+         content=\"width=device-width, initial-scale=1\">\n<title>{}</title>\n<style>{STYLE}</style>\n\
+         </head>\n<body>\n{body}</body>\n</html>\n",
         escape(title)
     )
 }
@@ -134,7 +135,7 @@ fn picture(spans: &[&Span]) -> String {
         );
     }
     format!(
-        "<div class=\"scroll\"><svg width=\"{:.0}\" height=\"{:.0}\" \
+        "<div class=\"scroll\" tabindex=\"0\"><svg width=\"{:.0}\" height=\"{:.0}\" \
          xmlns=\"http://www.w3.org/2000/svg\">\n{svg}</svg></div>\n",
         NAMES + WIDTH + 60.0,
         y + 8.0

@@ -8,6 +8,7 @@ mod table;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use fa_attn::atomic_file::AtomicFile;
 use fa_attn::{Element, Engine, Tensor};
 use fa_core::{Dtype, Pass, Problem, TensorLayout};
 use fa_lab::machine;
@@ -76,6 +77,13 @@ const SECONDS: f64 = 0.5;
 /// # Errors
 /// Bad input or an unwritable target; both are found before anything is measured.
 pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
+    if let Some(record) = &args.draw {
+        let target = args.plot.as_deref().map(AtomicFile::probe).transpose().map_err(InputError::from)?;
+        let target = target.context("--draw needs --plot")?;
+        let drawn = draw::Record::read(record)?.draw()?;
+        target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;
+        return Ok(Verdict::Good);
+    }
     if on_gpu(args) {
         return gpu::command(args);
     }
@@ -281,5 +289,6 @@ fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
     let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.shapes.heads.q, report.machine.cpu);
     let peak = report.machine.fma_peak_gflops;
     let ceiling = peak.map(|peak| (peak, format!("f32 multiply-add peak {peak:.0} GFLOP/s")));
-    Chart { title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling, series }.into_svg()
+    Chart { title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling, series, shared: None }
+        .into_svg()
 }

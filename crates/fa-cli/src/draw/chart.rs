@@ -31,10 +31,14 @@ pub struct Chart {
     pub ceiling: Option<(f64, String)>,
     /// The lines, in the legend's order.
     pub series: Vec<Series>,
+    /// One of several on a sheet that has their legend, with this end of the vertical axis.
+    pub shared: Option<f64>,
 }
 
 /// Width and height between the axes.
 const PLOT: (u32, u32) = (560, 300);
+/// The same of one of several.
+const SMALL: (u32, u32) = (400, 230);
 /// Left of the plot, with the vertical axis's labels.
 const LEFT: u32 = 64;
 /// Length of a dash and of the gap behind it.
@@ -75,8 +79,16 @@ impl Chart {
         ((first - widen).exp2() / ROOM, (last + widen).exp2() * ROOM)
     }
 
+    /// Width and height between the axes.
+    fn plot(&self) -> (u32, u32) {
+        if self.shared.is_some() { SMALL } else { PLOT }
+    }
+
     /// The end of the vertical axis.
-    fn top(&self) -> f64 {
+    pub fn top(&self) -> f64 {
+        if let Some(top) = self.shared {
+            return top;
+        }
         let rates = self.series.iter().flat_map(Series::drawable).map(|(_, y)| y);
         let highest = rates.chain(self.ceiling().map(|(rate, _)| rate)).fold(0.0, f64::max);
         if highest > 0.0 { 1.08 * highest } else { 1.0 }
@@ -88,21 +100,25 @@ impl Panel for Chart {
         let ceiling = self.ceiling().map(|(_, name)| name);
         let names: Vec<&str> =
             ceiling.into_iter().chain(self.series.iter().map(|line| &*line.label)).collect();
-        let (title, legend) = (plot::title_size(&self.title)?, plot::legend_size(&names)?);
-        let width = MARGIN + LEFT + PLOT.0 + MARGIN + legend.0;
-        let height = (PLOT.1 + BELOW).max(legend.1);
+        let (title, mut legend) = (plot::title_size(&self.title)?, plot::legend_size(&names)?);
+        if self.shared.is_some() {
+            legend = (0, 0);
+        }
+        let width = MARGIN + LEFT + self.plot().0 + MARGIN + legend.0;
+        let height = (self.plot().1 + BELOW).max(legend.1);
         Ok((width.max(title.0), title.1 + MARGIN + height + MARGIN))
     }
 
     fn draw(&self, area: &Area) -> anyhow::Result<()> {
         let area = plot::titled(area, &self.title)?;
         let (area, legend) =
-            area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(LEFT + PLOT.0 + MARGIN);
+            area.margin(MARGIN, MARGIN, MARGIN, 0).split_horizontally(LEFT + self.plot().0 + MARGIN);
+        let own_legend = self.shared.is_none();
         let (_, height) = area.dim_in_pixel();
         let (first, last) = self.sizes();
         let mut chart = ChartBuilder::on(&area)
             .margin_right(MARGIN)
-            .margin_bottom(height.saturating_sub(PLOT.1 + BELOW))
+            .margin_bottom(height.saturating_sub(self.plot().1 + BELOW))
             .y_label_area_size(LEFT)
             .x_label_area_size(BELOW)
             .build_cartesian_2d((first..last).log_scale().base(2.0), 0.0..self.top())?;
@@ -127,19 +143,25 @@ impl Panel for Chart {
         if let Some((rate, name)) = ceiling {
             let ((dot, gap), stroke) = (DOT, INK.stroke_width(1));
             chart.draw_series(DashedLineSeries::new([(first, rate), (last, rate)], dot, gap, stroke))?;
-            plot::legend_row(&legend, 0, name, |at| DashedPathElement::new(key(at), dot, gap, stroke))?;
+            if own_legend {
+                plot::legend_row(&legend, 0, name, |at| DashedPathElement::new(key(at), dot, gap, stroke))?;
+            }
         }
         for (line, row) in self.series.iter().zip(usize::from(ceiling.is_some())..) {
             let (points, stroke) = (line.drawable(), OkabeIto::pick(line.color).stroke_width(2));
             if line.dashed {
                 let (dash, gap) = DASH;
                 chart.draw_series(DashedLineSeries::new(points.clone(), dash, gap, stroke))?;
-                plot::legend_row(&legend, row, &line.label, |at| {
-                    DashedPathElement::new(key(at), dash, gap, stroke)
-                })?;
+                if own_legend {
+                    plot::legend_row(&legend, row, &line.label, |at| {
+                        DashedPathElement::new(key(at), dash, gap, stroke)
+                    })?;
+                }
             } else {
                 chart.draw_series(LineSeries::new(points.clone(), stroke))?;
-                plot::legend_row(&legend, row, &line.label, |at| PathElement::new(key(at), stroke))?;
+                if own_legend {
+                    plot::legend_row(&legend, row, &line.label, |at| PathElement::new(key(at), stroke))?;
+                }
             }
             let fill = if line.dashed { WHITE.filled() } else { stroke.filled() };
             chart.draw_series(points.into_iter().map(|point| {
@@ -173,7 +195,7 @@ mod tests {
 
     fn chart(series: Vec<Series>) -> Chart {
         let title = "rates of a < b & \"c\"".to_owned();
-        Chart { title, x_label: "keys", y_label: "TFLOP/s", ceiling: None, series }
+        Chart { title, x_label: "keys", y_label: "TFLOP/s", ceiling: None, series, shared: None }
     }
 
     /// Elements of a kind whose attribute has a value.

@@ -168,12 +168,38 @@ fn headed<'a>(area: &Area<'a>, text: &str, pixels: f64, height: u32) -> anyhow::
 /// # Errors
 /// What the panels and the drawing library report.
 pub fn sheet(heading: &str, columns: usize, panels: &[Box<dyn Panel>]) -> anyhow::Result<String> {
+    sheet_with_legend(heading, &[], columns, panels)
+}
+
+/// A line of a sheet's legend.
+#[derive(Clone, Debug)]
+pub struct Key {
+    /// What the line is.
+    pub name: String,
+    /// Index into the palette.
+    pub color: usize,
+    /// As the lines are drawn.
+    pub dashed: bool,
+}
+
+/// The same with one legend for all panels, below the heading.
+///
+/// # Errors
+/// What the panels and the drawing library report.
+pub fn sheet_with_legend(
+    heading: &str,
+    legend: &[Key],
+    columns: usize,
+    panels: &[Box<dyn Panel>],
+) -> anyhow::Result<String> {
     let sizes: Vec<(u32, u32)> = panels.iter().map(|panel| panel.size()).collect::<Result<_, _>>()?;
     let columns = columns.min(panels.len()).max(1);
     let width = sizes.iter().map(|size| size.0).max().unwrap_or(0);
     let rows: Vec<u32> =
         sizes.chunks(columns).map(|row| row.iter().map(|size| size.1).max().unwrap_or(0)).collect();
-    let head = if heading.is_empty() { 0 } else { HEADING_ROOM };
+    let title = if heading.is_empty() { 0 } else { HEADING_ROOM };
+    let keys = legend_places(legend, width * u32::try_from(columns)?)?;
+    let head = title + keys.iter().map(|(_, row)| (row + 1) * LEGEND_ROW).max().unwrap_or(0);
     let right_edges: Vec<u32> = (1..=u32::try_from(columns)?).map(|column| width * column).collect();
     let bottoms = |row: usize| rows[..row].iter().sum::<u32>();
     let whole = (
@@ -184,7 +210,11 @@ pub fn sheet(heading: &str, columns: usize, panels: &[Box<dyn Panel>]) -> anyhow
     {
         let root = SVGBackend::with_string(&mut svg, whole).into_drawing_area();
         root.fill(&WHITE)?;
-        let body = headed(&root, heading, HEADING, head)?;
+        let below = headed(&root, heading, HEADING, title)?;
+        let (legend_area, body) = below.split_vertically(head - title);
+        for (key, (x, row)) in legend.iter().zip(&keys) {
+            draw_key(&legend_area, key, *x, row * LEGEND_ROW + LEGEND_ROW / 2)?;
+        }
         let between: Vec<u32> = (1..rows.len()).map(bottoms).collect();
         let places = body.split_by_breakpoints(&right_edges[..columns - 1], between);
         for (panel, place) in panels.iter().zip(places) {
@@ -195,6 +225,40 @@ pub fn sheet(heading: &str, columns: usize, panels: &[Box<dyn Panel>]) -> anyhow
     // XML admits no control characters, not even escaped.
     svg.retain(|c| !c.is_control() || c == '\n');
     Ok(svg)
+}
+
+/// Height of a row of a sheet's legend.
+const LEGEND_ROW: u32 = 24;
+/// Texts of a sheet's legend.
+const LEGEND_TEXT: f64 = 14.0;
+
+/// Where the keys of a legend begin, and in which row, within `width`.
+fn legend_places(legend: &[Key], width: u32) -> anyhow::Result<Vec<(u32, u32)>> {
+    let (mut x, mut row) = (INDENT.unsigned_abs(), 0);
+    let mut places = Vec::with_capacity(legend.len());
+    for key in legend {
+        let own = KEY.unsigned_abs() + KEY_GAP + width_of(&key.name, LEGEND_TEXT)? + 2 * MARGIN;
+        if x + own > width && x > INDENT.unsigned_abs() {
+            (x, row) = (INDENT.unsigned_abs(), row + 1);
+        }
+        places.push((x, row));
+        x += own;
+    }
+    Ok(places)
+}
+
+fn draw_key(area: &Area, key: &Key, x: u32, y: u32) -> anyhow::Result<()> {
+    let (x, y) = (i32::try_from(x)?, i32::try_from(y)?);
+    let stroke = OkabeIto::pick(key.color).stroke_width(3);
+    let ends = [(x, y), (x + KEY, y)];
+    if key.dashed {
+        area.draw(&plotters::element::DashedPathElement::new(ends, 6, 4, stroke))?;
+    } else {
+        area.draw(&PathElement::new(ends, stroke))?;
+    }
+    let style = text(LEGEND_TEXT, INK).pos(Pos::new(HPos::Left, VPos::Center));
+    area.draw_text(&key.name, &style, (x + KEY + i32::try_from(KEY_GAP)?, y))?;
+    Ok(())
 }
 
 /// The texts of an SVG document, which has to be well-formed, with finite numbers and no text outside of its

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Stdio;
 
-use crate::common::{Outcome, Tensor, command, fa, fa_args, listing, noise, repository, text, write};
+use crate::common::{Dir, Outcome, Tensor, command, fa, fa_args, noise, repository, text, write};
 
 /// Asserts a refusal that names every part.
 #[track_caller]
@@ -90,14 +90,14 @@ fn tensors_that_do_not_fit_are_named() {
         (good(), "--backend cpu --tune", &["--tune", "the CPU has nothing to tune"]),
         (good(), "--backend reference --tune", &["--tune", "nothing to tune"]),
     ];
-    let folder = tempfile::tempdir().unwrap();
-    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let folder = Dir::new();
+    let (input, output) = (folder.path("in"), folder.path("out"));
     for (tensors, flags, parts) in &cases {
         write(&input, tensors, &[]);
         let outcome = fa(&format!("run {} -o {} {flags}", text(&input), text(&output)));
         let shapes: Vec<_> = tensors.iter().map(|(name, dtype, shape, _)| (name, dtype, shape)).collect();
         refused(&outcome, parts, &format!("{shapes:?} {flags}"));
-        assert_eq!(listing(folder.path()), ["in"]);
+        assert_eq!(folder.listing(), ["in"]);
     }
     write(&input, &good(), &[("layout", "sbhd")]);
     refused(&fa(&format!("run {}", text(&input))), &["unknown layout 'sbhd'", "--layout"], "layout");
@@ -161,22 +161,22 @@ fn damaged_and_hostile_files_are_refused_without_harm() {
         ),
         ("excess data", raw(&two("[0,8]", "[8,16]"), 17), "1 bytes follow"),
     ];
-    let folder = tempfile::tempdir().unwrap();
-    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let folder = Dir::new();
+    let (input, output) = (folder.path("in"), folder.path("out"));
     for (what, bytes, part) in cases {
         std::fs::write(&input, bytes).unwrap();
         let outcome = fa(&format!("run {} -o {}", text(&input), text(&output)));
         refused(&outcome, &["not a valid safetensors file", part], what);
         refused(&fa(&format!("check {0} {0}", text(&input))), &[part], what);
-        assert_eq!(listing(folder.path()), ["in"], "{what}");
+        assert_eq!(folder.listing(), ["in"], "{what}");
     }
 }
 
 #[test]
 fn every_truncation_of_a_real_file_is_refused() {
     let whole = std::fs::read(repository("crates/fa-cpu/tests/golden/one_by_one_f32.safetensors")).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let input = folder.path().join("in");
+    let folder = Dir::new();
+    let input = folder.path("in");
     for len in (0..whole.len()).step_by(whole.len() / 20) {
         std::fs::write(&input, &whole[..len]).unwrap();
         refused(&fa(&format!("run {}", text(&input))), &["safetensors"], &format!("{len} bytes"));
@@ -186,8 +186,8 @@ fn every_truncation_of_a_real_file_is_refused() {
 #[test]
 fn no_damaged_byte_crashes() {
     let whole = std::fs::read(repository("crates/fa-cpu/tests/golden/one_by_one_f32.safetensors")).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    let (input, output) = (folder.path().join("in"), folder.path().join("out"));
+    let folder = Dir::new();
+    let (input, output) = (folder.path("in"), folder.path("out"));
     let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let places = noise(11, 400);
     for (index, place) in places.iter().enumerate() {
@@ -205,13 +205,13 @@ fn no_damaged_byte_crashes() {
 
 #[test]
 fn targets_that_cannot_be_written_are_found_before_the_work() {
-    let folder = tempfile::tempdir().unwrap();
-    let input = folder.path().join("in");
+    let folder = Dir::new();
+    let input = folder.path("in");
     write(&input, &[tensor("q", "F32", Q), tensor("k", "F32", KV), tensor("v", "F32", KV)], &[]);
-    let missing = folder.path().join("no/such/out");
+    let missing = folder.path("no/such/out");
     let inside_file = input.join("out");
     let mut cases = vec![
-        (text(folder.path()), "it is a directory"),
+        (text(folder.root()), "it is a directory"),
         (text(&missing), "there is no folder"),
         (text(&inside_file), "there is no folder"),
         (text(&input), "it is the input file"),
@@ -224,7 +224,7 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
     }
     for (target, part) in &cases {
         refused(&fa_args(&["run", text(&input), "-o", target]), &["cannot write", part], target);
-        assert_eq!(listing(folder.path()), ["in"], "{target}");
+        assert_eq!(folder.listing(), ["in"], "{target}");
     }
     refused(
         &fa("bench --seqlen 16 --json same --plot same"),
@@ -232,7 +232,7 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
         "one file twice",
     );
     refused(&fa("bench --seqlen 16 --plot -"), &["name a file"], "--plot -");
-    let specs = text(folder.path());
+    let specs = text(folder.root());
     refused(&fa_args(&["build", "--specs", specs]), &["none of the 0 specs", specs], "an empty folder");
     if cfg!(target_os = "linux") {
         refused(&fa("build --out /proc/x --arch sm90"), &["cannot write /proc/x"], "build --out");
@@ -247,8 +247,8 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
 #[test]
 fn a_read_only_folder_is_refused() {
     use std::os::unix::fs::PermissionsExt;
-    let folder = tempfile::tempdir().unwrap();
-    let (input, closed) = (folder.path().join("in"), folder.path().join("closed"));
+    let folder = Dir::new();
+    let (input, closed) = (folder.path("in"), folder.path("closed"));
     write(&input, &[tensor("q", "F32", Q), tensor("k", "F32", KV), tensor("v", "F32", KV)], &[]);
     std::fs::create_dir(&closed).unwrap();
     std::fs::set_permissions(&closed, PermissionsExt::from_mode(0o555)).unwrap();
@@ -278,8 +278,8 @@ fn files_that_are_not_there_are_named() {
 
 #[test]
 fn problems_and_specs_with_unknown_or_bad_fields_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("x.ron");
+    let folder = Dir::new();
+    let path = folder.path("x.ron");
     let problem = "(batch: 1, seqlen_q: 64, seqlen_k: 64, heads_q: 2, heads_kv: 2, head_dim: 64, head_dim_v: \
                    64, mask: (left: None, right: Some(0)), dtype: bf16)";
     std::fs::write(&path, problem).unwrap();

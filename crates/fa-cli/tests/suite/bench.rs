@@ -1,6 +1,6 @@
 //! `fa bench`: the record's shape, files, and what it measures.
 
-use crate::common::{fa, text};
+use crate::common::{Dir, fa, repository, text};
 
 #[test]
 fn json_has_a_row_per_shape_and_pass() {
@@ -49,8 +49,8 @@ fn json_has_a_row_per_shape_and_pass() {
 
 #[test]
 fn files_are_written_and_the_table_shown() {
-    let folder = tempfile::tempdir().unwrap();
-    let (json, plot) = (folder.path().join("b.json"), folder.path().join("b.svg"));
+    let folder = Dir::new();
+    let (json, plot) = (folder.path("b.json"), folder.path("b.svg"));
     let shown = fa(&format!(
         "bench --headdim 16 --seqlen 32,64 --heads 2 --mode both --backend reference --seconds 0.001 --json \
          {} --plot {}",
@@ -76,4 +76,38 @@ fn files_are_written_and_the_table_shown() {
     let circles = drawing.descendants().filter(|node| node.tag_name().name() == "circle");
     assert_eq!(circles.filter(|circle| circle.attribute("fill") == Some("none")).count(), 4);
     assert!(texts.iter().any(|text| text.starts_with("f32 multiply-add peak")), "{texts:?}");
+}
+
+#[test]
+fn plots_of_records_are_drawn_again_from_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("again.svg");
+    for name in ["sm90", "sm90-bwd", "sm80", "sm80-bwd"] {
+        let stored = repository(&format!("docs/results/marks-{name}-h100"));
+        let record = stored.with_extension("json");
+        fa(&format!("bench --draw {} --plot {}", text(&record), text(&plot))).good();
+        let (drawn, kept) =
+            (std::fs::read_to_string(&plot), std::fs::read_to_string(stored.with_extension("svg")));
+        let drawn = drawn.unwrap();
+        assert!(drawn == kept.unwrap(), "{name}: fa bench --draw draws another plot than is kept");
+        // One legend: every library is named once.
+        for library in ["fa (this project)", "cudnn", "fa2"] {
+            let count = drawn.lines().filter(|line| line.trim() == library).count();
+            assert_eq!(
+                count,
+                usize::from(library != "cudnn" || drawn.contains("cudnn")),
+                "{name}: {library}"
+            );
+        }
+    }
+    // A record of the CPU, and what is none.
+    let json = folder.path().join("cpu.json");
+    let line = "bench --headdim 16 --seqlen 32,64 --heads 2 --backend reference --seconds 0.001 --json";
+    fa(&format!("{line} {}", text(&json))).good();
+    fa(&format!("bench --draw {} --plot {}", text(&json), text(&plot))).good();
+    assert!(std::fs::read_to_string(&plot).unwrap().contains("head dim 16"));
+    std::fs::write(&json, "{}").unwrap();
+    let none = fa(&format!("bench --draw {} --plot {}", text(&json), text(&plot)));
+    assert!(none.code == 2 && none.stderr.contains("no record of fa bench"), "{none:?}");
+    assert_eq!(fa(&format!("bench --draw {}", text(&json))).code, 2);
 }

@@ -1,30 +1,8 @@
 //! `fa check`: verdicts and their exit codes.
 
-use std::path::PathBuf;
-
-use crate::common::{Tensor, fa, noise, text, write};
+use crate::common::{Dir, Tensor, fa, noise, text};
 
 const SHAPE: &[usize] = &[1, 3, 2, 4];
-
-/// A folder with one file per list of values, each an `out` of SHAPE.
-struct Files {
-    folder: tempfile::TempDir,
-}
-
-impl Files {
-    fn new() -> Files {
-        Files { folder: tempfile::tempdir().unwrap() }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn write(&self, name: &str, tensors: &[Tensor]) -> String {
-        write(&self.path(name), tensors, &[]);
-        text(&self.path(name)).to_owned()
-    }
-}
 
 fn out(dtype: &'static str, values: Vec<f64>) -> Tensor<'static> {
     ("out", dtype, SHAPE, values)
@@ -32,7 +10,7 @@ fn out(dtype: &'static str, values: Vec<f64>) -> Tensor<'static> {
 
 #[test]
 fn differences_are_judged_by_the_rounding_of_the_type() {
-    let files = Files::new();
+    let files = Dir::new();
     let base = noise(3, 24);
     let shifted = |by: f64| {
         let mut values = base.clone();
@@ -69,7 +47,7 @@ fn differences_are_judged_by_the_rounding_of_the_type() {
 
 #[test]
 fn tolerances_given_replace_the_rule() {
-    let files = Files::new();
+    let files = Dir::new();
     let a = files.write("a", &[out("F32", vec![100.5; 24])]);
     let b = files.write("b", &[out("F32", vec![100.0; 24])]);
     for (flags, code) in [
@@ -89,7 +67,7 @@ fn tolerances_given_replace_the_rule() {
 
 #[test]
 fn infinities_and_nan_must_be_at_the_same_places() {
-    let files = Files::new();
+    let files = Dir::new();
     let with = |at: usize, value: f64| {
         let mut values = noise(5, 24);
         values[at] = value;
@@ -111,7 +89,7 @@ fn infinities_and_nan_must_be_at_the_same_places() {
 
 #[test]
 fn inputs_show_which_of_two_outputs_is_wrong() {
-    let files = Files::new();
+    let files = Dir::new();
     let input: Vec<Tensor> = vec![
         ("q", "BF16", &[1, 9, 2, 16], noise(1, 9 * 32)),
         ("k", "BF16", &[1, 9, 1, 16], noise(2, 9 * 16)),
@@ -149,7 +127,7 @@ fn inputs_show_which_of_two_outputs_is_wrong() {
 
 #[test]
 fn what_cannot_be_compared_is_refused() {
-    let files = Files::new();
+    let files = Dir::new();
     let a = files.write("a", &[out("F32", noise(1, 24))]);
     let other_shape = files.write("b", &[("out", "F32", &[1, 2, 3, 4], noise(1, 24))]);
     let lse = files.write("c", &[("lse", "F32", &[24], noise(1, 24))]);
@@ -179,7 +157,7 @@ fn inputs(seqlen: usize) -> Vec<(String, Vec<usize>, Vec<f64>)> {
     vec![tensor("q", 1), tensor("k", 2), tensor("v", 3)]
 }
 
-fn write_inputs(files: &Files, name: &str, seqlen: usize) -> String {
+fn write_inputs(files: &Dir, name: &str, seqlen: usize) -> String {
     let tensors = inputs(seqlen);
     let tensors: Vec<Tensor> = tensors
         .iter()
@@ -190,7 +168,7 @@ fn write_inputs(files: &Files, name: &str, seqlen: usize) -> String {
 
 #[test]
 fn what_an_output_was_computed_with_is_named_where_flags_say_otherwise() {
-    let files = Files::new();
+    let files = Dir::new();
     let input = write_inputs(&files, "in", 9);
     // (flags of the run, what a check without them notes)
     for (flags, notes) in [
@@ -200,7 +178,7 @@ fn what_an_output_was_computed_with_is_named_where_flags_say_otherwise() {
         ("--scale 0.5", "scale = 0.5 (--scale)"),
         ("--softcap 3", "softcap = 3 (--softcap)"),
     ] {
-        let output = text(&files.path("out")).to_owned();
+        let output = files.file("out");
         fa(&format!("run {input} {flags} -o {output}")).good();
         for pair in [
             format!("{output} {output} --inputs {input}"),
@@ -215,7 +193,7 @@ fn what_an_output_was_computed_with_is_named_where_flags_say_otherwise() {
         }
     }
     // And the other way round: flags that the output was not computed with.
-    let output = text(&files.path("plain")).to_owned();
+    let output = files.file("plain");
     fa(&format!("run {input} -o {output}")).good();
     for (flags, notes) in [
         ("--causal", "causal = false (--causal)"),
@@ -229,9 +207,9 @@ fn what_an_output_was_computed_with_is_named_where_flags_say_otherwise() {
 
 #[test]
 fn inputs_of_another_shape_are_named_with_the_tensor_and_the_shapes() {
-    let files = Files::new();
+    let files = Dir::new();
     let (input, other) = (write_inputs(&files, "in", 9), write_inputs(&files, "other", 7));
-    let output = text(&files.path("out")).to_owned();
+    let output = files.file("out");
     fa(&format!("run {input} -o {output}")).good();
     for (tensor, shapes) in [
         ("out", ["tensor 'out' has shape [1, 9, 2, 8]", "give [1, 7, 2, 8]"]),

@@ -58,6 +58,39 @@ pub fn fa_with(args: &[&str], variables: &[(&str, &str)]) -> Outcome {
     }
 }
 
+/// A folder of a test's own, which goes with it.
+pub struct Dir(tempfile::TempDir);
+
+impl Dir {
+    pub fn new() -> Dir {
+        Dir(tempfile::tempdir().expect("a folder for temporary files"))
+    }
+
+    pub fn root(&self) -> &Path {
+        self.0.path()
+    }
+
+    pub fn path(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.root().join(name)
+    }
+
+    /// A path as an argument of the program.
+    pub fn file(&self, name: impl AsRef<Path>) -> String {
+        text(&self.path(name)).to_owned()
+    }
+
+    /// Writes a file of tensors; its path as an argument.
+    pub fn write(&self, name: &str, tensors: &[Tensor]) -> String {
+        write(&self.path(name), tensors, &[]);
+        self.file(name)
+    }
+
+    /// The names of its files, hidden ones too.
+    pub fn listing(&self) -> Vec<String> {
+        listing(self.root())
+    }
+}
+
 /// A file of this repository.
 pub fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)

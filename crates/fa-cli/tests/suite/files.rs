@@ -1,6 +1,6 @@
 //! Files that are read and written: what is there already, what is no file, and disks that are full.
 
-use crate::common::{fa, fa_args, listing, noise, text, write};
+use crate::common::{Dir, fa, fa_args, noise, text, write};
 
 /// q, k and v of a small problem.
 fn inputs(path: &std::path::Path) {
@@ -13,8 +13,8 @@ fn inputs(path: &std::path::Path) {
 fn an_output_keeps_the_permissions_and_the_links_that_are_there() {
     use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let folder = Dir::new();
+    let at = |name: &str| folder.path(name);
     inputs(&at("in"));
     fs::write(at("private"), "old").unwrap();
     fs::set_permissions(at("private"), fs::Permissions::from_mode(0o600)).unwrap();
@@ -30,15 +30,15 @@ fn an_output_keeps_the_permissions_and_the_links_that_are_there() {
     symlink("in", at("alias")).unwrap();
     let refused = fa_args(&["run", text(&at("in")), "-o", text(&at("alias"))]);
     assert!(refused.code == 2 && refused.stderr.contains("it is the input file"), "{refused:?}");
-    assert_eq!(listing(folder.path()), ["alias", "in", "link", "private"]);
+    assert_eq!(folder.listing(), ["alias", "in", "link", "private"]);
 }
 
 /// A limit on the length of files stands for a full disk: the write fails, some bytes in.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_reported_with_the_name_of_the_target() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str| folder.path().join(name);
+    let folder = Dir::new();
+    let at = |name: &str| folder.path(name);
     let tensor = |name, seed| -> crate::common::Tensor { (name, "F32", &[1, 64, 2, 8], noise(seed, 1024)) };
     write(&at("in"), &[tensor("q", 1), tensor("k", 2), tensor("v", 3)], &[]);
     let target = text(&at("target")).to_owned();
@@ -54,7 +54,7 @@ fn a_full_disk_is_reported_with_the_name_of_the_target() {
         assert_eq!(done.status.code(), Some(2), "{line}: {stderr}");
         assert!(stderr.contains(&format!("error: cannot write {target}: ")), "{line}: {stderr}");
         assert!(!stderr.contains(".fa-"), "{line}: {stderr}");
-        assert_eq!(listing(folder.path()), ["in"], "{line}");
+        assert_eq!(folder.listing(), ["in"], "{line}");
     }
 }
 
@@ -62,8 +62,8 @@ fn a_full_disk_is_reported_with_the_name_of_the_target() {
 #[cfg(unix)]
 #[test]
 fn a_named_pipe_is_refused_at_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let pipe = folder.path().join("pipe");
+    let folder = Dir::new();
+    let pipe = folder.path("pipe");
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     for line in [format!("run {}", text(&pipe)), format!("check {0} {0}", text(&pipe))] {
         let outcome = fa(&line);
@@ -76,8 +76,8 @@ fn a_named_pipe_is_refused_at_once() {
 /// take.
 #[test]
 fn names_that_are_there_twice_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("in");
+    let folder = Dir::new();
+    let path = folder.path("in");
     let entry = r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
     for (header, part) in [
         (format!(r#"{{"q":{entry},"q":{entry}}}"#), "tensor 'q' is there twice"),

@@ -1,6 +1,6 @@
 //! Help, manual pages, completions and `fa doctor`.
 
-use crate::common::{fa, fa_args, listing, text};
+use crate::common::{Dir, fa, fa_args, listing, text};
 
 const COMMANDS: [&str; 11] =
     ["run", "plan", "check", "bench", "build", "validate", "tune", "ladder", "doctor", "completions", "man"];
@@ -21,8 +21,8 @@ fn every_command_has_help_with_examples_and_a_manual_page() {
 
 #[test]
 fn the_manual_is_written_as_pages_of_a_folder() {
-    let folder = tempfile::tempdir().unwrap();
-    let pages = folder.path().join("man/man1");
+    let folder = Dir::new();
+    let pages = folder.path("man/man1");
     let said = fa_args(&["man", "--out", text(&pages)]).good();
     let written = listing(&pages);
     let mut expected: Vec<String> = COMMANDS.iter().map(|name| format!("fa-{name}.1")).collect();
@@ -35,7 +35,7 @@ fn the_manual_is_written_as_pages_of_a_folder() {
     let one = std::fs::read_to_string(pages.join("fa-plan.1")).unwrap();
     assert_eq!(one, fa("man plan").good());
     // A file in the folder's place, and a page beside the folder.
-    let file = folder.path().join("file");
+    let file = folder.path("file");
     std::fs::write(&file, "x").unwrap();
     let refused = fa_args(&["man", "--out", text(&file)]);
     assert!(refused.code == 2 && refused.stderr.contains("cannot write"), "{refused:?}");

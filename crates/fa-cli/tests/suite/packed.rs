@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use crate::common::{Tensor, fa, metadata, noise, read, repository, text, write};
+use crate::common::{Dir, Tensor, fa, metadata, noise, read, repository, text, write};
 
 const BACKENDS: [&str; 2] = ["cpu", "reference"];
 
@@ -13,8 +13,8 @@ fn example(name: &str) -> String {
 }
 
 /// Runs an example on a backend; the output's path.
-fn run(folder: &tempfile::TempDir, name: &str, flags: &str, backend: &str) -> String {
-    let output = text(&folder.path().join(format!("{name}-{backend}"))).to_owned();
+fn run(folder: &Dir, name: &str, flags: &str, backend: &str) -> String {
+    let output = folder.file(format!("{name}-{backend}"));
     let input = example(name);
     fa(&format!("run {input} {flags} --backend {backend} -o {output}")).good();
     output
@@ -48,7 +48,7 @@ const EXAMPLES: [Expected; 4] = [
 
 #[test]
 fn the_examples_come_out_as_their_script_computed_them() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Dir::new();
     for (name, flags, mask, shapes) in EXAMPLES {
         for backend in BACKENDS {
             let output = run(&folder, name, flags, backend);
@@ -68,9 +68,9 @@ fn the_examples_come_out_as_their_script_computed_them() {
 
 #[test]
 fn a_wrong_output_of_packed_sequences_is_off() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Dir::new();
     let output = run(&folder, "packed-causal", "--causal", "cpu");
-    let full = text(&folder.path().join("full")).to_owned();
+    let full = folder.file("full");
     fa(&format!("run {} -o {full}", example("packed-causal"))).good();
     let verdict = fa(&format!("check {output} {full} --inputs {} --causal", example("packed-causal")));
     assert!(verdict.code == 1 && verdict.stdout.contains("B is off"), "{verdict:?}");
@@ -79,7 +79,7 @@ fn a_wrong_output_of_packed_sequences_is_off() {
 
 #[test]
 fn rows_of_no_sequence_see_nothing() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Dir::new();
     let output = run(&folder, "packed-causal", "--causal --backward", "cpu");
     let written = read(&PathBuf::from(&output));
     let last = |name: &str, per_row: usize| {
@@ -116,8 +116,8 @@ fn the_report_says_how_sequences_lie_and_counts_their_work() {
 /// A batch of sequences as one file of packed tensors, and one file for each sequence.
 #[test]
 fn packed_sequences_are_the_sequences_one_by_one() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let folder = Dir::new();
+    let path = |name: &str| folder.path(name);
     let (starts_q, starts_k) = ([0usize, 5, 5, 6, 13], [0usize, 9, 12, 12, 19]);
     let (total_q, total_k, heads, heads_kv, dim) = (14, 20, 4, 2, 8);
     let [q, k, v, dout] =
@@ -173,8 +173,8 @@ fn packed_sequences_are_the_sequences_one_by_one() {
     }
 }
 
-/// The packed example's tensors, one of them replaced.
-fn with(name: &str, tensor: Option<Tensor>) -> PathBuf {
+/// A file of an example's tensors, one of them replaced.
+fn with(folder: &Dir, name: &str, tensor: Option<Tensor>) -> String {
     let shapes: Vec<(String, String, Vec<usize>, Vec<f64>)> =
         read(&PathBuf::from(example(name))).into_iter().map(|(name, (d, s, v))| (name, d, s, v)).collect();
     let dropped = tensor.as_ref().map_or("", |tensor| tensor.0);
@@ -183,9 +183,7 @@ fn with(name: &str, tensor: Option<Tensor>) -> PathBuf {
         .map(|(name, dtype, shape, values)| (name.as_str(), dtype.as_str(), &shape[..], values.clone()))
         .collect();
     tensors.extend(tensor.filter(|tensor| !tensor.1.is_empty()));
-    let path = std::env::temp_dir().join(format!("fa-packed-{}-{dropped}.safetensors", std::process::id()));
-    write(&path, &tensors, &[]);
-    path
+    folder.write(name, &tensors)
 }
 
 #[test]
@@ -249,17 +247,17 @@ fn what_contradicts_itself_is_refused_by_the_tensors_name() {
         ("decode-paged", ("seqused_k", "I32", &[3], vec![1.0; 3]), &["seqused_k and cache_seqlens"]),
         ("sinks-window", ("sinks", "F32", &[4], vec![0.0; 4]), &["'sinks' has shape [4]", "must be 8"]),
     ];
+    let folder = Dir::new();
     for (name, tensor, parts) in cases {
         let what = format!("{name} with {}", tensor.0);
-        let path = with(name, Some(tensor));
+        let path = with(&folder, name, Some(tensor));
         for backend in BACKENDS {
-            let refused = fa(&format!("run {} --causal --backend {backend}", text(&path)));
+            let refused = fa(&format!("run {path} --causal --backend {backend}"));
             assert_eq!(refused.code, 2, "{what}: {refused:?}");
             for part in parts {
                 assert!(refused.stderr.contains(part), "{what}: '{part}' is not in {}", refused.stderr);
             }
         }
-        std::fs::remove_file(path).unwrap();
     }
     let refused = fa(&format!("run {} --causal --backward", example("decode-paged")));
     assert!(refused.code == 2 && refused.stderr.contains("keys lie in pages"), "{refused:?}");

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{fa, repository, text};
+use crate::common::{Dir, fa, repository, text};
 
 /// A Chromium: `FA_CHROMIUM`, or one on the path.
 fn chromium() -> Option<PathBuf> {
@@ -107,7 +107,7 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
         eprintln!("skipped: no Chromium on the path (FA_CHROMIUM names one)");
         return;
     };
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Dir::new();
     for (index, (flags, pass)) in [
         ("--headdim 128 --causal --seqlen 8192", "forward"),
         ("--headdim 192-128 --causal --mode bwd", "backward"),
@@ -119,12 +119,12 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
     .into_iter()
     .enumerate()
     {
-        let path = folder.path().join(format!("{index}.html"));
+        let path = folder.path(format!("{index}.html"));
         let records = repository("docs/results");
         let line = format!("plan {flags} --json -n 1 --report {} --records {}", text(&path), text(&records));
         let json = fa(&line).json();
         let page = std::fs::read_to_string(&path).unwrap();
-        let (found, numbers) = inspect(&browser, &page, folder.path());
+        let (found, numbers) = inspect(&browser, &page, folder.root());
         assert!(found.is_empty(), "{flags}: {found:#?}");
         let best = &json[pass]["plans"][0];
         let cost = &best["cost"];
@@ -139,8 +139,8 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
 
 #[test]
 fn pages_compare_with_records_and_say_where_there_is_none() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("page.html");
+    let folder = Dir::new();
+    let path = folder.path("page.html");
     let records = repository("docs/results");
     let page = |flags: &str| {
         fa(&format!("plan {flags} --report {} --records {}", text(&path), text(&records))).good();
@@ -155,7 +155,7 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
     let other = page("--arch sm86 --headdim 64");
     assert!(other.contains("no record has sm80_fwd-bf16-hd64") && other.contains("on sm86"));
     // Without records nothing is said of them.
-    let empty = folder.path().join("empty");
+    let empty = folder.path("empty");
     std::fs::create_dir(&empty).unwrap();
     let none = fa(&format!("plan --records {} --report {}", text(&empty), text(&path))).good();
     assert!(none.contains("report "));
@@ -168,8 +168,8 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
 
 #[test]
 fn why_and_spec_have_pages() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("page.html");
+    let folder = Dir::new();
+    let path = folder.path("page.html");
     let spec = repository("crates/fa-kernels/specs/sm90/hd128-causal-bf16.ron");
     let shown = fa(&format!("plan --headdim 256 --why tile_n=192 --report {}", text(&path))).good();
     let page = std::fs::read_to_string(&path).unwrap();

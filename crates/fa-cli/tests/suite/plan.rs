@@ -5,7 +5,7 @@ use fa_planner::guide::report::Query;
 use fa_planner::guide::search::SearchResult;
 use fa_planner::{HeadDims, Mode};
 
-use crate::common::{fa, fa_args, text};
+use crate::common::{Dir, fa, fa_args, text};
 
 #[test]
 fn json_lists_everything_and_n_limits_it() {
@@ -98,8 +98,8 @@ fn why_names_the_limit_with_need_and_have() {
 
 #[test]
 fn a_backward_from_a_file_is_judged_as_one() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("kernel.ron");
+    let folder = Dir::new();
+    let path = folder.path("kernel.ron");
     let spec = |tile_m: u32| {
         format!(
             "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm90Bwd((tile_m: {tile_m}, \
@@ -124,8 +124,8 @@ fn a_backward_from_a_file_is_judged_as_one() {
 
 #[test]
 fn a_kernel_from_a_file_is_judged_alone() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("kernel.ron");
+    let folder = Dir::new();
+    let path = folder.path("kernel.ron");
     let spec = |tile_n: u32| {
         format!(
             "(dtype: bf16, head_dim: 128, head_dim_v: 128, mask: full, kernel: Sm80Fwd((tile_m: 128, tile_n: \
@@ -152,7 +152,7 @@ fn a_kernel_from_a_file_is_judged_alone() {
 
 #[test]
 fn reports_are_one_self_contained_page() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Dir::new();
     for (index, (flags, parts)) in [
         (
             "--headdim 128 --causal --seqlen 8192",
@@ -168,7 +168,7 @@ fn reports_are_one_self_contained_page() {
     .into_iter()
     .enumerate()
     {
-        let path = folder.path().join(format!("{index}.html"));
+        let path = folder.path(format!("{index}.html"));
         let shown = fa(&format!("plan {flags} --report {}", text(&path))).good();
         assert!(shown.contains("report "), "{flags}");
         let page = std::fs::read_to_string(&path).unwrap();
@@ -208,9 +208,9 @@ fn plans_without_a_kernel_say_so_first() {
         assert!(!fa(line).good().contains(NOTE), "{line}");
         assert!(fa(&format!("{line} -n 1 --json")).json().get("no_kernel").is_none(), "{line}");
     }
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Dir::new();
     let page = |arch: &str| {
-        let path = folder.path().join(format!("{arch}.html"));
+        let path = folder.path(format!("{arch}.html"));
         fa_args(&["plan", "--arch", arch, "--report", path.to_str().unwrap()]).good();
         std::fs::read_to_string(path).unwrap()
     };

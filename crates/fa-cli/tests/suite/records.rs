@@ -1,6 +1,6 @@
 //! `fa validate` without a GPU: records against sources, and what it says where it cannot run.
 
-use crate::common::{fa, fa_args, repository, text};
+use crate::common::{Dir, fa, fa_args, repository, text};
 
 #[test]
 fn no_shipped_kernel_changed_since_its_validation_unless_the_results_say_why() {
@@ -12,12 +12,12 @@ fn no_shipped_kernel_changed_since_its_validation_unless_the_results_say_why() {
 
 #[test]
 fn kernels_without_record_and_reason_are_a_bad_verdict() {
-    let results = tempfile::tempdir().unwrap();
-    let check = || fa_args(&["validate", "--check-records", "--results", text(results.path())]);
+    let results = Dir::new();
+    let check = || fa_args(&["validate", "--check-records", "--results", text(results.root())]);
     let done = check();
     assert_eq!(done.code, 1, "{}{}", done.stdout, done.stderr);
     assert!(done.stdout.contains("never validated") && done.stdout.contains("fa validate --record"));
-    let list = results.path().join("unvalidated.ron");
+    let list = results.path("unvalidated.ron");
     std::fs::write(
         &list,
         "(kernels: {\"sm90_fwd\": \"new\", \"sm90_bwd\": \"new\", \"sm80_fwd\": \"no GPU at \
@@ -31,8 +31,8 @@ fn kernels_without_record_and_reason_are_a_bad_verdict() {
     assert!(check().stderr.contains("sm90_fwd has no reason"));
     std::fs::write(&list, "(kernels: [])").unwrap();
     assert_eq!(check().code, 1);
-    std::fs::create_dir(results.path().join("validate")).unwrap();
-    std::fs::write(results.path().join("validate/broken.json"), "{").unwrap();
+    std::fs::create_dir(results.path("validate")).unwrap();
+    std::fs::write(results.path("validate/broken.json"), "{").unwrap();
     assert!(check().stderr.contains("broken.json"));
 }
 

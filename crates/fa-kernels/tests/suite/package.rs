@@ -32,3 +32,31 @@ fn the_package_holds_the_shipped_specs_the_headers_and_the_tuned_tables() {
         assert!(missing.is_empty(), "cargo package in {} leaves out {missing:?}", folder.display());
     }
 }
+
+#[test]
+fn published_crates_say_what_they_are() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read =
+        |path: &Path| std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let workspace = read(&root.join("Cargo.toml"));
+    for field in ["license = ", "readme = ", "keywords = ", "categories = ", "rust-version = "] {
+        assert!(workspace.contains(field), "the workspace's Cargo.toml has no {field}");
+    }
+    for name in ["fa-core", "fa-planner", "fa-kernels", "fa-cpu", "fa-attn", "fa-emu", "fa-lab", "fa-cli"] {
+        let manifest = read(&root.join(format!("crates/{name}/Cargo.toml")));
+        let own = [
+            "description = \"",
+            "license.workspace",
+            "readme.workspace",
+            "keywords.workspace",
+            "categories.",
+        ];
+        for field in own {
+            assert!(manifest.contains(field), "{name}: no {field}");
+        }
+        // No public address of the sources is known: a crate without `repository` is valid, one with a wrong
+        // address misleads. Once there is one it stands in the workspace's Cargo.toml for all.
+        let known = workspace.contains("repository = ");
+        assert_eq!(manifest.contains("repository"), known, "{name}: repository");
+    }
+}

@@ -38,6 +38,11 @@ pub struct BenchArgs {
     /// Draw rate over sequence length to an SVG file
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
+    /// Draw the plot of this record, which --json wrote before; nothing is measured
+    #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = [
+        "json", "backend", "seconds", "marks", "peers"
+    ])]
+    pub draw: Option<PathBuf>,
 }
 
 const BENCH_EXAMPLES: &str = "\
@@ -48,6 +53,7 @@ Examples:
   fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
+  fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \

@@ -1,79 +1,191 @@
 //! The plot: one panel per head dim, mask and type, our rate and the others' over sequence length.
 
-use fa_lab::bench::report::{Report, Row};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use fa_lab::bench::report::Report;
+use fa_lab::read_text;
+use fa_lab::shape::pair;
+use serde::Deserialize;
 
 use crate::draw::chart::{Chart, Series};
 use crate::draw::plot::{self, Panel};
+use crate::term::failure::InputError;
 
 /// Panels side by side.
 const COLUMNS: usize = 2;
 
-/// Draws the report as an SVG document.
-///
-/// # Errors
-/// What the drawing library reports.
-pub fn panels(report: &Report) -> anyhow::Result<String> {
-    let mut titles: Vec<String> = Vec::new();
-    let title = |row: &Row| {
-        let pass = if row.kind == "bwd" { "Backward" } else { "Forward" };
-        // The groups of the marks name their type.
-        let shapes = if row.group == "all" { row.shape.dtype.to_string() } else { row.group.to_owned() };
-        format!("{pass}, head dim {}, {}, {shapes}", row.shape.head_dims(), row.shape.mask)
-    };
-    for row in report.rows.iter().filter(|row| row.error.is_none()) {
-        if !titles.contains(&title(row)) {
-            titles.push(title(row));
-        }
-    }
-    let panel = |title_of: String| {
-        let rows: Vec<&Row> =
-            report.rows.iter().filter(|row| row.error.is_none() && title(row) == title_of).collect();
-        let series = lines(report, &rows);
-        let y_label = rows.first().map_or("TFLOP/s", |row| row.unit.name());
-        let x_label = "keys per sequence";
-        Box::new(Chart { title: title_of, x_label, y_label, ceiling: None, series }) as Box<dyn Panel>
-    };
-    let panels: Vec<Box<dyn Panel>> = titles.into_iter().map(panel).collect();
-    let heading = format!("{}, medians of {} launches", report.provenance.device.gpu, report.reps);
-    plot::sheet(&heading, COLUMNS, &panels)
+/// A record as `--json` writes it, as far as it is drawn.
+#[derive(Deserialize)]
+pub struct Record {
+    /// Of records of the CPU there is none.
+    gpu: Option<String>,
+    machine: Option<Machine>,
+    reps: Option<usize>,
+    rows: Vec<Row>,
 }
 
-fn lines(report: &Report, rows: &[&Row]) -> Vec<Series> {
-    let point = |row: &Row, rate: f64| (row.shape.seqlen_k as f64, rate);
-    let mut series: Vec<Series> = Vec::new();
+#[derive(Deserialize)]
+struct Machine {
+    cpu: String,
+}
+
+#[derive(Deserialize)]
+struct Row {
+    kind: String,
+    group: Option<String>,
+    seqlen_k: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    mask: String,
+    dtype: String,
+    spec: String,
+    tflops: f64,
+    /// Of records before there were units, TFLOP/s.
+    rate: Option<f64>,
+    unit: Option<String>,
+    #[serde(default)]
+    peers: BTreeMap<String, f64>,
+    #[serde(default)]
+    recorded: BTreeMap<String, f64>,
+    error: Option<String>,
+}
+
+impl Row {
+    fn rate(&self) -> f64 {
+        self.rate.unwrap_or(self.tflops)
+    }
+
+    fn title(&self) -> String {
+        let pass = if self.kind == "bwd" { "Backward" } else { "Forward" };
+        // The groups of the marks name their type.
+        let shapes = self.group.as_ref().filter(|group| *group != "all").unwrap_or(&self.dtype);
+        let head_dims = pair(self.head_dim, self.head_dim_v, '-');
+        format!("{pass}, head dim {head_dims}, {}, {shapes}", self.mask)
+    }
+}
+
+impl Record {
+    /// Reads a record.
+    ///
+    /// # Errors
+    /// [`InputError`] for a file that is none.
+    pub fn read(path: &Path) -> anyhow::Result<Record> {
+        let none = |e| InputError::Usage(format!("{} is no record of fa bench: {e}", path.display()));
+        Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)
+    }
+
+    /// What a run has just found, as its record will have it.
+    ///
+    /// # Errors
+    /// None that a report can cause.
+    pub fn of(report: &Report) -> anyhow::Result<Record> {
+        Ok(serde_json::from_value(serde_json::to_value(report)?)?)
+    }
+
+    /// Draws the record as an SVG document: one legend, one scale for the panels of a row.
+    ///
+    /// # Errors
+    /// What the drawing library reports.
+    pub fn draw(&self) -> anyhow::Result<String> {
+        let rows: Vec<&Row> = self.rows.iter().filter(|row| row.error.is_none()).collect();
+        let mut titles: Vec<String> = Vec::new();
+        for row in &rows {
+            if !titles.contains(&row.title()) {
+                titles.push(row.title());
+            }
+        }
+        let mut colors = Colors::default();
+        let mut charts: Vec<Chart> = Vec::new();
+        for title in titles {
+            let own: Vec<&Row> = rows.iter().copied().filter(|row| row.title() == title).collect();
+            let unit = own.first().and_then(|row| row.unit.as_deref());
+            let y_label = if unit == Some("TB/s") { "TB/s" } else { "TFLOP/s" };
+            let series = lines(&own, &mut colors);
+            let x_label = "keys per sequence";
+            charts.push(Chart { title, x_label, y_label, ceiling: None, series, shared: None });
+        }
+        for row in charts.chunks_mut(COLUMNS) {
+            let mut tops: BTreeMap<&str, f64> = BTreeMap::new();
+            for chart in row.iter() {
+                let top = tops.entry(chart.y_label).or_insert(0.0);
+                *top = top.max(chart.top());
+            }
+            for chart in row {
+                chart.shared = Some(tops[chart.y_label]);
+            }
+        }
+        let machine = self.gpu.as_ref().or(self.machine.as_ref().map(|machine| &machine.cpu));
+        let medians = self.reps.map_or("medians".to_owned(), |reps| format!("medians of {reps} launches"));
+        let heading = format!("{}, {medians}", machine.map_or("a machine", |name| name));
+        let panels: Vec<Box<dyn Panel>> =
+            charts.into_iter().map(|chart| Box::new(chart) as Box<dyn Panel>).collect();
+        plot::sheet_with_legend(&heading, &colors.legend(), COLUMNS, &panels)
+    }
+}
+
+/// Ours, and the peers that have a colour of their own in every plot.
+const KNOWN: [(&str, usize); 7] =
+    [(OURS, 0), ("cudnn", 1), ("fa4", 2), ("fa3", 3), ("fa2", 4), ("cutile (recorded)", 5), ("flex", 6)];
+const OURS: &str = "fa (this project)";
+
+/// Which name has which colour.
+#[derive(Default)]
+struct Colors(Vec<(String, usize, bool)>);
+
+impl Colors {
+    fn of(&mut self, name: &str, dashed: bool) -> usize {
+        if let Some((_, color, _)) = self.0.iter().find(|(known, ..)| known == name) {
+            return *color;
+        }
+        let known = KNOWN.iter().find(|(known, _)| *known == name).map(|(_, color)| *color);
+        let free = || (0..).find(|color| self.0.iter().all(|(_, used, _)| used != color)).unwrap_or(0);
+        let color = known.unwrap_or_else(free);
+        self.0.push((name.to_owned(), color, dashed));
+        color
+    }
+
+    /// In the order of colours, ours first.
+    fn legend(&self) -> Vec<plot::Key> {
+        let mut keys = self.0.clone();
+        keys.sort_by_key(|(_, color, dashed)| (*dashed, *color));
+        let key = |(name, color, dashed)| plot::Key { name, color, dashed };
+        keys.into_iter().map(key).collect()
+    }
+}
+
+fn lines(rows: &[&Row], colors: &mut Colors) -> Vec<Series> {
     // Several kernels of ours on one shape are a line each.
-    let mut count = std::collections::BTreeMap::new();
-    rows.iter().for_each(|row| *count.entry(row.shape.seqlen_k).or_insert(0usize) += 1);
+    let mut count = BTreeMap::new();
+    rows.iter().for_each(|row| *count.entry(row.seqlen_k).or_insert(0usize) += 1);
     let many = count.values().any(|&n| n > 1);
+    let mut series: Vec<Series> = Vec::new();
+    let mut add =
+        |name: &str, dashed: bool, point: (f64, f64)| match series.iter_mut().find(|line| line.label == name)
+        {
+            Some(line) => line.points.push(point),
+            None => {
+                let color = colors.of(name, dashed);
+                series.push(Series { color, label: name.to_owned(), points: vec![point], dashed });
+            }
+        };
     for row in rows {
-        let label = if many { row.spec.clone() } else { "fa (this project)".to_owned() };
-        match series.iter_mut().find(|line| line.label == label) {
-            Some(line) => line.points.push(point(row, row.rate)),
-            None => series.push(Series {
-                color: series.len(),
-                label,
-                points: vec![point(row, row.rate)],
-                dashed: false,
-            }),
+        let name = if many { &row.spec } else { OURS };
+        add(name, false, (row.seqlen_k as f64, row.rate()));
+    }
+    for row in rows {
+        for (name, rate) in &row.peers {
+            add(name, true, (row.seqlen_k as f64, *rate));
+        }
+        if let Some(rate) = row.recorded.get("cutile") {
+            add("cutile (recorded)", true, (row.seqlen_k as f64, *rate));
         }
     }
-    let ours = series.len();
-    let mut others = |color: usize, name: &str, rate: &dyn Fn(&Row) -> Option<f64>| {
-        let mut points: Vec<(f64, f64)> =
-            rows.iter().filter_map(|row| Some(point(row, rate(row)?))).collect();
-        points.dedup_by(|a, b| a.0 == b.0);
-        if !points.is_empty() {
-            series.push(Series { label: name.to_owned(), points, color, dashed: true });
-        }
-    };
-    // A peer has one colour in all panels, whoever is missing there.
-    let names = report.peer_names();
-    for (index, name) in names.iter().enumerate() {
-        others(ours + index, name, &|row| row.peers.get(name).copied());
-    }
-    others(ours + names.len(), "cutile (recorded)", &|row| row.recorded.get("cutile").copied());
     for line in &mut series {
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        if line.dashed {
+            line.points.dedup_by(|a, b| a.0 == b.0);
+        }
     }
     series
 }

@@ -24,7 +24,7 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let options = options(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.plot.as_deref())?;
     let report = bench::run(&options, &mut progress::steps())?;
-    destinations.write(&report, || draw::panels(&report), || table::table(&report))?;
+    destinations.write(&report, || draw::Record::of(&report)?.draw(), || table::table(&report))?;
     Ok(if report.rows.iter().all(|row| row.error.is_none()) { Verdict::Good } else { Verdict::Bad })
 }
 

@@ -79,6 +79,7 @@ pub fn draw(report: &Report) -> anyhow::Result<String> {
                     y_label: "TFLOP/s",
                     ceiling: None,
                     series: lines(&tiles),
+                    shared: None,
                 }));
                 let title = "The same as ratio to small tiles, geometric mean over lengths".to_owned();
                 panels.push(Box::new(ratios(title, "B200", &tiles)));

@@ -1,0 +1,41 @@
+"""The functions on jax's arrays and on numpy's bfloat16.
+
+pip install jax pytest && python -m pytest tests/test_jax.py
+"""
+
+import numpy as np
+import pytest
+import reference
+
+import fa_attn
+
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_arrays_of_jax(dtype):
+    jax = pytest.importorskip("jax")
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    q, k, v, dout = (jax.random.normal(key, (1, 33, 4, 32)).astype(dtype) for key in keys)
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert isinstance(out, jax.Array) and out.dtype == dtype and lse.shape == (1, 4, 33)
+    plain = [np.asarray(x[0], np.float64) for x in (q, k, v, dout)]
+    want, want_lse, _ = reference.attention(*plain[:3], causal=True)
+    assert np.abs(np.asarray(out[0], np.float64) - want).max() < TOLERANCE[dtype] * 2
+    assert np.abs(np.asarray(lse[0], np.float64) - want_lse).max() < TOLERANCE[dtype] * 2
+    grads = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True)
+    for got, grad in zip(grads, reference.gradients(plain[3], *plain[:3], causal=True)):
+        assert got.dtype == dtype
+        assert np.abs(np.asarray(got[0], np.float64) - grad).max() < TOLERANCE[dtype] * 16
+    with pytest.raises(fa_attn.UnsupportedError, match="in place"):
+        fa_attn.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=3)
+
+
+def test_bfloat16_of_numpy():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 20, 2, 32)).astype(ml_dtypes.bfloat16) for _ in range(3))
+    out = fa_attn.flash_attn_func(q, k, v)
+    assert out.dtype == ml_dtypes.bfloat16
+    want, _, _ = reference.attention(q[0], k[0], v[0])
+    assert np.abs(out[0].astype(np.float64) - want).max() < TOLERANCE["bfloat16"]
