@@ -277,8 +277,8 @@ fn planned<P>(
         match first_clean(plans.into_iter().map(|plan| plan.spec), &bind) {
             Ok(Some(Clean { bound, spec, .. })) => return Ok((bound, spec)),
             Ok(None) => {}
-            // A plan's registers are a prediction; another family's kernels may compile.
-            Err(error @ fa_kernels::Error::Refused { .. }) => {
+            // A plan's registers are a prediction, and TMA loads no pages of any size: another family may.
+            Err(error @ (fa_kernels::Error::Refused { .. } | fa_kernels::Error::Page { .. })) => {
                 first_error.get_or_insert(error.into());
             }
             Err(error) => return Err(error.into()),

@@ -109,17 +109,29 @@ impl Session {
         let bind = |spec: &KernelSpec| kernels.forward_with(&case.problem, spec);
         match (named, self.chosen.forward(case)) {
             (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
-            (None, Some(spec)) => Ok(self.first_clean(case, Pass::Forward, spec, bind)?),
+            (None, Some(spec)) => match self.first_clean(case, Pass::Forward, spec, bind) {
+                // Pages that none of the family loads: the library goes on to the next family.
+                Err(fa_kernels::Error::Page { .. }) => self.own_forward(case),
+                found => Ok(found?),
+            },
             (None, None) if case.split => {
                 let spec = choose::splitting(case, self.gpu.arch(), self.family)?;
                 Ok(self.first_clean(case, Pass::Forward, &spec, bind)?)
             }
-            // The forward before a backward is the library's own.
-            (None, None) => {
-                let family = self.other_family().filter(|_| !case.pass.is_backward());
-                Ok((self.gpu.forward(&case.problem, family)?, Vec::new()))
-            }
+            (None, None) => self.own_forward(case),
         }
+    }
+
+    /// The library's own choice: also the forward before a backward. Where the case compares it with its twin,
+    /// both have to compile cleanly.
+    fn own_forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
+        let family = self.other_family().filter(|_| !case.pass.is_backward());
+        let own = self.gpu.forward(&case.problem, family)?;
+        if choose::twin_reads(case).is_none() {
+            return Ok((own, Vec::new()));
+        }
+        let bind = |spec: &KernelSpec| self.gpu.kernels.forward_with(&case.problem, spec);
+        Ok(self.first_clean(case, Pass::Forward, &own.kernel().spec, bind)?)
     }
 
     /// `chosen`, or the next of the planner's kernels that compiles cleanly, by the library's own rule. Where
