@@ -122,8 +122,8 @@ impl Session {
         }
     }
 
-    /// The library's own choice: also the forward before a backward. Where the case compares it with its twin,
-    /// both have to compile cleanly.
+    /// The library's own choice, also of the forward before a backward. Where the case compares it with its
+    /// twin, both have to compile cleanly.
     fn own_forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
         let family = self.other_family().filter(|_| !case.pass.is_backward());
         let own = self.gpu.forward(&case.problem, family)?;
