@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
-use fa_attn::{Alibi, Append, Error, Lengths, Mask, Pass, Problem, Types};
+use fa_attn::{Append, Error, Pass, Problem, ProblemKey};
 use fa_core::Strides;
 use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaStream, result};
@@ -24,42 +24,8 @@ const KEPT: usize = 4096;
 /// A GPU with the kernels that were bound for its problems.
 pub struct Device {
     gpu: Gpu,
-    bound: Mutex<HashMap<Key, Arc<Entry>>>,
+    bound: Mutex<HashMap<(ProblemKey, Pass), Arc<Entry>>>,
     streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
-}
-
-/// All that a bound kernel depends on.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    lengths: Lengths,
-    heads: (usize, usize),
-    head_dims: (usize, usize),
-    mask: Mask,
-    types: Types,
-    scale: Option<u64>,
-    softcap: Option<u64>,
-    alibi: Option<Alibi>,
-    sinks: bool,
-    pass: Pass,
-}
-
-impl Key {
-    fn of(problem: &Problem, pass: Pass) -> Key {
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
-            *problem;
-        Key {
-            lengths,
-            heads: (heads_q, heads_kv),
-            head_dims: (head_dim, head_dim_v),
-            mask,
-            types,
-            scale: softmax_scale.map(f64::to_bits),
-            softcap: score.softcap.map(f64::to_bits),
-            alibi: score.alibi,
-            sinks: score.sinks,
-            pass,
-        }
-    }
 }
 
 /// A bound kernel.
@@ -121,7 +87,7 @@ impl Device {
     /// # Errors
     /// As [`Gpu::bind`].
     pub fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
-        let key = Key::of(problem, pass);
+        let key = (ProblemKey::from(problem), pass);
         if let Some(entry) = lock(&self.bound).get(&key) {
             return Ok(entry.clone());
         }

@@ -144,8 +144,8 @@ pub use element::Element;
 pub use engine::{Backend, CpuOptions, Engine, problem_of};
 pub use error::Error;
 pub use fa_core::{
-    Alibi, Append, Dtype, Family, Lengths, Mask, Merge, Pass, Problem, QueryPositions, Rotary, RotaryPairs,
-    RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
+    Alibi, Append, Dtype, Family, Lengths, Mask, Merge, Pass, Problem, ProblemKey, QueryPositions, Rotary,
+    RotaryPairs, RotaryQueries, ScoreMod, Side, SideRows, TensorLayout, Types,
 };
 pub use fa_cpu::append::append;
 pub use fa_cpu::simd::Isa;

@@ -6,7 +6,7 @@ use std::thread::ThreadId;
 
 use candle_core::Result;
 use fa_attn::device::{Bound, Gpu};
-use fa_attn::{Alibi, Lengths, Mask, Pass, Problem, Side, SideRows, Types};
+use fa_attn::{Lengths, Pass, Problem, ProblemKey, Side, SideRows};
 use fa_kernels::Kernels;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
@@ -26,7 +26,7 @@ const ROWS: usize = 1024;
 /// A GPU's kernels, for all of candle's devices on it.
 pub(crate) struct Device {
     gpu: Gpu,
-    bound: Mutex<HashMap<Key, Arc<Bound>>>,
+    bound: Mutex<HashMap<(ProblemKey, Pass), Arc<Bound>>>,
     workspaces: Mutex<HashMap<Turns, CudaSlice<u8>>>,
 }
 
@@ -36,40 +36,6 @@ type Turns = (usize, ThreadId);
 
 /// Workspaces that are kept at the most: threads come and go.
 const WORKSPACES: usize = 64;
-
-/// A pass of a problem.
-#[derive(PartialEq, Eq, Hash)]
-struct Key {
-    lengths: Lengths,
-    heads: [usize; 2],
-    head_dims: [usize; 2],
-    mask: Mask,
-    types: Types,
-    scale: Option<u64>,
-    softcap: Option<u64>,
-    alibi: Option<Alibi>,
-    sinks: bool,
-    pass: Pass,
-}
-
-impl Key {
-    fn of(problem: &Problem, pass: Pass) -> Key {
-        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
-            *problem;
-        Key {
-            lengths,
-            heads: [heads_q, heads_kv],
-            head_dims: [head_dim, head_dim_v],
-            mask,
-            types,
-            scale: softmax_scale.map(f64::to_bits),
-            softcap: score.softcap.map(f64::to_bits),
-            alibi: score.alibi,
-            sinks: score.sinks,
-            pass,
-        }
-    }
-}
 
 impl Device {
     /// That of a context; made when it is first asked for, and kept.
@@ -88,7 +54,7 @@ impl Device {
 
     /// The kernel for a pass of `problem`: chosen, compiled and checked when it first comes.
     pub(crate) fn bind(&self, problem: &Problem, pass: Pass) -> Result<Arc<Bound>> {
-        let key = Key::of(problem, pass);
+        let key = (ProblemKey::from(problem), pass);
         if let Some(bound) = lock(&self.bound).get(&key) {
             return Ok(bound.clone());
         }
@@ -169,7 +135,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use fa_attn::Dtype;
+    use fa_attn::{Dtype, Mask};
 
     use super::*;
 

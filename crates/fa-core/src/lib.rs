@@ -37,6 +37,7 @@ pub mod append;
 pub mod arch;
 pub mod dtype;
 pub mod family;
+pub mod key;
 pub mod layout;
 pub mod lengths;
 pub mod mask;
@@ -52,6 +53,7 @@ pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, Rotar
 pub use arch::{Arch, ArchLimits};
 pub use dtype::{Dtype, Types};
 pub use family::Family;
+pub use key::ProblemKey;
 pub use layout::Layout;
 pub use lengths::{Lengths, Side, SideRows};
 pub use mask::{BlockRange, Mask};

@@ -11,25 +11,6 @@ use candle_transformers::models::llama;
 use crate::decoder::{Config, Decoder};
 use crate::weights::Random;
 
-fn theirs(config: &Config) -> llama::Config {
-    llama::Config {
-        hidden_size: config.hidden,
-        intermediate_size: config.intermediate,
-        vocab_size: config.vocab,
-        num_hidden_layers: config.layers,
-        num_attention_heads: config.heads,
-        num_key_value_heads: config.heads_kv,
-        use_flash_attn: false,
-        rms_norm_eps: config.eps,
-        rope_theta: config.rope_theta,
-        bos_token_id: None,
-        eos_token_id: None,
-        rope_scaling: None,
-        max_position_embeddings: config.max_positions,
-        tie_word_embeddings: false,
-    }
-}
-
 /// What f16 leaves of the logits' accuracy: tokens whose logits are as close are the same to it.
 const BOUND: f32 = 2e-2;
 
@@ -54,7 +35,7 @@ pub fn check(device: &Device) -> Result<usize> {
     let there = there.collect::<Result<HashMap<_, _>>>()?;
     let vb = VarBuilder::from_tensors(there, DType::F16, device);
     let mut ours = Decoder::load(vb.clone(), config)?;
-    let (model, settings) = (llama::Llama::load(vb, &theirs(&config))?, theirs(&config));
+    let (model, settings) = (llama::Llama::load(vb, &config.llama())?, config.llama());
     let mut cache = llama::Cache::new(true, DType::F16, &settings, device)?;
     let mut ids = Random::new(2).tokens(2, 200, config.vocab, device)?;
     let (mut at, mut same, mut ties, mut apart) = (0, 0, 0, 0f32);
@@ -109,7 +90,7 @@ pub fn rates(device: &Device) -> Result<()> {
         weights.insert(name, made);
     }
     let vb = VarBuilder::from_tensors(weights, DType::BF16, device);
-    let model = llama::Llama::load(vb.clone(), &theirs(&config))?;
+    let model = llama::Llama::load(vb.clone(), &config.llama())?;
     println!("Llama of 16 layers, 2048 wide, heads 32:8, bf16; tokens per second of prompt and of 64 steps:");
     println!("{:>5} {:>7}  {:>21}  {:>21}", "batch", "prompt", "fa-candle", "candle's own");
     for (batch, prompt) in [(1, 512), (1, 4096), (8, 2048)] {
@@ -125,7 +106,7 @@ pub fn rates(device: &Device) -> Result<()> {
                         generate(device, &ids, |ids, _| ours.forward(ids))
                     }
                     true => {
-                        let settings = theirs(&config);
+                        let settings = config.llama();
                         let mut cache = llama::Cache::new(true, DType::BF16, &settings, device)?;
                         generate(device, &ids, |ids, at| model.forward(ids, at, &mut cache))
                     }

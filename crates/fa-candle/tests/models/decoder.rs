@@ -4,6 +4,7 @@
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::kv_cache::KvCache;
 use candle_nn::{Embedding, Linear, RmsNorm, VarBuilder};
+use candle_transformers::models::llama;
 use fa_candle::flash_attn_windowed;
 
 #[derive(Clone, Copy)]
@@ -24,6 +25,26 @@ pub struct Config {
 }
 
 impl Config {
+    /// The same model to candle-transformers.
+    pub fn llama(&self) -> llama::Config {
+        llama::Config {
+            hidden_size: self.hidden,
+            intermediate_size: self.intermediate,
+            vocab_size: self.vocab,
+            num_hidden_layers: self.layers,
+            num_attention_heads: self.heads,
+            num_key_value_heads: self.heads_kv,
+            use_flash_attn: false,
+            rms_norm_eps: self.eps,
+            rope_theta: self.rope_theta,
+            bos_token_id: None,
+            eos_token_id: None,
+            rope_scaling: None,
+            max_position_embeddings: self.max_positions,
+            tie_word_embeddings: false,
+        }
+    }
+
     fn head_dim(&self) -> usize {
         self.hidden / self.heads
     }

@@ -52,22 +52,7 @@ fn same_tokens(
 #[test]
 fn llama_generates_the_same_tokens() -> Result<()> {
     let config = CONFIG;
-    let theirs = llama::Config {
-        hidden_size: config.hidden,
-        intermediate_size: config.intermediate,
-        vocab_size: config.vocab,
-        num_hidden_layers: config.layers,
-        num_attention_heads: config.heads,
-        num_key_value_heads: config.heads_kv,
-        use_flash_attn: false,
-        rms_norm_eps: config.eps,
-        rope_theta: config.rope_theta,
-        bos_token_id: None,
-        eos_token_id: None,
-        rope_scaling: None,
-        max_position_embeddings: config.max_positions,
-        tie_word_embeddings: false,
-    };
+    let theirs = config.llama();
     let vb = weights(&config, 1)?;
     let mut ours = Decoder::load(vb.clone(), config)?;
     let model = llama::Llama::load(vb, &theirs)?;

@@ -1,0 +1,59 @@
+//! Problems as keys of maps.
+
+use crate::{Alibi, Lengths, Mask, Problem, Types};
+
+/// All that a problem is, for maps from problems: equal where every field is, floats by their bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProblemKey {
+    lengths: Lengths,
+    heads: [usize; 2],
+    head_dims: [usize; 2],
+    mask: Mask,
+    types: Types,
+    softmax_scale: Option<u64>,
+    softcap: Option<u64>,
+    alibi: Option<Alibi>,
+    sinks: bool,
+}
+
+impl From<&Problem> for ProblemKey {
+    fn from(problem: &Problem) -> ProblemKey {
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
+            *problem;
+        ProblemKey {
+            lengths,
+            heads: [heads_q, heads_kv],
+            head_dims: [head_dim, head_dim_v],
+            mask,
+            types,
+            softmax_scale: softmax_scale.map(f64::to_bits),
+            softcap: score.softcap.map(f64::to_bits),
+            alibi: score.alibi,
+            sinks: score.sinks,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, ScoreMod};
+
+    #[test]
+    fn keys_tell_problems_apart() {
+        let problem = Problem::square(1, 128, 4, 64, Mask::CAUSAL, Dtype::Bf16);
+        assert_eq!(ProblemKey::from(&problem), ProblemKey::from(&problem));
+        let others = [
+            Problem { heads_kv: 2, ..problem },
+            Problem { head_dim_v: 32, ..problem },
+            Problem { mask: Mask::FULL, ..problem },
+            Problem { softmax_scale: Some(0.5), ..problem },
+            Problem { lengths: Lengths::uniform(1, 128, 64), ..problem },
+            Problem { score: ScoreMod { softcap: Some(30.0), ..problem.score }, ..problem },
+            Problem { score: ScoreMod { sinks: true, ..problem.score }, ..problem },
+        ];
+        for other in others {
+            assert_ne!(ProblemKey::from(&problem), ProblemKey::from(&other), "{other:?}");
+        }
+    }
+}
