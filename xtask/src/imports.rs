@@ -7,38 +7,16 @@
 //! either: a parent may list its children and speak for them, and a child may use what its parent defines,
 //! but not both for the same two files. Tests (`#[cfg(test)]`) may import everything.
 
+mod reader;
+
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::rust_tokens::{Token, tokens};
+use crate::rust_tokens::tokens;
+use reader::{File, Import, Reader, join, parent};
 
 /// A crate's files by module path: `""` for the root, `"a::b"` for `src/a/b.rs` and `src/a/b/mod.rs`.
 struct Crate {
     files: BTreeMap<String, File>,
-}
-
-#[derive(Default)]
-struct File {
-    /// As in messages.
-    name: String,
-    /// Modules declared here, with those of inline modules: `tests`, `ffi::raw`.
-    inline: BTreeSet<String>,
-    /// Declared by `#[cfg(test)] mod name;` somewhere.
-    test: bool,
-    imports: Vec<Import>,
-    /// Every path in the code outside `use`, each with the module that it stands in.
-    paths: Vec<(String, Vec<String>)>,
-    /// Names in the code outside `use`.
-    words: BTreeSet<String>,
-}
-
-/// One name of a `use`.
-struct Import {
-    /// The module that it stands in.
-    module: String,
-    path: Vec<String>,
-    /// The name that it has here; `*` for all names.
-    name: String,
-    public: bool,
 }
 
 impl Crate {
@@ -188,173 +166,6 @@ impl Crate {
         }
         found
     }
-}
-
-/// Reads a file's modules, imports and paths.
-struct Reader<'a> {
-    tokens: &'a [Token<'a>],
-    at: usize,
-    file: &'a mut File,
-    tests: &'a mut BTreeSet<String>,
-}
-
-impl<'a> Reader<'a> {
-    fn peek(&self, ahead: usize) -> &'a str {
-        self.tokens.get(self.at + ahead).map_or("", |token| token.text)
-    }
-
-    fn starts(&self, texts: &[&str]) -> bool {
-        texts.iter().enumerate().all(|(i, text)| self.peek(i) == *text)
-    }
-
-    /// Up to the brace that closes `module`, or to the end.
-    fn read(&mut self, module: &str) {
-        let mut depth = 0;
-        while self.at < self.tokens.len() {
-            let is_path = self.at == 0 || self.tokens[self.at - 1].text != "::";
-            match self.peek(0) {
-                "{" => depth += 1,
-                "}" if depth == 0 => return,
-                "}" => depth -= 1,
-                "#" if self.starts(&["#", "[", "cfg", "(", "test", ")", "]"]) => {
-                    self.skip_test(module);
-                    continue;
-                }
-                "mod" if self.tokens.get(self.at + 1).is_some_and(|t| t.is_word) && self.peek(2) == "{" => {
-                    let inner = join(module, self.peek(1));
-                    self.file.inline.insert(inner.clone());
-                    self.at += 3;
-                    self.read(&inner);
-                }
-                "use" if self.peek(1) != "<" => {
-                    let public = self.is_public();
-                    self.at += 1;
-                    self.read_use(module, &mut Vec::new(), public);
-                    continue;
-                }
-                "crate" | "self" | "super" if is_path && self.peek(1) == "::" => self.read_path(module),
-                _ if is_path && self.peek(1) == "::" && self.tokens[self.at].is_word => {
-                    self.read_path(module)
-                }
-                _ => {}
-            }
-            if self.at < self.tokens.len() && self.tokens[self.at].is_word {
-                self.file.words.insert(self.peek(0).to_owned());
-            }
-            self.at += 1;
-        }
-    }
-
-    /// Whether `pub` or `pub(...)` is before the `use` at hand.
-    fn is_public(&self) -> bool {
-        let before = &self.tokens[..self.at];
-        let last = |back: usize| before.len().checked_sub(back).map_or("", |at| before[at].text);
-        match last(1) {
-            "pub" => true,
-            ")" => {
-                let open = before.iter().rposition(|token| token.text == "(");
-                open.is_some_and(|open| open > 0 && before[open - 1].text == "pub")
-            }
-            _ => false,
-        }
-    }
-
-    /// A path up to its last name; the reader stands at that name after it.
-    fn read_path(&mut self, module: &str) {
-        let mut path = vec![self.peek(0).to_owned()];
-        self.file.words.insert(self.peek(0).to_owned());
-        while self.peek(1) == "::" && self.tokens.get(self.at + 2).is_some_and(|token| token.is_word) {
-            self.at += 2;
-            path.push(self.peek(0).to_owned());
-        }
-        self.file.paths.push((module.to_owned(), path));
-    }
-
-    /// One tree of a `use`, after `prefix`; ends behind it.
-    fn read_use(&mut self, module: &str, prefix: &mut Vec<String>, public: bool) {
-        let depth = prefix.len();
-        loop {
-            match self.peek(0) {
-                "::" => {}
-                "{" => {
-                    self.at += 1;
-                    while !matches!(self.peek(0), "}" | "") {
-                        self.read_use(module, prefix, public);
-                        if self.peek(0) == "," {
-                            self.at += 1;
-                        }
-                    }
-                    self.at += 1;
-                    break;
-                }
-                "*" => {
-                    self.at += 1;
-                    self.import(module, prefix, "*", public);
-                    break;
-                }
-                "as" => {
-                    let name = self.peek(1).to_owned();
-                    self.at += 2;
-                    self.import(module, prefix, &name, public);
-                    break;
-                }
-                "" | ";" | "," | "}" => {
-                    let name = prefix.last().cloned().unwrap_or_default();
-                    self.import(module, prefix, &name, public);
-                    break;
-                }
-                name => prefix.push(name.to_owned()),
-            }
-            self.at += 1;
-        }
-        prefix.truncate(depth);
-    }
-
-    fn import(&mut self, module: &str, path: &[String], name: &str, public: bool) {
-        let mut path = path.to_vec();
-        let mut name = name.to_owned();
-        // `a::{self}` is `a`.
-        if path.len() > 1 && path.last().is_some_and(|last| last == "self") {
-            path.pop();
-            if name == "self" {
-                name = path.last().cloned().unwrap_or_default();
-            }
-        }
-        self.file.imports.push(Import { module: module.to_owned(), path, name, public });
-    }
-
-    /// Skips the item under `#[cfg(test)]`, and notes the file that it may declare.
-    fn skip_test(&mut self, module: &str) {
-        let mut depth = 0;
-        self.at += 7;
-        while self.at < self.tokens.len() {
-            match self.peek(0) {
-                "mod" if depth == 0 && self.peek(2) == ";" => {
-                    self.tests.insert(join(module, self.peek(1)));
-                }
-                "{" | "(" | "[" => depth += 1,
-                "}" if depth == 1 => {
-                    self.at += 1;
-                    return;
-                }
-                "}" | ")" | "]" => depth -= 1,
-                ";" if depth == 0 => {
-                    self.at += 1;
-                    return;
-                }
-                _ => {}
-            }
-            self.at += 1;
-        }
-    }
-}
-
-fn join(module: &str, name: &str) -> String {
-    if module.is_empty() { name.to_owned() } else { format!("{module}::{name}") }
-}
-
-fn parent(module: &str) -> &str {
-    module.rsplit_once("::").map_or("", |(parent, _)| parent)
 }
 
 /// `a::b` for `a/b.rs` and `a/b/mod.rs`, nothing for `lib.rs` and `main.rs`.

@@ -1,10 +1,14 @@
 //! One attention problem: shapes, types, mask and scalars, with its operation and byte counts.
 
+mod error;
+
 use serde::{Deserialize, Serialize};
 
 use crate::lengths::{Side, SideRows};
 use crate::score_mod::Alibi;
 use crate::{Dtype, Lengths, Mask, Pass, ScoreMod, Types};
+
+pub use error::ProblemError;
 
 /// `O = softmax(mask(score(scale * Q K^T))) V` for each query head of each sequence.
 ///
@@ -141,95 +145,6 @@ impl From<Problem> for Flat {
             sinks: score.sinks,
         }
     }
-}
-
-/// Why a [`Problem`] is invalid.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum ProblemError {
-    /// A length that must be at least 1 is 0.
-    #[error("{name} is 0: it must be at least 1")]
-    Zero {
-        /// The field.
-        name: &'static str,
-    },
-    /// The number of query heads is not a multiple of the number of K/V heads.
-    #[error(
-        "heads_q = {heads_q} is not a multiple of heads_kv = {heads_kv}: each K/V head serves \
-         heads_q / heads_kv query heads"
-    )]
-    HeadsNotDivisible {
-        /// Query heads.
-        heads_q: usize,
-        /// Key and value heads.
-        heads_kv: usize,
-    },
-    /// The type of O is not that of Q, K and V.
-    #[error(
-        "out_dtype is {out} and dtype is {qkv}: O is written in the type of Q, K and V, leave out_dtype out"
-    )]
-    Types {
-        /// Type of Q, K and V.
-        qkv: Dtype,
-        /// Type of O.
-        out: Dtype,
-    },
-    /// A tensor would have more elements than can be addressed.
-    #[error(
-        "{tensor} has the shape {shape}, of more than 2^{limit_bits} - 1 elements (a length of 0 counts \
-         as 1): split the batch"
-    )]
-    TooLarge {
-        /// The tensor.
-        tensor: &'static str,
-        /// Its shape as text.
-        shape: String,
-        /// Bits of the largest count of elements.
-        limit_bits: u32,
-    },
-    /// A count that is read as a 32-bit integer on the device does not fit one.
-    #[error("{name} = {value}: lengths, starts and page numbers on the device are i32, of at most {limit}")]
-    TooLong {
-        /// The field.
-        name: &'static str,
-        /// Its value.
-        value: usize,
-        /// The most that there may be.
-        limit: usize,
-    },
-    /// The text names a cache in pages and something else, or half of it.
-    #[error(
-        "page is {}, pages is {} and total_k is {}: keys in pages need page and pages and no total_k, packed \
-         keys total_k alone",
-        given(.page), given(.pages), given(.total_k)
-    )]
-    Keys {
-        /// Rows of a page.
-        page: Option<usize>,
-        /// Pages of the cache.
-        pages: Option<usize>,
-        /// Rows of packed keys.
-        total_k: Option<usize>,
-    },
-    /// Queries in pages.
-    #[error("the queries lie in pages of {page} rows: only keys and values may; pack or pad the queries")]
-    PagedQueries {
-        /// Rows of a page.
-        page: usize,
-    },
-    /// A scalar that must be finite is not, or must be positive and is not.
-    #[error("{name} is {value}: it must be {need}")]
-    BadScalar {
-        /// The field.
-        name: &'static str,
-        /// Its value.
-        value: f64,
-        /// What it must be.
-        need: &'static str,
-    },
-}
-
-fn given(value: &Option<usize>) -> String {
-    value.map_or("not given".to_owned(), |value| value.to_string())
 }
 
 /// The most that a count read on the device may be.

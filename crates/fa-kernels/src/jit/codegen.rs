@@ -1,4 +1,4 @@
-//! Writes `config.cuh` and `params.cuh` from the Rust types.
+//! Writes `config.cuh`, `params.cuh` and the parameters of kernels beside attention from the Rust types.
 
 use std::fmt::Write;
 
@@ -21,7 +21,11 @@ pub fn generated() -> Vec<Generated> {
     vec![
         Generated { path: "config.cuh", text: config_cuh() },
         Generated { path: "params.cuh", text: params_cuh() },
-        Generated { path: "merge/merge_params.cuh", text: merge_params_cuh() },
+        Generated {
+            path: "append/append_params.cuh",
+            text: params_of("append", vec![AppendParams::declaration()]),
+        },
+        Generated { path: "merge/merge_params.cuh", text: params_of("merge", merge_params::declarations()) },
     ]
 }
 
@@ -60,8 +64,7 @@ fn config_cuh() -> String {
 fn params_cuh() -> String {
     let mut text =
         format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
-    let declarations = params::declarations().into_iter().chain([AppendParams::declaration()]);
-    structs(&mut text, declarations);
+    structs(&mut text, params::declarations());
     text.push_str(
         "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\
          struct alignas(64) TensorMap {\n    unsigned long long opaque[16];\n};\n\n\
@@ -70,12 +73,13 @@ fn params_cuh() -> String {
     text
 }
 
-fn merge_params_cuh() -> String {
+/// The header of a kernel beside attention.
+fn params_of(kernel: &str, declarations: Vec<ParamStruct>) -> String {
     let mut text = format!(
-        "{NOTE}\n// The parameters of the merge kernel.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
+        "{NOTE}\n// The parameters of the {kernel} kernel.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
          namespace fa {{\n"
     );
-    structs(&mut text, merge_params::declarations());
+    structs(&mut text, declarations);
     text + "\n}  // namespace fa\n\n#undef FA_OFFSETOF\n"
 }
 
