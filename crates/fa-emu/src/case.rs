@@ -1,7 +1,9 @@
 //! A problem that a kernel is tried on: its layout, lengths, slopes and sinks.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod};
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, TensorLayout};
 use fa_cpu::OwnedExtras;
+use fa_lab::grid::Arrangement;
+use fa_lab::sequences::Sequences;
 use serde_json::{Value, json};
 
 use crate::extras::with_mods;
@@ -22,6 +24,25 @@ impl Case {
     /// Of sequences of equal lengths.
     pub fn of(problem: &Problem, placing: Placing) -> Case {
         Case { problem: *problem, placing, extras: with_mods(OwnedExtras::NONE, problem) }
+    }
+
+    /// A case of the list that GPUs are validated on, with slopes and sinks of its own; `None` for tensors
+    /// that are broadcast or far apart, which are nothing to a kernel but strides.
+    pub fn of_grid(case: &fa_lab::grid::Case) -> Option<Case> {
+        let (layout, gap) = match case.arrangement {
+            Arrangement::Bshd => (TensorLayout::Bshd, 0),
+            Arrangement::Bhsd => (TensorLayout::Bhsd, 0),
+            Arrangement::Gap(gap) => (TensorLayout::Bshd, gap),
+            Arrangement::BhsdGap(gap) => (TensorLayout::Bhsd, gap),
+            Arrangement::SharedBatch
+            | Arrangement::SharedHeads
+            | Arrangement::SharedRows
+            | Arrangement::FarBatch
+            | Arrangement::FarKeys => return None,
+        };
+        let rows = case.sequences.as_ref().map_or(OwnedExtras::NONE, Sequences::arrays);
+        let extras = with_mods(rows, &case.problem);
+        Some(Case { problem: case.problem, placing: Placing { layout, gap }, extras })
     }
 
     /// The case as data, for a record's key: it names no Rust type, and what a case has not is left out.

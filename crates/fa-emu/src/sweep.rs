@@ -3,56 +3,24 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use fa_core::{Arch, Kernel, KernelSpec, Lengths, Problem, TensorLayout};
+use fa_core::{Arch, Kernel, KernelSpec, Problem};
+use fa_lab::grid::{Extent, of_spec};
 
-use crate::batches::batches;
 pub use crate::case::Case;
-use crate::case::problem;
 use crate::error::Error;
 use crate::options::Options;
 use crate::planned::Planned;
-use crate::proof::{Placing, Proof, Trial};
+use crate::proof::{Proof, Trial};
 use crate::unit::Unit;
 
 /// Seeds of a sweep: an eager schedule, a lazy one, and one by chance.
 pub const SEEDS: [u64; 3] = [0, 1, 2];
 
-/// `(seqlen_q, seqlen_k)` with heads: single rows, fewer rows than a tile, more queries than keys and fewer,
-/// several tiles in both directions, groups of heads. Shapes of `fa_cpu::grid`, the shorter ones, and one of
-/// several tiles.
-const SHAPES: [(usize, usize, usize, usize); 7] = [
-    (1, 1, 2, 2),
-    (3, 3, 2, 1),
-    (64, 32, 1, 1),
-    (239, 1, 1, 1),
-    (113, 203, 4, 2),
-    (300, 300, 4, 1),
-    (108, 256, 1, 1),
-];
-
-/// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head
-/// dims that the kernel pads; for a kernel that reads lengths on the device its batches.
+/// The cases of a kernel: those of [`fa_lab::grid::of_spec`] that an emulation runs in seconds. A GPU runs
+/// them too (`fa validate`), with the rest of that list.
 pub fn cases(spec: &KernelSpec) -> Vec<Case> {
-    if spec.reads.varied {
-        return batches(spec).iter().map(|own| own.case(spec)).collect();
-    }
-    let mut cases = Vec::new();
-    let few_queries: &[_] = if spec.split { &[(1, 700, 4, 1), (5, 1030, 2, 2)] } else { &[] };
-    for (turn, &(seqlen_q, seqlen_k, heads_q, heads_kv)) in SHAPES.iter().chain(few_queries).enumerate() {
-        let mut problem = problem(spec, Lengths::uniform(1, seqlen_q, seqlen_k), (heads_q, heads_kv));
-        let mut placing = Placing::PACKED;
-        match turn {
-            1 => problem.lengths = Lengths::uniform(2, seqlen_q, seqlen_k),
-            2 => placing = Placing { layout: TensorLayout::Bhsd, gap: 8 },
-            6 => {
-                problem.head_dim -= 8;
-                problem.head_dim_v -= 8;
-            }
-            _ => {}
-        }
-        cases.push(Case::of(&problem, placing));
-    }
-    cases
+    let cases = of_spec("emulated", "the kernel", spec, Extent::Emulated);
+    cases.iter().map(|case| Case::of_grid(case).expect("no tensor is broadcast or far")).collect()
 }
 
 /// Trials that have been made, for specs that share them.

@@ -1,6 +1,7 @@
 //! The cases: shapes, head dims, heads, masks and placements, and where known implementations failed.
 
 mod append;
+mod awkward;
 mod case;
 mod gradients;
 mod groups;
@@ -15,6 +16,7 @@ mod serving;
 pub mod soak;
 mod varied;
 
+pub use awkward::LENGTHS;
 pub use case::{Action, Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
 pub use gradients::gradients;
 pub use groups::{GROUPS, check_group, is_serving};

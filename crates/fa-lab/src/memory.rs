@@ -35,16 +35,11 @@ impl<T> From<DeviceGradients<T>> for Gradients<T> {
 impl<T: Half> Inputs<T> {
     /// The arrays of these inputs.
     pub fn arrays(&self) -> OwnedExtras {
-        let Sequences { q, k } = &self.sequences;
         let given = |values: &[f32]| (!values.is_empty()).then(|| values.to_vec());
         OwnedExtras {
-            cu_q: q.cu().map(<[i32]>::to_vec),
-            cu_k: k.cu().map(<[i32]>::to_vec),
-            used_q: q.used(),
-            used_k: k.used(),
-            page_table: k.table().map(<[i32]>::to_vec),
             alibi_slopes: given(&self.mods.slopes),
             sinks: given(&self.mods.sinks),
+            ..self.sequences.arrays()
         }
     }
 

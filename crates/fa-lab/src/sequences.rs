@@ -3,6 +3,7 @@
 mod ragged;
 
 use fa_core::{Lengths, Mask, Problem, Side};
+use fa_cpu::OwnedExtras;
 
 use crate::random::Random;
 
@@ -52,6 +53,19 @@ impl Sequences {
             self.k.shape(heads_kv, head_dim_v),
             self.q.shape(heads_q, head_dim_v),
         ]
+    }
+
+    /// Starts, lengths and the page table, where they come in arrays; no slopes and no sinks.
+    pub fn arrays(&self) -> OwnedExtras {
+        let Sequences { q, k } = self;
+        OwnedExtras {
+            cu_q: q.cu().map(<[i32]>::to_vec),
+            cu_k: k.cu().map(<[i32]>::to_vec),
+            used_q: q.used(),
+            used_k: k.used(),
+            page_table: k.table().map(<[i32]>::to_vec),
+            ..OwnedExtras::NONE
+        }
     }
 
     /// How many there are.

@@ -115,6 +115,8 @@ pub enum Action {
 /// How much is tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Extent {
+    /// What an emulation on a CPU runs in seconds, and a GPU as well.
+    Emulated,
     /// Below a minute.
     Quick,
     /// Everything.

@@ -3,6 +3,7 @@
 use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
 use fa_cpu::grid::SHAPES;
 
+use super::awkward::awkward;
 use super::case::{Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
 use super::paged::{PAGES, pages_of};
 use super::varied::packed_of;
@@ -10,16 +11,27 @@ use crate::sequences::{Ragged, Sequences};
 
 const ALIBIS: [Alibi; 2] = [Alibi::PerHead, Alibi::PerSequenceHead];
 
-/// What a kernel of a given spec is tried on: every trap that its fields let it meet.
+/// What a kernel of a given spec is tried on: every trap that its fields let it meet. Every extent is a
+/// selection of one list, whatever runs it: [`Extent::Full`] is all of it.
 pub fn of_spec(group: &'static str, name: &str, spec: &KernelSpec, extent: Extent) -> Vec<Case> {
+    match extent {
+        Extent::Emulated => awkward(group, name, spec),
+        Extent::Quick => at_lengths(group, name, spec, &[(113, 203), (1000, 1000), (300, 70)]),
+        Extent::Full => {
+            let mut all = at_lengths(group, name, spec, &SHAPES);
+            all.extend(awkward(group, name, spec));
+            all
+        }
+    }
+}
+
+/// Problems of these lengths, under every mask of the kernel's kind; heads, layouts and what sequences are
+/// like take turns.
+fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(usize, usize)]) -> Vec<Case> {
     let masks: &[Mask] = match spec.mask {
         MaskKind::Full => &[Mask::FULL],
         MaskKind::Causal => &[Mask::CAUSAL],
         MaskKind::Window => &[Mask::window(70, 9), Mask::causal_window(130)],
-    };
-    let lengths: &[(usize, usize)] = match extent {
-        Extent::Quick => &[(113, 203), (1000, 1000), (300, 70)],
-        Extent::Full => &SHAPES,
     };
     let mut cases = Vec::new();
     for &mask in masks {

@@ -114,7 +114,7 @@ pub(super) fn packed(extent: Extent, repeat: usize) -> Vec<Case> {
 /// Batches of many sequences: beyond a warp, a CTA's threads and what 16 bits count.
 fn many(extent: Extent) -> Vec<Case> {
     let batches: &[usize] = match extent {
-        Extent::Quick => &[33, 1025, 8300],
+        Extent::Emulated | Extent::Quick => &[33, 1025, 8300],
         Extent::Full => &[31, 32, 33, 255, 993, 1024, 1025, 4096, 8300],
     };
     let mut cases = Vec::new();

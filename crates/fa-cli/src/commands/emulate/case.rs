@@ -48,7 +48,7 @@ fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Option<Batch> {
         return None;
     }
     let sequences = if args.lengths.is_empty() {
-        fa_emu::batches::LENGTHS.to_vec()
+        fa_lab::grid::LENGTHS.to_vec()
     } else {
         args.lengths.iter().map(|own| (own.q, own.k)).collect()
     };

@@ -1,0 +1,182 @@
+//! The problems of a kernel that an emulation runs in seconds: short rows and few heads, and every trap all
+//! the same. A GPU runs them with the rest of the list.
+
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
+
+use super::case::{Arrangement, BASE, Case, NamedSpec, case, case_of};
+use crate::random::Random;
+use crate::sequences::{Ragged, Sequences};
+
+/// `(seqlen_q, seqlen_k)` with heads: single rows, fewer rows than a tile, more queries than keys and fewer,
+/// several tiles in both directions, groups of heads.
+const SHAPES: [(usize, usize, usize, usize); 7] = [
+    (1, 1, 2, 2),
+    (3, 3, 2, 1),
+    (64, 32, 1, 1),
+    (239, 1, 1, 1),
+    (113, 203, 4, 2),
+    (300, 300, 4, 1),
+    (108, 256, 1, 1),
+];
+
+/// For kernels whose CTAs share a row's keys: few queries, many keys.
+const DECODES: [(usize, usize, usize, usize); 2] = [(1, 700, 4, 1), (5, 1030, 2, 2)];
+
+/// Lengths of the sequences of one batch, queries and keys: longer than a tile and shorter, none on either
+/// side, one query, more keys than queries.
+pub const LENGTHS: [(usize, usize); 7] =
+    [(300, 300), (77, 77), (0, 0), (129, 129), (1, 300), (40, 0), (200, 513)];
+
+/// How the rows of one side of a batch lie.
+#[derive(Clone, Copy)]
+enum Rows {
+    /// In a room of equal size for each sequence, of which a part is used.
+    Padded,
+    /// End to end.
+    Packed,
+    /// End to end, in rooms of [`ROOM`] rows more than are used.
+    PackedUsed,
+    /// In pages of so many.
+    Paged(usize),
+}
+
+/// Rows of a room beyond those that are used.
+const ROOM: usize = 3;
+
+/// A batch of sequences with lengths of their own.
+struct Batch {
+    lengths: Vec<(usize, usize)>,
+    heads: (usize, usize),
+    q: Rows,
+    k: Rows,
+    /// Rows of a page where the kernel reads pages.
+    page: usize,
+    /// By how much bounds exceed the longest sequence, and tensors the last one's end.
+    slack: usize,
+}
+
+/// The cases of a kernel: every shape, one of them with two sequences, one with rows apart, one with head
+/// dims that the kernel pads; for a kernel that reads lengths on the device its batches.
+pub(super) fn awkward(group: &'static str, name: &str, spec: &KernelSpec) -> Vec<Case> {
+    let all = if spec.reads.varied { of_batches(group, spec) } else { of_shapes(group, spec) };
+    let kernel = Some(NamedSpec { name: name.to_owned(), spec: spec.clone() });
+    all.into_iter().map(|own| Case { kernel: kernel.clone(), pass: spec.kernel.pass(), ..own }).collect()
+}
+
+fn of_shapes(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
+    let few_queries: &[_] = if spec.split { &DECODES } else { &[] };
+    let of_shape =
+        |(turn, &(seqlen_q, seqlen_k, heads_q, heads_kv)): (usize, &(usize, usize, usize, usize))| {
+            let sequences = if turn == 1 { 2 } else { 1 };
+            let mut problem = problem(spec, (heads_q, heads_kv), turn == 6);
+            problem.lengths = Lengths::uniform(sequences, seqlen_q, seqlen_k);
+            let arrangement = if turn == 2 { Arrangement::BhsdGap(8) } else { Arrangement::Bshd };
+            Case { arrangement, ..case(group, problem) }
+        };
+    SHAPES.iter().chain(few_queries).enumerate().map(of_shape).collect()
+}
+
+fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
+    let plain = |lengths, heads, rows, page, slack| Batch { lengths, heads, q: rows, k: rows, page, slack };
+    // Fewer rows than sequences.
+    let short = (0..40).map(|i| (i % 7 / 6, i * 7 % 23)).collect();
+    let decode = vec![(1, 300), (1, 1), (1, 513), (1, 0), (1, 64)];
+    let uneven = vec![(70, 133), (300, 40), (0, 9), (128, 128)];
+    let batches = [
+        plain(LENGTHS.to_vec(), (4, 2), Rows::Packed, 16, 5),
+        plain(vec![(300, 300)], (2, 2), Rows::Packed, 64, 0),
+        plain(vec![(0, 0); 3], (2, 1), Rows::Packed, 16, 0),
+        plain(short, (2, 1), Rows::Packed, 1, 3),
+        plain(decode, (8, 1), Rows::Padded, 128, 0),
+        plain(uneven.clone(), (2, 1), Rows::Padded, 7, 2),
+        plain(uneven, (2, 2), Rows::PackedUsed, 48, 9),
+    ];
+    let of_batch = |(turn, batch): (usize, &Batch)| {
+        let mut problem = problem(spec, batch.heads, turn == 6);
+        if turn == 5 {
+            problem.score.alibi = problem.score.alibi.map(|_| Alibi::PerSequenceHead);
+        }
+        let arrangement = if turn == 5 { Arrangement::BhsdGap(8) } else { Arrangement::Bshd };
+        let own = case_of(group, "", problem, batch.sequences(spec.reads, turn as u64));
+        Case { arrangement, ..own }
+    };
+    batches.iter().enumerate().map(of_batch).collect()
+}
+
+impl Batch {
+    fn sequences(&self, reads: Reads, seed: u64) -> Sequences {
+        let (of_q, of_k): (Vec<usize>, Vec<usize>) = self.lengths.iter().copied().unzip();
+        let keys = if reads.paged { Rows::Paged(self.page) } else { self.k };
+        Sequences { q: self.side(&of_q, self.q, seed), k: self.side(&of_k, keys, seed) }
+    }
+
+    fn side(&self, lens: &[usize], rows: Rows, seed: u64) -> Ragged {
+        let max = lens.iter().copied().max().unwrap_or(0) + self.slack;
+        let slots = || lens.iter().map(|len| len + ROOM).collect::<Vec<usize>>();
+        match rows {
+            Rows::Padded => Ragged::padded(lens, max),
+            Rows::Packed => Ragged::packed(lens, self.slack).bounded(max),
+            Rows::PackedUsed => Ragged::packed_in(lens, &slots(), self.slack).bounded(max + ROOM),
+            Rows::Paged(page) => Ragged::paged(lens, page, 2, &mut Random::new(seed + 1)).bounded(max),
+        }
+    }
+}
+
+/// What the kernel computes; lengths are the caller's.
+fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bool) -> Problem {
+    let narrower = if is_narrow { 8 } else { 0 };
+    let mask = match spec.mask {
+        MaskKind::Full => Mask::FULL,
+        MaskKind::Causal => Mask::CAUSAL,
+        MaskKind::Window => Mask::window(40, 7),
+    };
+    // Two heads of wide rows take as long as four of narrow ones.
+    let heads_q = if spec.head_dim > 128 { heads_q.min(2) } else { heads_q };
+    Problem {
+        heads_q,
+        heads_kv: heads_kv.min(heads_q),
+        head_dim: spec.head_dim as usize - narrower,
+        head_dim_v: spec.head_dim_v as usize - narrower,
+        mask,
+        types: Types::same(spec.types.qkv),
+        score: ScoreMod {
+            softcap: spec.score.softcap.then_some(15.0),
+            alibi: spec.score.alibi.then_some(Alibi::PerHead),
+            sinks: spec.score.sinks,
+        },
+        ..BASE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::super::case::Extent;
+    use super::super::of_spec;
+    use super::*;
+
+    #[test]
+    fn a_gpu_runs_what_the_emulation_runs_and_more() {
+        for file in fa_kernels::specs::shipped().unwrap() {
+            for (varied, paged, split) in [(false, false, false), (true, false, false), (true, true, true)] {
+                let spec = &mut file.shipped.spec.clone();
+                (spec.reads, spec.split) = (Reads { varied, paged }, split);
+                if spec.check().is_err() {
+                    continue;
+                }
+                let emulated = of_spec("spec", "it", spec, Extent::Emulated);
+                let full = of_spec("spec", "it", spec, Extent::Full);
+                let names: HashSet<String> = full.iter().map(Case::name).collect();
+                assert_eq!(names.len(), full.len(), "{}", file.path);
+                assert!(emulated.len() >= 7 && full.len() > 2 * emulated.len().min(9), "{}", file.path);
+                for case in &emulated {
+                    case.problem.check().unwrap_or_else(|e| panic!("{}: {e}", case.name()));
+                    assert!(spec.serves(&case.problem).is_ok(), "{}", case.name());
+                    assert!(case.problem.flops_forward() < 1e9, "{}", case.name());
+                    assert!(names.contains(&case.name()), "{}", case.name());
+                }
+            }
+        }
+    }
+}
