@@ -26,13 +26,13 @@
 //! ISA's memory model would allow.
 
 pub mod append;
-pub mod batches;
 mod call;
 mod case;
 mod compiler;
 mod emulator;
 mod error;
 mod extras;
+mod handed;
 mod machine;
 mod memory;
 pub mod merge;
@@ -43,6 +43,7 @@ mod pass;
 mod planned;
 mod proof;
 pub mod record;
+pub mod removals;
 pub mod sample;
 pub mod shipped;
 mod single;
@@ -53,6 +54,7 @@ pub mod timeline;
 mod unit;
 
 pub use call::{Call, Given};
+pub use case::Case;
 pub use compiler::{CACHE_VARIABLE, COMPILER_VARIABLE, Compiler};
 pub use emulator::{Emulator, source};
 pub use error::Error;

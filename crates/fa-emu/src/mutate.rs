@@ -69,7 +69,7 @@ const SYNCHRONISING: &[&str] = &[
 ];
 
 /// Steps after which a mutant is given up: many times what a whole kernel takes.
-const STEP_LIMIT: u64 = 3_000_000;
+pub(crate) const STEP_LIMIT: u64 = 3_000_000;
 
 /// A statement that can be removed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

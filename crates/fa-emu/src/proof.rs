@@ -31,7 +31,7 @@ impl Placing {
     /// Packed `[batch, seqlen, heads, dim]`.
     pub const PACKED: Placing = Placing { layout: TensorLayout::Bshd, gap: 0 };
 
-    fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
+    pub(crate) fn strides(self, [_, seqlen, heads, dim]: [usize; 4]) -> Strides {
         self.layout.strides(seqlen, heads, dim + self.gap)
     }
 

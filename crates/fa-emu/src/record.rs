@@ -15,6 +15,7 @@ use crate::case::Case;
 use crate::compiler::hash;
 use crate::emulator::{Emulator, source};
 use crate::error::Error;
+use crate::handed::handed;
 use crate::machine::version;
 use crate::sweep::{SEEDS, Trials, cases, sweep};
 
@@ -40,7 +41,7 @@ pub struct Proven {
     pub fingerprint: String,
     /// [`crate::version`] of the machine.
     pub machine: String,
-    /// A hash of both, the cases and the seeds.
+    /// A hash of both, the cases, what the library launches for them, and the seeds.
     pub key: String,
     /// Passes that were run.
     pub runs: usize,
@@ -152,7 +153,8 @@ fn prove_one(
     let source = source(spec, *arch, &Headers::embedded())?;
     let cases = cases(spec);
     let (fingerprint, machine) = (source.fingerprint(), version());
-    let key = key(&fingerprint, &machine, *arch, &cases, &SEEDS);
+    let handed = handed(spec, *arch, &cases)?;
+    let key = key([&fingerprint, &machine, &handed], *arch, &cases, &SEEDS);
     if records.iter().any(|record| record.has(&key)) {
         let took = (Duration::ZERO, Duration::ZERO);
         return Ok(Attempt { candidate, proven: None, known: true, faults: Vec::new(), took });
@@ -175,10 +177,10 @@ fn prove_one(
 }
 
 /// A hash of all that a proof depends on.
-fn key(fingerprint: &str, machine: &str, arch: Arch, cases: &[Case], seeds: &[u64]) -> String {
+fn key([fingerprint, machine, handed]: [&str; 3], arch: Arch, cases: &[Case], seeds: &[u64]) -> String {
     let cases: Vec<_> = cases.iter().map(Case::data).collect();
     let tried = json!([arch, cases, seeds]).to_string();
-    hash(&[fingerprint, machine, &tried])[..32].to_owned()
+    hash(&[fingerprint, machine, handed, &tried])[..32].to_owned()
 }
 
 /// The day, UTC, as `2026-11-22`.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use fa_core::{Alibi, Arch, KernelSpec, TensorLayout};
 use fa_emu::{Lie, Options};
+use fa_kernels::Headers;
 use fa_lab::shape::HeadDim;
 
 use crate::flags::{Heads, MaskArgs, Seqlen};
@@ -90,6 +91,10 @@ pub struct EmulateArgs {
     /// The CTA of the timeline
     #[arg(long, value_name = "N", default_value_t = 0, requires = "report")]
     pub cta: u32,
+    /// Device sources in place of the built-in ones, as in crates/fa-kernels/cuda: a kernel that is being
+    /// written, or a fault put in by hand
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["shipped", "sample", "mutate"])]
+    pub headers: Option<PathBuf>,
     /// The cases that `fa validate` tries a configuration on, in place of one problem
     #[arg(long, conflicts_with_all = ["report", "shipped", "sample", "mutate", "seqlen", "heads", "batch"])]
     pub grid: bool,
@@ -116,6 +121,11 @@ pub struct EmulateArgs {
     /// Removals that nothing misses, with the reasons: others make a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
     pub survivors: PathBuf,
+    /// Of --mutate: removals that have been tried. Those of the same code are not tried again, others are
+    /// added one by one, so that a run that was stopped goes on [default, unless SPEC is named:
+    /// docs/results/removals.ron]
+    #[arg(long, value_name = "FILE", requires = "mutate")]
+    pub tried: Option<PathBuf>,
     /// Threads for --shipped and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
@@ -126,6 +136,7 @@ Examples:
   fa emulate crates/fa-kernels/specs/sm90/hd128-causal-bf16.ron --seqlen 300
   fa emulate my.ron --seqlen 113x203 --heads 4:2 --seed 7 --json
   fa emulate my.ron --grid                                 the cases of fa validate --all-configs
+  fa emulate my.ron --headers my/cuda                      device sources that are being written
   fa emulate my.ron --seqlen 600 --report timeline.html    one CTA's loads, products and waits
   fa emulate my.ron --lengths 300,1x77,0x40 --page 16 --sinks     packed queries, keys in pages, sinks
   fa emulate --shipped                                     all shipped kernels that have changed
@@ -171,6 +182,14 @@ impl EmulateArgs {
     /// SMs of the emulated GPU.
     pub(super) fn sms_for(&self, spec: &KernelSpec) -> u32 {
         self.sms.unwrap_or_else(|| Options::sms_of(spec))
+    }
+
+    /// The device sources.
+    pub(super) fn headers(&self) -> anyhow::Result<Headers> {
+        match &self.headers {
+            Some(folder) => Ok(Headers::from_dir(folder)?),
+            None => Ok(Headers::embedded()),
+        }
     }
 
     /// Threads that prove kernels.

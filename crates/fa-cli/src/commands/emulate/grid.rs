@@ -1,12 +1,11 @@
 //! The cases of the GPU's grid.
 
 use fa_attn::device::Half;
-use fa_core::{Arch, Dtype, KernelSpec, Problem, TensorLayout};
+use fa_core::{Arch, Dtype, KernelSpec, Problem};
 use fa_cpu::OwnedExtras;
 use fa_emu::sweep::SEEDS;
-use fa_emu::{Emulator, Options, Placing, Trial};
-use fa_kernels::Headers;
-use fa_lab::grid::{Arrangement, Case, Extent};
+use fa_emu::{Emulator, Options, Trial};
+use fa_lab::grid::{Case, Extent};
 use fa_lab::sequences::{Ragged, Sequences};
 use fa_lab::tensors::Inputs;
 use serde::Serialize;
@@ -24,7 +23,8 @@ pub(super) fn grid(
     spec: &KernelSpec,
     arch: Arch,
 ) -> anyhow::Result<Verdict> {
-    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &Headers::embedded()))?;
+    let headers = args.headers()?;
+    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &headers))?;
     let cases = fa_lab::grid::of_spec("emulated", &spec.to_string(), spec, Extent::Quick);
     let seeds = if args.seeds.is_empty() { &SEEDS[..] } else { &args.seeds };
     let mut steps = Steps::new(cases.len());
@@ -70,19 +70,9 @@ struct CaseRun<'a> {
 
 /// A case of the GPU's grid for the emulation: the same values in the same places.
 fn trial_of(case: &Case) -> anyhow::Result<Trial> {
-    let (layout, gap) = match case.arrangement {
-        Arrangement::Bshd => (TensorLayout::Bshd, 0),
-        Arrangement::Bhsd => (TensorLayout::Bhsd, 0),
-        Arrangement::Gap(gap) => (TensorLayout::Bshd, gap),
-        Arrangement::BhsdGap(gap) => (TensorLayout::Bhsd, gap),
-        Arrangement::SharedBatch
-        | Arrangement::SharedHeads
-        | Arrangement::SharedRows
-        | Arrangement::FarBatch
-        | Arrangement::FarKeys => {
-            let message = format!("{} lies as no case of a configuration does", case.name());
-            return Err(InputError::Usage(message).into());
-        }
+    let Some(fa_emu::Case { placing, .. }) = fa_emu::Case::of_grid(case) else {
+        let message = format!("{} lies as no case of a configuration does", case.name());
+        return Err(InputError::Usage(message).into());
     };
     let (values, extras) = match case.problem.types.qkv {
         Dtype::F16 => values_of::<half::f16>(case),
@@ -93,7 +83,7 @@ fn trial_of(case: &Case) -> anyhow::Result<Trial> {
             );
         }
     };
-    Ok(Trial::of_values(&case.problem, case.pass, Placing { layout, gap }, &extras, &values))
+    Ok(Trial::of_values(&case.problem, case.pass, placing, &extras, &values))
 }
 
 /// Q, K, V and dO as they lie in their tensors, rows of no sequence zero, and what comes beside them.

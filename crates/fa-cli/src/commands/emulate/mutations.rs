@@ -1,10 +1,12 @@
 //! Synchronising statements removed one at a time, and those that nothing misses.
 
-use std::sync::Mutex;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
 use fa_emu::Emulator;
 use fa_emu::mutate::{self, Statement};
+use fa_emu::removals::{self, Removal, Removals};
 use fa_emu::sweep::Trials;
 use fa_kernels::Headers;
 use serde::{Deserialize, Serialize};
@@ -33,6 +35,9 @@ impl Survivor {
     }
 }
 
+/// Where removals are kept that have been tried: of the four kernels, unless another file is named.
+const TRIED: &str = "docs/results/removals.ron";
+
 pub(super) fn mutations(
     args: &EmulateArgs,
     emulator: &Emulator,
@@ -42,39 +47,37 @@ pub(super) fn mutations(
         Ok(text) => ron::from_str(&text).with_context(|| args.survivors.display().to_string())?,
         Err(_) => Vec::new(),
     };
+    let file = args.tried.clone().or_else(|| args.spec.is_none().then(|| PathBuf::from(TRIED)));
+    let removals = Mutex::new(file.as_deref().map_or_else(|| Ok(Removals::default()), Removals::read)?);
+    let (all, new) = (Mutex::new(Vec::new()), Mutex::new(0usize));
+    let jobs = jobs(args, &kernels)?;
+    let steps = Mutex::new(Steps::new(jobs.len()));
+    let jobs = Mutex::new(jobs.into_iter().rev().collect::<Vec<_>>());
     let trials = Trials::default();
-    let mut jobs = Vec::new();
-    for (index, (_, subjects)) in kernels.iter().enumerate() {
-        // A header that two kernels share is that of the first.
-        let asked = |statement: &Statement| {
-            let place = format!("{}:{}", statement.file, statement.line);
-            args.statement.as_ref().is_none_or(|text| place.contains(text))
-        };
-        for subject in subjects {
-            let source = fa_emu::source(&subject.spec, subject.arch, &Headers::embedded())?;
-            for statement in mutate::statements(&source).into_iter().filter(asked) {
-                if !jobs.iter().any(|(_, other): &(usize, Statement)| *other == statement) {
-                    jobs.push((index, statement));
-                }
-            }
-        }
-    }
-    let all = jobs.len();
-    let (jobs, done) = (Mutex::new(jobs.into_iter().rev().collect::<Vec<_>>()), Mutex::new(Vec::new()));
-    let steps = Mutex::new(Steps::new(all));
     let work = || -> anyhow::Result<()> {
         loop {
-            let Some((kernel, statement)) = jobs.lock().map_or(None, |mut jobs| jobs.pop()) else {
-                return Ok(());
+            let Some((kernel, statement)) = lock(&jobs).pop() else { return Ok(()) };
+            let subjects = &kernels[kernel].1;
+            let key = removals::key(subjects, &statement)?;
+            let before = lock(&removals).of(&statement, &key).map(|own| own.noticed.clone());
+            let noticed = match before {
+                Some(noticed) => noticed,
+                None => {
+                    lock(&steps).begin(format!("{}:{}", statement.file, statement.line));
+                    let noticed = mutate::noticed(emulator, subjects, &statement, &trials)?;
+                    let Statement { file: header, text, occurrence, .. } = statement.clone();
+                    let removal = Removal { file: header, text, occurrence, key, noticed: noticed.clone() };
+                    let mut removals = lock(&removals);
+                    removals.add(removal);
+                    if let Some(file) = &file {
+                        removals.write(file)?;
+                    }
+                    *lock(&new) += 1;
+                    noticed
+                }
             };
-            let noticed = mutate::noticed(emulator, &kernels[kernel].1, &statement, &trials)?;
-            if let Ok(mut steps) = steps.lock() {
-                steps.begin(format!("{}:{}", statement.file, statement.line));
-                steps.advance();
-            }
-            if let Ok(mut done) = done.lock() {
-                done.push((statement, noticed));
-            }
+            lock(&steps).advance();
+            lock(&all).push((statement, noticed));
         }
     };
     std::thread::scope(|scope| {
@@ -84,11 +87,49 @@ pub(super) fn mutations(
             .try_for_each(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })?;
     drop(steps);
-    let mut done = done.into_inner().unwrap_or_default();
-    done.sort();
+    let (mut all, new) = (std::mem::take(&mut *lock(&all)), *lock(&new));
+    all.sort();
+    print(args, &known, &all, new)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The statements that were asked for, each with the kernel that it is tried on. A header that two kernels
+/// share is that of the first.
+fn jobs(
+    args: &EmulateArgs,
+    kernels: &[(&'static str, Vec<mutate::Subject>)],
+) -> anyhow::Result<Vec<(usize, Statement)>> {
+    let asked = |statement: &Statement| {
+        let place = format!("{}:{}", statement.file, statement.line);
+        args.statement.as_ref().is_none_or(|text| place.contains(text))
+    };
+    let mut jobs: Vec<(usize, Statement)> = Vec::new();
+    for (index, (_, subjects)) in kernels.iter().enumerate() {
+        for subject in subjects {
+            let source = fa_emu::source(&subject.spec, subject.arch, &Headers::embedded())?;
+            for statement in mutate::statements(&source).into_iter().filter(asked) {
+                if !jobs.iter().any(|(_, other)| *other == statement) {
+                    jobs.push((index, statement));
+                }
+            }
+        }
+    }
+    Ok(jobs)
+}
+
+/// What became of each removal; `new` of them have been tried now.
+fn print(
+    args: &EmulateArgs,
+    known: &[Survivor],
+    all: &[(Statement, Option<String>)],
+    new: usize,
+) -> anyhow::Result<Verdict> {
     let mut out = String::new();
     let (mut survivors, mut unexplained) = (0, 0);
-    for (statement, noticed) in &done {
+    for (statement, noticed) in all {
         let place = format!("{}:{}", statement.file, statement.line);
         let said = match noticed {
             Some(by) => by.clone(),
@@ -103,14 +144,17 @@ pub(super) fn mutations(
     }
     let of_list: Vec<_> = known
         .iter()
-        .filter(|own| done.iter().any(|(statement, noticed)| own.is(statement) && noticed.is_some()))
+        .filter(|own| all.iter().any(|(statement, noticed)| own.is(statement) && noticed.is_some()))
         .collect();
     for own in &of_list {
         out += &format!("listed in {} but noticed: {} {}\n", args.survivors.display(), own.file, own.text);
     }
+    let count = all.len();
     out += &format!(
-        "{} of {all} removals noticed, {unexplained} of the other {survivors} without a listed reason\n",
-        all - survivors
+        "{} of {count} removals noticed, {unexplained} of the other {survivors} without a listed reason; \
+         {new} tried now, {} before\n",
+        count - survivors,
+        count - new
     );
     output::print(&out)?;
     Ok(if unexplained == 0 && of_list.is_empty() { Verdict::Good } else { Verdict::Bad })

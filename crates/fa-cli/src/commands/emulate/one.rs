@@ -6,7 +6,6 @@ use fa_attn::atomic_file;
 use fa_core::{Arch, KernelSpec};
 use fa_emu::sweep::SEEDS;
 use fa_emu::{Emulator, Options, Pace, Proof, Trial, Unit, timeline};
-use fa_kernels::Headers;
 
 use super::args::EmulateArgs;
 use super::case::case;
@@ -23,7 +22,8 @@ pub(super) fn one(
 ) -> anyhow::Result<Verdict> {
     let case = case(args, spec)?;
     let problem = case.problem;
-    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &Headers::embedded()))?;
+    let headers = args.headers()?;
+    let unit = progress::spinner("compiling the kernel", || emulator.unit(spec, arch, &headers))?;
     let trial = progress::spinner("computing in f64", || {
         Trial::with(&problem, spec.kernel.pass(), case.placing, &case.extras)
     });
