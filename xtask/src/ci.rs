@@ -11,8 +11,8 @@ use crate::{device, python, toolkit, workspace};
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Compile every shipped kernel for every architecture, whatever docs/results/compiled.ron lists, and
-    /// write that list.
+    /// Compile every shipped kernel for every architecture and run every test of the emulation, whatever
+    /// docs/results/compiled.ron and emulation-tests.ron list, and write those lists.
     #[arg(long)]
     all_archs: bool,
 }
@@ -23,7 +23,7 @@ struct Step {
     run: fn(&Args, &mut Tally) -> Result<()>,
 }
 
-const STEPS: [Step; 8] = [
+const STEPS: [Step; 7] = [
     Step { name: "format", run: |_, _| workspace::cargo(&["fmt", "--all", "--check"]) },
     // The compiler of the shipped kernels, which the tests compile, and clang-format.
     Step { name: "toolkit", run: |_, _| toolkit::install(false) },
@@ -33,11 +33,12 @@ const STEPS: [Step; 8] = [
         name: "lint",
         run: |_, _| workspace::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
     },
-    Step { name: "docs", run: |_, _| docs() },
-    Step { name: "test", run: |args, tally| cargo_test(&["--lib", "--bins", "--tests"], args, tally) },
+    Step {
+        name: "build of tests",
+        run: |_, _| workspace::cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-run"]),
+    },
+    Step { name: "test, documentation, python", run: tests },
     Step { name: "test of docs", run: |args, tally| cargo_test(&["--doc"], args, tally) },
-    // Of crates that the tests have built.
-    Step { name: "python", run: |_, _| python::check() },
 ];
 
 /// Sum of cargo's "test result:" lines.
@@ -83,6 +84,17 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
+/// Runs the tests. Documentation and the Python package, of crates that are built by now, are built meanwhile:
+/// neither that nor the tests fill the cores alone.
+fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
+    std::thread::scope(|scope| {
+        let rest = scope.spawn(|| docs().and_then(|()| python::check()));
+        let tests = cargo_test(&["--lib", "--bins", "--tests"], args, tally);
+        let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        tests.and(rest)
+    })
+}
+
 /// Builds the documentation; a link that leads nowhere is an error.
 fn docs() -> Result<()> {
     let mut cargo = workspace::cargo_command(&["doc", "--quiet", "--workspace", "--no-deps"]);
@@ -96,7 +108,7 @@ fn cargo_test(targets: &[&str], args: &Args, tally: &mut Tally) -> Result<()> {
     let mut command = workspace::cargo_command(&["test", "--workspace"]);
     command.args(targets).stdout(Stdio::piped());
     if args.all_archs {
-        command.env("FA_ALL_ARCHS", "1");
+        command.env("FA_ALL_ARCHS", "1").env("FA_EMU_RECORD", "1");
     }
     let mut child = command.spawn().context("cargo does not start")?;
     let stdout = child.stdout.take().context("cargo's output is not piped")?;

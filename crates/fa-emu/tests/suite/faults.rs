@@ -9,6 +9,7 @@ use fa_emu::{Options, Placing, Trial, source};
 use fa_kernels::{Headers, Source};
 
 use crate::emulator;
+use crate::known::{ONLY, unless_known};
 
 /// One fault.
 struct Fault {
@@ -230,10 +231,8 @@ fn find(fault: &Fault) -> Result<Vec<String>, String> {
 }
 
 fn check(kernel: &str) {
-    if emulator(&format!("the faults of {kernel}")).is_none() {
-        return;
-    }
-    let only = std::env::var("FA_EMU_ONLY").unwrap_or_default();
+    let Some(_running) = unless_known(&format!("faults_of_the_{kernel}")) else { return };
+    let only = std::env::var(ONLY).unwrap_or_default();
     let mut missed = Vec::new();
     for fault in FAULTS.iter().filter(|fault| fault.kernel == kernel && fault.name.contains(&only)) {
         match find(fault) {

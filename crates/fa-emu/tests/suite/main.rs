@@ -4,6 +4,7 @@
 mod append;
 mod deterministic;
 mod faults;
+mod known;
 mod merge;
 mod mods;
 mod packed;

@@ -10,6 +10,7 @@ use fa_emu::sample::sample;
 use fa_emu::shipped::shipped;
 
 use crate::emulator;
+use crate::known::ONLY;
 
 /// Kernels that were proven when they were committed: `fa emulate --shipped` writes it.
 const COMMITTED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results/emulated.ron");
@@ -34,7 +35,7 @@ fn a_sample_of_the_planners_configurations_is_right_and_without_a_finding() {
 
 /// Runs the candidates that no record knows; panics with all that is found.
 fn check(emulator: &Emulator, mut candidates: Vec<Candidate>) {
-    let only = std::env::var("FA_EMU_ONLY").unwrap_or_default();
+    let only = std::env::var(ONLY).unwrap_or_default();
     candidates.retain(|candidate| candidate.name.contains(&only));
     let stamps = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated.ron");
     let records = [Record::read(Path::new(COMMITTED)), Record::read(&stamps)];

@@ -1,15 +1,22 @@
 //! The configurations of the mutation run are valid, clean, and run.
 
-use fa_emu::Options;
+use std::path::Path;
+
+use fa_emu::mutate::{Statement, statements};
+use fa_emu::removals::Removals;
 use fa_emu::subjects::subjects;
 use fa_emu::sweep::Trials;
+use fa_emu::{Options, source};
 use fa_kernels::Headers;
+use serde::Deserialize;
 
-use crate::emulator;
+use crate::known::unless_known;
 
 #[test]
 fn the_subjects_of_the_mutation_run_are_without_a_finding() {
-    let Some(emulator) = emulator("the_subjects_of_the_mutation_run_are_without_a_finding") else { return };
+    let Some(emulator) = unless_known("the_subjects_of_the_mutation_run_are_without_a_finding") else {
+        return;
+    };
     let trials = Trials::default();
     for (name, subjects) in subjects() {
         for subject in subjects {
@@ -17,6 +24,46 @@ fn the_subjects_of_the_mutation_run_are_without_a_finding() {
             let proof =
                 trials.get(&subject.case, &subject.spec).run(&unit, &Options::of(&subject.spec, 2)).unwrap();
             assert!(proof.passed(), "{name} {}:\n{}", subject.spec, proof.faults().join("\n"));
+        }
+    }
+}
+
+/// As `fa emulate --mutate` reads them.
+#[derive(Deserialize)]
+struct Survivor {
+    file: String,
+    text: String,
+    occurrence: usize,
+    reason: String,
+}
+
+impl Survivor {
+    fn is(&self, file: &str, text: &str, occurrence: usize) -> bool {
+        (&*self.file, &*self.text, self.occurrence) == (file, text, occurrence)
+    }
+}
+
+#[test]
+fn removals_that_nothing_notices_are_of_present_statements_and_have_reasons() {
+    let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results");
+    let text = std::fs::read_to_string(results.join("emulation-survivors.ron")).unwrap();
+    let survivors: Vec<Survivor> = ron::from_str(&text).unwrap();
+    let mut all: Vec<Statement> = Vec::new();
+    for (_, subjects) in subjects() {
+        for subject in subjects {
+            all.extend(statements(&source(&subject.spec, subject.arch, &Headers::embedded()).unwrap()));
+        }
+    }
+    for own in &survivors {
+        let found =
+            all.iter().any(|statement| own.is(&statement.file, &statement.text, statement.occurrence));
+        assert!(found, "{}: no statement {} {}", own.file, own.text, own.occurrence);
+        assert!(own.reason.len() > 20, "{}: {}", own.text, own.reason);
+    }
+    for removal in Removals::read(&results.join("removals.ron")).unwrap().tried {
+        if removal.noticed.is_none() && all.iter().any(|statement| removal.is_of(statement)) {
+            let known = survivors.iter().any(|own| own.is(&removal.file, &removal.text, removal.occurrence));
+            assert!(known, "{}: nothing notices that {} is gone; why?", removal.file, removal.text);
         }
     }
 }
