@@ -11,7 +11,7 @@ use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
 use crate::account::panels::BwdPanels;
 use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
+use crate::cost::core::{Cost, Terms, overlap, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
@@ -81,7 +81,11 @@ pub(crate) fn predict(
     let hbm = (problem.bytes_backward() + accumulators + split.missed)
         / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
-    let prepare = (rows * 2.0 * hdv * bytes + accumulators + split.sums)
+    // Where one tile holds all keys, dQ's sums are stored and need no zeros (NB-062).
+    let one_tile = problem.lengths.max_k() <= kernel.tile_n as usize;
+    let stored = one_tile && spec.mask == MaskKind::Full && !spec.reads.varied && kernel.dq_via_smem;
+    let zeros = if stored { 0.0 } else { accumulators };
+    let prepare = (rows * 2.0 * hdv * bytes + zeros + split.sums)
         / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
     let finish = (rows * hd * bytes + accumulators + 1.5 * split.sums)
         / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
@@ -97,6 +101,5 @@ pub(crate) fn predict(
         waves: c.idle * (end - even) / clock,
         latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
     };
-    let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };
-    Cost::of_backward(problem, &work, main + outer, terms, sms, step)
+    Cost::of_backward(problem, &work, main + outer, terms, sms)
 }
