@@ -11,7 +11,7 @@ use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
 use crate::account::panels::BwdPanels;
 use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, Terms, overlap, softmax_clocks};
+use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
@@ -101,5 +101,6 @@ pub(crate) fn predict(
         waves: c.idle * (end - even) / clock,
         latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
     };
-    Cost::of_backward(problem, &work, main + outer, terms, sms)
+    let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };
+    Cost::of_backward(problem, &work, main + outer, terms, sms, step)
 }
