@@ -79,13 +79,13 @@ fn tests(cuda: bool) -> Result<()> {
 fn minilm() -> Result<()> {
     let folder = workspace::target_dir().join("minilm");
     toolkit::packages(&folder, &[MINILM], false)?;
-    let mut cargo = workspace::cargo_command(&["test", "-p", "fa-candle", "--test", "models", "minilm"]);
-    cargo.args(["--", "--nocapture"]).env("FA_MINILM", folder.join(MINILM_FILES));
+    let mut cargo = workspace::cargo_command(&["test", "-p", "fa-candle", "--test", "models"]);
+    cargo.args(["minilm", "--", "--nocapture"]).env("FA_MINILM", folder.join(MINILM_FILES));
     finish(&mut cargo, "BERT with the weights of MiniLM")
 }
 
-/// Checks the feature `cuda` in a folder that stands for the workspace, but for a candle-kernels whose kernels
-/// are empty: nothing is linked or run.
+/// Checks the feature `cuda` in a folder that stands for the workspace, but for a candle-kernels whose
+/// kernels are empty: nothing is linked or run.
 fn cuda() -> Result<()> {
     let folder = workspace::target_dir().join("candle-cuda");
     let kernels = folder.join(KERNELS.0);
@@ -108,8 +108,8 @@ fn cuda() -> Result<()> {
 
 /// A build script that compiles nothing.
 const NO_KERNELS: &str = r#"fn main() {
-    let names = ["AFFINE", "BINARY", "CAST", "CONV", "FILL", "INDEXING", "QUANTIZED", "REDUCE", "SORT", "TERNARY",
-        "UNARY"];
+    let names = ["AFFINE", "BINARY", "CAST", "CONV", "FILL", "INDEXING", "QUANTIZED", "REDUCE", "SORT",
+        "TERNARY", "UNARY"];
     let text: String = names.iter().map(|name| format!("pub const {name}: &str = \"\";\n")).collect();
     std::fs::write(std::path::Path::new(&std::env::var("OUT_DIR").unwrap()).join("ptx.rs"), text).unwrap();
 }

@@ -1,5 +1,5 @@
-//! candle-flash-attn's own tests, on this crate: `cargo xtask candle tests` fetches the file, which is none of
-//! ours, and names it to the compiler. Without the feature `cuda` their GPU is the CPU.
+//! candle-flash-attn's own tests, on this crate: `cargo xtask candle tests` fetches the file, which is not of
+//! this workspace, and names it to the compiler. Without the feature `cuda` their GPU is the CPU.
 
 /// Their crate.
 mod candle_flash_attn {
