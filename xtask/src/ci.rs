@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{device, python, toolkit, workspace};
+use crate::{candle, device, python, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
@@ -37,7 +37,7 @@ const STEPS: [Step; 7] = [
         name: "build of tests",
         run: |_, _| workspace::cargo(&["test", "--workspace", "--lib", "--bins", "--tests", "--no-run"]),
     },
-    Step { name: "test, documentation, python", run: tests },
+    Step { name: "test, documentation, candle, python", run: tests },
     Step { name: "test of docs", run: |args, tally| cargo_test(&["--doc"], args, tally) },
 ];
 
@@ -84,11 +84,11 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests. Documentation and the Python package, of crates that are built by now, are built meanwhile:
-/// neither that nor the tests fill the cores alone.
+/// Runs the tests. Documentation and what stands on crates that are built by now, candle's side and the Python
+/// package, come meanwhile: neither that nor the tests fill the cores alone.
 fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     std::thread::scope(|scope| {
-        let rest = scope.spawn(|| docs().and_then(|()| python::check()));
+        let rest = scope.spawn(|| docs().and_then(|()| candle::check()).and_then(|()| python::check()));
         let tests = cargo_test(&["--lib", "--bins", "--tests"], args, tally);
         let rest = rest.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         tests.and(rest)
