@@ -242,10 +242,18 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
     swapped
 }
 
+/// Six digits behind the point, or a power of ten where they would say nothing.
+fn scale_text(scale: f64) -> String {
+    match scale.abs() {
+        0.0 | 1e-3..1e6 => format!("{scale:.6}"),
+        _ => format!("{scale:e}"),
+    }
+}
+
 /// A problem in a line.
 pub fn describe(p: &Problem) -> String {
     let mut text = format!(
-        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
+        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {}",
         p.lengths.sequences(),
         p.lengths.max_q(),
         p.lengths.max_k(),
@@ -254,7 +262,7 @@ pub fn describe(p: &Problem) -> String {
         head_dims(p),
         p.mask,
         p.types.qkv,
-        p.scale()
+        scale_text(p.scale())
     );
     if let Some(cap) = p.score.softcap {
         text += &format!(", soft cap {cap}");

@@ -200,8 +200,13 @@ fn names(args: &CheckArgs, a: &TensorFile, b: &TensorFile) -> Result<Vec<String>
         OUTPUTS.into_iter().filter(|name| a.has(name) && b.has(name)).map(str::to_owned).collect();
     if common.is_empty() {
         let list = |file: &TensorFile| file.names().collect::<Vec<_>>().join(", ");
+        let inputs = [a, b].into_iter().find(|file| ["q", "k", "v"].iter().all(|name| file.has(name)));
+        let advice = inputs.map_or(String::new(), |inputs| {
+            let path = inputs.path().display();
+            format!("; to judge one output by q, k and v of {path} give it as A and B, with --inputs {path}")
+        });
         return Err(InputError::Usage(format!(
-            "A and B have none of {} in common: A has {}; B has {}; --tensor NAME compares others",
+            "A and B have none of {} in common: A has {}; B has {}; --tensor NAME compares others{advice}",
             OUTPUTS.join(", "),
             list(a),
             list(b)

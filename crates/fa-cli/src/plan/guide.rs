@@ -17,8 +17,8 @@ pub struct GuideArgs {
     /// block size tuning guide, elsewhere by the planner's own
     #[arg(long, conflicts_with_all = [
         "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "causal", "window", "dtype", "softcap",
-        "problem_file",
-        "family", "spec", "deterministic", "why", "report"
+        "alibi", "sinks", "packed", "page", "used_q", "used_k", "problem_file", "family", "spec", "deterministic",
+        "why", "report", "records"
     ])]
     pub guide: bool,
     /// With --guide: backward tile_m to try instead of 64,80,96,112,128; on architectures other than sm90

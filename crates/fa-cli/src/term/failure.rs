@@ -140,6 +140,8 @@ mod tests {
         assert_eq!(message(&anyhow::Error::from(read)), "cannot read x: it is gone");
         let wrapped = anyhow::Error::from(source()).context("cannot start\n2 threads");
         assert_eq!(message(&wrapped), "cannot start 2 threads: it is gone");
+        let named = InputError::Usage("no layout \u{1b}[2Jx".to_owned());
+        assert_eq!(message(&named.into()), "no layout \\u{1b}[2Jx");
         assert_eq!(exit_code(&wrapped), EXIT_FAILURE);
         assert_eq!(exit_code(&InputError::Usage("no".into()).into()), EXIT_BAD_INPUT);
     }

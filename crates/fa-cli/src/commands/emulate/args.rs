@@ -131,11 +131,11 @@ Examples:
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --mutate                                      is every barrier missed when it is gone?
 
-Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, \
-missing fences,
-reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. \
-It says
-nothing about speed, spills, and the rounding within a tensor core.
+Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. What it
+compiles is kept in fa/emulator in the user's cache folder, or in FA_EMULATOR_CACHE. Finds data
+races, missing fences, reads of what nobody wrote, accesses out of bounds, deadlocks and wrong
+values, with the line of the kernel. It says nothing about speed, spills, and the rounding within a
+tensor core.
 Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.
