@@ -34,6 +34,8 @@ fn json_lists_everything_and_n_limits_it() {
 
 #[test]
 fn of_nothing_there_are_plans_and_no_nan() {
+    let folder = Dir::new();
+    let page = folder.file("page.html");
     for line in [
         "plan --batch 0",
         "plan --seqlen 0 --mode both",
@@ -42,6 +44,9 @@ fn of_nothing_there_are_plans_and_no_nan() {
     ] {
         let text = fa(line).good();
         assert!(text.contains("0 FLOP per byte") && !text.contains("NaN"), "{line}: {text}");
+        fa(&format!("{line} --report {page}")).good();
+        let page = std::fs::read_to_string(&page).unwrap();
+        assert!(!page.contains("NaN") && !page.contains("inf "), "{line}");
     }
 }
 
