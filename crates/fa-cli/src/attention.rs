@@ -133,9 +133,17 @@ pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError>
         [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
     let copies = if backward { 2 } else { 1 };
     let need = copies * tensors * problem.types.qkv.bytes() as u64 + 4 * lse_len(problem) as u64;
+    check_free(need, "the problem's tensors", "split the batch or the heads")
+}
+
+/// Refuses to hold `need` bytes of `what` where less memory is free.
+///
+/// # Errors
+/// As [`check_memory`].
+pub fn check_free(need: u64, what: &str, advice: &str) -> Result<(), InputError> {
     match machine::available_memory() {
         Some(have) if need > have => Err(InputError::Usage(format!(
-            "the problem's tensors take {}, {} of memory are free: split the batch or the heads",
+            "{what} take {}, {} of memory are free: {advice}",
             si(need as f64, "B"),
             si(have as f64, "B")
         ))),

@@ -136,8 +136,17 @@ struct Pair {
 pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let a = TensorFile::open(&args.a)?;
     let b = TensorFile::open(&args.b)?;
+    let names = names(args, &a, &b)?;
+    let entries = || names.iter().flat_map(|name| [&a, &b].map(|file| file.entry(name)));
+    let elements: usize = entries().flatten().map(|entry| entry.shape.iter().product::<usize>()).sum();
+    let need = 8 * elements as u64;
+    attention::check_free(
+        need,
+        "the tensors as f64",
+        "compare one at a time, by --tensor, or parts of them",
+    )?;
     let mut pairs: Vec<Pair> =
-        names(args, &a, &b)?.iter().map(|name| Pair::read(args, &a, &b, name)).collect::<Result<_, _>>()?;
+        names.iter().map(|name| Pair::read(args, &a, &b, name)).collect::<Result<_, _>>()?;
     let given = args.atol.is_some() || args.rtol.is_some();
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
     let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
