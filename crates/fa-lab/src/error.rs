@@ -148,10 +148,18 @@ pub(crate) fn gpu_only(error: fa_attn::Error) -> Error {
 
 /// Whether the GPU's library refuses what it is given, rather than failing at it.
 pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
+    use fa_kernels::Error::{Mismatch, NoCode, Page, Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
     matches!(
         error,
-        Problem(_) | Scale { .. } | SharedMemory { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
+        Mismatch { .. }
+            | NoCode { .. }
+            | Page { .. }
+            | Problem(_)
+            | Scale { .. }
+            | SharedMemory { .. }
+            | Softcap { .. }
+            | Spec(_)
+            | TooLong { .. }
     )
 }
 

@@ -106,6 +106,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
         cause.downcast_ref().is_some_and(asks_too_much)
             || cause.downcast_ref().is_some_and(fa_lab::Error::is_request)
             || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
+            || matches!(cause.downcast_ref(), Some(fa_emu::Error::Kernels(error)) if asks_too_much(error))
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
             || cause.is::<ReportError>()
