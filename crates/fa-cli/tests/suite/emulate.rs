@@ -12,7 +12,9 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
         ("emulate --shipped --json", "--json"),
         ("emulate --sample 1 --page 16", "--page"),
         ("emulate --sample 1 --arch sm80", "--arch"),
-        ("emulate --day 2026-01-01 x.ron", "--sample"),
+        ("emulate --shipped --statement x", "--statement"),
+        ("emulate --shipped --cta 1", "--cta"),
+        ("emulate --day 2026-01-01 x.ron", "--day"),
     ] {
         let outcome = fa(line);
         assert_eq!(outcome.code, 2, "{line}: {outcome:?}");

@@ -10,10 +10,33 @@ use fa_lab::shape::HeadDim;
 use crate::flags::{Heads, MaskArgs, Seqlen};
 
 /// What makes the one problem, or the one run, of a given kernel.
-const OF_ONE: [&str; 24] = [
-    "arch", "seqlen", "batch", "lengths", "rows_q", "rows_k", "page", "slack", "split", "alibi", "sinks",
-    "heads", "headdim", "causal", "window", "scale", "softcap", "layout", "gap", "seeds", "sms", "steps",
-    "json", "report",
+const OF_ONE: [&str; 26] = [
+    "arch",
+    "seqlen",
+    "batch",
+    "lengths",
+    "rows_q",
+    "rows_k",
+    "page",
+    "slack",
+    "split",
+    "alibi",
+    "sinks",
+    "heads",
+    "headdim",
+    "causal",
+    "window",
+    "scale",
+    "softcap",
+    "layout",
+    "gap",
+    "seeds",
+    "sms",
+    "steps",
+    "json",
+    "report",
+    "cta",
+    "statement",
 ];
 
 /// `fa emulate`.
@@ -110,7 +133,7 @@ pub struct EmulateArgs {
     #[arg(conflicts_with_all = OF_ONE)]
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
-    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with = "spec")]
     pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
