@@ -70,8 +70,8 @@ impl Work {
     }
 
     /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile loops
-    /// over the queries of one of `splits` parts of its K/V head's query heads: equal parts, but for a last one
-    /// that has what is left.
+    /// over the queries of one of `splits` parts of its K/V head's query heads: equal parts, but for a last
+    /// one that has what is left.
     pub fn of_keys(problem: &Problem, tile_m: u32, tile_n: u32, splits: usize) -> Work {
         let group = problem.group_size().max(1);
         let share = group.div_ceil(splits.max(1));
