@@ -14,8 +14,8 @@
 mod access;
 mod pattern;
 
-use fa_core::layout::Layout;
-use fa_core::swizzle::{Swizzle, SwizzleMode, SwizzledLayout};
+use fa_core::layout::{Layout, LayoutError};
+use fa_core::swizzle::{Swizzle, SwizzleError, SwizzleMode, SwizzledLayout};
 use serde::{Deserialize, Serialize};
 
 pub use access::{Access, BankError, MAX_TILE_BYTES, WARP};

@@ -12,7 +12,7 @@ use fa_kernels::Headers;
 use serde::{Deserialize, Serialize};
 
 use super::args::EmulateArgs;
-use crate::term::failure::Verdict;
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
 
@@ -51,6 +51,10 @@ pub(super) fn mutations(
     let removals = Mutex::new(file.as_deref().map_or_else(|| Ok(Removals::default()), Removals::read)?);
     let (all, new) = (Mutex::new(Vec::new()), Mutex::new(0usize));
     let jobs = jobs(args, &kernels)?;
+    if let (true, Some(text)) = (jobs.is_empty(), &args.statement) {
+        let message = format!("--statement {text}: no synchronising statement stands at such a place");
+        return Err(InputError::Usage(message).into());
+    }
     let steps = Mutex::new(Steps::new(jobs.len()));
     let jobs = Mutex::new(jobs.into_iter().rev().collect::<Vec<_>>());
     let trials = Trials::default();
