@@ -173,7 +173,7 @@ pub struct Subject {
     pub case: Case,
 }
 
-/// What noticed that a statement was missing: the first line of what was found, or `None`.
+/// What noticed that a statement was missing: the subject, and the first line of what was found; or `None`.
 ///
 /// # Errors
 /// Those of the emulation, but for mutants that do not compile, which counts as noticed.
@@ -182,8 +182,8 @@ pub fn noticed(
     subjects: &[Subject],
     statement: &Statement,
     trials: &Trials,
-) -> Result<Option<String>, Error> {
-    for subject in subjects {
+) -> Result<Option<(usize, String)>, Error> {
+    for (number, subject) in subjects.iter().enumerate() {
         let source = source(&subject.spec, subject.arch, &Headers::embedded())?;
         // Positions are of this source's headers, which all subjects of a kernel share.
         if !source.headers.iter().any(|(name, _)| *name == statement.file) {
@@ -192,7 +192,7 @@ pub fn noticed(
         let mutant = without(&source, statement);
         let unit = match emulator.unit_of(&subject.spec, subject.arch, &mutant) {
             Ok(unit) => unit,
-            Err(Error::Compile { .. }) => return Ok(Some("does not compile".into())),
+            Err(Error::Compile { .. }) => return Ok(Some((number, "does not compile".into()))),
             Err(error) => return Err(error),
         };
         let trial = trials.get(&subject.case, &subject.spec);
@@ -200,7 +200,7 @@ pub fn noticed(
             let options = Options { step_limit: STEP_LIMIT, ..Options::of(&subject.spec, seed) };
             let faults = trial.run(&unit, &options)?.faults();
             if let Some(fault) = faults.first() {
-                return Ok(Some(fault.lines().next().unwrap_or_default().to_owned()));
+                return Ok(Some((number, fault.lines().next().unwrap_or_default().to_owned())));
             }
         }
     }

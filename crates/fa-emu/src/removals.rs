@@ -23,7 +23,7 @@ pub struct Removal {
     pub text: String,
     /// Which of those of this text in the header, from 1.
     pub occurrence: usize,
-    /// [`key`] of what it was tried on.
+    /// [`Keys`] of the subject that noticed it, or of all where none did.
     pub key: String,
     /// The first line of what noticed it; `None` where nothing did.
     pub noticed: Option<String>,
@@ -80,28 +80,47 @@ impl Removals {
         atomic_file::write(path, text.as_bytes()).map_err(|e| Error::io(path, std::io::Error::other(e)))
     }
 
-    /// The removal of `statement` that was tried with this key.
-    pub fn of(&self, statement: &Statement, key: &str) -> Option<&Removal> {
-        self.tried.iter().find(|own| own.key == key && own.is_of(statement))
+    /// The removal of `statement` that was tried on these subjects; of one that was noticed, on one of them.
+    pub fn of(&self, statement: &Statement, keys: &Keys) -> Option<&Removal> {
+        let holds = |own: &Removal| match own.noticed {
+            Some(_) => keys.subjects.iter().flatten().any(|key| *key == own.key),
+            None => own.key == keys.all(),
+        };
+        self.tried.iter().find(|own| own.is_of(statement) && holds(own))
     }
 }
 
-/// A hash of all that decides what notices the removal of `statement`: the code that is left of every
-/// subject that has it, their problems, the machine, the seeds.
-///
-/// # Errors
-/// Those of the specs.
-pub fn key(subjects: &[Subject], statement: &Statement) -> Result<String, Error> {
-    let mut tried = Vec::new();
-    for subject in subjects {
-        let source = source(&subject.spec, subject.arch, &Headers::embedded())?;
-        if source.headers.iter().any(|(name, _)| *name == statement.file) {
+/// Hashes of all that decides what notices the removal of a statement.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Keys {
+    /// Of each subject: the code that is left of it, its problem, the machine, the seeds; `None` for one
+    /// that does not have the statement.
+    pub subjects: Vec<Option<String>>,
+}
+
+impl Keys {
+    /// Those of the removal of `statement` from `subjects`.
+    ///
+    /// # Errors
+    /// Those of the specs.
+    pub fn of(subjects: &[Subject], statement: &Statement) -> Result<Keys, Error> {
+        let key = |subject: &Subject| -> Result<Option<String>, Error> {
+            let source = source(&subject.spec, subject.arch, &Headers::embedded())?;
+            if !source.headers.iter().any(|(name, _)| *name == statement.file) {
+                return Ok(None);
+            }
             let left = without(&source, statement).fingerprint();
-            tried.push(json!([left, subject.arch, subject.case.data()]));
-        }
+            let tried = json!([subject.arch, subject.case.data(), SEEDS, STEP_LIMIT]).to_string();
+            Ok(Some(hash(&[&version(), &left, &tried])[..32].to_owned()))
+        };
+        Ok(Keys { subjects: subjects.iter().map(key).collect::<Result<_, _>>()? })
     }
-    let tried = json!([tried, SEEDS, STEP_LIMIT]).to_string();
-    Ok(hash(&[&version(), &tried])[..32].to_owned())
+
+    /// Of all subjects together.
+    pub fn all(&self) -> String {
+        let keys: Vec<&str> = self.subjects.iter().flatten().map(String::as_str).collect();
+        hash(&keys)[..32].to_owned()
+    }
 }
 
 #[cfg(test)]
@@ -134,14 +153,25 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_of_the_statement_and_of_what_it_is_tried_on() {
+    fn removals_are_known_for_the_very_code_and_subjects() {
         let (_, of_kernel) = &subjects()[0];
         let first = &of_kernel[0];
         let source = source(&first.spec, first.arch, &Headers::embedded()).unwrap();
         let [one, other, ..] = &statements(&source)[..] else { panic!("the kernel synchronises") };
-        let all = key(of_kernel, one).unwrap();
-        assert_eq!(all, key(of_kernel, one).unwrap());
-        assert_ne!(all, key(of_kernel, other).unwrap());
-        assert_ne!(all, key(&of_kernel[..1], one).unwrap());
+        let keys = Keys::of(of_kernel, one).unwrap();
+        assert_eq!(keys, Keys::of(of_kernel, one).unwrap());
+        let fewer = Keys::of(&of_kernel[..1], one).unwrap();
+        let (others, own) = (Keys::of(of_kernel, other).unwrap(), |key: String, noticed: Option<&str>| {
+            let Statement { file, text, occurrence, .. } = one.clone();
+            Removals {
+                tried: vec![Removal { file, text, occurrence, key, noticed: noticed.map(str::to_owned) }],
+            }
+        });
+        let noticed = own(keys.subjects[0].clone().unwrap(), Some("deadlock"));
+        assert!(noticed.of(one, &keys).is_some() && noticed.of(one, &fewer).is_some());
+        assert!(noticed.of(one, &others).is_none() && noticed.of(other, &keys).is_none());
+        // What nothing noticed may be noticed by another subject.
+        let survived = own(fewer.all(), None);
+        assert!(survived.of(one, &fewer).is_some() && survived.of(one, &keys).is_none());
     }
 }

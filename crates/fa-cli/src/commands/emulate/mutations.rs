@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::Context;
 use fa_emu::Emulator;
 use fa_emu::mutate::{self, Statement};
-use fa_emu::removals::{self, Removal, Removals};
+use fa_emu::removals::{Keys, Removal, Removals};
 use fa_emu::sweep::Trials;
 use fa_kernels::Headers;
 use serde::{Deserialize, Serialize};
@@ -62,13 +62,16 @@ pub(super) fn mutations(
         loop {
             let Some((kernel, statement)) = lock(&jobs).pop() else { return Ok(()) };
             let subjects = &kernels[kernel].1;
-            let key = removals::key(subjects, &statement)?;
-            let before = lock(&removals).of(&statement, &key).map(|own| own.noticed.clone());
+            let keys = Keys::of(subjects, &statement)?;
+            let before = lock(&removals).of(&statement, &keys).map(|own| own.noticed.clone());
             let noticed = match before {
                 Some(noticed) => noticed,
                 None => {
                     lock(&steps).begin(format!("{}:{}", statement.file, statement.line));
-                    let noticed = mutate::noticed(emulator, subjects, &statement, &trials)?;
+                    let found = mutate::noticed(emulator, subjects, &statement, &trials)?;
+                    let by = found.as_ref().and_then(|(subject, _)| keys.subjects[*subject].clone());
+                    let key = by.unwrap_or_else(|| keys.all());
+                    let noticed = found.map(|(_, text)| text);
                     let Statement { file: header, text, occurrence, .. } = statement.clone();
                     let removal = Removal { file: header, text, occurrence, key, noticed: noticed.clone() };
                     let mut removals = lock(&removals);
