@@ -72,7 +72,8 @@ pub(crate) fn predict(
     };
     let (total, end) = work.makespan(sms, queue, length);
     let even = total / sms;
-    let busy = (even + c.idle * (end - even)) / clock;
+    // What idle SMs leave of the power raises the clock of the others, but not beyond its maximum.
+    let busy = (even + c.idle * (end - even)).max(end * c.clock / constants.clock) / clock;
     // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
     let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
 
