@@ -1,7 +1,6 @@
 // Appends new rows of K and V to a cache, contiguous or in pages, and turns K and Q by their positions
 // (rotary embedding). Positions are the cache's lengths, which are read on the device.
 #pragma once
-#include "append/append_params.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
 #include "config.cuh"

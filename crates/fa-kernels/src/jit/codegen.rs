@@ -1,4 +1,4 @@
-//! Writes `config.cuh`, `params.cuh` and the parameters of kernels beside attention from the Rust types.
+//! Writes `config.cuh` and `params.cuh` from the Rust types.
 
 use std::fmt::Write;
 
@@ -21,11 +21,7 @@ pub fn generated() -> Vec<Generated> {
     vec![
         Generated { path: "config.cuh", text: config_cuh() },
         Generated { path: "params.cuh", text: params_cuh() },
-        Generated {
-            path: "append/append_params.cuh",
-            text: params_of("append", vec![AppendParams::declaration()]),
-        },
-        Generated { path: "merge/merge_params.cuh", text: params_of("merge", merge_params::declarations()) },
+        Generated { path: "merge/merge_params.cuh", text: merge_params_cuh() },
     ]
 }
 
@@ -64,7 +60,8 @@ fn config_cuh() -> String {
 fn params_cuh() -> String {
     let mut text =
         format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
-    structs(&mut text, params::declarations());
+    let declarations = params::declarations().into_iter().chain([AppendParams::declaration()]);
+    structs(&mut text, declarations);
     text.push_str(
         "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\
          struct alignas(64) TensorMap {\n    unsigned long long opaque[16];\n};\n\n\
@@ -73,13 +70,12 @@ fn params_cuh() -> String {
     text
 }
 
-/// The header of a kernel beside attention.
-fn params_of(kernel: &str, declarations: Vec<ParamStruct>) -> String {
+fn merge_params_cuh() -> String {
     let mut text = format!(
-        "{NOTE}\n// The parameters of the {kernel} kernel.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
+        "{NOTE}\n// The parameters of the merge kernel.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
          namespace fa {{\n"
     );
-    structs(&mut text, declarations);
+    structs(&mut text, merge_params::declarations());
     text + "\n}  // namespace fa\n\n#undef FA_OFFSETOF\n"
 }
 
