@@ -84,8 +84,8 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests. Documentation and what stands on crates that are built by now, candle's side and the Python
-/// package, come meanwhile: neither that nor the tests fill the cores alone.
+/// Runs the tests. Documentation and what stands on crates that are built by now, candle's side and the
+/// Python package, come meanwhile: neither that nor the tests fill the cores alone.
 fn tests(args: &Args, tally: &mut Tally) -> Result<()> {
     std::thread::scope(|scope| {
         let rest = scope.spawn(|| docs().and_then(|()| candle::check()).and_then(|()| python::check()));

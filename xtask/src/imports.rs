@@ -12,7 +12,7 @@ mod reader;
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::rust_tokens::tokens;
-use reader::{File, Import, Reader, join, parent};
+use reader::{File, Reader, join, parent};
 
 /// A crate's files by module path: `""` for the root, `"a::b"` for `src/a/b.rs` and `src/a/b/mod.rs`.
 struct Crate {
