@@ -4,6 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
+use crate::account::pages::gathers;
 use crate::kernels::{packings, split_choices};
 
 /// Keys per step that are tried.
@@ -58,6 +59,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 exp_poly_of_16: 0,
                 rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
                 pack_gqa,
+                gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
             with_room_for_q(KernelSpec {
                 types: Types::same(dtype),

@@ -77,15 +77,14 @@ struct Paged {
     alibi: &'static [u32],
 }
 
-/// Whether a kernel for keys in pages is known to spill. With three warpgroups every one does, whatever its
-/// tile: 8 bytes of the producer, which has 32 registers and looks pages up.
+/// Whether a kernel for keys in pages, loaded by TMA, is known to spill.
 fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let listed = || {
         let entry = PAGED.iter().find(|entry| entry.head_dims == (spec.head_dim, spec.head_dim_v));
         let widths = entry.map(|entry| if spec.score.alibi { entry.alibi } else { entry.plain });
         widths.is_some_and(|widths| widths.contains(&kernel.tile_n))
     };
-    kernel.num_wg == 3 || (kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && listed())
+    kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && !kernel.gather && listed()
 }
 
 /// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their
