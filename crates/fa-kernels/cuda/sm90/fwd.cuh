@@ -37,8 +37,6 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         if constexpr (C.scheduler == Scheduler::Dynamic)
             smem.ticket.bars.init(T::kConsumerWarps + T::kLoadingWarps - 1);
         mbarrier_init_fence();
-        // The kernel that combines parts takes the SMs as they become free.
-        if constexpr (C.split) start_next_launch();
     }
     if constexpr (C.cluster_m > 1) {
         cluster_sync();

@@ -95,8 +95,8 @@ struct GatheredKeys {
     }
 };
 
-// Tells the consumers of the tile whose copies are under way, if one is, when all but the `Newer` newest
-// groups of the warp's copies are done.
+// Tells the consumers of a tile, if there is one, when all but the `Newer` newest groups of the warp's copies
+// are done.
 template <int Newer>
 __device__ __forceinline__ void arrive_copied(Mbarrier*& pending) {
     if (pending == nullptr) return;
@@ -105,6 +105,11 @@ __device__ __forceinline__ void arrive_copied(Mbarrier*& pending) {
     warp_sync();
     if (lane_index() == 0) mbarrier_arrive(*pending);
     pending = nullptr;
+}
+
+__device__ __forceinline__ void arrive_all(Mbarrier* (&pending)[2]) {
+    arrive_copied<1>(pending[0]);
+    arrive_copied<0>(pending[1]);
 }
 
 // By four warps. Each tells the consumers of a tile when its own part is there: after it has started the
@@ -124,7 +129,8 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     // The first warp draws dynamic tiles, and the others take its tickets.
     const bool draws = C.scheduler != Scheduler::Dynamic || first_warp;
     TileSource<C> tiles(params, cta_index(), heads);
-    Mbarrier* pending = nullptr;  // of the tile whose copies are under way
+    // Of the tiles whose copies are under way, the older one first.
+    Mbarrier* pending[2] = {nullptr, nullptr};
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
@@ -146,10 +152,12 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             keys.template start<decltype(tile_type)>(smem_address(dst), tensor, kv_head, columns, n_block,
                                                      pages);
             cp_async_commit();
-            arrive_copied<1>(pending);
-            pending = &bars.full[own.stage];
-            // The next stage to wait for is this one where there is one only.
-            if constexpr (C.kv_stages == 1) arrive_copied<0>(pending);
+            arrive_copied<2>(pending[0]);
+            pending[0] = pending[1];
+            pending[1] = &bars.full[own.stage];
+            // What is waited for next may wait for these: the only stage, and a single Q that is free only
+            // when the last V has been multiplied.
+            if constexpr (C.kv_stages == 1 || (C.q_stages == 1 && !C.overlap_wg)) arrive_all(pending);
         };
         auto load_k = [&](const KvState& own, int n_block, const Pages& pages) {
             load(typename T::K{}, smem.k[own.stage], params.k, params.shape.head_dim, smem.k_bars, own,
@@ -180,7 +188,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             load_v(range.begin, pages);
         } else {
             // The consumers may need the last tile's keys before they take this one's ticket.
-            arrive_copied<0>(pending);
+            arrive_all(pending);
             if (draws) next = draw_tile<C>(tiles, params, index);
         }
         if (draws) {
@@ -190,7 +198,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             index = tiles.next(smem, params, index, lane_index() == 0);
         }
     }
-    arrive_copied<0>(pending);
+    arrive_all(pending);
     if constexpr (C.scheduler == Scheduler::Dynamic) {
         if (first_warp && lane_index() == 0) retire_counter(params);
     }

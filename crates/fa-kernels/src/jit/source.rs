@@ -56,11 +56,6 @@ pub(crate) const PLAN_SMEM: u32 = 16648;
 /// The entry of a forward that divides keys among CTAs: O and LSE from the parts' results.
 pub(crate) const COMBINE: &str = "fa_combine";
 
-/// Whether [`COMBINE`] starts while the parts are computed, and waits for them itself.
-pub(crate) fn starts_early(spec: &KernelSpec) -> bool {
-    spec.kernel.family() == Family::Sm90
-}
-
 /// Threads of a CTA of [`COMBINE`], and its shared memory in bytes.
 pub(crate) const COMBINE_THREADS: u32 = 128;
 pub(crate) const COMBINE_SMEM: u32 = 4096;
@@ -263,9 +258,7 @@ fn unit(spec: &KernelSpec, smem_bytes: Option<u32>) -> String {
             text,
             "\nstatic_assert(combine_smem_bytes == {COMBINE_SMEM} && kCombineThreads == {COMBINE_THREADS});"
         );
-        let early = starts_early(spec);
-        let function =
-            format!("combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks, {early}>");
+        let function = format!("combine<config.dtype, config.tile_m, {packs}, config.varied, config.sinks>");
         text.push_str(&body(COMBINE, COMBINE_THREADS, function));
     }
     if spec.kernel.is_backward() {

@@ -188,7 +188,6 @@ impl Launches {
                 smem: 0,
                 cluster: 1,
                 takes_maps: false,
-                starts_early: false,
             })
         };
         let main = Step::Launch(Launch {
@@ -198,7 +197,6 @@ impl Launches {
             smem: smem_bytes(spec),
             cluster: 1,
             takes_maps: panels.is_some(),
-            starts_early: false,
         });
         let mut steps = Vec::new();
         if spec.reads.varied && (m_tiles + n_tiles > 0 || problem.score.sinks) {
@@ -227,7 +225,6 @@ impl Launches {
                 smem: DSINKS_THREADS / 32 * 4,
                 cluster: 1,
                 takes_maps: false,
-                starts_early: false,
             }));
         }
         let panels = panels.filter(|_| n_tiles > 0);

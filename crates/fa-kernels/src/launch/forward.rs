@@ -11,7 +11,7 @@ use fa_planner::account::{boxes_need, kv_splits, page_part};
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
-use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, ENTRY, starts_early};
+use crate::jit::source::{COMBINE, COMBINE_SMEM, COMBINE_THREADS, ENTRY};
 use crate::launch::args::{Element, ForwardArgs, RawForwardArgs, RawTensor};
 use crate::launch::checks::count;
 use crate::launch::extras::{Extra, mod_params, varlen_params};
@@ -166,7 +166,6 @@ impl Launches {
             smem: smem_bytes(spec),
             cluster: traits.cluster,
             takes_maps: uses_tma,
-            starts_early: false,
         };
         let has_work = grid > 0 && problem.lengths.total_q() > 0;
         let tensors = tensors(problem);
@@ -195,7 +194,6 @@ impl Launches {
                 smem: COMBINE_SMEM,
                 cluster: 1,
                 takes_maps: false,
-                starts_early: starts_early(spec),
             }));
         }
         let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors)? } else { Vec::new() };

@@ -52,8 +52,6 @@ pub struct Launch {
     pub cluster: u32,
     /// Whether the tensor maps follow the parameters in its arguments.
     pub takes_maps: bool,
-    /// Whether it may start while the launch before it runs, for which it waits itself.
-    pub starts_early: bool,
 }
 
 /// One operation on the stream.

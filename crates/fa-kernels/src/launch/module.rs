@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUfunction_attribute as Attribute;
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result, sys};
+use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
@@ -122,10 +122,6 @@ impl LoadedKernel {
         let function =
             self.entries.iter().find(|(name, _)| *name == launch.entry).map(|(_, function)| function);
         let function = function.expect("a launch names an entry of its spec's unit");
-        if launch.starts_early {
-            // SAFETY: as below.
-            return unsafe { launch_early(function.cu_function(), stream, launch, args) };
-        }
         // SAFETY: the function and the stream are alive; the caller vouches for the rest.
         unsafe {
             result::launch_kernel(
@@ -139,30 +135,4 @@ impl LoadedKernel {
         }
         .map_err(|e| Error::driver("launching a kernel", e))
     }
-}
-
-/// Enqueues a launch that may start while the one before it on the stream still runs.
-///
-/// # Safety
-/// As [`LoadedKernel::launch`]; the kernel waits for the launch before it.
-unsafe fn launch_early(
-    function: sys::CUfunction,
-    stream: &CudaStream,
-    launch: &Launch,
-    args: &mut [*mut c_void],
-) -> Result<(), Error> {
-    // SAFETY: plain data of which every field is an integer, a null pointer or an array of these.
-    let (mut attribute, mut config) =
-        unsafe { (std::mem::zeroed::<sys::CUlaunchAttribute>(), std::mem::zeroed::<sys::CUlaunchConfig>()) };
-    attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
-    (config.gridDimX, config.gridDimY, config.gridDimZ) = (launch.grid, 1, 1);
-    (config.blockDimX, config.blockDimY, config.blockDimZ) = (launch.threads, 1, 1);
-    config.sharedMemBytes = launch.smem;
-    config.hStream = stream.cu_stream();
-    (config.attrs, config.numAttrs) = (&raw mut attribute, 1);
-    // SAFETY: the function and the stream are alive, and the configuration is until the call returns.
-    unsafe { sys::cuLaunchKernelEx(&raw const config, function, args.as_mut_ptr(), std::ptr::null_mut()) }
-        .result()
-        .map_err(|e| Error::driver("launching a kernel", e))
 }

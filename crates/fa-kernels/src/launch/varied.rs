@@ -27,7 +27,6 @@ pub(crate) fn plan_step() -> Step {
         smem: PLAN_SMEM,
         cluster: 1,
         takes_maps: false,
-        starts_early: false,
     })
 }
 

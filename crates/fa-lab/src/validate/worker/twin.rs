@@ -1,7 +1,7 @@
 //! The same rows for the same kernel without one of its ways to find them: it must compute the same bits.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{KernelSpec, Lengths, Problem, Reads, TensorLayout};
+use fa_core::{Kernel, KernelSpec, Lengths, Problem, Reads, TensorLayout};
 use fa_kernels::{Backward, Forward};
 
 use super::session::Session;
@@ -15,6 +15,16 @@ pub(super) struct Twin<T> {
     pub inputs: Inputs<T>,
     what: &'static str,
     reads: Reads,
+}
+
+/// The same kernel for rows that are found otherwise: what loads pages only is left out where there are none.
+pub(super) fn with_reads(of: &KernelSpec, reads: Reads) -> KernelSpec {
+    let mut spec = KernelSpec { reads, ..of.clone() };
+    match &mut spec.kernel {
+        Kernel::Sm90Fwd(kernel) => kernel.gather &= reads.paged,
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
+    }
+    spec
 }
 
 /// The twin of a case.
@@ -46,7 +56,7 @@ impl<T: Half> Twin<T> {
     }
 
     fn spec(&self, of: &KernelSpec) -> KernelSpec {
-        KernelSpec { reads: self.reads, ..of.clone() }
+        with_reads(of, self.reads)
     }
 
     /// The kernel for the twin.

@@ -61,7 +61,7 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 pack_gqa,
                 gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
-            with_room_for_q(KernelSpec {
+            with_room(KernelSpec {
                 types: Types::same(dtype),
                 head_dim,
                 head_dim_v,
@@ -75,13 +75,26 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
 }
 
 /// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads during
-/// this one.
-fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
+/// this one. Keys in pages arrive later than those in one piece: several warpgroups, which are through a tile
+/// in a microsecond or two, have up to four buffers of them where there is room beside Q's.
+fn with_room(mut spec: KernelSpec) -> KernelSpec {
     let limit = Arch::Sm90.limits().smem_per_block;
     let fits = |spec: &KernelSpec| match &spec.kernel {
         Kernel::Sm90Fwd(kernel) => smem(spec, kernel).total <= limit,
         Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
     };
+    if spec.reads.paged && fits(&spec) {
+        for stages in 3..=4 {
+            let mut deeper = spec.clone();
+            match &mut deeper.kernel {
+                Kernel::Sm90Fwd(kernel) if kernel.num_wg > 1 => kernel.kv_stages = stages,
+                Kernel::Sm90Fwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
+            }
+            if fits(&deeper) {
+                spec = deeper;
+            }
+        }
+    }
     if !fits(&spec)
         && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel
     {
