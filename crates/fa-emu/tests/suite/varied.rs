@@ -81,6 +81,18 @@ fn gathered_pages() {
 }
 
 #[test]
+fn gathered_pages_with_more_stages() {
+    let kernel = GATHERED.replace("kv_stages: 2", "kv_stages: 3").replace("tile_n: 80", "tile_n: 64");
+    check(
+        "gathered_pages_with_more_stages",
+        "full",
+        "softcap: false, varied: true, paged: true",
+        &kernel,
+        (2, 0),
+    );
+}
+
+#[test]
 fn gathered_pages_one_stage_after_another() {
     let test = "gathered_pages_one_stage_after_another";
     check(test, "window", "softcap: false, varied: true, paged: true, split: true", GATHERED_IN_TURN, (8, 0));

@@ -112,8 +112,16 @@ __device__ __forceinline__ void arrive_all(Mbarrier* (&pending)[2]) {
     arrive_copied<0>(pending[1]);
 }
 
+// Tiles of K and V that a warp copies at once. A stage that it waits for may be free only when consumers have
+// seen the copies before: the only stage; of two, while warpgroups that take turns stand at different tiles;
+// and a single Q that is in use until the last V has been multiplied.
+template <Sm90FwdConfig C>
+constexpr int kGathersUnderWay = C.kv_stages == 1 || (C.q_stages == 1 && !C.overlap_wg) ? 1
+                                 : C.kv_stages == 2 && C.ping_pong                      ? 2
+                                                                                        : 3;
+
 // By four warps. Each tells the consumers of a tile when its own part is there: after it has started the
-// copies of the next one, so that two are under way.
+// copies of the next ones.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdParams& params,
                                              const TensorMap& map_q) {
@@ -121,6 +129,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     using KvState = PipelineState<C.kv_stages>;
     using Keys = GatheredKeys<C.tile_n, T::K::kPanel / 8>;
     static_assert(T::K::kPanel == T::V::kPanel);
+    constexpr int kUnderWay = kGathersUnderWay<C>;
     PipelineState<C.q_stages> q_state;
     // Of V's next stage; K's is the same before a tile of queries, and one ahead while its keys are loaded.
     KvState state;
@@ -152,12 +161,14 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             keys.template start<decltype(tile_type)>(smem_address(dst), tensor, kv_head, columns, n_block,
                                                      pages);
             cp_async_commit();
-            arrive_copied<2>(pending[0]);
-            pending[0] = pending[1];
+            if constexpr (kUnderWay == 3) {
+                arrive_copied<2>(pending[0]);
+                pending[0] = pending[1];
+            } else {
+                arrive_copied<1>(pending[1]);
+            }
             pending[1] = &bars.full[own.stage];
-            // What is waited for next may wait for these: the only stage, and a single Q that is free only
-            // when the last V has been multiplied.
-            if constexpr (C.kv_stages == 1 || (C.q_stages == 1 && !C.overlap_wg)) arrive_all(pending);
+            if constexpr (kUnderWay == 1) arrive_all(pending);
         };
         auto load_k = [&](const KvState& own, int n_block, const Pages& pages) {
             load(typename T::K{}, smem.k[own.stage], params.k, params.shape.head_dim, smem.k_bars, own,
