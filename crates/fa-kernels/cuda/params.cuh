@@ -143,8 +143,8 @@ struct VarlenParams {
     int table_stride;
     // Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
     int page_part;
-    // Number of a key's page among its sequence's: the upper half of `2 key page_factor`, shifted right by
-    // `page_shift`.
+    // Number of a key's page among its sequence's: the upper half of `2 key page_factor`, shifted right
+    // by `page_shift`.
     unsigned page_factor;
     // See `page_factor`.
     int page_shift;
