@@ -96,10 +96,6 @@ impl Work {
         work.with_longest(problem, |max_q, max_k| (max_k > 0).then(|| count(0, max_q, max_k)))
     }
 
-<<<<<<< HEAD
-    /// The same work, whose longest tile is at least that of a sequence with the most queries and keys, which
-    /// are those of all sequences at most.
-=======
     /// Both, `self` with the longest tile.
     fn and(mut self, other: Work) -> Work {
         self.tiles += other.tiles;
@@ -107,8 +103,8 @@ impl Work {
         self
     }
 
-    /// The same work, whose longest tile is at least that of a sequence with the most queries and keys.
->>>>>>> main
+    /// The same work, whose longest tile is at least that of a sequence with the most queries and keys, which
+    /// are those of all sequences at most.
     fn with_longest(
         mut self,
         problem: &Problem,

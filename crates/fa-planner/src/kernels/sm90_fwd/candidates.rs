@@ -4,11 +4,8 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
-<<<<<<< HEAD
-use crate::account::pages::gathers;
-=======
 use super::cost::slow_rows;
->>>>>>> main
+use crate::account::pages::gathers;
 use crate::kernels::{packings, split_choices};
 
 /// Keys per step that are tried.
