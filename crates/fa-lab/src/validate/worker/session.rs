@@ -10,7 +10,6 @@ use fa_kernels::{Backward, Forward};
 use half::bf16;
 
 use super::choose::{self, Chosen};
-use super::twin;
 use crate::device::{self, PassCall, Timing, calls, median, time};
 use crate::error::{Error, Result};
 use crate::grid::{Arrangement, Case};
@@ -147,7 +146,7 @@ impl Session {
         let specs = choose::ranked(case, pass, self.gpu.arch(), self.family, chosen);
         let found = first_clean(specs, |spec| {
             if let Some(reads) = choose::twin_reads(case) {
-                self.gpu.kernels.load(&twin::with_reads(spec, reads))?;
+                self.gpu.kernels.load(&choose::with_reads(spec, reads))?;
             }
             bind(spec)
         })?;

@@ -1,9 +1,10 @@
 //! The same rows for the same kernel without one of its ways to find them: it must compute the same bits.
 
 use fa_attn::device::{Half, Placement};
-use fa_core::{Kernel, KernelSpec, Lengths, Problem, Reads, TensorLayout};
+use fa_core::{KernelSpec, Lengths, Problem, Reads, TensorLayout};
 use fa_kernels::{Backward, Forward};
 
+use super::choose;
 use super::session::Session;
 use crate::error::{Error, Result};
 use crate::grid::{Action, Case};
@@ -15,16 +16,6 @@ pub(super) struct Twin<T> {
     pub inputs: Inputs<T>,
     what: &'static str,
     reads: Reads,
-}
-
-/// The same kernel for rows that are found otherwise: what loads pages only is left out where there are none.
-pub(super) fn with_reads(of: &KernelSpec, reads: Reads) -> KernelSpec {
-    let mut spec = KernelSpec { reads, ..of.clone() };
-    match &mut spec.kernel {
-        Kernel::Sm90Fwd(kernel) => kernel.gather &= reads.paged,
-        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
-    }
-    spec
 }
 
 /// The twin of a case.
@@ -56,7 +47,7 @@ impl<T: Half> Twin<T> {
     }
 
     fn spec(&self, of: &KernelSpec) -> KernelSpec {
-        with_reads(of, self.reads)
+        choose::with_reads(of, self.reads)
     }
 
     /// The kernel for the twin.
