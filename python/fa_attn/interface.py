@@ -369,7 +369,8 @@ def flash_attn_with_kvcache(
     `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
     head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
     `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
-    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence. k and v
+    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence.
+    `cache_leftpad`: int32 (batch,), rows before a sequence's first key; cache_seqlens counts them. k and v
     (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
     (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
     cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
@@ -378,10 +379,6 @@ def flash_attn_with_kvcache(
     """
     sinks, wants_lse = _others("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
     wants_lse = wants_lse or return_softmax_lse
-    if cache_leftpad is not None:
-        raise UnsupportedError(
-            "cache_leftpad: caches begin at their first row; append without padding and give cache_seqlens"
-        )
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     if (k is None) != (v is None):
@@ -430,13 +427,57 @@ def flash_attn_with_kvcache(
                 max_seqlen_q or q.shape[0],
             )
         )
-    if table is not None and used is None:
-        used = face.ints(table.shape[1] * k_cache.shape[1], batch, q)
+    if (table is not None or cache_leftpad is not None) and used is None:
+        room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        used = face.ints(room, batch, q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
-    extras = _extras(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, max_seqlen_q or 0)
+    starts, most = None, 0
+    if cache_leftpad is not None:
+        if tuple(cache_leftpad.shape) != (batch,):
+            raise InputError(
+                f"cache_leftpad has the shape {tuple(cache_leftpad.shape)}: it must be ({batch},)"
+            )
+        k_cache, v_cache, starts, used, table = face.without_padding(
+            k_cache, v_cache, cache_leftpad, used, table
+        )
+        most = 0 if starts is None else k_cache.shape[0]
+    extras = _extras(
+        cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, max_seqlen_q or 0, most
+    )
     out, lse = face.attention(q, k_cache, v_cache, softmax_scale, causal, window, softcap, False, extras)
     return (out, lse) if wants_lse else out
+
+
+# Parts that one call of a kernel merges.
+_PARTS = 16
+
+
+def merge(outs, lses, sinks=None, dtype=None):
+    """Merges results over different keys of the same queries into the result over all of them: parts of a
+    long cache, a shared prefix and each sequence's own keys, the steps of ring attention.
+
+    `outs` and `lses`: what the functions return with `return_softmax_lse`, of each part, (batch, seqlen_q,
+    heads_q, head_dim_v) and (batch, heads_q, seqlen_q), or packed. `sinks`: float32 (heads_q,), which the
+    parts leave out. `dtype`: the result's type, that of the parts where None. Computed in float32. Returns
+    (out, lse); torch tensors have gradients, of outs and lses.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise InputError(
+            f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
+        )
+    face = face_of(outs[0])
+    dtype = outs[0].dtype if dtype is None else dtype
+    # What is merged again stays in float32, and alone since a call's parts are of one type.
+    merged = []
+    while len(outs) > _PARTS:
+        merged.append(face.merge(outs[:_PARTS], lses[:_PARTS], None, lses[0].dtype))
+        outs, lses = outs[_PARTS:], lses[_PARTS:]
+    if not merged:
+        return face.merge(outs, lses, sinks, dtype)
+    merged.append(face.merge(outs, lses, None, lses[0].dtype))
+    return merge(*zip(*merged), sinks, dtype)
 
 
 def flash_attn_backward(

@@ -114,7 +114,7 @@ def flash_attn_with_kvcache(
     rotary_sin: Optional[Array] = None,
     cache_seqlens: Union[int, Array, None] = None,
     cache_batch_idx: Optional[Array] = None,
-    cache_leftpad: None = None,
+    cache_leftpad: Optional[Array] = None,
     block_table: Optional[Array] = None,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
@@ -132,6 +132,12 @@ def flash_attn_with_kvcache(
     rotary_seqlens: Optional[Array] = None,
     **others: Any,
 ) -> Any: ...
+def merge(
+    outs: Iterable[Array],
+    lses: Iterable[Array],
+    sinks: Optional[Array] = None,
+    dtype: Any = None,
+) -> Tuple[Array, Array]: ...
 def flash_attn_backward(
     dout: Array,
     q: Array,

@@ -334,6 +334,57 @@ def differences(starts):
     return starts[1:] - starts[:-1]
 
 
+def merge(outs, lses, sinks, dtype):
+    """(out, lse); see `fa_attn.interface.merge`."""
+    given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    # Kernels read rows of multiples of 8 elements.
+    odd = outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs))
+    if wants_gradients or odd or _goes_by_operator(*given):
+        return _merged(outs, lses, sinks, dtype)
+    out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
+    lse = torch.empty(lses[0].shape, dtype=_FLOAT, device=outs[0].device)
+    parts = [_rows(x.detach()) for x in outs]
+    masses = [x.detach().contiguous() for x in lses]
+    sinks = None if sinks is None else sinks.detach().to(_FLOAT).contiguous()
+    _core.merge(parts, masses, out, lse, sinks, _stream(out))
+    return out, lse
+
+
+def _merged(outs, lses, sinks, dtype):
+    """`merge` in torch's own operations, which have gradients."""
+    masses = torch.stack([lse.to(_FLOAT) for lse in lses])
+    lse = torch.logsumexp(masses, 0)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(_FLOAT).view(-1, 1).expand_as(lse))
+    # A part without keys has no weight, nor has a row without any.
+    weights = torch.exp(masses - lse.masked_fill(lse == float("-inf"), 0.0))
+    out = 0
+    for part, weight in zip(outs, weights):
+        weight = weight.transpose(-1, -2).unsqueeze(-1)
+        out = out + torch.where(weight > 0, part.to(_FLOAT), 0.0) * weight
+    return out.to(dtype), lse
+
+
+def without_padding(k_cache, v_cache, leftpad, used, table):
+    """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
+    table or None)."""
+    used = (used - leftpad).clamp(min=0).to(torch.int32)
+    rows, room = k_cache.shape[:2]
+    # Copied where the cache does not lie end to end.
+    flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+    there = dict(dtype=torch.int32, device=used.device)
+    if table is None:
+        begins = torch.arange(0, rows * room, max(room, 1), **there) + leftpad
+        starts = torch.cat([begins, torch.full((1,), rows * room, **there)])
+        return (*flat, starts.to(torch.int32), used, None)
+    # Pages of one row, so that a sequence may begin anywhere.
+    places = (table[:, :, None] * room + torch.arange(room, **there)).flatten(1)
+    columns = torch.arange(places.shape[1], device=used.device) + leftpad[:, None].long()
+    table = places.gather(1, columns.clamp(max=places.shape[1] - 1)).to(torch.int32)
+    return (*(x.unsqueeze(1) for x in flat), None, used, table.contiguous())
+
+
 def unstack(tensor, axis):
     return tensor.unbind(axis)
 

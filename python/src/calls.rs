@@ -17,7 +17,7 @@ struct On<'a, 'py> {
 }
 
 /// The type of 16 bits without a meaning, by its name.
-fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
+pub fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
     half.map(|name| name.parse().map_err(|error| InputError::new_err(format!("half: {error}")))).transpose()
 }
 

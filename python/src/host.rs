@@ -197,20 +197,20 @@ fn span(name: &str, view: &View<'_>) -> PyResult<usize> {
     })
 }
 
-fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
+pub fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
     let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
     // SAFETY: the array has that many elements of the type, which the caller has checked; it is borrowed.
     let data = unsafe { elements(view.data.cast::<T>(), span(name, view)?) };
     TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
+pub fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
     let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
     let data = slice_mut_of(name, view, span(name, view)?)?;
     TensorMut::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
+pub fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
     check_floats(name, view)?;
     // SAFETY: the array holds that many f32 end to end.
     Ok(unsafe { elements(view.data.cast(), view.elements()) })
@@ -218,7 +218,7 @@ fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
 
 // The memory is another library's: a view borrows the object, not what is in it.
 #[allow(clippy::mut_from_ref)]
-fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
+pub fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
     check_floats(name, view)?;
     slice_mut(name, view)
 }

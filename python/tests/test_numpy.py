@@ -242,6 +242,39 @@ def test_a_row_of_the_cache_for_each_sequence():
         close(eleven[b], reference.attention(q[b], k[b, :11], v[b, :11])[0])
 
 
+def test_a_cache_with_padding_before_its_keys():
+    q, k, v = arrays(20, (3, 2, 4, 32), (3, 20, 2, 32), (3, 20, 2, 32))
+    used, left = np.array([20, 7, 12], np.int32), np.array([3, 0, 12], np.int32)
+    for index in (None, np.array([2, 0, 2], np.int32)):
+        out = fa_attn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, cache_leftpad=left, cache_batch_idx=index, causal=True
+        )
+        for b in range(3):
+            row = b if index is None else index[b]
+            keys, values = (x[row, left[b] : used[b]] for x in (k, v))
+            want, _, _ = reference.attention(q[b], keys, values, causal=True)
+            assert np.abs(out[b] - want).max() < 2e-6
+
+
+def test_parts_of_the_keys_are_merged():
+    q, k, v = arrays(21, (2, 9, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32))
+    sinks = np.array([0.5, -1.0, 3.0, -np.inf], np.float32)
+    call = fa_attn.flash_attn_func
+    parts = [call(q, k[:, i : i + 2], v[:, i : i + 2], return_lse=True) for i in range(0, 40, 2)]
+    want, want_lse = call(q, k, v, sinks=sinks, return_lse=True)
+    out, lse = fa_attn.merge(*zip(*parts), sinks)
+    assert np.abs(out - want).max() < 1e-6 and np.abs(lse - want_lse).max() < 2e-6
+    half, _ = fa_attn.merge(*zip(*parts), sinks, dtype=np.float16)
+    assert half.dtype == np.float16 and np.abs(half - want).max() < 2e-3
+    nothing = (np.zeros_like(want), np.full_like(want_lse, -np.inf))
+    out, lse = fa_attn.merge(*zip(nothing, nothing))
+    assert (out == 0).all() and (lse == -np.inf).all()
+    with pytest.raises(fa_attn.InputError, match="one type"):
+        fa_attn.merge([want, want.astype(np.float16)], [want_lse, want_lse])
+    with pytest.raises(fa_attn.InputError, match="float32"):
+        fa_attn.merge([want], [want_lse.astype(np.float64)])
+
+
 def test_what_is_not_computed_raises_and_says_what_would_work():
     q, k, v = arrays(10, (1, 8, 4, 32), (1, 8, 2, 32), (1, 8, 2, 32))
     call = fa_attn.flash_attn_func
@@ -282,7 +315,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     starts = np.array([0, 8], np.int32)
     refused(wrong, "upper bound", fa_attn.flash_attn_varlen_func, q[0], k[0], v[0], starts, starts, None, 8)
     cache = fa_attn.flash_attn_with_kvcache
-    refused(unsupported, "cache_leftpad", cache, q, k, v, cache_leftpad=starts)
+    refused(wrong, "cache_leftpad has the shape", cache, q, k, v, cache_leftpad=starts)
     refused(wrong, "cache_seqlens is missing", cache, q, k, v, k=k, v=v)
     refused(wrong, "both or neither", cache, q, k, v, k=k, cache_seqlens=8)
     half = [x.astype(np.float16) for x in (q, k, v)]

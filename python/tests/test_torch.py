@@ -226,6 +226,67 @@ def test_a_cache_is_appended_to(device, dtype):
 
 
 @on
+def test_a_cache_with_padding_before_its_keys(device, dtype):
+    q, k, v = tensors(device, dtype, (3, 4, 4, 64), (3, 40, 2, 64), (3, 40, 2, 64), grad=False)
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    used, left = ints(40, 17, 30), ints(7, 0, 26)
+    table = torch.arange(15, dtype=torch.int32, device=device).flip(0).reshape(3, 5)
+    pages = [x.reshape(15, 8, 2, 64).flip(0) for x in (k, v)]
+    for cache, options in (
+        ((k, v), dict()),
+        ((k[:, :, :1], v[:, :, :1]), dict()),
+        ((k, v), dict(cache_batch_idx=ints(2, 0, 2))),
+        (pages, dict(page_table=table)),
+    ):
+        rows = options.get("cache_batch_idx", ints(0, 1, 2)).tolist()
+        out = fa_attn.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=used, cache_leftpad=left, causal=True, **options
+        )
+        keys = cache if "page_table" not in options else (k, v)
+        for b, row in enumerate(rows):
+            here = [x[row : row + 1, left[b] : used[b]] for x in keys]
+            close(out[b : b + 1], definition(q[b : b + 1], *here, causal=True), dtype)
+    whole = fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left)
+    close(whole[:1], definition(q[:1], k[:1, 7:], v[:1, 7:]), dtype)
+    with pytest.raises(fa_attn.InputError, match="cache_leftpad has the shape"):
+        fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left[:2])
+
+
+@on
+def test_parts_of_the_keys_are_merged(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 9, 4, 64), (2, 38, 2, 64), (2, 38, 2, 64), grad=False)
+    (sinks,) = tensors(device, torch.float32, (4,), grad=False)
+    step = 2
+    parts = [
+        fa_attn.flash_attn_func(q, k[:, i : i + step], v[:, i : i + step], return_lse=True)
+        for i in range(0, 38, step)
+    ]
+    # A part of which nothing is seen.
+    parts.append((torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf"))))
+    want, want_lse = fa_attn.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+    for given in (parts, parts[:1] * 2):
+        out, lse = fa_attn.merge(*zip(*given), sinks if given is parts else None)
+        assert out.dtype == dtype and lse.shape == (2, 4, 9)
+        if given is parts:
+            close(out, want, dtype, factor=2)
+            close(lse, want_lse, torch.float32, factor=4)
+        else:
+            close(out, given[0][0], dtype)
+            close(lse, given[0][1] + 0.6931472, torch.float32)
+    wide, _ = fa_attn.merge(*zip(*parts), dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    leaves = [[x.clone().requires_grad_() for x in part] for part in parts[:3]]
+    out, lse = fa_attn.merge(*zip(*leaves), sinks)
+    close(out, fa_attn.merge(*zip(*parts[:3]), sinks)[0], dtype, factor=2)
+    (out.float().sum() + lse.sum()).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for part in leaves for x in part)
+    with pytest.raises(fa_attn.InputError, match="one of each for every part"):
+        fa_attn.merge([want], [])
+    with pytest.raises(fa_attn.InputError, match="elements"):
+        fa_attn.merge([want, want], [want_lse, want_lse[:1]])
+
+
+@on
 def test_deterministic_gradients_have_the_same_bits(device, dtype):
     q, k, v = tensors(device, dtype, (2, 300, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64))
     dout = torch.randn_like(q)

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Names the NVRTC library (or its folder) to use; takes precedence over every other location.
+/// Names the NVRTC library (or its folder) to use; takes precedence over every other location. `none` for no
+/// compiler: only kernels that were compiled ahead run.
 pub const NVRTC_VARIABLE: &str = "FA_NVRTC";
 
 /// Names the nvcc program to use.
@@ -16,10 +17,18 @@ pub const NVCC_VARIABLE: &str = "FA_NVCC";
 /// system.
 ///
 /// # Errors
-/// [`Error::NoCompiler`] naming the locations searched, and [`Error::BadCompiler`] when `FA_NVRTC` names
-/// nothing.
+/// [`Error::NoCompiler`] naming the locations searched, also where `FA_NVRTC` is `none`, and
+/// [`Error::BadCompiler`] when it names nothing.
 pub fn find_nvrtc() -> Result<PathBuf, Error> {
+    let none = |tried: &str| Error::NoCompiler {
+        library: "NVRTC",
+        tried: tried.to_owned(),
+        variable: NVRTC_VARIABLE,
+    };
     if let Some(named) = env::var_os(NVRTC_VARIABLE) {
+        if named == "none" {
+            return Err(none("nowhere, since FA_NVRTC is none"));
+        }
         let named = PathBuf::from(named);
         let found =
             if named.is_dir() { library_in(&named) } else { Some(named.clone()).filter(|p| p.is_file()) };
@@ -29,12 +38,11 @@ pub fn find_nvrtc() -> Result<PathBuf, Error> {
         });
     }
     let folders = library_folders();
-    folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| Error::NoCompiler {
-        library: "NVRTC",
-        tried: "CUDA_HOME, CUDA_PATH, LD_LIBRARY_PATH, the system's library folders, VIRTUAL_ENV, \
-                target/toolkit and Python's site-packages"
-            .to_owned(),
-        variable: NVRTC_VARIABLE,
+    folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| {
+        none(
+            "CUDA_HOME, CUDA_PATH, LD_LIBRARY_PATH, the system's library folders, VIRTUAL_ENV, \
+             target/toolkit and Python's site-packages",
+        )
     })
 }
 
