@@ -15,7 +15,7 @@ class _Numpy:
 
     def read(self, array):
         """The array as the module reads it: bfloat16 of ml_dtypes has no name in numpy's DLPack."""
-        if array is not None and getattr(array, "dtype", None) is not None and array.dtype.name == "bfloat16":
+        if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16":
             return array.view(self.np.uint16)
         return array
 
@@ -120,8 +120,8 @@ class Arrays:
         lib = self.library
         # Rows that no sequence has are 0.
         make = lib.empty if extras is None else lib.zeros
-        out = make((*q.shape[:-1], v.shape[-1]), q)
         lse = lib.floats(_lse_shape(q), q)
+        out = make((*q.shape[:-1], *v.shape[-1:]), q)
         if extras is not None:
             lse[...] = float("-inf")
             extras = (*map(lib.read, extras[:7]), *extras[7:])
@@ -143,7 +143,9 @@ class Arrays:
         """`attention` of q, k and v in one array along `axis`."""
         return self.attention(*self.unstack(qkv, axis), *options)
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras):
+    def backward(
+        self, dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None
+    ):
         """(dq, dk, dv, dsinks or None)."""
         lib = self.library
         make = lib.empty if extras is None else lib.zeros
@@ -165,6 +167,7 @@ class Arrays:
             lib.stream(q),
             lib.allocate,
             lib.half(q),
+            dlse,
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
@@ -306,5 +309,8 @@ def _is_on_gpu(array):
 
 def _lse_shape(q):
     """(batch, heads, seqlen) of padded queries, (heads, total) of packed ones."""
+    if len(q.shape) < 3:
+        need = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+        raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}")
     *outer, rows, heads, _ = q.shape
     return (*outer, heads, rows)

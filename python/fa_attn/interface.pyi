@@ -1,4 +1,4 @@
-from typing import Any, Optional, Protocol, Tuple, Union
+from typing import Any, Iterable, Optional, Protocol, Tuple, Union
 
 class Array(Protocol):
     """An array of numpy, torch, jax, cupy or any library that speaks DLPack."""
@@ -152,6 +152,7 @@ def flash_attn_backward(
     alibi_slopes: Optional[Array] = None,
     deterministic: bool = False,
     sinks: Optional[Array] = None,
+    dlse: Optional[Array] = None,
 ) -> Tuple[Array, ...]: ...
 def flash_attn_varlen_backward(
     dout: Array,
@@ -173,4 +174,5 @@ def flash_attn_varlen_backward(
     seqused_q: Optional[Array] = None,
     seqused_k: Optional[Array] = None,
     sinks: Optional[Array] = None,
+    dlse: Optional[Array] = None,
 ) -> Tuple[Array, ...]: ...

@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use crate::dlpack::{Type, View};
 use crate::error::{InputError, raised};
 use crate::given::{Beside, Given};
+use crate::threads;
 
 /// The CPU's engine, made at the first call.
 pub fn engine() -> PyResult<&'static Engine> {
@@ -81,7 +82,7 @@ fn run_in<T: fa_attn::Element>(
                 lse: floats_mut("softmax_lse", lse)?,
                 extras,
             };
-            py.detach(|| call.run(tensors)).map_err(raised)
+            threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
         Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }) => {
             let tensors = BackwardTensors {
@@ -97,7 +98,7 @@ fn run_in<T: fa_attn::Element>(
                 dsinks: dsinks.map(|dsinks| floats_mut("dsinks", dsinks)).transpose()?,
                 extras,
             };
-            py.detach(|| call.run(tensors)).map_err(raised)
+            threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
     }
 }
@@ -125,9 +126,10 @@ pub struct Appended<'py> {
 /// What [`fa_attn::append`] refuses, and arrays that cannot be written.
 pub fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> PyResult<usize> {
     match append.dtype {
+        Dtype::F32 => append_in::<f32>(py, append, arrays),
         Dtype::F16 => append_in::<f16>(py, append, arrays),
-        // The append itself refuses the others.
-        Dtype::Bf16 | Dtype::F32 | Dtype::E4m3 => append_in::<bf16>(py, append, arrays),
+        // The append itself refuses the other.
+        Dtype::Bf16 | Dtype::E4m3 => append_in::<bf16>(py, append, arrays),
     }
 }
 
@@ -155,7 +157,8 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         used_q: None,
         used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
     };
-    py.detach(|| fa_attn::append(append, &mut extras, &mut tensors)).map_err(|error| raised(error.into()))
+    threads::detached(py, || fa_attn::append(append, &mut extras, &mut tensors))?
+        .map_err(|error| raised(error.into()))
 }
 
 fn table<'a, T>(name: &str, view: &'a View<'_>) -> PyResult<Table<'a, T>> {
@@ -279,5 +282,6 @@ fn extras<'a>(beside: &'a Beside<'_>) -> Extras<'a> {
         page_table: words(&beside.page_table),
         alibi_slopes: floats(&beside.alibi_slopes),
         sinks: floats(&beside.sinks),
+        dlse: floats(&beside.dlse),
     }
 }

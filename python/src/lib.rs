@@ -5,6 +5,7 @@
 //! - `given`: arrays and options as a problem.
 //! - `host`, `gpu`: a pass on the CPU and on a GPU.
 //! - `calls`, `merging`, `planning`: the functions of the module.
+//! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
 mod calls;
@@ -15,6 +16,7 @@ mod gpu;
 mod host;
 mod merging;
 mod planning;
+mod threads;
 
 #[pyo3::pymodule]
 mod _core {

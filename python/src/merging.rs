@@ -133,8 +133,7 @@ impl Merged<'_> {
     fn into<P: Element, O: Element>(&self, py: Python<'_>) -> PyResult<()> {
         let parts: Vec<TensorRef<'_, P>> =
             self.outs.iter().map(|view| tensor("outs", view)).collect::<PyResult<_>>()?;
-        let lses: Vec<&[f32]> =
-            self.lses.iter().map(|view| floats("lses", view)).collect::<PyResult<_>>()?;
+        let lses: Vec<&[f32]> = self.lses.iter().map(|view| floats("lses", view)).collect::<PyResult<_>>()?;
         let mut out: TensorMut<'_, O> = tensor_mut("out", &self.out)?;
         let merged = floats_mut("softmax_lse", &self.lse)?;
         let sinks = self.sinks.as_ref().map(|view| floats("sinks", view)).transpose()?;

@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.utils.checkpoint  # noqa: E402
+
 import fa_attn  # noqa: E402
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -18,7 +20,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 on = pytest.mark.parametrize("device,dtype", CASES, ids=[f"{d}-{str(t)[6:]}" for d, t in CASES])
 
 
-def definition(q, k, v, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, sinks=None):
+def definition(
+    q,
+    k,
+    v,
+    causal=False,
+    window=(-1, -1),
+    scale=None,
+    softcap=0.0,
+    slopes=None,
+    sinks=None,
+    return_lse=False,
+):
     """Attention in f64, differentiable; q (batch, seqlen, heads, dim)."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -47,7 +60,8 @@ def definition(q, k, v, causal=False, window=(-1, -1), scale=None, softcap=0.0, 
         column = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     weights = torch.softmax(scores, -1)[..., :keys].nan_to_num()
-    return torch.einsum("bhij,bjhd->bihd", weights, v)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v)
+    return (out, torch.logsumexp(scores, -1)) if return_lse else out
 
 
 def tensors(device, dtype, *shapes, seed=0, grad=True):
@@ -107,6 +121,61 @@ def test_sinks_and_slopes(device, dtype):
     want = definition(q, k, v, softcap=4.0)
     close(out, want, dtype)
     same_gradients(out, want, (q, k, v), dtype)
+
+
+@on
+def test_gradients_through_the_lse(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 70, 4, 64), (2, 90, 2, 64), (2, 90, 2, 64))
+    (sinks,) = tensors(device, torch.float32, (4,))
+    weight = torch.randn(2, 4, 70, device=device)
+    for softcap in (0.0, 3.0):
+        options = dict(causal=True, window_size=(40, -1), softcap=softcap)
+        wanted = definition(
+            q, k, v, causal=True, window=(40, -1), softcap=softcap, sinks=sinks, return_lse=True
+        )
+        inputs = (q, k, v, sinks)
+        dout = torch.randn_like(q)
+        for of_out, of_lse in ((1, 1), (0, 1)):
+            loss = lambda out, lse: of_out * (out * dout.to(out)).sum() + of_lse * (lse * weight).sum()  # noqa: E731, B023
+            want = torch.autograd.grad(loss(*wanted), inputs, retain_graph=True)
+            call = lambda *given: fa_attn.flash_attn_func(*given[:3], sinks=given[3], return_lse=True, **options)  # noqa: E731, B023, E501
+            for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+                got = torch.autograd.grad(loss(*function(*inputs)), inputs)
+                for one, other in zip(got, want):
+                    close(one, other, dtype, factor=4)
+        torch.compiler.reset()
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    want = torch.autograd.grad((out * dout).sum() + (lse * weight).sum(), (q, k, v))
+    got = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=weight)
+    for one, other in zip(got, want):
+        close(one, other, dtype)
+    with pytest.raises(fa_attn.InputError, match="dlse"):
+        fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=weight[:1])
+    # Packed sequences, one of which has no keys, and rows that no sequence has.
+    starts_q, starts_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((3, 33, 40, 70), (0, 50, 50, 90)))
+    flat = [x[0].detach().clone().requires_grad_() for x in (q, k, v)]
+    out, lse = fa_attn.flash_attn_varlen_func(*flat, starts_q, starts_k, 30, 50, return_lse=True)
+    lse = lse[:, 3:]
+    got = torch.autograd.grad(lse[lse.isfinite()].sum(), flat)
+    leaves = [x.detach().clone().requires_grad_() for x in flat]
+    total = 0
+    for (a, b), (c, d) in (((3, 33), (0, 50)), ((40, 70), (50, 90))):
+        parts = [leaves[0][a:b], leaves[1][c:d], leaves[2][c:d]]
+        total = total + definition(*(x[None] for x in parts), return_lse=True)[1].sum()
+    want = torch.autograd.grad(total, leaves[:2])
+    for one, other in zip(got, want):
+        close(one, other, dtype, factor=4)
+    assert (got[2] == 0).all()
+
+
+@on
+def test_rings_of_merged_parts_have_the_gradients_of_the_whole(device, dtype):
+    q, k, v = tensors(device, dtype, (1, 64, 4, 64), (1, 96, 4, 64), (1, 96, 4, 64))
+    parts = [
+        fa_attn.flash_attn_func(q, k[:, i : i + 32], v[:, i : i + 32], return_lse=True) for i in (0, 32, 64)
+    ]
+    out, _ = fa_attn.merge(*zip(*parts))
+    same_gradients(out, definition(q, k, v), (q, k, v), dtype)
 
 
 @on
@@ -358,16 +427,80 @@ def test_what_is_not_computed_raises():
     with pytest.raises(fa_attn.UnsupportedError, match="detach them"):
         slopes = torch.rand(2, requires_grad=True)
         fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes)
-    leaf = torch.randn(1, 8, 2, 32, requires_grad=True)
-    out, lse = fa_attn.flash_attn_func(leaf, q, q, return_lse=True)
-    with pytest.raises(fa_attn.UnsupportedError, match="softmax_lse"):
-        (out.sum() + lse.sum()).backward()
     table = torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.tensor([0, 8], dtype=torch.int32)
     leaf = torch.randn(8, 2, 32, requires_grad=True)
     out = fa_attn.flash_attn_varlen_func(leaf, q, q, starts, starts, 8, 8, block_table=table)
     with pytest.raises(ValueError, match="pages"):
         out.sum().backward()
+
+
+def test_transforms_autocast_and_checkpoints():
+    q, k, v = tensors("cpu", torch.float32, (3, 9, 4, 32), (3, 9, 2, 32), (3, 9, 2, 32))
+    call = lambda q, k, v: fa_attn.flash_attn_func(q, k, v, causal=True)  # noqa: E731
+    want = call(q, k, v)
+    dout = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, (q, k, v), dout)
+    plain = [x.detach() for x in (q, k, v)]
+    _, pull = torch.func.vjp(call, *plain)
+    for one, other in zip(pull(dout), wanted):
+        close(one, other, torch.float32)
+    each = torch.vmap(lambda q, k, v: call(q[None], k[None], v[None])[0])(*plain)
+    close(each, want, torch.float32)
+    grads = torch.vmap(
+        torch.func.grad(lambda q, k, v, d: (call(q[None], k[None], v[None])[0] * d).sum(), (0, 1, 2))
+    )(*plain, dout)
+    for one, other in zip(grads, wanted):
+        close(one, other, torch.float32)
+    got = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(got, (q, k, v), dout), wanted):
+        assert torch.equal(one, other)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(q, k.bfloat16(), v)
+    assert out.dtype == torch.bfloat16
+    close(out, want, torch.bfloat16)
+    assert fa_attn.flash_attn_func(*(x.to("meta") for x in plain)).shape == want.shape
+    # A lazy minus, of which DLPack says nothing.
+    minus = torch._neg_view(plain[0])
+    close(call(minus, plain[1], torch._neg_view(plain[2])), -call(-plain[0], *plain[1:]), torch.float32)
+
+
+def test_second_derivatives_raise():
+    q = torch.randn(1, 8, 2, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(fa_attn.flash_attn_func(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_gradients_are_what_finite_differences_say():
+    torch.manual_seed(1)
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
+    call = lambda *x: fa_attn.flash_attn_func(*x, causal=True, return_lse=True)  # noqa: E731
+    assert torch.autograd.gradcheck(call, inputs, eps=1e-2, atol=3e-3, rtol=1e-2, nondet_tol=0.0)
+
+
+def test_compile_with_dynamic_shapes():
+    torch.compiler.reset()
+
+    def packed(x, starts, most):
+        return fa_attn.flash_attn_varlen_func(x, x, x, starts, starts, most, most, causal=True)
+
+    def padded(q, k):
+        return fa_attn.flash_attn_func(q * 1.0, k, k, causal=True, window_size=(5, 0)).sin()
+
+    one, other = (
+        torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager") for f in (packed, padded)
+    )
+    for rows in (8, 13, 21):
+        x = torch.randn(rows, 2, 32)
+        starts = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
+        close(one(x, starts, rows), packed(x, starts, rows), torch.float32)
+        q, k = (torch.randn(2, rows, heads, 32, requires_grad=True) for heads in (4, 2))
+        got, want = other(q, k), padded(q, k)
+        close(got, want, torch.float32)
+        grads = [torch.autograd.grad(x.sum(), (q, k)) for x in (got, want)]
+        for a, b in zip(*grads):
+            close(a, b, torch.float32)
 
 
 @needs_gpu
@@ -430,6 +563,18 @@ def test_a_graph_replays_with_other_lengths():
             close(
                 out[b : b + 1], definition(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]), torch.bfloat16
             )
+
+
+@needs_gpu
+def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
+    q, k, v = tensors("cuda", torch.bfloat16, (1, 1, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), grad=False)
+    kernels = set()
+    for keys in range(513, 545):
+        here = [x[:, :keys].contiguous() for x in (k, v)]
+        close(fa_attn.flash_attn_func(q, *here, causal=True), definition(q, *here), torch.bfloat16)
+        report = fa_attn._core.report(q, *here, None, True, (-1, -1), 0.0)
+        kernels.add(__import__("json").loads(report)["kernel"])
+    assert len(kernels) == 1
 
 
 @needs_gpu

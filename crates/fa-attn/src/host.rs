@@ -52,6 +52,7 @@ fn forward<T: Half>(
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
+    fa_cpu::check::check_no_dlse(&extras)?;
     // Starts, lengths and pages that point outside the tensors are found here; kernels trust them.
     Batch::new(problem, &extras)?;
     let stream = &gpu.stream;
