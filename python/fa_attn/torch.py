@@ -517,7 +517,10 @@ def _by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras)
         sinks = sinks.to(_FLOAT)
     left, right = window
     scale = None if scale is None else float(scale)
-    return torch.ops.fa_attn.forward(
+    operator = torch.ops.fa_attn.forward
+    if not _is_compiling() and _is_transforming():
+        operator = _Transformed.apply
+    return operator(
         q,
         k,
         v,
@@ -561,6 +564,21 @@ def _differentiate(ctx, dout, dlse):
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
+
+
+class _Transformed(torch.autograd.Function):
+    """The forward operator for torch.func, which takes no gradients of operators that are written in Python."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.forward(*arguments)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_Transformed.apply)(info, in_dims, *arguments)
 
 
 def _one_by_one(operator):
