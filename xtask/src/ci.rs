@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{device, python, toolkit, workspace};
+use crate::{candle, device, python, toolkit, workspace};
 
 /// Check formatting, lints, documentation and all tests; stops at the first failure.
 #[derive(clap::Args)]
@@ -23,7 +23,7 @@ struct Step {
     run: fn(&Args, &mut Tally) -> Result<()>,
 }
 
-const STEPS: [Step; 8] = [
+const STEPS: [Step; 9] = [
     Step { name: "format", run: |_, _| workspace::cargo(&["fmt", "--all", "--check"]) },
     // The compiler of the shipped kernels, which the tests compile, and clang-format.
     Step { name: "toolkit", run: |_, _| toolkit::install(false) },
@@ -37,6 +37,7 @@ const STEPS: [Step; 8] = [
     Step { name: "test", run: |args, tally| cargo_test(&["--lib", "--bins", "--tests"], args, tally) },
     Step { name: "test of docs", run: |args, tally| cargo_test(&["--doc"], args, tally) },
     // Of crates that the tests have built.
+    Step { name: "candle", run: |_, _| candle::check() },
     Step { name: "python", run: |_, _| python::check() },
 ];
 

@@ -1,6 +1,7 @@
 //! Tasks of the workspace: `cargo xtask TASK`.
 
 mod build;
+mod candle;
 mod ci;
 mod codegen;
 mod device;
@@ -27,6 +28,7 @@ use clap::Parser;
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Task {
     Build(build::Args),
+    Candle(candle::Args),
     Ci(ci::Args),
     Codegen(codegen::Args),
     Device(device::Args),
@@ -39,6 +41,7 @@ enum Task {
 fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Build(args) => build::run(&args),
+        Task::Candle(args) => candle::run(&args),
         Task::Ci(args) => ci::run(&args),
         Task::Codegen(args) => codegen::run(&args),
         Task::Device(args) => device::run(&args),

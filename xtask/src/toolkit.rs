@@ -34,24 +34,28 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Installs the packages unless they are there; with `force`, in any case.
 pub fn install(force: bool) -> Result<()> {
-    let folder = folder();
-    if !force && is_current(&folder) {
+    packages(&folder(), &PACKAGES, force)
+}
+
+/// Installs packages of PyPI in `folder` unless they are there; with `force`, in any case.
+pub fn packages(folder: &Path, packages: &[&str], force: bool) -> Result<()> {
+    if !force && is_current(folder, packages) {
         println!("{} is up to date", folder.display());
         return Ok(());
     }
-    std::fs::create_dir_all(&folder)?;
+    std::fs::create_dir_all(folder)?;
     let python = if cfg!(windows) { "python" } else { "python3" };
     let status = Command::new(python)
         .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--upgrade"])
         .args(["--only-binary=:all:", "--target"])
-        .arg(&folder)
-        .args(PACKAGES)
+        .arg(folder)
+        .args(packages)
         .env("PIP_ROOT_USER_ACTION", "ignore")
         .status()
         .with_context(|| format!("{python} does not start: install Python 3 with pip"))?;
     ensure!(status.success(), "pip failed ({status}); it has to reach a Python package index");
-    std::fs::write(folder.join(STAMP), PACKAGES.join("\n"))?;
-    println!("installed {} in {}", PACKAGES.join(", "), folder.display());
+    std::fs::write(folder.join(STAMP), packages.join("\n"))?;
+    println!("installed {} in {}", packages.join(", "), folder.display());
     Ok(())
 }
 
@@ -64,7 +68,6 @@ pub fn clang_format() -> PathBuf {
     folder().join(format!("clang_format/data/bin/clang-format{}", std::env::consts::EXE_SUFFIX))
 }
 
-fn is_current(folder: &Path) -> bool {
-    folder.join("nvidia").is_dir()
-        && std::fs::read_to_string(folder.join(STAMP)).is_ok_and(|stamp| stamp == PACKAGES.join("\n"))
+fn is_current(folder: &Path, packages: &[&str]) -> bool {
+    std::fs::read_to_string(folder.join(STAMP)).is_ok_and(|stamp| stamp == packages.join("\n"))
 }

@@ -19,7 +19,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options<'_>) -> R
 
 /// [`attention`], and the logarithm of each row's sum of exponentials: f32 `(batch, heads, seqlen_q)`, or
 /// `(heads, total_q)` of packed queries. It includes the sink, is `-inf` for rows that see no key, 0 for
-/// rows that belong to no sequence, and gets no gradient.
+/// rows that belong to no sequence, and passes gradients on to Q, K and sinks as the output does.
 ///
 /// # Errors
 /// As [`attention`].

@@ -2,10 +2,11 @@
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, WithDType};
-use fa_attn::{OwnedExtras, Problem, TensorLayout, bf16, f16};
+use fa_core::{Problem, TensorLayout};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::tiled::{BackwardInputs, Options, backward_extras, forward_extras};
-use fa_cpu::{Element, TensorMut, TensorRef};
+use fa_cpu::{Element, OwnedExtras, TensorMut, TensorRef};
+use half::{bf16, f16};
 
 use crate::error::{Error, refused};
 use crate::problem::{Beside, Posed, strides};

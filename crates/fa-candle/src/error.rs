@@ -6,9 +6,16 @@ use candle_core::{DType, Device};
 /// [`candle_core::Error::Wrapped`].
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What the kernels refuse: a head dim, a stride, a type, a starting point outside the tensor.
+    /// The problem contradicts itself: heads, head dims, a scale or a cap.
     #[error(transparent)]
-    Attention(#[from] fa_attn::Error),
+    Problem(#[from] fa_core::ProblemError),
+    /// What the CPU's kernels refuse: a starting point or a page outside the tensor.
+    #[error(transparent)]
+    Cpu(#[from] fa_cpu::CpuError),
+    /// What a GPU's kernels refuse, a head dim, a stride or a type, and what fails below them.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Gpu(#[from] fa_attn::Error),
     /// A tensor has another number of axes than its place asks for.
     #[error("{tensor} has the shape {shape:?}: it must be {need}")]
     Shape {
@@ -80,7 +87,14 @@ impl From<Error> for candle_core::Error {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl From<fa_kernels::Error> for Error {
+    fn from(error: fa_kernels::Error) -> Error {
+        Error::Gpu(error.into())
+    }
+}
+
 /// What the crates below refuse, as a candle error.
-pub(crate) fn refused(error: impl Into<fa_attn::Error>) -> candle_core::Error {
-    Error::from(error.into()).into()
+pub(crate) fn refused(error: impl Into<Error>) -> candle_core::Error {
+    error.into().into()
 }

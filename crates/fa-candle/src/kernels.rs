@@ -6,7 +6,7 @@ use std::thread::ThreadId;
 
 use candle_core::Result;
 use fa_attn::device::{Bound, Gpu};
-use fa_attn::{Lengths, Pass, Problem, ProblemKey, Side, SideRows};
+use fa_core::{Lengths, Pass, Problem, ProblemKey, Side, SideRows};
 use fa_kernels::Kernels;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
@@ -135,7 +135,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use fa_attn::{Dtype, Mask};
+    use fa_core::{Dtype, Mask};
 
     use super::*;
 

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
 
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Storage, Tensor};
 
 use crate::error::Error;
 use crate::problem::Posed;
@@ -20,36 +21,61 @@ pub(crate) fn apply(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let sinks = posed.beside.sinks.clone().filter(Tensor::track_op);
     let tracked = sinks.is_some() || [q, k, v].iter().any(|tensor| tensor.track_op());
-    let lse = Arc::new(OnceLock::new());
-    let pass = Pass { posed, lse: lse.clone(), needs_lse: needs_lse || tracked };
-    let out = match sinks {
-        Some(sinks) => {
-            let gradients = Arc::new(Handed::default());
-            let keys = k.apply_op2(v, Keys { gradients: gradients.clone() })?;
-            let op = WithSinks { pass, k: k.clone(), v: v.clone(), gradients };
-            q.apply_op3(&keys, &sinks, op)?
-        }
-        None if tracked => q.apply_op3(k, v, Attention { pass })?,
-        None => q.apply_op3_no_bwd(k, v, &Attention { pass })?,
-    };
-    Ok((out, lse.get().cloned().filter(|_| needs_lse)))
+    let kept = Arc::new(OnceLock::new());
+    let pass = Pass { posed, gives: Gives::Out, kept: kept.clone(), needs_lse: needs_lse || tracked };
+    if !tracked {
+        let out = q.apply_op3_no_bwd(k, v, &Attention { pass })?;
+        return Ok((out, kept.get().cloned()));
+    }
+    let of_lse = needs_lse.then(|| Pass { gives: Gives::Lse, ..pass.clone() });
+    let out = tracked_op(q, k, v, sinks.as_ref(), pass)?;
+    let lse = of_lse.map(|pass| tracked_op(q, k, v, sinks.as_ref(), pass)).transpose()?;
+    Ok((out, lse))
+}
+
+/// One of the two operations, with gradients.
+fn tracked_op(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, pass: Pass) -> Result<Tensor> {
+    let Some(sinks) = sinks else { return q.apply_op3(k, v, Attention { pass }) };
+    let gradients = Arc::new(Handed::default());
+    let keys = k.apply_op2(v, Keys { gradients: gradients.clone() })?;
+    q.apply_op3(&keys, sinks, WithSinks { pass, k: k.clone(), v: v.clone(), gradients })
+}
+
+/// What an operation gives. O and LSE come from one launch, the one for O, and stand in the graph as an
+/// operation each.
+#[derive(Clone, Copy, PartialEq)]
+enum Gives {
+    Out,
+    Lse,
 }
 
 /// What both operations do: a forward that keeps LSE for the backward.
+#[derive(Clone)]
 struct Pass {
     posed: Posed,
-    lse: Arc<OnceLock<Tensor>>,
+    gives: Gives,
+    kept: Arc<OnceLock<Tensor>>,
     needs_lse: bool,
 }
 
 impl Pass {
     fn cpu(&self, inputs: [(&CpuStorage, &Layout); 3]) -> Result<(CpuStorage, Shape)> {
+        if self.gives == Gives::Lse {
+            let (lse, layout) = self.lse()?.storage_and_layout();
+            let Storage::Cpu(lse) = &*lse else { return Err(Error::NoForward.into()) };
+            return Ok((lse.try_clone(layout)?, layout.shape().clone()));
+        }
         let (storage, shape, lse) = cpu::forward(&self.posed, inputs, self.needs_lse)?;
         self.keep(lse);
         Ok((storage, shape))
     }
 
     fn cuda(&self, inputs: [(&CudaStorage, &Layout); 3]) -> Result<(CudaStorage, Shape)> {
+        if self.gives == Gives::Lse {
+            let (lse, layout) = self.lse()?.storage_and_layout();
+            let Storage::Cuda(lse) = &*lse else { return Err(Error::NoForward.into()) };
+            return Ok((lse.try_clone(layout)?, layout.shape().clone()));
+        }
         let (storage, shape, lse) = cuda::forward(&self.posed, inputs, self.needs_lse)?;
         self.keep(lse);
         Ok((storage, shape))
@@ -57,8 +83,12 @@ impl Pass {
 
     fn keep(&self, lse: Option<Tensor>) {
         if let Some(lse) = lse {
-            self.lse.get_or_init(|| lse);
+            self.kept.get_or_init(|| lse);
         }
+    }
+
+    fn lse(&self) -> Result<&Tensor> {
+        Ok(self.kept.get().ok_or(Error::NoForward)?)
     }
 
     fn gradients(
@@ -67,13 +97,46 @@ impl Pass {
         out: &Tensor,
         dout: &Tensor,
     ) -> Result<([Tensor; 3], Option<Tensor>)> {
-        let lse = self.lse.get().ok_or(Error::NoForward)?;
+        if self.gives == Gives::Lse {
+            return self.gradients_of_lse(inputs, dout);
+        }
         // Gradients of candle's own operations may be broadcast or transposed; rows are read as they lie.
         let dout = if dout.stride().last() == Some(&1) { dout.clone() } else { dout.contiguous()? };
+        self.backward(inputs, out, &dout)
+    }
+
+    /// From the gradient of LSE. A backward computes `dS = P * (dO V^T - delta)` with `delta = sum(dO * O)`,
+    /// and the sinks' gradient from `delta` alone: with zeros as V, and an O and a dO whose product is
+    /// `-dlse`, that is `P * dlse`, as it is to be. V has no part in LSE.
+    fn gradients_of_lse(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        dlse: &Tensor,
+    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let shape = self.posed.out_shape(q.dims());
+        let width = self.posed.problem.head_dim_v;
+        let zeros = Tensor::zeros(width, v.dtype(), v.device())?;
+        let first = Tensor::full(-1f32, 1, q.device())?.to_dtype(q.dtype())?;
+        let out = first.pad_with_zeros(0, 0, width - 1)?.broadcast_as(shape)?;
+        // (batch, heads, seqlen_q) or (heads, total_q) as the first column of dO.
+        let heads = dlse.rank() - 2;
+        let column = dlse.transpose(heads, heads + 1)?.unsqueeze(D::Minus1)?.to_dtype(q.dtype())?;
+        let dout = column.pad_with_zeros(D::Minus1, 0, width - 1)?.contiguous()?;
+        let ([dq, dk, dv], dsinks) = self.backward([q, k, &zeros.broadcast_as(v.shape())?], &out, &dout)?;
+        Ok(([dq, dk, dv.zeros_like()?], dsinks))
+    }
+
+    fn backward(
+        &self,
+        inputs: [&Tensor; 3],
+        out: &Tensor,
+        dout: &Tensor,
+    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let lse = self.lse()?;
         if inputs[0].device().is_cpu() {
-            cpu::backward(&self.posed, inputs, [out, lse, &dout])
+            cpu::backward(&self.posed, inputs, [out, lse, dout])
         } else {
-            cuda::backward(&self.posed, inputs, [out, lse, &dout])
+            cuda::backward(&self.posed, inputs, [out, lse, dout])
         }
     }
 }

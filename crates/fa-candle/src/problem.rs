@@ -1,8 +1,7 @@
 //! The problem that tensors and options pose, and the tensors beside Q, K and V as kernels read them.
 
 use candle_core::{DType, Layout, Result, Tensor};
-use fa_attn::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Types};
-use fa_core::Strides;
+use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Side, Strides, Types};
 
 use crate::error::{Error, refused};
 use crate::options::{Options, Rows};
@@ -110,7 +109,7 @@ impl Posed {
                 sinks: beside.sinks.is_some(),
             },
         };
-        problem.check().map_err(|error| refused(fa_attn::Error::from(error)))?;
+        problem.check().map_err(refused)?;
         Ok(Posed {
             problem,
             beside,
@@ -160,8 +159,8 @@ fn dtype_of(q: &Tensor) -> Result<Dtype> {
 /// A window as wide as the sequence, or wider, is none.
 fn mask(options: &Options<'_>, lengths: &Lengths) -> Mask {
     let (max_q, max_k) = (lengths.max_q(), lengths.max_k());
-    let left = options.window_size_left.filter(|left| left + 1 < max_k);
-    let right = options.window_size_right.filter(|right| *right <= max_k && right + 1 < max_q);
+    let left = options.window_size_left.filter(|left| *left < max_k.saturating_sub(1));
+    let right = options.window_size_right.filter(|right| *right <= max_k && *right < max_q.saturating_sub(1));
     let side = |side: Option<usize>| side.and_then(|side| u32::try_from(side).ok());
     Mask { left: side(left), right: side(right) }
 }

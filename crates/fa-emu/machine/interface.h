@@ -65,6 +65,7 @@ void cp_async_wait(int pending);
 void tma_load(void* dst, const void* map, void* bar, const int* coordinates, int rank, u32 blocks);
 void bulk_load(void* dst, const void* src, u32 bytes, void* bar);
 void bulk_add(float* dst, u32 src, u32 bytes);
+void bulk_store(void* dst, u32 src, u32 bytes);
 void bulk_commit();
 void bulk_wait(bool read_only);
 

@@ -1,5 +1,5 @@
-// The copy engine: boxes of tensors and plain bytes to shared memory, sums from shared memory to device
-// memory.
+// The copy engine: boxes of tensors and plain bytes to shared memory, bytes and sums from shared memory to
+// device memory.
 #include <cstring>
 #include <numeric>
 
@@ -130,16 +130,20 @@ void bulk_load(void* dst, const void* src, u32 bytes, void* bar) {
     bring(cta, counts, "bulk copy", std::move(all));
 }
 
-void bulk_add(float* dst, u32 src, u32 bytes) {
-    ENTER();
+namespace {
+
+// A bulk copy to device memory: it reads shared memory, and some time later writes or adds what it has read.
+void bulk_out(u8* dst, u32 src, u32 bytes, bool adds) {
     Thread& thread = *current;
     Cta& cta = *thread.cta;
     Warp& warp = *thread.warp;
     const u8* const from = shared(src, bytes, 16);
-    if (bytes % 16 || u64(dst) % 16)
-        fatal("misaligned", me() + ": a bulk reduction takes multiples of 16 bytes");
+    if (bytes % 16 || u64(dst) % 16) {
+        fatal("misaligned", me() + ": a bulk " + (adds ? "reduction" : "store") + " takes multiples of 16 bytes");
+    }
     if (warp.bulk_slot < 0) {
-        const std::string name = "the bulk reduction of warp " + std::to_string(warp.id);
+        const std::string of = adds ? "reduction" : "store";
+        const std::string name = "the bulk " + of + " of warp " + std::to_string(warp.id);
         warp.bulk_read_slot = new_slot(*cta.cluster, name);
         warp.bulk_slot = new_slot(*cta.cluster, name);
     }
@@ -151,25 +155,45 @@ void bulk_add(float* dst, u32 src, u32 bytes) {
             {Slot(warp.bulk_read_slot), group, Proxy::Async, false, &thread.order, site_of(pc), "reads"});
     }
     const Author copy{Slot(warp.bulk_slot), group};
-    machine->global.access(u64(dst), bytes, Use::Add, "adds by a bulk reduction to", &copy);
-    machine->counters.red_bytes += bytes;
+    machine->global.access(u64(dst), bytes, adds ? Use::Add : Use::Write,
+                           adds ? "adds by a bulk reduction to" : "stores by a bulk copy to", &copy);
+    if (adds) machine->counters.red_bytes += bytes;
     const bool traced = int(cta.index) == machine->options.trace_cta;
     const u64 issued = machine->step;
     Stack stack = traced ? stack_here() : Stack{};
-    // It reads shared memory, and some time later adds what it has read.
     add_agent(cta, 20, [=, &thread, &cta, stack = std::move(stack)] {
         std::vector<float> values(bytes / 4);
         memcpy(values.data(), from, bytes);
-        auto add = [=, &thread, values = std::move(values)] {
-            for (size_t i = 0; i < values.size(); ++i) dst[i] += values[i];
-            if (traced) machine->trace.add({"copy engine", "bulk add", issued, machine->step, stack});
+        auto write = [=, &thread, values = std::move(values)] {
+            if (adds) {
+                float* sums = reinterpret_cast<float*>(dst);
+                for (size_t i = 0; i < values.size(); ++i) sums[i] += values[i];
+            } else {
+                memcpy(dst, values.data(), bytes);
+            }
+            if (traced) {
+                const char* name = adds ? "bulk add" : "bulk store";
+                machine->trace.add({"copy engine", name, issued, machine->step, stack});
+            }
             thread.bulk.finish(group);
             if (thread.waits_on == &thread.bulk) wake(thread);
         };
-        add_agent(cta, 20, std::move(add), true);
+        add_agent(cta, 20, std::move(write), true);
         thread.bulk_reads.finish(group);
         if (thread.waits_on == &thread.bulk_reads) wake(thread);
     });
+}
+
+}  // namespace
+
+void bulk_add(float* dst, u32 src, u32 bytes) {
+    ENTER();
+    bulk_out(reinterpret_cast<u8*>(dst), src, bytes, true);
+}
+
+void bulk_store(void* dst, u32 src, u32 bytes) {
+    ENTER();
+    bulk_out(static_cast<u8*>(dst), src, bytes, false);
 }
 
 void bulk_commit() {

@@ -351,3 +351,21 @@ fn packed_heads_that_do_not_divide_the_tile_are_never_planned() {
         }
     }
 }
+
+/// Clusters share the loads of K and V where TMA is slow (NB-066), and only there.
+#[test]
+fn loads_are_shared_where_rows_begin_between_sectors() {
+    for (batch, seqlen, head_dim, mask, cluster) in [
+        (32, 729, 72, Mask::FULL, 2),
+        (16, 1025, 88, Mask::FULL, 2),
+        (32, 729, 80, Mask::FULL, 1),
+        (32, 729, 96, Mask::FULL, 1),
+        (32, 729, 72, Mask::CAUSAL, 1),
+        // One tile a head.
+        (32, 60, 72, Mask::FULL, 1),
+    ] {
+        let problem = Problem::square(batch, seqlen, 16, head_dim, mask, Dtype::Bf16);
+        let best = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("plans").remove(0);
+        assert_eq!(best.spec.traits().cluster, cluster, "{batch} x {seqlen}, {head_dim}: {}", best.spec);
+    }
+}

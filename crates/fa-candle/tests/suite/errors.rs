@@ -79,6 +79,30 @@ fn starts_and_pages_are_checked() -> Result<()> {
 }
 
 #[test]
+fn tensors_of_another_rank_and_counts_of_0_are_named() -> Result<()> {
+    let (rows, batch) = (values((8, 4, 16), 1), values((1, 8, 4, 16), 2));
+    let starts = Tensor::new(&[0u32, 8], &Device::Cpu)?;
+    let varlen =
+        |q: &Tensor, k: &Tensor, starts: &Tensor| flash_attn_varlen(q, k, k, starts, starts, 8, 8, 1.0, true);
+    refused(varlen(&batch, &rows, &starts), &["q has the shape [1, 8, 4, 16]", "(total_q, heads, head_dim)"]);
+    refused(varlen(&rows, &batch, &starts), &["k has the shape [1, 8, 4, 16]", "total_k"]);
+    refused(varlen(&rows, &rows, &starts.unsqueeze(0)?), &["seqlens_q has the shape [1, 2]", "batch + 1"]);
+    let narrow = values((8, 4, 8), 3);
+    refused(varlen(&rows, &narrow, &starts), &["k has the shape [8, 4, 8]", "[8, 4, 16]"]);
+    let none = |shape: (usize, usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let (no_head, no_dim) = (none((1, 8, 0, 16))?, none((1, 8, 4, 0))?);
+    refused(flash_attn(&no_head, &no_head, &no_head, 1.0, false), &["heads_q", "0"]);
+    refused(flash_attn(&no_dim, &no_dim, &no_dim, 1.0, false), &["head_dim", "0"]);
+    refused(flash_attn(&batch, &no_head, &no_head, 1.0, false), &["heads_kv", "0"]);
+    let (pages, table) = (none((2, 0, 4, 16))?, starts.unsqueeze(0)?);
+    let paged = flash_attn_varlen_paged_windowed(
+        &rows, &pages, &pages, &starts, &starts, &table, None, 8, 8, 1.0, None, None, 0, None,
+    );
+    refused(paged, &["page", "0"]);
+    Ok(())
+}
+
+#[test]
 fn keys_in_pages_have_no_gradients() -> Result<()> {
     let (q, pages) = (Var::from_tensor(&values((8, 4, 16), 1))?, values((2, 4, 4, 16), 2));
     let good = Tensor::new(&[0u32, 8], &Device::Cpu)?;

@@ -4,5 +4,7 @@
 mod errors;
 mod functions;
 mod gradients;
+mod inputs;
+mod lse;
 mod materialised;
 mod rows;

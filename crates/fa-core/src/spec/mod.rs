@@ -364,6 +364,7 @@ impl KernelSpec {
     ///
     /// # Errors
     /// [`SpecError::Ron`] with the position of the fault, or what [`KernelSpec::check`] finds.
+    #[cfg(feature = "ron")]
     pub fn from_ron(text: &str) -> Result<KernelSpec, SpecError> {
         let spec: KernelSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
         spec.check()?;
@@ -371,11 +372,13 @@ impl KernelSpec {
     }
 
     /// The spec as RON text, which [`KernelSpec::from_ron`] reads back.
+    #[cfg(feature = "ron")]
     pub fn to_ron(&self) -> String {
         pretty_ron(self)
     }
 }
 
+#[cfg(feature = "ron")]
 fn pretty_ron(value: &impl Serialize) -> String {
     ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())
         .expect("plain structs of numbers and names always serialise")

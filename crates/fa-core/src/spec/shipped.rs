@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{KernelSpec, SpecError, pretty_ron};
+use super::KernelSpec;
+#[cfg(feature = "ron")]
+use super::{SpecError, pretty_ron};
 use crate::Arch;
 
 /// A spec as it is stored under `specs/`: with the architectures that it ships for.
@@ -15,6 +17,7 @@ pub struct ShippedSpec {
     pub spec: KernelSpec,
 }
 
+#[cfg(feature = "ron")]
 impl ShippedSpec {
     /// Reads and checks a shipped spec from RON text.
     ///

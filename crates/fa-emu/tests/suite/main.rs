@@ -9,6 +9,7 @@ mod mods;
 mod packed;
 mod plan;
 mod shipped;
+mod single_tile;
 mod subjects;
 mod values;
 mod varied;

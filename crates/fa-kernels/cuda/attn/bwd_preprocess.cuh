@@ -148,7 +148,8 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
             if (params.dq_semaphores != nullptr) clear_turns<C>(params, tile);
             if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
         }
-        clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
+        if (!stores_dq<C>(params))
+            clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
         if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
         store_statistics<C>(
             params, seqlen, m_block, batch, head,

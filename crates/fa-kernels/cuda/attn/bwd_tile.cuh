@@ -161,6 +161,16 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwd
            (tile.n_block + tile.keys.first);
 }
 
+// Whether dQ's sums need no zeros to start from: where one tile holds all keys of a sequence, and every tile
+// of queries sees it, sums are stored by bulk copies in place of being added.
+template <auto C>
+__device__ __forceinline__ bool stores_dq(const BwdParams& params) {
+    if constexpr (requires { C.dq_via_smem; }) {
+        if constexpr (C.mask == MaskKind::Full && !C.varied && C.dq_via_smem) return params.n_blocks == 1;
+    }
+    return false;
+}
+
 // Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all.
 template <auto C>
 constexpr int dq_turns() {

@@ -23,6 +23,13 @@ __device__ __forceinline__ void bulk_add_f32(float* dst, u32 src, u32 bytes) {
                  : "memory");
 }
 
+// Stores `bytes` of shared memory to global memory. Earlier writes to shared memory need a proxy fence.
+__device__ __forceinline__ void bulk_store(void* dst, u32 src, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src),
+                 "r"(bytes)
+                 : "memory");
+}
+
 // Closes the group of the copies from shared memory issued since the last commit.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
@@ -31,7 +38,7 @@ __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Waits until all this thread's groups are complete: their sums are in device memory.
+// Waits until all this thread's groups are complete: what they store or add is in device memory.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace fa

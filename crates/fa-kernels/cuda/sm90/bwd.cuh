@@ -191,8 +191,12 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                                                               m_block, C.num_wg);
                         }
                     }
-                    bulk_add_f32(dq_share<C>(params, tile, head, m_block, slice, wg), share,
-                                 T::DqOrder::kShare * 4);
+                    float* const sums = dq_share<C>(params, tile, head, m_block, slice, wg);
+                    if (stores_dq<C>(params)) {
+                        bulk_store(sums, share, T::DqOrder::kShare * 4);
+                    } else {
+                        bulk_add_f32(sums, share, T::DqOrder::kShare * 4);
+                    }
                     bulk_commit();
                     bulk_wait_read();
                 }

@@ -8,6 +8,9 @@ use crate::cost::schedule::Work;
 /// L2.
 const TURN: f64 = 1.0;
 
+/// So many times the heads that fill the GPU where a head has more turns than a tile has steps (NB-061).
+const WAITING_HEADS: f64 = 4.0;
+
 /// Heads (parts of a K/V head's query heads each count as one) whose tiles of keys are drawn side by side, so
 /// that each tile of a head finds its turns at dQ as it comes to them. At least 1.
 ///
@@ -24,7 +27,9 @@ pub fn heads_side_by_side(problem: &Problem, spec: &KernelSpec, sms: u32, parts:
     let slots = f64::from(sms) * f64::from(traits.blocks_per_sm);
     let heads = if problem.mask.is_full() {
         let tiles = problem.lengths.mean_k().div_ceil(tile_n as usize).max(1);
-        (slots / tiles as f64).round()
+        let steps = problem.lengths.mean_q().div_ceil(tile_m as usize).max(1);
+        let heads = (slots / tiles as f64).round();
+        if tiles > steps { heads.max(1.0) * WAITING_HEADS } else { heads }
     } else {
         let work = Work::of_keys(problem, tile_m, tile_n, parts);
         let steps = work.steps() / work.tiles.max(1.0);
@@ -67,6 +72,9 @@ mod tests {
         assert_eq!(heads(SM90, Mask::CAUSAL, 1, 4096, 64), 1);
         assert_eq!(heads(SM90, Mask::CAUSAL, 2, 8192, 16), 1);
         assert_eq!(heads(SM80, Mask::CAUSAL, 1, 4096, 64), 4);
+        // Of 2, 4, 8 and 12; of 1 and 6 (NB-061).
+        assert_eq!(heads(SM80, Mask::FULL, 1, 4096, 64), 8);
+        assert_eq!(heads(SM80, Mask::FULL, 2, 8192, 16), 4);
     }
 
     #[test]

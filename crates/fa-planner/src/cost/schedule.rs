@@ -70,10 +70,21 @@ impl Work {
     }
 
     /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile loops
-    /// over the queries of one of `splits` parts of its K/V head's query heads.
+    /// over the queries of one of `splits` parts of its K/V head's query heads: equal parts, but for a last
+    /// one that has what is left.
     pub fn of_keys(problem: &Problem, tile_m: u32, tile_n: u32, splits: usize) -> Work {
-        let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * splits) as f64;
-        let walks = problem.group_size().div_ceil(splits.max(1));
+        let group = problem.group_size().max(1);
+        let share = group.div_ceil(splits.max(1));
+        let whole = Work::of_key_heads(problem, (tile_m, tile_n), group / share, share);
+        match group % share {
+            0 => whole,
+            left => whole.and(Work::of_key_heads(problem, (tile_m, tile_n), 1, left)),
+        }
+    }
+
+    /// Those of `parts` parts of `walks` query heads each.
+    fn of_key_heads(problem: &Problem, (tile_m, tile_n): (u32, u32), parts: usize, walks: usize) -> Work {
+        let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * parts) as f64;
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
@@ -83,6 +94,13 @@ impl Work {
         let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
         let work = Work::cut(problem, mean_k.div_ceil(tile_n), heads, |tile| count(tile, mean_q, mean_k));
         work.with_longest(problem, |max_q, max_k| (max_k > 0).then(|| count(0, max_q, max_k)))
+    }
+
+    /// Both, `self` with the longest tile.
+    fn and(mut self, other: Work) -> Work {
+        self.tiles += other.tiles;
+        self.classes.extend(other.classes);
+        self
     }
 
     /// The same work, whose longest tile is at least that of a sequence with the most queries and keys.
@@ -350,6 +368,19 @@ mod tests {
         assert_eq!((work.tiles, work.steps()), (16.0, 4.0 * 2.0 * (8.0 + 6.0 + 4.0 + 2.0)));
         let split = Work::of_keys(&problem, 64, 128, 2);
         assert_eq!((split.tiles, split.steps()), (32.0, work.steps()));
+        // Three query heads in two parts are two and one; five in four are two, two, one and none.
+        for (group, parts, tiles) in [(3, 2, 2.0), (5, 4, 3.0), (7, 3, 3.0), (8, 8, 8.0)] {
+            let problem = Problem { heads_q: group, heads_kv: 1, ..problem };
+            let (whole, split) =
+                (Work::of_keys(&problem, 64, 128, 1), Work::of_keys(&problem, 64, 128, parts));
+            assert_eq!(
+                (split.tiles / whole.tiles, split.steps()),
+                (tiles, whole.steps()),
+                "{group} in {parts}"
+            );
+            let share = group.div_ceil(parts) as f64 / group as f64;
+            assert_eq!(split.longest.steps, whole.longest.steps * share);
+        }
     }
 
     #[test]

@@ -70,8 +70,8 @@ fn model(
     let mut ops = c.sm80_softmax_ops + c.sm80_rescale * hdv / tile_n + cap_ops;
     ops += if k.exp2 { 0.0 } else { c.exp_ops };
     ops += if k.fast_math { 0.0 } else { c.denormal_ops };
-    // With a separate loop for them, masked steps cost no more than others: warps skip what their rows do not
-    // see.
+    // With a separate loop for them, steps on a diagonal cost no more than others: warps skip what their rows
+    // do not see. Those on a window's edges do (NB-067).
     let masked_everywhere = !k.loop_split && spec.mask != MaskKind::Full;
     let mask = resident * idle * scores * c.mask_ops / f32_lanes(limits);
     let exp = resident * idle * scores * softmax_clocks(limits, 1.0 + cap_mufu, ops)
@@ -93,7 +93,7 @@ fn model(
         tensor,
         exp,
         smem,
-        mask: 0.0,
+        mask: if k.loop_split && spec.mask == MaskKind::Window { mask } else { 0.0 },
         exposed,
         tile: c.sm80_block,
         start: 0.0,

@@ -72,7 +72,8 @@ pub(crate) fn predict(
     };
     let (total, end) = work.makespan(sms, queue, length);
     let even = total / sms;
-    let busy = (even + c.idle * (end - even)) / clock;
+    // What idle SMs leave of the power raises the clock of the others, but not beyond its maximum.
+    let busy = (even + c.idle * (end - even)).max(end * c.clock / constants.clock) / clock;
     // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
     let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
 
@@ -81,8 +82,12 @@ pub(crate) fn predict(
     let hbm = (problem.bytes_backward() + accumulators + split.missed)
         / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
-    let prepare = (rows * 2.0 * hdv * bytes + accumulators + split.sums)
-        / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
+    // Where one tile holds all keys, dQ's sums are stored and need no zeros (NB-062).
+    let one_tile = problem.lengths.max_k() <= kernel.tile_n as usize;
+    let stored = one_tile && spec.mask == MaskKind::Full && !spec.reads.varied && kernel.dq_via_smem;
+    let zeros = if stored { 0.0 } else { accumulators };
+    let prepare =
+        (rows * 2.0 * hdv * bytes + zeros + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
     let finish = (rows * hd * bytes + accumulators + 1.5 * split.sums)
         / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
     let outer = prepare + finish + 3.0 * constants.launch_s;

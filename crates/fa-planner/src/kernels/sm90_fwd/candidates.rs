@@ -4,6 +4,7 @@ use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
+use super::cost::slow_rows;
 use crate::kernels::{packings, split_choices};
 
 /// Keys per step that are tried.
@@ -17,17 +18,19 @@ pub const RESCALE_THRESHOLD: u32 = 8;
 /// H100.
 ///
 /// In order: warpgroups, keys per step, P from registers or not, intra-warpgroup overlap or not, heads of a
-/// group packed or not, keys in one piece or shared by several CTAs.
+/// group packed or not, keys in one piece or shared by several CTAs, loads of K and V shared or not.
 pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Iterator<Item = KernelSpec> {
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
     let problem = *problem;
-    // Tiles of equal length are assigned statically; others dynamically, the longest first.
-    let (scheduler, tile_order) = if mask == MaskKind::Full && !reads.varied {
-        (Scheduler::Static, TileOrder::Natural)
+    // Tiles of equal length are assigned statically; others dynamically, the longest first. Where loads are
+    // slow, a tile of fewer rows is shorter than the others even without a mask.
+    let (alike, tile_order) = if mask == MaskKind::Full && !reads.varied {
+        (true, TileOrder::Natural)
     } else {
-        (Scheduler::Dynamic, TileOrder::LongestFirst)
+        (false, TileOrder::LongestFirst)
     };
+    let alone = if alike && !slow_rows(&problem) { Scheduler::Static } else { Scheduler::Dynamic };
     let switches = [(true, true), (true, false), (false, true), (false, false)];
     (1..=3u32)
         .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
@@ -41,7 +44,12 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 .iter()
                 .map(move |&split| (tile, switch, pack_gqa, split))
         })
-        .map(move |((num_wg, tile_n), (pv_is_rs, overlap_wg), pack_gqa, split)| {
+        .flat_map(move |choice| {
+            let ((num_wg, _), _, pack_gqa, split) = choice;
+            let shares = !pack_gqa && !split && shares_loads(&problem, mask, 64 * num_wg);
+            (1..=1 + u32::from(shares)).map(move |cluster_m| (choice, cluster_m))
+        })
+        .map(move |(((num_wg, tile_n), (pv_is_rs, overlap_wg), pack_gqa, split), cluster_m)| {
             let tile_m = 64 * num_wg;
             let kernel = Sm90Fwd {
                 tile_m,
@@ -52,9 +60,9 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 q_stages: 2,
                 kv_stages: 2,
                 ping_pong: if overlap_wg { num_wg >= 2 } else { num_wg == 2 },
-                scheduler,
+                scheduler: if cluster_m > 1 { Scheduler::Static } else { alone },
                 tile_order,
-                cluster_m: 1,
+                cluster_m,
                 exp_poly_of_16: 0,
                 rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
                 pack_gqa,
@@ -70,6 +78,14 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
+}
+
+/// Whether clusters of two are tried: where TMA is slow (rows that do not begin on 32 bytes, NB-066), half of
+/// the loads of K and V are worth waiting for one another. Both CTAs need a tile of every head.
+fn shares_loads(problem: &Problem, mask: MaskKind, tile_m: u32) -> bool {
+    let tiles = problem.lengths.max_q().div_ceil(tile_m as usize);
+    let alike = mask == MaskKind::Full && problem.lengths.is_uniform();
+    alike && slow_rows(problem) && tiles > 0 && tiles.is_multiple_of(2)
 }
 
 /// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads during

@@ -35,6 +35,29 @@ const UNEVEN: f64 = 0.1;
 /// Clocks of TMA for a box, however small. An assumption until small pages are measured.
 const BOX_CLOCKS: f64 = 16.0;
 
+/// Clocks of TMA for a row that does not begin on 32 bytes, whatever its length (NB-066).
+const SLOW_ROW_CLOCKS: f64 = 16.5;
+
+/// How well they overlap the rest of a step: an exponent as in [`overlap`].
+const SLOW_ROW_OVERLAP: f64 = 2.0;
+
+/// Whether rows of the problem's heads begin between 32-byte sectors, as every other one does at head dims 72
+/// and 88: TMA then takes them at half its rate or less.
+pub(super) fn slow_rows(problem: &Problem) -> bool {
+    let bytes = problem.types.qkv.bytes();
+    [problem.head_dim, problem.head_dim_v].iter().any(|dim| !(dim * bytes).is_multiple_of(32))
+}
+
+/// Clocks of TMA for the slow rows of a step: those of its keys, and a share of the tile's queries.
+fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
+    if !slow_rows(problem) {
+        return 0.0;
+    }
+    let keys = problem.lengths.mean_k().max(1) as f64;
+    let steps = (keys / f64::from(k.tile_n)).ceil();
+    SLOW_ROW_CLOCKS * (2.0 * keys / f64::from(k.cluster_m.max(1)) + rows) / steps
+}
+
 /// TMA boxes of a step: panels of K and V, for keys in pages times the parts of pages that a tile is made of.
 fn boxes(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Fwd) -> f64 {
     let panels = spec.head_dim.div_ceil(64) + spec.head_dim_v.div_ceil(64);
@@ -83,6 +106,8 @@ fn model(
     let soft = c.sm90_soft_regs[group] - if masked && k.num_wg < 3 { c.sm90_mask_regs } else { 0 };
     // TMA takes the boxes of a step one after another, whatever else the step does.
     let copies = boxes(problem, spec, k) * BOX_CLOCKS;
+    let rows_of_tile = problem.lengths.mean_q() as f64;
+    let slow = slow_row_clocks(problem, k, rows_of_tile / (rows_of_tile / tile_m).ceil().max(1.0));
     let strain = 1.0 + c.sm90_strain * f64::from(accumulators.saturating_sub(soft));
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
     let hidden = overlap([products, exp], exponent);
@@ -117,5 +142,6 @@ fn model(
         start: 0.0,
         rows: tile_m.min(rows as f64),
     };
-    (model, (hidden * strain * busy + exposed).max(copies))
+    let step = (hidden * strain * busy + exposed).max(copies);
+    (model, if slow > 0.0 { overlap([step, slow], SLOW_ROW_OVERLAP) } else { step })
 }

