@@ -203,7 +203,7 @@ def _goes_by_operator(*tensors):
 def _autocast(*tensors):
     """The tensors as autocast has them, where they are of several types or float32."""
     kind = tensors[0].device.type
-    if torch.is_autocast_enabled(kind):
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
     return tensors
@@ -275,7 +275,7 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
     sinks = None if extras is None else extras[6]
     plain = not _goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
     if plain and (qkv.is_neg() or qkv.dtype is _FLOAT):
-        plain = not qkv.is_neg() and not torch.is_autocast_enabled(qkv.device.type)
+        plain = not qkv.is_neg() and _autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
         extras = None if extras is None else _detached(extras)
         return _PackedAttention.apply(qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras)
@@ -557,7 +557,10 @@ def _differentiate(ctx, dout, dlse):
         return (None,) * 18
     q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(
+    operator = torch.ops.fa_attn.backward
+    if not _is_compiling() and _is_transforming():
+        operator = _TransformedBackward.apply
+    dq, dk, dv, dsinks = operator(
         dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
     )
     return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 8)
@@ -566,8 +569,28 @@ def _differentiate(ctx, dout, dlse):
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
 
 
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator within torch.func."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise UnsupportedError("second derivatives: gradients are differentiated no further, detach them")
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
+
+
 class _Transformed(torch.autograd.Function):
-    """The forward operator for torch.func, which takes no gradients of operators that are written in Python."""
+    """The forward operator within torch.func, which takes no gradients of operators written in Python."""
 
     @staticmethod
     def forward(*arguments):

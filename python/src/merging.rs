@@ -25,6 +25,7 @@ pub struct Merged<'py> {
 /// `lse`. Parts are of one type, the result may be of another.
 #[pyfunction]
 #[pyo3(signature = (outs, lses, out, lse, sinks=None, stream=None, half=None))]
+#[allow(clippy::too_many_arguments)]
 pub fn merge<'py>(
     py: Python<'py>,
     outs: Vec<Bound<'py, PyAny>>,

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 import torch.utils.checkpoint  # noqa: E402
 
 import fa_attn  # noqa: E402
+import fa_attn.torch  # noqa: E402, F401 - its operators
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16, torch.float16]}
