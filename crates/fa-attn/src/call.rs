@@ -239,8 +239,10 @@ impl Call {
         cpu: &Cpu,
         tensors: BackwardTensors<'_, T>,
     ) -> Result<Duration, Error> {
-        let BackwardTensors { q, k, v, dout, mut dq, mut dk, mut dv, dsinks, extras, .. } = tensors;
+        let BackwardTensors { q, k, v, out, lse, dout, mut dq, mut dk, mut dv, dsinks, extras } = tensors;
         let problem = &self.problem;
+        check::check_out(problem, "out", out.shape())?;
+        check::check_lse(problem, lse.len())?;
         check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
         check_dsinks(problem, dsinks.as_deref())?;
         let batch = Batch::new(problem, &extras)?;

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fa_core::{Append, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_cpu::check::{check_shape, k_shape, q_shape, v_shape};
 use fa_cpu::simd::{Isa, Kernels};
-use fa_cpu::{AppendExtras, AppendTensors, Extras};
+use fa_cpu::{AppendExtras, AppendTensors, CpuError, Extras, TensorRef};
 use fa_kernels::driver;
 
 use crate::call::{Call, Implementation};
@@ -128,7 +129,8 @@ impl Engine {
     /// where the GPU does not compute the problem, and [`crate::Report::gpu_passed_over`] says why.
     ///
     /// # Errors
-    /// [`Error::Problem`]; on [`Backend::Gpu`] those of planning, compiling and loading.
+    /// [`Error::Problem`]; [`Error::Cpu`] for gradients of keys in pages, which nothing computes; on
+    /// [`Backend::Gpu`] those of planning, compiling and loading.
     pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Call, Error> {
         problem.check()?;
         match self.on_gpu(problem, pass) {
@@ -166,6 +168,9 @@ impl Engine {
     }
 
     fn on_cpu(&self, problem: &Problem, pass: Pass, passed_over: Option<String>) -> Result<Call, Error> {
+        if problem.lengths.page().is_some() && pass.is_backward() {
+            return Err(CpuError::PagedBackward.into());
+        }
         let implementation = match self.backend {
             Backend::Reference { .. } => Implementation::Reference(self.cpu.clone()),
             Backend::Auto | Backend::Cpu(_) | Backend::Gpu => Implementation::Tiled(self.cpu.clone()),
@@ -201,11 +206,13 @@ impl Engine {
         extras: &Extras<'_>,
     ) -> Result<Output<T>, Error> {
         let call = self.bind(problem, Pass::Forward)?;
-        let mut output = Output::new(problem, q.layout);
+        let layout = q.layout;
+        let [q, k, v] = inputs_of(problem, [q, k, v])?;
+        let mut output = Output::new(problem, layout);
         call.run(ForwardTensors {
-            q: q.view("q")?,
-            k: k.view("k")?,
-            v: v.view("v")?,
+            q,
+            k,
+            v,
             out: output.out.view_mut("out")?,
             lse: &mut output.lse,
             extras: *extras,
@@ -227,11 +234,13 @@ impl Engine {
         dout: &Tensor<T>,
     ) -> Result<Gradients<T>, Error> {
         let call = self.bind(problem, Pass::BACKWARD)?;
-        let mut gradients = Gradients::new(problem, q.layout);
+        let layout = q.layout;
+        let [q, k, v] = inputs_of(problem, [q, k, v])?;
+        let mut gradients = Gradients::new(problem, layout);
         call.run(BackwardTensors {
-            q: q.view("q")?,
-            k: k.view("k")?,
-            v: v.view("v")?,
+            q,
+            k,
+            v,
             out: output.out.view("out")?,
             lse: &output.lse,
             dout: dout.view("dout")?,
@@ -346,6 +355,18 @@ pub fn problem_of<T: Element>(
     };
     problem.check()?;
     Ok(problem)
+}
+
+/// Q, K and V of `problem`, checked before there is memory for its output: a problem that is not theirs may
+/// ask for any amount.
+fn inputs_of<'a, T: Element>(
+    problem: &Problem,
+    [q, k, v]: [&'a Tensor<T>; 3],
+) -> Result<[TensorRef<'a, T>; 3], Error> {
+    check_shape("q", q.shape, q_shape(problem))?;
+    check_shape("k", k.shape, k_shape(problem))?;
+    check_shape("v", v.shape, v_shape(problem))?;
+    Ok([q.view("q")?, k.view("k")?, v.view("v")?])
 }
 
 fn passed_over(error: &Error) -> String {

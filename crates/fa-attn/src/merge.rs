@@ -25,8 +25,8 @@ pub fn merge<T: Element>(parts: &[&Output<T>], sinks: Option<&[f32]>) -> Result<
             let need = format!("every part has the shape of the first, {shape:?}");
             return Err(Error::Shape { tensor: "out", got: part.out.shape, need });
         }
-        check_len("lse", part.lse.len(), batch * heads * seqlen)?;
         part.out.view("out")?;
+        check_len("lse", part.lse.len(), batch * heads * seqlen)?;
     }
     if let Some(sinks) = sinks {
         check_len("sinks", sinks.len(), heads)?;

@@ -133,9 +133,17 @@ pub fn check_memory(problem: &Problem, backward: bool) -> Result<(), InputError>
         [q_shape(problem), k_shape(problem), v_shape(problem), out_shape(problem)].map(elements).iter().sum();
     let copies = if backward { 2 } else { 1 };
     let need = copies * tensors * problem.types.qkv.bytes() as u64 + 4 * lse_len(problem) as u64;
+    check_free(need, "the problem's tensors", "split the batch or the heads")
+}
+
+/// Refuses to hold `need` bytes of `what` where less memory is free.
+///
+/// # Errors
+/// As [`check_memory`].
+pub fn check_free(need: u64, what: &str, advice: &str) -> Result<(), InputError> {
     match machine::available_memory() {
         Some(have) if need > have => Err(InputError::Usage(format!(
-            "the problem's tensors take {}, {} of memory are free: split the batch or the heads",
+            "{what} take {}, {} of memory are free: {advice}",
             si(need as f64, "B"),
             si(have as f64, "B")
         ))),
@@ -242,10 +250,18 @@ pub fn swap_middle_axes<T: Copy>(values: &[T], [first, second, third, dim]: [usi
     swapped
 }
 
+/// Six digits behind the point, or a power of ten where they would say nothing.
+fn scale_text(scale: f64) -> String {
+    match scale.abs() {
+        0.0 | 1e-3..1e6 => format!("{scale:.6}"),
+        _ => format!("{scale:e}"),
+    }
+}
+
 /// A problem in a line.
 pub fn describe(p: &Problem) -> String {
     let mut text = format!(
-        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {:.6}",
+        "batch {}, queries x keys {}x{}{}, heads {}, head dim {}, mask {}, {}, scale {}",
         p.lengths.sequences(),
         p.lengths.max_q(),
         p.lengths.max_k(),
@@ -254,7 +270,7 @@ pub fn describe(p: &Problem) -> String {
         head_dims(p),
         p.mask,
         p.types.qkv,
-        p.scale()
+        scale_text(p.scale())
     );
     if let Some(cap) = p.score.softcap {
         text += &format!(", soft cap {cap}");

@@ -229,7 +229,8 @@ impl Sequences {
             return work(problem);
         }
         let one = |&[q, k]: &[usize; 2]| work(&Problem { lengths: Lengths::uniform(1, q, k), ..*problem });
-        self.counts.iter().map(one).sum()
+        // Not `sum`, which is -0 of nothing.
+        self.counts.iter().map(one).fold(0.0, |all, one| all + one)
     }
 }
 
@@ -353,6 +354,10 @@ mod tests {
         assert_eq!(found.k_rows, None);
         // Causal, 3 queries on 4 keys and 2 on 4, 2 heads: 2 + 3 + 4 and 3 + 4 pairs a head.
         assert_eq!(found.sum(&posed, Problem::pairs), 32.0);
+        let none = SideTensors { cu_q: Some(vec![0]), cu_k: Some(vec![0]), ..SideTensors::default() };
+        let posed = problem(&none, [1, 7, 2, 8], [1, 4, 2, 8]);
+        let work = none.sequences(&posed).unwrap().sum(&posed, Problem::pairs);
+        assert_eq!(work.to_bits(), 0f64.to_bits());
 
         let used = SideTensors { used_q: Some(vec![1, 0, 2]), ..packed };
         let found = used.sequences(&problem(&used, [1, 7, 2, 8], [3, 4, 2, 8])).unwrap();

@@ -29,7 +29,7 @@ pub struct Sequence {
 /// The sequences of a call.
 #[derive(Clone, Debug)]
 pub struct Batch<'a> {
-    /// One for each sequence of the problem.
+    /// One for each sequence of the problem; none where all are of the same lengths and have no rows.
     pub sequences: Vec<Sequence>,
     pages: Option<Pages<'a>>,
     slopes: Option<(&'a [f32], usize)>,
@@ -66,8 +66,11 @@ impl<'a> Batch<'a> {
     pub fn new(problem: &Problem, extras: &Extras<'a>) -> Result<Batch<'a>, CpuError> {
         let (lengths, score) = (&problem.lengths, &problem.score);
         let count = lengths.sequences();
-        let q = spans(lengths.q(), count, ["cu_q", "used_q"], [extras.cu_q, extras.used_q])?;
-        let k = spans(lengths.k(), count, ["cu_k", "used_k"], [extras.cu_k, extras.used_k])?;
+        // A tensor without elements may claim any number of sequences.
+        let is_empty = lengths.is_uniform() && lengths.max_q() == 0 && lengths.max_k() == 0;
+        let listed = if is_empty { 0 } else { count };
+        let q = spans(lengths.q(), listed, ["cu_q", "used_q"], [extras.cu_q, extras.used_q])?;
+        let k = spans(lengths.k(), listed, ["cu_k", "used_k"], [extras.cu_k, extras.used_k])?;
         let paged = match lengths.k().rows {
             SideRows::Paged { page, pages, .. } => Some((page, pages)),
             SideRows::Padded { .. } | SideRows::Packed { .. } => None,
@@ -258,6 +261,17 @@ mod tests {
         assert_eq!(
             Batch::new(&packed, &Extras { sinks: Some(&[0.0; 2]), ..extras }).unwrap_err(),
             CpuError::Extra { name: "sinks", asked: false }
+        );
+    }
+
+    #[test]
+    fn sequences_without_rows_take_no_memory() {
+        let claimed = problem(Lengths::uniform(1 << 44, 0, 0));
+        assert_eq!(claimed.check(), Ok(()));
+        assert!(Batch::new(&claimed, &Extras::NONE).unwrap().sequences.is_empty());
+        assert_eq!(
+            Batch::new(&claimed, &Extras { used_q: Some(&[]), ..Extras::NONE }).unwrap_err(),
+            CpuError::Extra { name: "used_q", asked: false }
         );
     }
 

@@ -22,9 +22,9 @@ pub enum CpuError {
         need: [usize; 4],
     },
     /// A tensor's elements are of another type than the problem's.
-    #[error("tensors hold {got:?}, the problem's dtype is {need}")]
+    #[error("tensors hold {}, the problem's dtype is {need}", .got.map_or("f64", Dtype::name))]
     Dtype {
-        /// The tensors' type.
+        /// The tensors' type; `None` for f64.
         got: Option<Dtype>,
         /// The problem's.
         need: Dtype,

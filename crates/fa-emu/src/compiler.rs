@@ -90,11 +90,13 @@ impl Compiler {
         if library.is_file() {
             return Ok(library);
         }
-        fs::create_dir_all(&self.root).map_err(|e| Error::io(&self.root, e))?;
-        let folder = tempfile::Builder::new()
-            .prefix(".tmp-")
-            .tempdir_in(&self.root)
-            .map_err(|e| Error::io(&self.root, e))?;
+        let no_folder = |error: std::io::Error| Error::Folder {
+            path: self.root.clone(),
+            source: error.kind().into(),
+            variable: CACHE_VARIABLE,
+        };
+        fs::create_dir_all(&self.root).map_err(no_folder)?;
+        let folder = tempfile::Builder::new().prefix(".tmp-").tempdir_in(&self.root).map_err(no_folder)?;
         for (name, text) in sources {
             write(&folder.path().join(name), text)?;
         }

@@ -86,3 +86,21 @@ impl Emulator {
 pub fn source(spec: &KernelSpec, arch: Arch, headers: &Headers) -> Result<Source, Error> {
     Ok(Source::new(spec, arch, Some(fa_planner::account::smem(spec).total), headers)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_folder_that_cannot_be_made_comes_with_the_variable_for_another() {
+        match Emulator::at(Path::new("/proc/self/none")) {
+            // Without a compiler there is nothing to keep.
+            Err(Error::NoCompiler { .. } | Error::Host { .. }) => {}
+            other => {
+                let error = other.map(drop).expect_err("no folder can be made there").to_string();
+                assert!(error.contains("/proc/self/none") && error.contains("FA_EMULATOR_CACHE"), "{error}");
+            }
+        }
+    }
+}

@@ -49,6 +49,19 @@ pub enum Error {
         /// Elements that it needs.
         need: usize,
     },
+    /// The folder of what was compiled cannot be made or written.
+    #[error(
+        "cannot keep compiled kernels in {path}: {source}; name a writable folder in the variable {variable}",
+        path = path.display()
+    )]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+        /// The variable that names another.
+        variable: &'static str,
+    },
     /// A file or folder.
     #[error("{path}: {source}", path = path.display())]
     Io {

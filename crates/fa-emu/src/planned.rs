@@ -73,8 +73,10 @@ impl Planned {
                 }
             }
             Pass::Backward { .. } => {
+                // The parts of a group need not have as many heads each: all steps are those of the whole.
                 let splits = head_splits(problem, spec, arch, sms);
-                let (steps, tiles) = of_steps(&Work::of_keys(problem, tile_m, tile_n, splits));
+                let (steps, _) = of_steps(&Work::of_keys(problem, tile_m, tile_n, 1));
+                let (_, tiles) = of_steps(&Work::of_keys(problem, tile_m, tile_n, splits));
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (3.0 * hd + 2.0 * hdv),
                     problem_flops: exact(3.0, 2.0),
@@ -132,5 +134,31 @@ impl Planned {
             ));
         }
         faults
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Dtype, Mask};
+
+    use super::*;
+
+    #[test]
+    fn parts_of_a_group_need_not_have_as_many_heads_each() {
+        let spec = KernelSpec::from_ron(
+            "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: window, kernel: Sm90Bwd((tile_m: 96, \
+             tile_n: 64, num_wg: 2, q_stages: 2, do_stages: 2, pds_stages: 2, sdp_swap_ab: true, \
+             dkv_swap_ab: false, dq_swap_ab: true, atom_layout_m_sdp: 2, atom_layout_n_dkv: 1, \
+             atom_layout_m_dq: 2, mma_dkv_is_rs: false, dq_via_smem: true, dq_slices: 1, \
+             tile_order: Natural, deterministic: true)))",
+        )
+        .unwrap();
+        let square = Problem::square(1, 64, 3, 64, Mask::window(24, 22), Dtype::Bf16);
+        let problem = Problem { heads_kv: 1, ..square };
+        // 3 heads in 2 parts: K and V are loaded twice, each head's queries once.
+        assert_eq!(head_splits(&problem, &spec, Arch::Sm90, 2), 2);
+        let planned = Planned::of(&spec, &problem, Arch::Sm90, 2).unwrap();
+        assert_eq!(planned.tile_flops, 3.0 * 5.0 * 2.0 * 96.0 * 64.0 * 64.0);
+        assert_eq!(planned.tile_bytes, 2.0 * (3.0 * 96.0 + 2.0 * 64.0) * 128.0);
     }
 }

@@ -96,7 +96,8 @@ impl AtomicFile {
         // A temporary file is private by default; this one becomes the user's, so their umask decides.
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        builder.tempfile_in(self.folder())
+        // The whole error quotes the temporary name, which says nothing to anyone.
+        builder.tempfile_in(self.folder()).map_err(|error| error.kind().into())
     }
 
     fn error(&self, source: io::Error) -> WriteError {
@@ -192,10 +193,13 @@ mod tests {
         let refused = |path: &str, part: &str| {
             let error = AtomicFile::probe(Path::new(path)).expect_err("must be refused").to_string();
             assert!(error.starts_with(&format!("cannot write {path}")) && error.contains(part), "{error}");
+            assert!(!error.contains(".fa-"), "{error}");
         };
         refused("/dev/null", "not a regular file");
         refused("/tmp", "a directory");
         refused("/no-such-folder/file", "there is no folder /no-such-folder");
         refused("..", "a directory");
+        // A folder in which nobody makes files, root neither.
+        refused("/proc/self/file", "not found");
     }
 }

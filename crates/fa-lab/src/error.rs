@@ -148,10 +148,18 @@ pub(crate) fn gpu_only(error: fa_attn::Error) -> Error {
 
 /// Whether the GPU's library refuses what it is given, rather than failing at it.
 pub fn asks_too_much(error: &fa_kernels::Error) -> bool {
-    use fa_kernels::Error::{Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
+    use fa_kernels::Error::{Mismatch, NoCode, Page, Problem, Scale, SharedMemory, Softcap, Spec, TooLong};
     matches!(
         error,
-        Problem(_) | Scale { .. } | SharedMemory { .. } | Softcap { .. } | Spec(_) | TooLong { .. }
+        Mismatch { .. }
+            | NoCode { .. }
+            | Page { .. }
+            | Problem(_)
+            | Scale { .. }
+            | SharedMemory { .. }
+            | Softcap { .. }
+            | Spec(_)
+            | TooLong { .. }
     )
 }
 
@@ -187,7 +195,8 @@ pub fn engine_is_asked_too_much(error: &fa_attn::Error) -> bool {
     }
 }
 
-/// An error and its causes in one line; a cause that its effect already quotes is not said twice.
+/// An error and its causes in one line; a cause that its effect already quotes is not said twice. Control
+/// characters, which names and layouts from a file may hold, are escaped.
 pub fn message(error: &(dyn std::error::Error + 'static)) -> String {
     let mut message = String::new();
     let mut next = Some(error);
@@ -200,7 +209,8 @@ pub fn message(error: &(dyn std::error::Error + 'static)) -> String {
         }
         next = cause.source();
     }
-    message
+    let shown = |c: char| if c.is_control() { c.escape_default().collect() } else { c.to_string() };
+    message.chars().map(shown).collect()
 }
 
 /// The longest text file that is read: a spec or a problem takes a thousandth of it.

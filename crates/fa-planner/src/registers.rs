@@ -5,17 +5,17 @@ use serde::Serialize;
 /// Predicted registers of a thread that computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Registers {
-    /// Score accumulators.
+    /// Score accumulators; of a backward those of S and dP.
     pub s: u32,
     /// P as operand fragments, where they are live together with the scores.
     pub p: u32,
-    /// Output accumulators.
+    /// Output accumulators; of a backward those of dK and dV.
     pub o: u32,
-    /// Q fragments, where they are kept.
+    /// Q fragments, where they are kept; of a backward dQ's accumulators, live after S and dP.
     pub q: u32,
     /// An allowance for addresses, row statistics and other fragments.
     pub other: u32,
-    /// Sum of the above.
+    /// The most that are live at once: of a forward the sum of the above.
     pub total: u32,
     /// Registers that a thread may have.
     pub limit: u32,

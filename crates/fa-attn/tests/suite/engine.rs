@@ -4,8 +4,8 @@ use fa_core::Types;
 use std::num::NonZeroUsize;
 
 use fa_attn::{
-    Backend, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients, Isa, Mask, Output,
-    Pass, Problem, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
+    Backend, CpuOptions, Dtype, Element, Engine, Error, Extras, ForwardTensors, Gradients, Isa, Lengths,
+    Mask, Output, Pass, Problem, Side, Tensor, TensorLayout, Tuning, bf16, f16, problem_of,
 };
 
 const PROBLEM: Problem = Problem { heads_q: 4, ..Problem::square(2, 37, 2, 16, Mask::CAUSAL, Dtype::F32) };
@@ -136,6 +136,19 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
     refused(attention(&q, &k, &short), "seqlen and heads are those of k, so [2, 37, 2, 16]");
     let heads = Tensor::filled([2, 37, 3, 16], TensorLayout::Bshd, 0f32);
     refused(attention(&q, &heads, &heads), "heads_q = 4 is not a multiple of heads_kv = 3");
+
+    // Of a problem that is not the tensors', no memory is taken.
+    let huge = Problem { lengths: Lengths::uniform(1 << 20, 1 << 20, 1 << 20), ..PROBLEM };
+    huge.check().unwrap();
+    let forward = engine.forward(&huge, [&q, &k, &v], &Extras::NONE);
+    refused(forward.unwrap_err(), "q is [batch, seqlen, heads, dim]");
+    let small = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd);
+    let backward = engine.backward(&huge, [&q, &k, &v], &Extras::NONE, &small, &small.out);
+    refused(backward.unwrap_err(), "q is [batch, seqlen, heads, dim]");
+
+    let pages = Lengths::of(2, Side::padded(37), Side::paged(16, 6, 37));
+    let paged = engine.bind(&Problem { lengths: pages, ..PROBLEM }, Pass::BACKWARD);
+    refused(paged.unwrap_err(), "pages");
 
     let call = engine.bind(&PROBLEM, Pass::BACKWARD).unwrap();
     let mut output = Output::<f32>::new(&PROBLEM, TensorLayout::Bshd);

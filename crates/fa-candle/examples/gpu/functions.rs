@@ -81,8 +81,13 @@ impl Given {
     /// O and the gradients of a weighed sum of it.
     fn with_gradients(&self, out: Tensor, sinks: bool) -> Result<Vec<Tensor>> {
         let weights = self.weights.reshape(out.shape())?;
-        let store = (&out * weights)?.to_dtype(DType::F32)?.sum_all()?.backward()?;
-        let mut all = vec![out];
+        let loss = (&out * weights)?.to_dtype(DType::F32)?.sum_all()?;
+        self.gradients(&loss, vec![out], sinks)
+    }
+
+    /// The gradients of `loss`, behind what there is already.
+    fn gradients(&self, loss: &Tensor, mut all: Vec<Tensor>, sinks: bool) -> Result<Vec<Tensor>> {
+        let store = loss.backward()?;
         for input in [&self.q, &self.k, &self.v].into_iter().chain(sinks.then_some(&self.sinks)) {
             all.push(store.get(input).cloned().ok_or_else(|| candle_core::Error::msg("no gradient"))?);
         }
@@ -95,7 +100,7 @@ impl Given {
     }
 }
 
-const CASES: [Case; 16] = [
+const CASES: [Case; 17] = [
     ("flash_attn", |x| {
         let [q, k, v] = x.padded();
         x.with_gradients(flash_attn(q, k, v, SCALE, false)?, false)
@@ -187,6 +192,13 @@ const CASES: [Case; 16] = [
         let [q, k, v] = x.padded();
         let (out, lse) = attention_with_lse(q, k, v, &Options::causal(SCALE))?;
         Ok(vec![out.detach(), lse])
+    }),
+    ("lse's gradients", |x| {
+        let [q, k, v] = x.padded();
+        let options = Options { sinks: Some(&x.sinks), ..Options::causal(SCALE) };
+        let (out, lse) = attention_with_lse(q, k, v, &options)?;
+        let loss = ((&out * &x.weights)?.to_dtype(DType::F32)?.sum_all()? + lse.sqr()?.sum_all()?)?;
+        x.gradients(&loss, vec![out, lse], true)
     }),
     ("lengths in use, one query", |x| {
         let [q, k, v] = x.padded();

@@ -136,8 +136,17 @@ struct Pair {
 pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let a = TensorFile::open(&args.a)?;
     let b = TensorFile::open(&args.b)?;
+    let names = names(args, &a, &b)?;
+    let entries = || names.iter().flat_map(|name| [&a, &b].map(|file| file.entry(name)));
+    let elements: usize = entries().flatten().map(|entry| entry.shape.iter().product::<usize>()).sum();
+    let need = 8 * elements as u64;
+    attention::check_free(
+        need,
+        "the tensors as f64",
+        "compare one at a time, by --tensor, or parts of them",
+    )?;
     let mut pairs: Vec<Pair> =
-        names(args, &a, &b)?.iter().map(|name| Pair::read(args, &a, &b, name)).collect::<Result<_, _>>()?;
+        names.iter().map(|name| Pair::read(args, &a, &b, name)).collect::<Result<_, _>>()?;
     let given = args.atol.is_some() || args.rtol.is_some();
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
     let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
@@ -200,8 +209,13 @@ fn names(args: &CheckArgs, a: &TensorFile, b: &TensorFile) -> Result<Vec<String>
         OUTPUTS.into_iter().filter(|name| a.has(name) && b.has(name)).map(str::to_owned).collect();
     if common.is_empty() {
         let list = |file: &TensorFile| file.names().collect::<Vec<_>>().join(", ");
+        let inputs = [a, b].into_iter().find(|file| ["q", "k", "v"].iter().all(|name| file.has(name)));
+        let advice = inputs.map_or(String::new(), |inputs| {
+            let path = inputs.path().display();
+            format!("; to judge one output by q, k and v of {path} give it as A and B, with --inputs {path}")
+        });
         return Err(InputError::Usage(format!(
-            "A and B have none of {} in common: A has {}; B has {}; --tensor NAME compares others",
+            "A and B have none of {} in common: A has {}; B has {}; --tensor NAME compares others{advice}",
             OUTPUTS.join(", "),
             list(a),
             list(b)

@@ -8,7 +8,7 @@ use fa_attn::{Backend, CpuOptions, Engine, Tensor};
 use fa_core::{Arch, Dtype, Mask, Problem};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
-use fa_kernels::{Cache, Compiler, CompilerKind};
+use fa_kernels::{Cache, Compiler, CompilerKind, Error};
 use fa_lab::machine::{self, gpu};
 use serde::Serialize;
 
@@ -213,6 +213,10 @@ fn compiler_check() -> Check {
     });
     match version {
         Ok((path, version)) => Check::ok("nvrtc", format!("{version}, {}", path.display())),
+        Err(error) if matches!(found, Err(Error::BadCompiler { .. })) => {
+            let variable = fa_kernels::toolchain::NVRTC_VARIABLE;
+            Check::broken("nvrtc", error, format!("unset {variable}, or let it name an NVRTC library"))
+        }
         Err(_) if found.is_err() => Check::missing(
             "nvrtc",
             "no NVRTC library",

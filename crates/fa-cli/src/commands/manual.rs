@@ -60,7 +60,8 @@ pub fn man(args: &ManArgs, mut program: Command) -> anyhow::Result<Verdict> {
     let command = match &args.command {
         None => program,
         Some(name) => {
-            let names: Vec<String> = program.get_subcommands().map(|c| c.get_name().to_owned()).collect();
+            let shown = program.get_subcommands().filter(|c| !c.is_hide_set());
+            let names: Vec<String> = shown.map(|c| c.get_name().to_owned()).collect();
             program.find_subcommand(name).cloned().ok_or_else(|| {
                 InputError::Usage(format!("there is no command '{name}': use one of {}", names.join(", ")))
             })?

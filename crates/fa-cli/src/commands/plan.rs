@@ -185,6 +185,7 @@ fn plan_for(args: &PlanArgs, problem: Problem) -> anyhow::Result<Planned> {
         let other = match (args.mode(), backward) {
             (Mode::Both, _) => Some("one kernel"),
             (Mode::Bwd, false) => Some("a forward kernel"),
+            (Mode::Fwd, true) if args.mode.is_some() => Some("a backward kernel"),
             _ => None,
         };
         if let Some(what) = other {

@@ -20,6 +20,11 @@ use crate::term::destinations::Destinations;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::{output, progress};
 
+/// What names the shapes that are tuned; flags of random ones name these, for clap asks for no flag that
+/// another rules out.
+const OF_SHAPES: [&str; 10] =
+    ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "marks"];
+
 /// `fa tune`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -40,12 +45,10 @@ pub struct TuneArgs {
     /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind
     /// the best
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    #[arg(conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "marks"
-    ])]
+    #[arg(conflicts_with_all = OF_SHAPES)]
     pub random: Option<u16>,
     /// The same seed draws the same problems [default: 0]
-    #[arg(long, value_name = "S", requires = "random")]
+    #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
     pub seed: Option<u64>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]

@@ -10,28 +10,52 @@ use fa_planner::{HeadDims, Mode};
 use crate::term::failure::InputError;
 use crate::term::output;
 
+/// What plans a problem. Flags of the search name these too: clap asks for no flag that another rules out.
+const OF_PROBLEMS: [&str; 22] = [
+    "batch",
+    "seqlen",
+    "seqlen_q",
+    "seqlen_k",
+    "heads",
+    "causal",
+    "window",
+    "dtype",
+    "softcap",
+    "alibi",
+    "sinks",
+    "packed",
+    "page",
+    "used_q",
+    "used_k",
+    "problem_file",
+    "family",
+    "spec",
+    "deterministic",
+    "why",
+    "report",
+    "records",
+];
+
 /// Flags of the search.
 #[derive(Debug, Args)]
 pub struct GuideArgs {
     /// List the feasible tiles for the head dims instead of planning a problem: on sm90 by the model of the
     /// block size tuning guide, elsewhere by the planner's own
-    #[arg(long, conflicts_with_all = [
-        "batch", "seqlen", "seqlen_q", "seqlen_k", "heads", "causal", "window", "dtype", "softcap",
-        "problem_file",
-        "family", "spec", "deterministic", "why", "report"
-    ])]
+    #[arg(long, conflicts_with_all = OF_PROBLEMS)]
     pub guide: bool,
     /// With --guide: backward tile_m to try instead of 64,80,96,112,128; on architectures other than sm90
     /// only tiles with one of these
-    #[arg(long, value_name = "LIST", value_delimiter = ',', requires = "guide")]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(requires = "guide", conflicts_with_all = OF_PROBLEMS)]
     pub tile_m: Option<Vec<u32>>,
     /// With --guide: tile_n to try instead of 64 to 192 (forward) and 64 to 128 (backward) in steps of 16; on
     /// architectures other than sm90 only tiles with one of these
-    #[arg(long, value_name = "LIST", value_delimiter = ',', requires = "guide")]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    #[arg(requires = "guide", conflicts_with_all = OF_PROBLEMS)]
     pub tile_n: Option<Vec<u32>>,
     /// With --guide: add how many candidates each limit rejected and the nearest miss of each kind; in the
     /// table also the exact account of the best
-    #[arg(long, requires = "guide")]
+    #[arg(long, requires = "guide", conflicts_with_all = OF_PROBLEMS)]
     pub explain: bool,
 }
 

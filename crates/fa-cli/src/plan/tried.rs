@@ -283,8 +283,10 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
     let (tile_m, tile_n) = plan.spec.tile();
     let r = &plan.regs;
     let parts = if plan.spec.kernel.is_backward() {
-        // dQ's accumulators come and go where S and dP were.
-        vec![("S and dP, then dQ", r.s.max(r.q)), ("dK and dV", r.o), ("other", r.other)]
+        // dQ's accumulators come and go where S and dP were; the rest is what else is live at the peak.
+        let scores = r.s.max(r.q);
+        let other = r.total.saturating_sub(scores + r.o);
+        vec![("S and dP, then dQ", scores), ("dK and dV", r.o), ("other", other)]
     } else {
         vec![("S", r.s), ("P", r.p), ("O", r.o), ("Q", r.q), ("other", r.other)]
     };

@@ -106,6 +106,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
         cause.downcast_ref().is_some_and(asks_too_much)
             || cause.downcast_ref().is_some_and(fa_lab::Error::is_request)
             || cause.downcast_ref().is_some_and(engine_is_asked_too_much)
+            || matches!(cause.downcast_ref(), Some(fa_emu::Error::Kernels(error)) if asks_too_much(error))
             || cause.is::<InputError>()
             || cause.is::<PlanError>()
             || cause.is::<ReportError>()
@@ -140,6 +141,8 @@ mod tests {
         assert_eq!(message(&anyhow::Error::from(read)), "cannot read x: it is gone");
         let wrapped = anyhow::Error::from(source()).context("cannot start\n2 threads");
         assert_eq!(message(&wrapped), "cannot start 2 threads: it is gone");
+        let named = InputError::Usage("no layout \u{1b}[2Jx".to_owned());
+        assert_eq!(message(&named.into()), "no layout \\u{1b}[2Jx");
         assert_eq!(exit_code(&wrapped), EXIT_FAILURE);
         assert_eq!(exit_code(&InputError::Usage("no".into()).into()), EXIT_BAD_INPUT);
     }

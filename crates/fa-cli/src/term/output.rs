@@ -52,7 +52,11 @@ pub fn table_text(table: &comfy_table::Table) -> String {
 pub fn si(value: f64, unit: &str) -> String {
     const PREFIXES: [(f64, &str); 7] =
         [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")];
-    if value == 0.0 || !value.is_finite() {
+    if value == 0.0 {
+        // Not -0, which sums of nothing are.
+        return format!("0 {unit}");
+    }
+    if !value.is_finite() {
         return format!("{value} {unit}");
     }
     let (factor, prefix) =
@@ -74,6 +78,7 @@ mod tests {
     fn numbers_have_three_digits_and_a_prefix() {
         for (value, text) in [
             (0.0, "0 s"),
+            (-0.0, "0 s"),
             (1.0, "1.00 s"),
             (999.6, "1.00 ks"),
             (123.4, "123 s"),

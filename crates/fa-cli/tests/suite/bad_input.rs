@@ -521,3 +521,28 @@ fn what_only_a_gpu_can_measure_says_so() {
     refused(&fa("tune --family sm100"), &["--family sm80"], "tune --family sm100");
     refused(&fa("ladder --plot no/such/folder.svg"), &["no folder"], "ladder --plot");
 }
+
+/// clap asks for no flag that another one rules out: what belongs to it must rule that out itself.
+#[test]
+fn flags_that_belong_to_an_absent_flag_are_refused() {
+    for (line, flag) in [
+        ("plan --causal --tile-m 64", "--tile-m"),
+        ("plan --batch 3 --tile-n 64", "--tile-n"),
+        ("plan --packed 64 --explain", "--explain"),
+        ("tune --headdim 64 --seed 3", "--seed"),
+        ("tune --marks sm90 --seed 3", "--seed"),
+        ("build --specs specs --headdim 64", "--headdim"),
+        ("build --specs specs --mode bwd", "--mode"),
+        ("build --out there --deterministic", "--deterministic"),
+        ("build --specs specs --family sm80", "--family"),
+        ("build --specs specs --json", "--json"),
+        ("validate --full --seed 3", "--seed"),
+        ("validate --all-configs --seed 3", "--seed"),
+        ("validate --spec x.ron --headdim 64", "--headdim"),
+        ("validate --full --deterministic", "--deterministic"),
+        ("validate --soak 5 --headdim 64", "--headdim"),
+    ] {
+        let outcome = fa(line);
+        assert!(outcome.code == 2 && outcome.stderr.contains(flag), "{line}: {outcome:?}");
+    }
+}

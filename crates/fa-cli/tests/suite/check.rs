@@ -133,12 +133,14 @@ fn what_cannot_be_compared_is_refused() {
     let lse = files.write("c", &[("lse", "F32", &[24], noise(1, 24))]);
     let integers = files.write("d", &[("out", "I64", SHAPE, noise(1, 24))]);
     let named = files.write("e", &[("weights", "F32", SHAPE, noise(1, 24))]);
+    let given = files.write("f", &["q", "k", "v"].map(|name| (name, "F32", SHAPE, noise(1, 24))));
     for (line, part) in [
         (format!("{a} {other_shape}"), "'out' has shape [1, 3, 2, 4]"),
         (format!("{a} {lse}"), "in common"),
         (format!("{lse} {lse}"), "lse must be [batch, heads, seqlen_q]"),
         (format!("{a} {integers}"), "holds I64"),
         (format!("{a} {named}"), "--tensor"),
+        (format!("{a} {given}"), "give it as A and B, with --inputs"),
         (format!("{a} {named} --tensor weights"), "no tensor 'weights'"),
         (format!("{a} {a} --inputs {a}"), "no tensor 'q'"),
         (format!("{a} {a} --causal"), "give --inputs"),
@@ -221,4 +223,26 @@ fn inputs_of_another_shape_are_named_with_the_tensor_and_the_shapes() {
             assert!(refused.stderr.contains(part), "'{part}' is not in {}", refused.stderr);
         }
     }
+}
+
+/// A file of holes claims more than there is memory; the system would end the program, not tell it.
+#[cfg(target_os = "linux")]
+#[test]
+fn tensors_beyond_memory_are_refused() {
+    let files = Dir::new();
+    let path = files.path("holes");
+    let bytes = 1u64 << 42;
+    let header = format!(r#"{{"out":{{"dtype":"F32","shape":[{}],"data_offsets":[0,{bytes}]}}}}"#, bytes / 4);
+    let mut start = (header.len() as u64).to_le_bytes().to_vec();
+    start.extend_from_slice(header.as_bytes());
+    std::fs::write(&path, &start).unwrap();
+    // Not every file system makes files so long.
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    if file.set_len(start.len() as u64 + bytes).is_err() {
+        return;
+    }
+    let file = files.file("holes");
+    let outcome = fa(&format!("check {file} {file}"));
+    assert_eq!(outcome.code, 2, "{outcome:?}");
+    assert!(outcome.stderr.contains("the tensors as f64 take 17.6 TB"), "{outcome:?}");
 }

@@ -4,6 +4,7 @@ mod bad_input;
 mod bench;
 mod check;
 mod common;
+mod emulate;
 mod files;
 mod manual;
 mod packed;

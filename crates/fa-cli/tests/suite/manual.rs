@@ -1,6 +1,6 @@
 //! Help, manual pages, completions and `fa doctor`.
 
-use crate::common::{Dir, fa, fa_args, listing, text};
+use crate::common::{Dir, fa, fa_args, fa_with, listing, text};
 
 const COMMANDS: [&str; 11] =
     ["run", "plan", "check", "bench", "build", "validate", "tune", "ladder", "doctor", "completions", "man"];
@@ -17,6 +17,9 @@ fn every_command_has_help_with_examples_and_a_manual_page() {
     }
     assert!(fa("man").good().contains(".SH DESCRIPTION"));
     assert!(fa("--version").good().starts_with("fa "));
+    let unknown = fa("man nosuch");
+    assert!(unknown.code == 2 && unknown.stderr.contains("use one of run, plan"), "{unknown:?}");
+    assert!(!unknown.stderr.contains("worker"), "{unknown:?}");
 }
 
 #[test]
@@ -79,4 +82,17 @@ fn the_doctor_finds_a_cpu_that_computes_rightly() {
     }
     let text = fa("doctor").good();
     assert!(text.contains("attention") && text.contains("right on a small problem"), "{text}");
+}
+
+#[test]
+fn the_doctor_says_when_a_variable_names_no_library() {
+    let wrong = fa_with(&["doctor"], &[("FA_NVRTC", "/no/such/library")]);
+    assert_eq!(wrong.code, 1, "{wrong:?}");
+    for part in ["/no/such/library", "FA_NVRTC names neither", "unset FA_NVRTC"] {
+        assert!(wrong.stdout.contains(part), "{part} is not in {}", wrong.stdout);
+    }
+    // Empty is as good as unset.
+    let nvrtc = |text: &str| text.lines().find(|line| line.contains(" nvrtc ")).map(str::to_owned);
+    let empty = fa_with(&["doctor"], &[("FA_NVRTC", "")]).stdout;
+    assert_eq!(nvrtc(&empty), nvrtc(&fa("doctor").stdout), "{empty}");
 }

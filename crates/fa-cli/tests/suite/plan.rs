@@ -34,6 +34,8 @@ fn json_lists_everything_and_n_limits_it() {
 
 #[test]
 fn of_nothing_there_are_plans_and_no_nan() {
+    let folder = Dir::new();
+    let page = folder.file("page.html");
     for line in [
         "plan --batch 0",
         "plan --seqlen 0 --mode both",
@@ -42,6 +44,9 @@ fn of_nothing_there_are_plans_and_no_nan() {
     ] {
         let text = fa(line).good();
         assert!(text.contains("0 FLOP per byte") && !text.contains("NaN"), "{line}: {text}");
+        fa(&format!("{line} --report {page}")).good();
+        let page = std::fs::read_to_string(&page).unwrap();
+        assert!(!page.contains("NaN") && !page.contains("inf "), "{line}");
     }
 }
 
@@ -113,6 +118,8 @@ fn a_backward_from_a_file_is_judged_as_one() {
     let good = fa(&format!("plan --spec {} --mode bwd --json", text(&path))).json();
     assert_eq!((good["backward"]["tried"].as_u64(), good["backward"]["fit"].as_u64()), (Some(1), Some(1)));
     assert_eq!(good["forward"], serde_json::Value::Null);
+    let other = fa(&format!("plan --spec {} --mode fwd", text(&path)));
+    assert!(other.code == 2 && other.stderr.contains("is a backward kernel"), "{other:?}");
     // More registers than there are, and a problem with another mask: verdicts, not bad input.
     std::fs::write(&path, spec(112)).unwrap();
     for (flags, part) in [("", "registers: needs"), ("--causal", "mask")] {
@@ -263,6 +270,13 @@ fn flags_of_the_guide_and_of_a_problem_do_not_mix() {
     for (line, part) in [
         ("plan --guide --causal", "--causal"),
         ("plan --guide --seqlen 512", "--seqlen"),
+        ("plan --guide --packed 512", "--packed"),
+        ("plan --guide --page 16", "--page"),
+        ("plan --guide --used-q", "--used-q"),
+        ("plan --guide --used-k", "--used-k"),
+        ("plan --guide --alibi", "--alibi"),
+        ("plan --guide --sinks", "--sinks"),
+        ("plan --guide --records docs/results", "--records"),
         ("plan --guide --why tile_n=64", "--why"),
         ("plan --explain", "--guide"),
         ("plan --tile-n 64", "--guide"),

@@ -1,6 +1,6 @@
-//! The passes for each element type as functions of that type alone. They are compiled once, in this crate
-//! and as far optimised as it is, where a generic function would be compiled again in every crate that calls
-//! it.
+//! The passes for each element type as functions of that type alone; f64 is the oracle's. They are compiled
+//! once, in this crate and as far optimised as it is, where a generic function would be compiled again in
+//! every crate that calls it.
 
 use half::{bf16, f16};
 
@@ -22,7 +22,7 @@ macro_rules! passes {
             $(if let (Some(call), Some(out)) = (cast_forward(call), cast::tensor_mut(out)) {
                 return $forward(&call, out, lse);
             })+
-            unreachable!("every Element is listed");
+            unreachable!("every Element that is let in is listed");
         }
 
         /// The backward of checked tensors.
@@ -30,7 +30,7 @@ macro_rules! passes {
             $(if let (Some(call), Some(mut to)) = (cast_backward(call), cast_gradients(to)) {
                 return $backward(&call, &mut to);
             })+
-            unreachable!("every Element is listed");
+            unreachable!("every Element that is let in is listed");
         }
 
         $(
@@ -49,7 +49,6 @@ passes! {
     f32: forward_f32, backward_f32;
     f16: forward_f16, backward_f16;
     bf16: forward_bf16, backward_bf16;
-    f64: forward_f64, backward_f64;
 }
 
 /// Sequences of few queries one way, the others another.

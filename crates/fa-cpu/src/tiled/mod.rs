@@ -128,6 +128,7 @@ pub fn forward_extras<T: Element>(
     out: &mut TensorMut<'_, T>,
     lse: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
+    check_type::<T>(problem)?;
     check::check_forward(problem, q, k, v)?;
     check::check_out(problem, "out", out.shape())?;
     if let Some(lse) = &lse {
@@ -201,6 +202,7 @@ pub fn backward_extras<T: Element>(
     dv: &mut TensorMut<'_, T>,
     dsinks: Option<&mut [f32]>,
 ) -> Result<(), CpuError> {
+    check_type::<T>(problem)?;
     check::check_forward(problem, &inputs.q, &inputs.k, &inputs.v)?;
     check::check_out(problem, "out", inputs.out.shape())?;
     check::check_out(problem, "dout", inputs.dout.shape())?;
@@ -223,6 +225,14 @@ pub fn backward_extras<T: Element>(
     let (dq, dk, dv) = (dq.reborrow(), dk.reborrow(), dv.reborrow());
     by_type::run_backward(&call, &mut inputs::Gradients { dq, dk, dv, dsinks });
     Ok(())
+}
+
+/// f64 is the oracle's ([`crate::reference`]): nothing here is compiled for it.
+fn check_type<T: Element>(problem: &Problem) -> Result<(), CpuError> {
+    match T::DTYPE {
+        Some(_) => Ok(()),
+        got @ None => Err(CpuError::Dtype { got, need: problem.types.qkv }),
+    }
 }
 
 fn kernels(options: Options) -> Result<Kernels, CpuError> {

@@ -248,6 +248,22 @@ fn what_does_not_fit_is_refused() {
 }
 
 #[test]
+fn f64_is_the_oracles() {
+    let problem = base(4, 4, Mask::FULL);
+    let shape = check::q_shape(&problem);
+    let data = vec![0.5f64; len(shape)];
+    let (view, lse) = (packed("q", &data, shape), vec![0.0; check::lse_len(&problem)]);
+    let mut out = vec![0f64; len(shape)];
+    let refused = forward(&problem, &view, &view, &view, &mut packed_mut("out", &mut out, shape), None);
+    assert_eq!(refused, Err(CpuError::Dtype { got: None, need: Dtype::F32 }));
+    assert_eq!(refused.unwrap_err().to_string(), "tensors hold f64, the problem's dtype is f32");
+    let mut stores = [0; 3].map(|_| out.clone());
+    let [mut dq, mut dk, mut dv] = stores.each_mut().map(|to| packed_mut("gradient", to, shape));
+    let refused = backward(&problem, &view, &view, &view, &view, &lse, &view, &mut dq, &mut dk, &mut dv);
+    assert_eq!(refused, Err(CpuError::Dtype { got: None, need: Dtype::F32 }));
+}
+
+#[test]
 fn bf16_of_every_form() {
     every_isa(|options| {
         for (sq, sk) in [(1, 1), (31, 33), (1, 200), (128, 128), (130, 257), (300, 290)] {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Names the NVRTC library (or its folder) to use; takes precedence over every other location. `none` for no
-/// compiler: only kernels that were compiled ahead run.
+/// Names the NVRTC library (or its folder) to use; takes precedence over every other location. Empty, it is
+/// as if unset; `none` is for no compiler: only kernels that were compiled ahead run.
 pub const NVRTC_VARIABLE: &str = "FA_NVRTC";
 
 /// Names the nvcc program to use.
@@ -25,11 +25,10 @@ pub fn find_nvrtc() -> Result<PathBuf, Error> {
         tried: tried.to_owned(),
         variable: NVRTC_VARIABLE,
     };
-    if let Some(named) = env::var_os(NVRTC_VARIABLE) {
-        if named == "none" {
+    if let Some(named) = path_in(NVRTC_VARIABLE) {
+        if named.as_os_str() == "none" {
             return Err(none("nowhere, since FA_NVRTC is none"));
         }
-        let named = PathBuf::from(named);
         let found =
             if named.is_dir() { library_in(&named) } else { Some(named.clone()).filter(|p| p.is_file()) };
         return found.ok_or_else(|| Error::BadCompiler {
@@ -46,14 +45,18 @@ pub fn find_nvrtc() -> Result<PathBuf, Error> {
     })
 }
 
+/// The path in an environment variable, unless it is unset or empty.
+fn path_in(variable: &str) -> Option<PathBuf> {
+    env::var_os(variable).filter(|path| !path.is_empty()).map(PathBuf::from)
+}
+
 /// The nvcc program: `FA_NVCC`, then `CUDA_HOME`/`CUDA_PATH`, `PATH` and `/usr/local/cuda`.
 ///
 /// # Errors
 /// As [`find_nvrtc`].
 pub fn find_nvcc() -> Result<PathBuf, Error> {
     let name = format!("nvcc{}", env::consts::EXE_SUFFIX);
-    if let Some(named) = env::var_os(NVCC_VARIABLE) {
-        let named = PathBuf::from(named);
+    if let Some(named) = path_in(NVCC_VARIABLE) {
         return if named.is_file() {
             Ok(named)
         } else {

@@ -11,6 +11,10 @@ use fa_planner::report::PlanFamily;
 
 use crate::flags;
 
+/// What is built of specs; flags of --all-configs name these, for clap asks for no flag that another rules
+/// out.
+const OF_SPECS: [&str; 2] = ["specs", "out"];
+
 /// `fa build`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = BUILD_EXAMPLES)]
@@ -30,19 +34,22 @@ pub struct BuildArgs {
     pub all_configs: bool,
     /// Head dims of --all-configs, each D or D-DV
     #[arg(long, value_name = "D[-DV],..", value_delimiter = ',')]
-    #[arg(requires = "all_configs", default_value = HEAD_DIMS)]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS, default_value = HEAD_DIMS)]
     pub headdim: Vec<HeadDim>,
     /// The pass of --all-configs
-    #[arg(long, value_parser = flags::passes(), requires = "all_configs", default_value = "both")]
+    #[arg(long, value_parser = flags::passes(), default_value = "both")]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS)]
     pub mode: Mode,
     /// Of the backward's configurations those whose gradients have the same bits in every run
-    #[arg(long, requires = "all_configs")]
+    #[arg(long, requires = "all_configs", conflicts_with_all = OF_SPECS)]
     pub deterministic: bool,
     /// Kernels of --all-configs [default: the fastest that each architecture runs]
-    #[arg(long, value_parser = flags::plan_family(), requires = "all_configs")]
+    #[arg(long, value_parser = flags::plan_family())]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS)]
     pub family: Option<PlanFamily>,
     /// Write the table of --all-configs as JSON to this file, '-' for standard output instead of the table
-    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-", requires = "all_configs")]
+    #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
+    #[arg(requires = "all_configs", conflicts_with_all = OF_SPECS)]
     pub json: Option<PathBuf>,
     /// Compile by nvcc instead of NVRTC
     #[arg(long)]

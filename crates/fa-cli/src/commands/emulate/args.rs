@@ -9,6 +9,36 @@ use fa_lab::shape::HeadDim;
 
 use crate::flags::{Heads, MaskArgs, Seqlen};
 
+/// What makes the one problem, or the one run, of a given kernel.
+const OF_ONE: [&str; 26] = [
+    "arch",
+    "seqlen",
+    "batch",
+    "lengths",
+    "rows_q",
+    "rows_k",
+    "page",
+    "slack",
+    "split",
+    "alibi",
+    "sinks",
+    "heads",
+    "headdim",
+    "causal",
+    "window",
+    "scale",
+    "softcap",
+    "layout",
+    "gap",
+    "seeds",
+    "sms",
+    "steps",
+    "json",
+    "report",
+    "cta",
+    "statement",
+];
+
 /// `fa emulate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -19,29 +49,30 @@ pub struct EmulateArgs {
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
     #[arg(long)]
     pub arch: Option<Arch>,
-    /// Sequence length, or queries x keys as in 1x4096
-    #[arg(long, value_name = "N[xM]", default_value = "300")]
-    pub seqlen: Seqlen,
-    /// Independent sequences
-    #[arg(long, default_value_t = 1)]
-    pub batch: usize,
+    /// Sequence length, or queries x keys as in 1x4096 [default: 300, or as --lengths]
+    #[arg(long, value_name = "N[xM]")]
+    pub seqlen: Option<Seqlen>,
+    /// Independent sequences [default: 1, or as --lengths]
+    #[arg(long)]
+    pub batch: Option<usize>,
     /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths
     /// [default for kernels that do: 300,77,0,129,1x300,40x0,200x513]
     #[arg(long, value_name = "N[xM],...", value_delimiter = ',', conflicts_with_all = ["seqlen", "batch"])]
     pub lengths: Vec<Seqlen>,
-    /// How the queries of sequences of different lengths lie
-    #[arg(long, value_name = "ROWS", default_value = "packed")]
-    pub rows_q: Rows,
-    /// How their keys lie, unless in pages
-    #[arg(long, value_name = "ROWS", default_value = "packed")]
-    pub rows_k: Rows,
+    /// How the queries of sequences of different lengths lie [default: packed]
+    #[arg(long, value_name = "ROWS")]
+    pub rows_q: Option<Rows>,
+    /// How their keys lie, unless in pages [default: packed]
+    #[arg(long, value_name = "ROWS")]
+    pub rows_k: Option<Rows>,
     /// Keys in pages of so many, by the kernel's form that reads pages [default for kernels that do: 16]
     #[arg(long, value_name = "N", conflicts_with = "rows_k")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub page: Option<u32>,
-    /// By how many rows tensors and bounds exceed the sequences; a kernel must not touch those rows
-    #[arg(long, value_name = "N", default_value_t = 5)]
-    pub slack: usize,
+    /// By how many rows tensors and bounds exceed sequences of different lengths; a kernel must not touch
+    /// those rows [default: 5]
+    #[arg(long, value_name = "N")]
+    pub slack: Option<usize>,
     /// Several CTAs share a row's keys: the kernel's split form
     #[arg(long)]
     pub split: bool,
@@ -95,13 +126,14 @@ pub struct EmulateArgs {
     pub grid: bool,
     /// Every shipped kernel and forms of some (packed, paged, split, slopes, sinks) at awkward shapes,
     /// but those that the record knows; it is written
-    #[arg(long, conflicts_with_all = ["spec", "mutate"])]
+    #[arg(long, conflicts_with_all = ["spec", "mutate"], conflicts_with_all = OF_ONE)]
     pub shipped: bool,
     /// So many of the planner's other configurations at awkward shapes: others each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
+    #[arg(conflicts_with_all = OF_ONE)]
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
-    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample")]
+    #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with = "spec")]
     pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
@@ -131,11 +163,11 @@ Examples:
   fa emulate --shipped                                     all shipped kernels that have changed
   fa emulate --mutate                                      is every barrier missed when it is gone?
 
-Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. Finds data races, \
-missing fences,
-reads of what nobody wrote, accesses out of bounds, deadlocks and wrong values, with the line of the kernel. \
-It says
-nothing about speed, spills, and the rounding within a tensor core.
+Needs a C++ compiler (g++ 11 or clang++ 14 and later; CXX names another), and no GPU. What it
+compiles is kept in fa/emulator in the user's cache folder, or in FA_EMULATOR_CACHE. Finds data
+races, missing fences, reads of what nobody wrote, accesses out of bounds, deadlocks and wrong
+values, with the line of the kernel. It says nothing about speed, spills, and the rounding within a
+tensor core.
 Exit code 1 when anything is found.";
 
 /// How the rows of one side lie.

@@ -7,8 +7,15 @@ use fa_cpu::OwnedExtras;
 use fa_emu::sweep::Case;
 use fa_emu::{Batch, Lie, Placing, with_mods};
 
-use super::args::EmulateArgs;
+use super::args::{EmulateArgs, Rows};
+use crate::flags::Seqlen;
 use crate::term::failure::InputError;
+
+/// Queries and keys where nothing is said.
+const LENGTH: Seqlen = Seqlen { q: 300, k: 300 };
+
+/// Rows that nobody has, behind sequences of different lengths.
+const SLACK: usize = 5;
 
 pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {
     let mut spec = fa_lab::spec_file::read_spec(path)?;
@@ -31,10 +38,13 @@ pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpe
 
 /// The problem that was asked for, its layout, and lengths, slopes and sinks where it has them.
 pub(super) fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Case> {
-    let batch = batch(args, spec);
+    let batch = batch(args, spec)?;
     let lengths = match &batch {
         Some(batch) => batch.lengths(),
-        None => Lengths::uniform(args.batch, args.seqlen.q, args.seqlen.k),
+        None => {
+            let one = args.seqlen.unwrap_or(LENGTH);
+            Lengths::uniform(args.batch.unwrap_or(1), one.q, one.k)
+        }
     };
     let problem = problem(args, spec, lengths)?;
     let placing = Placing { layout: args.layout, gap: args.gap };
@@ -43,17 +53,33 @@ pub(super) fn case(args: &EmulateArgs, spec: &KernelSpec) -> anyhow::Result<Case
 }
 
 /// The sequences that were asked for, for a kernel that reads their lengths.
-fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Option<Batch> {
+fn batch(args: &EmulateArgs, spec: &KernelSpec) -> Result<Option<Batch>, InputError> {
     if !spec.reads.varied {
-        return None;
+        let given = [
+            ("--rows-q", args.rows_q.is_some()),
+            ("--rows-k", args.rows_k.is_some()),
+            ("--slack", args.slack.is_some()),
+        ];
+        return match given.into_iter().find(|(_, is_given)| *is_given) {
+            Some((flag, _)) => {
+                let message = format!("{flag} is for sequences of different lengths: give --lengths too");
+                Err(InputError::Usage(message))
+            }
+            None => Ok(None),
+        };
     }
-    let sequences = if args.lengths.is_empty() {
-        fa_emu::batches::LENGTHS.to_vec()
-    } else {
-        args.lengths.iter().map(|own| (own.q, own.k)).collect()
+    let sequences = match (args.lengths.as_slice(), args.seqlen, args.batch) {
+        ([], None, None) => fa_emu::batches::LENGTHS.to_vec(),
+        ([], one, batch) => {
+            let one = one.unwrap_or(LENGTH);
+            vec![(one.q, one.k); batch.unwrap_or(1)]
+        }
+        (lengths, ..) => lengths.iter().map(|own| (own.q, own.k)).collect(),
     };
-    let k = if spec.reads.paged { Lie::Paged(args.page.unwrap_or(16) as usize) } else { args.rows_k.lie() };
-    Some(Batch { sequences, q: args.rows_q.lie(), k, slack: args.slack })
+    let lie = |rows: Option<Rows>| rows.map_or(Lie::Packed, Rows::lie);
+    let page = args.page.unwrap_or(16) as usize;
+    let k = if spec.reads.paged { Lie::Paged(page) } else { lie(args.rows_k) };
+    Ok(Some(Batch { sequences, q: lie(args.rows_q), k, slack: args.slack.unwrap_or(SLACK) }))
 }
 
 fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::Result<Problem> {

@@ -10,7 +10,7 @@ use fa_kernels::Headers;
 use serde::{Deserialize, Serialize};
 
 use super::args::EmulateArgs;
-use crate::term::failure::Verdict;
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
 
@@ -60,6 +60,10 @@ pub(super) fn mutations(
         }
     }
     let all = jobs.len();
+    if let (0, Some(text)) = (all, &args.statement) {
+        let message = format!("--statement {text}: no synchronising statement stands at such a place");
+        return Err(InputError::Usage(message).into());
+    }
     let (jobs, done) = (Mutex::new(jobs.into_iter().rev().collect::<Vec<_>>()), Mutex::new(Vec::new()));
     let steps = Mutex::new(Steps::new(all));
     let work = || -> anyhow::Result<()> {

@@ -1,6 +1,7 @@
 //! One problem under every seed, and the timeline of one CTA.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use fa_attn::atomic_file;
 use fa_core::{Arch, KernelSpec};
@@ -11,7 +12,7 @@ use fa_kernels::Headers;
 use super::args::EmulateArgs;
 use super::case::case;
 use super::report::{Report, summary, text};
-use crate::term::failure::Verdict;
+use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::{self, Steps};
 
@@ -31,14 +32,18 @@ pub(super) fn one(
     let mut runs = Vec::new();
     for &seed in seeds {
         let proof = run(args, &unit, &trial, &Options::seed(seed))?;
-        runs.push(summary(&unit, &problem, args.sms_for(spec), seed, proof));
+        runs.push(summary(&unit, &problem, args.sms_for(spec), seed, proof.0));
     }
     if let Some(path) = &args.report {
         // A schedule in which operations take as long as their size asks for.
         let seed = seeds[0];
         let pace = if args.seeds.is_empty() { Pace::Paced } else { Options::seed(seed).pace };
         let options = Options { pace, trace_cta: Some(args.cta), ..Options::seed(seed) };
-        let proof = run(args, &unit, &trial, &options)?;
+        let (proof, ctas) = run(args, &unit, &trial, &options)?;
+        if args.cta > 0 && args.cta >= ctas {
+            let message = format!("--cta {}: the largest launch has {ctas} CTAs, numbered from 0", args.cta);
+            return Err(InputError::Usage(message).into());
+        }
         let lead = crate::attention::describe(&problem);
         let page = timeline::page(&format!("{spec} on {arch}"), &lead, args.cta, &proof.outcome);
         atomic_file::write(path, page.as_bytes())?;
@@ -61,9 +66,11 @@ pub(super) fn one(
     Ok(if passed { Verdict::Good } else { Verdict::Bad })
 }
 
-fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<Proof> {
-    let steps = Mutex::new(Steps::new(0));
+/// A run, and the CTAs of its largest launch.
+fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> anyhow::Result<(Proof, u32)> {
+    let (steps, ctas) = (Mutex::new(Steps::new(0)), AtomicU32::new(0));
     let told = |done: u32, all: u32| {
+        ctas.fetch_max(all, Ordering::Relaxed);
         if let Ok(mut steps) = steps.lock() {
             steps.begin(format!("CTA {done} of {all}"));
         }
@@ -75,5 +82,6 @@ fn run(args: &EmulateArgs, unit: &Unit, trial: &Trial, options: &Options) -> any
         progress: Some(&told),
         ..*options
     };
-    Ok(trial.run(unit, &options)?)
+    let proof = trial.run(unit, &options)?;
+    Ok((proof, ctas.load(Ordering::Relaxed)))
 }

@@ -12,6 +12,11 @@ use fa_lab::validate::{Cases, Options};
 
 use crate::flags::{self, pass_of};
 
+/// What validates a grid or a kernel; flags of other validations name these, for clap asks for no flag that
+/// another rules out.
+const OF_GRID: [&str; 8] =
+    ["quick", "full", "filter", "groups", "spec", "repeat", "sanitize", "check_records"];
+
 /// `fa validate`.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
@@ -47,7 +52,8 @@ pub struct ValidateArgs {
           value_parser = clap::value_parser!(u32).range(1..=86_400))]
     pub soak: Option<u32>,
     /// Start of the random problems' sequence
-    #[arg(long, default_value_t = 1, requires = "soak")]
+    #[arg(long, default_value_t = 1, requires = "soak", conflicts_with_all = OF_GRID)]
+    #[arg(conflicts_with = "all_configs")]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
     #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]
@@ -57,7 +63,8 @@ pub struct ValidateArgs {
     #[arg(long, conflicts_with_all = ["soak", "spec", "full", "filter"])]
     pub all_configs: bool,
     /// Of the backward's configurations those whose gradients have the same bits in every run
-    #[arg(long, requires = "all_configs")]
+    #[arg(long, requires = "all_configs", conflicts_with_all = OF_GRID)]
+    #[arg(conflicts_with = "soak")]
     pub deterministic: bool,
     /// Head dims of --all-configs, each D or D-DV
     #[arg(
@@ -65,6 +72,8 @@ pub struct ValidateArgs {
         value_name = "D[-DV],..",
         value_delimiter = ',',
         requires = "all_configs",
+        conflicts_with_all = OF_GRID,
+        conflicts_with = "soak",
         default_value = HEAD_DIMS
     )]
     pub headdim: Vec<HeadDim>,

@@ -1,0 +1,57 @@
+//! `fa emulate`: every flag is heeded or refused.
+
+use crate::common::{fa, fa_args};
+
+const SPEC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fa-kernels/specs/sm80/hd64-causal-bf16.ron");
+
+#[test]
+fn flags_of_one_kernel_and_of_many_do_not_mix() {
+    for (line, part) in [
+        ("emulate --shipped --seqlen 3", "--seqlen"),
+        ("emulate --shipped --heads 4", "--heads"),
+        ("emulate --shipped --json", "--json"),
+        ("emulate --sample 1 --page 16", "--page"),
+        ("emulate --sample 1 --arch sm80", "--arch"),
+        ("emulate --shipped --statement x", "--statement"),
+        ("emulate --shipped --cta 1", "--cta"),
+        ("emulate --day 2026-01-01 x.ron", "--day"),
+    ] {
+        let outcome = fa(line);
+        assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
+        assert!(outcome.stderr.contains(part) && outcome.stdout.is_empty(), "{line}: {outcome:?}");
+    }
+}
+
+#[test]
+fn what_a_kernel_does_not_heed_is_refused() {
+    for (flags, part) in [
+        (vec!["--rows-q", "padded"], "--rows-q is for sequences of different lengths"),
+        (vec!["--rows-k", "packed"], "--rows-k is for sequences of different lengths"),
+        (vec!["--slack", "3"], "--slack is for sequences of different lengths"),
+        (vec!["--headdim", "72"], "multiples of 8 up to 64"),
+        (vec!["--window", "3,3"], "the kernel computes causal"),
+        (vec!["--scale", "0"], "softmax_scale"),
+        (vec!["--seqlen", "20", "--report", "/dev/null", "--cta", "99"], "--cta 99"),
+        (vec!["--mutate", "--statement", "nosuch.cuh"], "--statement nosuch.cuh"),
+    ] {
+        let outcome = fa_args(&[&["emulate", SPEC][..], &flags].concat());
+        if outcome.stderr.contains("no C++ compiler") || outcome.stderr.contains("runs on x86-64 Linux") {
+            eprintln!("skipped: {}", outcome.stderr);
+            return;
+        }
+        assert_eq!(outcome.code, 2, "{flags:?}: {outcome:?}");
+        assert!(outcome.stderr.contains(part), "{flags:?}: {outcome:?}");
+    }
+}
+
+#[test]
+fn sequences_of_one_length_are_as_many_as_asked_for() {
+    let flags = ["--page", "16", "--seqlen", "1x20", "--batch", "3", "--seed", "0", "--json"];
+    let outcome = fa_args(&[&["emulate", SPEC][..], &flags].concat());
+    if outcome.code != 0 && outcome.stderr.contains("no C++ compiler") {
+        return;
+    }
+    let problem = &outcome.json()["problem"];
+    let of = |name: &str| problem[name].as_u64();
+    assert_eq!([of("batch"), of("total_q"), of("page")], [Some(3), Some(8), Some(16)], "{problem}");
+}
