@@ -16,7 +16,7 @@ use fa_kernels::{
 use pyo3::prelude::*;
 
 use crate::dlpack::{Place, Type, View};
-use crate::error::{InputError, raised};
+use crate::error::{InputError, UnsupportedError, raised};
 use crate::given::{Beside, Given, elsewhere};
 use crate::host::{Appended, Backward, Written, placement};
 use crate::merging::Merged;
@@ -155,6 +155,11 @@ impl Device {
         let place = given.place();
         let stream = self.stream(handle);
         let Given { q, k, v, beside, .. } = given;
+        if beside.dlse.is_some() {
+            return Err(UnsupportedError::new_err(
+                "dlse: no GPU kernel takes a gradient of the LSE; torch tensors are widened for it, use those",
+            ));
+        }
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
         let mut extras = extras(beside);
         match (&entry.kernel, to) {
@@ -351,7 +356,6 @@ fn extras(beside: &Beside<'_>) -> RawExtras {
         alibi_slopes: at(&beside.alibi_slopes),
         sinks: at(&beside.sinks),
         dsinks: None,
-        dlse: at(&beside.dlse),
     }
 }
 
