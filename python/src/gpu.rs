@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
-use fa_attn::{Append, Error, Lengths, Pass, Problem, ProblemKey};
+use fa_attn::{Append, Error, Pass, Problem, ProblemKey};
 use fa_core::{Merge, Strides};
 use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaStream, result};
@@ -80,21 +80,6 @@ pub fn device(ordinal: i32) -> PyResult<&'static Device> {
     Ok(DEVICES[index].get_or_init(|| device))
 }
 
-/// The lengths by which a pass of `problem` is planned, where they are not its own: of a few queries on a cache
-/// that grows with every step, since planning each length anew would take longer than the launch. Between a
-/// power of two and the next there are sixteen, each for the shorter ones before it.
-fn planned_as(problem: &Problem, pass: Pass) -> Option<Lengths> {
-    const FEW: usize = 16;
-    const SHORT: usize = 256;
-    let Problem { lengths, .. } = problem;
-    let keys = lengths.max_k();
-    if pass != Pass::Forward || !lengths.is_uniform() || lengths.max_q() > FEW || keys <= SHORT {
-        return None;
-    }
-    let planned = keys.next_multiple_of(keys.next_power_of_two() / 32);
-    (planned != keys).then(|| Lengths::uniform(lengths.sequences(), lengths.max_q(), planned))
-}
-
 impl Device {
     pub fn name(&self) -> String {
         self.gpu.name()
@@ -110,24 +95,13 @@ impl Device {
             return Ok(entry.clone());
         }
         // Compiling takes a second; other threads go on meanwhile.
-        let kernel = match self.like_others(py, problem, pass) {
-            Some(kernel) => kernel,
-            None => py.detach(|| self.gpu.bind(problem, pass)).map_err(raised)?,
-        };
+        let kernel = py.detach(|| self.gpu.bind(problem, pass)).map_err(raised)?;
         let entry = Arc::new(Entry { kernel, workspaces: Mutex::default() });
         let mut bound = lock(&self.bound);
         if bound.len() >= KEPT {
             bound.clear();
         }
         Ok(bound.entry(key).or_insert(entry).clone())
-    }
-
-    /// The kernel that was planned for lengths near those of `problem`, where such lengths are planned
-    /// together.
-    fn like_others(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> Option<Kernel> {
-        let lengths = planned_as(problem, pass)?;
-        let planned = self.bind(py, &Problem { lengths, ..*problem }, pass).ok()?;
-        self.gpu.bind_spec(problem, planned.kernel.spec()).ok()
     }
 
     fn stream(&self, handle: u64) -> Arc<CudaStream> {
