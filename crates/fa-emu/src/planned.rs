@@ -73,10 +73,8 @@ impl Planned {
                 }
             }
             Pass::Backward { .. } => {
-                // The parts of a group need not have as many heads each: all steps are those of the whole.
                 let splits = head_splits(problem, spec, arch, sms);
-                let (steps, _) = of_steps(&Work::of_keys(problem, tile_m, tile_n, 1));
-                let (_, tiles) = of_steps(&Work::of_keys(problem, tile_m, tile_n, splits));
+                let (steps, tiles) = of_steps(&Work::of_keys(problem, tile_m, tile_n, splits));
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (3.0 * hd + 2.0 * hdv),
                     problem_flops: exact(3.0, 2.0),

@@ -117,7 +117,9 @@ pub fn random_dout<T: Half>(inputs: &Inputs<T>, seed: u64) -> Vec<T> {
 
 /// The placement of dO: that of O, but broadcast along the axes that K is, as the gradient of a sum is.
 pub(crate) fn dout_placement([_, k, _, out]: &[Placement; 4]) -> Placement {
-    let like_k = |of_k: i64, own: i64| if of_k == 0 { 0 } else { own };
+    // Strides of a K without rows say nothing.
+    let is_empty = k.shape.contains(&0);
+    let like_k = |of_k: i64, own: i64| if of_k == 0 && !is_empty { 0 } else { own };
     let strides = Strides {
         batch: like_k(k.strides.batch, out.strides.batch),
         seq: like_k(k.strides.seq, out.strides.seq),

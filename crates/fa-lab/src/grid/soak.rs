@@ -196,6 +196,27 @@ mod tests {
     }
 
     #[test]
+    fn gradients_of_queries_without_keys_have_a_dout_of_their_own() {
+        let mut padded = 0;
+        for case in (0..600).map(|turn| gradients(31, turn, Family::Sm90)) {
+            let sequences = case.sequences();
+            if sequences.k.total() > 0 || sequences.q.total() == 0 {
+                continue;
+            }
+            let inputs = case.inputs::<half::bf16>();
+            let placement = crate::tensors::dout_placement(&inputs.placements);
+            assert_eq!(placement, inputs.placements[3], "{}", case.name());
+            let dout = crate::tensors::random_dout(&inputs, 1);
+            let row = case.problem.heads_q * case.problem.head_dim_v;
+            assert_eq!(dout.len(), sequences.q.total() * row);
+            padded += usize::from(
+                matches!(sequences.q.store(), Store::Padded { len } if *len > sequences.q.len(0)),
+            );
+        }
+        assert!(padded > 0, "queries with room behind them");
+    }
+
+    #[test]
     fn random_gradients_are_of_both_kinds_and_all_ratios_of_heads() {
         let cases: Vec<Case> = (0..500).map(|turn| gradients(1, turn, Family::Sm80)).collect();
         for deterministic in [false, true] {

@@ -142,6 +142,8 @@ fn model(
         start: 0.0,
         rows: tile_m.min(rows as f64),
     };
-    let step = (hidden * strain * busy + exposed).max(copies);
-    (model, if slow > 0.0 { overlap([step, slow], SLOW_ROW_OVERLAP) } else { step })
+    // Loads hide behind the products, not behind what a step waits for.
+    let work = hidden * strain * busy;
+    let work = if slow > 0.0 { overlap([work, slow], SLOW_ROW_OVERLAP) } else { work };
+    (model, (work + exposed).max(copies))
 }
