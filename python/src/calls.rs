@@ -132,7 +132,7 @@ pub fn forward<'py>(
     run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate })
 }
 
-/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is the gradient of the LSE, where it has one.
+/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
 #[pyfunction]
 #[pyo3(signature = (
     dout, q, k, v, out, lse, dq, dk, dv, dsinks, scale, causal, window, softcap, deterministic,

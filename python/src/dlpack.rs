@@ -272,7 +272,8 @@ impl<'py> View<'py> {
         let bytes = usize::from(dtype.bits).div_ceil(8).next_power_of_two();
         if view.place == Place::Cpu && view.elements() > 0 && !(view.data as usize).is_multiple_of(bytes) {
             let message = format!(
-                "{name} starts at an address that is no multiple of its elements' {bytes} bytes: copy the array"
+                "{name} starts at an address that is no multiple of its elements' {bytes} bytes: copy \
+                 the array"
             );
             return Err(InputError::new_err(message));
         }

@@ -18,8 +18,7 @@ use pyo3::prelude::*;
 use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, UnsupportedError, raised};
 use crate::given::{Beside, Given, elsewhere};
-use crate::host::{Appended, Backward, Written, placement};
-use crate::merging::Merged;
+use crate::host::{Appended, Backward, Merged, Written, placement};
 
 /// Bound kernels that are kept at the most: lengths that never come again must not fill the memory.
 const KEPT: usize = 4096;
@@ -131,7 +130,7 @@ impl Device {
         let Given { q, k, v, beside, .. } = given;
         if beside.dlse.is_some() {
             return Err(UnsupportedError::new_err(
-                "dlse: no GPU kernel takes a gradient of the LSE; torch tensors are widened for it, use those",
+                "dlse: no GPU kernel takes a gradient of the LSE; torch tensors are widened for it: use them",
             ));
         }
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);

@@ -161,6 +161,15 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         .map_err(|error| raised(error.into()))
 }
 
+/// The arrays of a merge: each part's O and LSE, the result, and sinks.
+pub struct Merged<'py> {
+    pub outs: Vec<View<'py>>,
+    pub lses: Vec<View<'py>>,
+    pub out: View<'py>,
+    pub lse: View<'py>,
+    pub sinks: Option<View<'py>>,
+}
+
 fn table<'a, T>(name: &str, view: &'a View<'_>) -> PyResult<Table<'a, T>> {
     if !view.is_contiguous() {
         return Err(InputError::new_err(format!("{name}: its rows must lie end to end, make it contiguous")));

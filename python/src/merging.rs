@@ -10,19 +10,10 @@ use crate::dlpack::{Place, Type, View, current_stream};
 use crate::error::InputError;
 use crate::given::{dtype_of, elsewhere, words};
 use crate::gpu;
-use crate::host::{floats, floats_mut, placement, tensor, tensor_mut};
+use crate::host::{Merged, floats, floats_mut, placement, tensor, tensor_mut};
 
-/// The arrays of a merge: each part's O and LSE, the result, and sinks.
-pub struct Merged<'py> {
-    pub outs: Vec<View<'py>>,
-    pub lses: Vec<View<'py>>,
-    pub out: View<'py>,
-    pub lse: View<'py>,
-    pub sinks: Option<View<'py>>,
-}
-
-/// Merges the parts `outs`, `(batch, seqlen, heads, head_dim)` each or packed, with their `lses` into `out` and
-/// `lse`. Parts are of one type, the result may be of another.
+/// Merges the parts `outs`, `(batch, seqlen, heads, head_dim)` each or packed, with their `lses` into `out`
+/// and `lse`. Parts are of one type, the result may be of another.
 #[pyfunction]
 #[pyo3(signature = (outs, lses, out, lse, sinks=None, stream=None, half=None))]
 #[allow(clippy::too_many_arguments)]

@@ -185,7 +185,8 @@ pub fn backward_with<T: Element>(
     backward_extras(options, problem, &Extras::NONE, inputs, dq, dk, dv, None)
 }
 
-/// [`backward_with`] lengths, slopes, a gradient of the LSE, or sinks, whose gradients (`[heads_q]`) go to `dsinks` when asked for.
+/// [`backward_with`] lengths, slopes, a gradient of the LSE, or sinks, whose gradients (`[heads_q]`) go to
+/// `dsinks` when asked for.
 ///
 /// Rows of no sequence are neither read nor written.
 ///
