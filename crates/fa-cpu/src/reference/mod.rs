@@ -134,8 +134,8 @@ pub fn forward_extras<T: Element>(
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 
-/// The gradients of `sum(O * dO)`, and of `sum(LSE * dLSE)` where extras hold one, with respect to Q, K and V.
-/// Deterministic as [`forward`] is.
+/// The gradients of `sum(O * dO)`, and of `sum(LSE * dLSE)` where extras hold one, with respect to Q, K
+/// and V. Deterministic as [`forward`] is.
 ///
 /// # Errors
 /// As [`forward`].
