@@ -1,6 +1,6 @@
 //! Batches of sequences of different lengths at which kernels fail.
 
-use fa_core::{Alibi, KernelSpec, TensorLayout};
+use fa_core::{Alibi, Family, KernelSpec, TensorLayout};
 
 use crate::case::{Case, problem};
 use crate::extras::{Batch, Lie};
@@ -25,7 +25,13 @@ pub(crate) struct Trying {
 /// What a kernel that reads lengths on the device is tried on.
 pub(crate) fn batches(spec: &KernelSpec) -> Vec<Trying> {
     let is_paged = spec.reads.paged;
-    let keys = |lie: Lie, page: usize| if is_paged { Lie::Paged(page) } else { lie };
+    // Boxes of TMA hold eight keys and more.
+    let by_boxes = spec.kernel.family() == Family::Sm90 && !spec.gathers_pages();
+    let keys = |lie: Lie, page: usize| match is_paged {
+        true if by_boxes && !page.is_multiple_of(8) => Lie::Paged(8 * page),
+        true => Lie::Paged(page),
+        false => lie,
+    };
     let plain = |sequences: Vec<(usize, usize)>, heads, q, k, slack| Trying {
         batch: Batch { sequences, q, k, slack },
         heads,
