@@ -23,7 +23,7 @@ use crate::commands::validate::args::ValidateArgs;
 #[command(max_term_width = 110, after_help = TOP_EXAMPLES)]
 pub struct Cli {
     /// Show what is going on, on standard error (-v info, -vv debug, -vvv trace)
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 900)]
     pub verbose: u8,
     /// What to do.
     #[command(subcommand)]
@@ -40,10 +40,12 @@ Examples:
 Environment:
   FA_CACHE_DIR       folder of compiled kernels [default: fa/kernels in the user's cache folder]
   FA_TUNED           table of tuned kernels [default: tuned.ron beside the compiled kernels]
-  FA_NVRTC           the NVRTC library [default: searched in CUDA_HOME, CUDA_PATH, the loader's path and \
-the active Python environment]
+  FA_NVRTC           the NVRTC library, or none to compile nothing [default: searched in CUDA_HOME, \
+CUDA_PATH, the loader's path and the active Python environment]
   FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
   FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
+  FA_EMULATOR_CACHE  folder of what `fa emulate` compiles [default: below the user's cache folder]
+  CXX                the C++ compiler of `fa emulate` [default: searched]
   RAYON_NUM_THREADS  threads of the CPU [default: all cores]
   NO_COLOR           no colours, if it is not empty
 

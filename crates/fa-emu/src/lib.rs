@@ -47,6 +47,7 @@ pub mod removals;
 pub mod sample;
 pub mod shipped;
 mod single;
+pub mod steady;
 pub mod subjects;
 pub mod sweep;
 mod symbols;

@@ -106,7 +106,7 @@ impl Unit {
                             cluster: launch.cluster,
                             resident: options.resident,
                             smem_bytes: launch.smem,
-                            cp_async: self.spec.kernel.family() == Family::Sm80,
+                            cp_async: self.spec.kernel.family() == Family::Sm80 || self.spec.gathers_pages(),
                         })
                     };
                     if !finished {

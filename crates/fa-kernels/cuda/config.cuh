@@ -115,6 +115,9 @@ struct Sm90FwdConfig {
     int rescale_threshold;
     // Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
     bool pack_gqa;
+    // Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
+    // TMA, a box for each part of a page. K and V have equal panels then.
+    bool gather;
 };
 
 // Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`

@@ -143,6 +143,11 @@ struct VarlenParams {
     int table_stride;
     // Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
     int page_part;
+    // Number of a key's page among its sequence's: the upper half of `2 key page_factor`, shifted right
+    // by `page_shift`.
+    unsigned page_factor;
+    // See `page_factor`.
+    int page_shift;
     // Rows of packed Q; 0 where sequences are padded.
     int total_q;
     // Rows of packed K and V; 0 where sequences are padded or paged.
@@ -156,7 +161,7 @@ struct VarlenParams {
     // Of dO's map; backward only.
     TmaStrides tma_do;
 };
-static_assert(sizeof(VarlenParams) == 120 && alignof(VarlenParams) == 8);
+static_assert(sizeof(VarlenParams) == 128 && alignof(VarlenParams) == 8);
 static_assert(FA_OFFSETOF(VarlenParams, cu_q) == 0);
 static_assert(FA_OFFSETOF(VarlenParams, cu_k) == 8);
 static_assert(FA_OFFSETOF(VarlenParams, used_q) == 16);
@@ -167,12 +172,14 @@ static_assert(FA_OFFSETOF(VarlenParams, page) == 48);
 static_assert(FA_OFFSETOF(VarlenParams, pages) == 52);
 static_assert(FA_OFFSETOF(VarlenParams, table_stride) == 56);
 static_assert(FA_OFFSETOF(VarlenParams, page_part) == 60);
-static_assert(FA_OFFSETOF(VarlenParams, total_q) == 64);
-static_assert(FA_OFFSETOF(VarlenParams, total_k) == 68);
-static_assert(FA_OFFSETOF(VarlenParams, tma_q) == 72);
-static_assert(FA_OFFSETOF(VarlenParams, tma_k) == 84);
-static_assert(FA_OFFSETOF(VarlenParams, tma_v) == 96);
-static_assert(FA_OFFSETOF(VarlenParams, tma_do) == 108);
+static_assert(FA_OFFSETOF(VarlenParams, page_factor) == 64);
+static_assert(FA_OFFSETOF(VarlenParams, page_shift) == 68);
+static_assert(FA_OFFSETOF(VarlenParams, total_q) == 72);
+static_assert(FA_OFFSETOF(VarlenParams, total_k) == 76);
+static_assert(FA_OFFSETOF(VarlenParams, tma_q) == 80);
+static_assert(FA_OFFSETOF(VarlenParams, tma_k) == 92);
+static_assert(FA_OFFSETOF(VarlenParams, tma_v) == 104);
+static_assert(FA_OFFSETOF(VarlenParams, tma_do) == 116);
 
 // What joins the scores beside the mask. Null where the problem has none.
 struct ModParams {
@@ -275,7 +282,7 @@ struct FwdParams {
     // Kernels with `varied` only.
     PlanParams plan;
 };
-static_assert(sizeof(FwdParams) == 440 && alignof(FwdParams) == 8);
+static_assert(sizeof(FwdParams) == 448 && alignof(FwdParams) == 8);
 static_assert(FA_OFFSETOF(FwdParams, q) == 0);
 static_assert(FA_OFFSETOF(FwdParams, k) == 32);
 static_assert(FA_OFFSETOF(FwdParams, v) == 64);
@@ -289,9 +296,9 @@ static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 212);
 static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 216);
 static_assert(FA_OFFSETOF(FwdParams, sections) == 220);
 static_assert(FA_OFFSETOF(FwdParams, varlen) == 224);
-static_assert(FA_OFFSETOF(FwdParams, mods) == 344);
-static_assert(FA_OFFSETOF(FwdParams, split) == 376);
-static_assert(FA_OFFSETOF(FwdParams, plan) == 400);
+static_assert(FA_OFFSETOF(FwdParams, mods) == 352);
+static_assert(FA_OFFSETOF(FwdParams, split) == 384);
+static_assert(FA_OFFSETOF(FwdParams, plan) == 408);
 
 // The arguments of every backward kernel.
 struct BwdParams {
@@ -359,7 +366,7 @@ struct BwdParams {
     // and of dK so far; null unless deterministic with head_splits > 1.
     unsigned* dkv_semaphores;
 };
-static_assert(sizeof(BwdParams) == 608 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 616 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -385,9 +392,9 @@ static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 396);
 static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 400);
 static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
 static_assert(FA_OFFSETOF(BwdParams, varlen) == 408);
-static_assert(FA_OFFSETOF(BwdParams, mods) == 528);
-static_assert(FA_OFFSETOF(BwdParams, plan) == 560);
-static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 600);
+static_assert(FA_OFFSETOF(BwdParams, mods) == 536);
+static_assert(FA_OFFSETOF(BwdParams, plan) == 568);
+static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 608);
 
 // The arguments of the append kernel. Pointers are null for what a call does not have.
 struct AppendParams {

@@ -160,16 +160,18 @@ pub enum Error {
     },
     /// Pages that a kernel cannot load.
     #[error(
-        "pages of {page} keys: at head dim {head_dim} a multiple of {multiple} keys is loaded at a time; use \
-         pages of a multiple of {multiple}"
+        "pages of {page} keys: TMA loads tiles of {tile_n} keys at head dim {head_dim} in boxes of a \
+         multiple of {multiple} keys; use pages of a multiple of {multiple}, or a kernel with gather = true"
     )]
     Page {
         /// Keys of a page.
         page: usize,
+        /// Keys of the kernel's tiles.
+        tile_n: u32,
         /// The kernel's head dim.
         head_dim: u32,
         /// What parts of a page are multiples of.
-        multiple: u32,
+        multiple: usize,
     },
     /// A length exceeds the kernels' 32-bit counters.
     #[error("{name} = {value} is above {limit}: split the problem")]

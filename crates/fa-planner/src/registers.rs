@@ -57,4 +57,13 @@ impl SetMaxNReg {
             _ => SetMaxNReg::of(num_wg),
         }
     }
+
+    /// The split of a forward whose producers copy the rows of pages.
+    pub const fn with_gather(num_wg: u32) -> SetMaxNReg {
+        match num_wg {
+            2 => SetMaxNReg { mma: 224, producer: 56 },
+            3 => SetMaxNReg { mma: 152, producer: 56 },
+            _ => SetMaxNReg::of(num_wg),
+        }
+    }
 }

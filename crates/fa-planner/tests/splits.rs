@@ -98,3 +98,25 @@ fn the_sm80_class_fills_the_gpu_and_keeps_one_part_where_it_is_full() {
         assert!(rounds / rounds.ceil() > 0.95, "{mask}: {ctas} CTAs");
     }
 }
+
+#[test]
+fn a_packed_sequence_is_divided_as_a_dense_one() {
+    use fa_core::{KernelSpec, Lengths, Reads, Side};
+    for (heads_q, heads_kv) in [(8, 1), (6, 1), (32, 8)] {
+        for (q, k) in [(300, 777), (515, 515), (1, 900), (4096, 4096)] {
+            for mask in [Mask::FULL, Mask::CAUSAL] {
+                let square = Problem::square(1, q, heads_q, 64, mask, Dtype::Bf16);
+                let dense = Problem { heads_kv, lengths: Lengths::uniform(1, q, k), ..square };
+                let options = PlanOptions { pass: Pass::DETERMINISTIC_BACKWARD, ..PlanOptions::default() };
+                let spec = plan(&dense, Arch::Sm90, &options).expect("plans").swap_remove(0).spec;
+                let parts = head_splits(&dense, &spec, Arch::Sm90, 132);
+                for loose in [0, 100] {
+                    let side = |len| Side::packed(len, len + loose);
+                    let packed = Problem { lengths: Lengths::of(1, side(q), side(k)), ..dense };
+                    let spec = KernelSpec { reads: Reads::of(&packed), ..spec.clone() };
+                    assert_eq!(head_splits(&packed, &spec, Arch::Sm90, 132), parts, "{packed:?}");
+                }
+            }
+        }
+    }
+}

@@ -20,6 +20,7 @@ pub fn of_spec(spec: &KernelSpec) -> String {
             Some(format!("{} stages", k.kv_stages)),
             on("ping-pong", k.ping_pong),
             on("pack GQA", k.pack_gqa),
+            on("gather", k.gather),
             on("split", spec.split),
         ],
         Kernel::Sm80Bwd(k) => {

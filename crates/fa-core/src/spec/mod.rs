@@ -234,6 +234,10 @@ impl KernelSpec {
         if self.split && self.kernel.is_backward() {
             return conflict(format!("split: {name} is a backward; split is for forward kernels"));
         }
+        if self.gathers_pages() && !paged {
+            let why = "gather needs paged: keys in one piece are loaded by TMA; use gather = false";
+            return conflict(why.into());
+        }
         let cluster = self.traits().cluster;
         if varied && cluster > 1 {
             return conflict(format!(
@@ -248,6 +252,15 @@ impl KernelSpec {
             ));
         }
         Ok(())
+    }
+
+    /// Whether threads of an SM90 forward copy the rows of pages. TMA does otherwise; SM80-class kernels,
+    /// which copy all rows so, are not meant.
+    pub const fn gathers_pages(&self) -> bool {
+        match &self.kernel {
+            Kernel::Sm90Fwd(kernel) => kernel.gather,
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
+        }
     }
 
     /// Checks that the kernel runs on `arch`.

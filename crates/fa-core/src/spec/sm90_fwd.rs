@@ -39,12 +39,25 @@ kernel_params! {
         rescale_threshold: u32 = 0 => range(0, 15),
         /// Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
         pack_gqa: bool = false,
+        /// Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
+        /// TMA, a box for each part of a page. K and V have equal panels then.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        gather: bool = false,
+    }
+}
+
+/// Columns of a panel of a tile with `columns` columns in shared memory: the widest that divides them.
+const fn panel(columns: u32) -> u32 {
+    match columns {
+        _ if columns.is_multiple_of(64) => 64,
+        _ if columns.is_multiple_of(32) => 32,
+        _ => 16,
     }
 }
 
 impl Sm90Fwd {
     /// Checks the fields against the kernel's rules.
-    pub(super) fn check(&self, _: (u32, u32), mask: MaskKind) -> Result<(), SpecError> {
+    pub(super) fn check(&self, (head_dim, head_dim_v): (u32, u32), mask: MaskKind) -> Result<(), SpecError> {
         self.check_numbers()?;
         if self.tile_m != 64 * self.num_wg {
             let need = format!("64 * num_wg = {}", 64 * self.num_wg);
@@ -67,6 +80,14 @@ impl Sm90Fwd {
             return Err(SpecError::Conflict(
                 "ping_pong needs num_wg of 2 or 3: a single warpgroup has no partner".into(),
             ));
+        }
+        if self.gather && panel(head_dim) != panel(head_dim_v) {
+            return Err(SpecError::Conflict(format!(
+                "gather needs panels of equal width: K has {} columns at head_dim = {head_dim}, V {} at \
+                 head_dim_v = {head_dim_v}; use gather = false",
+                panel(head_dim),
+                panel(head_dim_v)
+            )));
         }
         Ok(())
     }
@@ -103,6 +124,7 @@ impl Sm90Fwd {
             exp_poly_of_16,
             rescale_threshold,
             pack_gqa,
+            gather,
         } = self;
         vec![
             (true, if *pv_is_rs { "rs".into() } else { "ss".into() }),
@@ -116,6 +138,7 @@ impl Sm90Fwd {
             (*exp_poly_of_16 > 0, format!("poly{exp_poly_of_16}")),
             (*rescale_threshold > 0, format!("rt{rescale_threshold}")),
             (*pack_gqa, "pack".into()),
+            (*gather, "gather".into()),
         ]
     }
 }

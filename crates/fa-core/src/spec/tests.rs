@@ -210,6 +210,7 @@ fn parameters_are_those_of_the_text_in_its_order() {
         // Of the parameters of all kernels, those that came later are written where they are on.
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
         later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
+        later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
         let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
         assert_eq!(params.len(), spec.params().len() - later.len());
@@ -295,7 +296,8 @@ fn what_is_on_is_in_text_name_and_parameters() {
     assert_eq!(names[..7], first);
     assert_eq!(names[7..], ["alibi", "sinks", "split"]);
     let text = spec.to_ron();
-    for param in spec.params() {
+    // (Panels that threads copy are later than specs on disk as well, and off here.)
+    for param in spec.params().into_iter().filter(|param| param.name != "gather") {
         assert!(text.contains(&format!("{}: {},", param.name, param.value)), "{}: {text}", param.name);
     }
 }

@@ -135,6 +135,7 @@ pub fn forward_extras<T: Element>(
         check::check_lse(problem, lse.len())?;
     }
     scores::Scores::check(problem)?;
+    check::check_no_dlse(extras)?;
     let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
     let Options { threads, .. } = options;
@@ -184,7 +185,8 @@ pub fn backward_with<T: Element>(
     backward_extras(options, problem, &Extras::NONE, inputs, dq, dk, dv, None)
 }
 
-/// [`backward_with`] lengths, slopes or sinks, whose gradients (`[heads_q]`) go to `dsinks` when asked for.
+/// [`backward_with`] lengths, slopes, a gradient of the LSE, or sinks, whose gradients (`[heads_q]`) go to
+/// `dsinks` when asked for.
 ///
 /// Rows of no sequence are neither read nor written.
 ///
@@ -236,7 +238,7 @@ fn check_type<T: Element>(problem: &Problem) -> Result<(), CpuError> {
 
 fn kernels(options: Options) -> Result<Kernels, CpuError> {
     let isa = options.isa.unwrap_or_else(Isa::detect);
-    Kernels::for_isa(isa).ok_or(CpuError::Isa { wanted: isa, best: Isa::detect() })
+    Kernels::for_isa(isa).ok_or_else(|| CpuError::Isa { wanted: isa, best: Isa::detect() })
 }
 
 #[cfg(test)]

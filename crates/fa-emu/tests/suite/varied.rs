@@ -23,6 +23,17 @@ const DECODE: &str = "tile_m: 64, tile_n: 64, num_wg: 1, pv_is_rs: true, overlap
                       kv_stages: 4, ping_pong: false, scheduler: Static, tile_order: Natural, cluster_m: 1, \
                       exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: true";
 
+/// Rows of pages copied by threads: three warpgroups, tiles drawn from a counter.
+const GATHERED: &str = "tile_m: 192, tile_n: 80, num_wg: 3, pv_is_rs: true, overlap_wg: true, q_stages: 2, \
+                        kv_stages: 2, ping_pong: true, scheduler: Dynamic, tile_order: LongestFirst, \
+                        cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: false, gather: true";
+
+/// The same with one buffer of each kind, and more rows of a tile than a warp has lanes for.
+const GATHERED_IN_TURN: &str = "tile_m: 64, tile_n: 144, num_wg: 1, pv_is_rs: false, overlap_wg: false, \
+                                q_stages: 1, kv_stages: 1, ping_pong: false, scheduler: Static, \
+                                tile_order: Natural, cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 0, \
+                                pack_gqa: true, gather: true";
+
 /// All cases of a kernel on so many SMs, the first `count` of them under every seed, the others under one.
 fn check(test: &str, mask: &str, flags: &str, kernel: &str, (sms, count): (u32, usize)) {
     let Some(emulator) = unless_known(test) else { return };
@@ -62,6 +73,29 @@ fn packed_sequences_with_packed_heads_and_skipped_tiles() {
 #[test]
 fn pages() {
     check("pages", "causal", "softcap: false, varied: true, paged: true", PREFILL, (2, 1));
+}
+
+#[test]
+fn gathered_pages() {
+    check("gathered_pages", "causal", "softcap: false, varied: true, paged: true", GATHERED, (2, 1));
+}
+
+#[test]
+fn gathered_pages_with_more_stages() {
+    let kernel = GATHERED.replace("kv_stages: 2", "kv_stages: 3").replace("tile_n: 80", "tile_n: 64");
+    check(
+        "gathered_pages_with_more_stages",
+        "full",
+        "softcap: false, varied: true, paged: true",
+        &kernel,
+        (2, 0),
+    );
+}
+
+#[test]
+fn gathered_pages_one_stage_after_another() {
+    let test = "gathered_pages_one_stage_after_another";
+    check(test, "window", "softcap: false, varied: true, paged: true, split: true", GATHERED_IN_TURN, (8, 0));
 }
 
 #[test]

@@ -57,14 +57,16 @@ __device__ __forceinline__ constexpr bool last_keys_first() {
 
 // Under a causal mask that order starts with the shortest tiles. At the end of the run, in the last section
 // of heads, it is the reverse: the first keys first, and the queries from the last down, so that all tiles of
-// a head start at the same queries. Sequences of different lengths end with the shortest as they are.
-template <MaskKind Mask, bool Deterministic, bool Varied>
+// a head start at the same queries. Sequences of different lengths end with the shortest as they are; one
+// alone adds in the order, and so has the bits, of the same lengths on the host.
+template <MaskKind Mask, bool Deterministic>
 __device__ __forceinline__ constexpr bool can_descend() {
-    return Deterministic && Mask == MaskKind::Causal && !Varied;
+    return Deterministic && Mask == MaskKind::Causal;
 }
 template <MaskKind Mask, bool Deterministic, bool Varied>
 __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile& tile) {
-    if constexpr (!can_descend<Mask, Deterministic, Varied>()) return false;
+    if constexpr (!can_descend<Mask, Deterministic>()) return false;
+    if (Varied && params.shape.batch > 1) return false;
     const int head = (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split;
     return head >= params.sections * params.heads_per_section;
 }
@@ -109,6 +111,10 @@ __device__ __forceinline__ BwdTileOf<Varied> bwd_tile_at(const BwdParams& params
     int head;  // counted through splits, K/V heads and sequences
     if constexpr (Varied) {
         tile = planned_bwd_tile(params, index);
+        // The only sequence's tiles are all that the plan lists, the last keys first.
+        if (descends<Mask, Deterministic, true>(params, tile)) {
+            tile.n_block = bwd_blocks<true>(params) - 1 - tile.n_block;
+        }
     } else {
         if constexpr (Order == TileOrder::Natural && !Deterministic) {
             tile.n_block = index % params.n_blocks;

@@ -150,7 +150,7 @@ struct BwdGroup {
         return query_block(range, descending(), m_block);
     }
     __device__ __forceinline__ bool descending() const {
-        if constexpr (can_descend<C.mask, C.deterministic, C.varied>()) return smem.descending;
+        if constexpr (can_descend<C.mask, C.deterministic>()) return smem.descending;
         return false;
     }
 
@@ -663,7 +663,7 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
             }
             smem.range =
                 query_blocks<C.tile_m, C.tile_n>(Visible{params.shape, seqlen}, smem.tile.n_block * C.tile_n);
-            if constexpr (can_descend<C.mask, C.deterministic, C.varied>())
+            if constexpr (can_descend<C.mask, C.deterministic>())
                 smem.descending = descends<C.mask, C.deterministic, C.varied>(params, smem.tile);
             for (sm80::BwdStep& step : smem.step) step = {smem.tile.first_head, smem.range.begin};
         }

@@ -9,7 +9,9 @@
 #include "ptx/tma.cuh"
 #include "ptx/warp.cuh"
 #include "sm90/fwd_consumer.cuh"
+#include "sm90/fwd_gather.cuh"
 #include "sm90/fwd_layout.cuh"
+#include "sm90/fwd_pages.cuh"
 #include "sm90/fwd_producer.cuh"
 
 namespace fa {
@@ -29,9 +31,11 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         tma_prefetch_map(map_k);
         tma_prefetch_map(map_v);
         smem.q_bars.init(T::kConsumerWarps);
-        smem.k_bars.init(T::kConsumerWarps);
-        smem.v_bars.init(T::kConsumerWarps);
-        if constexpr (C.scheduler == Scheduler::Dynamic) smem.ticket.bars.init(T::kConsumerWarps);
+        smem.k_bars.init(T::kConsumerWarps, T::kLoadingWarps);
+        smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
+        // All but the producer's first warp take tickets.
+        if constexpr (C.scheduler == Scheduler::Dynamic)
+            smem.ticket.bars.init(T::kConsumerWarps + T::kLoadingWarps - 1);
         mbarrier_init_fence();
     }
     if constexpr (C.cluster_m > 1) {
@@ -42,7 +46,13 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if (warp == 0 && (C.paged || elect_one())) sm90::produce<C>(smem, params, map_q, map_k, map_v);
+        if constexpr (C.gather) {
+            sm90::gather_pages<C>(smem, params, map_q);
+        } else if constexpr (C.paged) {
+            if (warp == 0) sm90::produce_pages<C>(smem, params, map_q, map_k, map_v);
+        } else {
+            if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
+        }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         sm90::consume<C>(smem, params, warp / 4 - 1);

@@ -190,7 +190,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         if (sum[0] + sum[1] < 0.f) pause();
     };
 
-    int index = cta_index();
+    int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const WorkTile tile = tiles.tile_of(params, index, heads);
         const auto seqlen = tiles.seqlen_of(params, tile);

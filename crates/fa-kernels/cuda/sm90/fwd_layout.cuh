@@ -33,10 +33,18 @@ struct Traits {
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths and
-    // pages of the device take some more.
-    static constexpr int kMoreRegs = C.varied && C.num_wg == 2 ? 8 : 0;
-    static constexpr int kProducerRegs = (C.num_wg == 1 ? 56 : C.num_wg == 2 ? 24 : 32) + 2 * kMoreRegs;
+    // Warps that say when a tile of keys is there.
+    static constexpr int kLoadingWarps = C.gather ? 4 : 1;
+    // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths of
+    // the device and copies of rows take some more.
+    static constexpr int kMoreRegs = C.num_wg == 1               ? 0
+                                     : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
+                                     : C.varied && C.num_wg == 2 ? 8
+                                                                 : 0;
+    static constexpr int kProducerRegs = (C.num_wg == 1   ? 56
+                                          : C.num_wg == 2 ? 24
+                                                          : 32) +
+                                         C.num_wg * kMoreRegs;
     static constexpr int kConsumerRegs = (C.num_wg == 1 ? 256 : C.num_wg == 2 ? 240 : 160) - kMoreRegs;
 
     using Q = PanelTile<C.tile_m, C.head_dim>;

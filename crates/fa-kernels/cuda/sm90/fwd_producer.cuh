@@ -1,20 +1,46 @@
-// The producer of the SM90 forward: one thread issues all TMA loads; of pages, a warp.
+// The producer of the SM90 forward: one thread issues all TMA loads.
 #pragma once
 #include "attn/block_range.cuh"
-#include "attn/paged_keys.cuh"
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "config.cuh"
 #include "params.cuh"
 #include "ptx/mbarrier.cuh"
-#include "ptx/thread.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/warp.cuh"
 #include "sm90/fwd_layout.cuh"
 #include "sm90/fwd_tiles.cuh"
 #include "tile/pipeline.cuh"
 
 namespace fa::sm90 {
+
+// Loads the queries of a tile. One thread.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& params,
+                                       const TensorMap& map_q, PipelineState<C.q_stages>& state,
+                                       const WorkTile& tile, const Seqlen<C.varied>& seqlen) {
+    using Q = typename Traits<C>::Q;
+    smem.q_bars.acquire(state, Q::kBytes);
+    Mbarrier& full = smem.q_bars.full[state.stage];
+    // Of packed heads, positions; of varied sequences, within the sequence.
+    const int first =
+        C.pack_gqa ? tile.m_block * (C.tile_m / params.shape.group_size) : tile.m_block * C.tile_m;
+    const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
+#pragma unroll
+    for (int i = 0; i < Q::kPanels; ++i) {
+        u8* dst = smem.q[state.stage] + i * Q::kPanelBytes;
+        const int column = i * Q::kPanel;
+        if constexpr (C.varied && C.pack_gqa) {
+            load_ragged_group(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
+        } else if constexpr (C.varied) {
+            load_ragged(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
+        } else if constexpr (C.pack_gqa) {
+            tma_load_5d(dst, map_q, full, column, 0, first, tile.head, tile.batch, L2Policy::EvictFirst);
+        } else {
+            tma_load_4d(dst, map_q, full, column, first, tile.head, tile.batch, L2Policy::EvictFirst);
+        }
+    }
+    state.advance();
+}
 
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams& params,
@@ -25,12 +51,10 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
     PipelineState<C.kv_stages> k_state, v_state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     TileSource<C> tiles(params, cta_index(), heads);
-    // Of a warp that loads pages, one lane does all else.
-    const bool leads = !C.paged || lane_index() == 0;
     // Each CTA of a cluster loads a share of every K and V tile, to all of them.
     const int share = C.cluster_m > 1 ? cluster_cta_rank() : 0;
 
-    int index = cta_index();
+    int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const WorkTile tile = tiles.tile_of(params, index, heads);
         const auto seqlen = tiles.seqlen_of(params, tile);
@@ -38,31 +62,7 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
         const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
 
-        auto load_q = [&] {
-            if (!leads) return;
-            smem.q_bars.acquire(q_state, T::Q::kBytes);
-            Mbarrier& full = smem.q_bars.full[q_state.stage];
-            // Of packed heads, positions; of varied sequences, within the sequence.
-            const int first =
-                C.pack_gqa ? tile.m_block * (C.tile_m / params.shape.group_size) : tile.m_block * C.tile_m;
-            const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
-#pragma unroll
-            for (int i = 0; i < T::Q::kPanels; ++i) {
-                u8* dst = smem.q[q_state.stage] + i * T::Q::kPanelBytes;
-                const int column = i * T::Q::kPanel;
-                if constexpr (C.varied && C.pack_gqa) {
-                    load_ragged_group(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
-                } else if constexpr (C.varied) {
-                    load_ragged(dst, map_q, full, column, rows, first, L2Policy::EvictFirst);
-                } else if constexpr (C.pack_gqa) {
-                    tma_load_5d(dst, map_q, full, column, 0, first, tile.head, tile.batch,
-                                L2Policy::EvictFirst);
-                } else {
-                    tma_load_4d(dst, map_q, full, column, first, tile.head, tile.batch, L2Policy::EvictFirst);
-                }
-            }
-            q_state.advance();
-        };
+        auto q = [&] { load_q<C>(smem, params, map_q, q_state, tile, seqlen); };
         auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block) {
             using Kv = decltype(tile_type);
             constexpr int kRows = C.tile_n / C.cluster_m;
@@ -79,32 +79,17 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 }
             }
         };
-        // Keys of sequences that start anywhere, or lie in pages.
+        // Keys of sequences that start anywhere.
         auto load_varied = [&](auto tile_type, u8* dst, const TensorMap& map, const TmaStrides& strides,
                                auto& bars, auto& state, int n_block) {
             using Kv = decltype(tile_type);
             Mbarrier& full = bars.full[state.stage];
-            if constexpr (C.paged) {
-                const PagedKeys<C.tile_n> keys{
-                    params.varlen, params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride,
-                    seqlen.k(), kv_head, lane_index()};
-                // The page's number is on its way while the stage is waited for.
-                const int row = lane_index() * params.varlen.page_part;
-                const int page = row < C.tile_n ? keys.page_of(n_block * C.tile_n + row) : -1;
-                bars.wait_empty(state);
-                // The phase ends only after all lanes have seen the one before end. Boxes may come before
-                // they are announced.
-                warp_sync();
-                if (leads) bars.announce(state, Kv::kBytes);
-                keys.template load<Kv>(dst, map, strides, full, n_block, page);
-            } else {
-                bars.acquire(state, Kv::kBytes);
-                const RaggedRows rows(strides, tile.batch, kv_head, seqlen.k_offset(), seqlen.k());
+            bars.acquire(state, Kv::kBytes);
+            const RaggedRows rows(strides, tile.batch, kv_head, seqlen.k_offset(), seqlen.k());
 #pragma unroll
-                for (int i = 0; i < Kv::kPanels; ++i) {
-                    load_ragged(dst + i * Kv::kPanelBytes, map, full, i * Kv::kPanel, rows,
-                                n_block * C.tile_n, L2Policy::EvictLast);
-                }
+            for (int i = 0; i < Kv::kPanels; ++i) {
+                load_ragged(dst + i * Kv::kPanelBytes, map, full, i * Kv::kPanel, rows, n_block * C.tile_n,
+                            L2Policy::EvictLast);
             }
             state.advance();
         };
@@ -130,37 +115,27 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 v_state.advance();
             }
         };
-        auto draw = [&] {
-            if constexpr (C.paged && C.scheduler == Scheduler::Dynamic) {
-                return shuffle_from(leads ? tiles.draw(params, index) : 0, 0);
-            } else {
-                return tiles.draw(params, index);
-            }
-        };
-
         int next;
         if (!range.empty()) {
             // A second Q buffer is free before the next K stage is; a single one is not.
-            if constexpr (C.q_stages > 1) load_q();
+            if constexpr (C.q_stages > 1) q();
             load_k(range.end - 1);
-            if constexpr (C.q_stages == 1) load_q();
+            if constexpr (C.q_stages == 1) q();
 #pragma unroll 1
             for (int n_block = range.end - 1; n_block > range.begin; --n_block) {
                 load_k(n_block - 1);
                 load_v(n_block);
             }
-            next = draw();
+            next = tiles.draw(params, index);
             load_v(range.begin);
         } else {
-            next = draw();
+            next = tiles.draw(params, index);
         }
         tiles.read(params, next, heads);
-        if (leads) tiles.publish(smem, next);
+        tiles.publish(smem, next);
         index = next;
     }
-    if constexpr (C.scheduler == Scheduler::Dynamic) {
-        if (leads) retire_counter(params);
-    }
+    if constexpr (C.scheduler == Scheduler::Dynamic) retire_counter(params);
 }
 
 }  // namespace fa::sm90

@@ -31,21 +31,37 @@ struct NoVariedTile {};
 template <Sm90FwdConfig C>
 struct TileSource {
     static constexpr bool kDynamic = C.scheduler == Scheduler::Dynamic;
-    // Where a warp loads pages, two warpgroups and more leave its lanes no registers for that.
-    static constexpr bool kReadsAhead = kDynamic && C.varied && (!C.paged || C.num_wg == 1);
-    int varied_tiles = 0;  // of a plan; without one they are a parameter
+    static constexpr bool kReadsAhead = kDynamic && C.varied;
+    // The number of no tile. Where a warp loads pages, no register holds how many tiles there are: the plan
+    // is asked with every tile that is read.
+    static constexpr int kNone = 0x7fffffff;
+    static constexpr bool kAsksAgain = kReadsAhead && C.paged;
+    int varied_tiles = kAsksAgain ? kNone : 0;  // of a plan; without one they are a parameter
     [[no_unique_address]] Either<kReadsAhead, VariedTile, NoVariedTile> own;
     PipelineState<1> state;
 
     __device__ __forceinline__ explicit TileSource(const FwdParams& params, int first, int heads) {
-        if constexpr (C.varied) varied_tiles = work_tiles<true>(params);
+        if constexpr (C.varied && !kAsksAgain) varied_tiles = work_tiles<true>(params);
         read(params, first, heads);
     }
 
-    // Reads what tile `index` is.
-    __device__ __forceinline__ void read(const FwdParams& params, int index, int heads) {
+    // The CTA's first tile, or kNone.
+    __device__ __forceinline__ int begin(const FwdParams& params, int first) const {
+        if constexpr (kAsksAgain) {
+            if (first >= work_tiles<true>(params)) return kNone;
+        }
+        return first;
+    }
+
+    // Reads what tile `index` is; returns its number, or kNone.
+    __device__ __forceinline__ int read(const FwdParams& params, int index, int heads) {
         if constexpr (kReadsAhead) {
-            if (index >= varied_tiles) return;
+            if constexpr (kAsksAgain) {
+                own = {};  // what it was is not kept for the tile that is not there
+                if (index >= work_tiles<true>(params)) return kNone;
+            } else {
+                if (index >= varied_tiles) return index;
+            }
             own.tile = work_tile_at<C.tile_order, true, C.split>(params, index, heads);
             const auto seqlen = Seqlen<true>::of(params, own.tile.batch);
             own.queries = seqlen.q();
@@ -53,6 +69,7 @@ struct TileSource {
             own.first_query = seqlen.q_offset();
             own.first_key = seqlen.k_offset();
         }
+        return index;
     }
 
     __device__ __forceinline__ WorkTile tile_of(const FwdParams& params, int index, int heads) const {
@@ -129,6 +146,16 @@ struct TileSource {
         return C.scheduler == Scheduler::PerTile ? count(params) : tile + cta_count();
     }
 };
+
+// A warp's draw: one lane's.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ int draw_tile(TileSource<C>& tiles, const FwdParams& params, int tile) {
+    if constexpr (C.scheduler == Scheduler::Dynamic) {
+        return shuffle_from(lane_index() == 0 ? tiles.draw(params, tile) : 0, 0);
+    } else {
+        return tiles.draw(params, tile);
+    }
+}
 
 // The last CTA to run out of tiles resets the counters for the next launch.
 __device__ __forceinline__ void retire_counter(const FwdParams& params) {

@@ -19,16 +19,17 @@ struct PipelineState {
     }
 };
 
-// full: TMA's bytes are in; empty: every consumer warp has read them. With Ctas > 1 a stage is filled by all
-// CTAs of a cluster, so that it is free only when the consumers of all of them have read theirs.
+// full: TMA's bytes, or each producer warp's copies, are in; empty: every consumer warp has read them. With
+// Ctas > 1 a stage is filled by all CTAs of a cluster, so that it is free only when the consumers of all of
+// them have read theirs.
 template <int Stages, int Ctas = 1>
 struct PipelineBarriers {
     Mbarrier full[Stages];
     Mbarrier empty[Stages];
 
-    __device__ __forceinline__ void init(u32 consumer_warps) {
+    __device__ __forceinline__ void init(u32 consumer_warps, u32 producers = 1) {
         for (int i = 0; i < Stages; ++i) {
-            mbarrier_init(full[i], 1);
+            mbarrier_init(full[i], producers);
             mbarrier_init(empty[i], consumer_warps * Ctas);
         }
     }

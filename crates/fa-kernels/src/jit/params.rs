@@ -233,6 +233,11 @@ param_struct! {
         pub table_stride: i32,
         /// Keys of a page that one TMA box loads: the largest that divides both page and `tile_n`.
         pub page_part: i32,
+        /// Number of a key's page among its sequence's: the upper half of `2 key page_factor`, shifted right
+        /// by `page_shift`.
+        pub page_factor: u32,
+        /// See `page_factor`.
+        pub page_shift: i32,
         /// Rows of packed Q; 0 where sequences are padded.
         pub total_q: i32,
         /// Rows of packed K and V; 0 where sequences are padded or paged.
@@ -409,9 +414,9 @@ param_struct! {
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
-const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 440);
-const _: () = assert!(size_of::<BwdParams>() == 608);
-const _: () = assert!(size_of::<VarlenParams>() == 120 && size_of::<PlanParams>() == 40);
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 448);
+const _: () = assert!(size_of::<BwdParams>() == 616);
+const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
 /// Every parameter struct, in the order in which `params.cuh` declares them.

@@ -185,14 +185,26 @@ pub(crate) fn varlen_params(lengths: &Lengths) -> Result<VarlenParams, Error> {
         SideRows::Packed { total, .. } => total,
         SideRows::Padded { .. } | SideRows::Paged { .. } => 0,
     };
+    let (page_factor, page_shift) = page_division(page);
     Ok(VarlenParams {
         page: count("page", page)?,
         pages: count("pages", pages)?,
+        page_factor,
+        page_shift,
         table_stride: count("entries of the page table", lengths.table_columns())?,
         total_q: count("total_q", total_q)?,
         total_k: count("total_k", total_k)?,
         ..VarlenParams::default()
     })
+}
+
+/// `(factor, shift)` with `key / page = (2 key factor >> 32) >> shift` for every key below 2^31.
+fn page_division(page: usize) -> (u32, i32) {
+    let page = page.max(1) as u64;
+    let shift = page.next_power_of_two().trailing_zeros();
+    // At most 2^32 - 1: a power of two has 2^31, and 2^shift is less than twice any other page.
+    let factor = (1u64 << (31 + shift)).div_ceil(page);
+    (factor as u32, shift as i32)
 }
 
 /// What the problem decides of how scores change.
@@ -316,6 +328,23 @@ mod tests {
         let forward = Extra::of(&problem(), false, 0);
         let unused = RawExtras { dsinks: Some(1024), ..given }.check(&forward).expect_err("not a backward");
         assert!(matches!(unused, Error::UnusedExtra { name: "dsinks" }));
+    }
+
+    #[test]
+    fn pages_are_found_without_a_division() {
+        let found = |page: usize, key: u64| {
+            let (factor, shift) = page_division(page);
+            (2 * key * u64::from(factor)) >> 32 >> shift
+        };
+        for page in (1..300).chain([1000, 4096, 65535, (1 << 20) + 7, (1 << 30) + 1, (1 << 31) - 1]) {
+            let last = (1u64 << 31) - 1;
+            let edges = (1..6).flat_map(|n| [n * page as u64, n * page as u64 - 1]);
+            for key in edges.chain([0, 1, 12_345_678, last - 1, last, last / page as u64 * page as u64]) {
+                if key <= last {
+                    assert_eq!(found(page, key), key / page as u64, "key {key}, pages of {page}");
+                }
+            }
+        }
     }
 
     #[test]

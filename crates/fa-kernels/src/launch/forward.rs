@@ -6,8 +6,8 @@ use std::sync::Arc;
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, Family, KernelSpec, Problem};
-use fa_planner::account::kv_splits;
 use fa_planner::account::panels::widest;
+use fa_planner::account::{boxes_need, kv_splits, page_part};
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
@@ -22,7 +22,7 @@ use crate::launch::module::LoadedKernel;
 use crate::launch::run::{Buffer, check_buffers, check_element, enqueue};
 use crate::launch::sections::Sections;
 use crate::launch::tma::MapTemplate;
-use crate::launch::varied::{PlanBounds, page_part, plan_step, shape_of};
+use crate::launch::varied::{PlanBounds, plan_step, shape_of};
 use crate::launch::workspace::{ForwardParts, Workspace};
 use crate::smem_bytes;
 
@@ -293,10 +293,10 @@ fn maps(
     let mut share = tile_n / traits.cluster;
     if let Some(page) = problem.lengths.page() {
         share = page_part(page, tile_n) as u32;
-        for (columns, panel) in [(spec.head_dim, panel), (spec.head_dim_v, panel_v)] {
-            let multiple = BOX_ALIGN / (2 * panel);
-            if !share.is_multiple_of(multiple.max(1)) {
-                return Err(Error::Page { page, head_dim: columns, multiple });
+        for head_dim in [spec.head_dim, spec.head_dim_v] {
+            // Of rows that threads copy the maps are not used.
+            if let Some(multiple) = boxes_need(page, tile_n, head_dim).filter(|_| !spec.gathers_pages()) {
+                return Err(Error::Page { page, tile_n, head_dim, multiple });
             }
         }
     }
@@ -307,9 +307,6 @@ fn maps(
         MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None, is_ragged },
     ])
 }
-
-/// Bytes that boxes start on in shared memory.
-const BOX_ALIGN: u32 = 128;
 
 /// The parameters that the problem alone decides.
 fn params(

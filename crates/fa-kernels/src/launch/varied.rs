@@ -40,15 +40,6 @@ pub(crate) fn shape_of(name: &'static str, side: Side, sequences: usize, heads: 
     Shape { name, batch, seqlen, heads, dim }
 }
 
-/// Rows of a page that one box of TMA loads: the largest number that divides both.
-pub(crate) fn page_part(page: usize, tile_n: u32) -> usize {
-    let (mut a, mut b) = (page, tile_n as usize);
-    while b > 0 {
-        (a, b) = (b, a % b);
-    }
-    a
-}
-
 /// Tiles of `tile` rows that the sequences of a side have at most, each of its rows counting `group` times.
 pub(crate) fn most_tiles(side: Side, sequences: usize, reach: usize, group: usize, tile: u32) -> usize {
     let tile = tile as usize;
@@ -154,13 +145,6 @@ mod tests {
             let (total, max) = (lengths.iter().sum(), lengths.into_iter().max().expect("five"));
             let tiles: usize = lengths.iter().map(|len| (len * 3).div_ceil(64)).sum();
             assert!(tiles <= most_tiles(packed(total, max), 5, total, 3, 64));
-        }
-    }
-
-    #[test]
-    fn boxes_divide_pages_and_tiles() {
-        for (page, tile_n, part) in [(16, 128, 16), (1, 128, 1), (256, 176, 16), (48, 128, 16), (7, 64, 1)] {
-            assert_eq!(page_part(page, tile_n), part);
         }
     }
 

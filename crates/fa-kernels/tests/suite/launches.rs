@@ -353,9 +353,20 @@ fn parts_of_pages_that_no_box_places_are_refused() {
         Launches::forward(&spec, &problem, Arch::Sm90, 132).map(|_| ())
     };
     // Rows of a panel are 64 bytes, and boxes start on 128.
-    assert!(matches!(with(7), Err(fa_kernels::Error::Page { page: 7, head_dim: 96, multiple: 2 })));
-    with(6).unwrap();
+    assert!(matches!(with(7), Err(fa_kernels::Error::Page { page: 7, head_dim: 96, multiple: 2, .. })));
+    with(12).unwrap();
     with(64).unwrap();
+    // A warp issues 32 boxes at most.
+    let one = Err(fa_kernels::Error::Page { page: 1, tile_n: 128, head_dim: 128, multiple: 4 });
+    let spec = sm90_forward("varied: true, paged: true,", DECODE);
+    let lengths = Lengths::of(2, Side::padded(1), Side::paged(1, 700, 700));
+    let problem = Problem { lengths, ..Problem::square(1, 1, 4, 128, Mask::CAUSAL, Dtype::Bf16) };
+    let refused = Launches::forward(&spec, &problem, Arch::Sm90, 132).map(|_| ());
+    assert_eq!(format!("{refused:?}"), format!("{:?}", one as Result<(), _>));
+    // Threads copy pages of any size.
+    let gathers = spec.to_ron().replace("pack_gqa: true", "pack_gqa: true, gather: true");
+    let gathers = KernelSpec::from_ron(&gathers).unwrap();
+    Launches::forward(&gathers, &problem, Arch::Sm90, 132).unwrap();
 }
 
 #[test]

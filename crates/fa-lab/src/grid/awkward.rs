@@ -1,7 +1,7 @@
 //! The problems of a kernel that an emulation runs in seconds: short rows and few heads, and every trap all
 //! the same. A GPU runs them with the rest of the list.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
+use fa_core::{Alibi, Family, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, Types};
 
 use super::case::{Arrangement, BASE, Case, NamedSpec, case, case_of};
 use crate::random::Random;
@@ -97,16 +97,22 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
             problem.score.alibi = problem.score.alibi.map(|_| Alibi::PerSequenceHead);
         }
         let arrangement = if turn == 5 { Arrangement::BhsdGap(8) } else { Arrangement::Bshd };
-        let own = case_of(group, "", problem, batch.sequences(spec.reads, turn as u64));
+        let own = case_of(group, "", problem, batch.sequences(spec, turn as u64));
         Case { arrangement, ..own }
     };
     batches.iter().enumerate().map(of_batch).collect()
 }
 
 impl Batch {
-    fn sequences(&self, reads: Reads, seed: u64) -> Sequences {
+    fn sequences(&self, spec: &KernelSpec, seed: u64) -> Sequences {
         let (of_q, of_k): (Vec<usize>, Vec<usize>) = self.lengths.iter().copied().unzip();
-        let keys = if reads.paged { Rows::Paged(self.page) } else { self.k };
+        // Boxes of TMA hold eight keys and more.
+        let by_boxes = spec.kernel.family() == Family::Sm90 && !spec.gathers_pages();
+        let keys = match spec.reads.paged {
+            true if by_boxes && !self.page.is_multiple_of(8) => Rows::Paged(8 * self.page),
+            true => Rows::Paged(self.page),
+            false => self.k,
+        };
         Sequences { q: self.side(&of_q, self.q, seed), k: self.side(&of_k, keys, seed) }
     }
 
@@ -151,6 +157,8 @@ fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bo
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+
+    use fa_core::Reads;
 
     use super::super::case::Extent;
     use super::super::of_spec;

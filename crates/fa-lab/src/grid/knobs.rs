@@ -19,12 +19,15 @@ pub fn specs(family: Family, arch: Arch) -> Vec<NamedSpec> {
 
 /// Changes that meet lengths of their own, pages and splits: what differs in the order of tiles, in who loads
 /// and in who stores.
-const SERVED: [&str; 14] = [
+const SERVED: [&str; 17] = [
     "the base",
     "num_wg 1",
     "num_wg 3",
     "ping-pong",
     "pack_gqa",
+    "gather",
+    "gather kv_stages 1",
+    "gather num_wg 3",
     "no overlap",
     "P in shared memory",
     "tile_n 80",
@@ -111,6 +114,11 @@ fn sm90() -> Vec<NamedSpec> {
         change(&name, Sm90Fwd { rescale_threshold, ..base.clone() });
     }
     change("pack_gqa", Sm90Fwd { pack_gqa: true, ..base.clone() });
+    // Of pages only: what serving() makes of them.
+    change("gather", Sm90Fwd { gather: true, ..base.clone() });
+    change("gather kv_stages 1", Sm90Fwd { gather: true, kv_stages: 1, ..base.clone() });
+    let three = Sm90Fwd { num_wg: 3, tile_m: 192, tile_n: 80, ping_pong: true, ..base.clone() };
+    change("gather num_wg 3", Sm90Fwd { gather: true, scheduler: Scheduler::Dynamic, ..three });
     let mut specs: Vec<NamedSpec> = changed
         .into_iter()
         .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm90Fwd(kernel)) })

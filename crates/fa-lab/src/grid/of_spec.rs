@@ -1,6 +1,6 @@
 //! The cases of one kernel.
 
-use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
+use fa_core::{Alibi, Family, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
 use fa_cpu::grid::SHAPES;
 
 use super::awkward::awkward;
@@ -60,9 +60,7 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
             if !spec.kernel.is_backward() || seqlen_q * seqlen_k <= 1 << 20 {
                 let case = match spec.reads {
                     Reads { varied: false, .. } => case(group, problem),
-                    reads => {
-                        case_of(group, "", problem, varied(reads, turn, (seqlen_q, seqlen_k), spec.split))
-                    }
+                    _ => case_of(group, "", problem, varied(spec, turn, (seqlen_q, seqlen_k))),
                 };
                 cases.push(Case { arrangement, kernel, pass: spec.kernel.pass(), ..case });
             }
@@ -77,9 +75,10 @@ fn at_lengths(group: &'static str, name: &str, spec: &KernelSpec, lengths: &[(us
     cases
 }
 
-/// Sequences around `q` queries and `k` keys for a kernel that `reads` them so: in turns packed, with slots
-/// and used in part, keys in pages of another size each time.
-fn varied(reads: Reads, turn: usize, (q, k): (usize, usize), decodes: bool) -> Sequences {
+/// Sequences around `q` queries and `k` keys for a kernel that reads their lengths: in turns packed, with
+/// slots and used in part, keys in pages of another size each time, of those that the kernel loads.
+fn varied(spec: &KernelSpec, turn: usize, (q, k): (usize, usize)) -> Sequences {
+    let (reads, decodes) = (spec.reads, spec.split);
     let (of_q, of_k) = ([q, 0, q / 2 + 1, 1], [k, k / 3, k - k / 4, k.min(65)]);
     let slots = |lens: &[usize]| lens.iter().map(|len| len + len % 23).collect::<Vec<usize>>();
     let room = |lens: &[usize]| lens.iter().copied().max().unwrap_or(0) + 7;
@@ -91,7 +90,12 @@ fn varied(reads: Reads, turn: usize, (q, k): (usize, usize), decodes: bool) -> S
         _ => Ragged::packed_in(&of_q, &slots(&of_q), 3),
     };
     let keys = match (turn % 3, reads.paged) {
-        (_, true) => pages_of(&of_k, PAGES[turn % PAGES.len()], turn as u64),
+        (_, true) => {
+            let by_boxes = spec.kernel.family() == Family::Sm90 && !spec.gathers_pages();
+            let pages = PAGES.into_iter().filter(|page| !by_boxes || page.is_multiple_of(8));
+            let page = pages.cycle().nth(turn).expect("pages of a multiple of 8");
+            pages_of(&of_k, page, turn as u64)
+        }
         (0, false) => packed.k,
         (1, false) => Ragged::padded(&of_k, room(&of_k)),
         (_, false) => Ragged::packed_in(&of_k, &slots(&of_k), 3),

@@ -6,6 +6,7 @@
 
 pub(crate) mod code;
 pub(crate) mod kv_splits;
+pub(crate) mod pages;
 pub mod panels;
 pub(crate) mod reason;
 pub(crate) mod splits;
@@ -22,6 +23,7 @@ pub use crate::registers::{Registers, SetMaxNReg};
 pub use crate::smem::SmemPlan;
 pub use code::missing_code;
 pub use kv_splits::{MAX_SPLITS, kv_splits};
+pub use pages::{boxes_need, page_part};
 pub use panels::BwdPanels;
 pub use reason::Reason;
 pub use splits::head_splits;

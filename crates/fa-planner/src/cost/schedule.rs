@@ -103,7 +103,8 @@ impl Work {
         self
     }
 
-    /// The same work, whose longest tile is at least that of a sequence with the most queries and keys.
+    /// The same work, whose longest tile is at least that of a sequence with the most queries and keys, which
+    /// are those of all sequences at most.
     fn with_longest(
         mut self,
         problem: &Problem,
@@ -112,7 +113,9 @@ impl Work {
         if problem.lengths.is_uniform() || self.tiles == 0.0 {
             return self;
         }
-        if let Some((steps, masked)) = count(problem.lengths.max_q(), problem.lengths.max_k())
+        let lengths = &problem.lengths;
+        let most = (lengths.max_q().min(lengths.reach_q()), lengths.max_k().min(lengths.reach_k()));
+        if let Some((steps, masked)) = count(most.0, most.1)
             && steps as f64 > self.longest.steps
         {
             self.longest = TileClass { count: 1.0, steps: steps as f64, masked: masked as f64 };

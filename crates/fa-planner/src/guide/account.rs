@@ -51,6 +51,7 @@ pub fn fwd(dims: HeadDims, config: &FwdConfig) -> Account {
         exp_poly_of_16: 0,
         rescale_threshold: 0,
         pack_gqa: false,
+        gather: false,
     };
     let spec = spec(head_dim, head_dim_v, Kernel::Sm90Fwd(kernel.clone()));
     of(sm90_fwd::account::smem(&spec, &kernel), config.num_wg)

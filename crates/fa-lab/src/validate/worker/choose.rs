@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use fa_core::{Arch, Family, KernelSpec, Pass, Problem, Reads};
+use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Reads};
 use fa_planner::account::account;
 use fa_planner::plan::{PlanOptions, plan};
 
@@ -104,6 +104,16 @@ pub(super) fn splitting(case: &Case, arch: Arch, family: Family) -> Result<Kerne
         fa_kernels::Error::Mismatch { what: "split", kernel, problem: "splits".to_owned() }
     };
     Ok(first(case, arch, family).ok_or_else(none)?)
+}
+
+/// The same kernel for rows that are found otherwise: what loads pages only is left out where there are none.
+pub(super) fn with_reads(of: &KernelSpec, reads: Reads) -> KernelSpec {
+    let mut spec = KernelSpec { reads, ..of.clone() };
+    match &mut spec.kernel {
+        Kernel::Sm90Fwd(kernel) => kernel.gather &= reads.paged,
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
+    }
+    spec
 }
 
 /// How the kernel of a case's twin finds rows; `None` where the case has none.

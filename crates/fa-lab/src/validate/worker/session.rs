@@ -146,7 +146,7 @@ impl Session {
         let specs = choose::ranked(case, pass, self.gpu.arch(), self.family, chosen);
         let found = first_clean(specs, |spec| {
             if let Some(reads) = choose::twin_reads(case) {
-                self.gpu.kernels.load(&KernelSpec { reads, ..spec.clone() })?;
+                self.gpu.kernels.load(&choose::with_reads(spec, reads))?;
             }
             bind(spec)
         })?;

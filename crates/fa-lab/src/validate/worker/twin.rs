@@ -4,6 +4,7 @@ use fa_attn::device::{Half, Placement};
 use fa_core::{KernelSpec, Lengths, Problem, Reads, TensorLayout};
 use fa_kernels::{Backward, Forward};
 
+use super::choose;
 use super::session::Session;
 use crate::error::{Error, Result};
 use crate::grid::{Action, Case};
@@ -46,7 +47,7 @@ impl<T: Half> Twin<T> {
     }
 
     fn spec(&self, of: &KernelSpec) -> KernelSpec {
-        KernelSpec { reads: self.reads, ..of.clone() }
+        choose::with_reads(of, self.reads)
     }
 
     /// The kernel for the twin.

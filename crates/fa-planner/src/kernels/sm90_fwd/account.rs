@@ -76,7 +76,11 @@ fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Fwd) -> Registers {
     let (s, p, o) = parts(spec, kernel);
     let group = (kernel.num_wg.clamp(1, 3) - 1) as usize;
-    let split = SetMaxNReg::with_lengths(kernel.num_wg, spec.reads.varied);
+    let split = if kernel.gather {
+        SetMaxNReg::with_gather(kernel.num_wg)
+    } else {
+        SetMaxNReg::with_lengths(kernel.num_wg, spec.reads.varied)
+    };
     let own = if kernel.pv_is_rs && !kernel.overlap_wg { OVERHEAD_IN_TURN } else { OVERHEAD[group] };
     let other = own + if spec.score.alibi && kernel.num_wg == 3 { ALIBI } else { 0 };
     Registers {

@@ -5,6 +5,7 @@ use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types
 
 use super::account::smem;
 use super::cost::slow_rows;
+use crate::account::pages::gathers;
 use crate::kernels::{packings, split_choices};
 
 /// Keys per step that are tried.
@@ -66,8 +67,9 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 exp_poly_of_16: 0,
                 rescale_threshold: if pv_is_rs && overlap_wg { RESCALE_THRESHOLD } else { 0 },
                 pack_gqa,
+                gather: gathers(&problem, tile_n, (head_dim, head_dim_v)),
             };
-            with_room_for_q(KernelSpec {
+            with_room(KernelSpec {
                 types: Types::same(dtype),
                 head_dim,
                 head_dim_v,
@@ -89,13 +91,26 @@ fn shares_loads(problem: &Problem, mask: MaskKind, tile_m: u32) -> bool {
 }
 
 /// The spec with a second Q buffer where shared memory has room for it: the next tile's Q then loads during
-/// this one.
-fn with_room_for_q(mut spec: KernelSpec) -> KernelSpec {
+/// this one. Keys in pages arrive later than those in one piece: several warpgroups, which are through a tile
+/// in a microsecond or two, have up to four buffers of them where there is room beside Q's.
+fn with_room(mut spec: KernelSpec) -> KernelSpec {
     let limit = Arch::Sm90.limits().smem_per_block;
     let fits = |spec: &KernelSpec| match &spec.kernel {
         Kernel::Sm90Fwd(kernel) => smem(spec, kernel).total <= limit,
         Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => false,
     };
+    if spec.reads.paged && fits(&spec) {
+        for stages in 3..=4 {
+            let mut deeper = spec.clone();
+            match &mut deeper.kernel {
+                Kernel::Sm90Fwd(kernel) if kernel.num_wg > 1 => kernel.kv_stages = stages,
+                Kernel::Sm90Fwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => {}
+            }
+            if fits(&deeper) {
+                spec = deeper;
+            }
+        }
+    }
     if !fits(&spec)
         && let Kernel::Sm90Fwd(kernel) = &mut spec.kernel
     {

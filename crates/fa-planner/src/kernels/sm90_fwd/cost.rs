@@ -4,6 +4,7 @@
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
+use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, score_costs, softmax_clocks};
 use crate::cost::schedule::{Queue, Work};
@@ -32,8 +33,8 @@ pub(crate) fn predict(
 /// from others without a queue.
 const UNEVEN: f64 = 0.1;
 
-/// Clocks of TMA for a box, however small. An assumption until small pages are measured.
-const BOX_CLOCKS: f64 = 16.0;
+/// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).
+const BOX_CLOCKS: f64 = 60.0;
 
 /// Clocks of TMA for a row that does not begin on 32 bytes, whatever its length (NB-066).
 const SLOW_ROW_CLOCKS: f64 = 16.5;
@@ -59,13 +60,14 @@ fn slow_row_clocks(problem: &Problem, k: &Sm90Fwd, rows: f64) -> f64 {
 }
 
 /// TMA boxes of a step: panels of K and V, for keys in pages times the parts of pages that a tile is made of.
+/// None where threads copy the rows.
 fn boxes(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Fwd) -> f64 {
+    if kernel.gather {
+        return 0.0;
+    }
     let panels = spec.head_dim.div_ceil(64) + spec.head_dim_v.div_ceil(64);
-    let parts = problem.lengths.page().map_or(1, |page| {
-        let tile_n = kernel.tile_n as usize;
-        let fits = |rows: &usize| tile_n.is_multiple_of(*rows) && page.is_multiple_of(*rows);
-        tile_n / (1..=tile_n).rev().find(fits).unwrap_or(1)
-    });
+    let parts =
+        problem.lengths.page().map_or(1, |page| kernel.tile_n as usize / page_part(page, kernel.tile_n));
     f64::from(panels) * parts as f64
 }
 

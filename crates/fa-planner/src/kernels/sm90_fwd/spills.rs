@@ -77,15 +77,22 @@ struct Paged {
     alibi: &'static [u32],
 }
 
-/// Whether a kernel for keys in pages is known to spill. With three warpgroups every one does, whatever its
-/// tile: 8 bytes of the producer, which has 32 registers and looks pages up.
+/// Whether a kernel for keys in pages, loaded by TMA, is known to spill.
 fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     let listed = || {
         let entry = PAGED.iter().find(|entry| entry.head_dims == (spec.head_dim, spec.head_dim_v));
         let widths = entry.map(|entry| if spec.score.alibi { entry.alibi } else { entry.plain });
         widths.is_some_and(|widths| widths.contains(&kernel.tile_n))
     };
-    kernel.num_wg == 3 || (kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && listed())
+    kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && !kernel.gather && listed()
+}
+
+/// Kernels that copy the rows of pages and spill under NVRTC 13.0, 4 to 12 bytes: two warpgroups, P from
+/// registers, overlap; by head dims and `tile_n`.
+fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
+    let width = ((spec.head_dim, spec.head_dim_v), kernel.tile_n);
+    let spills = matches!(width, ((128, 128), 144 | 176));
+    kernel.num_wg == 2 && kernel.pv_is_rs && kernel.overlap_wg && spills
 }
 
 /// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their
@@ -106,7 +113,10 @@ fn known_split(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
 /// Whether the compiler is known to spill the kernel. The list was compiled for bf16 without a soft cap,
 /// which stands for the others.
 pub fn known(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
-    if (spec.reads.paged && known_paged(spec, kernel)) || (spec.split && known_split(spec, kernel)) {
+    if (spec.reads.paged && known_paged(spec, kernel))
+        || (kernel.gather && known_gather(spec, kernel))
+        || (spec.split && known_split(spec, kernel))
+    {
         return true;
     }
     REFUSED.iter().any(|entry| {
