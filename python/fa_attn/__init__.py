@@ -21,6 +21,7 @@ from .interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    merge,
 )
 from .planning import Kernels, explain, plan, problem
 
@@ -41,6 +42,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "merge",
     "plan",
     "problem",
 ]

@@ -15,15 +15,15 @@ class _Numpy:
 
     def read(self, array):
         """The array as the module reads it: bfloat16 of ml_dtypes has no name in numpy's DLPack."""
-        if array is not None and getattr(array, "dtype", None) is not None and array.dtype.name == "bfloat16":
+        if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16":
             return array.view(self.np.uint16)
         return array
 
     def half(self, q):
         return "bf16" if q.dtype.name == "bfloat16" else None
 
-    def empty(self, shape, like):
-        return self.np.empty(shape, like.dtype)
+    def empty(self, shape, like, dtype=None):
+        return self.np.empty(shape, like.dtype if dtype is None else dtype)
 
     def zeros(self, shape, like):
         return self.np.zeros(shape, like.dtype)
@@ -72,11 +72,6 @@ class _Jax(_Numpy):
         self.jax = importlib.import_module("jax")
 
     def read(self, array):
-        if hasattr(array, "devices") and {device.platform for device in array.devices()} != {"cpu"}:
-            raise UnsupportedError(
-                "a jax array on an accelerator: jax lets no other library write its memory; move it to the "
-                "CPU, or to torch by torch.from_dlpack(array)"
-            )
         return super().read(array) if isinstance(array, self.np.ndarray) else array
 
     def half(self, q):
@@ -95,7 +90,7 @@ _FACES = {}
 
 def _face(kind):
     if kind not in _FACES:
-        _FACES[kind] = Arrays(kind())
+        _FACES[kind] = _JaxArrays(kind()) if kind is _Jax else Arrays(kind())
     return _FACES[kind]
 
 
@@ -125,8 +120,8 @@ class Arrays:
         lib = self.library
         # Rows that no sequence has are 0.
         make = lib.empty if extras is None else lib.zeros
-        out = make((*q.shape[:-1], v.shape[-1]), q)
         lse = lib.floats(_lse_shape(q), q)
+        out = make((*q.shape[:-1], *v.shape[-1:]), q)
         if extras is not None:
             lse[...] = float("-inf")
             extras = (*map(lib.read, extras[:7]), *extras[7:])
@@ -148,7 +143,9 @@ class Arrays:
         """`attention` of q, k and v in one array along `axis`."""
         return self.attention(*self.unstack(qkv, axis), *options)
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras):
+    def backward(
+        self, dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None
+    ):
         """(dq, dk, dv, dsinks or None)."""
         lib = self.library
         make = lib.empty if extras is None else lib.zeros
@@ -170,16 +167,13 @@ class Arrays:
             lib.stream(q),
             lib.allocate,
             lib.half(q),
+            dlse,
         )
         return lib.give(dq), lib.give(dk), lib.give(dv), None if dsinks is None else lib.give(dsinks)
 
     def append(self, append):
         """Appends to the caches in place; (q turned, or as it is, lengths afterwards)."""
         lib = self.library
-        if isinstance(lib, _Jax):
-            raise UnsupportedError(
-                "jax arrays cannot be appended to in place: use numpy or torch for the cache"
-            )
         q, used = append.q, append.used_k
         after = self.ints(0, used.shape[0], q)
         turned = None
@@ -216,6 +210,35 @@ class Arrays:
     def differences(self, starts):
         return starts[1:] - starts[:-1]
 
+    def merge(self, outs, lses, sinks, dtype):
+        """(out, lse); see `fa_attn.interface.merge`."""
+        lib = self.library
+        out = lib.empty(outs[0].shape, outs[0], dtype)
+        lse = lib.floats(lses[0].shape, outs[0])
+        parts = [lib.read(part) for part in outs]
+        half = lib.half(outs[0]) or lib.half(out)
+        _core.merge(parts, list(lses), lib.read(out), lse, sinks, lib.stream(outs[0]), half)
+        return lib.give(out), lib.give(lse)
+
+    def without_padding(self, k_cache, v_cache, leftpad, used, table):
+        """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
+        table or None)."""
+        np = self.library.np
+        leftpad, used = np.asarray(leftpad), np.maximum(np.asarray(used) - np.asarray(leftpad), 0)
+        rows, room = k_cache.shape[:2]
+        # Copied where the cache does not lie end to end.
+        flat = [np.asarray(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+        if table is None:
+            begins = np.arange(rows, dtype=np.int32) * room + leftpad
+            starts = np.append(begins, rows * room).astype(np.int32)
+            return (*flat, starts, used.astype(np.int32), None)
+        # Pages of one row, so that a sequence may begin anywhere.
+        places = np.asarray(table)[:, :, None] * room + np.arange(room, dtype=np.int32)
+        places = places.reshape(places.shape[0], -1)
+        columns = np.minimum(np.arange(places.shape[1]) + leftpad[:, None], places.shape[1] - 1)
+        table = np.ascontiguousarray(np.take_along_axis(places, columns, 1).astype(np.int32))
+        return (*(x[:, None] for x in flat), None, used.astype(np.int32), table)
+
     def unstack(self, array, axis):
         return self.library.unstack(array, axis)
 
@@ -226,7 +249,68 @@ class Arrays:
         return array.reshape(-1, 1)
 
 
+class _JaxArrays(Arrays):
+    """jax lets nobody write its memory and names no stream. Arrays on a GPU are lent to torch and results
+    handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
+
+    def attention(self, q, *others):
+        if _is_on_gpu(q):
+            return self._by_torch("attention", q, *others)
+        return super().attention(q, *others)
+
+    def backward(self, dout, *others):
+        if _is_on_gpu(dout):
+            return self._by_torch("backward", dout, *others)
+        return super().backward(dout, *others)
+
+    def merge(self, outs, lses, sinks, dtype):
+        if _is_on_gpu(outs[0]):
+            dtype = getattr(importlib.import_module("torch"), self.library.np.dtype(dtype).name)
+            return self._by_torch("merge", tuple(outs), tuple(lses), sinks, dtype)
+        return super().merge(outs, lses, sinks, dtype)
+
+    def append(self, append):
+        raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")
+
+    def _by_torch(self, name, *arguments):
+        try:
+            torch = importlib.import_module("torch")
+        except ImportError:
+            raise UnsupportedError(
+                "a jax array on a GPU: jax lets no other library write its memory; install torch with CUDA, "
+                "which lends it, or move the array to the CPU"
+            ) from None
+        face = importlib.import_module("fa_attn.torch")
+        jax, np = self.library.jax, self.library.np
+        device = None
+
+        def lent(value):
+            nonlocal device
+            if isinstance(value, jax.Array):
+                tensor = torch.from_dlpack(value)
+                device = tensor.device if device is None else device
+                return tensor
+            if isinstance(value, tuple):
+                return tuple(map(lent, value))
+            # Lengths that the package itself has counted.
+            return torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
+
+        def handed(value):
+            return None if value is None else jax.dlpack.from_dlpack(value.contiguous())
+
+        with torch.no_grad():
+            return tuple(map(handed, getattr(face, name)(*map(lent, arguments))))
+
+
+def _is_on_gpu(array):
+    devices = array.devices() if hasattr(array, "devices") else ()
+    return {device.platform for device in devices} - {"cpu"} != set()
+
+
 def _lse_shape(q):
     """(batch, heads, seqlen) of padded queries, (heads, total) of packed ones."""
+    if len(q.shape) < 3:
+        need = "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
+        raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}")
     *outer, rows, heads, _ = q.shape
     return (*outer, heads, rows)

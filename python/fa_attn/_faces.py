@@ -13,10 +13,14 @@ def face_of(array):
 
 
 def _find(kind):
-    roots = {base.__module__.split(".")[0] for base in kind.__mro__}
-    if "torch" in roots:
+    # torch's, at the first call even while torch.compile traces it: it reads no names of modules.
+    if hasattr(kind, "__torch_function__"):
         from . import torch as face
-    elif "cupy" in roots:
+
+        _KNOWN[kind] = face
+        return face
+    roots = {base.__module__.split(".")[0] for base in kind.__mro__}
+    if "cupy" in roots:
         from ._arrays import cupy_face as make
 
         face = make()

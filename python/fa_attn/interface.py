@@ -17,6 +17,8 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 """
 
 from dataclasses import dataclass
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from ._core import InputError, UnsupportedError
@@ -69,16 +71,42 @@ def _no_dropout(dropout_p):
         )
 
 
+# Lengths are int32.
+_LARGEST = (1 << 31) - 1
+
+# More than any sequence has.
+_FAR = 1 << 40
+
+
 def _window(window_size):
     """(left, right), -1 where there is no limit."""
-    left, right = window_size
-    return (-1 if left is None else int(left), -1 if right is None else int(right))
+    if window_size == (-1, -1):
+        return window_size
+    try:
+        left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"window_size is {window_size!r}: it must be (left, right), keys on each side, -1 for no limit"
+        ) from None
+    return left, right
+
+
+def _most(name, value):
+    """An upper bound on rows."""
+    try:
+        rows = 0 if value is None else index(value) if not isinstance(value, float) else int(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}: it must be a whole number") from None
+    if rows < 0:
+        raise InputError(f"{name} is {rows}: it must be at least 0")
+    return min(rows, _FAR)
 
 
 def _extras(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
     if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
         return None
-    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, int(max_q), int(max_k))
+    most = _most("max_seqlen_q", max_q), _most("max_seqlen_k", max_k)
+    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, *most)
 
 
 def _returned(out, lse, wants_lse, return_attn_probs):
@@ -116,7 +144,7 @@ def flash_attn_func(
     else:
         extras = (None, None, None, None, None, alibi_slopes, sinks, 0, 0)
     out, lse = face_of(q).attention(
-        q, k, v, softmax_scale, causal, _window(window_size), softcap, deterministic, extras
+        q, k, v, softmax_scale, bool(causal), _window(window_size), softcap, deterministic, extras
     )
     if return_attn_probs or wants_lse:
         return _returned(out, lse, wants_lse, return_attn_probs)
@@ -142,7 +170,9 @@ def flash_attn_qkvpacked_func(
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     extras = _extras(None, None, None, None, None, alibi_slopes, sinks)
     window = _window(window_size)
-    out, lse = face.packed_attention(qkv, 2, softmax_scale, causal, window, softcap, deterministic, extras)
+    out, lse = face.packed_attention(
+        qkv, 2, softmax_scale, bool(causal), window, softcap, deterministic, extras
+    )
     return _returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -246,7 +276,9 @@ def flash_attn_varlen_func(
         max_seqlen_k or 0,
     )
     window = _window(window_size)
-    out, lse = face.attention(q, k, v, softmax_scale, causal, window, softcap, deterministic, extras)
+    out, lse = face.attention(
+        q, k, v, softmax_scale, bool(causal), window, softcap, deterministic, extras
+    )
     return _returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -270,7 +302,9 @@ def flash_attn_varlen_qkvpacked_func(
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
     extras = _extras(cu_seqlens, cu_seqlens, None, None, None, alibi_slopes, sinks, max_seqlen, max_seqlen)
     window = _window(window_size)
-    out, lse = face.packed_attention(qkv, 1, softmax_scale, causal, window, softcap, deterministic, extras)
+    out, lse = face.packed_attention(
+        qkv, 1, softmax_scale, bool(causal), window, softcap, deterministic, extras
+    )
     return _returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -369,7 +403,8 @@ def flash_attn_with_kvcache(
     `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
     head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
     `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
-    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence. k and v
+    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence.
+    `cache_leftpad`: int32 (batch,), rows before a sequence's first key; cache_seqlens counts them. k and v
     (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
     (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
     cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
@@ -378,10 +413,6 @@ def flash_attn_with_kvcache(
     """
     sinks, wants_lse = _others("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
     wants_lse = wants_lse or return_softmax_lse
-    if cache_leftpad is not None:
-        raise UnsupportedError(
-            "cache_leftpad: caches begin at their first row; append without padding and give cache_seqlens"
-        )
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     if (k is None) != (v is None):
@@ -399,8 +430,10 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     window = _window(window_size)
     used = cache_seqlens
-    if isinstance(used, int):
-        used = face.ints(used, batch, q)
+    if isinstance(used, Integral):
+        if not -_LARGEST <= used <= _LARGEST:
+            raise InputError(f"cache_seqlens is {used}: a sequence has at most {_LARGEST} keys")
+        used = face.ints(int(used), batch, q)
     if k is None:
         if rotary_cos is not None:
             raise UnsupportedError(
@@ -430,13 +463,58 @@ def flash_attn_with_kvcache(
                 max_seqlen_q or q.shape[0],
             )
         )
-    if table is not None and used is None:
-        used = face.ints(table.shape[1] * k_cache.shape[1], batch, q)
+    if (table is not None or cache_leftpad is not None) and used is None:
+        room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        used = face.ints(room, batch, q)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
-    extras = _extras(cu_seqlens_q, None, None, used, table, alibi_slopes, sinks, max_seqlen_q or 0)
-    out, lse = face.attention(q, k_cache, v_cache, softmax_scale, causal, window, softcap, False, extras)
+    starts, most = None, 0
+    if cache_leftpad is not None:
+        shape = tuple(getattr(cache_leftpad, "shape", ()))
+        if shape != (batch,):
+            raise InputError(f"cache_leftpad has the shape {shape}: it must be an array ({batch},)")
+        k_cache, v_cache, starts, used, table = face.without_padding(
+            k_cache, v_cache, cache_leftpad, used, table
+        )
+        most = 0 if starts is None else k_cache.shape[0]
+    extras = _extras(
+        cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, max_seqlen_q or 0, most
+    )
+    out, lse = face.attention(
+        q, k_cache, v_cache, softmax_scale, bool(causal), window, softcap, False, extras
+    )
     return (out, lse) if wants_lse else out
+
+
+# Parts that one call of a kernel merges.
+_PARTS = 16
+
+
+def merge(outs, lses, sinks=None, dtype=None):
+    """Merges results over different keys of the same queries into the result over all of them: parts of a
+    long cache, a shared prefix and each sequence's own keys, the steps of ring attention.
+
+    `outs` and `lses`: what the functions return with `return_softmax_lse`, of each part, (batch, seqlen_q,
+    heads_q, head_dim_v) and (batch, heads_q, seqlen_q), or packed. `sinks`: float32 (heads_q,), which the
+    parts leave out. `dtype`: the result's type, that of the parts where None. Computed in float32. Returns
+    (out, lse); torch tensors have gradients, of outs and lses.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise InputError(
+            f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
+        )
+    face = face_of(outs[0])
+    dtype = outs[0].dtype if dtype is None else dtype
+    # What is merged again stays in float32, and alone since a call's parts are of one type.
+    merged = []
+    while len(outs) > _PARTS:
+        merged.append(face.merge(outs[:_PARTS], lses[:_PARTS], None, lses[0].dtype))
+        outs, lses = outs[_PARTS:], lses[_PARTS:]
+    if not merged:
+        return face.merge(outs, lses, sinks, dtype)
+    merged.append(face.merge(outs, lses, None, lses[0].dtype))
+    return merge(*zip(*merged), sinks, dtype)
 
 
 def flash_attn_backward(
@@ -453,13 +531,14 @@ def flash_attn_backward(
     alibi_slopes=None,
     deterministic=False,
     sinks=None,
+    dlse=None,
 ):
     """The gradients of `flash_attn_func`, for arrays without autograd: dout, out and softmax_lse are those of
-    its result. Returns (dq, dk, dv), with sinks (dq, dk, dv, dsinks)."""
+    its result, `dlse` is a gradient of softmax_lse, float32 in its shape. Returns (dq, dk, dv), with sinks
+    (dq, dk, dv, dsinks)."""
     extras = _extras(None, None, None, None, None, alibi_slopes, sinks)
-    return _gradients(
-        dout, q, k, v, out, softmax_lse, softmax_scale, causal, window_size, softcap, deterministic, extras
-    )
+    options = (softmax_scale, causal, window_size, softcap, deterministic)
+    return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
 
 
 def flash_attn_varlen_backward(
@@ -482,6 +561,7 @@ def flash_attn_varlen_backward(
     seqused_q=None,
     seqused_k=None,
     sinks=None,
+    dlse=None,
 ):
     """The gradients of `flash_attn_varlen_func`: see `flash_attn_backward`. Rows that no sequence has get
     0."""
@@ -496,14 +576,13 @@ def flash_attn_varlen_backward(
         max_seqlen_q,
         max_seqlen_k,
     )
-    return _gradients(
-        dout, q, k, v, out, softmax_lse, softmax_scale, causal, window_size, softcap, deterministic, extras
-    )
+    options = (softmax_scale, causal, window_size, softcap, deterministic)
+    return _gradients(dout, q, k, v, out, softmax_lse, *options, extras, dlse)
 
 
-def _gradients(dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras):
-    window = _window(window_size)
-    dq, dk, dv, dsinks = face_of(q).backward(
-        dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras
-    )
+def _gradients(
+    dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras, dlse
+):
+    options = (scale, bool(causal), _window(window_size), softcap, deterministic)
+    dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, *options, extras, dlse)
     return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)

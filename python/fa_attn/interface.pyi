@@ -1,4 +1,4 @@
-from typing import Any, Optional, Protocol, Tuple, Union
+from typing import Any, Iterable, Optional, Protocol, Tuple, Union
 
 class Array(Protocol):
     """An array of numpy, torch, jax, cupy or any library that speaks DLPack."""
@@ -114,7 +114,7 @@ def flash_attn_with_kvcache(
     rotary_sin: Optional[Array] = None,
     cache_seqlens: Union[int, Array, None] = None,
     cache_batch_idx: Optional[Array] = None,
-    cache_leftpad: None = None,
+    cache_leftpad: Optional[Array] = None,
     block_table: Optional[Array] = None,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
@@ -132,6 +132,12 @@ def flash_attn_with_kvcache(
     rotary_seqlens: Optional[Array] = None,
     **others: Any,
 ) -> Any: ...
+def merge(
+    outs: Iterable[Array],
+    lses: Iterable[Array],
+    sinks: Optional[Array] = None,
+    dtype: Any = None,
+) -> Tuple[Array, Array]: ...
 def flash_attn_backward(
     dout: Array,
     q: Array,
@@ -146,6 +152,7 @@ def flash_attn_backward(
     alibi_slopes: Optional[Array] = None,
     deterministic: bool = False,
     sinks: Optional[Array] = None,
+    dlse: Optional[Array] = None,
 ) -> Tuple[Array, ...]: ...
 def flash_attn_varlen_backward(
     dout: Array,
@@ -167,4 +174,5 @@ def flash_attn_varlen_backward(
     seqused_q: Optional[Array] = None,
     seqused_k: Optional[Array] = None,
     sinks: Optional[Array] = None,
+    dlse: Optional[Array] = None,
 ) -> Tuple[Array, ...]: ...

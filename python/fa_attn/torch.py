@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Optional, Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import _core
 from ._core import UnsupportedError
@@ -24,6 +25,8 @@ has_autograd = True
 _ASKS_STREAM = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
+# Within vmap, grad, vjp and their like.
+_is_transforming = torch._C._are_functorch_transforms_active
 _empty = torch.empty
 _FLOAT = torch.float32
 
@@ -79,11 +82,13 @@ def _fresh(q, v, extras):
 
 def _rows(x):
     """The tensor with contiguous rows, as FlashAttention makes them."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _aligned(x):
     """A tensor from autograd as kernels read it: expanded and oddly strided ones are copied."""
+    x = x.resolve_neg()
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
         return x
     x = x.contiguous()
@@ -96,9 +101,20 @@ def _forward(q, k, v, scale, causal, window, softcap, extras):
     return out, lse
 
 
-def _backward(dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras):
+def _backward(
+    dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse=None
+):
     """Writes the gradients to `grads`; returns that of the sinks, or None."""
-    dout = _aligned(dout)
+    dout = torch.zeros_like(out) if dout is None else _aligned(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    if dlse is not None and q.is_cuda:
+        dq, dk, dv = grads
+        dout, v, out = _widened(dout, v, out, lse, dlse)
+        wide = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+        options = (scale, causal, window, softcap, deterministic, extras)
+        dsinks = _backward(dout, q, k, v, out, lse, (dq, dk, wide), *options)
+        dv.copy_(wide[..., : dv.shape[-1]])
+        return dsinks
     dsinks = None
     if extras is not None and extras[6] is not None:
         dsinks = _empty(extras[6].shape, dtype=_FLOAT, device=q.device)
@@ -119,17 +135,35 @@ def _backward(dout, q, k, v, out, lse, grads, scale, causal, window, softcap, de
         extras,
         _stream(q),
         _allocate(q),
+        *(() if dlse is None else (None, dlse)),
     )
     return dsinks
+
+
+def _widened(dout, v, out, lse, dlse):
+    """dO, V and O with eight more columns, by which the sum of a row of O * dO is less by its dLSE: kernels
+    know no gradient of the LSE. V's are 0, so that nothing else changes. dLSE is in three parts, since the
+    tensors' type holds few digits."""
+    columns = v.shape[-1] + 8
+    if columns > 256:
+        raise UnsupportedError(
+            f"a gradient of softmax_lse at a head_dim_v of {v.shape[-1]}: on a GPU up to 248, use "
+            "softmax_lse.detach() in the loss"
+        )
+    # As rows lie in O: (batch, seqlen, heads) or (total, heads). Rows that see no key have none.
+    rest = -torch.where(lse == float("-inf"), 0.0, dlse).transpose(-1, -2).to(_FLOAT)
+    dout, out, v = (_pad(x, columns) for x in (dout, out, v))
+    for column in range(columns - 8, columns - 5):
+        part = rest.to(dout.dtype)
+        dout[..., column], out[..., column] = part, 1.0
+        rest = rest - part.to(_FLOAT)
+    return dout, v, out
 
 
 def _room_for_gradients(q, k, v, extras):
     """Of packed sequences, and of rows used in part, those that no sequence has get 0."""
     make = torch.empty if extras is None or all(x is None for x in extras[:4]) else torch.zeros
     return [make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-
-
-_NO_DLSE = "a gradient of softmax_lse: only out is differentiated, use softmax_lse.detach() in the loss"
 
 
 class _Attention(torch.autograd.Function):
@@ -145,14 +179,13 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, dlse):
-        if dlse is not None:
-            raise UnsupportedError(_NO_DLSE)
-        if dout is None:
+        if dout is None and dlse is None:
             return (None,) * 10
         q, k, v, out, lse = ctx.saved_tensors
         grads = _room_for_gradients(q, k, v, ctx.extras)
-        dsinks = _backward(dout, q, k, v, out, lse, grads, *ctx.options, ctx.extras)
+        dsinks = _backward(dout, q, k, v, out, lse, grads, *ctx.options, ctx.extras, dlse)
         return (*grads, dsinks, *(None,) * 6)
 
 
@@ -170,27 +203,37 @@ class _PackedAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, dlse):
-        if dlse is not None:
-            raise UnsupportedError(_NO_DLSE)
-        if dout is None:
+        if dout is None and dlse is None:
             return (None,) * 9
         qkv, out, lse = ctx.saved_tensors
         varied = ctx.extras is not None and any(x is not None for x in ctx.extras[:4])
         make = torch.zeros if varied else torch.empty
         dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, v = qkv.unbind(ctx.axis)
-        dsinks = _backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, ctx.extras)
+        dsinks = _backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, ctx.extras, dlse)
         return (dqkv, None, dsinks, *(None,) * 6)
 
 
 def _goes_by_operator(*tensors):
-    if _is_compiling():
+    if _is_compiling() or _is_transforming() or tensors[0].is_meta:
         return True
     for x in tensors:
         if type(x) not in _PLAIN:
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack")
             return True
     return False
+
+
+def _autocast(*tensors):
+    """The tensors as autocast has them, where they are of several types or float32."""
+    kind = tensors[0].device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
+    return tensors
 
 
 def _pad(x, columns):
@@ -199,6 +242,15 @@ def _pad(x, columns):
 
 def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
     """(out, lse); see `fa_attn.interface` for shapes and options."""
+    by_operator = _goes_by_operator(q, k, v)
+    if q.dim() < 3 or v.dim() < 3:
+        raise _core.InputError(
+            f"q and v have the shapes {tuple(q.shape)} and {tuple(v.shape)}: they must be (batch, seqlen, "
+            "heads, head_dim) or (total, heads, head_dim)"
+        )
+    dtype = q.dtype
+    if dtype is _FLOAT or k.dtype is not dtype or v.dtype is not dtype:
+        q, k, v = _autocast(q, k, v)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads the same way.
@@ -216,10 +268,13 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
             extras,
         )
         return out[..., :head_dim_v], lse
-    if _goes_by_operator(q, k, v):
+    if by_operator:
         return _by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras)
     if q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
         q, k, v = _rows(q), _rows(k), _rows(v)
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        # DLPack does not tell.
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     sinks = None if extras is None else extras[6]
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
@@ -246,6 +301,8 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     sinks = None if extras is None else extras[6]
     plain = not _goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
+    if plain and (qkv.is_neg() or qkv.dtype is _FLOAT):
+        plain = not qkv.is_neg() and _autocast(qkv)[0] is qkv
     if plain and qkv.requires_grad and torch.is_grad_enabled():
         extras = None if extras is None else _detached(extras)
         return _PackedAttention.apply(qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras)
@@ -253,12 +310,15 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
     return attention(q, k, v, scale, causal, window, softcap, deterministic, extras)
 
 
-def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras):
+def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None):
     """(dq, dk, dv, dsinks or None), without autograd."""
     extras = None if extras is None else _detached(extras)
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    dlse = None if dlse is None else dlse.detach()
+    q, k, v = _rows(q), _rows(k), _rows(v)
     grads = _room_for_gradients(q, k, v, extras)
-    dsinks = _backward(dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras)
+    options = (scale, causal, window, softcap, deterministic)
+    dsinks = _backward(dout, q, k, v, out, lse, grads, *options, extras, dlse)
     return (*grads, dsinks)
 
 
@@ -334,6 +394,57 @@ def differences(starts):
     return starts[1:] - starts[:-1]
 
 
+def merge(outs, lses, sinks, dtype):
+    """(out, lse); see `fa_attn.interface.merge`."""
+    given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    # Kernels read rows of multiples of 8 elements.
+    odd = outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs))
+    if wants_gradients or odd or _goes_by_operator(*given):
+        return _merged(outs, lses, sinks, dtype)
+    out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
+    lse = torch.empty(lses[0].shape, dtype=_FLOAT, device=outs[0].device)
+    parts = [_rows(x.detach()) for x in outs]
+    masses = [x.detach().contiguous() for x in lses]
+    sinks = None if sinks is None else sinks.detach().to(_FLOAT).contiguous()
+    _core.merge(parts, masses, out, lse, sinks, _stream(out))
+    return out, lse
+
+
+def _merged(outs, lses, sinks, dtype):
+    """`merge` in torch's own operations, which have gradients."""
+    masses = torch.stack([lse.to(_FLOAT) for lse in lses])
+    lse = torch.logsumexp(masses, 0)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(_FLOAT).view(-1, 1).expand_as(lse))
+    # A part without keys has no weight, nor has a row without any.
+    weights = torch.exp(masses - lse.masked_fill(lse == float("-inf"), 0.0))
+    out = 0
+    for part, weight in zip(outs, weights):
+        weight = weight.transpose(-1, -2).unsqueeze(-1)
+        out = out + torch.where(weight > 0, part.to(_FLOAT), 0.0) * weight
+    return out.to(dtype), lse
+
+
+def without_padding(k_cache, v_cache, leftpad, used, table):
+    """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
+    table or None)."""
+    used = (used - leftpad).clamp(min=0).to(torch.int32)
+    rows, room = k_cache.shape[:2]
+    # Copied where the cache does not lie end to end.
+    flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+    there = dict(dtype=torch.int32, device=used.device)
+    if table is None:
+        begins = torch.arange(0, rows * room, max(room, 1), **there) + leftpad
+        starts = torch.cat([begins, torch.full((1,), rows * room, **there)])
+        return (*flat, starts.to(torch.int32), used, None)
+    # Pages of one row, so that a sequence may begin anywhere.
+    places = (table[:, :, None] * room + torch.arange(room, **there)).flatten(1)
+    columns = torch.arange(places.shape[1], device=used.device) + leftpad[:, None].long()
+    table = places.gather(1, columns.clamp(max=places.shape[1] - 1)).to(torch.int32)
+    return (*(x.unsqueeze(1) for x in flat), None, used, table.contiguous())
+
+
 def unstack(tensor, axis):
     return tensor.unbind(axis)
 
@@ -389,6 +500,7 @@ def _backward_operator(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dlse: Optional[torch.Tensor],
     cu_q: Optional[torch.Tensor],
     cu_k: Optional[torch.Tensor],
     used_q: Optional[torch.Tensor],
@@ -408,14 +520,15 @@ def _backward_operator(
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
     q, k, v = _rows(q), _rows(k), _rows(v)
     grads = _room_for_gradients(q, k, v, extras)
+    window = (left, right)
     dsinks = _backward(
-        dout, q, k, v, out, lse, grads, scale, causal, (left, right), softcap, deterministic, extras
+        dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse
     )
     return (*grads, q.new_empty((0,), dtype=_FLOAT) if dsinks is None else dsinks)
 
 
 @_backward_operator.register_fake
-def _(dout, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, alibi_slopes, sinks, *options):
+def _(dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, alibi_slopes, sinks, *options):
     dsinks = q.new_empty(q.shape[-2:-1] if sinks is not None else (0,), dtype=_FLOAT)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
@@ -431,7 +544,10 @@ def _by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras)
         sinks = sinks.to(_FLOAT)
     left, right = window
     scale = None if scale is None else float(scale)
-    return torch.ops.fa_attn.forward(
+    operator = torch.ops.fa_attn.forward
+    if not _is_compiling() and _is_transforming():
+        operator = _Transformed.apply
+    return operator(
         q,
         k,
         v,
@@ -458,20 +574,81 @@ def _setup(ctx, inputs, output):
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks)
     ctx.is_paged, ctx.options = page_table is not None, options
-    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dout, _):
+def _differentiate(ctx, dout, dlse):
     if ctx.is_paged:
         raise UnsupportedError("keys in pages have no gradients: pack or pad them")
+    if dout is None and dlse is None:
+        return (None,) * 18
     q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
-    dq, dk, dv, dsinks = torch.ops.fa_attn.backward(
-        dout, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
+    dout = torch.zeros_like(out) if dout is None else dout
+    operator = torch.ops.fa_attn.backward
+    if not _is_compiling() and _is_transforming():
+        operator = _TransformedBackward.apply
+    dq, dk, dv, dsinks = operator(
+        dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
     )
     return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 8)
 
 
 _forward_operator.register_autograd(_differentiate, setup_context=_setup)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator within torch.func."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise UnsupportedError("second derivatives: gradients are differentiated no further, detach them")
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
+
+
+class _Transformed(torch.autograd.Function):
+    """The forward operator within torch.func, which takes no gradients of operators written in Python."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.forward(*arguments)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_Transformed.apply)(info, in_dims, *arguments)
+
+
+def _one_by_one(operator):
+    """What vmap makes of an operator: a call for each element."""
+
+    def rule(info, in_dims, *arguments):
+        def at(index):
+            given = zip(arguments, in_dims)
+            return operator(*(x if axis is None else x.select(axis, index) for x, axis in given))
+
+        results = list(zip(*map(at, range(info.batch_size))))
+        return tuple(map(torch.stack, results)), (0,) * len(results)
+
+    return rule
+
+
+for _operator in (_forward_operator, _backward_operator):
+    # torch 2.5 and newer.
+    if hasattr(_operator, "register_vmap"):
+        _operator.register_vmap(_one_by_one(_operator))
 
 
 @torch.library.custom_op("fa_attn::append", mutates_args=("k_cache", "v_cache"))

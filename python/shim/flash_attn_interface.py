@@ -164,5 +164,9 @@ def get_scheduler_metadata(*arguments, **options):
     return None
 
 
-def flash_attn_combine(*arguments, **options):
-    raise UnsupportedError("combine: partial results are combined by the call that divides the keys")
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """Parts along the first axis; LSE is (parts, batch, seqlen, heads) there and (batch, seqlen, heads) here."""
+    masses = lse_partial.transpose(-1, -2).unbind(0)
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    merged, lse = fa_attn.merge(out_partial.unbind(0), masses, dtype=dtype)
+    return (merged if out is None else out.copy_(merged)), lse.transpose(-1, -2)

@@ -2,9 +2,8 @@
 """Runs FlashAttention's own tests on this package, through the packages beside this file that stand in for
 theirs.
 
-    git clone https://github.com/Dao-AILab/flash-attention COPY        # their files are read there and not
-    changed python python/shim/run.py COPY --suite fa2 fa3 fa4 --cases 60 --limit 150 --jobs 8 --record
-    record.json
+    git clone https://github.com/Dao-AILab/flash-attention COPY   # their files are read and not changed
+    python python/shim/run.py COPY --suite fa2 fa3 fa4 --cases 60 --limit 150 --jobs 8 --record record.json
 
 Of each test function so many cases are drawn from the product of its parameters, by a seed; processes share
 them. A case passes, fails, is left out for a named reason (what the package refuses), or is skipped by the
@@ -14,13 +13,15 @@ test itself; what the time limit cuts off is counted. Exit status 1 where a case
 import argparse
 import collections
 import contextlib
-import importlib
+import importlib.util
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,13 @@ SHIM = pathlib.Path(__file__).resolve().parent
 
 SUITES = {
     "fa2": ("tests", "test_flash_attn", {}),
-    # Chunks are drawn inside of every case that has windows, so that all of them would be left out.
-    "fa3": ("hopper", "test_flash_attn", {"FLASH_ATTENTION_DISABLE_LOCAL": "TRUE"}),
+    # Chunks are drawn inside of every case that has windows, so that all of them would be left out; fp8 is
+    # computed by no kernel.
+    "fa3": (
+        "hopper",
+        "test_flash_attn",
+        {"FLASH_ATTENTION_DISABLE_LOCAL": "TRUE", "FLASH_ATTENTION_DISABLE_FP8": "TRUE"},
+    ),
     "fa4": ("tests/cute", "test_flash_attn", {}),
 }
 
@@ -112,37 +118,81 @@ def run_case(function, arguments):
         return "failed", f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def work(options):
-    """Runs this process's share of a suite's cases and prints a line for each."""
-    folder, module, _ = SUITES[options.worker]
-    sys.path[:0] = [str(SHIM), str(options.copy / folder)]
-    tests = importlib.import_module(module)
-    functions = {name: f for name, f in vars(tests).items() if name.startswith("test_") and callable(f)}
-    drawn = []
-    for name, function in sorted(functions.items()):
-        count, make, why = cases_of(function)
-        why = LEFT_OUT.get(name, why)
-        if options.jobs > 1 and (options.worker, name) in ALONE:
-            why = "it fills the GPU's memory"
-        if options.share == 0:
-            print(json.dumps({"function": name, "cases": count, "why": why}), flush=True)
-        if why is None:
-            rng = random.Random(f"{options.seed} {name}")
-            picks = rng.sample(range(count), min(count, options.cases))
-            drawn += [(place, name, index, make) for place, index in enumerate(picks)]
+def tests_of(suite, copy):
+    """The test functions of a suite, by name."""
+    folder, module, _ = SUITES[suite]
+    sys.path[:0] = [str(copy / folder)]
+    try:
+        spec = importlib.util.spec_from_file_location(f"{suite}_{module}", copy / folder / f"{module}.py")
+        tests = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tests)
+    finally:
+        sys.path.remove(str(copy / folder))
+    return {name: f for name, f in sorted(vars(tests).items()) if name.startswith("test_") and callable(f)}
+
+
+def drawn_of(suites, options):
+    """(cases, functions): each case (suite, name, index, function, what makes its arguments), each function
+    what its line in the record begins with."""
+    drawn, functions = [], []
+    for suite in suites:
+        for name, function in tests_of(suite, options.copy).items():
+            count, make, why = cases_of(function)
+            why = LEFT_OUT.get(name, why)
+            if options.jobs > 1 and (suite, name) in ALONE:
+                why = "it fills the GPU's memory"
+            picks = []
+            if why is None:
+                rng = random.Random(f"{options.seed} {name}")
+                picks = rng.sample(range(count), min(count, options.cases))
+            line = {"suite": suite, "function": name, "cases": count, "why": why, "drawn": len(picks)}
+            functions.append(line)
+            drawn += [(place, suite, name, index, function, make) for place, index in enumerate(picks)]
     # Functions take turns, so that a time limit cuts off a part of each.
-    drawn.sort(key=lambda case: (case[0], case[1]))
-    for turn, (_, name, index, make) in enumerate(drawn):
-        if turn % options.jobs != options.share:
-            continue
-        if time.time() > options.until:
-            outcome, detail = "cut off", ""
-        else:
-            outcome, detail = run_case(functions[name], make(index))
-        line = {"function": name, "index": index, "outcome": outcome, "detail": detail}
+    drawn.sort(key=lambda case: case[:3])
+    return [case[1:] for case in drawn], functions
+
+
+def work(options, turn, share):
+    """Runs cases, the next that no other process has taken, and prints a line for each."""
+    sys.path.insert(0, str(SHIM))
+    drawn, functions = drawn_of(options.suite, options)
+    if share == 0:
+        for line in functions:
+            print(json.dumps(line), flush=True)
+    while time.time() < options.until:
+        with turn.get_lock():
+            at, turn.value = turn.value, turn.value + 1
+        if at >= len(drawn):
+            break
+        suite, name, index, function, make = drawn[at]
+        line = {"suite": suite, "function": name, "index": index}
+        # Read where the process does not outlive the case.
+        print(json.dumps({**line, "outcome": "begun"}), flush=True)
+        begin = time.time()
+        outcome, detail = run_case(function, make(index))
+        line.update(outcome=outcome, detail=detail, seconds=round(time.time() - begin, 2))
         if outcome == "failed":
             line["arguments"] = {key: str(value) for key, value in make(index).items()}
         print(json.dumps(line), flush=True)
+
+
+def worker(options, turn, share, out, err):
+    """The life of a process; it was forked, and has torch, but no context on the GPU yet."""
+    for target, stream in ((out, 1), (err, 2)):
+        os.dup2(target.fileno(), stream)
+    status = 1
+    try:
+        work(options, turn, share)
+        status = 0
+    except BaseException:  # noqa: B036 - the record says what ended it
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of torch's own may still run, which would end the process by an error.
+    os._exit(status)
 
 
 def commit_of(copy):
@@ -156,46 +206,70 @@ def commit_of(copy):
     return found.stdout.strip() or "unknown"
 
 
-def suite(name, options):
-    """The record of a suite."""
-    environment = {**os.environ, **SUITES[name][2], "FA_PEER_COPY": str(options.copy)}
-    until = time.time() + options.limit
+def run(options):
+    """The records of the suites, by name."""
+    for suite in options.suite:
+        os.environ.update(SUITES[suite][2])
+    os.environ["FA_PEER_COPY"] = str(options.copy)
+    # What takes long to import is imported once.
+    for module in ("torch", "numpy", "einops", "pytest", "fa_attn.torch"):
+        importlib.import_module(module)
+    turn = multiprocessing.Value("q", 0)
     jobs = []
     for share in range(options.jobs):
-        command = [sys.executable, __file__, str(options.copy), "--worker", name, "--share", str(share)]
-        command += ["--jobs", str(options.jobs), "--cases", str(options.cases), "--seed", str(options.seed)]
-        command += ["--until", str(until)]
         out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        jobs.append((subprocess.Popen(command, stdout=out, stderr=err, env=environment), out, err))
-    functions, failures, ended = {}, [], []
-    for process, out, err in jobs:
-        try:
-            process.wait(timeout=max(1.0, until + 45 - time.time()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            ended.append("killed behind the time limit")
-        if process.returncode not in (0, None, -9):
-            err.seek(0)
-            ended.append(err.read().strip()[-600:])
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            worker(options, turn, share, out, err)
+        jobs.append((pid, out, err))
+    records = {name: {"functions": {}, "failures": [], "ended": [], "seconds": 0.0} for name in options.suite}
+    for pid, out, err in jobs:
+        ended = wait(pid, options.until + 45)
         out.seek(0)
+        begun = None
         for line in map(json.loads, filter(str.strip, out)):
-            found = functions.setdefault(line["function"], collections.Counter())
+            record = records[line["suite"]]
+            found = record["functions"].setdefault(line["function"], collections.Counter())
             if "cases" in line:
                 found["cases"] = line["cases"]
+                found["cut off"] += line["drawn"]
                 if line["why"]:
                     found[f"left out: {line['why']}"] = line["cases"]
                 continue
             outcome = line["outcome"]
+            if outcome == "begun":
+                begun = line
+                continue
+            begun = None
+            found["cut off"] -= 1
+            record["seconds"] += line["seconds"]
             found[f"left out: {line['detail']}" if outcome == "left out" else outcome] += 1
             if outcome == "failed":
-                failures.append(line)
-    total = sum(functions.values(), collections.Counter())
-    return {
-        "functions": {key: dict(value) for key, value in sorted(functions.items())},
-        "total": dict(total),
-        "failures": failures,
-        "ended": ended,
-    }
+                record["failures"].append(line)
+        if ended:
+            err.seek(0)
+            name = begun["suite"] if begun else options.suite[0]
+            during = f" in {begun['function']} {begun['index']}" if begun else ""
+            records[name]["ended"].append(f"{ended}{during}: {err.read().strip()[-600:]}")
+    for record in records.values():
+        functions = sorted(record["functions"].items())
+        record["functions"] = {key: dict(+found) for key, found in functions}
+        record["total"] = dict(sum((found for _, found in functions), collections.Counter()))
+        record["seconds"] = round(record["seconds"], 1)
+    return records
+
+
+def wait(pid, until):
+    """What ended a process otherwise than its work, or nothing."""
+    while time.time() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return None if status == 0 else f"status {os.waitstatus_to_exitcode(status)}"
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "killed behind the time limit"
 
 
 def main():
@@ -204,18 +278,13 @@ def main():
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--cases", type=int, default=40, help="cases drawn of each test function")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for each suite")
+    parser.add_argument("--limit", type=float, default=120, help="seconds for all suites together")
     parser.add_argument("--jobs", type=int, default=8, help="processes")
     parser.add_argument("--record", type=pathlib.Path, help="write the record, as JSON")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.copy = options.copy.resolve()
-    if options.worker:
-        work(options)
-        # Threads of torch's own may still run, which would end the process by an error.
-        os._exit(0)
+    options.until = time.time() + options.limit
+    suites = run(options)
     import torch
 
     import fa_attn
@@ -228,14 +297,14 @@ def main():
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "seed": options.seed,
         "cases_of_a_function": options.cases,
-        "suites": {},
+        "settings": {name: SUITES[name][2] for name in options.suite if SUITES[name][2]},
+        "suites": suites,
     }
     failed = 0
-    for name in options.suite:
-        found = record["suites"][name] = suite(name, options)
+    for name, found in suites.items():
         failed += len(found["failures"]) + len(found["ended"])
         counts = ", ".join(f"{key} {value}" for key, value in sorted(found["total"].items()))
-        print(f"{name}: {counts}", flush=True)
+        print(f"{name}: {counts}; {found['seconds']} s in all processes", flush=True)
         for line in itertools.islice(found["failures"], 12):
             print(f"  failed {line['function']} {line['arguments']}: {line['detail']}")
         for text in found["ended"]:

@@ -17,7 +17,7 @@ struct On<'a, 'py> {
 }
 
 /// The type of 16 bits without a meaning, by its name.
-fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
+pub fn half_of(half: Option<&str>) -> PyResult<Option<Dtype>> {
     half.map(|name| name.parse().map_err(|error| InputError::new_err(format!("half: {error}")))).transpose()
 }
 
@@ -91,6 +91,12 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
             same("dk", dk, k, problem.head_dim)?;
             same("dv", dv, v, problem.head_dim_v)?;
             rows("softmax_lse", lse, lse_rows)?;
+            if let Some(dlse) = &given.beside.dlse {
+                if dlse.place != place {
+                    return Err(elsewhere("dlse", place));
+                }
+                rows("dlse", dlse, lse_rows)?;
+            }
             dsinks.map_or(Ok(()), |dsinks| rows("dsinks", dsinks, problem.heads_q))
         }
     }
@@ -126,11 +132,11 @@ pub fn forward<'py>(
     run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate })
 }
 
-/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`.
+/// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
 #[pyfunction]
 #[pyo3(signature = (
     dout, q, k, v, out, lse, dq, dk, dv, dsinks, scale, causal, window, softcap, deterministic,
-    extras=None, stream=None, allocate=None, half=None
+    extras=None, stream=None, allocate=None, half=None, dlse=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub fn backward<'py>(
@@ -154,8 +160,10 @@ pub fn backward<'py>(
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     half: Option<&str>,
+    dlse: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<()> {
-    let given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
+    let mut given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
+    given.beside.dlse = dlse.map(|dlse| words("dlse", dlse, stream, dlpack::Type::F32)).transpose()?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let view = |name: &str, object: &Bound<'py, PyAny>| View::of(name, object, stream);
     let (dout, out, lse) = (view("dout", dout)?, view("out", out)?, view("softmax_lse", lse)?);

@@ -268,6 +268,15 @@ impl<'py> View<'py> {
             // SAFETY: the offset is within the allocation by DLPack's contract.
             view.data = unsafe { view.data.add(byte_offset as usize) };
         }
+        // A GPU's kernels have an alignment of their own to ask for.
+        let bytes = usize::from(dtype.bits).div_ceil(8).next_power_of_two();
+        if view.place == Place::Cpu && view.elements() > 0 && !(view.data as usize).is_multiple_of(bytes) {
+            let message = format!(
+                "{name} starts at an address that is no multiple of its elements' {bytes} bytes: copy \
+                 the array"
+            );
+            return Err(InputError::new_err(message));
+        }
         Ok(view)
     }
 

@@ -34,6 +34,8 @@ pub fn raised(error: Error) -> PyErr {
             | Kernels::Scale { .. }
             | Kernels::Softcap { .. }
             | Kernels::Append(_)
+            | Kernels::Merge(_)
+            | Kernels::Parts { .. }
             | Kernels::MissingExtra { .. }
             | Kernels::UnusedExtra { .. }
             | Kernels::SameMemory { .. },

@@ -41,6 +41,8 @@ pub struct Beside<'py> {
     pub page_table: Option<View<'py>>,
     pub alibi_slopes: Option<View<'py>>,
     pub sinks: Option<View<'py>>,
+    /// The gradient of the LSE, of a backward.
+    pub dlse: Option<View<'py>>,
     /// Upper bounds on the rows of a packed sequence, and of one in pages.
     pub max: (usize, usize),
 }
@@ -61,6 +63,7 @@ impl<'py> Beside<'py> {
             page_table: view("page_table (block_table)", table, Type::I32)?,
             alibi_slopes: view("alibi_slopes", slopes, Type::F32)?,
             sinks: view("sinks", sinks, Type::F32)?,
+            dlse: None,
             max: (*max_q, *max_k),
         })
     }

@@ -7,16 +7,18 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
 use fa_attn::{Append, Error, Pass, Problem, ProblemKey};
-use fa_core::Strides;
+use fa_core::{Merge, Strides};
 use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaStream, result};
-use fa_kernels::{RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawTensor};
+use fa_kernels::{
+    RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor,
+};
 use pyo3::prelude::*;
 
 use crate::dlpack::{Place, Type, View};
-use crate::error::{InputError, raised};
+use crate::error::{InputError, UnsupportedError, raised};
 use crate::given::{Beside, Given, elsewhere};
-use crate::host::{Appended, Backward, Written, placement};
+use crate::host::{Appended, Backward, Merged, Written, placement};
 
 /// Bound kernels that are kept at the most: lengths that never come again must not fill the memory.
 const KEPT: usize = 4096;
@@ -126,6 +128,11 @@ impl Device {
         let place = given.place();
         let stream = self.stream(handle);
         let Given { q, k, v, beside, .. } = given;
+        if beside.dlse.is_some() {
+            return Err(UnsupportedError::new_err(
+                "dlse: no GPU kernel takes a gradient of the LSE; torch tensors are widened for it: use them",
+            ));
+        }
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
         let mut extras = extras(beside);
         match (&entry.kernel, to) {
@@ -211,6 +218,29 @@ impl Device {
             used_q: None,
             used_out: address("cache_seqlens", &arrays.used_out)?,
             dropped: None,
+        };
+        // SAFETY: as in `run`.
+        py.detach(|| unsafe { bound.run_raw(&stream, &args) }).map_err(launched)
+    }
+
+    /// Launches a merge.
+    ///
+    /// # Errors
+    /// What the merge refuses.
+    pub fn merge(&self, py: Python<'_>, merge: &Merge, arrays: &Merged<'_>, handle: u64) -> PyResult<()> {
+        let bound = py.detach(|| self.gpu.merge(merge)).map_err(raised)?;
+        let stream = self.stream(handle);
+        let place = arrays.out.place;
+        let part = |(out, lse): (&View<'_>, &View<'_>)| {
+            Ok(RawPartialResult { out: raw("outs", out, place)?, lse: floats("lses", lse, place)? })
+        };
+        let parts: Vec<RawPartialResult> =
+            arrays.outs.iter().zip(&arrays.lses).map(part).collect::<PyResult<_>>()?;
+        let args = RawMergeArgs {
+            parts: &parts,
+            out: raw("out", &arrays.out, place)?,
+            lse: Some(floats("softmax_lse", &arrays.lse, place)?),
+            sinks: arrays.sinks.as_ref().map(|sinks| floats("sinks", sinks, place)).transpose()?,
         };
         // SAFETY: as in `run`.
         py.detach(|| unsafe { bound.run_raw(&stream, &args) }).map_err(launched)

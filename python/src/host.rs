@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 use crate::dlpack::{Type, View};
 use crate::error::{InputError, raised};
 use crate::given::{Beside, Given};
+use crate::threads;
 
 /// The CPU's engine, made at the first call.
 pub fn engine() -> PyResult<&'static Engine> {
@@ -81,7 +82,7 @@ fn run_in<T: fa_attn::Element>(
                 lse: floats_mut("softmax_lse", lse)?,
                 extras,
             };
-            py.detach(|| call.run(tensors)).map_err(raised)
+            threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
         Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }) => {
             let tensors = BackwardTensors {
@@ -97,7 +98,7 @@ fn run_in<T: fa_attn::Element>(
                 dsinks: dsinks.map(|dsinks| floats_mut("dsinks", dsinks)).transpose()?,
                 extras,
             };
-            py.detach(|| call.run(tensors)).map_err(raised)
+            threads::detached(py, || call.run(tensors))?.map_err(raised)
         }
     }
 }
@@ -125,9 +126,10 @@ pub struct Appended<'py> {
 /// What [`fa_attn::append`] refuses, and arrays that cannot be written.
 pub fn append(py: Python<'_>, append: &Append, arrays: &Appended<'_>) -> PyResult<usize> {
     match append.dtype {
+        Dtype::F32 => append_in::<f32>(py, append, arrays),
         Dtype::F16 => append_in::<f16>(py, append, arrays),
-        // The append itself refuses the others.
-        Dtype::Bf16 | Dtype::F32 | Dtype::E4m3 => append_in::<bf16>(py, append, arrays),
+        // The append itself refuses the other.
+        Dtype::Bf16 | Dtype::E4m3 => append_in::<bf16>(py, append, arrays),
     }
 }
 
@@ -155,7 +157,17 @@ fn append_in<T: fa_attn::Element>(py: Python<'_>, append: &Append, arrays: &Appe
         used_q: None,
         used_out: arrays.used_out.as_ref().map(|view| slice_mut("cache_seqlens", view)).transpose()?,
     };
-    py.detach(|| fa_attn::append(append, &mut extras, &mut tensors)).map_err(|error| raised(error.into()))
+    threads::detached(py, || fa_attn::append(append, &mut extras, &mut tensors))?
+        .map_err(|error| raised(error.into()))
+}
+
+/// The arrays of a merge: each part's O and LSE, the result, and sinks.
+pub struct Merged<'py> {
+    pub outs: Vec<View<'py>>,
+    pub lses: Vec<View<'py>>,
+    pub out: View<'py>,
+    pub lse: View<'py>,
+    pub sinks: Option<View<'py>>,
 }
 
 fn table<'a, T>(name: &str, view: &'a View<'_>) -> PyResult<Table<'a, T>> {
@@ -197,20 +209,20 @@ fn span(name: &str, view: &View<'_>) -> PyResult<usize> {
     })
 }
 
-fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
+pub fn tensor<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorRef<'a, T>> {
     let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
     // SAFETY: the array has that many elements of the type, which the caller has checked; it is borrowed.
     let data = unsafe { elements(view.data.cast::<T>(), span(name, view)?) };
     TensorRef::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
+pub fn tensor_mut<'a, T>(name: &'static str, view: &'a View<'_>) -> PyResult<TensorMut<'a, T>> {
     let (shape, strides) = placement(view).ok_or_else(|| shape_error(name, view))?;
     let data = slice_mut_of(name, view, span(name, view)?)?;
     TensorMut::new(name, data, shape, strides).map_err(|error| raised(error.into()))
 }
 
-fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
+pub fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
     check_floats(name, view)?;
     // SAFETY: the array holds that many f32 end to end.
     Ok(unsafe { elements(view.data.cast(), view.elements()) })
@@ -218,7 +230,7 @@ fn floats<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a [f32]> {
 
 // The memory is another library's: a view borrows the object, not what is in it.
 #[allow(clippy::mut_from_ref)]
-fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
+pub fn floats_mut<'a>(name: &str, view: &'a View<'_>) -> PyResult<&'a mut [f32]> {
     check_floats(name, view)?;
     slice_mut(name, view)
 }
@@ -279,5 +291,6 @@ fn extras<'a>(beside: &'a Beside<'_>) -> Extras<'a> {
         page_table: words(&beside.page_table),
         alibi_slopes: floats(&beside.alibi_slopes),
         sinks: floats(&beside.sinks),
+        dlse: floats(&beside.dlse),
     }
 }

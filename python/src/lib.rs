@@ -4,7 +4,8 @@
 //! - `dlpack`: arrays of other libraries as views.
 //! - `given`: arrays and options as a problem.
 //! - `host`, `gpu`: a pass on the CPU and on a GPU.
-//! - `calls`, `planning`: the functions of the module.
+//! - `calls`, `merging`, `planning`: the functions of the module.
+//! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
 mod calls;
@@ -13,7 +14,9 @@ mod error;
 mod given;
 mod gpu;
 mod host;
+mod merging;
 mod planning;
+mod threads;
 
 #[pyo3::pymodule]
 mod _core {
@@ -21,6 +24,8 @@ mod _core {
     use super::calls::{append, backward, forward, report};
     #[pymodule_export]
     use super::error::{DeviceError, InputError, UnsupportedError};
+    #[pymodule_export]
+    use super::merging::merge;
     #[pymodule_export]
     use super::planning::{bind, explain, plan, problem, version};
 }

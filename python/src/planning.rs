@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::calls::report_of;
 use crate::dlpack::Place;
 use crate::error::{InputError, UnsupportedError};
+use crate::threads;
 
 /// The package's version.
 #[pyfunction]
@@ -61,10 +62,10 @@ pub fn plan(
 ) -> PyResult<String> {
     let asked = asked(problem, arch, family)?;
     let backward = backward.then_some(Pass::Backward { deterministic });
-    py.detach(|| {
+    threads::detached(py, || {
         let planned = explore(&asked, forward, backward)?;
         text(&planned.report(limit.unwrap_or(usize::MAX)))
-    })
+    })?
 }
 
 /// What became of the candidates that meet every condition of `query`, as `fa plan --why --json` prints it.
@@ -83,7 +84,7 @@ pub fn explain(
 ) -> PyResult<String> {
     let asked = asked(problem, arch, family)?;
     let backward = backward.then_some(Pass::Backward { deterministic });
-    py.detach(|| text(&explore(&asked, forward, backward)?.why(query).map_err(refused)?))
+    threads::detached(py, || text(&explore(&asked, forward, backward)?.why(query).map_err(refused)?))?
 }
 
 /// A problem, where it is planned for, and by which kernels.

@@ -31,6 +31,36 @@ def test_arrays_of_jax(dtype):
         fa_attn.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=3)
 
 
+def test_arrays_on_a_gpu_are_lent_to_torch(monkeypatch):
+    """The way of a GPU's arrays, on the CPU's: what differs is where they lie."""
+    jax = pytest.importorskip("jax")
+    torch = pytest.importorskip("torch")
+    from fa_attn import _arrays
+
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    q, k, v, dout = (jax.random.normal(key, (2, 33, 4, 32)).astype("bfloat16") for key in keys)
+    sinks = jax.numpy.asarray([0.5, -1.0, 0.0, 2.0], "float32")
+    options = dict(causal=True, sinks=sinks)
+    want = fa_attn.flash_attn_func(q, k, v, return_lse=True, **options)
+    want += fa_attn.flash_attn_backward(dout, q, k, v, *want, **options)
+    monkeypatch.setattr(_arrays, "_is_on_gpu", lambda array: True)
+    got = fa_attn.flash_attn_func(q, k, v, return_lse=True, **options)
+    got += fa_attn.flash_attn_backward(dout, q, k, v, *got, **options)
+    assert len(got) == len(want) == 6
+    for one, other in zip(got, want):
+        assert isinstance(one, jax.Array) and one.dtype == other.dtype
+        assert np.array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    for cache in (7, np.asarray([7, 33], np.int32)):
+        out = fa_attn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=cache)
+        assert isinstance(out, jax.Array) and out.shape == (2, 1, 4, 32)
+    merged, lse = fa_attn.merge([got[0], got[0]], [got[1], got[1]], dtype="float32")
+    assert merged.dtype == "float32" and np.allclose(lse, got[1] + np.log(2), atol=1e-6)
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    with pytest.raises(fa_attn.UnsupportedError, match="install torch with CUDA"):
+        fa_attn.flash_attn_func(q, k, v)
+    del torch
+
+
 def test_bfloat16_of_numpy():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     rng = np.random.default_rng(0)

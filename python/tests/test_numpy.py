@@ -1,7 +1,9 @@
 """The functions on numpy arrays, against the definition in f64."""
 
 import json
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -242,6 +244,138 @@ def test_a_row_of_the_cache_for_each_sequence():
         close(eleven[b], reference.attention(q[b], k[b, :11], v[b, :11])[0])
 
 
+def test_a_cache_with_padding_before_its_keys():
+    q, k, v = arrays(20, (3, 2, 4, 32), (3, 20, 2, 32), (3, 20, 2, 32))
+    used, left = np.array([20, 7, 12], np.int32), np.array([3, 0, 12], np.int32)
+    for index in (None, np.array([2, 0, 2], np.int32)):
+        out = fa_attn.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=used, cache_leftpad=left, cache_batch_idx=index, causal=True
+        )
+        for b in range(3):
+            row = b if index is None else index[b]
+            keys, values = (x[row, left[b] : used[b]] for x in (k, v))
+            want, _, _ = reference.attention(q[b], keys, values, causal=True)
+            assert np.abs(out[b] - want).max() < 2e-6
+
+
+def test_parts_of_the_keys_are_merged():
+    q, k, v = arrays(21, (2, 9, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32))
+    sinks = np.array([0.5, -1.0, 3.0, -np.inf], np.float32)
+    call = fa_attn.flash_attn_func
+    parts = [call(q, k[:, i : i + 2], v[:, i : i + 2], return_lse=True) for i in range(0, 40, 2)]
+    want, want_lse = call(q, k, v, sinks=sinks, return_lse=True)
+    out, lse = fa_attn.merge(*zip(*parts), sinks)
+    assert np.abs(out - want).max() < 1e-6 and np.abs(lse - want_lse).max() < 2e-6
+    half, _ = fa_attn.merge(*zip(*parts), sinks, dtype=np.float16)
+    assert half.dtype == np.float16 and np.abs(half - want).max() < 2e-3
+    nothing = (np.zeros_like(want), np.full_like(want_lse, -np.inf))
+    out, lse = fa_attn.merge(*zip(nothing, nothing))
+    assert (out == 0).all() and (lse == -np.inf).all()
+    with pytest.raises(fa_attn.InputError, match="one type"):
+        fa_attn.merge([want, want.astype(np.float16)], [want_lse, want_lse])
+    with pytest.raises(fa_attn.InputError, match="float32"):
+        fa_attn.merge([want], [want_lse.astype(np.float64)])
+
+
+def test_gradients_through_the_lse():
+    q, k, v, dout = arrays(22, (1, 6, 4, 16), (1, 9, 2, 16), (1, 9, 2, 16), (1, 6, 4, 16))
+    dlse = np.random.default_rng(3).standard_normal((1, 4, 6)).astype(np.float32)
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    got = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=dlse)
+
+    def loss(*inputs):
+        out, lse, _ = reference.attention(*(x[0] for x in inputs), causal=True)
+        return (out * dout[0]).sum() + (lse * dlse[0]).sum()
+
+    inputs = [x.astype(np.float64) for x in (q, k, v)]
+    for grad, x in zip(got, inputs):
+        for index in ((0, 0, 0, 0), (0, 3, 1, 7), (0, 5, -1, 15)):
+            value, ends = x[index], []
+            for x[index] in (value + 1e-5, value - 1e-5):
+                ends.append(loss(*inputs))
+            x[index] = value
+            assert abs(grad[index] - (ends[0] - ends[1]) / 2e-5) < 2e-5
+    with pytest.raises(fa_attn.InputError, match="dlse"):
+        fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=dlse[:, :2])
+
+
+def test_a_forked_process_computes():
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    q, k, v = arrays(23, (2, 300, 4, 32), (2, 300, 2, 32), (2, 300, 2, 32))
+    want = fa_attn.flash_attn_func(q, k, v, causal=True)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(fa_attn.flash_attn_func(q, k, v, causal=True), want)
+        plans = fa_attn.plan(fa_attn.problem(1, 512, heads=4, head_dim=64), limit=1)
+        os._exit(0 if same and plans["forward"]["plans"] else 1)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert status == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    raise AssertionError("the forked process hangs")
+
+
+def test_strange_arrays():
+    (q,) = arrays(24, (1, 8, 2, 32))
+    call = fa_attn.flash_attn_func
+    want = call(q, q, q, causal=True)
+    fixed = q.copy()
+    fixed.flags.writeable = False
+    assert np.array_equal(call(fixed, fixed, fixed, causal=1), want)
+    every_other = np.repeat(q, 2, -1)[..., ::2]
+    assert np.array_equal(call(every_other, every_other, every_other, causal=np.bool_(True)), want)
+    one_key = np.broadcast_to(q[:, :1], q.shape)
+    assert np.abs(call(q, one_key, one_key) - q[:, :1]).max() < 1e-6
+    assert np.array_equal(call(q, q, q, window_size=(1 << 70, 0)), want)
+    assert np.array_equal(call(q, q, q, window_size=(None, -0)), want)
+    assert call(q[:0], q[:0], q[:0]).shape == (0, 8, 2, 32)
+    assert (call(q, q[:, :0], q[:, :0]) == 0).all()
+    odd = np.frombuffer(b"x" + q.tobytes(), np.uint8)[1:].view(np.float32).reshape(q.shape)
+    for arguments, options, error, part in (
+        ((odd, q, q), {}, fa_attn.InputError, "no multiple of its elements' 4 bytes"),
+        ((q[0, 0],) * 3, {}, fa_attn.InputError, "(batch, seqlen, heads, head_dim)"),
+        ((np.float32(1),) * 3, {}, fa_attn.InputError, "q has the shape ()"),
+        ((q, q, q), dict(window_size=3), fa_attn.InputError, "window_size is 3"),
+        ((q, q, q), dict(window_size=(1.5, 2)), fa_attn.InputError, "window_size is (1.5, 2)"),
+        ((q.tolist(), q, q), {}, TypeError, "speaks DLPack"),
+        ((q, None, q), {}, TypeError, "k is NoneType"),
+        ((q, q, q), dict(out=q), TypeError, "'out'"),
+    ):
+        with pytest.raises(error) as raised:
+            call(*arguments, **options)
+        assert part in str(raised.value), str(raised.value)
+    starts = np.array([0, 4, 8], np.int32)
+    with pytest.raises(fa_attn.InputError, match="max_seqlen_q is -2"):
+        fa_attn.flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, -2, 4)
+    far = fa_attn.flash_attn_varlen_func(q[0], q[0], q[0], starts, starts, 10**30, 4.0)
+    assert far.shape == (8, 2, 32)
+    cache = fa_attn.flash_attn_with_kvcache
+    assert np.array_equal(
+        cache(q[:, :1], q, q, cache_seqlens=np.int64(5)), cache(q[:, :1], q, q, cache_seqlens=5)
+    )
+    with pytest.raises(fa_attn.InputError, match="cache_seqlens is 1099511627776"):
+        cache(q[:, :1], q, q, cache_seqlens=1 << 40)
+
+
+def test_threads_compute_side_by_side():
+    q, k, v = arrays(25, (1, 200, 4, 32), (1, 200, 4, 32), (1, 200, 4, 32))
+    want = fa_attn.flash_attn_func(q, k, v)
+    found = []
+    work = lambda: found.append(np.array_equal(fa_attn.flash_attn_func(q, k, v), want))  # noqa: E731
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 8
+
+
 def test_what_is_not_computed_raises_and_says_what_would_work():
     q, k, v = arrays(10, (1, 8, 4, 32), (1, 8, 2, 32), (1, 8, 2, 32))
     call = fa_attn.flash_attn_func
@@ -282,7 +416,7 @@ def test_what_is_not_computed_raises_and_says_what_would_work():
     starts = np.array([0, 8], np.int32)
     refused(wrong, "upper bound", fa_attn.flash_attn_varlen_func, q[0], k[0], v[0], starts, starts, None, 8)
     cache = fa_attn.flash_attn_with_kvcache
-    refused(unsupported, "cache_leftpad", cache, q, k, v, cache_leftpad=starts)
+    refused(wrong, "cache_leftpad has the shape", cache, q, k, v, cache_leftpad=starts)
     refused(wrong, "cache_seqlens is missing", cache, q, k, v, k=k, v=v)
     refused(wrong, "both or neither", cache, q, k, v, k=k, cache_seqlens=8)
     half = [x.astype(np.float16) for x in (q, k, v)]

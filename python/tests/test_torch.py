@@ -7,7 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.utils.checkpoint  # noqa: E402
+
 import fa_attn  # noqa: E402
+import fa_attn.torch  # noqa: E402, F401 - its operators
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16, torch.float16]}
@@ -18,7 +21,18 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 on = pytest.mark.parametrize("device,dtype", CASES, ids=[f"{d}-{str(t)[6:]}" for d, t in CASES])
 
 
-def definition(q, k, v, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, sinks=None):
+def definition(
+    q,
+    k,
+    v,
+    causal=False,
+    window=(-1, -1),
+    scale=None,
+    softcap=0.0,
+    slopes=None,
+    sinks=None,
+    return_lse=False,
+):
     """Attention in f64, differentiable; q (batch, seqlen, heads, dim)."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -47,7 +61,8 @@ def definition(q, k, v, causal=False, window=(-1, -1), scale=None, softcap=0.0, 
         column = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], -1)
     weights = torch.softmax(scores, -1)[..., :keys].nan_to_num()
-    return torch.einsum("bhij,bjhd->bihd", weights, v)
+    out = torch.einsum("bhij,bjhd->bihd", weights, v)
+    return (out, torch.logsumexp(scores, -1)) if return_lse else out
 
 
 def tensors(device, dtype, *shapes, seed=0, grad=True):
@@ -110,6 +125,61 @@ def test_sinks_and_slopes(device, dtype):
 
 
 @on
+def test_gradients_through_the_lse(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 70, 4, 64), (2, 90, 2, 64), (2, 90, 2, 64))
+    (sinks,) = tensors(device, torch.float32, (4,))
+    weight = torch.randn(2, 4, 70, device=device)
+    for softcap in (0.0, 3.0):
+        options = dict(causal=True, window_size=(40, -1), softcap=softcap)
+        wanted = definition(
+            q, k, v, causal=True, window=(40, -1), softcap=softcap, sinks=sinks, return_lse=True
+        )
+        inputs = (q, k, v, sinks)
+        dout = torch.randn_like(q)
+        for of_out, of_lse in ((1, 1), (0, 1)):
+            loss = lambda out, lse: of_out * (out * dout.to(out)).sum() + of_lse * (lse * weight).sum()  # noqa: E731, B023
+            want = torch.autograd.grad(loss(*wanted), inputs, retain_graph=True)
+            call = lambda *given: fa_attn.flash_attn_func(*given[:3], sinks=given[3], return_lse=True, **options)  # noqa: E731, B023, E501
+            for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+                got = torch.autograd.grad(loss(*function(*inputs)), inputs)
+                for one, other in zip(got, want):
+                    close(one, other, dtype, factor=4)
+        torch.compiler.reset()
+    out, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    want = torch.autograd.grad((out * dout).sum() + (lse * weight).sum(), (q, k, v))
+    got = fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=weight)
+    for one, other in zip(got, want):
+        close(one, other, dtype)
+    with pytest.raises(fa_attn.InputError, match="dlse"):
+        fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=weight[:1])
+    # Packed sequences, one of which has no keys, and rows that no sequence has.
+    starts_q, starts_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((3, 33, 40, 70), (0, 50, 50, 90)))
+    flat = [x[0].detach().clone().requires_grad_() for x in (q, k, v)]
+    out, lse = fa_attn.flash_attn_varlen_func(*flat, starts_q, starts_k, 30, 50, return_lse=True)
+    lse = lse[:, 3:]
+    got = torch.autograd.grad(lse[lse.isfinite()].sum(), flat)
+    leaves = [x.detach().clone().requires_grad_() for x in flat]
+    total = 0
+    for (a, b), (c, d) in (((3, 33), (0, 50)), ((40, 70), (50, 90))):
+        parts = [leaves[0][a:b], leaves[1][c:d], leaves[2][c:d]]
+        total = total + definition(*(x[None] for x in parts), return_lse=True)[1].sum()
+    want = torch.autograd.grad(total, leaves[:2])
+    for one, other in zip(got, want):
+        close(one, other, dtype, factor=4)
+    assert (got[2] == 0).all()
+
+
+@on
+def test_rings_of_merged_parts_have_the_gradients_of_the_whole(device, dtype):
+    q, k, v = tensors(device, dtype, (1, 64, 4, 64), (1, 96, 4, 64), (1, 96, 4, 64))
+    parts = [
+        fa_attn.flash_attn_func(q, k[:, i : i + 32], v[:, i : i + 32], return_lse=True) for i in (0, 32, 64)
+    ]
+    out, _ = fa_attn.merge(*zip(*parts))
+    same_gradients(out, definition(q, k, v), (q, k, v), dtype)
+
+
+@on
 def test_packed_arrays_have_one_gradient(device, dtype):
     (qkv,) = tensors(device, dtype, (2, 40, 3, 4, 64))
     out = fa_attn.flash_attn_qkvpacked_func(qkv, causal=True)
@@ -153,11 +223,6 @@ def test_packed_sequences(device, dtype):
 
 @on
 def test_a_cache_is_appended_to(device, dtype):
-    if dtype == torch.float32:
-        with pytest.raises(fa_attn.InputError, match="f16 or bf16"):
-            q, k = tensors(device, dtype, (1, 1, 2, 32), (1, 8, 2, 32), grad=False)
-            fa_attn.flash_attn_with_kvcache(q, k, k.clone(), q, q, cache_seqlens=3)
-        return
     q, new_k, new_v = tensors(device, dtype, (2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64), grad=False)
     k, v = tensors(device, dtype, (2, 50, 2, 64), (2, 50, 2, 64), seed=1, grad=False)
     lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
@@ -223,6 +288,67 @@ def test_a_cache_is_appended_to(device, dtype):
             definition(q[b : b + 1], k[other : other + 1, :n], v[other : other + 1, :n]),
             dtype,
         )
+
+
+@on
+def test_a_cache_with_padding_before_its_keys(device, dtype):
+    q, k, v = tensors(device, dtype, (3, 4, 4, 64), (3, 40, 2, 64), (3, 40, 2, 64), grad=False)
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    used, left = ints(40, 17, 30), ints(7, 0, 26)
+    table = torch.arange(15, dtype=torch.int32, device=device).flip(0).reshape(3, 5)
+    pages = [x.reshape(15, 8, 2, 64).flip(0) for x in (k, v)]
+    for cache, options in (
+        ((k, v), dict()),
+        ((k[:, :, :1], v[:, :, :1]), dict()),
+        ((k, v), dict(cache_batch_idx=ints(2, 0, 2))),
+        (pages, dict(page_table=table)),
+    ):
+        rows = options.get("cache_batch_idx", ints(0, 1, 2)).tolist()
+        out = fa_attn.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=used, cache_leftpad=left, causal=True, **options
+        )
+        keys = cache if "page_table" not in options else (k, v)
+        for b, row in enumerate(rows):
+            here = [x[row : row + 1, left[b] : used[b]] for x in keys]
+            close(out[b : b + 1], definition(q[b : b + 1], *here, causal=True), dtype)
+    whole = fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left)
+    close(whole[:1], definition(q[:1], k[:1, 7:], v[:1, 7:]), dtype)
+    with pytest.raises(fa_attn.InputError, match="cache_leftpad has the shape"):
+        fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left[:2])
+
+
+@on
+def test_parts_of_the_keys_are_merged(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 9, 4, 64), (2, 38, 2, 64), (2, 38, 2, 64), grad=False)
+    (sinks,) = tensors(device, torch.float32, (4,), grad=False)
+    step = 2
+    parts = [
+        fa_attn.flash_attn_func(q, k[:, i : i + step], v[:, i : i + step], return_lse=True)
+        for i in range(0, 38, step)
+    ]
+    # A part of which nothing is seen.
+    parts.append((torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf"))))
+    want, want_lse = fa_attn.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+    for given in (parts, parts[:1] * 2):
+        out, lse = fa_attn.merge(*zip(*given), sinks if given is parts else None)
+        assert out.dtype == dtype and lse.shape == (2, 4, 9)
+        if given is parts:
+            close(out, want, dtype, factor=2)
+            close(lse, want_lse, torch.float32, factor=4)
+        else:
+            close(out, given[0][0], dtype)
+            close(lse, given[0][1] + 0.6931472, torch.float32)
+    wide, _ = fa_attn.merge(*zip(*parts), dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    leaves = [[x.clone().requires_grad_() for x in part] for part in parts[:3]]
+    out, lse = fa_attn.merge(*zip(*leaves), sinks)
+    close(out, fa_attn.merge(*zip(*parts[:3]), sinks)[0], dtype, factor=2)
+    (out.float().sum() + lse.sum()).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for part in leaves for x in part)
+    with pytest.raises(fa_attn.InputError, match="one of each for every part"):
+        fa_attn.merge([want], [])
+    with pytest.raises(fa_attn.InputError, match="elements"):
+        fa_attn.merge([want, want], [want_lse, want_lse[:1]])
 
 
 @on
@@ -297,16 +423,80 @@ def test_what_is_not_computed_raises():
     with pytest.raises(fa_attn.UnsupportedError, match="detach them"):
         slopes = torch.rand(2, requires_grad=True)
         fa_attn.flash_attn_func(q, q, q, alibi_slopes=slopes)
-    leaf = torch.randn(1, 8, 2, 32, requires_grad=True)
-    out, lse = fa_attn.flash_attn_func(leaf, q, q, return_lse=True)
-    with pytest.raises(fa_attn.UnsupportedError, match="softmax_lse"):
-        (out.sum() + lse.sum()).backward()
     table = torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.tensor([0, 8], dtype=torch.int32)
     leaf = torch.randn(8, 2, 32, requires_grad=True)
     out = fa_attn.flash_attn_varlen_func(leaf, q, q, starts, starts, 8, 8, block_table=table)
     with pytest.raises(ValueError, match="pages"):
         out.sum().backward()
+
+
+def test_transforms_autocast_and_checkpoints():
+    q, k, v = tensors("cpu", torch.float32, (3, 9, 4, 32), (3, 9, 2, 32), (3, 9, 2, 32))
+    call = lambda q, k, v: fa_attn.flash_attn_func(q, k, v, causal=True)  # noqa: E731
+    want = call(q, k, v)
+    dout = torch.randn_like(want)
+    wanted = torch.autograd.grad(want, (q, k, v), dout)
+    plain = [x.detach() for x in (q, k, v)]
+    _, pull = torch.func.vjp(call, *plain)
+    for one, other in zip(pull(dout), wanted):
+        close(one, other, torch.float32)
+    each = torch.vmap(lambda q, k, v: call(q[None], k[None], v[None])[0])(*plain)
+    close(each, want, torch.float32)
+    grads = torch.vmap(
+        torch.func.grad(lambda q, k, v, d: (call(q[None], k[None], v[None])[0] * d).sum(), (0, 1, 2))
+    )(*plain, dout)
+    for one, other in zip(grads, wanted):
+        close(one, other, torch.float32)
+    got = torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False)
+    for one, other in zip(torch.autograd.grad(got, (q, k, v), dout), wanted):
+        assert torch.equal(one, other)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(q, k.bfloat16(), v)
+    assert out.dtype == torch.bfloat16
+    close(out, want, torch.bfloat16)
+    assert fa_attn.flash_attn_func(*(x.to("meta") for x in plain)).shape == want.shape
+    # A lazy minus, of which DLPack says nothing.
+    minus = torch._neg_view(plain[0])
+    close(call(minus, plain[1], torch._neg_view(plain[2])), -call(-plain[0], *plain[1:]), torch.float32)
+
+
+def test_second_derivatives_raise():
+    q = torch.randn(1, 8, 2, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(fa_attn.flash_attn_func(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_gradients_are_what_finite_differences_say():
+    torch.manual_seed(1)
+    inputs = [torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3)]
+    call = lambda *x: fa_attn.flash_attn_func(*x, causal=True, return_lse=True)  # noqa: E731
+    assert torch.autograd.gradcheck(call, inputs, eps=1e-2, atol=3e-3, rtol=1e-2, nondet_tol=0.0)
+
+
+def test_compile_with_dynamic_shapes():
+    torch.compiler.reset()
+
+    def packed(x, starts, most):
+        return fa_attn.flash_attn_varlen_func(x, x, x, starts, starts, most, most, causal=True)
+
+    def padded(q, k):
+        return fa_attn.flash_attn_func(q * 1.0, k, k, causal=True, window_size=(5, 0)).sin()
+
+    one, other = (
+        torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager") for f in (packed, padded)
+    )
+    for rows in (8, 13, 21):
+        x = torch.randn(rows, 2, 32)
+        starts = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
+        close(one(x, starts, rows), packed(x, starts, rows), torch.float32)
+        q, k = (torch.randn(2, rows, heads, 32, requires_grad=True) for heads in (4, 2))
+        got, want = other(q, k), padded(q, k)
+        close(got, want, torch.float32)
+        grads = [torch.autograd.grad(x.sum(), (q, k)) for x in (got, want)]
+        for a, b in zip(*grads):
+            close(a, b, torch.float32)
 
 
 @needs_gpu

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use fa_core::{Dtype, Family, KernelSpec, Pass, Problem};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Pass, Problem};
 use fa_kernels::Kernels;
 use fa_kernels::bundle::Bundle;
 use fa_planner::cost::{CostConstants, predict};
@@ -89,13 +89,12 @@ impl Chooser {
             None => vec![native, Family::Sm80],
         };
         let tuned = self.tuned(kernels, problem, wanted, pass, &bind);
-        let (bound, spec) = match tuned.map_or_else(|| planned(kernels, problem, &families, pass, &bind), Ok)
-        {
-            // Without a compiler there is what was compiled ahead.
-            Err(Error::Kernels(error @ fa_kernels::Error::NoCompiler { .. })) => {
-                bundled(kernels, problem, &families, pass, &bind).ok_or(error)??
+        let (bound, spec) = match tuned {
+            Some(tuned) => tuned,
+            None => {
+                let ahead = || Bundle::embedded().specs(kernels.arch());
+                planned_or_ahead((problem, kernels.arch(), pass), &families, ahead, &bind)?
             }
-            planned => planned?,
         };
         self.memory.choices().remember(key, spec.clone());
         self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
@@ -256,18 +255,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The best of the planner's kernels that compiles cleanly; where there is no compiler that works, the best
+/// of those that were compiled `ahead`.
+fn planned_or_ahead<'a, P, A: Iterator<Item = &'a KernelSpec>>(
+    asked: (&Problem, Arch, Pass),
+    families: &[Family],
+    ahead: impl Fn() -> A,
+    bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
+) -> Result<(P, KernelSpec), Error> {
+    use fa_kernels::Error::{BadCompiler, NoCompiler};
+    match planned(asked, families, &bind) {
+        Err(Error::Kernels(error @ (NoCompiler { .. } | BadCompiler { .. }))) => {
+            let (_, arch, pass) = asked;
+            tracing::warn!(%error, "only kernels that were compiled ahead run");
+            compiled_ahead(asked, families, ahead(), bind).ok_or_else(|| match ahead().count() {
+                0 => Error::Kernels(error),
+                have => Error::NoneAhead { arch, pass, have, compiler: Box::new(error) },
+            })?
+        }
+        planned => planned,
+    }
+}
+
 /// The best of the planner's kernels that compiles cleanly, of the first family that has one.
 fn planned<P>(
-    kernels: &Kernels,
-    problem: &Problem,
+    (problem, arch, pass): (&Problem, Arch, Pass),
     families: &[Family],
-    pass: Pass,
     bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
 ) -> Result<(P, KernelSpec), Error> {
     let mut first_error = None;
     for &family in families {
         let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
-        let plans = match plan(problem, kernels.arch(), &options) {
+        let plans = match plan(problem, arch, &options) {
             Ok(plans) => plans,
             Err(error) => {
                 first_error.get_or_insert(Error::Plan(error));
@@ -284,33 +303,27 @@ fn planned<P>(
             Err(error) => return Err(error.into()),
         }
     }
-    Err(first_error.unwrap_or(Error::Plan(PlanError::NoneFits {
-        arch: kernels.arch(),
-        tried: 0,
-        nearest: Vec::new(),
-    })))
+    Err(first_error.unwrap_or(Error::Plan(PlanError::NoneFits { arch, tried: 0, nearest: Vec::new() })))
 }
 
-/// The built-in kernel that is predicted to be fastest; `None` when none computes the problem.
-fn bundled<P>(
-    kernels: &Kernels,
-    problem: &Problem,
+/// The kernel that is predicted to be fastest of those compiled `ahead`; `None` when none computes the
+/// problem.
+fn compiled_ahead<'a, P>(
+    (problem, arch, pass): (&Problem, Arch, Pass),
     families: &[Family],
-    pass: Pass,
+    ahead: impl Iterator<Item = &'a KernelSpec>,
     bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
-) -> Option<Result<(P, KernelSpec), fa_kernels::Error>> {
-    let arch = kernels.arch();
+) -> Option<Result<(P, KernelSpec), Error>> {
     let constants = CostConstants::of(arch);
     let suits = |spec: &&KernelSpec| {
         families.contains(&spec.kernel.family()) && spec.kernel.pass() == pass && spec.serves(problem).is_ok()
     };
-    let spec = Bundle::embedded()
-        .specs(arch)
+    let spec = ahead
         .filter(suits)
         .map(|spec| (predict(problem, spec, arch, &constants).seconds, spec))
         .min_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.to_string().cmp(&b.1.to_string())))?
         .1;
-    Some(bind(spec).map(|bound| (bound, spec.clone())))
+    Some(bind(spec).map(|bound| (bound, spec.clone())).map_err(Error::from))
 }
 
 /// All that a choice depends on, as RON text: plain data, looked up when a problem is bound and not in a
@@ -353,6 +366,42 @@ mod tests {
     use fa_planner::plan::{PlanOptions, plan};
 
     use super::*;
+
+    #[test]
+    fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
+        let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
+        let asked = (&problem, Arch::Sm90, Pass::Forward);
+        let plans = |family| {
+            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+            plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
+        };
+        let families = [Family::Sm90, Family::Sm80];
+        let specs: Vec<KernelSpec> =
+            plans(Family::Sm80).take(1).chain(plans(Family::Sm90).skip(9).take(3)).collect();
+        let none = || fa_kernels::Error::NoCompiler { library: "NVRTC", tried: String::new(), variable: "X" };
+        let bad = || fa_kernels::Error::BadCompiler { path: "lib".into(), reason: "no library".to_owned() };
+        for lacks in [none as fn() -> fa_kernels::Error, bad] {
+            let bind = |spec: &KernelSpec| specs.contains(spec).then_some(()).ok_or_else(lacks);
+            let ((), spec) = planned_or_ahead(asked, &families, || specs.iter(), bind).expect("one computes");
+            assert_eq!(spec, specs[1], "the fastest of three of SM90's and one of SM80's");
+        }
+        // Nothing is compiled ahead for the problem, or at all.
+        let bind = |_: &KernelSpec| Err::<(), _>(none());
+        let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
+        let asked = (&wide, Arch::Sm90, Pass::Forward);
+        let error = planned_or_ahead(asked, &families, || specs.iter(), bind).expect_err("another head dim");
+        let text = error.to_string();
+        assert!(
+            text.contains("none of the 4 kernels compiled ahead for sm90 computes this forward"),
+            "{text}"
+        );
+        let error = planned_or_ahead(asked, &families, || [].iter(), bind).expect_err("nothing");
+        assert!(matches!(error, Error::Kernels(fa_kernels::Error::NoCompiler { .. })), "{error}");
+        // What is no want of a compiler is told as it is.
+        let lost = |_: &KernelSpec| Err::<(), _>(fa_kernels::Error::Device { major: 7, minor: 5 });
+        let error = planned_or_ahead(asked, &families, || specs.iter(), lost).expect_err("an old GPU");
+        assert!(matches!(error, Error::Kernels(fa_kernels::Error::Device { .. })), "{error}");
+    }
 
     #[test]
     fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_core::{Dtype, Pass, ProblemError};
+use fa_core::{Arch, Dtype, Pass, ProblemError};
 use fa_cpu::CpuError;
 use fa_cpu::simd::Isa;
 use fa_kernels::atomic_file::WriteError;
@@ -24,6 +24,18 @@ pub enum Error {
     /// No kernel computes the problem.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// There is no compiler that works, and the kernels compiled ahead do not compute the problem.
+    #[error("none of the {have} kernels compiled ahead for {arch} computes this {}; {compiler}", pass.name())]
+    NoneAhead {
+        /// The GPU's architecture.
+        arch: Arch,
+        /// The pass.
+        pass: Pass,
+        /// Kernels compiled ahead for it.
+        have: usize,
+        /// What is the matter with the compiler.
+        compiler: Box<fa_kernels::Error>,
+    },
     /// The CPU lacks an instruction set that was asked for.
     #[error("this CPU has no {wanted}: it has {}", names(.have))]
     Isa {

@@ -52,6 +52,7 @@ fn forward<T: Half>(
     fa_cpu::check::check_forward(problem, &q, &k, &v)?;
     fa_cpu::check::check_out(problem, "out", out.shape())?;
     fa_cpu::check::check_lse(problem, lse.len())?;
+    fa_cpu::check::check_no_dlse(&extras)?;
     // Starts, lengths and pages that point outside the tensors are found here; kernels trust them.
     Batch::new(problem, &extras)?;
     let stream = &gpu.stream;
@@ -93,6 +94,10 @@ fn backward<T: Half>(
     fa_cpu::check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     check_dsinks(problem, dsinks.as_deref())?;
     Batch::new(problem, &extras)?;
+    if extras.dlse.is_some() {
+        let (kernel, what) = ("the GPU's backward", "a gradient of the LSE");
+        return Err(KernelError::NoCode { kernel, what }.into());
+    }
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let mut forward = DeviceForward::upload(stream, problem, 0, [&q, &k, &v], placement)?;

@@ -122,6 +122,7 @@ fn on_host(beside: &Beside) -> Result<OwnedExtras> {
         page_table: integers(&beside.page_table)?,
         alibi_slopes: floats(&beside.alibi_slopes)?,
         sinks: floats(&beside.sinks)?,
+        dlse: None,
     })
 }
 

@@ -40,8 +40,8 @@ Examples:
 Environment:
   FA_CACHE_DIR       folder of compiled kernels [default: fa/kernels in the user's cache folder]
   FA_TUNED           table of tuned kernels [default: tuned.ron beside the compiled kernels]
-  FA_NVRTC           the NVRTC library [default: searched in CUDA_HOME, CUDA_PATH, the loader's path and \
-the active Python environment]
+  FA_NVRTC           the NVRTC library, or none to compile nothing [default: searched in CUDA_HOME, \
+CUDA_PATH, the loader's path and the active Python environment]
   FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
   FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
   RAYON_NUM_THREADS  threads of the CPU [default: all cores]

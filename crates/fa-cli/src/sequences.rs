@@ -92,6 +92,7 @@ impl SideTensors {
             page_table: self.page_table.as_deref(),
             alibi_slopes: self.alibi_slopes.as_deref(),
             sinks: self.sinks.as_deref(),
+            dlse: None,
         }
     }
 

@@ -24,7 +24,7 @@ pub struct Append {
     pub head_dim: usize,
     /// Elements of a value, a multiple of 8.
     pub head_dim_v: usize,
-    /// Type of all of them: f16 or bf16.
+    /// Type of all of them: f16 or bf16, on the CPU also f32.
     pub dtype: Dtype,
     /// How keys and queries are turned; `None` for not at all.
     pub rotary: Option<Rotary>,
@@ -142,8 +142,9 @@ impl Append {
     /// # Errors
     /// The first [`AppendError`] found.
     pub fn check(&self) -> Result<(), AppendError> {
-        if !self.dtype.is_half() {
-            return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need: "f16 or bf16".into() });
+        if self.dtype == Dtype::E4m3 {
+            let need = "f32, f16 or bf16".into();
+            return Err(AppendError::Dtype { name: "dtype", dtype: self.dtype, need });
         }
         multiple("head_dim", self.head_dim, CHUNK, 1 << 16)?;
         multiple("head_dim_v", self.head_dim_v, CHUNK, 1 << 16)?;
@@ -284,7 +285,7 @@ mod tests {
             let text = append.check().expect_err("must be refused").to_string();
             assert!(text.contains(part), "{text} does not say {part}");
         };
-        refused(Append { dtype: Dtype::F32, ..good }, "dtype is f32: must be f16 or bf16");
+        refused(Append { dtype: Dtype::E4m3, ..good }, "dtype is e4m3: must be f32, f16 or bf16");
         refused(Append { head_dim: 100, ..good }, "head_dim = 100: must be a multiple of 8");
         refused(Append { cache: Side::packed(100, 100), ..good }, "a cache needs room");
         refused(Append { new: Side::paged(16, 4, 16), ..good }, "new is in pages");

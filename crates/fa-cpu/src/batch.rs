@@ -2,7 +2,7 @@
 
 use fa_core::{Alibi, Problem, Side, SideRows};
 
-use crate::check::check_len;
+use crate::check::{check_len, lse_len, q_shape};
 use crate::error::CpuError;
 use crate::extras::Extras;
 
@@ -34,6 +34,16 @@ pub struct Batch<'a> {
     pages: Option<Pages<'a>>,
     slopes: Option<(&'a [f32], usize)>,
     sinks: Option<&'a [f32]>,
+    dlse: Option<Dlse<'a>>,
+}
+
+/// The gradient of the LSE.
+#[derive(Clone, Copy, Debug)]
+struct Dlse<'a> {
+    values: &'a [f32],
+    heads: usize,
+    /// Rows of a head in the LSE.
+    seqlen: usize,
 }
 
 /// The pages of all sequences.
@@ -82,8 +92,13 @@ impl<'a> Batch<'a> {
         if let Some(sinks) = sinks {
             check_len("sinks", sinks.len(), problem.heads_q)?;
         }
+        if let Some(dlse) = extras.dlse {
+            check_len("dlse", dlse.len(), lse_len(problem))?;
+        }
+        let [_, seqlen, heads, _] = q_shape(problem);
+        let dlse = extras.dlse.map(|values| Dlse { values, heads, seqlen });
         let sequences = q.into_iter().zip(k).map(|(q, k)| Sequence { q, k }).collect();
-        Ok(Batch { sequences, pages, slopes: slopes.map(|slopes| (slopes, stride)), sinks })
+        Ok(Batch { sequences, pages, slopes: slopes.map(|slopes| (slopes, stride)), sinks, dlse })
     }
 
     /// Whether all sequences are of the same lengths.
@@ -118,6 +133,14 @@ impl<'a> Batch<'a> {
     /// The sink of a query head.
     pub fn sink(&self, head: usize) -> Option<f32> {
         self.sinks.map(|sinks| sinks[head])
+    }
+
+    /// The gradient of the LSE of a query head's rows of a sequence, where there is one.
+    pub fn dlse(&self, sequence: usize, head: usize) -> Option<&'a [f32]> {
+        let Dlse { values, heads, seqlen } = self.dlse?;
+        let Span { batch, first, len } = self.sequences[sequence].q;
+        let start = (batch * heads + head) * seqlen + first;
+        Some(&values[start..start + len])
     }
 }
 

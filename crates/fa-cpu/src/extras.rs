@@ -21,6 +21,9 @@ pub struct Extras<'a> {
     pub alibi_slopes: Option<&'a [f32]>,
     /// A logit per query head: `[heads_q]`.
     pub sinks: Option<&'a [f32]>,
+    /// Gradient of the LSE, in its shape, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`: a backward's,
+    /// which no problem names and any may have. Rows with an LSE of -inf have none.
+    pub dlse: Option<&'a [f32]>,
 }
 
 impl Extras<'_> {
@@ -33,6 +36,7 @@ impl Extras<'_> {
         page_table: None,
         alibi_slopes: None,
         sinks: None,
+        dlse: None,
     };
 }
 
@@ -53,6 +57,8 @@ pub struct OwnedExtras {
     pub alibi_slopes: Option<Vec<f32>>,
     /// [`Extras::sinks`].
     pub sinks: Option<Vec<f32>>,
+    /// [`Extras::dlse`].
+    pub dlse: Option<Vec<f32>>,
 }
 
 impl OwnedExtras {
@@ -65,6 +71,7 @@ impl OwnedExtras {
         page_table: None,
         alibi_slopes: None,
         sinks: None,
+        dlse: None,
     };
 
     /// As an argument of a call.
@@ -77,6 +84,7 @@ impl OwnedExtras {
             page_table: self.page_table.as_deref(),
             alibi_slopes: self.alibi_slopes.as_deref(),
             sinks: self.sinks.as_deref(),
+            dlse: self.dlse.as_deref(),
         }
     }
 
@@ -111,6 +119,7 @@ impl OwnedExtras {
             page_table,
             alibi_slopes,
             sinks: problem.score.sinks.then(|| vec![0.0; problem.heads_q]),
+            dlse: None,
         }
     }
 }

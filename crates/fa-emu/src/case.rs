@@ -27,7 +27,7 @@ impl Case {
     /// The case as data, for a record's key: it names no Rust type, and what a case has not is left out.
     pub(crate) fn data(&self) -> Value {
         let Case { problem, placing: Placing { layout, gap }, extras } = self;
-        let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks } = extras;
+        let OwnedExtras { cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, dlse } = extras;
         sorted(json!({
             "problem": problem,
             "layout": layout,
@@ -39,6 +39,7 @@ impl Case {
             "page_table": page_table,
             "alibi_slopes": alibi_slopes,
             "sinks": sinks,
+            "dlse": dlse,
         }))
     }
 }

@@ -45,6 +45,7 @@ impl<T: Half> Inputs<T> {
             page_table: k.table().map(<[i32]>::to_vec),
             alibi_slopes: given(&self.mods.slopes),
             sinks: given(&self.mods.sinks),
+            dlse: None,
         }
     }
 

@@ -41,6 +41,8 @@ struct Head<'a, R> {
     /// ALiBi's; 0 without it.
     slope: R,
     sink: Option<R>,
+    /// The gradient of the LSE; empty without one.
+    dlse: Vec<R>,
 }
 
 /// One query's softmax.
@@ -244,6 +246,13 @@ impl<'a, R: Real> Head<'a, R> {
             softcap: problem.score.softcap.map(R::from_f64),
             slope: R::from_element(tensors.batch.slope(s, h)),
             sink: tensors.batch.sink(h).map(R::from_element),
+            dlse: tensors
+                .batch
+                .dlse(s, h)
+                .unwrap_or(&[])
+                .iter()
+                .map(|&value| R::from_element(value))
+                .collect(),
         }
     }
 
@@ -257,6 +266,11 @@ impl<'a, R: Real> Head<'a, R> {
 
     fn v(&self, j: usize) -> &[R] {
         row(&self.v, j, self.problem.head_dim_v)
+    }
+
+    /// The gradient of the LSE of query `i`; 0 without one, and where the LSE is -inf.
+    fn dlse(&self, i: usize, softmax: &Row<R>) -> R {
+        if softmax.lse == R::NEG_INFINITY { R::ZERO } else { self.dlse.get(i).copied().unwrap_or(R::ZERO) }
     }
 
     /// The softmaxes of some queries.
@@ -362,22 +376,25 @@ impl<'a, R: Real> Head<'a, R> {
             let rows = self.rows(queries.clone());
             let out = self.outputs(&rows, held);
             let out: Vec<R> = out.into_iter().map(self.round).collect();
-            let of_out = queries.clone().zip(out.chunks(head_dim_v)).map(|(i, out)| {
-                // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i
-                (dot(row(dout, i, head_dim_v), out), norm(out))
+            let of_out = queries.clone().zip(out.chunks(head_dim_v)).zip(&rows).map(|((i, out), softmax)| {
+                // sum_j P_ij dP_ij = sum_j P_ij (dO_i . V_j) = dO_i . O_i; rows that see nothing have no O.
+                let p_dp = dot(row(dout, i, head_dim_v), out);
+                let p_dp = if softmax.keys.is_empty() { R::ZERO } else { p_dp };
+                (p_dp - self.dlse(i, softmax), norm(out))
             });
             let of_out: Vec<(R, R)> = of_out.collect();
             if let Some(sink) = self.sink {
                 for ((softmax, &(p_dp, out_norm)), i) in rows.iter().zip(&of_out).zip(queries.clone()) {
-                    // Rows that see nothing have no output, and a sink that is not there no probability.
-                    if softmax.keys.is_empty() || softmax.sink == R::ZERO {
+                    // A sink that is not there has no probability.
+                    if softmax.sink == R::ZERO {
                         continue;
                     }
                     let p = softmax.sink / softmax.sum;
                     dsink += R::ZERO - p * p_dp;
                     let farthest = self.distance(i, 0).max(self.distance(i, seqlen_k));
                     let roundings = self.exp_roundings(q_norms.norm[i], longest_key, farthest, softmax.lse);
-                    dsink_terms += p * (roundings + abs(sink)) * dout_norms.norm[i] * out_norm;
+                    let terms = dout_norms.norm[i] * out_norm + abs(self.dlse(i, softmax));
+                    dsink_terms += p * (roundings + abs(sink)) * terms;
                 }
             }
             for block in key_blocks(rows.iter().map(|row| &row.keys)) {
@@ -397,6 +414,7 @@ impl<'a, R: Real> Head<'a, R> {
                         let distance = self.distance(i, j);
                         let roundings = self.exp_roundings(q_norms.norm[i], k_norms.norm[j], distance, *lse);
                         let dp_terms = dout_norms.norm[i] * (v_norms.norm[j] + out_norm);
+                        let dp_terms = dp_terms + abs(self.dlse(i, softmax));
                         let ds_terms = p * (abs(dp - p_dp) * roundings + dp_terms) * abs(self.scale);
                         dq_terms[i] += ds_terms * k_norms.largest[j];
                         dk_terms[j] += ds_terms * q_norms.largest[i];

@@ -11,7 +11,7 @@ use fa_core::Problem;
 use super::formula::{self, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
-use crate::check::{check_forward, check_out};
+use crate::check::{check_forward, check_no_dlse, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
@@ -65,6 +65,7 @@ pub fn forward_extras<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
     check_forward(problem, q, k, v)?;
+    check_no_dlse(extras)?;
     let batch = Batch::new(problem, extras)?;
     let tensors = Tensors {
         batch: &batch,

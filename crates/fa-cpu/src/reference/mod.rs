@@ -10,11 +10,12 @@
 //! O_i   = sum_j P_ij V_j
 //!
 //! dP_ij = dO_i . V_j
-//! dS_ij = P_ij (dP_ij - sum_j P_ij dP_ij) * cap'            cap' = 1 - tanh(s / softcap)^2, or 1
+//! dS_ij = P_ij (dP_ij - D_i) * cap'                         cap' = 1 - tanh(s / softcap)^2, or 1
+//! D_i   = sum_j P_ij dP_ij - dLSE_i         the last term where LSE has a gradient
 //! dQ_i  = scale * sum_j dS_ij K_j
 //! dK_j  = scale * sum_i dS_ij Q_i           summed over the query heads that share the K/V head
 //! dV_j  = sum_i P_ij dO_i                   likewise
-//! dsink = -sum_i exp(sink - LSE_i) sum_j P_ij dP_ij         for each query head, over all sequences
+//! dsink = -sum_i exp(sink - LSE_i) D_i      for each query head, over all sequences
 //! ```
 //!
 //! A key that the mask hides takes no part, whatever it and its value hold. A query that sees no key, or
@@ -34,7 +35,7 @@ pub mod low_precision;
 use fa_core::Problem;
 
 use crate::batch::Batch;
-use crate::check::{check_forward, check_out};
+use crate::check::{check_forward, check_no_dlse, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
@@ -120,6 +121,7 @@ pub fn forward_extras<T: Element>(
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
     check_forward(problem, q, k, v)?;
+    check_no_dlse(extras)?;
     let batch = Batch::new(problem, extras)?;
     let tensors = Tensors {
         batch: &batch,
@@ -132,7 +134,8 @@ pub fn forward_extras<T: Element>(
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 
-/// The gradients of `sum(O * dO)` with respect to Q, K and V. Deterministic as [`forward`] is.
+/// The gradients of `sum(O * dO)`, and of `sum(LSE * dLSE)` where extras hold one, with respect to Q, K
+/// and V. Deterministic as [`forward`] is.
 ///
 /// # Errors
 /// As [`forward`].
@@ -146,7 +149,7 @@ pub fn backward<T: Element>(
     backward_extras(problem, &Extras::NONE, q, k, v, dout)
 }
 
-/// [`backward`] with lengths, slopes or sinks.
+/// [`backward`] with lengths, slopes, sinks or a gradient of the LSE.
 ///
 /// # Errors
 /// As [`forward_extras`], and [`CpuError::PagedBackward`].

@@ -82,6 +82,7 @@ pub(super) fn run<T: Element>(
                     if size_of::<T>() == 2 {
                         job.exact_deltas(cut, head, tile, queries, exact);
                     }
+                    call.take_dlse(sequence, head, job.rows(cut, tile), &mut queries.delta);
                 }
                 if part == 0 {
                     let deltas = scratch.queries[..cut.m_tiles].iter().map(|tile| &tile.delta[..]);

@@ -284,6 +284,7 @@ impl Job<'_> {
         let ld = row_stride(problem.head_dim.max(problem.head_dim_v));
         let [row, dout] = rows[..2 * ld].split_at_mut(ld).into();
         let dout = &mut dout[..problem.head_dim_v];
+        let own = queries.clone();
         for (i, query) in queries.enumerate() {
             // Rows without any probability: with an LSE of +inf they stay without.
             if lse[query] == f32::NEG_INFINITY {
@@ -303,6 +304,7 @@ impl Job<'_> {
                 to.delta[i] = dot(out, dout);
             }
         }
+        self.call.take_dlse(cut.unit.sequence, head, own, &mut to.delta);
     }
 
     /// All tiles of `keys`, each with all tiles of queries that see it: adds to the scratch's dK and dV and

@@ -1,5 +1,7 @@
 //! What the backward is given.
 
+use std::ops::Range;
+
 use fa_core::Problem;
 
 use crate::batch::Batch;
@@ -49,8 +51,20 @@ impl<T: Element> Backward<'_, T> {
         &self.inputs.lse[start..start + span.len]
     }
 
+    /// Takes the gradients of the LSE from `deltas`, those of the `rows` of a head of a sequence: with them
+    /// dS = P (dP - (delta - dLSE)). Rows without any probability have none.
+    pub(super) fn take_dlse(&self, sequence: usize, head: usize, rows: Range<usize>, deltas: &mut [f32]) {
+        let Some(dlse) = self.batch.dlse(sequence, head) else { return };
+        let lse = &self.lse(sequence, head)[rows.clone()];
+        for ((delta, &dlse), &lse) in deltas.iter_mut().zip(&dlse[rows]).zip(lse) {
+            if lse != f32::NEG_INFINITY {
+                *delta -= dlse;
+            }
+        }
+    }
+
     /// What the rows of one head of a sequence add to the gradient of its sink; `deltas` are the row sums of
-    /// dO * O, tile by tile, each but the last one full.
+    /// dO * O less dLSE, tile by tile, each but the last one full.
     pub(super) fn dsink<'d>(
         &self,
         sequence: usize,

@@ -135,6 +135,7 @@ pub fn forward_extras<T: Element>(
         check::check_lse(problem, lse.len())?;
     }
     scores::Scores::check(problem)?;
+    check::check_no_dlse(extras)?;
     let (batch, kernels) = (Batch::new(problem, extras)?, kernels(options)?);
     tracing::debug!(isa = %kernels.isa(), threads = schedule::workers(options.threads), "tiled forward");
     let Options { threads, .. } = options;
@@ -184,7 +185,8 @@ pub fn backward_with<T: Element>(
     backward_extras(options, problem, &Extras::NONE, inputs, dq, dk, dv, None)
 }
 
-/// [`backward_with`] lengths, slopes or sinks, whose gradients (`[heads_q]`) go to `dsinks` when asked for.
+/// [`backward_with`] lengths, slopes, a gradient of the LSE, or sinks, whose gradients (`[heads_q]`) go to
+/// `dsinks` when asked for.
 ///
 /// Rows of no sequence are neither read nor written.
 ///

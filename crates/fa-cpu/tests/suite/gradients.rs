@@ -1,7 +1,8 @@
 //! The oracle's gradients against central finite differences of its forward, all in f64.
 
 use fa_core::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod, Types};
-use fa_cpu::{Extras, reference};
+use fa_cpu::check::lse_len;
+use fa_cpu::{CpuError, Extras, reference};
 use proptest::prelude::*;
 
 use crate::inputs::{Inputs, Random, assert_close};
@@ -18,24 +19,30 @@ fn loss(problem: &Problem, inputs: &Inputs<f64>) -> f64 {
     forward.out.iter().zip(&inputs.dout).map(|(out, dout)| out * dout).sum()
 }
 
-fn differences(
-    problem: &Problem,
-    inputs: &Inputs<f64>,
-    select: fn(&mut Inputs<f64>) -> &mut Vec<f64>,
-) -> Vec<f64> {
+fn differences(problem: &Problem, inputs: &Inputs<f64>, select: Select) -> Vec<f64> {
     let mut inputs = inputs.clone();
-    (0..select(&mut inputs).len())
-        .map(|index| {
-            let value = select(&mut inputs)[index];
-            let mut at = |point: f64| {
-                select(&mut inputs)[index] = point;
-                loss(problem, &inputs)
-            };
-            let slope = (at(value + STEP) - at(value - STEP)) / (2.0 * STEP);
-            at(value);
-            slope
-        })
-        .collect()
+    let count = select(&mut inputs).len();
+    differences_of(&mut inputs, count, select, |inputs| loss(problem, inputs))
+}
+
+/// Central differences of `loss` in each of `count` values.
+fn differences_of(
+    inputs: &mut Inputs<f64>,
+    count: usize,
+    select: Select,
+    loss: impl Fn(&Inputs<f64>) -> f64,
+) -> Vec<f64> {
+    let slope = |index: usize| {
+        let value = select(inputs)[index];
+        let mut at = |point: f64| {
+            select(inputs)[index] = point;
+            loss(inputs)
+        };
+        let slope = (at(value + STEP) - at(value - STEP)) / (2.0 * STEP);
+        select(inputs)[index] = value;
+        slope
+    };
+    (0..count).map(slope).collect()
 }
 
 pub fn masks() -> impl Strategy<Value = Mask> {
@@ -73,15 +80,46 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Rows that see nothing have none, whatever is given.
+    #[test]
+    fn gradients_through_the_lse_are_what_finite_differences_say(problem in problems(), seed: u64) {
+        let mut inputs = Inputs::<f64>::random(&problem, seed);
+        let mut random = Random::new(seed);
+        let dlse: Vec<f32> = (0..lse_len(&problem)).map(|_| random.normal() as f32).collect();
+        let extras = Extras { dlse: Some(&dlse), ..Extras::NONE };
+        let views = inputs.views(&problem);
+        let found =
+            reference::backward_extras(&problem, &extras, &views.q, &views.k, &views.v, &views.dout).unwrap();
+        let fields: [(&str, &[f64], Select); 3] = [
+            ("dq", &found.dq, |inputs| &mut inputs.q),
+            ("dk", &found.dk, |inputs| &mut inputs.k),
+            ("dv", &found.dv, |inputs| &mut inputs.v),
+        ];
+        let refused = reference::forward_extras(&problem, &extras, &views.q, &views.k, &views.v);
+        prop_assert!(matches!(refused, Err(CpuError::Extra { name: "dlse", .. })), "a forward has none");
+        for (name, gradient, select) in fields {
+            let differences = differences_of(&mut inputs, gradient.len(), select, |inputs| {
+                loss_of(&problem, inputs, &extras)
+            });
+            assert_close(name, gradient, &differences, TOLERANCE);
+        }
+    }
+}
+
 /// One of the inputs.
 type Select = fn(&mut Inputs<f64>) -> &mut Vec<f64>;
 
-/// `sum(O * dO)` with slopes and sinks.
-fn loss_of(problem: &Problem, inputs: &Inputs<f64>, slopes: &[f32], sinks: &[f32]) -> f64 {
+/// `sum(O * dO)`, and of the rows that see something `sum(LSE * dLSE)`, with slopes and sinks.
+fn loss_of(problem: &Problem, inputs: &Inputs<f64>, extras: &Extras<'_>) -> f64 {
     let views = inputs.views(problem);
-    let extras = Extras { alibi_slopes: Some(slopes), sinks: Some(sinks), ..Extras::NONE };
-    let forward = reference::forward_extras(problem, &extras, &views.q, &views.k, &views.v).unwrap();
-    forward.out.iter().zip(&inputs.dout).map(|(out, dout)| out * dout).sum()
+    let alone = Extras { dlse: None, ..*extras };
+    let forward = reference::forward_extras(problem, &alone, &views.q, &views.k, &views.v).unwrap();
+    let of_out: f64 = forward.out.iter().zip(&inputs.dout).map(|(out, dout)| out * dout).sum();
+    let of_lse = forward.lse.iter().zip(extras.dlse.unwrap_or(&[])).filter(|(lse, _)| lse.is_finite());
+    of_out + of_lse.map(|(lse, &dlse)| lse * f64::from(dlse)).sum::<f64>()
 }
 
 proptest! {
@@ -99,7 +137,10 @@ proptest! {
         let sinks: Vec<f32> = eighths.collect();
         let mut inputs = Inputs::<f64>::random(&problem, seed);
         let views = inputs.views(&problem);
-        let extras = Extras { alibi_slopes: Some(&slopes), sinks: Some(&sinks), ..Extras::NONE };
+        let eighths = (0..lse_len(&problem)).map(|_| (8.0 * random.normal()).round() as f32 / 8.0);
+        let dlse: Vec<f32> = eighths.collect();
+        let dlse = seed.is_multiple_of(2).then_some(&dlse[..]);
+        let extras = Extras { alibi_slopes: Some(&slopes), sinks: Some(&sinks), dlse, ..Extras::NONE };
         let found =
             reference::backward_extras(&problem, &extras, &views.q, &views.k, &views.v, &views.dout).unwrap();
         let fields: [(&str, &[f64], Select); 3] = [
@@ -108,18 +149,9 @@ proptest! {
             ("dv", &found.dv, |inputs| &mut inputs.v),
         ];
         for (name, gradient, select) in fields {
-            let differences: Vec<f64> = (0..gradient.len())
-                .map(|index| {
-                    let value = select(&mut inputs)[index];
-                    let mut at = |point: f64| {
-                        select(&mut inputs)[index] = point;
-                        loss_of(&problem, &inputs, &slopes, &sinks)
-                    };
-                    let slope = (at(value + STEP) - at(value - STEP)) / (2.0 * STEP);
-                    at(value);
-                    slope
-                })
-                .collect();
+            let differences = differences_of(&mut inputs, gradient.len(), select, |inputs| {
+                loss_of(&problem, inputs, &extras)
+            });
             assert_close(name, gradient, &differences, TOLERANCE);
         }
         const SINK_STEP: f32 = 1.0 / 4096.0;
@@ -128,7 +160,7 @@ proptest! {
                 let at = |step: f32| {
                     let mut sinks = sinks.clone();
                     sinks[head] += step;
-                    loss_of(&problem, &inputs, &slopes, &sinks)
+                    loss_of(&problem, &inputs, &Extras { sinks: Some(&sinks), ..extras })
                 };
                 (at(SINK_STEP) - at(-SINK_STEP)) / (2.0 * f64::from(SINK_STEP))
             })

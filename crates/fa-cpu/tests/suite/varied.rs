@@ -82,6 +82,7 @@ pub fn problem(base: Problem, lens: &[(usize, usize)], lies: [Lie; 2], seed: u64
         page_table,
         alibi_slopes: slopes.map(|count| (0..count).map(|_| 0.2 * random.uniform() as f32).collect()),
         sinks: base.score.sinks.then(|| (0..base.heads_q).map(|_| 2.0 * random.normal() as f32).collect()),
+        dlse: None,
     };
     (Problem { lengths: Lengths::of(lens.len(), q, k), ..base }, owned)
 }
@@ -153,7 +154,8 @@ impl<T: Element> Results<T> {
         let poisoned = |shape: [usize; 4]| vec![T::from_f64(f64::NAN); shape.iter().product()];
         let (mut out, mut lse) = (poisoned(out_shape(problem)), vec![f32::NAN; lse_len(problem)]);
         let mut to = view(&mut out, out_shape(problem));
-        forward_extras(options, problem, extras, &q, &k, &v, &mut to, Some(&mut lse)).unwrap();
+        let of_forward = Extras { dlse: None, ..*extras };
+        forward_extras(options, problem, &of_forward, &q, &k, &v, &mut to, Some(&mut lse)).unwrap();
         if !with_backward {
             return Results { out, lse, dq: vec![], dk: vec![], dv: vec![], dsinks: vec![] };
         }
@@ -182,6 +184,18 @@ fn check<T: Element + std::fmt::Debug>(
     let inputs = inputs::<T>(problem, extras, seed);
     let Views { q, k, v, dout } = inputs.views(problem);
     let dtype = problem.types.qkv;
+    // Of half of the cases the LSE has a gradient too; rows of no sequence hold NaN there.
+    let mut dlse: Vec<f32> = vec![f32::NAN; lse_len(problem)];
+    let spans = Batch::new(problem, extras).unwrap();
+    let [_, seqlen, heads, _] = q_shape(problem);
+    for sequence in &spans.sequences {
+        let Span { batch, first, len } = sequence.q;
+        for (head, row) in (0..heads).flat_map(|head| (first..first + len).map(move |row| (head, row))) {
+            dlse[(batch * heads + head) * seqlen + row] = (3 * row + head) as f32 % 7.0 / 4.0 - 0.75;
+        }
+    }
+    let dlse = (with_backward && seed.is_multiple_of(2)).then_some(&dlse[..]);
+    let of_backward = Extras { dlse, ..*extras };
     let exact: Forward = reference::forward_extras(problem, extras, &q, &k, &v).unwrap();
     let low = low_precision::forward_extras(problem, extras, &q, &k, &v).unwrap();
     let lse_shape = {
@@ -189,12 +203,12 @@ fn check<T: Element + std::fmt::Debug>(
         [batch, heads, seqlen]
     };
     let gradients = with_backward.then(|| {
-        let exact: Gradients = reference::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
-        (exact, low_precision::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap())
+        let exact: Gradients = reference::backward_extras(problem, &of_backward, &q, &k, &v, &dout).unwrap();
+        (exact, low_precision::backward_extras(problem, &of_backward, &q, &k, &v, &dout).unwrap())
     });
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
         let options = Options { isa: Some(isa), threads: None };
-        let got = Results::compute(options, problem, extras, &inputs, with_backward);
+        let got = Results::compute(options, problem, &of_backward, &inputs, with_backward);
         let tensor = |what: &str, shape, got: &[T], exact: &[f64], low: &[T], room: f64| {
             let verdict = compare(shape, dtype, got, exact, Some(low)).unwrap().allowing(room);
             assert!(verdict.passed(), "{what} of {problem:?} with {isa}: {verdict}");

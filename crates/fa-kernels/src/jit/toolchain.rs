@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::Error;
 
 /// Names the NVRTC library (or its folder) to use; takes precedence over every other location. Empty, it is
-/// as if unset.
+/// as if unset; `none` is for no compiler: only kernels that were compiled ahead run.
 pub const NVRTC_VARIABLE: &str = "FA_NVRTC";
 
 /// Names the nvcc program to use.
@@ -17,10 +17,18 @@ pub const NVCC_VARIABLE: &str = "FA_NVCC";
 /// system.
 ///
 /// # Errors
-/// [`Error::NoCompiler`] naming the locations searched, and [`Error::BadCompiler`] when `FA_NVRTC` names
-/// nothing.
+/// [`Error::NoCompiler`] naming the locations searched, also where `FA_NVRTC` is `none`, and
+/// [`Error::BadCompiler`] when it names nothing.
 pub fn find_nvrtc() -> Result<PathBuf, Error> {
+    let none = |tried: &str| Error::NoCompiler {
+        library: "NVRTC",
+        tried: tried.to_owned(),
+        variable: NVRTC_VARIABLE,
+    };
     if let Some(named) = path_in(NVRTC_VARIABLE) {
+        if named.as_os_str() == "none" {
+            return Err(none("nowhere, since FA_NVRTC is none"));
+        }
         let found =
             if named.is_dir() { library_in(&named) } else { Some(named.clone()).filter(|p| p.is_file()) };
         return found.ok_or_else(|| Error::BadCompiler {
@@ -29,12 +37,11 @@ pub fn find_nvrtc() -> Result<PathBuf, Error> {
         });
     }
     let folders = library_folders();
-    folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| Error::NoCompiler {
-        library: "NVRTC",
-        tried: "CUDA_HOME, CUDA_PATH, LD_LIBRARY_PATH, the system's library folders, VIRTUAL_ENV, \
-                target/toolkit and Python's site-packages"
-            .to_owned(),
-        variable: NVRTC_VARIABLE,
+    folders.iter().find_map(|folder| library_in(folder)).ok_or_else(|| {
+        none(
+            "CUDA_HOME, CUDA_PATH, LD_LIBRARY_PATH, the system's library folders, VIRTUAL_ENV, \
+             target/toolkit and Python's site-packages",
+        )
     })
 }
 

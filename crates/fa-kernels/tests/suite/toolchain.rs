@@ -45,6 +45,11 @@ fn the_variable_goes_first_and_must_name_a_library() {
     }
     let found = text_of(bare("toolchain::find", folder.path()).env(toolchain::NVRTC_VARIABLE, "/nowhere"));
     assert!(found.contains("/nowhere cannot be used: FA_NVRTC names neither"), "{found}");
+    // Nothing is searched for then, wherever a library may lie.
+    let home = library.parent().unwrap();
+    let mut none = bare("toolchain::find", folder.path());
+    let found = text_of(none.env(toolchain::NVRTC_VARIABLE, "none").env("LD_LIBRARY_PATH", home));
+    assert!(found.contains("no NVRTC found (looked in nowhere, since FA_NVRTC is none)"), "{found}");
 }
 
 #[test]

@@ -1,0 +1,97 @@
+"""The extension module: what the package's Python calls. Nothing in it is for users but its exceptions."""
+
+from typing import Any, Callable, Optional, Sequence, Tuple
+
+class InputError(ValueError):
+    """Arrays or options that contradict each other."""
+
+class UnsupportedError(ValueError):
+    """Something that no kernel computes; the message says what would work."""
+
+class DeviceError(RuntimeError):
+    """The GPU, its driver or its compiler refuses."""
+
+Extras = Tuple[Any, Any, Any, Any, Any, Any, Any, int, int]
+Allocate = Callable[[int, bool], Any]
+
+def version() -> str: ...
+def problem(json: str) -> str: ...
+def bind(problem: str, backward: bool, deterministic: bool, device: Optional[int] = None) -> str: ...
+def plan(
+    problem: str,
+    arch: str,
+    family: Optional[str],
+    forward: bool,
+    backward: bool,
+    deterministic: bool,
+    limit: Optional[int] = None,
+) -> str: ...
+def explain(
+    problem: str,
+    query: str,
+    arch: str,
+    family: Optional[str],
+    forward: bool,
+    backward: bool,
+    deterministic: bool,
+) -> str: ...
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    scale: Optional[float],
+    causal: bool,
+    window: Tuple[int, int],
+    softcap: float,
+    extras: Optional[Extras] = None,
+    stream: Optional[int] = None,
+    allocate: Optional[Allocate] = None,
+    half: Optional[str] = None,
+) -> None: ...
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    dsinks: Any,
+    scale: Optional[float],
+    causal: bool,
+    window: Tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    extras: Optional[Extras] = None,
+    stream: Optional[int] = None,
+    allocate: Optional[Allocate] = None,
+    half: Optional[str] = None,
+    dlse: Any = None,
+) -> None: ...
+def report(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: Optional[float],
+    causal: bool,
+    window: Tuple[int, int],
+    softcap: float,
+    extras: Optional[Extras] = None,
+    backward: bool = False,
+    deterministic: bool = False,
+    half: Optional[str] = None,
+) -> str: ...
+def append(*arguments: Any) -> int: ...
+def merge(
+    outs: Sequence[Any],
+    lses: Sequence[Any],
+    out: Any,
+    lse: Any,
+    sinks: Any = None,
+    stream: Optional[int] = None,
+    half: Optional[str] = None,
+) -> None: ...
