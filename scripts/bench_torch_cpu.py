@@ -10,11 +10,12 @@ torch runs scaled_dot_product_attention on its flash path (nothing else is allow
 [batch, heads, seqlen, head_dim] tensors; backward is torch.autograd.grad alone on a retained graph. FLOPs are
 4 * batch * heads * pairs * head_dim forward, with queries * keys pairs or N(N+1)/2 causal, and 2.5 times that
 backward. --sets chooses among the squares (which the other options describe) and the shapes off them: one query
-against many keys, batches of short sequences, lengths of vision models, few queries against many keys.
+against many keys, 5 to 16 of them, batches of short sequences, lengths of vision models, few queries against many keys.
 
 Standard output is a JSON list, one row a shape: kind, dtype, batch, heads, heads_kv, seqlen, seqlen_k, head_dim,
-causal, ms_median, ms_min, gflops (torch's, by the median), and with --fa also fa_ms_median, fa_gflops, ratio (torch's
-time over ours: above 1 we are ahead) or fa_error. The table and the description of the machine go to standard error.
+causal, ms_median, ms_min, gflops (torch's, by the median), and with --fa also fa_ms_median, fa_ms_min, fa_gflops, ratio
+(torch's median time over ours: above 1 we are ahead), ratio_min (least time over least time, which other programs on the
+machine disturb less) or fa_error. The table and the description of the machine go to standard error.
 
 Instruction sets: oneDNN kills the process by SIGILL on virtual machines that report AMX but leave its CPUID leaves blank.
 The script tries a small bf16 product in a child process first, and only if the child dies keeps oneDNN from using AMX
@@ -59,6 +60,15 @@ OFF_SQUARES = {
             Shape(64, 8, 8, 1, 512, 64, False),
         ],
     ),
+    "few": (
+        ("fwd",),
+        [
+            Shape(1, 2, 2, 5, 4096, 64, False),
+            Shape(1, 1, 1, 8, 8192, 128, False),
+            Shape(1, 8, 1, 16, 4096, 64, False),
+            Shape(1, 32, 8, 16, 4096, 128, False),
+        ],
+    ),
     "short": (
         MODES,
         [Shape(64, 8, 8, 32, 32, 64, True), Shape(16, 12, 12, 128, 128, 64, False)],
@@ -101,7 +111,7 @@ def parse_arguments():
     parser.add_argument("--modes", type=words(MODES), default=list(MODES), metavar="fwd,bwd")
     parser.add_argument("--causal", choices=("yes", "no", "both"), default="both")
     parser.add_argument("--rounds", type=int, default=3, help="times torch and fa take turns on a shape (default 3)")
-    parser.add_argument("--seconds", type=float, default=0.4, help="least time for torch in each round (default 0.4)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="least time for each in a round (default 0.4)")
     parser.add_argument("--no-amx", action="store_true", help="keep both oneDNN and MKL from using AMX")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
@@ -181,11 +191,12 @@ class TorchTimer:
 
 
 def time_fa(arguments, mode, dtype, shape):
-    """(median milliseconds, None) of one `fa bench`, or (None, what went wrong)."""
+    """((median, least) milliseconds, None) of one `fa bench`, or (None, what went wrong)."""
     lengths, heads = f"{shape.seqlen}x{shape.seqlen_k}", f"{shape.heads}:{shape.heads_kv}"
     command = [arguments.fa, "bench", "--backend", "cpu", "--headdim", str(shape.head_dim), "--seqlen", lengths]
     command += ["--heads", heads, "--batch", str(shape.batch), "--dtype", dtype, "--mode", mode]
-    command += ["--threads", str(arguments.threads), "--json", "-"] + (["--causal"] if shape.causal else [])
+    command += ["--threads", str(arguments.threads), "--seconds", str(arguments.seconds), "--json", "-"]
+    command += ["--causal"] if shape.causal else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -199,7 +210,7 @@ def time_fa(arguments, mode, dtype, shape):
         for key, value in asked.items():
             if row[key] != value:
                 return None, f"asked for {key} {value}, fa bench timed {row[key]}"
-        return float(row["ms_median"]), None
+        return (float(row["ms_median"]), float(row["ms_min"])), None
     except (ValueError, KeyError, TypeError) as error:
         return None, f"fa bench's JSON is not as expected: {error!r}"
 
@@ -207,14 +218,14 @@ def time_fa(arguments, mode, dtype, shape):
 def measure(arguments, mode, dtype, shape):
     work = flops(mode, shape)
     timer = TorchTimer(arguments, mode, dtype, shape)
-    torch_times, fa_medians, fa_error = [], [], None
+    torch_times, fa_times, fa_error = [], [], None
     for _ in range(arguments.rounds):
         torch_times += timer.round()
         if arguments.fa and fa_error is None:
             # torch's workers spin for a moment after their last task; let them go to sleep.
             time.sleep(0.05)
-            median, fa_error = time_fa(arguments, mode, dtype, shape)
-            fa_medians += [] if median is None else [median]
+            times, fa_error = time_fa(arguments, mode, dtype, shape)
+            fa_times += [] if times is None else [times]
     ms_median = statistics.median(torch_times)
     row = {
         "kind": mode,
@@ -226,11 +237,14 @@ def measure(arguments, mode, dtype, shape):
     }
     if fa_error is not None:
         row["fa_error"] = fa_error
-    elif fa_medians:
-        fa_median = statistics.median(fa_medians)
+    elif fa_times:
+        fa_median = statistics.median(median for median, _ in fa_times)
+        fa_min = min(least for _, least in fa_times)
         row["fa_ms_median"] = round(fa_median, 4)
+        row["fa_ms_min"] = round(fa_min, 4)
         row["fa_gflops"] = round(work / fa_median / 1e6, 1)
         row["ratio"] = round(ms_median / fa_median, 3)
+        row["ratio_min"] = round(min(torch_times) / fa_min, 3)
     return row
 
 
@@ -295,7 +309,7 @@ def main():
     for dtype in arguments.dtypes:
         log(f"torch 1024^3 {dtype} matrix product: {matrix_rate(dtype):.0f} GFLOP/s")
     log(f"load average before: {os.getloadavg()[0]:.2f} (anything else running spoils the figures)")
-    rate_columns = f"{'torch ms':>11}{'GFLOP/s':>9}{'fa ms':>11}{'GFLOP/s':>9}{'ratio':>8}"
+    rate_columns = f"{'torch ms':>11}{'GFLOP/s':>9}{'fa ms':>11}{'GFLOP/s':>9}{'ratio':>8}{'of min':>8}"
     log(f"{'':4}{'dtype':>5}{'hd':>5}{'B':>4}{'heads':>7}{'N':>11}{'causal':>8}{rate_columns}")
 
     rows = []
@@ -307,11 +321,13 @@ def main():
         line += f"{f'{shape.seqlen}x{shape.seqlen_k}':>11}{'yes' if shape.causal else 'no':>8}"
         line += f"{row['ms_median']:>11.3f}{row['gflops']:>9.1f}"
         if "ratio" in row:
-            line += f"{row['fa_ms_median']:>11.3f}{row['fa_gflops']:>9.1f}{row['ratio']:>8.2f}"
+            line += f"{row['fa_ms_median']:>11.3f}{row['fa_gflops']:>9.1f}{row['ratio']:>8.2f}{row['ratio_min']:>8.2f}"
         log(line + ("  " + row["fa_error"] if "fa_error" in row else ""))
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     if ratios:
         log(f"ahead on {sum(ratio > 1 for ratio in ratios)} of {len(rows)} shapes, worst ratio {min(ratios):.2f}")
+        ratios = [row["ratio_min"] for row in rows if "ratio_min" in row]
+        log(f"by least times: ahead on {sum(ratio > 1 for ratio in ratios)}, worst {min(ratios):.2f}")
     text = json.dumps(rows, indent=1)
     print(text)
     if arguments.json:

@@ -108,7 +108,7 @@ impl Call {
     pub fn cpu_plan(&self) -> Result<Option<tiled::Plan>, Error> {
         match (&self.implementation, self.pass) {
             (Implementation::Tiled(cpu), Pass::Forward) => {
-                Ok(Some(cpu.install(|| tiled::plan(cpu.options(), &self.problem))?))
+                Ok(Some(cpu.install_tiled(|| tiled::plan(cpu.options(), &self.problem))?))
             }
             _ => Ok(None),
         }
@@ -190,7 +190,9 @@ impl Call {
         let ForwardTensors { q, k, v, mut out, lse, extras } = tensors;
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
-        cpu.install(|| tiled::forward_extras(options, problem, &extras, &q, &k, &v, &mut out, Some(lse)))?;
+        cpu.install_tiled(|| {
+            tiled::forward_extras(options, problem, &extras, &q, &k, &v, &mut out, Some(lse))
+        })?;
         Ok(start.elapsed())
     }
 
@@ -203,7 +205,7 @@ impl Call {
         let inputs = BackwardInputs { q, k, v, out, lse, dout };
         let (options, problem) = (cpu.options(), &self.problem);
         let start = Instant::now();
-        cpu.install(|| {
+        cpu.install_tiled(|| {
             tiled::backward_extras(options, problem, &extras, &inputs, &mut dq, &mut dk, &mut dv, dsinks)
         })?;
         Ok(start.elapsed())

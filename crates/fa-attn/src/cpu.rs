@@ -14,14 +14,18 @@ use crate::error::Error;
 #[derive(Clone, Debug)]
 pub(crate) struct Cpu {
     pub(crate) isa: Isa,
-    /// Threads of its own; `None` for those of the current rayon pool.
-    pub(crate) pool: Option<Arc<ThreadPool>>,
+    /// At most so many threads; `None` for those of the current rayon pool.
+    limit: Option<usize>,
+    /// Threads of its own, where the limit is not what rayon's pool has anyway.
+    pool: Option<Arc<ThreadPool>>,
 }
 
 impl Cpu {
-    /// Threads of its own where a number is given, as many as are of use at the most.
+    /// As many threads as are of use at the most, where a number is given.
     pub(crate) fn new(isa: Isa, threads: Option<NonZeroUsize>) -> Result<Cpu, Error> {
-        Ok(Cpu { isa, pool: threads.map(pool).transpose()? })
+        let limit = threads.map(|threads| threads.get().min(most()));
+        let own = limit.filter(|&limit| limit != rayon::current_num_threads());
+        Ok(Cpu { isa, limit, pool: own.map(pool).transpose()? })
     }
 
     /// Runs `work` on the threads.
@@ -32,13 +36,18 @@ impl Cpu {
         }
     }
 
+    /// Runs `work`, which keeps to [`Cpu::options`]: one thread is the caller's, which need not wake another.
+    pub(crate) fn install_tiled<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        if self.limit == Some(1) { work() } else { self.install(work) }
+    }
+
     /// How many threads there are.
     pub(crate) fn threads(&self) -> usize {
         self.pool.as_ref().map_or_else(rayon::current_num_threads, |pool| pool.current_num_threads())
     }
 
     pub(crate) fn options(&self) -> tiled::Options {
-        tiled::Options { isa: Some(self.isa), threads: None }
+        tiled::Options { isa: Some(self.isa), threads: self.limit }
     }
 
     /// Runs `work` once on every thread.
@@ -50,8 +59,7 @@ impl Cpu {
     }
 }
 
-fn pool(threads: NonZeroUsize) -> Result<Arc<ThreadPool>, Error> {
-    let threads = threads.get().min(most());
+fn pool(threads: usize) -> Result<Arc<ThreadPool>, Error> {
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
     pool.map(Arc::new).map_err(|error| Error::Threads { threads, reason: error.to_string() })
 }

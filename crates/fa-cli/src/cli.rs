@@ -23,7 +23,7 @@ use crate::commands::validate::args::ValidateArgs;
 #[command(max_term_width = 110, after_help = TOP_EXAMPLES)]
 pub struct Cli {
     /// Show what is going on, on standard error (-v info, -vv debug, -vvv trace)
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 900)]
     pub verbose: u8,
     /// What to do.
     #[command(subcommand)]
@@ -44,6 +44,8 @@ Environment:
 CUDA_PATH, the loader's path and the active Python environment]
   FA_NVCC            nvcc, for `fa build --nvcc` [default: searched in CUDA_HOME, CUDA_PATH and PATH]
   FA_PYTHON          Python with torch, for `fa bench --peers` [default: python3]
+  FA_EMULATOR_CACHE  folder of what `fa emulate` compiles [default: below the user's cache folder]
+  CXX                the C++ compiler of `fa emulate` [default: searched]
   RAYON_NUM_THREADS  threads of the CPU [default: all cores]
   NO_COLOR           no colours, if it is not empty
 

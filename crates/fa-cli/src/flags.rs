@@ -2,6 +2,7 @@
 
 pub mod lengths;
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -340,6 +341,45 @@ pub fn parse_layout(text: &str) -> Result<TensorLayout, String> {
         "bshd" => Ok(TensorLayout::Bshd),
         "bhsd" => Ok(TensorLayout::Bhsd),
         _ => Err(format!("unknown layout '{text}': use bshd or bhsd")),
+    }
+}
+
+/// A file for a page.
+///
+/// # Errors
+/// `-`, and a name of another kind of file.
+pub fn page_file(text: &str) -> Result<PathBuf, String> {
+    match text {
+        "-" => Err("a page goes to a file, not to standard output: name a file, as in x.html".to_owned()),
+        _ => file_of("a page", &["html", "htm"], text),
+    }
+}
+
+/// A file for a drawing.
+///
+/// # Errors
+/// A name of another kind of file.
+pub fn plot_file(text: &str) -> Result<PathBuf, String> {
+    file_of("a plot", &["svg"], text)
+}
+
+/// A file for a report of text.
+///
+/// # Errors
+/// A name of another kind of file.
+pub fn markdown_file(text: &str) -> Result<PathBuf, String> {
+    file_of("a report", &["md", "markdown"], text)
+}
+
+/// A name that ends as what is written there is called, or in nothing.
+fn file_of(what: &str, kinds: &[&str], text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    let extension = path.extension().map(|own| own.to_string_lossy().to_ascii_lowercase());
+    match extension {
+        Some(other) if !kinds.contains(&&*other) => {
+            Err(format!("{what} is written as .{}: name the file so, or without an ending", kinds[0]))
+        }
+        _ => Ok(path),
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod banks;
 mod chart;
+mod events;
 mod measured;
 mod memory;
 mod rates;
@@ -21,6 +22,7 @@ use crate::plan::tried::{Fit, Shape, bytes, kib};
 use crate::term::output::si;
 use fa_planner::report::{LimitReport, Planned, Tried};
 
+pub use events::Emulated;
 pub use measured::Records;
 use view::{Unit, View};
 
@@ -34,6 +36,8 @@ pub struct Beside {
     pub records: Option<Records>,
     /// The answer to `--why`.
     pub why: Option<String>,
+    /// Steps of the first choices as the emulation went through them.
+    pub emulated: Option<Emulated>,
 }
 
 /// The whole page.
@@ -78,7 +82,7 @@ pub fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
             let part = if view.backward() { "Backward" } else { "Forward" };
             writeln!(body, "<h2 class=\"part\">{part}</h2>")?;
         }
-        pass_sections(&mut body, &mut styles, view, beside.records.as_ref())?;
+        pass_sections(&mut body, &mut styles, view, beside)?;
     }
     if let Some(why) = &beside.why {
         let mut grid = String::new();
@@ -142,13 +146,8 @@ fn section(grid: &mut String, title: &str, about: &str, content: &str, wide: boo
     .expect(INTO_STRING);
 }
 
-fn pass_sections(
-    body: &mut String,
-    styles: &mut String,
-    view: &View,
-    records: Option<&Records>,
-) -> anyhow::Result<()> {
-    let limits = view.limits();
+fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &Beside) -> anyhow::Result<()> {
+    let (limits, records) = (view.limits(), beside.records.as_ref());
     let (map, chosen) = tiles::map(view);
     styles.push_str(&chosen);
     let tiles_title = if view.backward() { "Backward tiles" } else { "Tiles" };
@@ -162,7 +161,22 @@ fn pass_sections(
     };
     body.push_str(&cards(view, best));
     section(&mut grid, tiles_title, &tiles::about(view), &(map + &misses(view.tried)), true);
-    section(&mut grid, "A steady step", timeline::ABOUT, &timeline::steps(view, best), true);
+    let steps = timeline::steps(view, best);
+    match &beside.emulated {
+        None => {
+            let how = format!("<p class=\"note\">{}</p>\n", escape(events::HOW));
+            section(&mut grid, "A steady step", timeline::ABOUT, &(steps + &how), true);
+        }
+        Some(emulated) => {
+            section(&mut grid, "A steady step", timeline::ABOUT, &steps, true);
+            let own = if view.backward() { &emulated.backward } else { &emulated.forward };
+            let shown = own.as_ref().map_or_else(
+                || "<p>The problem's loop is too short to have steady steps.</p>\n".to_owned(),
+                events::steps,
+            );
+            section(&mut grid, "A steady step, emulated", events::ABOUT, &shown, true);
+        }
+    }
     let measured = records.map_or(Vec::new(), |records| records.of(view));
     let sweep = rates::sweep(view)?;
     section(&mut grid, "Where the time goes", rates::ABOUT_TERMS, &rates::terms(best.cost), false);

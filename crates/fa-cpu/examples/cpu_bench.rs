@@ -1,10 +1,10 @@
 //! Quick rates of the tiled implementation:
-//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N,..]
+//! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N[xM],..]
 //! [full|causal|both] [threads] [isa] [heads]`
 
 use std::time::Instant;
 
-use fa_core::{Dtype, Mask, Problem, TensorLayout};
+use fa_core::{Dtype, Lengths, Mask, Problem, TensorLayout};
 use fa_cpu::simd::Isa;
 use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_with};
 use fa_cpu::{Element, TensorMut, TensorRef, check};
@@ -33,8 +33,11 @@ fn main() {
         }
         for &hd in &numbers(argument(2, "64,128")) {
             for &mask in masks {
-                for &n in &numbers(argument(3, "512,1024,2048,4096")) {
-                    let problem = Problem::square(1, n, heads, hd, mask, dtype);
+                for lengths in argument(3, "512,1024,2048,4096").split(',') {
+                    let (q, k) = lengths.split_once('x').unwrap_or((lengths, lengths));
+                    let [q, k] = [q, k].map(|n| n.parse().expect("a length"));
+                    let square = Problem::square(1, q, heads, hd, mask, dtype);
+                    let problem = Problem { lengths: Lengths::uniform(1, q, k), ..square };
                     let seconds = match dtype {
                         Dtype::F16 => time::<f16>(options, &problem, mode),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode),
@@ -45,8 +48,8 @@ fn main() {
                         if mode == "fwd" { problem.flops_forward() } else { problem.flops_backward() };
                     let [best, median, busy] = seconds.map(|seconds| flops / seconds / 1e9);
                     println!(
-                        "{mode} {dtype} hd {hd:3} N {n:5} {:6} best {:8.2} ms {best:7.1} GFLOP/s ({:4.1} % \
-                         of f32 peak), median {median:7.1}, per CPU second {busy:6.1}",
+                        "{mode} {dtype} hd {hd:3} N {lengths:5} {:6} best {:8.3} ms {best:7.1} GFLOP/s \
+                         ({:4.1} % of f32 peak), median {median:7.1}, per CPU second {busy:6.1}",
                         mask.to_string(),
                         seconds[0] * 1e3,
                         best / peak * 100.0,
@@ -77,15 +80,20 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3]
         };
         (0..shape.iter().product()).map(|_| T::from_f32(next() + next() + next())).collect()
     };
-    let shape = check::q_shape(problem);
-    let [q, k, v, dout] = [1, 2, 3, 4].map(|seed| noise(seed, shape));
-    let [q, k, v, dout] =
-        [&q, &k, &v, &dout].map(|data| TensorRef::packed("input", data, shape, TensorLayout::Bhsd).unwrap());
+    let (shape, of_keys) = (check::q_shape(problem), check::k_shape(problem));
+    let [q, dout] = [1, 4].map(|seed| noise(seed, shape));
+    let [k, v] = [2, 3].map(|seed| noise(seed, of_keys));
+    fn read<T>(data: &[T], shape: [usize; 4]) -> TensorRef<'_, T> {
+        TensorRef::packed("input", data, shape, TensorLayout::Bshd).unwrap()
+    }
+    let [q, dout] = [&q, &dout].map(|data| read(data, shape));
+    let [k, v] = [&k, &v].map(|data| read(data, of_keys));
     let mut out = vec![T::from_f32(0.0); shape.iter().product()];
-    let [mut dq, mut dk, mut dv] = [out.clone(), out.clone(), out.clone()];
+    let mut dq = out.clone();
+    let [mut dk, mut dv] = [(); 2].map(|()| vec![T::from_f32(0.0); of_keys.iter().product()]);
     let mut lse = vec![0f32; check::lse_len(problem)];
     fn view<T>(data: &mut [T], shape: [usize; 4]) -> TensorMut<'_, T> {
-        TensorMut::packed("output", data, shape, TensorLayout::Bhsd).unwrap()
+        TensorMut::packed("output", data, shape, TensorLayout::Bshd).unwrap()
     }
     let mut run_forward =
         || forward_with(options, problem, &q, &k, &v, &mut view(&mut out, shape), Some(&mut lse)).unwrap();
@@ -94,7 +102,7 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3]
     let mut timed = |run: &mut dyn FnMut()| {
         let begin = Instant::now();
         while times.len() < 5 || begin.elapsed().as_secs_f64() < 0.4 {
-            let (start, cpu) = (Instant::now(), cpu_seconds());
+            let (cpu, start) = (cpu_seconds(), Instant::now());
             run();
             times.push(start.elapsed().as_secs_f64());
             busy += cpu_seconds() - cpu;
@@ -103,11 +111,11 @@ fn time<T: Element>(options: Options, problem: &Problem, mode: &str) -> [f64; 3]
     if mode == "fwd" {
         timed(&mut run_forward);
     } else {
-        let out = TensorRef::packed("out", &out, shape, TensorLayout::Bhsd).unwrap();
+        let out = read(&out, shape);
         let inputs = BackwardInputs { q, k, v, out, lse: &lse, dout };
         timed(&mut || {
             let (dq, dk, dv) =
-                (&mut view(&mut dq, shape), &mut view(&mut dk, shape), &mut view(&mut dv, shape));
+                (&mut view(&mut dq, shape), &mut view(&mut dk, of_keys), &mut view(&mut dv, of_keys));
             backward_with(options, problem, &inputs, dq, dk, dv).unwrap();
         });
     }

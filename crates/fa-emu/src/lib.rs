@@ -46,6 +46,7 @@ pub mod record;
 pub mod sample;
 pub mod shipped;
 mod single;
+pub mod steady;
 pub mod subjects;
 pub mod sweep;
 mod symbols;

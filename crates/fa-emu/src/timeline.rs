@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use crate::outcome::{Outcome, Span};
+use crate::steady::order;
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1f2430; --soft: #5b6372; --paper: #ffffff; --line: #d8dce3; }
@@ -81,7 +82,8 @@ fn picture(spans: &[&Span]) -> String {
     let scale = WIDTH / (end - begin).max(1) as f64;
     let mut tracks: BTreeMap<(u8, u32, &str), Vec<&Span>> = BTreeMap::new();
     for &span in spans {
-        tracks.entry(order(&span.track)).or_default().push(span);
+        let (group, number) = order(&span.track);
+        tracks.entry((group, number, &span.track)).or_default().push(span);
     }
     let mut svg = String::new();
     let mut y = 24.0;
@@ -140,13 +142,6 @@ fn picture(spans: &[&Span]) -> String {
         NAMES + WIDTH + 60.0,
         y + 8.0
     )
-}
-
-/// The copy engine first, then tensor cores, then warps by number.
-fn order(track: &str) -> (u8, u32, &str) {
-    let number = track.rsplit(' ').next().and_then(|word| word.parse().ok()).unwrap_or(0);
-    let group = if track.starts_with("copy") { 0 } else { u8::from(track.starts_with("warp")) + 1 };
-    (group, number, track)
 }
 
 fn escape(text: &str) -> String {

@@ -1,5 +1,5 @@
-//! Files that appear whole or not at all: written under a temporary name in the target's folder, then
-//! renamed.
+//! Files that appear whole or not at all: written without a name where the system has such files (then a
+//! program that is stopped leaves nothing), else under a temporary one, and then renamed.
 
 use std::fs;
 use std::io::{self, BufWriter, Write};
@@ -35,7 +35,8 @@ impl AtomicFile {
     /// When the folder is missing or not writable, or `path` is something other than a file.
     pub fn probe(path: &Path) -> Result<AtomicFile, WriteError> {
         let file = AtomicFile::at(path)?;
-        file.temporary().map_err(|source| file.error(source))?;
+        let tried = unnamed(file.folder()).map(drop).or_else(|_| file.temporary().map(drop));
+        tried.map_err(|source| file.error(source))?;
         Ok(file)
     }
 
@@ -74,6 +75,9 @@ impl AtomicFile {
     }
 
     fn replace(&self, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+        if let Ok(file) = unnamed(self.folder()) {
+            return self.replace_by(file, fill);
+        }
         let temporary = self.temporary()?;
         // The file below the temporary name: its errors do not quote that name.
         let mut writer = BufWriter::new(temporary.as_file());
@@ -84,6 +88,38 @@ impl AtomicFile {
             temporary.as_file().set_permissions(about.permissions())?;
         }
         temporary.persist(&self.target).map_err(|e| e.error).map(drop)
+    }
+
+    /// As [`AtomicFile::replace`], by a file that gets its name at the end.
+    fn replace_by(
+        &self,
+        mut file: fs::File,
+        fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut writer = BufWriter::new(&file);
+        fill(&mut writer)?;
+        writer.flush()?;
+        drop(writer);
+        if let Ok(about) = fs::metadata(&self.target) {
+            file.set_permissions(about.permissions())?;
+        }
+        match name(&file, &self.target) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            // Without /proc there is no way to name it: its content is copied.
+            Err(_) => {
+                let temporary = self.temporary()?;
+                io::Seek::rewind(&mut file)?;
+                io::copy(&mut file, &mut temporary.as_file())?;
+                temporary.as_file().set_permissions(file.metadata()?.permissions())?;
+                return temporary.persist(&self.target).map_err(|e| e.error).map(drop);
+            }
+        }
+        // A name can be given, not taken over: it has another one for the moment before it is renamed.
+        let mut temporary = tempfile::Builder::new();
+        temporary.prefix(".fa-");
+        let temporary = temporary.make_in(self.folder(), |path| name(&file, path))?;
+        temporary.into_temp_path().persist(&self.target).map_err(|e| e.error)
     }
 
     fn folder(&self) -> &Path {
@@ -103,6 +139,33 @@ impl AtomicFile {
     fn error(&self, source: io::Error) -> WriteError {
         WriteError { path: self.path.clone(), source }
     }
+}
+
+/// A file in `folder` that has no name.
+#[cfg(target_os = "linux")]
+fn unnamed(folder: &Path) -> io::Result<fs::File> {
+    use rustix::fs::{Mode, OFlags, open};
+    // As any file that is made, with what the user's umask leaves.
+    let mode = Mode::from_raw_mode(0o666);
+    Ok(fs::File::from(open(folder, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode)?))
+}
+
+/// Gives a file of [`unnamed`] its name.
+#[cfg(target_os = "linux")]
+fn name(file: &fs::File, path: &Path) -> io::Result<()> {
+    use rustix::fs::{AtFlags, CWD, linkat};
+    let own = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(file));
+    Ok(linkat(CWD, own, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn unnamed(_: &Path) -> io::Result<fs::File> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn name(_: &fs::File, _: &Path) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
 }
 
 /// Puts a file of these bytes at `path`; its folder is made where it is missing.
@@ -139,6 +202,27 @@ mod tests {
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
         names.sort();
         names
+    }
+
+    /// Whoever is stopped while it writes leaves nothing.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_is_being_written_has_no_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("target");
+        for (content, before) in [("first", vec![]), ("second", vec!["target".to_owned()])] {
+            let file = AtomicFile::probe(&path).unwrap();
+            assert_eq!(names(folder.path()), before);
+            let fill = |writer: &mut dyn Write| {
+                writer.write_all(content.as_bytes())?;
+                writer.flush()?;
+                assert_eq!(names(folder.path()), before);
+                Ok(())
+            };
+            file.write(fill).unwrap();
+            assert_eq!(names(folder.path()), ["target"]);
+            assert_eq!(fs::read_to_string(&path).unwrap(), content);
+        }
     }
 
     #[test]

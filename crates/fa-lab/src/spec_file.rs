@@ -12,8 +12,8 @@ use crate::error::{Error, Result, read_text};
 /// [`Error::Read`] and [`Error::Request`] when it cannot be read or holds no valid spec.
 pub fn read_spec(path: &Path) -> Result<KernelSpec> {
     let text = read_text(path)?;
-    // Files under specs/ name their architectures next to the spec; `fa plan --format ron` gives the bare
-    // spec.
+    // Files under specs/ name their architectures next to the spec; `fa plan --format spec` gives the
+    // bare spec.
     let spec = ShippedSpec::from_ron(&text).map(|shipped| shipped.spec).or_else(|shipped_error| {
         KernelSpec::from_ron(&text).map_err(|e| if text.contains("archs") { shipped_error } else { e })
     });

@@ -253,8 +253,8 @@ fn cache_check() -> Check {
     // writable.
     let nearest = root.ancestors().find(|folder| folder.exists());
     let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());
-    let kib = cache.size().div_ceil(1024);
-    let found = format!("{} ({} kernels, {kib} of {} KiB)", root.display(), cache.len(), DEFAULT_LIMIT >> 10);
+    let (mib, most) = (cache.size() as f64 / f64::from(1 << 20), DEFAULT_LIMIT >> 20);
+    let found = format!("{} ({} kernels, {mib:.1} of {most} MiB)", root.display(), cache.len());
     if writable {
         Check::ok("cache", found)
     } else {

@@ -36,7 +36,7 @@ pub struct LadderArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
     /// Draw the steps to an SVG file
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, value_name = "FILE.svg", value_parser = crate::flags::plot_file)]
     pub plot: Option<PathBuf>,
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use fa_attn::atomic_file::AtomicFile;
-use fa_core::{Arch, Pass, Problem};
+use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_lab::read_text;
 use fa_lab::spec_file::read_spec;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
@@ -14,10 +14,10 @@ use serde::Serialize;
 
 use crate::attention;
 use crate::flags::{self, ProblemArgs, passes};
-use crate::page::{self, Beside, Records};
+use crate::page::{self, Beside, Emulated, Records};
 use crate::plan::backward;
 use crate::plan::guide::GuideArgs;
-use crate::plan::tried::Shown;
+use crate::plan::tried::{Shape, Shown};
 use crate::plan::why::why_text as answer;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -33,6 +33,8 @@ pub enum Format {
     Json,
     /// Rusty object notation
     Ron,
+    /// The first choice alone, as the commands that take a kernel's file read it
+    Spec,
 }
 
 /// `fa plan`.
@@ -69,11 +71,15 @@ pub struct PlanArgs {
     #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["limit"])]
     pub why: Option<String>,
     /// Write one self-contained HTML page about the plan
-    #[arg(long, value_name = "FILE.html")]
+    #[arg(long, value_name = "FILE.html", value_parser = flags::page_file)]
     pub report: Option<PathBuf>,
     /// Records of `fa bench --marks` to compare with on the page [default: docs/results, where there is one]
     #[arg(long, value_name = "DIR", requires = "report")]
     pub records: Option<PathBuf>,
+    /// Run the first choice in the emulation and show the events of its loop on the page, too (needs a C++
+    /// compiler and some seconds)
+    #[arg(long, requires = "report")]
+    pub emulate: bool,
     /// How to print
     #[arg(long, value_enum, default_value = "table")]
     pub format: Format,
@@ -97,6 +103,8 @@ Examples:
   fa plan --headdim 192-128 --mode bwd -n 5 --json
   fa plan --headdim 128 --why tile_n=192
   fa plan --headdim 64 --seqlen 1x65536 --heads 32:8 --arch sm80 --report plan.html
+  fa plan --headdim 128 --causal --report plan.html --emulate
+  fa plan --headdim 128 --causal --format spec > my.ron       for fa emulate, fa bench --spec
   fa plan --batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks
   fa plan --batch 64 --heads 32:8 --seqlen 1x8192 --packed 64 --page 16
   fa plan --guide --headdim 192-128 --mode bwd --explain";
@@ -110,6 +118,11 @@ const TABLE_ROWS: usize = 10;
 /// Bad input or an unwritable report.
 pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let format = if args.json { Format::Json } else { args.format };
+    let other = [("--guide", args.guide.guide), ("--why", args.why.is_some()), ("-n", args.limit.is_some())];
+    if let (Format::Spec, Some((flag, _))) = (format, other.iter().find(|(_, given)| *given)) {
+        let why = format!("--format spec prints the first choice alone: leave out {flag}");
+        return Err(InputError::Usage(why).into());
+    }
     if args.guide.guide {
         return list_tiles(args, format);
     }
@@ -118,9 +131,14 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let planned = plan_for(args, problem)?;
     let why = args.why.as_ref().map(|query| planned.why(query)).transpose()?;
     if let Some(target) = &target {
-        let beside = Beside { records: records(args)?, why: why.as_ref().map(why_text) };
+        let emulated = args.emulate.then(|| Emulated::of(&planned)).transpose()?;
+        let beside = Beside { records: records(args)?, why: why.as_ref().map(why_text), emulated };
         let page = page::page(&planned, &beside)?;
         target.write(|writer| writer.write_all(page.as_bytes())).map_err(InputError::from)?;
+    }
+    if format == Format::Spec {
+        output::print(&(best_spec(&planned)?.to_ron() + "\n"))?;
+        return Ok(Verdict::Good);
     }
     if let Some(report) = why {
         print(format, &report, |report| why_text(report) + &report_line(target.as_ref()))?;
@@ -131,6 +149,22 @@ pub fn command(args: &PlanArgs) -> anyhow::Result<Verdict> {
     let nothing = planned.forward.as_ref().is_some_and(|f| f.fits().is_empty())
         || planned.backward.as_ref().is_some_and(|b| b.tried.fits().is_empty());
     Ok(if nothing { Verdict::Bad } else { Verdict::Good })
+}
+
+/// The kernel that `--format spec` prints.
+fn best_spec(planned: &Planned) -> anyhow::Result<KernelSpec> {
+    let refused = |why: String| InputError::Usage(format!("--format spec prints one kernel: {why}"));
+    let tried = match (&planned.forward, &planned.backward) {
+        (Some(_), Some(_)) => return Err(refused("use --mode fwd or bwd".to_owned()).into()),
+        (Some(forward), None) => forward,
+        (None, Some(backward)) => &backward.tried,
+        (None, None) => return Err(refused("nothing was planned".to_owned()).into()),
+    };
+    match tried.best().map(|best| (best.shape, best.name)) {
+        Some((Shape::Kernel(spec), _)) => Ok(spec.clone()),
+        Some((Shape::Sm100(_), name)) => Err(refused(format!("{name} is planned only")).into()),
+        None => Err(refused("none fits, see the table".to_owned()).into()),
+    }
 }
 
 /// The records of `--records`, or of the repository that this runs in.
@@ -162,7 +196,7 @@ fn print<T: Serialize>(format: Format, value: &T, text: impl FnOnce(&T) -> Strin
     match format {
         Format::Table => output::print(&text(value)),
         Format::Json => output::print_json(value),
-        Format::Ron => {
+        Format::Ron | Format::Spec => {
             output::print(&(ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())? + "\n"))
         }
     }

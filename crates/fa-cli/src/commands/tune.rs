@@ -72,7 +72,7 @@ pub struct TuneArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
     /// Write how well predictions rank the kernels as Markdown
-    #[arg(long, value_name = "FILE.md")]
+    #[arg(long, value_name = "FILE.md", value_parser = crate::flags::markdown_file)]
     pub report: Option<PathBuf>,
 }
 

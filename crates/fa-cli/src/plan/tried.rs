@@ -250,8 +250,13 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
         &mut text,
         "per SM",
         &format!(
-            "{} blocks of {} threads planned (SMEM allows {}, registers {}, threads {})",
-            best.blocks_per_sm, best.threads, o.by_smem, o.by_registers, o.by_threads
+            "{} block{} of {} threads planned (SMEM allows {}, registers {}, threads {})",
+            best.blocks_per_sm,
+            if best.blocks_per_sm == 1 { "" } else { "s" },
+            best.threads,
+            o.by_smem,
+            o.by_registers,
+            o.by_threads
         ),
     );
     text

@@ -232,6 +232,12 @@ fn targets_that_cannot_be_written_are_found_before_the_work() {
         "one file twice",
     );
     refused(&fa("bench --seqlen 16 --plot -"), &["name a file"], "--plot -");
+    for line in ["plan --report", "emulate x.ron --report", "bench --seqlen 16 --plot"] {
+        for (name, part) in [("-", "name a file"), ("x.txt", "is written as .")] {
+            let outcome = fa(&format!("{line} {name}"));
+            assert!(outcome.code == 2 && outcome.stderr.contains(part), "{line} {name}: {outcome:?}");
+        }
+    }
     let specs = text(folder.root());
     refused(&fa_args(&["build", "--specs", specs]), &["none of the 0 specs", specs], "an empty folder");
     if cfg!(target_os = "linux") {

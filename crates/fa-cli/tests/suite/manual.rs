@@ -48,8 +48,20 @@ fn the_manual_is_written_as_pages_of_a_folder() {
 #[test]
 fn environment_variables_are_in_the_help() {
     let help = fa("--help").good();
-    for name in ["FA_CACHE_DIR", "FA_TUNED", "FA_NVRTC", "FA_NVCC", "FA_PYTHON", "RAYON_NUM_THREADS"] {
+    let own = ["FA_CACHE_DIR", "FA_TUNED", "FA_NVRTC", "FA_NVCC", "FA_PYTHON", "FA_EMULATOR_CACHE"];
+    for name in own.into_iter().chain(["CXX", "RAYON_NUM_THREADS", "NO_COLOR"]) {
         assert!(help.contains(name), "{name} is not in\n{help}");
+    }
+}
+
+/// What every command has comes behind what is its own.
+#[test]
+fn verbose_stands_behind_a_commands_own_options() {
+    for command in ["run", "plan", "bench", "check", "emulate"] {
+        let help = fa_args(&[command, "--help"]).good();
+        let verbose = help.find("--verbose").unwrap();
+        let last = help.lines().rfind(|line| line.trim_start().starts_with("--")).unwrap();
+        assert!(help.find(last).unwrap() < verbose, "{command}: {last} comes behind --verbose");
     }
 }
 

@@ -166,6 +166,34 @@ fn pages_compare_with_records_and_say_where_there_is_none() {
     assert!(broken.code == 2 && broken.stderr.contains("marks-x.json"), "{broken:?}");
 }
 
+/// Where there is a C++ compiler.
+#[test]
+fn a_page_shows_the_loop_by_the_emulation() {
+    let folder = Dir::new();
+    let path = folder.path("page.html");
+    let refused = fa("plan --emulate");
+    assert!(refused.code == 2 && refused.stderr.contains("--report"), "{refused:?}");
+    let planned = fa(&format!("plan --arch sm100 --emulate --report {}", text(&path)));
+    if planned.stderr.contains("compiler") {
+        eprintln!("skipped: {}", planned.stderr);
+        return;
+    }
+    assert!(planned.code == 2 && planned.stderr.contains("is planned only"), "{planned:?}");
+    fa(&format!("plan --headdim 64 --seqlen 1024 --emulate --report {}", text(&path))).good();
+    let page = std::fs::read_to_string(&path).unwrap();
+    for part in ["A steady step, emulated", "products, warpgroup 1", "copy engine", "sm90/fwd_consumer.cuh:"]
+    {
+        assert!(page.contains(part), "'{part}' is not on the page");
+    }
+    if let Some(browser) = chromium() {
+        let (found, _) = inspect(&browser, &page, folder.root());
+        assert!(found.is_empty(), "{found:#?}");
+    }
+    // Too short to have steady steps.
+    fa(&format!("plan --headdim 64 --seqlen 64 --emulate --report {}", text(&path))).good();
+    assert!(std::fs::read_to_string(&path).unwrap().contains("too short to have steady steps"));
+}
+
 #[test]
 fn why_and_spec_have_pages() {
     let folder = Dir::new();

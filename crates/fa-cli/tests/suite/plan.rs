@@ -59,9 +59,42 @@ fn ron_is_read_back() {
 }
 
 #[test]
+fn the_first_choice_is_printed_as_a_kernels_file() {
+    let folder = Dir::new();
+    let path = folder.path("kernel.ron");
+    for (flags, name) in [("--headdim 128 --causal", "sm90_fwd"), ("--headdim 64 --mode bwd", "sm90_bwd")] {
+        std::fs::write(&path, fa(&format!("plan {flags} --format spec")).good()).unwrap();
+        let best = fa(&format!("plan {flags} -n 1 --json")).json();
+        let pass = if name == "sm90_bwd" { "backward" } else { "forward" };
+        let flags = flags.replace(" --mode bwd", "");
+        let judged = fa(&format!("plan {flags} --spec {} --json", text(&path))).json();
+        assert_eq!(judged[pass]["plans"][0]["spec"], best[pass]["plans"][0]["spec"], "{name}");
+    }
+    for (line, part) in [
+        ("plan --mode both --format spec", "use --mode fwd or bwd"),
+        ("plan --arch sm100 --format spec", "is planned only"),
+        ("plan --format spec -n 1", "leave out -n"),
+        ("plan --guide --headdim 64 --format spec", "leave out --guide"),
+    ] {
+        let outcome = fa(line);
+        assert!(outcome.code == 2 && outcome.stderr.contains(part), "{line}: {outcome:?}");
+    }
+}
+
+#[test]
 fn tables_show_the_problem_and_the_limits() {
     for (line, parts) in [
-        ("plan", vec!["4096x4096", "sm90 (H100 SXM5)", "registers", "best      sm90_fwd", "rejected"]),
+        (
+            "plan",
+            vec![
+                "4096x4096",
+                "sm90 (H100 SXM5)",
+                "registers",
+                "best      sm90_fwd",
+                "rejected",
+                " 1 block of ",
+            ],
+        ),
         (
             "plan --arch sm80 --heads 32:8 --seqlen 1x65536",
             vec!["queries x keys 1x65536", "32:8", "sm80_fwd"],

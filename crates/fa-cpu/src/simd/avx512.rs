@@ -8,6 +8,44 @@ use super::vector::Vector;
 #[derive(Clone, Copy)]
 pub(super) struct F32x16(pub(super) __m512);
 
+/// The first `count` of 16 lanes.
+#[inline(always)]
+fn first(count: usize) -> __mmask16 {
+    ((1u32 << count) - 1) as __mmask16
+}
+
+/// 16 bf16 numbers as f32: they are its upper halves.
+#[inline(always)]
+unsafe fn widen_bf16(numbers: __m256i) -> F32x16 {
+    // SAFETY: register operations; the caller vouches for AVX-512.
+    unsafe { F32x16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(numbers)))) }
+}
+
+/// The sum of register `i` in lane `i`: registers are added as they are transposed, 45 instructions in all.
+#[inline(always)]
+unsafe fn sixteen_sums(registers: &[__m512; 16]) -> __m512 {
+    // SAFETY: register operations; the caller vouches for AVX-512.
+    unsafe {
+        // Within each quarter, two registers to one and again two to one. (No closures: they would be calls.)
+        let mut halves = [_mm512_setzero_ps(); 8];
+        for (half, pair) in halves.iter_mut().zip(registers.chunks_exact(2)) {
+            let (low, high) = (_mm512_unpacklo_ps(pair[0], pair[1]), _mm512_unpackhi_ps(pair[0], pair[1]));
+            *half = _mm512_add_ps(low, high);
+        }
+        let mut quarters = [_mm512_setzero_ps(); 4];
+        for (quarter, pair) in quarters.iter_mut().zip(halves.chunks_exact(2)) {
+            let (a, b) = (_mm512_castps_pd(pair[0]), _mm512_castps_pd(pair[1]));
+            let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+            *quarter = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        }
+        // Then the quarters.
+        let [a, b, c, d] = quarters;
+        let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+        let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
+        _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd))
+    }
+}
+
 // SAFETY (every block below): the trait's contract, AVX-512 F and DQ present and pointers valid for 16
 // values.
 #[allow(clippy::undocumented_unsafe_blocks)]
@@ -72,11 +110,35 @@ impl Vector for F32x16 {
         unsafe { _mm512_reduce_add_ps(self.0) }
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self {
+    unsafe fn sums<const N: usize>(registers: [Self; N]) -> [f32; N] {
         unsafe {
-            let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-            F32x16(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)))
+            let (mut sums, mut all) = ([0.0; N], [_mm512_setzero_ps(); 16]);
+            for (from, to) in registers.chunks(16).zip(sums.chunks_mut(16)) {
+                for (all, one) in all.iter_mut().zip(from) {
+                    *all = one.0;
+                }
+                let mut lanes = [0.0; 16];
+                _mm512_storeu_ps(lanes.as_mut_ptr(), sixteen_sums(&all));
+                to.copy_from_slice(&lanes[..to.len()]);
+            }
+            sums
         }
+    }
+    #[inline(always)]
+    unsafe fn load_part(from: *const f32, count: usize) -> Self {
+        unsafe { F32x16(_mm512_maskz_loadu_ps(first(count), from)) }
+    }
+    #[inline(always)]
+    unsafe fn load_part_bf16(from: *const u16, count: usize) -> Self {
+        unsafe { widen_bf16(_mm256_maskz_loadu_epi16(first(count), from.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_part_f16(from: *const u16, count: usize) -> Self {
+        unsafe { F32x16(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        unsafe { widen_bf16(_mm256_loadu_si256(from.cast())) }
     }
     #[inline(always)]
     unsafe fn load_f16(from: *const u16) -> Self {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 /// An instruction set that the kernels can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -72,8 +73,12 @@ impl Isa {
     /// Not always the last in [`Isa::ALL`]: Intel's cores take a dot product of pairs every other cycle,
     /// which makes AVX512-BF16 slower than the f32 kernels there, so only AMD's are given it.
     pub fn detect() -> Isa {
-        let best = |isa: &Isa| isa.is_available() && (*isa != Isa::Avx512Bf16 || fast_pairs());
-        Isa::ALL.into_iter().rev().find(best).unwrap_or(Isa::Portable)
+        // CPUID takes longer than a short problem where a hypervisor answers it.
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| {
+            let best = |isa: &Isa| isa.is_available() && (*isa != Isa::Avx512Bf16 || fast_pairs());
+            Isa::ALL.into_iter().rev().find(best).unwrap_or(Isa::Portable)
+        })
     }
 }
 

@@ -18,6 +18,11 @@ pub trait Stored: Copy {
     /// # Safety
     /// They must be valid, and the CPU must have the instructions of `V`.
     unsafe fn load<V: Lanes>(from: *const Self) -> V;
+    /// `count` numbers, at most `LANES`, and zeros.
+    ///
+    /// # Safety
+    /// As [`Stored::load`], for so many.
+    unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V;
     /// Writes `LANES` numbers, rounded to nearest even.
     ///
     /// # Safety
@@ -51,7 +56,7 @@ pub struct RowTables {
 }
 
 macro_rules! stored {
-    ($type:ident, $to:expr, $from:expr, $load:ident, $store:ident) => {
+    ($type:ident, $to:expr, $from:expr, $load:ident, $part:ident, $store:ident) => {
         impl Stored for $type {
             #[inline(always)]
             fn as_f32(self) -> f32 {
@@ -67,6 +72,11 @@ macro_rules! stored {
                 unsafe { V::$load(from.cast()) }
             }
             #[inline(always)]
+            unsafe fn load_part<V: Lanes>(from: *const Self, count: usize) -> V {
+                // SAFETY: the caller's.
+                unsafe { V::$part(from.cast(), count) }
+            }
+            #[inline(always)]
             unsafe fn store<V: Lanes>(values: V, to: *mut Self) {
                 // SAFETY: the caller's.
                 unsafe { values.$store(to.cast()) }
@@ -78,10 +88,10 @@ macro_rules! stored {
     };
 }
 
-stored!(f32, |value| value, |value| value, load, store);
-stored!(bf16, bf16::to_f32, bf16::from_f32, load_bf16, store_bf16);
-stored!(f16, f16::to_f32, f16::from_f32, load_f16, store_f16);
-stored!(f64, |value| value as f32, f64::from, load_f64, store_f64);
+stored!(f32, |value| value, |value| value, load, load_part, store);
+stored!(bf16, bf16::to_f32, bf16::from_f32, load_bf16, load_part_bf16, store_bf16);
+stored!(f16, f16::to_f32, f16::from_f32, load_f16, load_part_f16, store_f16);
+stored!(f64, |value| value as f32, f64::from, load_f64, load_part_f64, store_f64);
 
 /// `S[query][key] = K[key] . Q[query]`.
 ///
@@ -162,68 +172,88 @@ pub(super) unsafe fn dots<V: Vector, T: Stored>(call: &RawDots<'_, T>) {
     unsafe {
         if V::LANES == 16 {
             while call.queries - query >= 4 {
-                dots_of::<V, T, 4, 4>(call, query);
+                dots_of::<V, T, 4, 4, 16>(call, query);
                 query += 4;
             }
+            while call.queries - query >= 2 {
+                dots_of::<V, T, 8, 2, 16>(call, query);
+                query += 2;
+            }
+            if query < call.queries {
+                dots_of::<V, T, 16, 1, 16>(call, query);
+            }
+            return;
         }
         while call.queries - query >= 2 {
-            dots_of::<V, T, 4, 2>(call, query);
+            dots_of::<V, T, 4, 2, 8>(call, query);
             query += 2;
         }
         if query < call.queries {
-            dots_of::<V, T, 8, 1>(call, query);
+            dots_of::<V, T, 8, 1, 8>(call, query);
         }
     }
 }
 
+/// All keys for `QUERIES` queries, in blocks of `KEYS`: `SUMS` sums, their product.
 #[inline(always)]
-unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize>(
+unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize, const SUMS: usize>(
     call: &RawDots<'_, T>,
     query: usize,
 ) {
-    let mut key = 0;
-    // SAFETY: `RawDots`'s contract; blocks stay within the keys.
-    unsafe {
-        while call.keys.len() - key >= KEYS {
-            dots_block::<V, T, KEYS, QUERIES>(call, key, query);
-            key += KEYS;
-        }
-        while key < call.keys.len() {
-            dots_block::<V, T, 1, QUERIES>(call, key, query);
-            key += 1;
-        }
+    const { assert!(SUMS == KEYS * QUERIES) }
+    for key in (0..call.keys.len()).step_by(KEYS) {
+        // SAFETY: `RawDots`'s contract; blocks begin within the keys.
+        unsafe { dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query) }
     }
 }
 
+/// One block. Behind the last key its row is taken again, and the result dropped.
 #[inline(always)]
-unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize>(
+unsafe fn dots_block<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize, const SUMS: usize>(
     call: &RawDots<'_, T>,
     key: usize,
     query: usize,
 ) {
+    /// Keys at a time: their addresses stay in registers.
+    const ROWS: usize = 8;
     // SAFETY: `RawDots`'s contract; the block lies within keys and queries.
     unsafe {
-        let rows: [*const T; KEYS] = core::array::from_fn(|i| call.keys.get_unchecked(key + i).as_ptr());
+        let (count, last) = (KEYS.min(call.keys.len() - key), call.keys.len() - 1);
         let q = call.q.add(query * call.ldq);
-        let mut sums = [[V::splat(0.0); QUERIES]; KEYS];
         let whole = call.dims / V::LANES * V::LANES;
-        for d in (0..whole).step_by(V::LANES) {
-            let q: [V; QUERIES] = core::array::from_fn(|j| V::load(q.add(j * call.ldq + d)));
-            for (row, sums) in rows.iter().zip(&mut sums) {
-                let k = T::load::<V>(row.add(d));
-                for (sum, q) in sums.iter_mut().zip(q) {
-                    *sum = k.mul_add(q, *sum);
+        let mut sums = [V::splat(0.0); SUMS];
+        for first in (0..KEYS).step_by(ROWS) {
+            let rows: [*const T; ROWS] = core::array::from_fn(|i| {
+                call.keys.get_unchecked((key + first + i.min(KEYS - 1)).min(last)).as_ptr()
+            });
+            let rows = &rows[..ROWS.min(KEYS)];
+            for d in (0..whole).step_by(V::LANES) {
+                let q: [V; QUERIES] = core::array::from_fn(|j| V::load(q.add(j * call.ldq + d)));
+                for (i, row) in rows.iter().enumerate() {
+                    let k = T::load::<V>(row.add(d));
+                    for (j, &q) in q.iter().enumerate() {
+                        let sum = &mut sums[j * KEYS + first + i];
+                        *sum = k.mul_add(q, *sum);
+                    }
+                }
+            }
+            if whole < call.dims {
+                let rest = call.dims - whole;
+                let q: [V; QUERIES] =
+                    core::array::from_fn(|j| V::load_part(q.add(j * call.ldq + whole), rest));
+                for (i, row) in rows.iter().enumerate() {
+                    let k = T::load_part::<V>(row.add(whole), rest);
+                    for (j, &q) in q.iter().enumerate() {
+                        let sum = &mut sums[j * KEYS + first + i];
+                        *sum = k.mul_add(q, *sum);
+                    }
                 }
             }
         }
-        for (i, sums) in sums.iter().enumerate() {
-            for (j, sum) in sums.iter().enumerate() {
-                let mut total = sum.sum();
-                for d in whole..call.dims {
-                    total += (*rows[i].add(d)).as_f32() * *q.add(j * call.ldq + d);
-                }
-                *call.s.add((query + j) * call.lds + key + i) = total;
-            }
+        let sums = V::sums(sums);
+        for (j, sums) in sums.chunks(KEYS).enumerate() {
+            let to = call.s.add((query + j) * call.lds + key);
+            core::ptr::copy_nonoverlapping(sums.as_ptr(), to, count);
         }
     }
 }
@@ -270,13 +300,8 @@ unsafe fn accumulate_of<V: Vector, T: Stored, const QUERIES: usize, const REGIST
             accumulate_block::<V, T, QUERIES, 1>(call, query, column);
             column += V::LANES;
         }
-        for column in column..call.dims {
-            for query in query..query + QUERIES {
-                let o = call.o.add(query * call.ldo + column);
-                for (key, row) in call.values.iter().enumerate() {
-                    *o += *call.p.add(query * call.ldp + key) * row.get_unchecked(column).as_f32();
-                }
-            }
+        if column < call.dims {
+            accumulate_rest::<V, T, QUERIES>(call, query, column);
         }
     }
 }
@@ -306,6 +331,32 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
             for (r, &sum) in sums.iter().enumerate() {
                 sum.store(o.add(i * call.ldo + r * V::LANES));
             }
+        }
+    }
+}
+
+/// The columns that do not fill a register.
+#[inline(always)]
+unsafe fn accumulate_rest<V: Vector, T: Stored, const QUERIES: usize>(
+    call: &RawAccumulate<'_, T>,
+    query: usize,
+    column: usize,
+) {
+    // SAFETY: `RawAccumulate`'s contract; no register has more than 16 lanes.
+    unsafe {
+        let rest = call.dims - column;
+        let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
+        let mut sums: [V; QUERIES] = core::array::from_fn(|i| V::load_part(o.add(i * call.ldo), rest));
+        for (key, row) in call.values.iter().enumerate() {
+            let value = T::load_part::<V>(row.as_ptr().add(column), rest);
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = V::splat(*p.add(i * call.ldp + key)).mul_add(value, *sum);
+            }
+        }
+        for (i, sum) in sums.iter().enumerate() {
+            let mut lanes = [0.0; 16];
+            sum.store(lanes.as_mut_ptr());
+            core::ptr::copy_nonoverlapping(lanes.as_ptr(), o.add(i * call.ldo), rest);
         }
     }
 }

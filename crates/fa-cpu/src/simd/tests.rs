@@ -185,6 +185,40 @@ fn online_softmax_over_pieces_is_the_softmax() {
 }
 
 #[test]
+fn rows_of_keys_are_multiplied_and_added_as_they_lie() {
+    every_isa(|kernels| {
+        for (keys, queries, dims) in
+            [(1, 1, 1), (16, 1, 64), (33, 2, 40), (15, 3, 72), (128, 5, 128), (9, 7, 21)]
+        {
+            let (rows, q) = (noise(1, keys * dims), noise(2, queries * dims));
+            let rows: Vec<&[f32]> = rows.chunks(dims).collect();
+            let (mut s, lds) = (vec![f32::NAN; queries * (keys + 3)], keys + 3);
+            kernels.dots(&rows, dims, queries, &q, dims, &mut s, lds);
+            let mut o = noise(3, queries * dims);
+            let before = o.clone();
+            kernels.accumulate(&rows, dims, queries, &s, lds, &mut o, dims);
+            for query in 0..queries {
+                let dot = |key: usize| -> f64 {
+                    let terms = rows[key].iter().zip(&q[query * dims..]);
+                    terms.map(|(&k, &q)| f64::from(k) * f64::from(q)).sum()
+                };
+                for key in 0..keys {
+                    let (got, want) = (f64::from(s[query * lds + key]), dot(key));
+                    assert!((got - want).abs() < 1e-5, "{}: {got} for {want}", kernels.isa());
+                }
+                assert!(s[query * lds + keys..][..3].iter().all(|behind| behind.is_nan()));
+                for (dim, got) in o[query * dims..][..dims].iter().enumerate() {
+                    let terms = s[query * lds..].iter().zip(&rows);
+                    let added: f64 = terms.map(|(&p, row)| f64::from(p) * f64::from(row[dim])).sum();
+                    let want = f64::from(before[query * dims + dim]) + added;
+                    assert!((f64::from(*got) - want).abs() < 1e-4, "{}: {got} for {want}", kernels.isa());
+                }
+            }
+        }
+    });
+}
+
+#[test]
 fn softmax_gradient_follows_its_formula() {
     every_isa(|kernels| {
         let (lanes, keys) = (kernels.lanes(), 5);

@@ -41,6 +41,40 @@ pub(super) trait Vector: Copy {
         unsafe { self.store(lanes.as_mut_ptr()) };
         lanes.iter().sum()
     }
+    /// The sums of several registers, each taken in the same order.
+    #[inline(always)]
+    unsafe fn sums<const N: usize>(registers: [Self; N]) -> [f32; N] {
+        // SAFETY: register operations; the caller vouches for the instruction set.
+        registers.map(|register| unsafe { register.sum() })
+    }
+    /// `count` numbers, at most `LANES`, and zeros.
+    #[inline(always)]
+    unsafe fn load_part(from: *const f32, count: usize) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe { load_each::<Self>(|i| if i < count { *from.add(i) } else { 0.0 }) }
+    }
+    /// As [`Vector::load_part`], of bf16 numbers.
+    #[inline(always)]
+    unsafe fn load_part_bf16(from: *const u16, count: usize) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe {
+            load_each::<Self>(|i| if i < count { half::bf16::from_bits(*from.add(i)).to_f32() } else { 0.0 })
+        }
+    }
+    /// As [`Vector::load_part`], of f16 numbers.
+    #[inline(always)]
+    unsafe fn load_part_f16(from: *const u16, count: usize) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe {
+            load_each::<Self>(|i| if i < count { half::f16::from_bits(*from.add(i)).to_f32() } else { 0.0 })
+        }
+    }
+    /// As [`Vector::load_part`], of f64 numbers.
+    #[inline(always)]
+    unsafe fn load_part_f64(from: *const f64, count: usize) -> Self {
+        // SAFETY: the caller vouches for the numbers.
+        unsafe { load_each::<Self>(|i| if i < count { *from.add(i) as f32 } else { 0.0 }) }
+    }
     /// `LANES` bf16 numbers.
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> Self {

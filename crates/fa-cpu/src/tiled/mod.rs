@@ -238,7 +238,7 @@ fn check_type<T: Element>(problem: &Problem) -> Result<(), CpuError> {
 
 fn kernels(options: Options) -> Result<Kernels, CpuError> {
     let isa = options.isa.unwrap_or_else(Isa::detect);
-    Kernels::for_isa(isa).ok_or(CpuError::Isa { wanted: isa, best: Isa::detect() })
+    Kernels::for_isa(isa).ok_or_else(|| CpuError::Isa { wanted: isa, best: Isa::detect() })
 }
 
 #[cfg(test)]

@@ -86,6 +86,12 @@ impl<'a, T: Element> KeyRows<'a, T> {
     pub(super) fn slices(&self, Unit { sequence, kv_head }: Unit, keys: Range<usize>, to: &mut Vec<&'a [T]>) {
         let (dims, strides, data) = (self.dims(), self.tensor.strides(), self.tensor.data());
         to.clear();
+        if !self.batch.is_paged() {
+            let Span { batch, first, .. } = self.batch.sequences[sequence].k;
+            let start = strides.offset(batch, first + keys.start, kv_head, 0);
+            let row = |i: usize| (start + i as i64 * strides.seq) as usize;
+            return to.extend((0..keys.len()).map(|i| &data[row(i)..row(i) + dims]));
+        }
         to.extend(keys.map(|key| {
             let (outer, inner) = self.batch.key(sequence, key);
             let start = strides.offset(outer, inner, kv_head, 0) as usize;

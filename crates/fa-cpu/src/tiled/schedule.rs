@@ -1,11 +1,17 @@
 //! Work for all threads: items in order, each worker takes the next one when it is done.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use crate::threads;
 
-/// Runs `work` on the items `0..count`, in order of their start, on at most `threads` threads of the current
-/// rayon pool. Each worker makes its scratch once.
+/// How long a thread that is done looks whether the others are, before it goes to sleep: to be woken takes
+/// tens of microseconds, most of a short problem's last item less.
+const PATIENCE: Duration = Duration::from_micros(50);
+
+/// Runs `work` on the items `0..count`, in order of their start, on at most `threads` threads: this one,
+/// which begins at once, and others of the current rayon pool as they wake. Each worker makes its scratch
+/// once.
 pub(super) fn run<S>(
     count: usize,
     threads: Option<usize>,
@@ -27,11 +33,24 @@ pub(super) fn run<S>(
     match workers {
         0 => {}
         1 => worker(),
-        _ => rayon::scope(|scope| {
-            for _ in 0..workers {
-                scope.spawn(|_| worker());
-            }
-        }),
+        _ => {
+            // Those that have begun and not ended.
+            let at_work = AtomicUsize::new(0);
+            rayon::in_place_scope(|scope| {
+                for _ in 1..workers {
+                    scope.spawn(|_| {
+                        at_work.fetch_add(1, Ordering::Relaxed);
+                        worker();
+                        at_work.fetch_sub(1, Ordering::Relaxed);
+                    });
+                }
+                worker();
+                let begin = Instant::now();
+                while at_work.load(Ordering::Relaxed) > 0 && begin.elapsed() < PATIENCE {
+                    std::hint::spin_loop();
+                }
+            });
+        }
     }
 }
 

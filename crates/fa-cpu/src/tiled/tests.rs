@@ -171,6 +171,56 @@ fn few_heads_on_many_threads_split_the_keys() {
     pool.install(|| schedule::tests::with_cores(5, split));
 }
 
+/// Rows of a group go together where they are few; keys are split, and what is left of a head dim fills no
+/// register.
+#[test]
+fn few_queries_of_every_number_and_group() {
+    every_isa(|options| {
+        for (queries, heads_q, heads_kv) in
+            [(1, 3, 3), (2, 8, 1), (4, 6, 2), (5, 3, 1), (7, 2, 2), (8, 2, 1), (16, 2, 2)]
+        {
+            for (hd, hdv) in [(64, 64), (40, 72), (3, 21)] {
+                let shape = |mask| Problem {
+                    lengths: Lengths::uniform(2, queries, 700),
+                    heads_q,
+                    heads_kv,
+                    head_dim: hd,
+                    head_dim_v: hdv,
+                    ..base(queries, 700, mask)
+                };
+                check::<f32>(&shape(Mask::CAUSAL), options);
+                check::<bf16>(&Problem { types: Types::same(Dtype::Bf16), ..shape(Mask::FULL) }, options);
+                check::<f16>(
+                    &Problem { types: Types::same(Dtype::F16), ..shape(Mask::window(600, 0)) },
+                    options,
+                );
+            }
+        }
+    });
+}
+
+/// Heads that lie side by side are read together, as many as leave every thread something to do: their bits
+/// are the same.
+#[test]
+fn few_queries_have_the_same_bits_on_any_number_of_threads() {
+    let problem = Problem { heads_q: 12, heads_kv: 6, ..base(3, 1300, Mask::CAUSAL) };
+    let shapes = [check::q_shape(&problem), check::k_shape(&problem), check::out_shape(&problem)];
+    let (q, k) = (noise::<f32>(1, len(shapes[0])), noise::<f32>(2, len(shapes[1])));
+    let (q, k) = (packed("q", &q, shapes[0]), packed("k", &k, shapes[1]));
+    let run = |threads| {
+        let mut out = vec![f32::NAN; len(shapes[2])];
+        let options = Options { isa: None, threads: Some(threads) };
+        let mut view = packed_mut("out", &mut out, shapes[2]);
+        forward_with(options, &problem, &q, &k, &k, &mut view, None).unwrap();
+        out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build().unwrap();
+    let alone = run(1);
+    pool.install(|| {
+        schedule::tests::with_cores(5, || assert!([2, 3, 5].into_iter().all(|n| run(n) == alone)))
+    });
+}
+
 #[test]
 fn any_strides() {
     // Q backwards in nothing but laid out dim-major, K broadcast over batch, V with gaps; O interleaved with

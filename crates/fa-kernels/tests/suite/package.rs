@@ -33,6 +33,55 @@ fn the_package_holds_the_shipped_specs_the_headers_and_the_tuned_tables() {
     }
 }
 
+/// Runs a program in a folder and panics with what it said if it fails.
+fn run(program: &str, arguments: &[&str], folder: &Path) {
+    let output = Command::new(program).args(arguments).current_dir(folder).output();
+    let output = output.unwrap_or_else(|error| panic!("{program}: {error}"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+}
+
+#[test]
+fn the_crate_builds_from_its_package_alone() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    // A folder that stays: what has been checked is not checked again.
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("packages");
+    let unpacked = folder.join("package");
+    let _ = std::fs::remove_dir_all(&unpacked);
+    std::fs::create_dir_all(&folder).unwrap();
+    let crates = ["fa-core", "fa-planner", "fa-cpu", "fa-kernels"];
+    let mut arguments = vec![
+        "package",
+        "--no-verify",
+        "--allow-dirty",
+        "--offline",
+        "--target-dir",
+        folder.to_str().unwrap(),
+    ];
+    crates.iter().for_each(|name| arguments.extend(["-p", name]));
+    run(env!("CARGO"), &arguments, &root);
+    let version = env!("CARGO_PKG_VERSION");
+    for name in crates {
+        run("tar", &["xzf", &format!("{name}-{version}.crate")], &unpacked);
+    }
+    // Other crates as the workspace has them; its own from their packages, checked as it checks them.
+    let alone = unpacked.join(format!("fa-kernels-{version}"));
+    let mut manifest = std::fs::read_to_string(alone.join("Cargo.toml")).unwrap();
+    manifest += "\n[workspace]\n\n[patch.crates-io]\n";
+    for name in &crates[..3] {
+        manifest += &format!("{name} = {{ path = \"../{name}-{version}\" }}\n");
+    }
+    let workspace = std::fs::read_to_string(root.join("Cargo.toml")).unwrap();
+    let profiles = workspace.find("[profile.dev]").zip(workspace.find("[profile.release]"));
+    let (begin, end) = profiles.expect("the workspace has profiles");
+    manifest += &workspace[begin..end];
+    std::fs::write(alone.join("Cargo.toml"), manifest).unwrap();
+    std::fs::copy(root.join("Cargo.lock"), alone.join("Cargo.lock")).unwrap();
+    let target = root.join("target");
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or(target, |own| root.join(own));
+    run(env!("CARGO"), &["check", "-q", "--offline", "--target-dir", target.to_str().unwrap()], &alone);
+}
+
 #[test]
 fn published_crates_say_what_they_are() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
@@ -42,7 +91,17 @@ fn published_crates_say_what_they_are() {
     for field in ["license = ", "readme = ", "keywords = ", "categories = ", "rust-version = "] {
         assert!(workspace.contains(field), "the workspace's Cargo.toml has no {field}");
     }
-    for name in ["fa-core", "fa-planner", "fa-kernels", "fa-cpu", "fa-attn", "fa-emu", "fa-lab", "fa-cli"] {
+    for name in [
+        "fa-core",
+        "fa-planner",
+        "fa-kernels",
+        "fa-cpu",
+        "fa-attn",
+        "fa-emu",
+        "fa-lab",
+        "fa-cli",
+        "fa-candle",
+    ] {
         let manifest = read(&root.join(format!("crates/{name}/Cargo.toml")));
         let own = [
             "description = \"",

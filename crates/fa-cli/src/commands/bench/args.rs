@@ -36,7 +36,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     pub json: Option<PathBuf>,
     /// Draw rate over sequence length to an SVG file
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, value_name = "FILE.svg", value_parser = crate::flags::plot_file)]
     pub plot: Option<PathBuf>,
     /// Draw the plot of this record, which --json wrote before; nothing is measured
     #[arg(long, value_name = "RECORD.json", requires = "plot", conflicts_with_all = [

@@ -43,7 +43,7 @@ const OF_ONE: [&str; 26] = [
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct EmulateArgs {
-    /// The kernel: a spec as `fa plan --format ron` prints it, or a shipped one
+    /// The kernel: a spec as `fa plan --format spec` prints it, or a shipped one
     #[arg(required_unless_present_any = ["shipped", "sample", "mutate"])]
     pub spec: Option<PathBuf>,
     /// Architecture to compile for [default: the first that the file names, else the kernel's own]
@@ -117,6 +117,7 @@ pub struct EmulateArgs {
     pub json: bool,
     /// Write a page with the timeline of one CTA
     #[arg(long, value_name = "FILE.html", conflicts_with_all = ["shipped", "mutate"])]
+    #[arg(value_parser = crate::flags::page_file)]
     pub report: Option<PathBuf>,
     /// The CTA of the timeline
     #[arg(long, value_name = "N", default_value_t = 0, requires = "report")]
