@@ -114,14 +114,18 @@ fn sm90() -> Vec<NamedSpec> {
         change(&name, Sm90Fwd { rescale_threshold, ..base.clone() });
     }
     change("pack_gqa", Sm90Fwd { pack_gqa: true, ..base.clone() });
-    // Of pages only: what serving() makes of them.
+    // Of keys in pages only.
     change("gather", Sm90Fwd { gather: true, ..base.clone() });
     change("gather kv_stages 1", Sm90Fwd { gather: true, kv_stages: 1, ..base.clone() });
-    let three = Sm90Fwd { num_wg: 3, tile_m: 192, tile_n: 80, ping_pong: true, ..base.clone() };
+    let three = Sm90Fwd { num_wg: 3, tile_m: 192, tile_n: 64, ping_pong: true, ..base.clone() };
     change("gather num_wg 3", Sm90Fwd { gather: true, scheduler: Scheduler::Dynamic, ..three });
     let mut specs: Vec<NamedSpec> = changed
         .into_iter()
-        .map(|(name, kernel)| NamedSpec { name, spec: spec(128, MaskKind::Causal, Kernel::Sm90Fwd(kernel)) })
+        .map(|(name, kernel)| {
+            let paged = kernel.gather;
+            let spec = spec(128, MaskKind::Causal, Kernel::Sm90Fwd(kernel));
+            NamedSpec { name, spec: KernelSpec { reads: Reads { varied: paged, paged }, ..spec } }
+        })
         .collect();
     // The CTAs of a cluster read the same keys at the same time, so they are for the full mask and tiles that
     // are not drawn.
