@@ -93,7 +93,8 @@ fn varied(spec: &KernelSpec, turn: usize, (q, k): (usize, usize)) -> Sequences {
         (_, true) => {
             let by_boxes = spec.kernel.family() == Family::Sm90 && !spec.gathers_pages();
             let pages = PAGES.into_iter().filter(|page| !by_boxes || page.is_multiple_of(8));
-            let page = pages.cycle().nth(turn).expect("pages of a multiple of 8");
+            // Another step each round: problems that differ in their queries alone have other pages.
+            let page = pages.cycle().nth(turn + turn / 6).expect("pages of a multiple of 8");
             pages_of(&of_k, page, turn as u64)
         }
         (0, false) => packed.k,
