@@ -107,6 +107,10 @@ def _backward(
     """Writes the gradients to `grads`; returns that of the sinks, or None."""
     dout = torch.zeros_like(out) if dout is None else _aligned(dout)
     dlse = None if dlse is None else dlse.contiguous()
+    if dlse is not None and dlse.shape != lse.shape:
+        raise _core.InputError(
+            f"dlse has the shape {tuple(dlse.shape)}: it must be that of softmax_lse, {tuple(lse.shape)}"
+        )
     if dlse is not None and q.is_cuda:
         dq, dk, dv = grads
         dout, v, out = _widened(dout, v, out, lse, dlse)

@@ -279,11 +279,12 @@ pub fn append<'py>(
         v_cache: view("v_cache", v_cache)?,
         q: maybe("q", q)?,
         q_out: maybe("q", q_out)?,
+        // Queries are rows to turn: without tables the append has none.
+        cu_q: if tables.is_some() { ints("cu_seqlens_q", cu_q)? } else { None },
         tables,
         cu_new: ints("cu_seqlens_k_new", cu_new)?,
         used_k: ints("cache_seqlens", Some(used_k))?,
         page_table: ints("page_table (block_table)", page_table)?,
-        cu_q: ints("cu_seqlens_q", cu_q)?,
         used_out: ints("cache_seqlens", Some(used_out))?,
     };
     let append = appended(&arrays, half, (interleaved, following), (max_new, max_q))?;
