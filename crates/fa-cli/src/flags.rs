@@ -223,6 +223,9 @@ pub struct ShapeArgs {
     /// Element type: f32, f16, bf16 [default: bf16 on the GPU, f32 on the CPU]
     #[arg(long)]
     pub dtype: Option<Dtype>,
+    /// Scores pass through a soft cap
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
 }
 
 impl ShapeArgs {
@@ -253,7 +256,7 @@ impl ShapeArgs {
                         mask,
                         types: Types::same(dtype),
                         softmax_scale: None,
-                        score: ScoreMod::NONE,
+                        score: ScoreMod::softcap_or_none(self.softcap),
                     };
                     problem.check()?;
                     problems.push(problem);

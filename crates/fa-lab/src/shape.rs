@@ -68,6 +68,9 @@ pub struct Shape {
     pub mask: String,
     /// Element type.
     pub dtype: Dtype,
+    /// The soft cap of the scores, where there is one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub softcap: Option<f64>,
 }
 
 impl From<&Problem> for Shape {
@@ -83,6 +86,7 @@ impl From<&Problem> for Shape {
             causal: problem.mask.is_causal(),
             mask: problem.mask.to_string(),
             dtype: problem.types.qkv,
+            softcap: problem.score.softcap,
         }
     }
 }

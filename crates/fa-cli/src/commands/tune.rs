@@ -22,8 +22,19 @@ use crate::term::{output, progress};
 
 /// What names the shapes that are tuned; flags of random ones name these, for clap asks for no flag that
 /// another rules out.
-const OF_SHAPES: [&str; 10] =
-    ["batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "marks"];
+const OF_SHAPES: [&str; 11] = [
+    "batch",
+    "tokens",
+    "seqlen",
+    "heads",
+    "headdim",
+    "causal",
+    "window",
+    "both_masks",
+    "dtype",
+    "softcap",
+    "marks",
+];
 
 /// `fa tune`.
 #[derive(Debug, clap::Args)]
@@ -39,7 +50,8 @@ pub struct TuneArgs {
     pub deterministic: bool,
     /// Tune for a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "family"
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap",
+        "family"
     ])]
     pub marks: Option<Marks>,
     /// Tune for this many problems drawn at random, and say how far the planner's first choices are behind

@@ -48,6 +48,21 @@ fn json_has_a_row_per_shape_and_pass() {
 }
 
 #[test]
+fn a_soft_cap_is_measured_and_said() {
+    let line =
+        "bench --backend cpu --headdim 16 --seqlen 32 --heads 2 --mode both --threads 1 --seconds 0.001";
+    let rows = |line: &str| fa(line).json()["rows"].as_array().unwrap().clone();
+    let capped = rows(&format!("{line} --softcap 30 --json -"));
+    assert!(capped.len() == 2 && capped.iter().all(|row| row["softcap"] == 30.0), "{capped:?}");
+    assert!(rows(&format!("{line} --json -")).iter().all(|row| row["softcap"].is_null()));
+    let refused = fa(&format!("{line} --softcap 0"));
+    assert_eq!(refused.code, 2, "{}", refused.stderr);
+    assert!(refused.stderr.contains("softcap"), "{}", refused.stderr);
+    assert_eq!(fa("bench --backend cuda --marks models --softcap 30").code, 2);
+    assert_eq!(fa("tune --random 3 --softcap 30").code, 2);
+}
+
+#[test]
 fn files_are_written_and_the_table_shown() {
     let folder = Dir::new();
     let (json, plot) = (folder.path("b.json"), folder.path("b.svg"));

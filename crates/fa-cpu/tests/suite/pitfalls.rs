@@ -447,6 +447,22 @@ fn terms_that_cancel() {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
+/// Scores of up to 25 under a cap: P loses what they lost, which is relative to them.
+#[test]
+fn scores_of_a_wide_spread() {
+    let problem = Problem {
+        head_dim_v: 61,
+        heads_kv: 1,
+        softmax_scale: Some(0.983_351_308_282_411_5),
+        lengths: Lengths::uniform(1, 129, 110),
+        score: ScoreMod::softcap(18.365_921_306_886_346),
+        ..Problem::square(1, 129, 3, 60, Mask::CAUSAL, Dtype::F16)
+    };
+    let failures =
+        one_rounding_from_f64(&problem, &Inputs::<f16>::random(&problem, 12_707_800_547_395_515_700));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
 prop_compose! {
     fn problems()(
         batch in 1usize..3, seqlen_q in 1usize..150, seqlen_k in 1usize..300,

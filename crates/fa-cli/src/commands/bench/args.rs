@@ -79,8 +79,8 @@ pub struct GpuArgs {
     pub peer_names: Vec<String>,
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
-        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "specs",
-        "family"
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap",
+        "specs", "family"
     ])]
     pub marks: Option<Marks>,
     /// Measure gradients that have the same bits in every run
