@@ -36,7 +36,7 @@ const FAULTS: &[Fault] = &[
     (
         "keys behind the last page are looked up",
         PAGED,
-        ["attn/paged_keys.cuh", "int page_of(", "if (key >= keys) return -1;", ""],
+        ["attn/paged_keys.cuh", "int page_of(", " || key >= keys) return -1;", ") return -1;"],
         &["page faults"],
     ),
     (
@@ -79,7 +79,9 @@ const FAULTS: &[Fault] = &[
 /// What is found in a forward of these sequences under three seeds, with the fault if there is one.
 fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, String> {
     let emulator = emulator("varied").expect("asked before");
-    let mut spec = spec("sm90_fwd", &[("tile_n", "64")]);
+    // Pages that no box of TMA divides are gathered.
+    let gathers = matches!(keys, Lie::Paged(page) if !page.is_multiple_of(8));
+    let mut spec = spec("sm90_fwd", &[("tile_n", "64"), ("gather", if gathers { "true" } else { "false" })]);
     spec.reads = Reads { varied: true, paged: matches!(keys, Lie::Paged(_)) };
     spec.split = split;
     (spec.score.alibi, spec.score.sinks) = (split, true);
