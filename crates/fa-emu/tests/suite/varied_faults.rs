@@ -1,7 +1,7 @@
 //! Faults put into what kernels do with sequences of different lengths, pages and shared keys: each is found,
 //! and without it nothing is.
 
-use fa_core::{Alibi, Arch, Dtype, Mask, Problem, Reads, ScoreMod};
+use fa_core::{Alibi, Arch, Dtype, Kernel, Mask, Problem, Reads, ScoreMod};
 use fa_emu::{Batch, Lie, Options, Placing, Trial, source};
 use fa_kernels::Headers;
 
@@ -79,9 +79,11 @@ const FAULTS: &[Fault] = &[
 /// What is found in a forward of these sequences under three seeds, with the fault if there is one.
 fn find((keys, split): Form, fault: Option<[&str; 4]>) -> Result<Vec<String>, String> {
     let emulator = emulator("varied").expect("asked before");
-    // Pages that no box of TMA divides are gathered.
-    let gathers = matches!(keys, Lie::Paged(page) if !page.is_multiple_of(8));
-    let mut spec = spec("sm90_fwd", &[("tile_n", "64"), ("gather", if gathers { "true" } else { "false" })]);
+    let mut spec = spec("sm90_fwd", &[("tile_n", "64")]);
+    if let Kernel::Sm90Fwd(knobs) = &mut spec.kernel {
+        // Pages that no box of TMA divides.
+        knobs.gather = matches!(keys, Lie::Paged(page) if !page.is_multiple_of(8));
+    }
     spec.reads = Reads { varied: true, paged: matches!(keys, Lie::Paged(_)) };
     spec.split = split;
     (spec.score.alibi, spec.score.sinks) = (split, true);
