@@ -132,7 +132,8 @@ mod tests {
 
     #[test]
     fn cases_share_kernels_that_compute_them() {
-        for (cases, most) in [(serving(Extent::Quick, 2), 190), (serving_gradients(Extent::Quick, 2), 190)] {
+        // Pages that are gathered take kernels of their own.
+        for (cases, most) in [(serving(Extent::Quick, 2), 200), (serving_gradients(Extent::Quick, 2), 190)] {
             let chosen = Chosen::few(&cases, Arch::Sm90, Family::Sm90);
             let mut kernels = HashSet::new();
             for case in &cases {
