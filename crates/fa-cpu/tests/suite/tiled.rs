@@ -187,8 +187,8 @@ pub fn one_rounding_from_f64<T: Element>(problem: &Problem, inputs: &Inputs<T>) 
     let magnitudes: Vec<T> = inputs.v.iter().map(|value| T::from_f64(value.to_f64().abs())).collect();
     // sum_j P_ij |V_j|, of which rounded probabilities lose one rounding.
     let terms = reference::forward(problem, &q, &k, &bshd("v", &magnitudes, v_shape(problem))).unwrap().out;
-    // A score's own rounding is relative to it, and what it loses P loses: scores of unit normal Q and K spread
-    // by scale * sqrt(head dim), which is 1 where the problem sets no scale.
+    // A score's own rounding is relative to it, and what it loses P loses: scores of unit normal Q and K
+    // spread by scale * sqrt(head dim), which is 1 where the problem sets no scale.
     let spread = (problem.scale().abs() * (problem.head_dim as f64).sqrt()).max(1.0);
     let of_sums = 4e-6 * (0.75 + 0.25 * spread);
     let mut failures = vec![];
