@@ -86,6 +86,13 @@ pub struct Statement {
     end: usize,
 }
 
+impl Statement {
+    /// Whether it is this one, of whatever sources.
+    pub(crate) fn is(&self, file: &str, text: &str, occurrence: usize) -> bool {
+        (&*self.file, &*self.text, self.occurrence) == (file, text, occurrence)
+    }
+}
+
 /// The synchronising statements of a source, outside `ptx/`.
 pub fn statements(source: &Source) -> Vec<Statement> {
     let mut found = Vec::new();

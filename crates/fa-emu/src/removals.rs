@@ -32,7 +32,27 @@ pub struct Removal {
 impl Removal {
     /// Whether it is the removal of this statement, of whatever sources.
     pub fn is_of(&self, statement: &Statement) -> bool {
-        self.file == statement.file && self.text == statement.text && self.occurrence == statement.occurrence
+        statement.is(&self.file, &self.text, self.occurrence)
+    }
+}
+
+/// A removal that nothing notices, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Survivor {
+    /// The header.
+    pub file: String,
+    /// The statement.
+    pub text: String,
+    /// Which of those of this text in the header, from 1.
+    pub occurrence: usize,
+    /// Why nothing notices its removal.
+    pub reason: String,
+}
+
+impl Survivor {
+    /// Whether it is the removal of this statement, of whatever sources.
+    pub fn is_of(&self, statement: &Statement) -> bool {
+        statement.is(&self.file, &self.text, self.occurrence)
     }
 }
 

@@ -93,24 +93,33 @@ proptest! {
         let views = inputs.views(&problem);
         let found =
             reference::backward_extras(&problem, &extras, &views.q, &views.k, &views.v, &views.dout).unwrap();
-        let fields: [(&str, &[f64], Select); 3] = [
-            ("dq", &found.dq, |inputs| &mut inputs.q),
-            ("dk", &found.dk, |inputs| &mut inputs.k),
-            ("dv", &found.dv, |inputs| &mut inputs.v),
-        ];
         let refused = reference::forward_extras(&problem, &extras, &views.q, &views.k, &views.v);
         prop_assert!(matches!(refused, Err(CpuError::Extra { name: "dlse", .. })), "a forward has none");
-        for (name, gradient, select) in fields {
-            let differences = differences_of(&mut inputs, gradient.len(), select, |inputs| {
-                loss_of(&problem, inputs, &extras)
-            });
-            assert_close(name, gradient, &differences, TOLERANCE);
-        }
+        assert_differences(&problem, &mut inputs, &extras, &found);
     }
 }
 
 /// One of the inputs.
 type Select = fn(&mut Inputs<f64>) -> &mut Vec<f64>;
+
+/// dQ, dK and dV are what [`loss_of`] says of small steps.
+fn assert_differences(
+    problem: &Problem,
+    inputs: &mut Inputs<f64>,
+    extras: &Extras<'_>,
+    found: &reference::Gradients,
+) {
+    let fields: [(&str, &[f64], Select); 3] = [
+        ("dq", &found.dq, |inputs| &mut inputs.q),
+        ("dk", &found.dk, |inputs| &mut inputs.k),
+        ("dv", &found.dv, |inputs| &mut inputs.v),
+    ];
+    for (name, gradient, select) in fields {
+        let loss = |inputs: &Inputs<f64>| loss_of(problem, inputs, extras);
+        let differences = differences_of(inputs, gradient.len(), select, loss);
+        assert_close(name, gradient, &differences, TOLERANCE);
+    }
+}
 
 /// `sum(O * dO)`, and of the rows that see something `sum(LSE * dLSE)`, with slopes and sinks.
 fn loss_of(problem: &Problem, inputs: &Inputs<f64>, extras: &Extras<'_>) -> f64 {
@@ -143,17 +152,7 @@ proptest! {
         let extras = Extras { alibi_slopes: Some(&slopes), sinks: Some(&sinks), dlse, ..Extras::NONE };
         let found =
             reference::backward_extras(&problem, &extras, &views.q, &views.k, &views.v, &views.dout).unwrap();
-        let fields: [(&str, &[f64], Select); 3] = [
-            ("dq", &found.dq, |inputs| &mut inputs.q),
-            ("dk", &found.dk, |inputs| &mut inputs.k),
-            ("dv", &found.dv, |inputs| &mut inputs.v),
-        ];
-        for (name, gradient, select) in fields {
-            let differences = differences_of(&mut inputs, gradient.len(), select, |inputs| {
-                loss_of(&problem, inputs, &extras)
-            });
-            assert_close(name, gradient, &differences, TOLERANCE);
-        }
+        assert_differences(&problem, &mut inputs, &extras, &found);
         const SINK_STEP: f32 = 1.0 / 4096.0;
         let differences: Vec<f64> = (0..sinks.len())
             .map(|head| {

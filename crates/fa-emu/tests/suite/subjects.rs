@@ -3,12 +3,11 @@
 use std::path::Path;
 
 use fa_emu::mutate::{Statement, statements};
-use fa_emu::removals::Removals;
+use fa_emu::removals::{Removals, Survivor};
 use fa_emu::subjects::subjects;
 use fa_emu::sweep::Trials;
 use fa_emu::{Options, source};
 use fa_kernels::Headers;
-use serde::Deserialize;
 
 use crate::known::unless_known;
 
@@ -28,21 +27,6 @@ fn the_subjects_of_the_mutation_run_are_without_a_finding() {
     }
 }
 
-/// As `fa emulate --mutate` reads them.
-#[derive(Deserialize)]
-struct Survivor {
-    file: String,
-    text: String,
-    occurrence: usize,
-    reason: String,
-}
-
-impl Survivor {
-    fn is(&self, file: &str, text: &str, occurrence: usize) -> bool {
-        (&*self.file, &*self.text, self.occurrence) == (file, text, occurrence)
-    }
-}
-
 #[test]
 fn removals_that_nothing_notices_are_of_present_statements_and_have_reasons() {
     let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results");
@@ -55,15 +39,23 @@ fn removals_that_nothing_notices_are_of_present_statements_and_have_reasons() {
         }
     }
     for own in &survivors {
-        let found =
-            all.iter().any(|statement| own.is(&statement.file, &statement.text, statement.occurrence));
-        assert!(found, "{}: no statement {} {}", own.file, own.text, own.occurrence);
+        assert!(
+            all.iter().any(|statement| own.is_of(statement)),
+            "{}: no statement {} {}",
+            own.file,
+            own.text,
+            own.occurrence
+        );
         assert!(own.reason.len() > 20, "{}: {}", own.text, own.reason);
     }
     for removal in Removals::read(&results.join("removals.ron")).unwrap().tried {
-        if removal.noticed.is_none() && all.iter().any(|statement| removal.is_of(statement)) {
-            let known = survivors.iter().any(|own| own.is(&removal.file, &removal.text, removal.occurrence));
-            assert!(known, "{}: nothing notices that {} is gone; why?", removal.file, removal.text);
+        if let (None, Some(statement)) = (&removal.noticed, all.iter().find(|of| removal.is_of(of))) {
+            assert!(
+                survivors.iter().any(|own| own.is_of(statement)),
+                "{}: nothing notices that {} is gone; why?",
+                removal.file,
+                removal.text
+            );
         }
     }
 }

@@ -1,9 +1,10 @@
 //! The problems of a kernel that an emulation runs in seconds: short rows and few heads, and every trap all
 //! the same. A GPU runs them with the rest of the list.
 
-use fa_core::{Alibi, Family, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, Types};
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, ScoreMod, Types};
 
 use super::case::{Arrangement, BASE, Case, NamedSpec, case, case_of};
+use super::paged::loads_pages;
 use crate::random::Random;
 use crate::sequences::{Ragged, Sequences};
 
@@ -106,11 +107,9 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
 impl Batch {
     fn sequences(&self, spec: &KernelSpec, seed: u64) -> Sequences {
         let (of_q, of_k): (Vec<usize>, Vec<usize>) = self.lengths.iter().copied().unzip();
-        // Boxes of TMA hold eight keys and more.
-        let by_boxes = spec.kernel.family() == Family::Sm90 && !spec.gathers_pages();
         let keys = match spec.reads.paged {
-            true if by_boxes && !self.page.is_multiple_of(8) => Rows::Paged(8 * self.page),
-            true => Rows::Paged(self.page),
+            true if loads_pages(spec, self.page) => Rows::Paged(self.page),
+            true => Rows::Paged(8 * self.page),
             false => self.k,
         };
         Sequences { q: self.side(&of_q, self.q, seed), k: self.side(&of_k, keys, seed) }

@@ -1,11 +1,11 @@
 //! The cases of one kernel.
 
-use fa_core::{Alibi, Family, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
+use fa_core::{Alibi, KernelSpec, Lengths, Mask, MaskKind, Problem, Reads, ScoreMod, Types};
 use fa_cpu::grid::SHAPES;
 
 use super::awkward::awkward;
 use super::case::{Arrangement, BASE, Case, Extent, NamedSpec, Values, case, case_of};
-use super::paged::{PAGES, pages_of};
+use super::paged::{PAGES, loads_pages, pages_of};
 use super::varied::packed_of;
 use crate::sequences::{Ragged, Sequences};
 
@@ -91,8 +91,7 @@ fn varied(spec: &KernelSpec, turn: usize, (q, k): (usize, usize)) -> Sequences {
     };
     let keys = match (turn % 3, reads.paged) {
         (_, true) => {
-            let by_boxes = spec.kernel.family() == Family::Sm90 && !spec.gathers_pages();
-            let pages = PAGES.into_iter().filter(|page| !by_boxes || page.is_multiple_of(8));
+            let pages = PAGES.into_iter().filter(|&page| loads_pages(spec, page));
             // Another step each round: problems that differ in their queries alone have other pages.
             let page = pages.cycle().nth(turn + turn / 6).expect("pages of a multiple of 8");
             pages_of(&of_k, page, turn as u64)

@@ -6,34 +6,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::Context;
 use fa_emu::Emulator;
 use fa_emu::mutate::{self, Statement};
-use fa_emu::removals::{Keys, Removal, Removals};
+use fa_emu::removals::{Keys, Removal, Removals, Survivor};
 use fa_emu::sweep::Trials;
 use fa_kernels::Headers;
-use serde::{Deserialize, Serialize};
 
 use super::args::EmulateArgs;
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
 use crate::term::progress::Steps;
-
-/// A removal that nothing notices, and why.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Survivor {
-    /// The header.
-    file: String,
-    /// The statement.
-    text: String,
-    /// Which of those of this text in the header, from 1.
-    occurrence: usize,
-    /// Why nothing notices its removal.
-    reason: String,
-}
-
-impl Survivor {
-    fn is(&self, statement: &Statement) -> bool {
-        self.file == statement.file && self.text == statement.text && self.occurrence == statement.occurrence
-    }
-}
 
 /// Where removals are kept that have been tried: of the four kernels, unless another file is named.
 const TRIED: &str = "docs/results/removals.ron";
@@ -142,7 +122,7 @@ fn print(
             Some(by) => by.clone(),
             None => {
                 survivors += 1;
-                let reason = known.iter().find(|own| own.is(statement)).map(|own| own.reason.as_str());
+                let reason = known.iter().find(|own| own.is_of(statement)).map(|own| own.reason.as_str());
                 unexplained += usize::from(reason.is_none());
                 format!("NOT NOTICED: {}", reason.unwrap_or("no reason is listed"))
             }
@@ -151,7 +131,7 @@ fn print(
     }
     let of_list: Vec<_> = known
         .iter()
-        .filter(|own| all.iter().any(|(statement, noticed)| own.is(statement) && noticed.is_some()))
+        .filter(|own| all.iter().any(|(statement, noticed)| own.is_of(statement) && noticed.is_some()))
         .collect();
     for own in &of_list {
         out += &format!("listed in {} but noticed: {} {}\n", args.survivors.display(), own.file, own.text);
