@@ -103,10 +103,17 @@ fn docs() -> Result<()> {
     Ok(())
 }
 
+/// Where proptest reads the seed of its random cases.
+const RANDOM_SEED: &str = "PROPTEST_RNG_SEED";
+
 /// Runs the workspace's tests of these targets, shows their output and counts their results.
 fn cargo_test(targets: &[&str], args: &Args, tally: &mut Tally) -> Result<()> {
     let mut command = workspace::cargo_command(&["test", "--workspace"]);
     command.args(targets).stdout(Stdio::piped());
+    // The same random problems in every run, so that what fails is the change's; `cargo test` draws others.
+    if std::env::var_os(RANDOM_SEED).is_none() {
+        command.env(RANDOM_SEED, "1");
+    }
     if args.all_archs {
         command.env("FA_ALL_ARCHS", "1").env("FA_EMU_RECORD", "1");
     }
