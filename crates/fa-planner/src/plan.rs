@@ -3,7 +3,7 @@
 //! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
 //! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved};
 use serde::Serialize;
 
 use crate::account::reason::Reason;
@@ -74,7 +74,8 @@ pub fn padded(family: Family, name: &'static str, head_dim: usize) -> Result<u32
 /// What to plan for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
-    /// Kernels to choose from; `None` for the fastest that the architecture runs.
+    /// Kernels to choose from; `None` for the fastest that the architecture runs, and where none of those
+    /// fits, those of the SM80 class, which run everywhere.
     pub family: Option<Family>,
     /// Constants of the cost model; `None` for those of the architecture's board.
     pub constants: Option<CostConstants>,
@@ -94,6 +95,9 @@ pub enum PlanError {
     /// The problem contradicts itself.
     #[error(transparent)]
     Problem(#[from] ProblemError),
+    /// No launch of any kernel holds the problem.
+    #[error(transparent)]
+    Unserved(#[from] Unserved),
     /// No kernel computes in this type.
     #[error("no GPU kernel computes in {0}: use f16 or bf16 (or the CPU backend, which also takes f32)")]
     Dtype(Dtype),
@@ -175,6 +179,7 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     if !problem.types.qkv.is_half() {
         return Err(PlanError::Dtype(problem.types.qkv));
     }
+    problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });
     }
@@ -182,6 +187,22 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     if !family.runs_on(arch) {
         return Err(PlanError::Family { family, arch });
     }
+    let mut set = explore_family(problem, arch, options, family)?;
+    if set.plans.is_empty() && options.family.is_none() && family != Family::Sm80 {
+        let other = explore_family(problem, arch, options, Family::Sm80)?;
+        set.plans = other.plans;
+        set.rejected.extend(other.rejected);
+    }
+    Ok(set)
+}
+
+/// [`explore`] among the kernels of one family, which runs on `arch`.
+fn explore_family(
+    problem: &Problem,
+    arch: Arch,
+    options: &PlanOptions,
+    family: Family,
+) -> Result<PlanSet, PlanError> {
     let head_dim = padded(family, "head_dim", problem.head_dim)?;
     let head_dim_v = padded(family, "head_dim_v", problem.head_dim_v)?;
     let constants = options.constants(arch);

@@ -1,5 +1,6 @@
 //! How many CTAs share the keys of a tile's rows in the forward: launch and cost model take the same number.
 
+use fa_core::spec::MAX_COUNT;
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Lengths, Problem};
 
 use crate::cost::constants::CostConstants;
@@ -60,7 +61,9 @@ pub(crate) fn best_split(
         return Some(best);
     }
     let mut least = best.seconds;
-    for parts in part_counts(work.longest.steps as usize) {
+    // A launch counts the parts of all tiles in 32 bits.
+    let most = MAX_COUNT as f64 / work.tiles;
+    for parts in part_counts(work.longest.steps as usize).take_while(|&parts| parts as f64 <= most) {
         let cost = predict(parts)?;
         if cost.seconds * GAIN < least {
             (best, least) = (cost, cost.seconds);
