@@ -129,10 +129,10 @@ impl Work {
         if parts <= 1 {
             return self.clone();
         }
-        let (most, mut tiles) = (parts as f64, 0.0);
+        let mut tiles = 0.0;
         let mut classes = Vec::with_capacity(2 * self.classes.len());
         for class in &self.classes {
-            let own = most.min(class.steps.floor()).max(1.0);
+            let own = own_parts(parts, class);
             tiles += class.count * own;
             // Of `own` parts some have one step more.
             let each = (class.steps / own).floor();
@@ -144,13 +144,22 @@ impl Work {
                 }
             }
         }
-        let own = most.min(self.longest.steps.floor()).max(1.0);
-        let longest = TileClass {
+        Work { tiles, classes, longest: self.longest_part(parts) }
+    }
+
+    /// The longest tile of [`Work::in_parts`].
+    pub(crate) fn longest_part(&self, parts: usize) -> TileClass {
+        let own = own_parts(parts, &self.longest);
+        TileClass {
             count: 1.0,
             steps: (self.longest.steps / own).ceil(),
             masked: (self.longest.masked / own).ceil(),
-        };
-        Work { tiles, classes, longest }
+        }
+    }
+
+    /// The tiles of [`Work::in_parts`].
+    pub(crate) fn tiles_in_parts(&self, parts: usize) -> f64 {
+        self.classes.iter().map(|class| class.count * own_parts(parts, class)).sum()
     }
 
     /// Sorts a head's `m_tiles` tiles into classes: equal tiles where there are few kinds, else runs of
@@ -248,6 +257,11 @@ impl Work {
         let apart = spread * (longest - shortest) * (1.0 - (slots / self.tiles).min(1.0));
         (total, end.max(total / slots + apart))
     }
+}
+
+/// Parts of a tile that is divided among `parts` CTAs at most, each of which has a step.
+fn own_parts(parts: usize, class: &TileClass) -> f64 {
+    (parts as f64).min(class.steps.floor()).max(1.0)
 }
 
 #[cfg(test)]
