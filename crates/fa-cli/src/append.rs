@@ -31,6 +31,9 @@ enum Values<T> {
     Same(Vec<T>),
 }
 
+/// How rows are turned, and by what.
+type Tables<T> = (Rotary, [Values<T>; 2]);
+
 /// What is appended.
 #[derive(Debug)]
 pub struct NewRows<T> {
@@ -139,7 +142,7 @@ impl<T: Element + Stored> NewRows<T> {
             }
             let first = if cu.is_some() { 1 } else { batch };
             if got != [first, rows, problem.heads_kv, dim] {
-                let [_, heads_kv, dim] = [first, problem.heads_kv, dim];
+                let heads_kv = problem.heads_kv;
                 let need = format!(
                     "of {batch} sequences, {rows} rows, {heads_kv} heads and {dim} elements, as the cache and k_new \
                      have them"
@@ -154,7 +157,7 @@ impl<T: Element + Stored> NewRows<T> {
             Some(_) => Side::packed(rows, counts.iter().copied().max().unwrap_or(0)),
             None => Side::padded(rows),
         };
-        let (rotary, tables) = rotary(file, problem, is_interleaved)?;
+        let (rotary, tables) = rotary(file, problem, is_interleaved)?.unzip();
         let append = Append {
             sequences: batch,
             new,
@@ -314,9 +317,9 @@ fn rotary<T: Stored>(
     file: &TensorFile,
     problem: &Problem,
     is_interleaved: bool,
-) -> anyhow::Result<(Option<Rotary>, Option<[Values<T>; 2]>)> {
+) -> anyhow::Result<Option<Tables<T>>> {
     if !file.has(TABLES[0]) {
-        return Ok((None, None));
+        return Ok(None);
     }
     let (cos, sin) = (file.entry(TABLES[0])?, file.entry(TABLES[1])?);
     let of_q = file.entry("q")?.dtype;
@@ -349,7 +352,7 @@ fn rotary<T: Stored>(
         table: if is_f32 { Dtype::F32 } else { problem.types.qkv },
         queries: Some(RotaryQueries { rows: lengths.q(), heads: *heads_q, positions }),
     };
-    Ok((Some(rotary), Some([read(TABLES[0])?, read(TABLES[1])?])))
+    Ok(Some((rotary, [read(TABLES[0])?, read(TABLES[1])?])))
 }
 
 /// Every new key has a place in the cache, and every row that is turned a position in the tables.

@@ -27,7 +27,7 @@ fn the_examples_grow_and_come_out_as_their_script_computed_them() {
             let (before, after) = (read(&PathBuf::from(example(name))), read(&PathBuf::from(&output)));
             let grown = before["cache_seqlens"].2.iter().map(|len| len + 2.0).collect::<Vec<_>>();
             assert_eq!(after["cache_seqlens"].2, grown, "{name}");
-            assert_eq!(after.get("page_table").is_some(), name == "append-paged");
+            assert_eq!(after.contains_key("page_table"), name == "append-paged");
             // Of the values, the new rows are in the cache as they were, and nothing else has changed.
             let new = before["v_new"].2.iter().filter(|value| after["v"].2.contains(value)).count();
             assert_eq!(new, before["v_new"].2.len(), "{name}");
