@@ -23,7 +23,7 @@ from .interface import (
     flash_attn_with_kvcache,
     merge,
 )
-from .planning import Kernels, explain, plan, problem
+from .planning import Kernels, explain, finish_tuning, plan, problem, tuning
 
 __version__ = version()
 
@@ -33,6 +33,7 @@ __all__ = [
     "Kernels",
     "UnsupportedError",
     "explain",
+    "finish_tuning",
     "flash_attn_backward",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -45,4 +46,5 @@ __all__ = [
     "merge",
     "plan",
     "problem",
+    "tuning",
 ]

@@ -1,6 +1,7 @@
 """Problems, plans and bound kernels as plain dicts."""
 
 import json
+from operator import index
 
 from . import _core
 from ._faces import face_of, find_nvrtc
@@ -95,6 +96,49 @@ def explain(given, query, arch="sm90", mode="fwd", deterministic=False, family=N
     rank and account, "rejected" with the limit that each breaks."""
     text, forward, backward = _asked(given, mode)
     return json.loads(_core.explain(text, query, arch, family, forward, backward, deterministic))
+
+
+def tuning(on=True, *, candidates=4, budget=30.0):
+    """Switches tuning on or off, for all GPUs of this process; it is off by default.
+
+    >>> fa_attn.tuning()
+
+    Where it is on, the first call for a problem and pass computes as it does without, at once, and hands the
+    problem to a thread. There the kernel that ran and the best of the planner's others, `candidates` in all,
+    are compiled and measured, for `budget` seconds at most, on memory and a stream of their own. The winner
+    is used from the next call on, but not by captured graphs, and is kept for later processes in the table
+    that FA_TUNED names, or beside the kernel cache. Without a GPU there is nothing to tune: DeviceError.
+    """
+    if not isinstance(on, bool):
+        raise _core.InputError(f"on is {on!r}: it must be True or False")
+    try:
+        count = index(candidates)
+    except TypeError:
+        raise _core.InputError(f"candidates is {candidates!r}: it must be a whole number from 2") from None
+    try:
+        seconds = float(budget)
+    except (TypeError, ValueError, OverflowError):
+        raise _core.InputError(f"budget is {budget!r}: it must be a number of seconds above 0") from None
+    if not 2 <= count <= _MOST_CANDIDATES:
+        raise _core.InputError(f"candidates is {count}: it must be from 2 to {_MOST_CANDIDATES}")
+    if not 0 < seconds <= _LONGEST_BUDGET:
+        raise _core.InputError(f"budget is {seconds} s: it must be above 0 s and at most a day")
+    if on:
+        find_nvrtc()
+    _core.tuning(count if on else None, seconds)
+
+
+def finish_tuning():
+    """Waits until no problem is left to be measured. Returns what came of those since the last call, a list
+    of dicts: "problem", "pass" (forward or backward), "deterministic", "family", "tried" (each with "kernel",
+    "ms" or "error"), "winner" (a kernel, or None) and "error". An empty list where tuning is off."""
+    return json.loads(_core.finish_tuning())
+
+
+# More kernels than any problem has.
+_MOST_CANDIDATES = 10_000
+
+_LONGEST_BUDGET = 86_400.0
 
 
 class Kernels:

@@ -45,7 +45,8 @@ pub fn raised(error: Error) -> PyErr {
         | Error::Length { .. }
         | Error::Shape { .. }
         | Error::Dtype { .. }
-        | Error::Pass { .. } => InputError::new_err(text),
+        | Error::Pass { .. }
+        | Error::TuningOption { .. } => InputError::new_err(text),
         _ => DeviceError::new_err(text),
     }
 }

@@ -27,5 +27,5 @@ mod _core {
     #[pymodule_export]
     use super::merging::merge;
     #[pymodule_export]
-    use super::planning::{bind, explain, plan, problem, version};
+    use super::planning::{bind, explain, finish_tuning, plan, problem, tuning, version};
 }

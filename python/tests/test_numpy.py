@@ -510,3 +510,36 @@ def test_kernels_are_bound_once():
         kernels.forward(q[:, :20], k, v, sinks=sinks)
     with pytest.raises(fa_attn.InputError, match="device"):
         fa_attn.Kernels(problem, "gpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(on="yes"), "on is 'yes'"),
+        (dict(on=1), "on is 1"),
+        (dict(candidates=1), "candidates is 1"),
+        (dict(candidates=-3), "candidates is -3"),
+        (dict(candidates=2.5), "candidates is 2.5"),
+        (dict(candidates=1 << 70), "candidates is 1180591620717411303424"),
+        (dict(budget=0), "budget is 0.0 s"),
+        (dict(budget=-1.0), "budget is -1.0 s"),
+        (dict(budget=float("nan")), "budget is nan s"),
+        (dict(budget=float("inf")), "budget is inf s"),
+        (dict(budget=10**400), "budget is 1000"),
+        (dict(budget="long"), "budget is 'long'"),
+        (dict(on=False, candidates=0), "candidates is 0"),
+    ],
+)
+def test_tuning_refuses_numbers_that_tune_nothing(options, named):
+    with pytest.raises(fa_attn.InputError, match="must be") as raised:
+        fa_attn.tuning(**options)
+    assert named in str(raised.value)
+
+
+def test_tuning_has_nothing_to_measure_without_a_gpu():
+    fa_attn.tuning(False)
+    assert fa_attn.finish_tuning() == []
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a GPU")
+    with pytest.raises(fa_attn.DeviceError, match="nothing to tune"):
+        fa_attn.tuning()
