@@ -10,7 +10,7 @@ there: numpy's on all cores, torch's on their device and stream, with gradients.
 and says what would work.
 """
 
-from ._core import DeviceError, InputError, UnsupportedError, version
+from ._core import DeviceError, InputError, InputTypeError, UnsupportedError, version
 from .interface import (
     flash_attn_backward,
     flash_attn_func,
@@ -30,6 +30,7 @@ __version__ = version()
 __all__ = [
     "DeviceError",
     "InputError",
+    "InputTypeError",
     "Kernels",
     "UnsupportedError",
     "explain",

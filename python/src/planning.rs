@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use fa_attn::{Pass, Problem, Tried, Tuning, TuningOutcome};
-use fa_core::Arch;
+use fa_core::{Arch, KernelSpec};
 use fa_planner::report::{PlanFamily, Planned, ReportError};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -114,15 +114,21 @@ pub fn finish_tuning(py: Python<'_>) -> PyResult<String> {
 
 fn outcome_of(outcome: &TuningOutcome) -> serde_json::Value {
     let TuningOutcome { problem, pass, family, tried, winner, error } = outcome;
-    let tried_of = |Tried { spec, ms, error }: &Tried| serde_json::json!({ "kernel": spec.to_string(), "ms": ms, "error": error });
+    let name = |spec: &KernelSpec| spec.to_string();
+    let tried_of = |tried: &Tried| {
+        let Tried { spec, ms, error } = tried;
+        serde_json::json!({ "kernel": name(spec), "ms": ms, "error": error })
+    };
+    let tried: Vec<_> = tried.iter().map(tried_of).collect();
+    let (winner, error) = (winner.as_ref().map(name), error.as_ref().map(ToString::to_string));
     serde_json::json!({
         "problem": problem,
         "pass": if pass.is_backward() { "backward" } else { "forward" },
         "deterministic": *pass == Pass::Backward { deterministic: true },
         "family": family,
-        "tried": tried.iter().map(tried_of).collect::<Vec<_>>(),
-        "winner": winner.as_ref().map(|spec| spec.to_string()),
-        "error": error.as_ref().map(|error| error.to_string()),
+        "tried": tried,
+        "winner": winner,
+        "error": error,
     })
 }
 
