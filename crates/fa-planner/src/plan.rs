@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::account::reason::Reason;
 use crate::account::{Account, account, missing_code};
-use crate::cost::{Cost, CostConstants, Cuts, predict_with};
+use crate::cost::{Cost, CostConstants, Cuts, predict_below};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
 use crate::registers::Registers;
@@ -165,12 +165,60 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
     Ok(set.plans)
 }
 
+/// The first of [`plan`], in a fraction of its time: most other kernels are known to take longer before their
+/// own time is.
+///
+/// # Errors
+/// As [`plan`].
+pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan, PlanError> {
+    let constants = options.constants(arch);
+    let (mut cuts, mut best) = (Cuts::default(), None::<Plan>);
+    for_each(problem, arch, options, |spec| {
+        let below = best.as_ref().map_or(f64::INFINITY, |best| best.cost.seconds);
+        if let Ok(Some(plan)) = judge(problem, spec, arch, (&constants, below), &mut cuts)
+            && plan.cost.seconds < below
+            && !is_whole(problem, &plan)
+        {
+            best = Some(plan);
+        }
+    })?;
+    // Why nothing fits is told by all that was tried.
+    best.map_or_else(|| plan(problem, arch, options).map(|mut plans| plans.swap_remove(0)), Ok)
+}
+
 /// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the
 /// reason.
 ///
 /// # Errors
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
+    let constants = options.constants(arch);
+    let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
+    let mut cuts = Cuts::default();
+    for_each(problem, arch, options, |spec| {
+        match judge(problem, spec.clone(), arch, (&constants, f64::INFINITY), &mut cuts) {
+            Ok(plan) => set.plans.extend(plan.filter(|plan| !is_whole(problem, plan))),
+            Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
+        }
+    })?;
+    // The sort is stable: ties stay in the order of enumeration.
+    set.plans.sort_by(|a, b| a.cost.seconds.total_cmp(&b.cost.seconds));
+    Ok(set)
+}
+
+/// Whether a kernel with splits does without: with one CTA for each tile's keys the same kernel without
+/// splits does as well.
+fn is_whole(problem: &Problem, plan: &Plan) -> bool {
+    plan.spec.split && plan.cost.splits == 1 && problem.lengths.is_uniform()
+}
+
+/// Gives every candidate to `judge`, in the order of enumeration.
+fn for_each(
+    problem: &Problem,
+    arch: Arch,
+    options: &PlanOptions,
+    judge: impl FnMut(KernelSpec),
+) -> Result<(), PlanError> {
     problem.check()?;
     if !problem.types.qkv.is_half() {
         return Err(PlanError::Dtype(problem.types.qkv));
@@ -184,35 +232,22 @@ pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<P
     }
     let head_dim = padded(family, "head_dim", problem.head_dim)?;
     let head_dim_v = padded(family, "head_dim_v", problem.head_dim_v)?;
-    let constants = options.constants(arch);
-    let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
-    let mut cuts = Cuts::default();
-    let mut judge = |spec: KernelSpec| match judge(problem, &spec, arch, &constants, &mut cuts) {
-        // With one CTA for each tile's keys the same kernel without splits does as well.
-        Ok(Plan { spec: KernelSpec { split: true, .. }, cost: Cost { splits: 1, .. }, .. })
-            if problem.lengths.is_uniform() => {}
-        Ok(plan) => set.plans.push(plan),
-        Err(reason) => set.rejected.push(RejectedSpec { spec, reason }),
-    };
     match (family, options.pass) {
         (Family::Sm80, Pass::Forward) => {
-            sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
+            sm80_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(judge);
         }
         (Family::Sm80, Pass::Backward { deterministic }) => {
             sm80_bwd::candidates::candidates(problem, head_dim, head_dim_v, arch, deterministic)
-                .for_each(&mut judge);
+                .for_each(judge);
         }
         (Family::Sm90, Pass::Forward) => {
-            sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(&mut judge);
+            sm90_fwd::candidates::candidates(problem, head_dim, head_dim_v).for_each(judge);
         }
         (Family::Sm90, Pass::Backward { deterministic }) => {
-            sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, deterministic)
-                .for_each(&mut judge);
+            sm90_bwd::candidates::candidates(problem, head_dim, head_dim_v, deterministic).for_each(judge);
         }
     }
-    // The sort is stable: ties stay in the order of enumeration.
-    set.plans.sort_by(|a, b| a.cost.seconds.total_cmp(&b.cost.seconds));
-    Ok(set)
+    Ok(())
 }
 
 /// The plan of one given kernel, which may come from a file.
@@ -227,23 +262,26 @@ pub fn plan_spec(
 ) -> Result<Plan, Reason> {
     problem.check().map_err(|e| Reason::Rule(e.to_string()))?;
     let constants = options.constants(arch);
-    judge(problem, spec, arch, &constants, &mut Cuts::default())
+    let plan = judge(problem, spec.clone(), arch, (&constants, f64::INFINITY), &mut Cuts::default())?;
+    Ok(plan.expect("every time is below infinity"))
 }
 
+/// The plan of a kernel, or the first limit that it breaks; no plan for some that take `below` seconds or
+/// more.
 fn judge(
     problem: &Problem,
-    spec: &KernelSpec,
+    spec: KernelSpec,
     arch: Arch,
-    constants: &CostConstants,
+    (constants, below): (&CostConstants, f64),
     cuts: &mut Cuts,
-) -> Result<Plan, Reason> {
+) -> Result<Option<Plan>, Reason> {
     spec.serves(problem)?;
-    if let Some(what) = missing_code(spec) {
+    if let Some(what) = missing_code(&spec) {
         return Err(Reason::Code { kernel: spec.kernel.name(), what });
     }
-    let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(spec, arch)?;
-    let cost = predict_with(cuts, problem, spec, arch, constants);
-    Ok(Plan { spec: spec.clone(), smem, regs, threads, occupancy, blocks_per_sm, cost })
+    let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(&spec, arch)?;
+    let cost = predict_below(cuts, problem, &spec, arch, (constants, below));
+    Ok(cost.map(|cost| Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost }))
 }
 
 /// The best plan by sequence length: both lengths of a square problem, the keys' of another (decode).

@@ -1,9 +1,9 @@
 //! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
 
-use fa_core::{Arch, Dtype, Family, Kernel, Lengths, Mask, Problem, ScoreMod, Types};
+use fa_core::{Arch, Dtype, Family, Kernel, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
 use fa_planner::account::{Reason, smem};
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
-use fa_planner::plan::{Plan, PlanError, PlanOptions, explore, plan, plan_spec, sweep};
+use fa_planner::plan::{Plan, PlanError, PlanOptions, best, explore, plan, plan_spec, sweep};
 use proptest::prelude::*;
 
 const BASE: Problem = Problem::square(4, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
@@ -64,8 +64,38 @@ fn problems() -> impl Strategy<Value = Problem> {
     )
 }
 
+/// Few queries on a cache: of one length, of lengths on the device, in pages.
+fn decode() -> impl Strategy<Value = Problem> {
+    let keys = prop_oneof![0usize..700, 0usize..9000, 0usize..200_000];
+    (problems(), prop_oneof![Just(1usize), 0usize..70], keys, 0usize..4).prop_map(
+        |(problem, queries, keys, kind)| {
+            let (batch, q) = (problem.lengths.sequences(), Side::padded(queries));
+            let lengths = match kind {
+                0 | 1 => Lengths::uniform(batch, queries, keys),
+                2 => Lengths::of(batch, q, Side::padded(keys).with_used()),
+                _ => Lengths::of(batch, q, Side::paged(16, batch * keys.div_ceil(16) + 1, keys).with_used()),
+            };
+            Problem { lengths, ..problem }
+        },
+    )
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
+
+    /// Leaving out what cannot be the best changes nothing of it.
+    #[test]
+    fn the_best_is_the_first_of_all(
+        problem in prop_oneof![problems(), decode(), decode(), decode()],
+        arch in prop::sample::select(Arch::ALL.to_vec()), is_backward in prop::bool::weighted(0.2),
+    ) {
+        let pass = if is_backward { Pass::BACKWARD } else { Pass::Forward };
+        for options in families(arch) {
+            let options = PlanOptions { pass, ..options };
+            let first = plan(&problem, arch, &options).map(|mut plans| plans.swap_remove(0));
+            prop_assert_eq!(best(&problem, arch, &options), first);
+        }
+    }
 
     #[test]
     fn every_plan_is_sound(problem in problems(), arch in prop::sample::select(Arch::ALL.to_vec())) {

@@ -3,7 +3,7 @@
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Lengths, Problem};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::Cost;
+use crate::cost::core::{Cost, Launch};
 use crate::cost::schedule::Work;
 use crate::kernels::{sm80_fwd, sm90_fwd};
 
@@ -31,42 +31,58 @@ pub fn kv_splits(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> 
         Problem { lengths: Lengths::uniform(1, lengths.max_q(), lengths.max_k()), ..*problem }
     };
     let limits = ArchLimits { sms, ..*arch.limits() };
-    best_split(&alone, spec, &limits, &CostConstants::of(arch), None).map_or(1, |cost| cost.splits)
+    best_split(&alone, spec, &limits, &CostConstants::of(arch), (None, f64::INFINITY))
+        .map_or(1, |cost| cost.splits)
 }
 
 /// The forward of `problem` by `spec`, with the number of splits that takes the least time. `None` for a
-/// backward. `cut` is the problem cut into the kernel's tiles, where that is at hand.
+/// backward, and where no number of splits can take less than `below` seconds. `cut` is the problem cut into
+/// the kernel's tiles, where that is at hand.
 pub(crate) fn best_split(
     problem: &Problem,
     spec: &KernelSpec,
     limits: &ArchLimits,
     constants: &CostConstants,
-    cut: Option<&Work>,
+    (cut, below): (Option<&Work>, f64),
 ) -> Option<Cost> {
     let (tile_m, tile_n) = spec.tile();
     let own_cut = cut.is_none().then(|| Work::of(problem, tile_m, tile_n, spec.traits().packs_gqa));
     let work = cut.or(own_cut.as_ref())?;
-    let predict = |parts: usize| match &spec.kernel {
+    match &spec.kernel {
         Kernel::Sm80Fwd(kernel) => {
-            Some(sm80_fwd::cost::predict(problem, work, parts, (spec, kernel), limits, constants))
+            let launch = sm80_fwd::cost::launch(problem, work, (spec, kernel), limits, constants);
+            best_of(&launch, spec.split, below)
         }
         Kernel::Sm90Fwd(kernel) => {
-            Some(sm90_fwd::cost::predict(problem, work, parts, (spec, kernel), limits, constants))
+            let launch = sm90_fwd::cost::launch(problem, work, (spec, kernel), limits, constants);
+            best_of(&launch, spec.split, below)
         }
         Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => None,
-    };
-    let mut best = predict(1)?;
-    if !spec.split || work.tiles == 0.0 {
-        return Some(best);
     }
-    let mut least = best.seconds;
-    for parts in part_counts(work.longest.steps as usize) {
-        let cost = predict(parts)?;
-        if cost.seconds * GAIN < least {
-            (best, least) = (cost, cost.seconds);
+}
+
+/// The launch with the number of splits that takes the least time; `None` where none can take less than
+/// `below` seconds.
+fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {
+    let steps = if split && launch.work.tiles > 0.0 { launch.work.longest.steps as usize } else { 0 };
+    let is_slower = |parts: usize| launch.at_least(parts) >= below;
+    if is_slower(1) && part_counts(steps).all(is_slower) {
+        return None;
+    }
+    if steps == 0 {
+        return Some(launch.cost(1));
+    }
+    let (mut best, mut least) = (1, launch.seconds(1));
+    for parts in part_counts(steps) {
+        // A bound is enough for most of them.
+        if launch.at_least(parts) * GAIN < least {
+            let seconds = launch.seconds(parts);
+            if seconds * GAIN < least {
+                (best, least) = (parts, seconds);
+            }
         }
     }
-    Some(best)
+    Some(launch.cost(best))
 }
 
 /// The numbers of parts above 1 that are worth a look for tiles of up to `steps` steps: for each length of a
@@ -86,7 +102,48 @@ fn part_counts(steps: usize) -> impl Iterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
+    use fa_core::{Dtype, Mask};
+
     use super::*;
+    use crate::plan::{PlanOptions, explore};
+
+    /// What [`best_of`] must be: every number of splits in turn.
+    fn tried_in_turn<F: Fn(f64) -> f64>(launch: &Launch<'_, F>) -> Cost {
+        let mut best = launch.cost(1);
+        for parts in part_counts(launch.work.longest.steps as usize) {
+            let cost = launch.cost(parts);
+            assert_eq!(cost.seconds, launch.seconds(parts));
+            if cost.seconds * GAIN < best.seconds {
+                best = cost;
+            }
+        }
+        best
+    }
+
+    #[test]
+    fn bounds_leave_out_only_what_is_slower() {
+        let base = Problem::square(1, 1, 32, 128, Mask::CAUSAL, Dtype::Bf16);
+        for (batch, queries, keys) in [(1, 1, 4097), (1, 3, 70_000), (8, 1, 300), (3, 16, 5000), (40, 1, 900)]
+        {
+            let problem = Problem { heads_kv: 8, lengths: Lengths::uniform(batch, queries, keys), ..base };
+            let (arch, limits) = (Arch::Sm90, Arch::Sm90.limits());
+            let constants = CostConstants::of(arch);
+            let plans = explore(&problem, arch, &PlanOptions::default()).expect("a supported problem").plans;
+            for spec in plans.into_iter().map(|plan| plan.spec).filter(|spec| spec.split) {
+                let Kernel::Sm90Fwd(kernel) = &spec.kernel else { panic!("{spec}") };
+                let (tile_m, tile_n) = spec.tile();
+                let work = Work::of(&problem, tile_m, tile_n, kernel.pack_gqa);
+                let launch = sm90_fwd::cost::launch(&problem, &work, (&spec, kernel), limits, &constants);
+                for parts in std::iter::once(1).chain(part_counts(work.longest.steps as usize)) {
+                    assert!(launch.at_least(parts) <= launch.seconds(parts), "{spec}: {parts} parts");
+                }
+                let best = tried_in_turn(&launch);
+                assert_eq!(best_of(&launch, true, f64::INFINITY), Some(best), "{spec}");
+                let above = best_of(&launch, true, best.seconds * 1.000_001);
+                assert_eq!(above, Some(best), "{spec}");
+            }
+        }
+    }
 
     #[test]
     fn every_length_of_a_part_has_its_fewest_parts() {

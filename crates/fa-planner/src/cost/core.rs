@@ -239,84 +239,168 @@ pub(crate) fn f32_lanes(limits: &ArchLimits) -> f64 {
     limits.fp32_flops / 2.0
 }
 
-/// The time of a problem from the clocks of a kernel's steps, with the keys of each tile divided among
-/// `parts` CTAs. `step` gives the clocks of a step where an SM holds so many CTAs.
-pub(crate) fn evaluate(
-    problem: &Problem,
-    (tile_m, tile_n): (u32, u32),
-    whole: &Work,
-    parts: usize,
-    (model, step): (&KernelModel, impl Fn(f64) -> f64),
-    limits: &ArchLimits,
-    c: &CostConstants,
-) -> Cost {
-    let in_parts = (parts > 1).then(|| whole.in_parts(parts));
-    let work = in_parts.as_ref().unwrap_or(whole);
-    let sms = f64::from(limits.sms);
-    let clock = limits.clock_ghz * 1e9 * c.clock;
-    let slots = sms * model.resident;
-    let (steps, masked_steps) = (work.steps(), work.masked());
+/// A forward by one kernel: a problem's tiles, and the clocks of the kernel's steps.
+pub(crate) struct Launch<'a, F> {
+    pub problem: &'a Problem,
+    /// `tile_m` and `tile_n`.
+    pub tile: (u32, u32),
+    /// The problem in such tiles, each with all of its keys.
+    pub work: &'a Work,
+    pub model: KernelModel,
+    /// The clocks of a step where an SM holds so many CTAs.
+    pub step: F,
+    pub limits: &'a ArchLimits,
+    pub constants: &'a CostConstants,
+}
 
-    // `resident` CTAs make a step each in `step` clocks, so a CTA's step takes as long.
-    let length = |class: &TileClass, on_sm: f64| {
-        model.tile + class.steps * step(on_sm) + class.masked * model.mask * on_sm / model.resident
-    };
-    let (total, end) = work.makespan_shared(sms, model.resident, model.queue, length);
-    let (even, compute) = (total / slots / clock, (end + model.start) / clock);
-    let alone = |clocks: f64| steps / slots * clocks / clock;
+/// Seconds of a launch with the keys of each tile divided among a number of CTAs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Times {
+    /// Of the SMs, and the same with all of them equally busy.
+    compute: f64,
+    even: f64,
+    /// The tensor cores at the power limit.
+    power: f64,
+    l2: f64,
+    hbm: f64,
+    /// The combine kernel.
+    combine: f64,
+    launch: f64,
+}
 
-    let scores = f64::from(tile_m) * f64::from(tile_n);
-    let width = f64::from(model.head_dim + model.head_dim_v);
-    let power = steps * 2.0 * scores * width / (limits.peak_tensor_flops() * c.power_cap);
-    let tensor = alone(model.tensor).max(power);
+impl Times {
+    /// The launch, with the overlap that was calibrated.
+    pub fn seconds(&self) -> f64 {
+        let chip = overlap([self.compute, self.power], 8.0);
+        let busy = overlap([overlap([chip, self.l2], 6.0), self.hbm], 3.0);
+        busy + self.combine + self.launch
+    }
 
-    let element = problem.types.qkv.bytes() as f64;
-    let tile_bytes = f64::from(tile_m) * width * element;
-    let l2_bytes = steps * f64::from(tile_n) * width * element / model.sharing + work.tiles * tile_bytes;
-    let busy = work.tiles.min(sms).max(1.0);
-    let l2_rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
-    let l2 = l2_bytes / l2_rate;
-    let together = work.tiles / whole.tiles.max(1.0);
-    let bytes = hbm_bytes(problem, whole, slots / together.max(1.0), limits, c);
-    let hbm = bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+    /// What [`Times::seconds`] is at least, without its powers: within 2 %.
+    fn at_least(&self) -> f64 {
+        // A p-norm of two is concave in the p-th power of their quotient: at least its chord, whose slopes
+        // 2^(1/p) - 1 are rounded down.
+        let chord = |a: f64, b: f64, p: i32, slope: f64| {
+            let (less, more) = (a.min(b), a.max(b));
+            if more > 0.0 { more * (1.0 + slope * (less / more).powi(p)) } else { 0.0 }
+        };
+        let chip = chord(self.compute, self.power, 8, 0.09);
+        let busy = chord(chord(chip, self.l2, 6, 0.122), self.hbm, 3, 0.259);
+        // Powers are rounded.
+        busy * (1.0 - 1e-12) + self.combine + self.launch
+    }
+}
 
-    let chip = overlap([compute, power], 8.0);
-    let busy_time = overlap([overlap([chip, l2], 6.0), hbm], 3.0);
-    let combine = if parts > 1 {
-        combine_seconds(whole.tiles * model.rows, model.head_dim_v, together, clock, limits, c)
-    } else {
-        0.0
-    };
-    let seconds = busy_time + combine + c.launch_s;
-    let terms = Terms {
-        tensor,
-        exp: alone(model.exp),
-        smem: alone(model.smem),
-        l2,
-        hbm,
-        waves: compute - even,
-        latency: c.launch_s + combine + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
-    };
-    let tflops = problem.flops_forward() / seconds / 1e12;
-    Cost {
-        seconds,
-        tflops,
-        bytes_per_s: problem.bytes_forward() / seconds,
-        bottleneck: terms.largest(),
-        terms,
-        tiles: work.tiles,
-        slots,
-        steps,
-        masked_steps,
-        splits: parts,
-        step: StepClocks {
-            resident: model.resident,
-            tensor: model.tensor,
-            exp: model.exp,
-            smem: model.smem,
-            exposed: model.exposed,
-            total: step(model.resident),
-        },
+impl<F: Fn(f64) -> f64> Launch<'_, F> {
+    /// Seconds with the keys of each tile divided among `parts` CTAs.
+    pub fn seconds(&self, parts: usize) -> f64 {
+        self.times(self.divided(parts).as_ref().unwrap_or(self.work), parts).seconds()
+    }
+
+    /// What [`Launch::seconds`] is at least, in a tenth of its time: SMs work no longer than on the longest
+    /// tile or an even share of all.
+    pub fn at_least(&self, parts: usize) -> f64 {
+        let Launch { work, model, .. } = self;
+        let tiles = work.tiles_in_parts(parts);
+        let step = (self.step)(model.resident);
+        let longest = work.longest_part(parts);
+        let alone = model.tile + longest.steps * step + longest.masked * model.mask;
+        let even = (tiles * model.tile + work.steps() * step) / self.slots();
+        let clocks = alone.max(even) * (1.0 - 1e-12);
+        self.times_of((tiles, work.steps()), (0.0, clocks), parts).at_least()
+    }
+
+    fn divided(&self, parts: usize) -> Option<Work> {
+        (parts > 1).then(|| self.work.in_parts(parts))
+    }
+
+    fn clock(&self) -> f64 {
+        self.limits.clock_ghz * 1e9 * self.constants.clock
+    }
+
+    fn slots(&self) -> f64 {
+        f64::from(self.limits.sms) * self.model.resident
+    }
+
+    fn times(&self, work: &Work, parts: usize) -> Times {
+        let Launch { model, .. } = self;
+        // `resident` CTAs make a step each in `step` clocks, so a CTA's step takes as long.
+        let length = |class: &TileClass, on_sm: f64| {
+            model.tile + class.steps * (self.step)(on_sm) + class.masked * model.mask * on_sm / model.resident
+        };
+        let sms = f64::from(self.limits.sms);
+        let clocks = work.makespan_shared(sms, model.resident, model.queue, length);
+        self.times_of((work.tiles, work.steps()), clocks, parts)
+    }
+
+    /// The times of `tiles` tiles of `steps` steps together, which take `total` clocks on one slot and end
+    /// after `end`.
+    fn times_of(&self, (tiles, steps): (f64, f64), (total, end): (f64, f64), parts: usize) -> Times {
+        let Launch { problem, work: whole, model, limits, constants: c, .. } = self;
+        let (sms, clock, slots) = (f64::from(limits.sms), self.clock(), self.slots());
+        let (even, compute) = (total / slots / clock, (end + model.start) / clock);
+        let (tile_m, tile_n) = (f64::from(self.tile.0), f64::from(self.tile.1));
+        let scores = tile_m * tile_n;
+        let width = f64::from(model.head_dim + model.head_dim_v);
+        let power = steps * 2.0 * scores * width / (limits.peak_tensor_flops() * c.power_cap);
+
+        let element = problem.types.qkv.bytes() as f64;
+        let tile_bytes = tile_m * width * element;
+        let l2_bytes = steps * tile_n * width * element / model.sharing + tiles * tile_bytes;
+        let busy = tiles.min(sms).max(1.0);
+        let l2_rate = (limits.l2_bytes_per_clock * c.l2_efficiency).min(busy * c.sm_bytes_per_clock) * clock;
+        let l2 = l2_bytes / l2_rate;
+        let together = tiles / whole.tiles.max(1.0);
+        let bytes = hbm_bytes(problem, whole, slots / together.max(1.0), limits, c);
+        let hbm = bytes / (limits.hbm_bytes_per_s * c.hbm_efficiency);
+        let combine = if parts > 1 {
+            combine_seconds(whole.tiles * model.rows, model.head_dim_v, together, clock, limits, c)
+        } else {
+            0.0
+        };
+        Times { compute, even, power, l2, hbm, combine, launch: c.launch_s }
+    }
+
+    /// The time with the keys of each tile divided among `parts` CTAs, and where it goes.
+    pub fn cost(&self, parts: usize) -> Cost {
+        let Launch { problem, model, .. } = self;
+        let divided = self.divided(parts);
+        let work = divided.as_ref().unwrap_or(self.work);
+        let times = self.times(work, parts);
+        let Times { compute, even, power, l2, hbm, combine, launch } = times;
+        let (clock, slots) = (self.clock(), self.slots());
+        let (steps, masked_steps) = (work.steps(), work.masked());
+        let alone = |clocks: f64| steps / slots * clocks / clock;
+        let seconds = times.seconds();
+        let terms = Terms {
+            tensor: alone(model.tensor).max(power),
+            exp: alone(model.exp),
+            smem: alone(model.smem),
+            l2,
+            hbm,
+            waves: compute - even,
+            latency: launch + combine + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
+        };
+        Cost {
+            seconds,
+            tflops: problem.flops_forward() / seconds / 1e12,
+            bytes_per_s: problem.bytes_forward() / seconds,
+            bottleneck: terms.largest(),
+            terms,
+            tiles: work.tiles,
+            slots,
+            steps,
+            masked_steps,
+            splits: parts,
+            step: StepClocks {
+                resident: model.resident,
+                tensor: model.tensor,
+                exp: model.exp,
+                smem: model.smem,
+                exposed: model.exposed,
+                total: (self.step)(model.resident),
+            },
+        }
     }
 }
 

@@ -31,7 +31,8 @@ pub use schedule::{Queue, TileClass, Work};
 /// kernel has as many resident CTAs as shared memory and registers allow, an SM90 kernel one. A kernel with
 /// `split` has the number of splits that takes the least time.
 pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &CostConstants) -> Cost {
-    predict_with(&mut Cuts::default(), problem, spec, arch, constants)
+    let cost = predict_below(&mut Cuts::default(), problem, spec, arch, (constants, f64::INFINITY));
+    cost.expect("every time is below infinity")
 }
 
 /// A problem cut into the tiles of forwards, by (tile_m, tile_n, packed): most candidates share their tile
@@ -46,22 +47,22 @@ impl Cuts {
     }
 }
 
-/// The same as [`predict`], with the tiles that `problem` was already cut into.
-pub(crate) fn predict_with(
+/// The same as [`predict`], with the tiles that `problem` was already cut into; `None` for some kernels that
+/// take `below` seconds or more.
+pub(crate) fn predict_below(
     cuts: &mut Cuts,
     problem: &Problem,
     spec: &KernelSpec,
     arch: Arch,
-    constants: &CostConstants,
-) -> Cost {
+    (constants, below): (&CostConstants, f64),
+) -> Option<Cost> {
     match &spec.kernel {
         Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => {
             let (tile_m, tile_n) = spec.tile();
             let work = cuts.of(problem, tile_m, tile_n, spec.traits().packs_gqa);
-            let cost = best_split(problem, spec, arch.limits(), constants, Some(work));
-            cost.expect("forward kernels have a cost")
+            best_split(problem, spec, arch.limits(), constants, (Some(work), below))
         }
-        Kernel::Sm80Bwd(kernel) => sm80_bwd::cost::predict(problem, spec, kernel, arch, constants),
-        Kernel::Sm90Bwd(kernel) => sm90_bwd::cost::predict(problem, spec, kernel, arch, constants),
+        Kernel::Sm80Bwd(kernel) => Some(sm80_bwd::cost::predict(problem, spec, kernel, arch, constants)),
+        Kernel::Sm90Bwd(kernel) => Some(sm90_bwd::cost::predict(problem, spec, kernel, arch, constants)),
     }
 }

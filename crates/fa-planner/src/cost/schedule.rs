@@ -129,10 +129,10 @@ impl Work {
         if parts <= 1 {
             return self.clone();
         }
-        let (most, mut tiles) = (parts as f64, 0.0);
+        let mut tiles = 0.0;
         let mut classes = Vec::with_capacity(2 * self.classes.len());
         for class in &self.classes {
-            let own = most.min(class.steps.floor()).max(1.0);
+            let own = own_parts(parts, class);
             tiles += class.count * own;
             // Of `own` parts some have one step more.
             let each = (class.steps / own).floor();
@@ -144,13 +144,22 @@ impl Work {
                 }
             }
         }
-        let own = most.min(self.longest.steps.floor()).max(1.0);
-        let longest = TileClass {
+        Work { tiles, classes, longest: self.longest_part(parts) }
+    }
+
+    /// The longest tile of [`Work::in_parts`].
+    pub(crate) fn longest_part(&self, parts: usize) -> TileClass {
+        let own = own_parts(parts, &self.longest);
+        TileClass {
             count: 1.0,
             steps: (self.longest.steps / own).ceil(),
             masked: (self.longest.masked / own).ceil(),
-        };
-        Work { tiles, classes, longest }
+        }
+    }
+
+    /// The tiles of [`Work::in_parts`].
+    pub(crate) fn tiles_in_parts(&self, parts: usize) -> f64 {
+        self.classes.iter().map(|class| class.count * own_parts(parts, class)).sum()
     }
 
     /// Sorts a head's `m_tiles` tiles into classes: equal tiles where there are few kinds, else runs of
@@ -234,10 +243,10 @@ impl Work {
         let mut end = longest.max(total / slots);
         for (len, class) in &classes {
             seen += class.count;
-            let whole = (seen / slots).floor();
-            let left = ((seen - whole * slots) / sms).ceil().min(resident);
-            let last = if left > 0.0 { length(class, left) } else { 0.0 };
-            end = end.max(whole * len + last);
+            // Whole waves before that of the class's last tile, beside which shorter tiles run too.
+            let whole = ((seen - 1.0) / slots).floor().max(0.0);
+            let beside = ((self.tiles - whole * slots) / sms).ceil().clamp(1.0, resident);
+            end = end.max(whole * len + length(class, beside));
         }
         let spread = match queue {
             Queue::LongestFirst => 0.0,
@@ -248,6 +257,11 @@ impl Work {
         let apart = spread * (longest - shortest) * (1.0 - (slots / self.tiles).min(1.0));
         (total, end.max(total / slots + apart))
     }
+}
+
+/// Parts of a tile that is divided among `parts` CTAs at most, each of which has a step.
+fn own_parts(parts: usize, class: &TileClass) -> f64 {
+    (parts as f64).min(class.steps.floor()).max(1.0)
 }
 
 #[cfg(test)]
@@ -348,6 +362,11 @@ mod tests {
             let work = lengths(&[(tiles, 1.0)]);
             assert_eq!(work.makespan_shared(4.0, resident, Queue::LongestFirst, length).1, end, "{tiles}");
         }
+        // Four long tiles beside four short ones.
+        let end = |work: &Work| work.makespan_shared(4.0, 2.0, Queue::LongestFirst, length).1;
+        assert_eq!(end(&lengths(&[(4.0, 2.0), (4.0, 1.0)])), 20.0);
+        // A wave of middle ones of which some begin later, beside shorter ones.
+        assert_eq!(end(&lengths(&[(10.0, 2.0), (6.0, 1.9)])), 40.0);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use fa_core::{Arch, ArchLimits, MaskKind, Problem};
 
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::core::{Cost, KernelModel, Launch, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::schedule::{Queue, Work};
 
 use super::account::Sm100Account;
@@ -22,7 +22,7 @@ pub(super) fn predict(
     let resident = resident_blocks(&work, account.tile.blocks_per_sm, limits);
     let (model, _) = model(account, problem, resident, limits, constants);
     let step = |on_sm: f64| self::model(account, problem, on_sm, limits, constants).1;
-    evaluate(problem, (tile_m, tile_n), &work, 1, (&model, step), limits, constants)
+    Launch { problem, tile: (tile_m, tile_n), work: &work, model, step, limits, constants }.cost(1)
 }
 
 /// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.

@@ -1,34 +1,44 @@
 //! The time of an SM80-class forward: mma.sync, whose operands pass through ldmatrix, in as many CTAs as an
 //! SM holds.
 
+use std::cell::OnceCell;
+
 use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm80Fwd};
 
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{
-    Cost, KernelModel, evaluate, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
+    KernelModel, Launch, f32_lanes, overlap, resident_blocks, score_costs, softmax_clocks,
 };
 use crate::cost::schedule::{Queue, Work};
 use crate::occupancy::{Occupancy, WARP};
 
 use super::account::{registers, smem};
 
-/// Predicts the forward of `problem`, cut into the tiles of `kernel`, with the keys of each divided among
-/// `parts` CTAs.
-pub(crate) fn predict(
-    problem: &Problem,
-    work: &Work,
-    parts: usize,
-    (spec, kernel): (&KernelSpec, &Sm80Fwd),
-    limits: &ArchLimits,
-    constants: &CostConstants,
-) -> Cost {
+/// The forward of `problem`, cut into the tiles of `kernel`.
+pub(crate) fn launch<'a>(
+    problem: &'a Problem,
+    work: &'a Work,
+    (spec, kernel): (&'a KernelSpec, &'a Sm80Fwd),
+    limits: &'a ArchLimits,
+    constants: &'a CostConstants,
+) -> Launch<'a, impl Fn(f64) -> f64> {
     let resident = resident_blocks(work, blocks(spec, kernel, limits), limits);
-    let (model, step) = model(problem, spec, kernel, limits, constants, resident);
-    let fewer = |on_sm: f64| {
-        if on_sm == resident { step } else { self::model(problem, spec, kernel, limits, constants, on_sm).1 }
+    let (model, full) = model(problem, spec, kernel, limits, constants, resident);
+    // A last wave's emptier SMs have the same few numbers of CTAs for every number of splits.
+    let fewer: [OnceCell<f64>; KNOWN] = [const { OnceCell::new() }; KNOWN];
+    let step = move |on_sm: f64| {
+        let clocks = || self::model(problem, spec, kernel, limits, constants, on_sm).1;
+        if on_sm == resident {
+            full
+        } else {
+            fewer.get(on_sm as usize).map_or_else(clocks, |known| *known.get_or_init(clocks))
+        }
     };
-    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, (&model, fewer), limits, constants)
+    Launch { problem, tile: (kernel.tile_m, kernel.tile_n), work, model, step, limits, constants }
 }
+
+/// Numbers of CTAs on an SM, from 0, whose steps are remembered.
+const KNOWN: usize = 9;
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
@@ -82,7 +92,11 @@ fn model(
     // With one stage a copy is issued once its buffer is free: part of its latency shows, unless other CTAs
     // run.
     let wait = if stages < 2.0 { c.sm80_wait / resident } else { 0.0 };
-    let exposed = c.sm80_fwd_step / resident + wait;
+    // Reading Q into registers is a step by itself, under which nothing runs; else each step reads it.
+    let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
+    let (in_step, in_tile) =
+        if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
+    let exposed = c.sm80_fwd_step / resident + wait + in_step;
     let hidden = overlap([tensor, exp, smem], exponent);
     let model = KernelModel {
         head_dim: spec.head_dim,
@@ -95,7 +109,7 @@ fn model(
         smem,
         mask: if k.loop_split && spec.mask == MaskKind::Window { mask } else { 0.0 },
         exposed,
-        tile: c.sm80_block,
+        tile: c.sm80_block + in_tile,
         start: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
     };

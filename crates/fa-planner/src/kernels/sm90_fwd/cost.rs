@@ -6,27 +6,26 @@ use fa_core::{ArchLimits, KernelSpec, MaskKind, Problem, Sm90Fwd};
 
 use crate::account::pages::page_part;
 use crate::cost::constants::CostConstants;
-use crate::cost::core::{Cost, KernelModel, evaluate, f32_lanes, overlap, score_costs, softmax_clocks};
+use crate::cost::core::{KernelModel, Launch, f32_lanes, overlap, score_costs, softmax_clocks};
 use crate::cost::schedule::{Queue, Work};
 
 use super::account::accumulators;
 
-/// Predicts the forward of `problem`, cut into the tiles of `kernel`, with the keys of each divided among
-/// `parts` CTAs.
-pub(crate) fn predict(
-    problem: &Problem,
-    work: &Work,
-    parts: usize,
+/// The forward of `problem`, cut into the tiles of `kernel`.
+pub(crate) fn launch<'a>(
+    problem: &'a Problem,
+    work: &'a Work,
     (spec, kernel): (&KernelSpec, &Sm90Fwd),
-    limits: &ArchLimits,
-    constants: &CostConstants,
-) -> Cost {
+    limits: &'a ArchLimits,
+    constants: &'a CostConstants,
+) -> Launch<'a, impl Fn(f64) -> f64> {
     let (mut model, step) = model(problem, spec, kernel, limits, constants);
     if kernel.scheduler == Scheduler::Static && work.tiles > 0.0 {
         let waiting = 1.0 - (f64::from(limits.sms) / work.tiles).min(1.0);
         model.start += UNEVEN * waiting * (model.tile + work.steps() / work.tiles * step);
     }
-    evaluate(problem, (kernel.tile_m, kernel.tile_n), work, parts, (&model, |_| step), limits, constants)
+    let step = move |_on_sm: f64| step;
+    Launch { problem, tile: (kernel.tile_m, kernel.tile_n), work, model, step, limits, constants }
 }
 
 /// Share of a tile by which SMs with equal numbers of equal tiles end apart: one that is ahead takes no tiles
@@ -113,7 +112,11 @@ fn model(
     let strain = 1.0 + c.sm90_strain * f64::from(accumulators.saturating_sub(soft));
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
     let hidden = overlap([products, exp], exponent);
-    let outside = if k.scheduler == Scheduler::PerTile { c.sm90_block } else { c.sm90_tile };
+    let outside = match k.scheduler {
+        Scheduler::PerTile => c.sm90_block,
+        Scheduler::Static | Scheduler::Dynamic if k.q_stages == 1 => c.sm90_tile + c.sm90_q_wait,
+        Scheduler::Static | Scheduler::Dynamic => c.sm90_tile,
+    };
     // A warpgroup skips the key tiles that only the rows of the warpgroups below it see (64 keys less for
     // each), and the whole tile if it has no rows.
     let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
