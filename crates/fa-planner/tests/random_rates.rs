@@ -1,26 +1,52 @@
 //! The cost models beside the rates of `fa tune --random` (docs/results/tune).
-//! `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table.
+//! `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table, and for each problem whose
+//! first choice is behind by more than 3 % the chosen and the best kernel.
 
 use fa_core::{Arch, Dtype, KernelSpec, Lengths, Mask, Problem, ScoreMod};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
 use serde_json::Value;
 
-/// A problem, and the predicted and measured milliseconds of its kernels.
+/// A problem and its kernels.
 struct Measured {
     number: usize,
     title: String,
-    kernels: Vec<(f64, f64)>,
+    kernels: Vec<Rate>,
+}
+
+/// A kernel with its predicted and measured milliseconds.
+struct Rate {
+    name: String,
+    predicted: f64,
+    measured: f64,
 }
 
 impl Measured {
-    /// The rate of the kernel that is predicted to be the fastest over that of the fastest.
+    /// The kernel that is predicted to be the fastest.
+    fn first(&self) -> &Rate {
+        self.kernels.iter().min_by(|a, b| a.predicted.total_cmp(&b.predicted)).expect("kernels")
+    }
+
+    /// The kernel that was the fastest.
+    fn best(&self) -> &Rate {
+        self.kernels.iter().min_by(|a, b| a.measured.total_cmp(&b.measured)).expect("kernels")
+    }
+
+    /// The rate of the first choice over that of the fastest.
     fn first_choice(&self) -> f64 {
-        let first = self.kernels.iter().min_by(|a, b| a.0.total_cmp(&b.0)).expect("kernels");
-        self.kernels.iter().map(|kernel| kernel.1).fold(f64::MAX, f64::min) / first.1
+        self.best().measured / self.first().measured
     }
 
     fn rank_correlation(&self) -> f64 {
-        rank_correlation(&self.kernels).unwrap_or(0.0)
+        let pairs: Vec<(f64, f64)> =
+            self.kernels.iter().map(|kernel| (kernel.predicted, kernel.measured)).collect();
+        rank_correlation(&pairs).unwrap_or(0.0)
+    }
+}
+
+impl std::fmt::Display for Rate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Rate { name, predicted, measured } = self;
+        write!(f, "{name}: predicted {predicted:.4} ms, measured {measured:.4}")
     }
 }
 
@@ -44,6 +70,13 @@ fn problem_of(of: &Value) -> Problem {
     }
 }
 
+/// `B x Hq:Hk x Nq,Nk`, head dims and mask.
+fn shape(problem: &Problem) -> String {
+    let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, .. } = problem;
+    let (batch, queries, keys) = (lengths.sequences(), lengths.max_q(), lengths.max_k());
+    format!("{batch}x{heads_q}:{heads_kv}x{queries},{keys} hd {head_dim}-{head_dim_v} {mask}")
+}
+
 fn measured(record: &str) -> Vec<Measured> {
     let path = format!("{}/../../docs/results/tune/{record}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -55,12 +88,13 @@ fn measured(record: &str) -> Vec<Measured> {
         let kernel = |of: &Value| {
             let spec: KernelSpec = serde_json::from_value(of["spec"].clone()).expect("a spec");
             let cost = predict(&problem, &spec, Arch::Sm90, &constants);
-            Some((1e3 * cost.seconds, of["ms"].as_f64()?))
+            let measured = of["ms"].as_f64()?;
+            Some(Rate { name: spec.to_string(), predicted: 1e3 * cost.seconds, measured })
         };
         let text = |name: &str| entry[name].as_str().expect("a name");
         Measured {
             number: entry["number"].as_u64().expect("a number") as usize,
-            title: format!("{} {} {}", text("kind"), text("family"), text("winner")),
+            title: format!("{} {} {}", text("kind"), text("family"), shape(&problem)),
             kernels: list(entry, "kernels").iter().filter_map(kernel).collect(),
         }
     };
@@ -86,8 +120,10 @@ fn distribution(name: &str, all: &[&Measured]) -> (f64, f64) {
 
 #[test]
 fn first_choices_hold_on_problems_drawn_at_random() {
-    // Seeds 1 and 2: NB-054, NB-060; NB-065, NB-067.
-    for record in ["random-nvidia-h100-80gb-hbm3.json", "random-2-nvidia-h100-80gb-hbm3.json"] {
+    // Seeds 1 and 2: NB-054, NB-060; NB-065, NB-067; both: NB-075.
+    for (record, least) in
+        [("random-nvidia-h100-80gb-hbm3.json", 0.89), ("random-2-nvidia-h100-80gb-hbm3.json", 0.91)]
+    {
         let all = measured(record);
         for problem in &all {
             let (rate, rho) = (problem.first_choice(), problem.rank_correlation());
@@ -95,13 +131,16 @@ fn first_choices_hold_on_problems_drawn_at_random() {
                 "#{} {}: {rate:.3} of the best, rank correlation {rho:.2}",
                 problem.number, problem.title
             );
-            assert!(rate > 0.9, "#{} {}: {rate:.3}", problem.number, problem.title);
+            if rate < 0.97 {
+                println!("    chosen {}\n    best   {}", problem.first(), problem.best());
+            }
+            assert!(rate > 0.92, "#{} {}: {rate:.3}", problem.number, problem.title);
         }
         for (name, remainder) in [("even", 0), ("odd", 1)] {
             let half: Vec<&Measured> = all.iter().filter(|problem| problem.number % 2 == remainder).collect();
             distribution(name, &half);
         }
         let (near, nearer) = distribution(record, &all.iter().collect::<Vec<_>>());
-        assert!(near > 0.8 && nearer > 0.95, "{record}: {near} {nearer}");
+        assert!(near > least && nearer == 1.0, "{record}: {near} {nearer}");
     }
 }

@@ -71,6 +71,8 @@ pub struct CostConstants {
     pub sm90_tile: f64,
     /// The same with one CTA per tile.
     pub sm90_block: f64,
+    /// Clocks that a tile waits for its Q where there is one buffer of it, which the tile before still reads.
+    pub sm90_q_wait: f64,
 
     /// The SM90 backward.
     pub sm90_bwd: Sm90BwdConstants,
@@ -108,6 +110,8 @@ pub struct CostConstants {
     pub sm80_fwd_step: f64,
     /// Clocks that a step of it waits for K and V with a single buffer, with one resident CTA.
     pub sm80_wait: f64,
+    /// Share of reading Q from shared memory that nothing hides in each step of the SM80-class forward.
+    pub sm80_q_shown: f64,
     /// Clocks of a step of all resident CTAs that nothing hides in the SM80-class backward.
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
@@ -167,6 +171,7 @@ const SM90: CostConstants = CostConstants {
     sm90_p_store: 200.1,
     sm90_tile: 561.2,
     sm90_block: 4000.0,
+    sm90_q_wait: 280.0,
 
     sm90_bwd: Sm90BwdConstants::H100,
 
@@ -185,6 +190,7 @@ const SM90: CostConstants = CostConstants {
     sm80_apart: 0.25,
     sm80_fwd_step: 283.0,
     sm80_wait: 506.0,
+    sm80_q_shown: 0.1,
     sm80_step: 1430.0,
     load_latency: 800.0,
     sm80_block: 7000.0,
@@ -250,9 +256,6 @@ pub struct Sm90BwdConstants {
     pub add_weight: f64,
     /// Clocks of a CTA outside its steps.
     pub block: f64,
-    /// Share of the idle time at the end of the main launch that counts: the power that idle SMs leave speeds
-    /// the others up.
-    pub idle: f64,
     /// Share of device-memory bandwidth that preprocess reaches: it reads O and dO and zeroes the
     /// accumulators.
     pub prepare_bandwidth: f64,
@@ -282,7 +285,6 @@ impl Sm90BwdConstants {
         atomic_bytes: 48.2,
         add_weight: 2.17,
         block: 1790.0,
-        idle: 0.47,
         prepare_bandwidth: 0.644,
         finish_bandwidth: [0.474, 0.611],
         main_bandwidth: 0.93,

@@ -243,10 +243,10 @@ impl Work {
         let mut end = longest.max(total / slots);
         for (len, class) in &classes {
             seen += class.count;
-            let whole = (seen / slots).floor();
-            let left = ((seen - whole * slots) / sms).ceil().min(resident);
-            let last = if left > 0.0 { length(class, left) } else { 0.0 };
-            end = end.max(whole * len + last);
+            // Whole waves before that of the class's last tile, beside which shorter tiles run too.
+            let whole = ((seen - 1.0) / slots).floor().max(0.0);
+            let beside = ((self.tiles - whole * slots) / sms).ceil().clamp(1.0, resident);
+            end = end.max(whole * len + length(class, beside));
         }
         let spread = match queue {
             Queue::LongestFirst => 0.0,
@@ -362,6 +362,11 @@ mod tests {
             let work = lengths(&[(tiles, 1.0)]);
             assert_eq!(work.makespan_shared(4.0, resident, Queue::LongestFirst, length).1, end, "{tiles}");
         }
+        // Four long tiles beside four short ones.
+        let end = |work: &Work| work.makespan_shared(4.0, 2.0, Queue::LongestFirst, length).1;
+        assert_eq!(end(&lengths(&[(4.0, 2.0), (4.0, 1.0)])), 20.0);
+        // A wave of middle ones of which some begin later, beside shorter ones.
+        assert_eq!(end(&lengths(&[(10.0, 2.0), (6.0, 1.9)])), 40.0);
     }
 
     #[test]

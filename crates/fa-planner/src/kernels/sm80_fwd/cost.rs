@@ -92,7 +92,11 @@ fn model(
     // With one stage a copy is issued once its buffer is free: part of its latency shows, unless other CTAs
     // run.
     let wait = if stages < 2.0 { c.sm80_wait / resident } else { 0.0 };
-    let exposed = c.sm80_fwd_step / resident + wait;
+    // Reading Q into registers is a step by itself, under which nothing runs; else each step reads it.
+    let q_read = resident * tile_m * hd * bytes / limits.smem_bytes;
+    let (in_step, in_tile) =
+        if k.q_in_regs { (0.0, q_read + c.sm80_fwd_step) } else { (c.sm80_q_shown * q_read, 0.0) };
+    let exposed = c.sm80_fwd_step / resident + wait + in_step;
     let hidden = overlap([tensor, exp, smem], exponent);
     let model = KernelModel {
         head_dim: spec.head_dim,
@@ -105,7 +109,7 @@ fn model(
         smem,
         mask: if k.loop_split && spec.mask == MaskKind::Window { mask } else { 0.0 },
         exposed,
-        tile: c.sm80_block,
+        tile: c.sm80_block + in_tile,
         start: 0.0,
         rows: tile_m.min((problem.lengths.mean_q() * group) as f64),
     };

@@ -71,9 +71,7 @@ pub(crate) fn predict(
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
-    let even = total / sms;
-    // What idle SMs leave of the power raises the clock of the others, but not beyond its maximum.
-    let busy = (even + c.idle * (end - even)).max(end * c.clock / constants.clock) / clock;
+    let busy = end / clock;
     // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
     let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
 
@@ -99,7 +97,7 @@ pub(crate) fn predict(
         smem: alone(smem),
         l2,
         hbm: hbm + prepare + finish,
-        waves: c.idle * (end - even) / clock,
+        waves: (end - total / sms) / clock,
         latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
     };
     let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };

@@ -112,7 +112,11 @@ fn model(
     let strain = 1.0 + c.sm90_strain * f64::from(accumulators.saturating_sub(soft));
     let exposed = c.sm90_step + if k.pv_is_rs { 0.0 } else { c.sm90_p_store };
     let hidden = overlap([products, exp], exponent);
-    let outside = if k.scheduler == Scheduler::PerTile { c.sm90_block } else { c.sm90_tile };
+    let outside = match k.scheduler {
+        Scheduler::PerTile => c.sm90_block,
+        Scheduler::Static | Scheduler::Dynamic if k.q_stages == 1 => c.sm90_tile + c.sm90_q_wait,
+        Scheduler::Static | Scheduler::Dynamic => c.sm90_tile,
+    };
     // A warpgroup skips the key tiles that only the rows of the warpgroups below it see (64 keys less for
     // each), and the whole tile if it has no rows.
     let rows = problem.lengths.mean_q() * if k.pack_gqa { problem.group_size() } else { 1 };
