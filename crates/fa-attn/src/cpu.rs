@@ -49,14 +49,6 @@ impl Cpu {
     pub(crate) fn options(&self) -> tiled::Options {
         tiled::Options { isa: Some(self.isa), threads: self.limit }
     }
-
-    /// Runs `work` once on every thread.
-    pub(crate) fn broadcast<R: Send>(&self, work: impl Fn() -> R + Sync) -> Vec<R> {
-        match &self.pool {
-            Some(pool) => pool.broadcast(|_| work()),
-            None => rayon::broadcast(|_| work()),
-        }
-    }
 }
 
 fn pool(threads: usize) -> Result<Arc<ThreadPool>, Error> {

@@ -2,11 +2,10 @@
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use fa_core::{Append, Lengths, Mask, Pass, Problem, ScoreMod, Types};
+use fa_core::{Append, Dtype, Lengths, Mask, Pass, Problem, ScoreMod, Types};
 use fa_cpu::check::{check_shape, k_shape, q_shape, v_shape};
-use fa_cpu::simd::{Isa, Kernels};
+use fa_cpu::simd::Isa;
 use fa_cpu::{AppendExtras, AppendTensors, CpuError, Extras, TensorRef};
 use fa_kernels::driver;
 
@@ -299,27 +298,19 @@ impl Engine {
         }
     }
 
-    /// f32 operations per second that multiply-adds in registers reach on all of the CPU's threads together:
-    /// the peak that rates are held against; `None` where no kernel of the CPU computes. Takes about a tenth
-    /// of a second.
+    /// Operations per second that the CPU's f32 products reach on all of its threads together; `None` where
+    /// no kernel of the CPU computes. Takes about a tenth of a second.
     pub fn fma_peak(&self) -> Option<f64> {
-        const ROUNDS: usize = 20_000;
-        const TIME: Duration = Duration::from_millis(100);
+        self.peak(Dtype::F32)
+    }
+
+    /// The same of the products that tensors of `dtype` take ([`fa_cpu::peak::measure`]): the peak that rates
+    /// are held against.
+    pub fn peak(&self, dtype: Dtype) -> Option<f64> {
         if self.backend == Backend::Gpu {
             return None;
         }
-        let kernels = Kernels::for_isa(self.cpu.isa)?;
-        let rates = self.cpu.broadcast(|| {
-            let start = Instant::now();
-            let mut operations = 0.0;
-            let mut elapsed = Duration::ZERO;
-            while elapsed < TIME {
-                operations += kernels.multiply_adds(ROUNDS);
-                elapsed = start.elapsed();
-            }
-            operations / elapsed.as_secs_f64()
-        });
-        Some(rates.into_iter().sum())
+        fa_cpu::peak::measure(self.cpu.isa, dtype, self.cpu.threads())
     }
 }
 

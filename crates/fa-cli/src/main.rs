@@ -21,11 +21,13 @@ use clap::{CommandFactory, Parser};
 use crate::cli::{Cli, Command};
 use crate::term::failure;
 use crate::term::failure::{EXIT_FAILURE, Verdict};
+use crate::term::stop;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     show_traces(cli.verbose);
     fa_cpu::threads::limit_global_pool();
+    stop::clean_up_when_told_to();
     match dispatch(cli.command) {
         Ok(Verdict::Good) => ExitCode::SUCCESS,
         Ok(Verdict::Bad) => ExitCode::from(EXIT_FAILURE),

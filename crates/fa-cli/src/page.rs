@@ -1,4 +1,5 @@
-//! The page that `fa plan --report` writes: one HTML file that needs nothing else, not even a script.
+//! The page that `fa plan --report` writes: one HTML file that needs nothing else. Its one
+//! script sorts tables; without it they stand in their own order.
 
 mod banks;
 mod chart;
@@ -24,9 +25,10 @@ use fa_planner::report::{LimitReport, Planned, Tried};
 
 pub use events::Emulated;
 pub use measured::Records;
-use view::{Unit, View};
+use view::{Unit, View, data};
 
 const STYLE: &str = include_str!("page/style.css");
+const SORT: &str = include_str!("page/sort.js");
 const INTO_STRING: &str = "writing to a string cannot fail";
 
 /// What a page shows beside the plan.
@@ -95,8 +97,9 @@ pub fn page(planned: &Planned, beside: &Beside) -> anyhow::Result<String> {
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \
          content=\"width=device-width, \
          initial-scale=1\">\n<title>{}</title>\n<style>\n{STYLE}{styles}</style>\n\
-         </head>\n<body>\n<main>\n{body}<footer>Written by fa {}, {made}. Times and rates are predictions \
-         of the \
+         <script type=\"module\">\n{SORT}</script>\n</head>\n\
+         <body>\n<main>\n{body}<footer>Written by fa {}, {made}. Times and \
+         rates are predictions of the \
          planner's cost model but where they are called measured.</footer>\n</main>\n</body>\n</html>\n",
         escape(&title),
         env!("CARGO_PKG_VERSION"),
@@ -164,7 +167,11 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
     let steps = timeline::steps(view, best);
     match &beside.emulated {
         None => {
-            let how = format!("<p class=\"note\">{}</p>\n", escape(events::HOW));
+            // What has no kernel has nothing to be emulated.
+            let how = match best.shape {
+                Shape::Kernel(_) => format!("<p class=\"note\">{}</p>\n", escape(events::HOW)),
+                Shape::Sm100(_) => String::new(),
+            };
             section(&mut grid, "A steady step", timeline::ABOUT, &(steps + &how), true);
         }
         Some(emulated) => {
@@ -219,11 +226,6 @@ fn pass_sections(body: &mut String, styles: &mut String, view: &View, beside: &B
     section(&mut grid, title, "By predicted time.", &ranking(view), true);
     write!(body, "<div class=\"grid\">\n{grid}</div>\n")?;
     Ok(())
-}
-
-/// A number for people, with what it is exactly for programs.
-fn data(exact: impl std::fmt::Display, text: &str) -> String {
-    format!("<data value=\"{exact}\">{}</data>", escape(text))
 }
 
 fn cards(view: &View, best: &Fit) -> String {
@@ -300,7 +302,8 @@ fn misses(tried: &Tried) -> String {
     };
     let rows: String = limits.iter().map(row).collect();
     format!(
-        "<div class=\"scroll\" tabindex=\"0\"><table style=\"margin-top:12px\">\n<tr><th>Limit</th><th \
+        "<div class=\"scroll\" tabindex=\"0\"><table class=\"sorts\" \
+         style=\"margin-top:12px\">\n<tr><th>Limit</th><th \
          class=\"n\">Rejected</th><th class=\"w\">Nearest miss</th><th class=\"w\">Why</th></tr>\n\
          {rows}</table></div>\n"
     )
@@ -323,10 +326,10 @@ fn ranking(view: &View) -> String {
             fit.tile_m,
             fit.tile_n,
             escape(&fit.knobs),
-            si(fit.cost.seconds, "s"),
+            data(fit.cost.seconds, &si(fit.cost.seconds, "s")),
             100.0 * rate / view.peak(),
             rates::resource(fit.cost.bottleneck),
-            bytes(fit.smem.total),
+            data(fit.smem.total, &bytes(fit.smem.total)),
             fit.blocks_per_sm,
             fit.cost.splits,
         )
@@ -336,7 +339,7 @@ fn ranking(view: &View) -> String {
     let more =
         if more > 0 { format!("<p class=\"note\">and {more} more that fit</p>\n") } else { String::new() };
     format!(
-        "<div class=\"scroll\" tabindex=\"0\"><table>\n<tr><th class=\"n\">#</th><th \
+        "<div class=\"scroll\" tabindex=\"0\"><table class=\"sorts\">\n<tr><th class=\"n\">#</th><th \
          class=\"n\">Tile</th><th class=\"w\">Knobs</th><th class=\"n\">Time</th><th class=\"n\">{}</th><th \
          class=\"n\">Of peak</th><th>Waits for</th><th class=\"n\">Registers</th><th \
          class=\"n\">SMEM</th><th \

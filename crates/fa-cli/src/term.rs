@@ -4,3 +4,4 @@ pub mod destinations;
 pub mod failure;
 pub mod output;
 pub mod progress;
+pub mod stop;

@@ -19,14 +19,15 @@ fn main() {
     let isa: Isa = argument(6, Isa::detect().name()).parse().expect("an instruction set");
     let heads: usize = argument(7, "8").parse().expect("a number of heads");
     let options = Options { isa: Some(isa), threads: Some(threads) };
-    let peak = fa_cpu::peak::measure_fma(isa, threads).expect("an instruction set that this CPU has") / 1e9;
-    println!("{isa}, {threads} threads, f32 FMA peak {peak:.0} GFLOP/s");
+    let dtype: Dtype = argument(1, "f32").parse().expect("a dtype");
+    let peak =
+        fa_cpu::peak::measure(isa, dtype, threads).expect("an instruction set that this CPU has") / 1e9;
+    println!("{isa}, {threads} threads, peak of {dtype} products {peak:.0} GFLOP/s");
     let masks: &[Mask] = match argument(4, "both").as_str() {
         "full" => &[Mask::FULL],
         "causal" => &[Mask::CAUSAL],
         _ => &[Mask::FULL, Mask::CAUSAL],
     };
-    let dtype: Dtype = argument(1, "f32").parse().expect("a dtype");
     for mode in ["fwd", "bwd"] {
         if argument(0, "both") != "both" && argument(0, "both") != mode {
             continue;
@@ -49,7 +50,7 @@ fn main() {
                     let [best, median, busy] = seconds.map(|seconds| flops / seconds / 1e9);
                     println!(
                         "{mode} {dtype} hd {hd:3} N {lengths:5} {:6} best {:8.3} ms {best:7.1} GFLOP/s \
-                         ({:4.1} % of f32 peak), median {median:7.1}, per CPU second {busy:6.1}",
+                         ({:4.1} % of peak), median {median:7.1}, per CPU second {busy:6.1}",
                         mask.to_string(),
                         seconds[0] * 1e3,
                         best / peak * 100.0,

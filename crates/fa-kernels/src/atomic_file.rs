@@ -4,6 +4,7 @@
 use std::fs;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A file that cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +25,46 @@ pub struct AtomicFile {
     /// `path` with its last component's links followed.
     target: PathBuf,
 }
+
+/// Temporary names under which files are being written.
+static UNFINISHED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
+    // A list of paths is whole whatever became of who held it.
+    UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes what is being written under temporary names: for a program that is told to stop, which must end
+/// then. Whoever is about to make another such file waits for that.
+pub fn remove_unfinished() {
+    let mut files = unfinished();
+    for file in files.drain(..) {
+        let _ = fs::remove_file(file);
+    }
+    std::mem::forget(files);
+}
+
+/// A temporary name in [`UNFINISHED`].
+struct Listed(PathBuf);
+
+impl Listed {
+    /// Makes a file and lists it, with nobody between.
+    fn make<T>(path: &Path, make: impl FnOnce(&Path) -> io::Result<T>) -> io::Result<(T, Listed)> {
+        let mut files = unfinished();
+        let made = make(path)?;
+        files.push(path.to_owned());
+        Ok((made, Listed(path.to_owned())))
+    }
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        unfinished().retain(|file| *file != self.0);
+    }
+}
+
+/// A file under a temporary name, removed when it is dropped.
+type Temporary = tempfile::NamedTempFile<(fs::File, Listed)>;
 
 /// Links that are followed from a path, as many as Linux follows.
 const MAX_LINKS: usize = 40;
@@ -80,12 +121,13 @@ impl AtomicFile {
         }
         let temporary = self.temporary()?;
         // The file below the temporary name: its errors do not quote that name.
-        let mut writer = BufWriter::new(temporary.as_file());
+        let (file, _) = temporary.as_file();
+        let mut writer = BufWriter::new(file);
         fill(&mut writer)?;
         writer.flush()?;
         drop(writer);
         if let Ok(about) = fs::metadata(&self.target) {
-            temporary.as_file().set_permissions(about.permissions())?;
+            file.set_permissions(about.permissions())?;
         }
         temporary.persist(&self.target).map_err(|e| e.error).map(drop)
     }
@@ -110,30 +152,30 @@ impl AtomicFile {
             Err(_) => {
                 let temporary = self.temporary()?;
                 io::Seek::rewind(&mut file)?;
-                io::copy(&mut file, &mut temporary.as_file())?;
-                temporary.as_file().set_permissions(file.metadata()?.permissions())?;
+                let (copy, _) = temporary.as_file();
+                io::copy(&mut file, &mut &*copy)?;
+                copy.set_permissions(file.metadata()?.permissions())?;
                 return temporary.persist(&self.target).map_err(|e| e.error).map(drop);
             }
         }
         // A name can be given, not taken over: it has another one for the moment before it is renamed.
-        let mut temporary = tempfile::Builder::new();
-        temporary.prefix(".fa-");
-        let temporary = temporary.make_in(self.folder(), |path| name(&file, path))?;
-        temporary.into_temp_path().persist(&self.target).map_err(|e| e.error)
+        let named = |path: &Path| Listed::make(path, |path| name(&file, path));
+        let temporary = tempfile::Builder::new().prefix(".fa-").make_in(self.folder(), named)?;
+        temporary.persist(&self.target).map_err(|e| e.error).map(drop)
     }
 
     fn folder(&self) -> &Path {
         self.target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
     }
 
-    fn temporary(&self) -> io::Result<tempfile::NamedTempFile> {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".fa-");
-        // A temporary file is private by default; this one becomes the user's, so their umask decides.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    fn temporary(&self) -> io::Result<Temporary> {
+        let mut options = fs::OpenOptions::new();
+        // As any file that is made: it becomes the user's, so their umask decides who may read it.
+        options.read(true).write(true).create_new(true);
+        let make = |path: &Path| Listed::make(path, |path| options.open(path));
         // The whole error quotes the temporary name, which says nothing to anyone.
-        builder.tempfile_in(self.folder()).map_err(|error| error.kind().into())
+        let made = tempfile::Builder::new().prefix(".fa-").make_in(self.folder(), make);
+        made.map_err(|error| error.kind().into())
     }
 
     fn error(&self, source: io::Error) -> WriteError {
@@ -223,6 +265,27 @@ mod tests {
             assert_eq!(names(folder.path()), ["target"]);
             assert_eq!(fs::read_to_string(&path).unwrap(), content);
         }
+    }
+
+    /// Under a temporary name a file is on the list of those that a stopped program removes, and no longer.
+    #[test]
+    fn what_has_a_temporary_name_is_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let listed = || {
+            let files = unfinished();
+            files.iter().filter(|file| file.starts_with(folder.path())).cloned().collect::<Vec<_>>()
+        };
+        let file = AtomicFile::at(&folder.path().join("target")).unwrap();
+        let (one, other) = (file.temporary().unwrap(), file.temporary().unwrap());
+        assert_eq!(listed(), [one.path(), other.path()]);
+        one.persist(file.path()).map_err(|error| error.error).unwrap();
+        assert_eq!(listed(), [other.path()]);
+        drop(other);
+        assert!(listed().is_empty());
+        assert_eq!(names(folder.path()), ["target"]);
+        // Over a file that is there, a file without a name has one for a moment.
+        write(&folder.path().join("target"), b"new").unwrap();
+        assert!(listed().is_empty() && names(folder.path()) == ["target"]);
     }
 
     #[test]

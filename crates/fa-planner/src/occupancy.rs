@@ -33,6 +33,18 @@ pub enum Limiter {
     Tmem,
 }
 
+impl std::fmt::Display for Limiter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Limiter::Smem => "shared memory",
+            Limiter::Registers => "registers",
+            Limiter::Threads => "threads",
+            Limiter::Blocks => "blocks",
+            Limiter::Tmem => "tensor memory",
+        })
+    }
+}
+
 /// CTAs per SM by each resource alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Occupancy {

@@ -48,8 +48,12 @@ struct Machine {
     backend: &'static str,
     isa: Option<&'static str>,
     threads: Option<usize>,
-    /// f32 multiply-adds in registers on these threads, an addition and a multiplication each.
+    /// f32 products on these threads, an addition and a multiplication each.
     fma_peak_gflops: Option<f64>,
+    /// Of the products that the rows' type takes.
+    dtype: Dtype,
+    /// The same of them: what `of peak` refers to.
+    peak_gflops: Option<f64>,
 }
 
 /// One measurement.
@@ -97,12 +101,15 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     let first = problems.first().context("there is no shape to measure")?;
     let engine = compute::engine(backend, &args.cpu)?;
     let about = engine.bind(first, Pass::Forward)?.report();
+    let gigaflops = |dtype: Dtype| engine.peak(dtype).map(|rate| rate / 1e9);
     let mut machine = Machine {
         cpu: machine::cpu().name,
         backend: about.backend,
         isa: about.isa,
         threads: about.threads,
-        fma_peak_gflops: engine.fma_peak().map(|rate| rate / 1e9),
+        fma_peak_gflops: gigaflops(Dtype::F32),
+        dtype: first.types.qkv,
+        peak_gflops: gigaflops(first.types.qkv),
     };
     let mut timings = Vec::new();
     let mut steps = Steps::new(problems.len());
@@ -119,8 +126,9 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
     }
     drop(steps);
     // On a machine that is busy at the one time and not at the other, rates would exceed their peak.
-    let after = engine.fma_peak().map(|rate| rate / 1e9);
-    machine.fma_peak_gflops = machine.fma_peak_gflops.zip(after).map(|(before, after)| before.max(after));
+    let higher = |before: Option<f64>, dtype| before.zip(gigaflops(dtype)).map(|(a, b)| a.max(b));
+    machine.fma_peak_gflops = higher(machine.fma_peak_gflops, Dtype::F32);
+    machine.peak_gflops = higher(machine.peak_gflops, machine.dtype);
     let rows = timings.into_iter().map(|(problem, timing)| row(problem, timing, &machine)).collect();
     let report = Report { machine, commit: fa_lab::record::COMMIT, rows };
     destinations.write(&report, || draw(&report, args), || table(&report))?;
@@ -144,13 +152,13 @@ fn on_gpu(args: &BenchArgs) -> bool {
 impl Machine {
     /// What rates are held against.
     fn peak_gflops(&self) -> f64 {
-        self.fma_peak_gflops.unwrap_or(f64::NAN)
+        self.peak_gflops.unwrap_or(f64::NAN)
     }
 
     fn text(&self) -> String {
         let threads = self.threads.map(|threads| format!("{threads} threads"));
         let backend = self.isa.unwrap_or(self.backend).to_owned();
-        let peak = format!("f32 multiply-add peak {}", si(self.peak_gflops() * 1e9, "FLOP/s"));
+        let peak = format!("{} multiply-add peak {}", self.dtype, si(self.peak_gflops() * 1e9, "FLOP/s"));
         let parts = [Some(self.cpu.clone()), Some(backend), threads, Some(peak)];
         parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
@@ -293,8 +301,8 @@ fn draw(report: &Report, args: &BenchArgs) -> anyhow::Result<String> {
     let batch = args.shapes.batch.map_or_else(String::new, |batch| format!("batch {batch}, "));
     let dtype = report.rows.first().map_or(Dtype::F32, |row| row.shape.dtype);
     let title = format!("Attention, {dtype}, {batch}{} heads: {}", args.shapes.heads.q, report.machine.cpu);
-    let peak = report.machine.fma_peak_gflops;
-    let ceiling = peak.map(|peak| (peak, format!("f32 multiply-add peak {peak:.0} GFLOP/s")));
+    let peak = report.machine.peak_gflops;
+    let ceiling = peak.map(|peak| (peak, format!("{dtype} multiply-add peak {peak:.0} GFLOP/s")));
     Chart { title, x_label: "keys per sequence", y_label: "GFLOP/s", ceiling, series, shared: None }
         .into_svg()
 }

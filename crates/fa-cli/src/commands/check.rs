@@ -1,19 +1,18 @@
 //! `fa check`: are two outputs equal within tolerance?
 
-use std::collections::BTreeMap;
+mod references;
+
 use std::path::PathBuf;
 
-use fa_attn::Element;
 use fa_core::{Dtype, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
-use fa_cpu::reference;
-use fa_cpu::reference::low_precision;
 use safetensors::Dtype as StoredDtype;
 use serde::Serialize;
 
-use crate::attention::{self, AnyInputs, Inputs, with_inputs};
+use self::references::{Reference, References, hold_to_worst, references};
+use crate::attention::{self, AnyInputs, with_inputs};
 use crate::flags::AttentionArgs;
-use crate::safetensors::{Stored, TensorFile};
+use crate::safetensors::TensorFile;
 use crate::sequences::{Sequences, blank};
 use crate::term::failure::{InputError, Verdict};
 use crate::term::output;
@@ -107,15 +106,6 @@ struct Row {
     compared: &'static str,
     #[serde(flatten)]
     found: Comparison,
-}
-
-/// The f64 result and the same in the inputs' precision, packed BSHD (LSE: `[batch, heads, seqlen_q]`, a
-/// batch of 1 for packed sequences).
-struct Reference {
-    exact: Vec<f64>,
-    low: Vec<f64>,
-    /// What f32 arithmetic may leave whatever the rule says.
-    noise: f64,
 }
 
 /// A tensor of both files, packed BSHD (LSE as it is).
@@ -342,11 +332,33 @@ fn judge_by_inputs(
         progress::spinner("computing in f64", || with_inputs!(&inputs, inputs => references(inputs)))?;
     // What the rows hold that no sequence has is nobody's business.
     for pair in pairs.iter_mut() {
-        let Some(reference) = references.get_mut(pair.name.as_str()) else { continue };
-        for values in [&mut pair.a, &mut pair.b, &mut reference.exact, &mut reference.low] {
+        for values in [&mut pair.a, &mut pair.b] {
             blank_unused(&pair.name, values, pair.shape, sequences);
         }
     }
+    let judge = |references: &mut References| -> anyhow::Result<Vec<Row>> {
+        for pair in pairs.iter() {
+            let Some(reference) = references.get_mut(pair.name.as_str()) else { continue };
+            for values in [&mut reference.exact, &mut reference.low] {
+                blank_unused(&pair.name, values, pair.shape, sequences);
+            }
+        }
+        rows_by(references, pairs, problem.types.qkv)
+    };
+    let rows = judge(&mut references)?;
+    let beyond = |row: &Row| gradients.contains(&row.tensor.as_str()) && !row.found.passed();
+    if !rows.iter().any(beyond) {
+        return Ok((problem, rows));
+    }
+    progress::spinner(
+        "computing gradients at other scales",
+        || with_inputs!(&inputs, inputs => hold_to_worst(inputs, &mut references)),
+    )?;
+    Ok((problem, judge(&mut references)?))
+}
+
+/// Each pair by its reference.
+fn rows_by(references: &References, pairs: &[Pair], dtype: Dtype) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for pair in pairs {
         let Some(Reference { exact, low, noise }) = references.get(pair.name.as_str()) else {
@@ -357,12 +369,12 @@ fn judge_by_inputs(
             ))
             .into());
         };
-        let found = pair.compare(problem.types.qkv, &pair.a, exact, Some(low))?;
+        let found = pair.compare(dtype, &pair.a, exact, Some(low))?;
         rows.push(pair.row(TO_EXACT[0], found.allowing(*noise)));
-        let found = pair.compare(problem.types.qkv, &pair.b, exact, Some(low))?;
+        let found = pair.compare(dtype, &pair.b, exact, Some(low))?;
         rows.push(pair.row(TO_EXACT[1], found.allowing(*noise)));
     }
-    Ok((problem, rows))
+    Ok(rows)
 }
 
 /// Zeroes the rows of an output that no sequence has.
@@ -392,34 +404,6 @@ fn shape_in(problem: &Problem, name: &str) -> Option<[usize; 4]> {
         "dv" => Some(v_shape(problem)),
         _ => None,
     }
-}
-
-fn references<T: Element + Stored>(
-    inputs: &Inputs<T>,
-) -> Result<BTreeMap<&'static str, Reference>, fa_attn::Error> {
-    fn widen<T: Stored>(values: &[T]) -> Vec<f64> {
-        values.iter().map(|&value| value.to_f64()).collect()
-    }
-    let (problem, extras) = (&inputs.problem, &inputs.sides.extras());
-    let [q, k, v] = inputs.views()?;
-    let exact = reference::forward_extras(problem, extras, &q, &k, &v)?;
-    let low = low_precision::forward_extras(problem, extras, &q, &k, &v)?;
-    let mut references = BTreeMap::from([
-        ("out", Reference { exact: exact.out, low: widen(&low.out), noise: exact.out_noise }),
-        ("lse", Reference { exact: exact.lse, low: widen(&low.lse), noise: 0.0 }),
-    ]);
-    if let Some(dout) = inputs.dout_view()? {
-        let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout)?;
-        let low = low_precision::backward_extras(problem, extras, &q, &k, &v, &dout)?;
-        references.insert("dq", Reference { exact: exact.dq, low: widen(&low.dq), noise: exact.dq_noise });
-        references.insert("dk", Reference { exact: exact.dk, low: widen(&low.dk), noise: exact.dk_noise });
-        references.insert("dv", Reference { exact: exact.dv, low: widen(&low.dv), noise: exact.dv_noise });
-        if problem.score.sinks {
-            let (low, noise) = (widen(&low.dsinks), exact.dsinks_noise);
-            references.insert("dsinks", Reference { exact: exact.dsinks, low, noise });
-        }
-    }
-    Ok(references)
 }
 
 fn judge_by_rounding(pairs: &[Pair], lse_dtype: Dtype) -> anyhow::Result<Vec<Row>> {

@@ -9,7 +9,7 @@ const INTO_STRING: &str = "writing to a string cannot fail";
 /// The drawing, and the plot in it.
 const SIZE: (f64, f64) = (430.0, 280.0);
 const LEFT: f64 = 48.0;
-const RIGHT: f64 = 22.0;
+const RIGHT: f64 = 27.0;
 const TOP: f64 = 20.0;
 const BOTTOM: f64 = 40.0;
 
@@ -127,7 +127,7 @@ pub fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) ->
         "<line class=\"axis\" x1=\"{left}\" x2=\"{:.1}\" y1=\"{bottom}\" y2=\"{bottom}\"/><text \
          class=\"muted\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text><text class=\"muted\" \
          x=\"4\" \
-         y=\"11\">{}</text>",
+         y=\"13\">{}</text>",
         SIZE.0 - RIGHT,
         (left + SIZE.0 - RIGHT) / 2.0,
         SIZE.1 - 6.0,
@@ -175,7 +175,7 @@ pub fn chart(label: &str, x: &Axis, y: &Axis, roofs: &[Roof], lines: &[Line]) ->
                 "<g class=\"pt{full}\" tabindex=\"0\" aria-label=\"{0}\"><circle class=\"hit\" \
                  cx=\"{at_x:.1}\" \
                  cy=\"{at_y:.1}\" r=\"11\"/><circle class=\"c{color}\" cx=\"{at_x:.1}\" cy=\"{at_y:.1}\" \
-                 r=\"3.5\"/><text class=\"tip\" x=\"{1:.1}\" y=\"11\" text-anchor=\"end\">{0}</text></g>",
+                 r=\"3.5\"/><text class=\"tip\" x=\"{1:.1}\" y=\"13\" text-anchor=\"end\">{0}</text></g>",
                 escape(tip),
                 SIZE.0 - 4.0
             )

@@ -333,7 +333,8 @@ impl Records {
                 .collect();
             write!(
                 out,
-                "<div class=\"scroll\" tabindex=\"0\"><table>\n<tr><th>Shape</th><th class=\"n\">Measured, \
+                "<div class=\"scroll\" tabindex=\"0\"><table \
+                 class=\"sorts\">\n<tr><th>Shape</th><th class=\"n\">Measured, \
                  {0}</th><th class=\"n\">Predicted</th><th class=\"n\">Error of time</th><th>Best \
                  peer, ratio</th><th class=\"w\">Kernel</th><th></th></tr>\n{html}</table></div>\n<p \
                  class=\"note\">{sources}</p>\n",

@@ -136,9 +136,11 @@ fn smem_table(plan: &SmemPlan) -> String {
     }
     format!(
         "<details><summary>Buffers, offsets and alignment</summary>\n<div class=\"scroll\" \
-         tabindex=\"0\"><table>\n<tr><th>Buffer</th><th class=\"n\">Offset (B)</th><th class=\"n\">Size \
-         (B)</th><th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}<tr><td>total</td><td></td><td \
-         class=\"n\">{}</td><td></td><td></td></tr>\n</table></div></details>\n",
+         tabindex=\"0\"><table class=\"sorts\">\n<tr><th>Buffer</th>\
+         <th class=\"n\">Offset (B)</th><th class=\"n\">Size \
+         (B)</th><th class=\"n\">Alignment (B)</th><th></th></tr>\n{rows}\
+         <tfoot><tr><td>total</td><td></td><td \
+         class=\"n\">{}</td><td></td><td></td></tr></tfoot>\n</table></div></details>\n",
         plan.total
     )
 }

@@ -8,7 +8,7 @@ use fa_planner::report::{PlanFamily, Tried};
 
 use crate::page::chart::{Axis, Line, Roof, chart};
 use crate::page::measured::Measured;
-use crate::page::view::View;
+use crate::page::view::{View, data};
 use crate::plan::tried::{Fit, Shown};
 use crate::term::output::si;
 
@@ -178,12 +178,13 @@ fn sweep_table(view: &View, sweep: &[At]) -> String {
              class=\"n\">{}</td></tr>",
             at.seqlen,
             view.rate(&at.best),
-            si(at.best.seconds, "s")
+            data(at.best.seconds, &si(at.best.seconds, "s"))
         )
         .expect(INTO_STRING);
     }
     format!(
-        "<details><summary>As a table</summary>\n<div class=\"scroll\" tabindex=\"0\"><table><tr><th \
+        "<details><summary>As a table</summary>\n<div class=\"scroll\" \
+         tabindex=\"0\"><table class=\"sorts\"><tr><th \
          class=\"n\">Keys</th><th class=\"n\">Best, {0}</th><th class=\"n\">First choice here</th><th \
          class=\"n\">Time</th></tr>\n{rows}</table></div></details>\n",
         view.unit_name()

@@ -7,6 +7,7 @@ use fa_planner::guide::why;
 use fa_planner::report::{Planned, Tried};
 use fa_planner::{HeadDims, Mode};
 
+use crate::draw::diagram::escape;
 use crate::plan::splits;
 use crate::plan::tried::{Fit, Group, Shown, backward_group};
 
@@ -127,6 +128,11 @@ impl<'a> View<'a> {
             Unit::Bytes => self.limits().hbm_bytes_per_s / 1e9,
         }
     }
+}
+
+/// A number for people, with what it is exactly for programs.
+pub fn data(exact: impl std::fmt::Display, text: &str) -> String {
+    format!("<data value=\"{exact}\">{}</data>", escape(text))
 }
 
 /// What the SM90 block size guide rejects.

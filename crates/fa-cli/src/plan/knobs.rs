@@ -8,7 +8,7 @@ pub fn of_spec(spec: &KernelSpec) -> String {
     let knobs = match &spec.kernel {
         Kernel::Sm80Fwd(k) => vec![
             Some(format!("{} warps", k.num_warps)),
-            Some(format!("{} stages", k.stages)),
+            Some(stages(k.stages)),
             on("Q in regs", k.q_in_regs),
             on("pack GQA", k.pack_gqa),
             on("split", spec.split),
@@ -17,7 +17,7 @@ pub fn of_spec(spec: &KernelSpec) -> String {
             Some(format!("{} wg", k.num_wg)),
             Some(if k.pv_is_rs { "P in regs" } else { "P in smem" }.to_owned()),
             on("overlap", k.overlap_wg),
-            Some(format!("{} stages", k.kv_stages)),
+            Some(stages(k.kv_stages)),
             on("ping-pong", k.ping_pong),
             on("pack GQA", k.pack_gqa),
             on("gather", k.gather),
@@ -47,4 +47,8 @@ pub fn of_spec(spec: &KernelSpec) -> String {
         }
     };
     knobs.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+fn stages(stages: u32) -> String {
+    if stages == 1 { "1 stage".to_owned() } else { format!("{stages} stages") }
 }

@@ -9,6 +9,8 @@ fn json_has_a_row_per_shape_and_pass() {
     let report = fa(line).json();
     let machine = &report["machine"];
     assert!(machine["fma_peak_gflops"].as_f64().unwrap() > 0.0);
+    let peak = machine["peak_gflops"].as_f64().unwrap();
+    assert_eq!(machine["dtype"], "bf16");
     assert_eq!(machine["threads"], 1);
     let isa: fa_cpu::simd::Isa = machine["isa"].as_str().unwrap().parse().unwrap();
     assert!(isa.is_available());
@@ -44,6 +46,25 @@ fn json_has_a_row_per_shape_and_pass() {
             * f64::from(head_dim + head_dim_v)
             * if kind == "bwd" { 2.5 } else { 1.0 };
         assert!((tflops - flops / ms / 1e9).abs() <= 1e-6 * tflops, "{kind} {seqlen_q}x{seqlen_k}: {tflops}");
+        let share = row["peak_share"].as_f64().unwrap();
+        assert!((share - tflops * 1e3 / peak).abs() <= 1e-6 * share, "{share} of {peak}");
+    }
+}
+
+/// The peak is of the products that attention is made of, by whatever instructions.
+#[test]
+fn nothing_is_faster_than_the_peak() {
+    for isa in fa_cpu::simd::Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        for dtype in ["f32", "bf16"] {
+            let line = format!(
+                "bench --backend cpu --isa {isa} --dtype {dtype} --headdim 64 --seqlen 256 --heads 2 \
+                 --batch 1 --mode both --threads 1 --seconds 0.02 --json -"
+            );
+            for row in fa(&line).json()["rows"].as_array().unwrap() {
+                let share = row["peak_share"].as_f64().unwrap();
+                assert!(share > 0.0 && share < 1.05, "{isa} {dtype} {}: {share} of the peak", row["kind"]);
+            }
+        }
     }
 }
 

@@ -1,5 +1,11 @@
 //! `fa check`: verdicts and their exit codes.
 
+use fa_core::{Dtype, Lengths, Mask, Problem, TensorLayout};
+use fa_cpu::compare::compare;
+use fa_cpu::reference::{self, low_precision};
+use fa_cpu::{Extras, TensorRef};
+use half::bf16;
+
 use crate::common::{Dir, Tensor, fa, noise, text};
 
 const SHAPE: &[usize] = &[1, 3, 2, 4];
@@ -123,6 +129,55 @@ fn inputs_show_which_of_two_outputs_is_wrong() {
     }
     // Named alone, the inputs' flags come with a note when the output's metadata says otherwise.
     fa(&format!("check {0} {0} --inputs {input}", text(&good))).good();
+}
+
+/// Gradients are held to the worst of three low-precision computations, as everywhere: dQ of a forward that
+/// rounded its probabilities elsewhere is right, though it is beyond the tolerance of the first.
+#[test]
+fn gradients_are_judged_by_the_worst_of_three() {
+    let lengths = Lengths::uniform(1, 5, 40);
+    let square = Problem::square(1, 5, 2, 8, Mask::FULL, Dtype::Bf16);
+    let problem = Problem { lengths, softmax_scale: Some(8.0), ..square };
+    let shapes: [[usize; 4]; 4] = [[1, 5, 2, 8], [1, 40, 2, 8], [1, 40, 2, 8], [1, 5, 2, 8]];
+    let names = ["q", "k", "v", "dout"];
+    let (inputs, dq) = (0..400)
+        .find_map(|seed| {
+            let values: Vec<Vec<bf16>> = (0..4)
+                .map(|i| {
+                    let noise = noise(4 * seed + i, shapes[i as usize].iter().product());
+                    noise.into_iter().map(|value| bf16::from_f64(2.0 * value)).collect()
+                })
+                .collect();
+            let view = |i: usize| {
+                TensorRef::packed(names[i], &values[i], shapes[i], TensorLayout::Bshd).expect("the shape's")
+            };
+            let (q, k, v, dout) = (view(0), view(1), view(2), view(3));
+            let exact = reference::backward(&problem, &q, &k, &v, &dout).unwrap();
+            let first = low_precision::backward(&problem, &q, &k, &v, &dout).unwrap();
+            let held = low_precision::HELD_AT[1];
+            let other = low_precision::backward_held_at(&problem, &q, &k, &v, &dout, held).unwrap();
+            let worst =
+                low_precision::backward_worst(&problem, &Extras::NONE, &q, &k, &v, &dout, &exact).unwrap();
+            let passes = |low: &[bf16]| {
+                let found = compare(shapes[0], Dtype::Bf16, &other.dq, &exact.dq, Some(low)).unwrap();
+                found.allowing(exact.dq_noise).passed()
+            };
+            assert!(passes(&worst.dq), "of itself, three times the error");
+            (!passes(&first.dq)).then(|| (values.clone(), other.dq))
+        })
+        .expect("one in ten of steep problems is such a one");
+    let widen = |values: &[bf16]| values.iter().map(|value| value.to_f64()).collect::<Vec<f64>>();
+    let files = Dir::new();
+    let tensor = |i: usize| -> Tensor { (names[i], "BF16", &shapes[i], widen(&inputs[i])) };
+    let input = files.write("in", &[tensor(0), tensor(1), tensor(2), tensor(3)]);
+    let mut dq = widen(&dq);
+    let right = files.write("right", &[("dq", "BF16", &shapes[0], dq.clone())]);
+    let report = fa(&format!("check {right} {right} --inputs {input} --scale 8 --json")).json();
+    assert_eq!(report["passed"], true, "{report}");
+    dq[7] += 4.0;
+    let wrong = files.write("wrong", &[("dq", "BF16", &shapes[0], dq)]);
+    let verdict = fa(&format!("check {wrong} {right} --inputs {input} --scale 8"));
+    assert!(verdict.code == 1 && verdict.stdout.contains("A is off"), "{}", verdict.stdout);
 }
 
 #[test]

@@ -53,11 +53,34 @@ function look(frame, view) {
     const shown = [...account.parentElement.children].filter((one) => one.offsetHeight > 0);
     if (shown.length !== 1 || shown[0] !== account) say(frame, `${input.id} shows ${shown.length} accounts`);
   }
+  for (const table of frame.dark ? doc.querySelectorAll('table.sorts') : []) sort(frame, table);
   const light = view.getComputedStyle(doc.body).backgroundColor.match(/\d+/g)[0] > 128;
   if (light === frame.dark) say(frame, 'has the other mode');
   for (const tip of doc.querySelectorAll('[data-tip], .pt'))
     if (tip.tabIndex < 0) say(frame, 'a tip without focus');
   if (!numbers.length) doc.querySelectorAll('data').forEach((one) => numbers.push(Number(one.value)));
+}
+// Each heading is a button that sorts by its column, both ways, and loses no row.
+function sort(frame, table) {
+  const order = () => [...table.tBodies[0].rows].slice(1), before = order();
+  if (before.length < 2) return;
+  if (table.closest('details')) table.closest('details').open = true;
+  for (const [column, cell] of [...table.rows[0].cells].entries()) {
+    const button = cell.querySelector('button');
+    if (!button) { if (cell.textContent) say(frame, `no button: ${cell.textContent}`); continue; }
+    for (const way of ['ascending', 'descending']) {
+      button.focus();
+      if (cell.ownerDocument.activeElement !== button) say(frame, `no focus: ${cell.textContent}`);
+      button.click();
+      const sorted = order();
+      if (cell.getAttribute('aria-sort') !== way) say(frame, `${cell.textContent} is not ${way}`);
+      if (new Set(sorted).size !== before.length) say(frame, `rows are lost by ${cell.textContent}`);
+      const exact = sorted.map((row) => row.cells[column].querySelector('data')?.value).map(Number);
+      if (!exact.every((one, i) => !i || !(way === 'ascending' ? exact[i - 1] > one : exact[i - 1] < one)))
+        say(frame, `${cell.textContent} ${way}: ${exact}`);
+    }
+    if (table.querySelectorAll('[aria-sort]').length !== 1) say(frame, 'sorted by several columns');
+  }
 }
 window.onerror = (message) => { found.push(`error: ${message}`); };
 window.onload = () => {

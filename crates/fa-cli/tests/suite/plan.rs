@@ -216,9 +216,13 @@ fn reports_are_one_self_contained_page() {
             assert!(page.contains(part), "{flags}: '{part}' is not in the page");
         }
         let without_namespace = page.replace("http://www.w3.org/2000/svg", "");
-        for outside in ["http:", "https:", "<script", "src=", "@import", "url(", "<link", "NaN", "inf "] {
+        let outside = ["http:", "https:", "src=", "@import", "url(", "<link", "NaN", "inf "];
+        for outside in
+            outside.into_iter().chain(["fetch", "XMLHttp", "import(", "import ", "eval", "innerHTML"])
+        {
             assert!(!without_namespace.contains(outside), "{flags}: '{outside}' is in the page");
         }
+        assert_eq!(page.matches("<script").count(), 1, "{flags}: the one that sorts tables");
         let body = &page[page.find("<body>").unwrap()..page.find("</html>").unwrap()];
         let body = body.replace("<br>", "<br/>");
         let body = roxmltree::Document::parse(&body).unwrap_or_else(|error| panic!("{flags}: {error}"));

@@ -274,3 +274,38 @@ fn what_ran_is_named_and_no_plan_for_another_machine() {
         assert!(!said.contains("gpu plan") && !said.contains("sm90"), "{flags}: {said}");
     }
 }
+
+/// A program that is told to stop ends by that signal and leaves nothing behind; what is ignored, as under
+/// `nohup`, stays ignored.
+#[cfg(unix)]
+#[test]
+fn a_stopped_program_ends_by_its_signal() {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Child, Command};
+    use std::time::{Duration, Instant};
+    let files = Dir::new();
+    let report = files.file("bench.json");
+    let line = format!("bench --backend cpu --headdim 32 --seqlen 64 --heads 1 --seconds 60 --json {report}");
+    let arguments: Vec<&str> = line.split(' ').collect();
+    let tell = |program: &Child, signal: &str| {
+        let kill = format!("kill -{signal} {}", program.id());
+        assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+    };
+    let mut program = crate::common::command(&arguments).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(program.try_wait().unwrap().is_none(), "it runs");
+    let told = Instant::now();
+    tell(&program, "TERM");
+    assert_eq!(program.wait().unwrap().signal(), Some(15));
+    assert!(told.elapsed() < Duration::from_secs(20), "{:?}", told.elapsed());
+    assert!(files.listing().is_empty(), "{:?}", files.listing());
+    let program = crate::common::command(&arguments);
+    let ignoring = format!("trap '' HUP; exec {} {line}", text(Path::new(program.get_program())));
+    let mut program = Command::new("sh").args(["-c", &ignoring]).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(500));
+    tell(&program, "HUP");
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(program.try_wait().unwrap().is_none(), "who ignores HUP goes on");
+    program.kill().unwrap();
+    program.wait().unwrap();
+}

@@ -8,15 +8,21 @@
 
 use fa_core::Problem;
 
+use super::Gradients;
 use super::formula::{self, Tensors};
 use super::heads::{gather_keys, gather_queries};
 use crate::batch::Batch;
-use crate::check::{check_forward, check_no_dlse, check_out};
+use crate::check::{check_forward, check_len, check_no_dlse, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
 use crate::real::Real;
 use crate::view::TensorRef;
+
+/// Where a forward may hold the probabilities, against `exp(S - max)`, when it rounds them: the draws that
+/// gradients are judged by ([`crate::compare`]). A factor of two changes nothing. Nearly every implementation
+/// is within the tolerance of the first.
+pub const HELD_AT: [f32; 3] = [1.0, 1.26, 1.587];
 
 /// Output in the tensors' type and LSE in f32; shapes as in [`super::Forward`].
 #[derive(Clone, Debug, PartialEq)]
@@ -155,6 +161,46 @@ pub fn backward_extras_held_at<T: Element>(
     let gradients = formula::backward_f32(problem, &tensors, &dout, held);
     let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| round(gradient));
     Ok(LowGradients { dq, dk, dv, dsinks: gradients.dsinks })
+}
+
+/// The worst of the draws [`HELD_AT`]: of each element the one that is farthest from `exact`.
+///
+/// # Errors
+/// As [`super::backward_extras`]; [`CpuError::Length`] where `exact` is of another problem.
+pub fn backward_worst<T: Element>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    q: &TensorRef<'_, T>,
+    k: &TensorRef<'_, T>,
+    v: &TensorRef<'_, T>,
+    dout: &TensorRef<'_, T>,
+    exact: &Gradients,
+) -> Result<LowGradients<T>, CpuError> {
+    let draw = |held| backward_extras_held_at(problem, extras, q, k, v, dout, held);
+    let mut worst = draw(HELD_AT[0])?;
+    for held in &HELD_AT[1..] {
+        let LowGradients { dq, dk, dv, dsinks } = draw(*held)?;
+        keep_farther(&mut worst.dq, &dq, &exact.dq)?;
+        keep_farther(&mut worst.dk, &dk, &exact.dk)?;
+        keep_farther(&mut worst.dv, &dv, &exact.dv)?;
+        keep_farther(&mut worst.dsinks, &dsinks, &exact.dsinks)?;
+    }
+    Ok(worst)
+}
+
+/// Takes the elements of another draw that are farther from the exact values than those of `worst`.
+///
+/// # Errors
+/// [`CpuError::Length`] where the three are not of one length.
+pub fn keep_farther<T: Element>(worst: &mut [T], draw: &[T], exact: &[f64]) -> Result<(), CpuError> {
+    check_len("draw", draw.len(), worst.len())?;
+    check_len("exact", exact.len(), worst.len())?;
+    for ((worst, &draw), &exact) in worst.iter_mut().zip(draw).zip(exact) {
+        if (draw.to_f64() - exact).abs() > (worst.to_f64() - exact).abs() {
+            *worst = draw;
+        }
+    }
+    Ok(())
 }
 
 fn round<T: Element>(values: &[f32]) -> Vec<T> {

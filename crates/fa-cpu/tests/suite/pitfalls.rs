@@ -3,6 +3,7 @@
 use fa_core::{Dtype, Lengths, Mask, Problem, ScoreMod, Strides, TensorLayout, Types};
 use fa_cpu::check::{k_shape, lse_len, out_shape, q_shape, v_shape};
 use fa_cpu::merge::merge;
+use fa_cpu::reference::low_precision;
 use fa_cpu::tiled::{self, Options};
 use fa_cpu::{CpuError, Element, TensorMut, TensorRef, reference};
 use half::slice::HalfBitsSliceExt;
@@ -239,7 +240,7 @@ fn offsets_past_two_to_the_31_elements() {
         reference::backward(&problem, &q, &k, &v, &dout).unwrap(),
         expected.backward.as_ref().unwrap().0
     );
-    let failures = packed.failures("packed", &problem, &expected);
+    let failures = packed.failures("packed", &problem, &inputs, &expected);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
@@ -282,7 +283,10 @@ fn calls_from_several_threads_at_once() {
         let options = Options { threads, ..Options::default() };
         let results = pool.install(|| Results::compute(options, &problem, &inputs, true));
         let expected = Expected::compute(&problem, &inputs, true);
-        assert!(results.failures("pool of 5", &problem, &expected).is_empty(), "{threads:?} threads");
+        assert!(
+            results.failures("pool of 5", &problem, &inputs, &expected).is_empty(),
+            "{threads:?} threads"
+        );
     }
 }
 
@@ -430,6 +434,30 @@ fn gradients_of_few_keys_keep_the_rule() {
         Case { problem, with_backward: true, all_isas: true }
     }));
     check_all(cases);
+}
+
+/// Steep rows of few queries: an O whose largest probabilities were rounded elsewhere is beyond twice one
+/// low-precision draw, and within the documented rule, of the worst of three; a wrong gradient is not.
+#[test]
+fn gradients_are_held_to_the_worst_of_three_draws() {
+    let problem = Problem {
+        softmax_scale: Some(8.0),
+        head_dim_v: 13,
+        lengths: Lengths::uniform(1, 5, 40),
+        ..Problem::square(1, 5, 2, 8, Mask::FULL, Dtype::Bf16)
+    };
+    let inputs = Inputs::<bf16>::random(&problem, 23);
+    let expected = Expected::compute(&problem, &inputs, true);
+    let Views { q, k, v, dout } = inputs.views(&problem);
+    let held = low_precision::HELD_AT[1];
+    let low = low_precision::backward_held_at(&problem, &q, &k, &v, &dout, held).unwrap();
+    let forward = expected.low.clone();
+    let mut results = Results { out: forward.out, lse: forward.lse, dq: low.dq, dk: low.dk, dv: low.dv };
+    assert_eq!(results.by_one_draw("", &problem, &expected).len(), 2, "dq and dk");
+    let failures = results.failures("", &problem, &inputs, &expected);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    results.dq[0] = bf16::from_f32(results.dq[0].to_f32() + 2.0);
+    assert_eq!(results.failures("", &problem, &inputs, &expected).len(), 1);
 }
 
 /// A row of terms of 1.6 that cancel to 0.0002: what f32 arithmetic loses is relative to the terms.

@@ -6,7 +6,7 @@ use fa_cpu::compare::{compare, compare_lse, rounding_step};
 use fa_cpu::reference::{self, Forward, Gradients, low_precision};
 use fa_cpu::simd::Isa;
 use fa_cpu::tiled::{BackwardInputs, Options, backward_with, forward_with};
-use fa_cpu::{Element, TensorMut};
+use fa_cpu::{Element, Extras, TensorMut};
 use half::{bf16, f16};
 
 use crate::inputs::{Inputs, Views, bshd};
@@ -80,8 +80,25 @@ impl<T: Element> Results<T> {
         tensors.chain(self.lse.iter().map(|lse| u64::from(lse.to_bits()))).collect()
     }
 
-    /// One line for each tensor that breaks the rule.
-    pub fn failures(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
+    /// One line for each tensor that breaks the rule: gradients, that of the worst of all draws.
+    pub fn failures(
+        &self,
+        name: &str,
+        problem: &Problem,
+        inputs: &Inputs<T>,
+        expected: &Expected<T>,
+    ) -> Vec<String> {
+        let failures = self.by_one_draw(name, problem, expected);
+        let (Some((exact, _)), false) = (&expected.backward, failures.is_empty()) else { return failures };
+        let Views { q, k, v, dout } = inputs.views(problem);
+        let worst = low_precision::backward_worst(problem, &Extras::NONE, &q, &k, &v, &dout, exact).unwrap();
+        let backward = Some((exact.clone(), worst));
+        let (forward, low) = (expected.forward.clone(), expected.low.clone());
+        self.by_one_draw(name, problem, &Expected { forward, low, backward })
+    }
+
+    /// The same by the low-precision gradients as they stand.
+    pub fn by_one_draw(&self, name: &str, problem: &Problem, expected: &Expected<T>) -> Vec<String> {
         let dtype = problem.types.qkv;
         let lse_shape = [problem.lengths.sequences(), problem.heads_q, problem.lengths.max_q()];
         let of = |shape, ours: &[T], exact: &[f64], low: &[T], noise: f64| {
@@ -119,7 +136,7 @@ pub fn check_against<T: Element>(
 ) -> Vec<String> {
     let options = Options { isa: Some(isa), threads: None };
     let results = Results::compute(options, problem, inputs, expected.backward.is_some());
-    results.failures(&format!("{name} {isa}"), problem, expected)
+    results.failures(&format!("{name} {isa}"), problem, inputs, expected)
 }
 
 /// One problem on random inputs: the rule for every tensor, the exact zeros of rows that see nothing with it.

@@ -7,7 +7,10 @@ use std::sync::OnceLock;
 use fa_attn::device::Half;
 use fa_core::{Problem, Strides};
 use fa_cpu::compare::{self, Verdict};
-use fa_cpu::reference::{self, low_precision};
+use fa_cpu::reference::{
+    self,
+    low_precision::{self, HELD_AT},
+};
 use fa_cpu::{CpuError, Extras, TensorRef};
 use rayon::prelude::*;
 
@@ -115,13 +118,8 @@ impl<T: Half> GradientOracle<T> {
                 .map(|&head| Head::of(inputs, dout, head)?.low(*held))
                 .collect::<Result<_, CpuError>>()?;
             for (i, worst) in worst.iter_mut().enumerate() {
-                let draw = draws.iter().flat_map(|draw| &draw[i]);
-                for ((worst, &value), &exact) in worst.iter_mut().zip(draw).zip(&self.exact[i]) {
-                    let off = |value: T| (f64::from(value.to_f32()) - exact).abs();
-                    if off(value) > off(*worst) {
-                        *worst = value;
-                    }
-                }
+                let draw: Vec<T> = draws.iter().flat_map(|draw| &draw[i]).copied().collect();
+                low_precision::keep_farther(worst, &draw, &self.exact[i])?;
             }
         }
         Ok(self.worst.get_or_init(|| worst))
@@ -248,10 +246,6 @@ fn choose(problem: &Problem, sequences: &Sequences, seed: u64) -> Vec<(usize, us
     chosen.dedup();
     chosen.into_iter().map(|i| (i / heads_kv, i % heads_kv)).collect()
 }
-
-/// Where a kernel may scale the probabilities when it rounds them, against the row's maximum; a factor of two
-/// changes nothing.
-const HELD_AT: [f32; 3] = [1.0, 1.26, 1.587];
 
 /// One K/V head of a sequence with its query heads.
 struct Head<'a, T> {
