@@ -3,15 +3,13 @@
 
 use std::time::{Duration, Instant};
 
-use fa_attn::device::Half;
 use fa_attn::{
-    Append, AppendExtras, AppendTensors, Element, Engine, QueryPositions, Rotary, RotaryPairs, Table, Tensor,
+    Append, AppendExtras, AppendTensors, Element, QueryPositions, Rotary, RotaryPairs, Table, Tensor,
 };
 use fa_core::append::RotaryQueries;
 use fa_core::{Dtype, Problem, Side, SideRows, TensorLayout};
 
-use crate::attention::Inputs;
-use crate::safetensors::{NewTensor, Stored, TensorFile};
+use crate::safetensors::{Stored, TensorFile};
 use crate::sequences::{SideTensors, shape_of};
 use crate::term::failure::InputError;
 
@@ -112,16 +110,18 @@ impl<T: Element + Stored> NewRows<T> {
         let usage = |message: String| Err(InputError::Usage(message));
         let Some(before) = sides.used_k.clone() else {
             return Err(InputError::Usage(
-                "the file has k_new, but no cache_seqlens (or seqused_k), i32 [batch]: new keys go behind those \
-                 that a cache holds"
+                "the file has k_new, but no cache_seqlens (or seqused_k), i32 [batch]: new keys go behind \
+                 those that a cache holds"
                     .to_owned(),
             )
             .into());
         };
         if sides.cu_k.is_some() {
-            usage("the file has k_new and cu_seqlens_k: packed keys have no room for new ones; give k and v padded, \
-                   or in pages"
-                .to_owned())?;
+            usage(
+                "the file has k_new and cu_seqlens_k: packed keys have no room for new ones; give k and v \
+                 padded, or in pages"
+                    .to_owned(),
+            )?;
         }
         let batch = problem.lengths.sequences();
         let cu = match file.has(CU_NEW) {
@@ -144,8 +144,8 @@ impl<T: Element + Stored> NewRows<T> {
             if got != [first, rows, problem.heads_kv, dim] {
                 let heads_kv = problem.heads_kv;
                 let need = format!(
-                    "of {batch} sequences, {rows} rows, {heads_kv} heads and {dim} elements, as the cache and k_new \
-                     have them"
+                    "of {batch} sequences, {rows} rows, {heads_kv} heads and {dim} elements, as the cache \
+                     and k_new have them"
                 );
                 return Err(
                     InputError::Shape { name: name.to_owned(), got: entry.shape.clone(), need }.into()
@@ -178,13 +178,21 @@ impl<T: Element + Stored> NewRows<T> {
         Ok(NewRows { append, k: tensor("k_new", k)?, v: tensor("v_new", v)?, tables, cu, before, counts })
     }
 
-    /// Appends to the cache of `inputs` by `act`, and turns its queries.
-    fn apply(
+    /// What is appended, as data.
+    pub fn append(&self) -> Append {
+        self.append
+    }
+
+    /// Appends to the cache `k` and `v` by `act`, and turns the queries `q`.
+    ///
+    /// # Errors
+    /// What `act` says.
+    pub fn apply(
         &self,
-        inputs: &mut Inputs<T>,
+        [q, k, v]: [&mut Tensor<T>; 3],
+        sides: &SideTensors,
         act: impl FnOnce(&mut AppendExtras<'_>, &mut AppendTensors<'_, T>) -> Result<usize, fa_attn::Error>,
     ) -> anyhow::Result<Appended> {
-        let Inputs { q, k, v, sides, .. } = inputs;
         let of_q = self.append.queries().map(|queries| queries.rows);
         let is_packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
         let mut extras = AppendExtras {
@@ -215,53 +223,6 @@ impl<T: Element + Stored> NewRows<T> {
         anyhow::ensure!(left_out == 0, "{left_out} rows had no place though each was checked to have one");
         let rotary_dim = self.append.rotary.map(|rotary| rotary.dim);
         Ok(Appended { rows: self.counts.iter().sum(), rotary_dim, time: start.elapsed() })
-    }
-}
-
-impl<T: Element + Stored> Inputs<T> {
-    /// Appends on the CPU what the file has for it; nothing otherwise.
-    ///
-    /// # Errors
-    /// What the implementation refuses.
-    pub fn append_on_cpu(&mut self) -> anyhow::Result<Option<Appended>> {
-        let Some(new) = self.new.take() else { return Ok(None) };
-        let append = new.append;
-        let done = new.apply(self, |extras, tensors| Ok(fa_attn::append(&append, extras, tensors)?))?;
-        self.grown = true;
-        Ok(Some(done))
-    }
-}
-
-impl<T: Half + Element + Stored> Inputs<T> {
-    /// Appends on the engine's backend what the file has for it; nothing otherwise.
-    ///
-    /// # Errors
-    /// What the backend refuses.
-    pub fn append_by(&mut self, engine: &Engine) -> anyhow::Result<Option<Appended>> {
-        let Some(new) = self.new.take() else { return Ok(None) };
-        let append = new.append;
-        let done = new.apply(self, |extras, tensors| engine.append(&append, extras, tensors))?;
-        self.grown = true;
-        Ok(Some(done))
-    }
-}
-
-impl<T: Element + Stored> Inputs<T> {
-    /// The cache with the new keys, its lengths and pages, and the queries as they were turned, for an output
-    /// file; nothing where nothing was appended.
-    pub fn grown_tensors(&self) -> Vec<NewTensor> {
-        let Inputs { q, k, v, sides, grown, .. } = self;
-        if !grown {
-            return Vec::new();
-        }
-        let is_packed = sides.cu_q.is_some();
-        let mut tensors = vec![
-            NewTensor::of("q", q, is_packed),
-            NewTensor::of("k", k, false),
-            NewTensor::of("v", v, false),
-        ];
-        tensors.extend(sides.lengths_and_pages());
-        tensors
     }
 }
 
@@ -368,8 +329,8 @@ fn check_room(
         let before = usize::try_from(before).unwrap_or(0);
         if count > 0 && before + count > room {
             return Err(InputError::Usage(format!(
-                "tensor 'k_new': sequence {sequence} has {before} keys in the cache and {count} new ones, the cache \
-                 has room for {room} of a sequence"
+                "tensor 'k_new': sequence {sequence} has {before} keys in the cache and {count} new ones, \
+                 the cache has room for {room} of a sequence"
             )));
         }
         let Some(rotary) = append.rotary else { continue };
@@ -378,7 +339,8 @@ fn check_room(
         let need = before + count.max(of_queries);
         if need > rotary.positions && count.max(of_queries) > 0 {
             return Err(InputError::Usage(format!(
-                "tensor 'rotary_cos': sequence {sequence} has rows up to position {}, the tables have {} positions",
+                "tensor 'rotary_cos': sequence {sequence} has rows up to position {}, the tables have {} \
+                 positions",
                 need - 1,
                 rotary.positions
             )));

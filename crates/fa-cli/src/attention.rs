@@ -1,6 +1,6 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
-use fa_attn::{Element, Engine, Tensor};
+use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, Tensor};
 use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types};
 use fa_cpu::TensorRef;
 use fa_lab::machine;
@@ -10,7 +10,7 @@ use safetensors::Dtype as StoredDtype;
 
 use crate::append::{Appended, NewRows};
 use crate::flags::AttentionArgs;
-use crate::safetensors::{Stored, TensorFile};
+use crate::safetensors::{NewTensor, Stored, TensorFile};
 use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
 use crate::term::output::si;
@@ -92,18 +92,19 @@ impl AnyInputs {
         })
     }
 
-    /// Appends what the file has for its cache, on the engine's backend or else on the CPU; nothing otherwise.
+    /// Appends what the file has for its cache, on the engine's backend or else on the CPU; nothing
+    /// otherwise.
     ///
     /// # Errors
     /// What the backend refuses.
     pub fn append(&mut self, engine: Option<&Engine>) -> anyhow::Result<Option<Appended>> {
         match (self, engine) {
             // No GPU kernel appends f32.
-            (AnyInputs::F32(inputs), _) => inputs.append_on_cpu(),
-            (AnyInputs::F16(inputs), Some(engine)) => inputs.append_by(engine),
-            (AnyInputs::Bf16(inputs), Some(engine)) => inputs.append_by(engine),
-            (AnyInputs::F16(inputs), None) => inputs.append_on_cpu(),
-            (AnyInputs::Bf16(inputs), None) => inputs.append_on_cpu(),
+            (AnyInputs::F32(inputs), _) => inputs.grow_on_cpu(),
+            (AnyInputs::F16(inputs), None) => inputs.grow_on_cpu(),
+            (AnyInputs::Bf16(inputs), None) => inputs.grow_on_cpu(),
+            (AnyInputs::F16(inputs), Some(engine)) => inputs.grow(|a, e, t| engine.append(a, e, t)),
+            (AnyInputs::Bf16(inputs), Some(engine)) => inputs.grow(|a, e, t| engine.append(a, e, t)),
         }
     }
 }
@@ -117,6 +118,43 @@ struct Beside {
 }
 
 impl<T: Element + Stored> Inputs<T> {
+    /// Appends by `act` what the file has for its cache; nothing otherwise.
+    fn grow(
+        &mut self,
+        act: impl FnOnce(
+            &Append,
+            &mut AppendExtras<'_>,
+            &mut AppendTensors<'_, T>,
+        ) -> Result<usize, fa_attn::Error>,
+    ) -> anyhow::Result<Option<Appended>> {
+        let Some(new) = self.new.take() else { return Ok(None) };
+        let (append, Inputs { q, k, v, sides, .. }) = (new.append(), &mut *self);
+        let done = new.apply([q, k, v], sides, |extras, tensors| act(&append, extras, tensors))?;
+        self.grown = true;
+        Ok(Some(done))
+    }
+
+    fn grow_on_cpu(&mut self) -> anyhow::Result<Option<Appended>> {
+        self.grow(|append, extras, tensors| Ok(fa_attn::append(append, extras, tensors)?))
+    }
+
+    /// The cache with the new keys, its lengths and pages, and the queries as they were turned, for an output
+    /// file; nothing where nothing was appended.
+    pub fn grown_tensors(&self) -> Vec<NewTensor> {
+        let Inputs { q, k, v, sides, grown, .. } = self;
+        if !grown {
+            return Vec::new();
+        }
+        let is_packed = sides.cu_q.is_some();
+        let mut tensors = vec![
+            NewTensor::of("q", q, is_packed),
+            NewTensor::of("k", k, false),
+            NewTensor::of("v", v, false),
+        ];
+        tensors.extend(sides.lengths_and_pages());
+        tensors
+    }
+
     fn read(
         file: &TensorFile,
         problem: Problem,

@@ -1,5 +1,5 @@
-//! `fa run` on files with new keys for their cache: the committed examples, whose outputs a script computed by
-//! the formula, and files made here.
+//! `fa run` on files with new keys for their cache: the committed examples, whose outputs a script computed
+//! by the formula, and files made here.
 
 use std::path::PathBuf;
 

@@ -3,6 +3,7 @@
 
 mod error;
 mod limits;
+mod pages;
 mod params;
 mod shipped;
 mod sm80_bwd;
@@ -21,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::{Arch, Dtype, Family, Pass, Problem, ScoreKind, Types};
 
 pub use error::{Mismatch, SpecError, Unserved};
-pub use limits::{boxes_need, page_part, panel};
+pub use pages::{boxes_need, page_part, panel};
 pub use params::{Param, ParamValue};
 pub use shipped::ShippedSpec;
 pub use sm80_bwd::Sm80Bwd;

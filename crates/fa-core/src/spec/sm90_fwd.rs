@@ -1,7 +1,7 @@
 //! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
 
 use super::error::SpecError;
-use super::limits::panel;
+use super::pages::panel;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};

@@ -110,8 +110,8 @@ impl Launches {
     /// The launches of a kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
-    /// [`Error::Problem`], and what [`KernelSpec::serves`] finds: [`Error::Mismatch`] when the kernel does not
-    /// compute the problem, [`Error::Page`] for pages that it cannot load, [`Error::TooLong`] for counts
+    /// [`Error::Problem`], and what [`KernelSpec::serves`] finds: [`Error::Mismatch`] when the kernel does
+    /// not compute the problem, [`Error::Page`] for pages that it cannot load, [`Error::TooLong`] for counts
     /// beyond 2^30, [`Error::Scale`] and [`Error::Softcap`] for numbers that kernels cannot use.
     pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         if spec.kernel.is_backward() {

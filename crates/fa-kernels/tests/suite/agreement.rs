@@ -98,8 +98,8 @@ fn check_call(launches: &Launches) -> Result<(), Error> {
     launches.check(&Addresses { tensors: &tensors, lse: Some(1 << 48), workspace: Some(1 << 47), extras })
 }
 
-/// Whether packed strides are within what a call's checks take: coordinates of TMA reach 2^31 rows of all heads
-/// where lengths are on the device, and strides 2^39 elements.
+/// Whether packed strides are within what a call's checks take: coordinates of TMA reach 2^31 rows of all
+/// heads where lengths are on the device, and strides 2^39 elements.
 fn strides_fit(problem: &Problem) -> bool {
     let Problem { lengths, heads_q, head_dim, head_dim_v, .. } = problem;
     let rows = lengths.total_q().max(lengths.total_k()).max(1).saturating_mul(*heads_q);

@@ -57,8 +57,8 @@ fn one_of(listed: Vec<KernelSpec>, known: &mut HashSet<String>) -> Option<Kernel
 }
 
 /// The planner's kernels for a case, best first: `chosen` before the others. Where keys are to be divided,
-/// those that the planner lists so come first, then the others with it: of short problems the few that gain by
-/// it may all spill.
+/// those that the planner lists so come first, then the others with it: of short problems the few that gain
+/// by it may all spill.
 pub(super) fn ranked(
     case: &Case,
     pass: Pass,
