@@ -35,7 +35,8 @@ def number(name, value):
     if value is None or type(value) is float:
         return value
     try:
-        if isinstance(value, (str, bytes)):
+        # True is what a third generation's caller gives by position for `causal`.
+        if isinstance(value, (str, bytes, bool)):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):

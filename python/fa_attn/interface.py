@@ -13,7 +13,9 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
   `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
-  `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors` None. Anything else raises.
+  `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
+  `seqlen_k_per_split`, `num_heads_q` None. Anything else raises.
+- what nothing here needs: `min_seqlen_k`, `disable_scheduler_metadata`.
 """
 
 from dataclasses import dataclass
@@ -40,7 +42,16 @@ _NEUTRAL = {
     "mask_mod": ((None,), "masks are causal ones and windows"),
     "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
     "aux_tensors": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "score_mod_bwd": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "aux_scalars": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "block_sparse_tensors_bwd": ((None,), "masks are causal ones and windows"),
+    "gather_kv_indices": ((None,), "keys are read in order: gather them, or give pages of one row"),
+    "seqlen_k_per_split": ((None,), "how keys are divided is the planner's choice, leave it out"),
+    "num_heads_q": ((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func"),
 }
+
+# Promises and wishes about FlashAttention's scheduler, which nothing here needs.
+_NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag}
 
 _SINKS = ("sinks", "learnable_sink", "s_aux")
 _LSE = ("return_softmax_lse", "return_lse")
@@ -60,6 +71,9 @@ def _others(function, others):
             neutral, advice = _NEUTRAL[name]
             if not is_neutral(value, neutral):
                 raise UnsupportedError(f"{name} = {short(value)}: {advice}")
+        elif name in _NEEDLESS:
+            if value is not None:
+                _NEEDLESS[name](name, value)
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return sinks, wants_lse
@@ -205,10 +219,10 @@ def flash_attn_varlen_func(
     q,
     k,
     v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     dropout_p=0.0,
     softmax_scale=None,
     causal=False,
@@ -227,8 +241,9 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of sequences that are packed end to end.
 
     q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim). `cu_seqlens_q`, `cu_seqlens_k`:
-    int32 (batch + 1,), the first row of each sequence, then the end of the last. `max_seqlen_q`,
-    `max_seqlen_k`: upper bounds on the rows of a sequence. With `block_table` (also `page_table`), int32
+    int32 (batch + 1,), the first row of each sequence, then the end of the last; None where the side is
+    padded, (batch, seqlen, heads, head_dim). `max_seqlen_q`, `max_seqlen_k`: upper bounds on the rows of a
+    packed sequence. With `block_table` (also `page_table`), int32
     (batch, pages of a sequence), k and v are (pages, page, heads_kv, head_dim), any page size, and have no
     gradients; their lengths come from cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,),
     rows in use of each sequence. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). Of a

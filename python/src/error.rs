@@ -1,6 +1,8 @@
 //! The library's errors as Python's exceptions.
 
 use fa_attn::Error;
+use fa_core::Unserved;
+use fa_planner::plan::PlanError;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -43,6 +45,9 @@ pub fn raised(error: Error) -> PyErr {
     use fa_kernels::Error as Kernels;
     let text = error.to_string();
     match error {
+        Error::Plan(PlanError::Unserved(Unserved::Scale { .. } | Unserved::Softcap { .. })) => {
+            InputError::new_err(text)
+        }
         Error::Plan(_)
         | Error::Isa { .. }
         | Error::Kernels(

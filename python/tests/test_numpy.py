@@ -572,6 +572,9 @@ def cached(*new, cache=Q, **options):
         (dense(softmax_scale="x"), "softmax_scale is 'x'"),
         (dense(softmax_scale=10**400), "softmax_scale is 1000"),
         (dense(softmax_scale=np.ones(2)), "softmax_scale is array"),
+        # FlashAttention-3's order of arguments.
+        (lambda: fa_attn.flash_attn_func(Q, Q, Q, None, True), "softmax_scale is True"),
+        (dense(min_seqlen_k="few"), "min_seqlen_k is 'few'"),
         (dense(softcap="a"), "softcap is 'a'"),
         (dense(softcap=float("nan")), "softcap is NaN"),
         (dense(causal="no"), "causal is 'no'"),
@@ -644,3 +647,20 @@ def test_numbers_of_numpy_and_arrays_without_a_name_beside_them_are_taken():
     assert fa_attn.problem(np.int64(1), np.int32(5))["seqlen_q"] == 5
     with pytest.raises(fa_attn.UnsupportedError, match="^qv = array"):
         fa_attn.flash_attn_func(Q, Q, Q, qv=np.ones(100_000))
+
+
+def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise_by_name():
+    neutral = dict.fromkeys(
+        "qv gather_kv_indices learnable_sink pack_gqa score_mod score_mod_bwd mask_mod aux_tensors "
+        "aux_scalars block_sparse_tensors block_sparse_tensors_bwd scheduler_metadata seqlen_k_per_split "
+        "min_seqlen_k num_heads_q q_descale k_descale v_descale".split()
+    )
+    want = fa_attn.flash_attn_func(Q, Q, Q, causal=True)
+    others = dict(num_splits=1, disable_scheduler_metadata=True, window_size=(None, None), **neutral)
+    assert np.array_equal(fa_attn.flash_attn_func(Q, Q, Q, causal=True, **others), want)
+    used = np.array([4], np.int32)
+    out = fa_attn.flash_attn_varlen_func(Q, Q, Q, seqused_k=used, causal=True, **others)
+    assert np.array_equal(out, want)
+    for name in sorted(set(neutral) - {"learnable_sink", "min_seqlen_k"}):
+        with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
+            fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})

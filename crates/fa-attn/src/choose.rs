@@ -308,8 +308,8 @@ fn planned<P>(
         match first_clean(specs, &bind) {
             Ok(Some(Clean { bound, spec, .. })) => return Ok((bound, spec)),
             Ok(None) => {}
-            // A plan's registers are a prediction, and TMA loads no pages of any size: another family may.
-            Err(error @ (fa_kernels::Error::Refused { .. } | fa_kernels::Error::Page { .. })) => {
+            // A plan's registers are a prediction: those of another family may be enough.
+            Err(error @ fa_kernels::Error::Refused { .. }) => {
                 first_error.get_or_insert(error.into());
             }
             Err(error) => return Err(error.into()),
