@@ -576,6 +576,24 @@ def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
 
 
 @needs_gpu
+def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("FA_TUNED", str(tmp_path / "tuned.ron"))
+    q, k, v = tensors("cuda", torch.bfloat16, *[(2, 777, 8, 64)] * 3, grad=False)
+    fa_attn.tuning(candidates=2, budget=60.0)
+    try:
+        first = fa_attn.flash_attn_func(q, k, v)
+        [outcome] = fa_attn.finish_tuning()
+        assert outcome["pass"] == "forward" and outcome["error"] is None
+        assert all(tried["ms"] for tried in outcome["tried"]) and len(outcome["tried"]) == 2
+        report = fa_attn._core.report(q, k, v, None, False, (-1, -1), 0.0)
+        assert json.loads(report)["kernel"] == outcome["winner"]
+        close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
+    finally:
+        fa_attn.tuning(False)
+    assert (tmp_path / "tuned.ron").exists() and fa_attn.finish_tuning() == []
+
+
+@needs_gpu
 def test_inductor_compiles_on_a_gpu():
     q, k, v = tensors("cuda", torch.bfloat16, (2, 128, 8, 64), (2, 128, 2, 64), (2, 128, 2, 64))
 
