@@ -2,11 +2,13 @@
 """Tests of peers.py that need neither torch nor a GPU: what is asked for, what is refused, and how peers are
 called."""
 
+import sys
 import types
 import unittest
+from unittest import mock
 
 from fa_peers.inputs import Inputs
-from fa_peers.kernels import Package, Sdpa
+from fa_peers.kernels import LOADERS, Package, Sdpa
 from fa_peers.report import Refused
 from fa_peers.request import checked_request, compile_key
 
@@ -155,6 +157,93 @@ class Calls(unittest.TestCase):
         _, given = package()(request(deterministic=True, mode="bwd"), ())
         self.assertTrue(given["deterministic"])
         self.assertNotIn("deterministic", package()(request(mode="bwd"), ())[1])
+
+
+def wheel(module, calls, **functions):
+    """A module whose functions take these arguments and no others, and say how they were called."""
+    fake = types.ModuleType(module)
+    for name, arguments in functions.items():
+        def call(*tensors, _name=name, _arguments=tuple(arguments.split()), **given):
+            unknown = set(given) - set(_arguments)
+            assert not unknown, f"{module}.{_name} has no {', '.join(sorted(unknown))}"
+            assert len(tensors) == 3, f"{module}.{_name} was given {len(tensors)} tensors"
+            calls.append((_name, {key: getattr(value, "name", value) for key, value in given.items()}))
+            return tensors[0]
+
+        setattr(fake, name, call)
+    return fake
+
+
+OPTIONS = "softmax_scale causal window_size softcap num_splits pack_gqa"
+VARLEN = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k"
+
+
+def wheels(calls):
+    """The wheels that run on Hopper, by the arguments of their functions: fa3-fwd's has no backward, no sinks
+    and no pages but in a cache's function, flash-attn-4's has no function for caches."""
+    fa3 = wheel(
+        "fa3_fwd_interface", calls, flash_attn_func=OPTIONS, flash_attn_varlen_func=f"{OPTIONS} {VARLEN}",
+        flash_attn_with_kvcache=f"{OPTIONS} cache_seqlens page_table cu_seqlens_q max_seqlen_q",
+    )
+    own = f"{OPTIONS} learnable_sink deterministic"
+    cute = wheel(
+        "flash_attn.cute", calls, flash_attn_func=own,
+        flash_attn_varlen_func=f"{own} {VARLEN} page_table",
+    )
+    package = types.ModuleType("flash_attn")
+    package.cute = cute
+    return {"fa3_fwd_interface": fa3, "flash_attn": package, "flash_attn.cute": cute}
+
+
+PIECE = {"q": {"store": "padded", "lens": [10, 10]}, "k": {"store": "padded", "lens": [100, 100]}}
+VARLEN_FUNC, CACHE_FUNC, FUNC = "flash_attn_varlen_func", "flash_attn_with_kvcache", "flash_attn_func"
+# Rows of the serving marks, as `fa bench --marks NAME --peers` asks for them, and for fa3 and fa4 the
+# function that computes each, or a word of why none does.
+MARKS = [
+    ("packed", {"sequences": PACKED}, VARLEN_FUNC, VARLEN_FUNC),
+    ("packed, dense row", {}, FUNC, FUNC),
+    ("packed-bwd", {"sequences": PACKED, "mode": "bwd"}, "forward only", VARLEN_FUNC),
+    ("decode", {"graph": 16, "causal": False, "seqlen_q": 1}, CACHE_FUNC, FUNC),
+    ("paged, in one piece", {"sequences": PIECE, "graph": 16}, CACHE_FUNC, VARLEN_FUNC),
+    ("paged, one token", {"sequences": PAGED, "graph": 16}, CACHE_FUNC, VARLEN_FUNC),
+    ("paged, prefill", {"sequences": PAGED}, CACHE_FUNC, VARLEN_FUNC),
+    ("step", {"sequences": PAGED, "graph": 32}, CACHE_FUNC, VARLEN_FUNC),
+    ("sinks", {"sinks": True}, "no sinks", FUNC),
+    ("sinks, window", {"sinks": True, "causal": False, "window": [127, 0]}, "no sinks", FUNC),
+    ("no sinks, window", {"causal": False, "window": [127, 0]}, FUNC, FUNC),
+    ("sinks --mode bwd", {"sinks": True, "mode": "bwd"}, "forward only", FUNC),
+]
+
+
+class Marks(unittest.TestCase):
+    def test_every_serving_mark_has_the_rows_that_the_wheels_compute(self):
+        calls = []
+        with mock.patch.dict(sys.modules, wheels(calls)):
+            peers = {name: LOADERS[name](None) for name in ("fa3", "fa4")}
+        for mark, changes, *answers in MARKS:
+            asked = checked_request(request(**changes))
+            names = ["q", "k", "v"] + (["sinks"] if asked.get("sinks") else [])
+            for side, own in (asked.get("sequences") or {}).items():
+                # As Inputs.arrays names them.
+                names += [f"cu_{side}"] if own["store"] == "packed" else []
+                names += [f"used_{side}"] if own["store"] != "packed" and side == "k" else []
+                names += ["table"] if own["store"] == "paged" else []
+            tensors = {name: Tensor(name) for name in names}
+            for name, answer in zip(("fa3", "fa4"), answers, strict=True):
+                with self.subTest(mark=mark, peer=name):
+                    if not answer.startswith("flash_attn"):
+                        with self.assertRaisesRegex(Refused, answer):
+                            peers[name].refuse(asked)
+                        continue
+                    peers[name].refuse(asked)
+                    peers[name](tensors, asked)
+                    function, given = calls.pop()
+                    self.assertEqual(function, answer)
+                    # Nothing that the request has is left out.
+                    for tensor in names[3:]:
+                        self.assertIn(tensor, list(given.values()))
+                    self.assertEqual(given["causal"], asked["causal"])
+                    self.assertEqual("window_size" in given, bool(asked.get("window")))
 
 
 if __name__ == "__main__":

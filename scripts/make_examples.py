@@ -207,6 +207,66 @@ def paged(folder):
     write(folder / "decode-paged.safetensors", tensors, METADATA | {"window_left": "none", "window_right": "0"})
 
 
+def turned(row, position, cos, sin, neighbours):
+    """A row of which the first elements are turned by the angles of a position: halves, or neighbours."""
+    half = cos.shape[1]
+    row = list(row)
+    for i in range(half):
+        low, high = (2 * i, 2 * i + 1) if neighbours else (i, i + half)
+        (c, s), (a, b) = (cos.row(position)[i], sin.row(position)[i]), (row[low], row[high])
+        row[low], row[high] = a * c - b * s, b * c + a * s
+    return row
+
+
+def growing(folder, name, seed, lengths, room, page, neighbours):
+    """New tokens of requests whose caches hold some already: appended, and turned with the queries by position.
+
+    The file has the cache before, in shuffled pages or one piece, and `out` and `lse` of what it holds afterwards.
+    """
+    batch, new, heads, heads_kv, dim, rotary = len(lengths), 2, 8, 2, 32, 16
+    numbers = Numbers(seed)
+    q = random_tensor(numbers, [batch, new, heads, dim], 2.0)
+    columns = -(-room // page) if page else 0
+    shape = [batch * columns + 1, page, heads_kv, dim] if page else [batch, room, heads_kv, dim]
+    k, v = random_tensor(numbers, shape, 2.0), random_tensor(numbers, shape)
+    k_new = random_tensor(numbers, [batch, new, heads_kv, dim], 2.0)
+    v_new = random_tensor(numbers, [batch, new, heads_kv, dim])
+    table = [[1 + (5 * (b * columns + c) + 3) % (batch * columns) for c in range(columns)] for b in range(batch)]
+    angle = lambda i: (i // (rotary // 2)) * 100.0 ** (-(i % (rotary // 2)) / (rotary // 2))
+    cos, sin = (
+        Tensor("F32", [room, rotary // 2], [of(angle(i)) for i in range(room * rotary // 2)])
+        for of in (math.cos, math.sin)
+    )
+    place = lambda b, j: (table[b][j // page], j % page) if page else (b, j)
+    # What is kept is bf16: rows are rounded when they have been turned.
+    rounded = lambda row: Tensor("BF16", [len(row)], row).values
+    turn = lambda row, position: rounded(turned(row, position, cos, sin, neighbours))
+    keys, values, queries = {}, {}, {}
+    for b, length in enumerate(lengths):
+        for j in range(length + new):
+            for head in range(heads_kv):
+                is_new = j >= length
+                keys[(b, j), head] = turn(k_new.row(b, j - length, head), j) if is_new else k.row(*place(b, j), head)
+                values[(b, j), head] = v_new.row(b, j - length, head) if is_new else v.row(*place(b, j), head)
+        for i in range(new):
+            for head in range(heads):
+                queries[(b, i), head] = turn(q.row(b, i, head), length + i)
+    sequences = [
+        ([(b, i) for i in range(new)], [(b, j) for j in range(length + new)]) for b, length in enumerate(lengths)
+    ]
+    at = lambda rows: lambda position, head: rows[position, head]
+    out, lse, *_ = attention(sequences, heads, heads_kv, dim, at(queries), at(keys), at(values))
+    rows = [(b, i) for b in range(batch) for i in range(new)]
+    tensors = {"q": q, "k": k, "v": v, "k_new": k_new, "v_new": v_new, "rotary_cos": cos, "rotary_sin": sin}
+    tensors["cache_seqlens"] = Tensor("I32", [batch], lengths)
+    if page:
+        tensors["page_table"] = Tensor("I32", [batch, columns], [entry for row in table for entry in row])
+    tensors["out"] = Tensor("BF16", [batch, new, heads, dim], gathered(out, rows, heads, dim))
+    by_head = [lse[head, (b, i)] for b in range(batch) for head in range(heads) for i in range(new)]
+    tensors["lse"] = Tensor("F32", [batch, heads, new], by_head)
+    write(folder / f"{name}.safetensors", tensors, METADATA | {"window_left": "none", "window_right": "0"})
+
+
 def dense(folder, name, seed, window, slopes=None, sinks=None):
     """One sequence of 64 positions whose scores pass through slopes or sinks."""
     total, heads, heads_kv, dim = 64, 8, 2, 32
@@ -238,6 +298,8 @@ def main():
     folder = parser.parse_args().out
     packed(folder)
     paged(folder)
+    growing(folder, "append-paged", 5, [30, 0, 15], 48, 16, neighbours=False)
+    growing(folder, "append-interleaved", 6, [5, 14], 16, None, neighbours=True)
     dense(folder, "alibi", 3, None, slopes=[2.0 ** -(head + 1) for head in range(8)])
     dense(folder, "sinks-window", 4, 15, sinks=[0.5 * head - 1.5 for head in range(8)])
 

@@ -10,7 +10,7 @@ there: numpy's on all cores, torch's on their device and stream, with gradients.
 and says what would work.
 """
 
-from ._core import DeviceError, InputError, UnsupportedError, version
+from ._core import DeviceError, InputError, InputTypeError, UnsupportedError, version
 from .interface import (
     flash_attn_backward,
     flash_attn_func,
@@ -23,16 +23,18 @@ from .interface import (
     flash_attn_with_kvcache,
     merge,
 )
-from .planning import Kernels, explain, plan, problem
+from .planning import Kernels, explain, finish_tuning, plan, problem, tuning
 
 __version__ = version()
 
 __all__ = [
     "DeviceError",
     "InputError",
+    "InputTypeError",
     "Kernels",
     "UnsupportedError",
     "explain",
+    "finish_tuning",
     "flash_attn_backward",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -45,4 +47,5 @@ __all__ = [
     "merge",
     "plan",
     "problem",
+    "tuning",
 ]

@@ -3,6 +3,7 @@
 import importlib
 
 from . import _core
+from ._checks import array
 from ._core import InputError, UnsupportedError
 from ._faces import find_nvrtc
 
@@ -118,6 +119,7 @@ class Arrays:
         """(out, lse); `deterministic` is about gradients, which a library with autograd computes."""
         del deterministic
         lib = self.library
+        array("k", k), array("v", v)
         # Rows that no sequence has are 0.
         make = lib.empty if extras is None else lib.zeros
         lse = lib.floats(_lse_shape(q), q)
@@ -148,6 +150,7 @@ class Arrays:
     ):
         """(dq, dk, dv, dsinks or None)."""
         lib = self.library
+        array("k", k), array("v", v)
         make = lib.empty if extras is None else lib.zeros
         dq, dk, dv = (make(x.shape, x) for x in (q, k, v))
         dsinks = None
@@ -213,7 +216,10 @@ class Arrays:
     def merge(self, outs, lses, sinks, dtype):
         """(out, lse); see `fa_attn.interface.merge`."""
         lib = self.library
-        out = lib.empty(outs[0].shape, outs[0], dtype)
+        try:
+            out = lib.empty(outs[0].shape, outs[0], dtype)
+        except TypeError:
+            raise InputError(f"dtype is {dtype!r}: it must be float32, float16 or bfloat16") from None
         lse = lib.floats(lses[0].shape, outs[0])
         parts = [lib.read(part) for part in outs]
         half = lib.half(outs[0]) or lib.half(out)

@@ -5,6 +5,9 @@ from typing import Any, Callable, Optional, Sequence, Tuple
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
 
+class InputTypeError(InputError, TypeError):
+    """A value of a type that its argument does not take."""
+
 class UnsupportedError(ValueError):
     """Something that no kernel computes; the message says what would work."""
 
@@ -35,6 +38,8 @@ def explain(
     backward: bool,
     deterministic: bool,
 ) -> str: ...
+def tuning(candidates: Optional[int] = None, budget: float = 0.0) -> None: ...
+def finish_tuning() -> str: ...
 def forward(
     q: Any,
     k: Any,

@@ -2,6 +2,8 @@
 
 import sys
 
+from ._core import InputTypeError
+
 _KNOWN = {}
 
 
@@ -33,7 +35,7 @@ def _find(kind):
 
         face = make()
     else:
-        raise TypeError(
+        raise InputTypeError(
             f"{kind.__module__}.{kind.__qualname__} is no array that speaks DLPack: use numpy, torch, jax or "
             "cupy"
         )

@@ -13,14 +13,17 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 - `return_softmax_lse` (also `return_lse`): (out, lse) instead of out.
 - what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
   `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
-  `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors` None. Anything else raises.
+  `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
+  `seqlen_k_per_split`, `num_heads_q` None. Anything else raises.
+- what nothing here needs: `min_seqlen_k`, `disable_scheduler_metadata`.
 """
 
 from dataclasses import dataclass
 from numbers import Integral
-from operator import index
+from reprlib import repr as short
 from typing import Any
 
+from ._checks import LARGEST, array, flag, is_neutral, most, no_dropout, number, window
 from ._core import InputError, UnsupportedError
 from ._faces import face_of
 
@@ -39,7 +42,16 @@ _NEUTRAL = {
     "mask_mod": ((None,), "masks are causal ones and windows"),
     "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
     "aux_tensors": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "score_mod_bwd": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "aux_scalars": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "block_sparse_tensors_bwd": ((None,), "masks are causal ones and windows"),
+    "gather_kv_indices": ((None,), "keys are read in order: gather them, or give pages of one row"),
+    "seqlen_k_per_split": ((None,), "how keys are divided is the planner's choice, leave it out"),
+    "num_heads_q": ((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func"),
 }
+
+# Promises and wishes about FlashAttention's scheduler, which nothing here needs.
+_NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag}
 
 _SINKS = ("sinks", "learnable_sink", "s_aux")
 _LSE = ("return_softmax_lse", "return_lse")
@@ -54,59 +66,49 @@ def _others(function, others):
                 raise InputError("sinks are given twice: by one of the names sinks, learnable_sink and s_aux")
             sinks = value if value is not None else sinks
         elif name in _LSE:
-            wants_lse = wants_lse or bool(value)
+            wants_lse = wants_lse or flag(name, value)
         elif name in _NEUTRAL:
             neutral, advice = _NEUTRAL[name]
-            if not any(value is n or (n is not None and value is not None and value == n) for n in neutral):
-                raise UnsupportedError(f"{name} = {value!r}: {advice}")
+            if not is_neutral(value, neutral):
+                raise UnsupportedError(f"{name} = {short(value)}: {advice}")
+        elif name in _NEEDLESS:
+            if value is not None:
+                _NEEDLESS[name](name, value)
         else:
             raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
     return sinks, wants_lse
 
 
-def _no_dropout(dropout_p):
-    if dropout_p:
-        raise UnsupportedError(
-            f"dropout_p = {dropout_p}: attention is computed without dropout, set it to 0.0"
-        )
-
-
-# Lengths are int32.
-_LARGEST = (1 << 31) - 1
-
-# More than any sequence has.
-_FAR = 1 << 40
-
-
-def _window(window_size):
-    """(left, right), -1 where there is no limit."""
-    if window_size == (-1, -1):
-        return window_size
-    try:
-        left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"window_size is {window_size!r}: it must be (left, right), keys on each side, -1 for no limit"
-        ) from None
-    return left, right
-
-
-def _most(name, value):
-    """An upper bound on rows."""
-    try:
-        rows = 0 if value is None else index(value) if not isinstance(value, float) else int(value)
-    except TypeError:
-        raise InputError(f"{name} is {value!r}: it must be a whole number") from None
-    if rows < 0:
-        raise InputError(f"{name} is {rows}: it must be at least 0")
-    return min(rows, _FAR)
+_BESIDE = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k (cache_seqlens)",
+    "page_table (block_table)",
+    "alibi_slopes",
+    "sinks",
+)
 
 
 def _extras(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
     if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
         return None
-    most = _most("max_seqlen_q", max_q), _most("max_seqlen_k", max_k)
-    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, *most)
+    for name, value in zip(_BESIDE, (cu_q, cu_k, used_q, used_k, table, slopes, sinks)):
+        if value is not None:
+            array(name, value)
+    bounds = most("max_seqlen_q", max_q), most("max_seqlen_k", max_k)
+    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, *bounds)
+
+
+def _options(softmax_scale, causal, window_size, softcap, deterministic):
+    """The options of a call, checked."""
+    return (
+        number("softmax_scale", softmax_scale),
+        flag("causal", causal),
+        window(window_size),
+        number("softcap", softcap) or 0.0,
+        flag("deterministic", deterministic),
+    )
 
 
 def _returned(out, lse, wants_lse, return_attn_probs):
@@ -137,15 +139,14 @@ def flash_attn_func(
     `deterministic`: gradients with the same bits in every run. Returns out, in the shape of q; with
     `return_attn_probs` (out, softmax_lse, None). `others`: see the module.
     """
-    _no_dropout(dropout_p)
+    no_dropout(dropout_p)
     sinks, wants_lse = _others("flash_attn_func", others) if others else (None, False)
     if alibi_slopes is None and sinks is None:
         extras = None
     else:
-        extras = (None, None, None, None, None, alibi_slopes, sinks, 0, 0)
-    out, lse = face_of(q).attention(
-        q, k, v, softmax_scale, bool(causal), _window(window_size), softcap, deterministic, extras
-    )
+        extras = _extras(None, None, None, None, None, alibi_slopes, sinks)
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic)
+    out, lse = face_of(q).attention(q, k, v, *options, extras)
     if return_attn_probs or wants_lse:
         return _returned(out, lse, wants_lse, return_attn_probs)
     return out
@@ -165,14 +166,12 @@ def flash_attn_qkvpacked_func(
 ):
     """`flash_attn_func` of q, k and v in one array, qkv (batch, seqlen, 3, heads, head_dim), read where it
     lies."""
-    _no_dropout(dropout_p)
+    no_dropout(dropout_p)
     sinks, wants_lse = _others("flash_attn_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 5, 2, 3)
     extras = _extras(None, None, None, None, None, alibi_slopes, sinks)
-    window = _window(window_size)
-    out, lse = face.packed_attention(
-        qkv, 2, softmax_scale, bool(causal), window, softcap, deterministic, extras
-    )
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic)
+    out, lse = face.packed_attention(qkv, 2, *options, extras)
     return _returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -208,22 +207,22 @@ def flash_attn_kvpacked_func(
     )
 
 
-def _face_of_stacked(name, array, axes, axis, count):
-    shape = tuple(array.shape)
+def _face_of_stacked(name, stacked, axes, axis, count):
+    shape = tuple(array(name, stacked).shape)
     if len(shape) != axes or shape[axis] != count:
         need = "(total, " if axes == 4 else "(batch, seqlen, "
         raise InputError(f"{name} has the shape {shape}: it must be {need}{count}, heads, head_dim)")
-    return face_of(array)
+    return face_of(stacked)
 
 
 def flash_attn_varlen_func(
     q,
     k,
     v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
     dropout_p=0.0,
     softmax_scale=None,
     causal=False,
@@ -242,14 +241,15 @@ def flash_attn_varlen_func(
     """`flash_attn_func` of sequences that are packed end to end.
 
     q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim). `cu_seqlens_q`, `cu_seqlens_k`:
-    int32 (batch + 1,), the first row of each sequence, then the end of the last. `max_seqlen_q`,
-    `max_seqlen_k`: upper bounds on the rows of a sequence. With `block_table` (also `page_table`), int32
+    int32 (batch + 1,), the first row of each sequence, then the end of the last; None where the side is
+    padded, (batch, seqlen, heads, head_dim). `max_seqlen_q`, `max_seqlen_k`: upper bounds on the rows of a
+    packed sequence. With `block_table` (also `page_table`), int32
     (batch, pages of a sequence), k and v are (pages, page, heads_kv, head_dim), any page size, and have no
     gradients; their lengths come from cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,),
     rows in use of each sequence. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). Of a
     torch tensor on a GPU rows of out that no sequence has are not written.
     """
-    _no_dropout(dropout_p)
+    no_dropout(dropout_p)
     sinks, wants_lse = _others("flash_attn_varlen_func", others) if others else (None, False)
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
@@ -259,7 +259,7 @@ def flash_attn_varlen_func(
         if seqused_k is None:
             if cu_seqlens_k is None:
                 raise InputError("keys in pages need their lengths: give cu_seqlens_k or seqused_k")
-            seqused_k = face.differences(cu_seqlens_k)
+            seqused_k = face.differences(array("cu_seqlens_k", cu_seqlens_k))
         cu_seqlens_k = None
     for name, starts, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
         if starts is not None and most is None:
@@ -272,13 +272,11 @@ def flash_attn_varlen_func(
         table,
         alibi_slopes,
         sinks,
-        max_seqlen_q or 0,
-        max_seqlen_k or 0,
+        0 if max_seqlen_q is None else max_seqlen_q,
+        0 if max_seqlen_k is None else max_seqlen_k,
     )
-    window = _window(window_size)
-    out, lse = face.attention(
-        q, k, v, softmax_scale, bool(causal), window, softcap, deterministic, extras
-    )
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic)
+    out, lse = face.attention(q, k, v, *options, extras)
     return _returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -297,14 +295,15 @@ def flash_attn_varlen_qkvpacked_func(
     **others,
 ):
     """`flash_attn_varlen_func` of q, k and v in one array, qkv (total, 3, heads, head_dim)."""
-    _no_dropout(dropout_p)
+    no_dropout(dropout_p)
     sinks, wants_lse = _others("flash_attn_varlen_qkvpacked_func", others)
     face = _face_of_stacked("qkv", qkv, 4, 1, 3)
+    if max_seqlen is None:
+        raise InputError("max_seqlen is None: with cu_seqlens it must be an upper bound")
+    max_seqlen = most("max_seqlen", max_seqlen)
     extras = _extras(cu_seqlens, cu_seqlens, None, None, None, alibi_slopes, sinks, max_seqlen, max_seqlen)
-    window = _window(window_size)
-    out, lse = face.packed_attention(
-        qkv, 1, softmax_scale, bool(causal), window, softcap, deterministic, extras
-    )
+    options = _options(softmax_scale, causal, window_size, softcap, deterministic)
+    out, lse = face.packed_attention(qkv, 1, *options, extras)
     return _returned(out, lse, wants_lse, return_attn_probs)
 
 
@@ -412,7 +411,7 @@ def flash_attn_with_kvcache(
     divided: `num_splits` is 0 or 1.
     """
     sinks, wants_lse = _others("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
-    wants_lse = wants_lse or return_softmax_lse
+    wants_lse = flag("return_softmax_lse", return_softmax_lse) or wants_lse
     if block_table is not None and page_table is not None:
         raise InputError("block_table and page_table are two names of one table: give one")
     if (k is None) != (v is None):
@@ -423,16 +422,43 @@ def flash_attn_with_kvcache(
         raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
     table = block_table if block_table is not None else page_table
     face = face_of(q)
+    for name, value in (
+        ("k", k),
+        ("v", v),
+        ("cache_batch_idx", cache_batch_idx),
+        ("cache_leftpad", cache_leftpad),
+        ("page_table (block_table)", table),
+        ("cu_seqlens_q", cu_seqlens_q),
+    ):
+        if value is not None:
+            array(name, value)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if len(array(name, cache).shape) != 4:
+            raise InputError(
+                f"{name} has the shape {tuple(cache.shape)}: it must be (batch, room, heads_kv, head_dim) or "
+                "(pages, page, heads_kv, head_dim)"
+            )
+    if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
+        need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
+        raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
+    if table is not None and len(table.shape) != 2:
+        shape = tuple(table.shape)
+        raise InputError(
+            f"page_table (block_table) has the shape {shape}: it must be (batch, pages of a sequence)"
+        )
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
+    longest = 0 if max_seqlen_q is None else most("max_seqlen_q", max_seqlen_q)
     if cache_batch_idx is not None:
         # Without pages a row of the cache is a page of its own.
         rows = face.as_column(cache_batch_idx)
         table = rows if table is None else face.select(table, cache_batch_idx)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    window = _window(window_size)
+    options = _options(softmax_scale, causal, window_size, softcap, False)
     used = cache_seqlens
     if isinstance(used, Integral):
-        if not -_LARGEST <= used <= _LARGEST:
-            raise InputError(f"cache_seqlens is {used}: a sequence has at most {_LARGEST} keys")
+        if not 0 <= used <= LARGEST:
+            raise InputError(f"cache_seqlens is {used}: it must be from 0 to {LARGEST}")
         used = face.ints(int(used), batch, q)
     if k is None:
         if rotary_cos is not None:
@@ -453,22 +479,20 @@ def flash_attn_with_kvcache(
                 q,
                 rotary_cos,
                 rotary_sin,
-                rotary_interleaved,
-                causal or window != (-1, -1),
+                flag("rotary_interleaved", rotary_interleaved),
+                options[1] or options[2] != (-1, -1),
                 cu_seqlens_k_new,
                 k.shape[0],
                 used,
                 table,
                 cu_seqlens_q,
-                max_seqlen_q or q.shape[0],
+                longest or q.shape[0],
             )
         )
     if (table is not None or cache_leftpad is not None) and used is None:
         room = k_cache.shape[1] * (1 if table is None else table.shape[1])
         used = face.ints(room, batch, q)
-    if cu_seqlens_q is not None and max_seqlen_q is None:
-        raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
-    starts, most = None, 0
+    starts, rows = None, 0
     if cache_leftpad is not None:
         shape = tuple(getattr(cache_leftpad, "shape", ()))
         if shape != (batch,):
@@ -476,13 +500,9 @@ def flash_attn_with_kvcache(
         k_cache, v_cache, starts, used, table = face.without_padding(
             k_cache, v_cache, cache_leftpad, used, table
         )
-        most = 0 if starts is None else k_cache.shape[0]
-    extras = _extras(
-        cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, max_seqlen_q or 0, most
-    )
-    out, lse = face.attention(
-        q, k_cache, v_cache, softmax_scale, bool(causal), window, softcap, False, extras
-    )
+        rows = 0 if starts is None else k_cache.shape[0]
+    extras = _extras(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
+    out, lse = face.attention(q, k_cache, v_cache, *options, extras)
     return (out, lse) if wants_lse else out
 
 
@@ -499,7 +519,8 @@ def merge(outs, lses, sinks=None, dtype=None):
     parts leave out. `dtype`: the result's type, that of the parts where None. Computed in float32. Returns
     (out, lse); torch tensors have gradients, of outs and lses.
     """
-    outs, lses = list(outs), list(lses)
+    outs = [array("a part of outs", part) for part in outs]
+    lses = [array("a part of lses", part) for part in lses]
     if not outs or len(outs) != len(lses):
         raise InputError(
             f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
@@ -583,6 +604,6 @@ def flash_attn_varlen_backward(
 def _gradients(
     dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras, dlse
 ):
-    options = (scale, bool(causal), _window(window_size), softcap, deterministic)
+    options = _options(scale, causal, window_size, softcap, deterministic)
     dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, *options, extras, dlse)
     return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)

@@ -1,8 +1,11 @@
 """Problems, plans and bound kernels as plain dicts."""
 
 import json
+from math import isfinite
+from reprlib import repr as short
 
 from . import _core
+from ._checks import array, count, flag, number, one_of, window
 from ._faces import face_of, find_nvrtc
 
 
@@ -37,10 +40,10 @@ def problem(
     `used_k`: whether lengths in use are given. `dtype`: f32, f16 or bf16. `alibi`: "per_head" or
     "per_sequence_head".
     """
-    left, right = window_size
+    left, right = window(window_size)
     sides = {
-        "left": None if left is None or left < 0 else left,
-        "right": 0 if causal else None if right is None or right < 0 else right,
+        "left": None if left < 0 else min(left, _WIDEST),
+        "right": 0 if flag("causal", causal) else None if right < 0 else min(right, _WIDEST),
     }
     fields = {
         "batch": batch,
@@ -50,31 +53,48 @@ def problem(
         "total_k": total_k,
         "page": page,
         "pages": pages,
-        "used_q": used_q,
-        "used_k": used_k,
         "heads_q": heads,
         "heads_kv": heads if heads_kv is None else heads_kv,
         "head_dim": head_dim,
         "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
-        "mask": sides,
-        "dtype": dtype,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap or None,
-        "alibi": alibi,
-        "sinks": sinks,
     }
     if fields["seqlen_q"] is None or fields["seqlen_k"] is None:
         raise _core.InputError("seqlen is missing: give seqlen, or seqlen_q and seqlen_k")
+    fields = {name: None if value is None else count(name, value) for name, value in fields.items()}
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        value = number(name, value)
+        if value is not None and not isfinite(value):
+            raise _core.InputError(f"{name} is {value}: it must be finite")
+        fields[name] = value if name == "softmax_scale" else value or None
+    fields["mask"] = sides
+    fields["dtype"] = one_of("dtype", dtype, ("f32", "f16", "bf16"))
+    fields["alibi"] = None if alibi is None else one_of("alibi", alibi, ("per_head", "per_sequence_head"))
+    for name, value in (("used_q", used_q), ("used_k", used_k), ("sinks", sinks)):
+        fields[name] = flag(name, value)
     return json.loads(_core.problem(json.dumps(fields)))
 
+
+# More than any sequence has.
+_WIDEST = (1 << 32) - 1
 
 _MODES = {"fwd": (True, False), "bwd": (False, True), "both": (True, True)}
 
 
 def _asked(given, mode):
-    if mode not in _MODES:
-        raise _core.InputError(f"mode is {mode!r}: it must be 'fwd', 'bwd' or 'both'")
-    return json.dumps(given), *_MODES[mode]
+    return _text(given), *_MODES[one_of("mode", mode, tuple(_MODES))]
+
+
+def _text(given):
+    try:
+        return json.dumps(given)
+    except (TypeError, ValueError):
+        raise _core.InputTypeError(f"{short(given)} is no problem: make one by fa_attn.problem") from None
+
+
+def _name(name, value):
+    if not isinstance(value, str):
+        raise _core.InputTypeError(f"{name} is {short(value)}: it must be a text")
+    return value
 
 
 def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit=None):
@@ -87,14 +107,52 @@ def plan(given, arch="sm90", mode="fwd", deterministic=False, family=None, limit
     most.
     """
     text, forward, backward = _asked(given, mode)
-    return json.loads(_core.plan(text, arch, family, forward, backward, deterministic, limit))
+    family = None if family is None else _name("family", family)
+    limit = None if limit is None else count("limit", limit)
+    deterministic = flag("deterministic", deterministic)
+    return json.loads(
+        _core.plan(text, _name("arch", arch), family, forward, backward, deterministic, limit)
+    )
 
 
 def explain(given, query, arch="sm90", mode="fwd", deterministic=False, family=None):
     """What became of the candidates with the fields of `query`, as in "tile_n=192,num_wg=2": "feasible" with
     rank and account, "rejected" with the limit that each breaks."""
     text, forward, backward = _asked(given, mode)
+    family = None if family is None else _name("family", family)
+    query, arch = _name("query", query), _name("arch", arch)
+    deterministic = flag("deterministic", deterministic)
     return json.loads(_core.explain(text, query, arch, family, forward, backward, deterministic))
+
+
+def tuning(on=True, *, candidates=4, budget=30.0):
+    """Switches tuning on or off, for all GPUs of this process; it is off by default.
+
+    >>> fa_attn.tuning()
+
+    Where it is on, the first call for a problem and pass computes as it does without, at once, and hands the
+    problem to a thread. There the kernel that ran and the best of the planner's others, `candidates` in all,
+    are compiled and measured, for `budget` seconds at most, on memory and a stream of their own. The winner
+    is used from the next call on, but not by captured graphs, and is kept for later processes in the table
+    that FA_TUNED names, or beside the kernel cache. Without a GPU there is nothing to tune: DeviceError.
+    """
+    on, candidates = flag("on", on), count("candidates", candidates, 2)
+    seconds = number("budget", budget)
+    if seconds is None or not 0 < seconds <= _LONGEST_BUDGET:
+        raise _core.InputError(f"budget is {seconds} s: it must be above 0 s and at most a day")
+    if on:
+        find_nvrtc()
+    _core.tuning(candidates if on else None, seconds)
+
+
+def finish_tuning():
+    """Waits until no problem is left to be measured. Returns what came of those since the last call, a list
+    of dicts: "problem", "pass" (forward or backward), "deterministic", "family", "tried" (each with "kernel",
+    "ms" or "error"), "winner" (a kernel, or None) and "error". An empty list where tuning is off."""
+    return json.loads(_core.finish_tuning())
+
+
+_LONGEST_BUDGET = 86_400.0
 
 
 class Kernels:
@@ -111,9 +169,9 @@ class Kernels:
     """
 
     def __init__(self, given, device="cpu", deterministic=False, backward=None):
-        self.problem = json.loads(_core.problem(json.dumps(given)))
-        self.device, self.deterministic = str(device), deterministic
-        text = json.dumps(given)
+        text = _text(given)
+        self.problem = json.loads(_core.problem(text))
+        self.device, self.deterministic = str(device), flag("deterministic", deterministic)
         ordinal = self._ordinal()
         if ordinal is not None:
             find_nvrtc()
@@ -134,11 +192,12 @@ class Kernels:
         kind, _, index = self.device.partition(":")
         if kind == "cpu":
             return None
-        if kind != "cuda" or (index and not index.isdigit()):
+        if kind != "cuda" or (index and not (index.isascii() and index.isdigit() and len(index) < 9)):
             raise _core.InputError(f"device is {self.device!r}: it must be 'cpu', 'cuda' or 'cuda:0'")
         return int(index or 0)
 
     def _extras(self, q, k, named):
+        array("q", q), array("k", k)
         for name in named:
             if name not in _BESIDE:
                 raise TypeError(f"unexpected keyword argument '{name}': {', '.join(_BESIDE)} are known")

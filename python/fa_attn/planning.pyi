@@ -1,4 +1,4 @@
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .interface import Array, Window
 
@@ -44,6 +44,8 @@ def explain(
     deterministic: bool = False,
     family: Optional[str] = None,
 ) -> Dict[str, Any]: ...
+def tuning(on: bool = True, *, candidates: int = 4, budget: float = 30.0) -> None: ...
+def finish_tuning() -> List[Dict[str, Any]]: ...
 
 class Kernels:
     problem: Problem

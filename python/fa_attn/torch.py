@@ -14,7 +14,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import _core
-from ._core import UnsupportedError
+from ._checks import array
+from ._core import InputTypeError, UnsupportedError
 from ._faces import find_nvrtc
 
 find_nvrtc()
@@ -226,7 +227,9 @@ def _goes_by_operator(*tensors):
     for x in tensors:
         if type(x) not in _PLAIN:
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack")
+                raise InputTypeError(
+                    f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack"
+                )
             return True
     return False
 
@@ -317,7 +320,8 @@ def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, e
 def backward(dout, q, k, v, out, lse, scale, causal, window, softcap, deterministic, extras, dlse=None):
     """(dq, dk, dv, dsinks or None), without autograd."""
     extras = None if extras is None else _detached(extras)
-    dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    given = dict(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
+    dout, q, k, v, out, lse = (array(name, x).detach() for name, x in given.items())
     dlse = None if dlse is None else dlse.detach()
     q, k, v = _rows(q), _rows(k), _rows(v)
     grads = _room_for_gradients(q, k, v, extras)

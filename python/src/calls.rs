@@ -287,6 +287,14 @@ pub fn append<'py>(
         page_table: ints("page_table (block_table)", page_table)?,
         used_out: ints("cache_seqlens", Some(used_out))?,
     };
+    if arrays.k_cache.data == arrays.v_cache.data
+        && arrays.k_new.elements() > 0
+        && !arrays.k_cache.data.is_null()
+    {
+        return Err(InputError::new_err(
+            "k_cache and v_cache begin at one address: both are written, give two",
+        ));
+    }
     let append = appended(&arrays, half, (interleaved, following), (max_new, max_q))?;
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),

@@ -11,7 +11,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyDict, PyType};
 use pyo3::{ffi, intern};
 
-use crate::error::InputError;
+use crate::error::{InputError, of_another_type};
 
 /// The most axes of an array that a call takes.
 pub const MAX_AXES: usize = 5;
@@ -419,7 +419,7 @@ fn capsule_of<'py>(
             "{name} is {}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)",
             of.name()?
         );
-        return Err(pyo3::exceptions::PyTypeError::new_err(message));
+        return Err(of_another_type(py, message));
     };
     let options = PyDict::new(py);
     if let Some(stream) = stream {
@@ -430,9 +430,17 @@ fn capsule_of<'py>(
     options.set_item(intern!(py, "max_version"), (1, 0))?;
     let capsule = match method.call((), Some(&options)) {
         Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
-            method.call((), Some(&plain))?
+            method.call((), Some(&plain))
         }
-        capsule => capsule?,
+        capsule => capsule,
     };
+    // A byte order or a type that DLPack has no name for.
+    let capsule = capsule.map_err(|error| {
+        if !error.is_instance_of::<pyo3::exceptions::PyBufferError>(py) {
+            return error;
+        }
+        let of = object.getattr(intern!(py, "dtype")).map_or_else(|_| String::new(), |of| format!(" ({of})"));
+        InputError::new_err(format!("{name}{of} cannot be lent: {}; convert it", error.value(py)))
+    })?;
     Ok(capsule.cast_into::<PyCapsule>()?)
 }

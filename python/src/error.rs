@@ -1,8 +1,13 @@
 //! The library's errors as Python's exceptions.
 
 use fa_attn::Error;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
-use pyo3::{PyErr, create_exception};
+use fa_core::Unserved;
+use fa_planner::plan::PlanError;
+use pyo3::create_exception;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyType};
 
 create_exception!(fa_attn, InputError, PyValueError, "Arrays or options that contradict each other.");
 create_exception!(
@@ -13,11 +18,36 @@ create_exception!(
 );
 create_exception!(fa_attn, DeviceError, PyRuntimeError, "The GPU, its driver or its compiler refuses.");
 
+/// The class `InputTypeError`, an `InputError` that is a `TypeError` as well.
+pub fn input_type_error(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let class = CLASS.get_or_try_init(py, || {
+        let bases = (py.get_type::<InputError>(), py.get_type::<PyTypeError>());
+        let members = PyDict::new(py);
+        members.set_item("__module__", "fa_attn")?;
+        members.set_item("__doc__", "A value of a type that its argument does not take.")?;
+        let class = py.get_type::<PyType>().call1(("InputTypeError", bases, members))?;
+        Ok::<_, PyErr>(class.cast_into::<PyType>()?.unbind())
+    })?;
+    Ok(class.bind(py))
+}
+
+/// An `InputTypeError`.
+pub fn of_another_type(py: Python<'_>, message: String) -> PyErr {
+    match input_type_error(py) {
+        Ok(class) => PyErr::from_type(class.clone(), message),
+        Err(error) => error,
+    }
+}
+
 /// The exception of an error, with its message.
 pub fn raised(error: Error) -> PyErr {
     use fa_kernels::Error as Kernels;
     let text = error.to_string();
     match error {
+        Error::Plan(PlanError::Unserved(Unserved::Scale { .. } | Unserved::Softcap { .. })) => {
+            InputError::new_err(text)
+        }
         Error::Plan(_)
         | Error::Isa { .. }
         | Error::Kernels(
@@ -45,7 +75,8 @@ pub fn raised(error: Error) -> PyErr {
         | Error::Length { .. }
         | Error::Shape { .. }
         | Error::Dtype { .. }
-        | Error::Pass { .. } => InputError::new_err(text),
+        | Error::Pass { .. }
+        | Error::TuningOption { .. } => InputError::new_err(text),
         _ => DeviceError::new_err(text),
     }
 }

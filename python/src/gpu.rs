@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
-use fa_attn::{Append, Error, Pass, Problem, ProblemKey};
+use fa_attn::{Append, Error, Pass, Problem, ProblemKey, Tuning, TuningOutcome};
 use fa_core::{Merge, Strides};
 use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaStream, result};
@@ -26,8 +26,15 @@ const KEPT: usize = 4096;
 /// A GPU with the kernels that were bound for its problems.
 pub struct Device {
     gpu: Gpu,
-    bound: Mutex<HashMap<(ProblemKey, Pass), Arc<Entry>>>,
+    bound: Mutex<Kept>,
     streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
+}
+
+/// Bound kernels, and how many winners of tuning there were when the first of them was bound.
+#[derive(Default)]
+struct Kept {
+    entries: HashMap<(ProblemKey, Pass), Arc<Entry>>,
+    winners: u64,
 }
 
 /// A bound kernel.
@@ -60,13 +67,17 @@ impl Drop for Current {
     }
 }
 
+const MOST: usize = 64;
+static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
+
+/// Of the GPUs that are open, and of those that will be.
+static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
+
 /// GPU `ordinal`, opened at the first call: its primary context is retained, which every library shares.
 ///
 /// # Errors
 /// Without a driver, a GPU, or one that kernels run on.
 pub fn device(ordinal: i32) -> PyResult<&'static Device> {
-    const MOST: usize = 64;
-    static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
     let index = usize::try_from(ordinal).ok().filter(|index| *index < MOST);
     let Some(index) = index else {
         return Err(InputError::new_err(format!("there is no GPU {ordinal}")));
@@ -75,8 +86,43 @@ pub fn device(ordinal: i32) -> PyResult<&'static Device> {
         return Ok(device);
     }
     let gpu = Gpu::nth(index).map_err(raised)?;
+    let tuning = lock(&TUNING);
+    if *tuning != Tuning::Off {
+        gpu.set_tuning(*tuning).map_err(raised)?;
+    }
     let device = Device { gpu, bound: Mutex::default(), streams: Mutex::default() };
     Ok(DEVICES[index].get_or_init(|| device))
+}
+
+/// Switches tuning on or off for all GPUs.
+///
+/// # Errors
+/// Numbers that tune nothing, a machine without a GPU, a table of winners that cannot be read.
+pub fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
+    tuning.check().map_err(raised)?;
+    if tuning != Tuning::Off && fa_kernels::driver::probe().is_err() {
+        return Err(raised(Error::NothingToTune { backend: "CPU" }));
+    }
+    let _current = Current::keep();
+    // Switching off waits for the candidate that is being measured.
+    py.detach(|| {
+        let mut now = lock(&TUNING);
+        for device in DEVICES.iter().filter_map(OnceLock::get) {
+            device.gpu.set_tuning(tuning)?;
+            // What is bound again is measured.
+            lock(&device.bound).entries.clear();
+        }
+        *now = tuning;
+        Ok(())
+    })
+    .map_err(raised)
+}
+
+/// Waits for what is being measured on any GPU; what came of it.
+pub fn finish_tuning(py: Python<'_>) -> Vec<TuningOutcome> {
+    py.detach(|| {
+        DEVICES.iter().filter_map(OnceLock::get).flat_map(|device| device.gpu.finish_tuning()).collect()
+    })
 }
 
 impl Device {
@@ -90,17 +136,23 @@ impl Device {
     /// As [`Gpu::bind`].
     pub fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
         let key = (ProblemKey::from(problem), pass);
-        if let Some(entry) = lock(&self.bound).get(&key) {
-            return Ok(entry.clone());
+        let winners = self.gpu.tuned_winners();
+        {
+            let mut bound = lock(&self.bound);
+            if bound.winners != winners {
+                *bound = Kept { winners, ..Kept::default() };
+            } else if let Some(entry) = bound.entries.get(&key) {
+                return Ok(entry.clone());
+            }
         }
         // Compiling takes a second; other threads go on meanwhile.
         let kernel = py.detach(|| self.gpu.bind(problem, pass)).map_err(raised)?;
         let entry = Arc::new(Entry { kernel, workspaces: Mutex::default() });
         let mut bound = lock(&self.bound);
-        if bound.len() >= KEPT {
-            bound.clear();
+        if bound.entries.len() >= KEPT {
+            bound.entries.clear();
         }
-        Ok(bound.entry(key).or_insert(entry).clone())
+        Ok(bound.entries.entry(key).or_insert(entry).clone())
     }
 
     fn stream(&self, handle: u64) -> Arc<CudaStream> {

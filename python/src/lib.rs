@@ -26,6 +26,13 @@ mod _core {
     use super::error::{DeviceError, InputError, UnsupportedError};
     #[pymodule_export]
     use super::merging::merge;
+
+    #[pymodule_init]
+    fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
+        use pyo3::types::PyModuleMethods;
+        module.add("InputTypeError", super::error::input_type_error(module.py())?)
+    }
+
     #[pymodule_export]
-    use super::planning::{bind, explain, plan, problem, version};
+    use super::planning::{bind, explain, finish_tuning, plan, problem, tuning, version};
 }

@@ -1,7 +1,9 @@
 //! Problems and kernels as data: what the package gives as plain dicts.
 
-use fa_attn::{Pass, Problem};
-use fa_core::Arch;
+use std::time::Duration;
+
+use fa_attn::{Pass, Problem, Tried, Tuning, TuningOutcome};
+use fa_core::{Arch, KernelSpec};
 use fa_planner::report::{PlanFamily, Planned, ReportError};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -9,7 +11,7 @@ use serde::Serialize;
 use crate::calls::report_of;
 use crate::dlpack::Place;
 use crate::error::{InputError, UnsupportedError};
-use crate::threads;
+use crate::{gpu, threads};
 
 /// The package's version.
 #[pyfunction]
@@ -85,6 +87,49 @@ pub fn explain(
     let asked = asked(problem, arch, family)?;
     let backward = backward.then_some(Pass::Backward { deterministic });
     threads::detached(py, || text(&explore(&asked, forward, backward)?.why(query).map_err(refused)?))?
+}
+
+/// Switches tuning on, with `candidates` kernels and `budget` seconds for each problem and pass, or off.
+#[pyfunction]
+#[pyo3(signature = (candidates=None, budget=0.0))]
+pub fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResult<()> {
+    let tuning = match candidates {
+        None => Tuning::Off,
+        Some(candidates) => {
+            let budget = Duration::try_from_secs_f64(budget).map_err(|_| {
+                InputError::new_err(format!("tuning: budget is {budget} s, it must be above 0 s"))
+            })?;
+            Tuning::OnFirstUse { candidates, budget }
+        }
+    };
+    gpu::set_tuning(py, tuning)
+}
+
+/// Waits for what is being measured; what came of it, as JSON.
+#[pyfunction]
+pub fn finish_tuning(py: Python<'_>) -> PyResult<String> {
+    let outcomes = gpu::finish_tuning(py);
+    text(&outcomes.iter().map(outcome_of).collect::<Vec<_>>())
+}
+
+fn outcome_of(outcome: &TuningOutcome) -> serde_json::Value {
+    let TuningOutcome { problem, pass, family, tried, winner, error } = outcome;
+    let name = |spec: &KernelSpec| spec.to_string();
+    let tried_of = |tried: &Tried| {
+        let Tried { spec, ms, error } = tried;
+        serde_json::json!({ "kernel": name(spec), "ms": ms, "error": error })
+    };
+    let tried: Vec<_> = tried.iter().map(tried_of).collect();
+    let (winner, error) = (winner.as_ref().map(name), error.as_ref().map(ToString::to_string));
+    serde_json::json!({
+        "problem": problem,
+        "pass": if pass.is_backward() { "backward" } else { "forward" },
+        "deterministic": *pass == Pass::Backward { deterministic: true },
+        "family": family,
+        "tried": tried,
+        "winner": winner,
+        "error": error,
+    })
 }
 
 /// A problem, where it is planned for, and by which kernels.

@@ -510,3 +510,157 @@ def test_kernels_are_bound_once():
         kernels.forward(q[:, :20], k, v, sinks=sinks)
     with pytest.raises(fa_attn.InputError, match="device"):
         fa_attn.Kernels(problem, "gpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(on="yes"), "on is 'yes'"),
+        (dict(on=2), "on is 2"),
+        (dict(candidates=1), "candidates is 1"),
+        (dict(candidates=-3), "candidates is -3"),
+        (dict(candidates=2.5), "candidates is 2.5"),
+        (dict(candidates=1 << 70), "candidates is 118"),
+        (dict(budget=0), "budget is 0.0 s"),
+        (dict(budget=-1.0), "budget is -1.0 s"),
+        (dict(budget=float("nan")), "budget is nan s"),
+        (dict(budget=float("inf")), "budget is inf s"),
+        (dict(budget=10**400), "budget is 1"),
+        (dict(budget="long"), "budget is 'long'"),
+        (dict(on=False, candidates=0), "candidates is 0"),
+    ],
+)
+def test_tuning_refuses_numbers_that_tune_nothing(options, named):
+    with pytest.raises(fa_attn.InputError, match="must be") as raised:
+        fa_attn.tuning(**options)
+    assert named in str(raised.value)
+
+
+def test_tuning_has_nothing_to_measure_without_a_gpu():
+    fa_attn.tuning(False)
+    assert fa_attn.finish_tuning() == []
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a GPU")
+    with pytest.raises(fa_attn.DeviceError, match="nothing to tune"):
+        fa_attn.tuning()
+
+
+Q = np.ones((1, 4, 2, 8), np.float32)
+P, CU = Q[0], np.array([0, 4], np.int32)
+SWAPPED = Q.astype(Q.dtype.newbyteorder())
+
+
+def dense(**options):
+    return lambda: fa_attn.flash_attn_func(Q, Q, Q, **options)
+
+
+def in_rows(most, cu=CU):
+    return lambda: fa_attn.flash_attn_varlen_func(P, P, P, cu, CU, most, 4)
+
+
+def cached(*new, cache=Q, **options):
+    caches = (cache.copy(), cache.copy())
+    return lambda: fa_attn.flash_attn_with_kvcache(Q, *caches, *new, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (dense(window_size=5), "window_size is 5"),
+        (dense(window_size=np.ones((2, 2))), "window_size is array"),
+        (dense(window_size="ab"), "window_size is 'ab'"),
+        (dense(softmax_scale="x"), "softmax_scale is 'x'"),
+        (dense(softmax_scale=10**400), "softmax_scale is 1000"),
+        (dense(softmax_scale=np.ones(2)), "softmax_scale is array"),
+        # FlashAttention-3's order of arguments.
+        (lambda: fa_attn.flash_attn_func(Q, Q, Q, None, True), "softmax_scale is True"),
+        (dense(min_seqlen_k="few"), "min_seqlen_k is 'few'"),
+        (dense(softcap="a"), "softcap is 'a'"),
+        (dense(softcap=float("nan")), "softcap is NaN"),
+        (dense(causal="no"), "causal is 'no'"),
+        (dense(causal=np.ones(2)), "causal is array"),
+        (dense(deterministic="yes"), "deterministic is 'yes'"),
+        (dense(return_softmax_lse="x"), "return_softmax_lse is 'x'"),
+        (dense(dropout_p="a"), "dropout_p is 'a'"),
+        (dense(sinks=[1, 2]), "sinks is list"),
+        (dense(alibi_slopes=[1, 2]), "alibi_slopes is list"),
+        (lambda: fa_attn.flash_attn_func(SWAPPED, Q, Q), "q (>f4) cannot be lent"),
+        (lambda: fa_attn.flash_attn_func(Q, Q, SWAPPED), "v (>f4) cannot be lent"),
+        (lambda: fa_attn.flash_attn_func(Q.astype(object), Q, Q), "q (object) cannot be lent"),
+        (in_rows(-3), "max_seqlen_q is -3"),
+        (in_rows(2.5), "max_seqlen_q is 2.5"),
+        (in_rows(float("nan")), "max_seqlen_q is nan"),
+        (in_rows(float("inf")), "max_seqlen_q is inf"),
+        (in_rows("4"), "max_seqlen_q is '4'"),
+        (in_rows(np.array([4, 4])), "max_seqlen_q is array"),
+        (in_rows(4, [0, 4]), "cu_seqlens_q is list"),
+        (in_rows(4, CU.astype(CU.dtype.newbyteorder())), "cu_seqlens_q (>i4) cannot be lent"),
+        (cached(cache_seqlens=-1), "cache_seqlens is -1"),
+        (cached(cache_seqlens=[3]), "cache_seqlens) is list"),
+        (cached(cache_batch_idx=[0]), "cache_batch_idx is list"),
+        (cached(cache_seqlens=4, block_table=[[0]]), "block_table) is list"),
+        (cached([1], [1], cache_seqlens=0), "k is list"),
+        (cached(cache=P), "k_cache has the shape (4, 2, 8)"),
+        (
+            cached(Q, Q, Q, Q, cache_seqlens=0, rotary_interleaved="no"),
+            "rotary_interleaved is 'no'",
+        ),
+        (
+            lambda: fa_attn.flash_attn_with_kvcache(Q, *(Q.copy(),) * 2, Q, Q, cache_seqlens=0),
+            "k_cache and v_cache begin at one address",
+        ),
+        (
+            lambda: fa_attn.flash_attn_with_kvcache(
+                P, Q.copy(), Q.copy(), Q, Q, cache_seqlens=0, cu_seqlens_q=CU, max_seqlen_q=-1
+            ),
+            "max_seqlen_q is -1",
+        ),
+        (lambda: fa_attn.flash_attn_qkvpacked_func([1]), "qkv is list"),
+        (lambda: fa_attn.flash_attn_kvpacked_func(Q, None), "kv is NoneType"),
+        (lambda: fa_attn.merge([Q], [Q[..., 0].swapaxes(1, 2).copy()], dtype="foo"), "dtype is 'foo'"),
+        (lambda: fa_attn.merge([[1]], [[1]]), "a part of outs is list"),
+        (lambda: fa_attn.flash_attn_backward(None, Q, Q, Q, Q, Q), "dout is NoneType"),
+        (lambda: fa_attn.problem(1, -5), "seqlen_q is -5"),
+        (lambda: fa_attn.problem(1, 2**80), "seqlen_q is 120"),
+        (lambda: fa_attn.problem(1, "5"), "seqlen_q is '5'"),
+        (lambda: fa_attn.problem(1, 5, window_size=5), "window_size is 5"),
+        (lambda: fa_attn.problem(1, 5, softmax_scale=float("nan")), "softmax_scale is nan"),
+        (lambda: fa_attn.problem(1, 5, dtype="f64"), "dtype is 'f64'"),
+        (lambda: fa_attn.plan({1: object()}), "is no problem"),
+        (lambda: fa_attn.plan(fa_attn.problem(1, 5), arch=90), "arch is 90"),
+        (lambda: fa_attn.plan(fa_attn.problem(1, 5), limit=-1), "limit is -1"),
+        (lambda: fa_attn.plan(fa_attn.problem(1, 5), mode=[]), "mode is []"),
+        (lambda: fa_attn.explain(fa_attn.problem(1, 5), 5), "query is 5"),
+        (lambda: fa_attn.Kernels(fa_attn.problem(1, 5), "cuda:99999999999"), "device is 'cuda:99999999999'"),
+    ],
+)
+def test_what_is_refused_is_named(call, named):
+    with pytest.raises(fa_attn.InputError) as raised:
+        call()
+    assert named in str(raised.value), str(raised.value)
+
+
+def test_numbers_of_numpy_and_arrays_without_a_name_beside_them_are_taken():
+    want = fa_attn.flash_attn_func(Q, Q, Q, softmax_scale=0.5, causal=True, window_size=(1, 0))
+    numpys = dict(softmax_scale=np.float32(0.5), causal=np.True_, window_size=np.array([1, 0]), softcap=None)
+    assert np.array_equal(fa_attn.flash_attn_func(Q, Q, Q, **numpys), want)
+    assert fa_attn.problem(np.int64(1), np.int32(5))["seqlen_q"] == 5
+    with pytest.raises(fa_attn.UnsupportedError, match="^qv = array"):
+        fa_attn.flash_attn_func(Q, Q, Q, qv=np.ones(100_000))
+
+
+def test_arguments_of_the_fourth_generation_are_taken_at_their_defaults_or_raise_by_name():
+    neutral = dict.fromkeys(
+        "qv gather_kv_indices learnable_sink pack_gqa score_mod score_mod_bwd mask_mod aux_tensors "
+        "aux_scalars block_sparse_tensors block_sparse_tensors_bwd scheduler_metadata seqlen_k_per_split "
+        "min_seqlen_k num_heads_q q_descale k_descale v_descale".split()
+    )
+    want = fa_attn.flash_attn_func(Q, Q, Q, causal=True)
+    others = dict(num_splits=1, disable_scheduler_metadata=True, window_size=(None, None), **neutral)
+    assert np.array_equal(fa_attn.flash_attn_func(Q, Q, Q, causal=True, **others), want)
+    used = np.array([4], np.int32)
+    out = fa_attn.flash_attn_varlen_func(Q, Q, Q, seqused_k=used, causal=True, **others)
+    assert np.array_equal(out, want)
+    for name in sorted(set(neutral) - {"learnable_sink", "min_seqlen_k"}):
+        with pytest.raises(fa_attn.UnsupportedError, match=f"^{name} = "):
+            fa_attn.flash_attn_func(Q, Q, Q, **{name: 3})

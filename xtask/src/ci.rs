@@ -12,7 +12,7 @@ use crate::{candle, device, python, toolkit, workspace};
 #[derive(clap::Args)]
 pub struct Args {
     /// Compile every shipped kernel for every architecture and run every test of the emulation, whatever
-    /// docs/results/compiled.ron and emulation-tests.ron list, and write those lists.
+    /// docs/results/compiled*.ron and emulation-tests.ron list, and write those lists.
     #[arg(long)]
     all_archs: bool,
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::iter::{once, once_with};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -35,6 +35,8 @@ struct Memory {
     choices: Mutex<Choices>,
     /// The tables of tuned kernels, read when the first choice is made.
     tables: Mutex<Option<Tables>>,
+    /// Winners that came into them.
+    winners: AtomicU64,
 }
 
 impl Memory {
@@ -52,6 +54,7 @@ impl Memory {
         let kept = lock(&self.tables).get_or_insert_with(Tables::read).keep(path, gpu, entry);
         // What was chosen before is chosen again, by the table.
         self.choices().chosen.clear();
+        self.winners.fetch_add(1, Ordering::Release);
         kept
     }
 }
@@ -153,6 +156,11 @@ impl Chooser {
     pub(crate) fn finish_tuning(&self) -> Vec<TuningOutcome> {
         let tuner = lock(&self.tuner).clone();
         tuner.map_or_else(Vec::new, |tuner| tuner.finish())
+    }
+
+    /// Winners that tuning has kept.
+    pub(crate) fn winners(&self) -> u64 {
+        self.memory.winners.load(Ordering::Acquire)
     }
 
     /// Uses `spec` for its pass of exactly this problem from now on.
@@ -300,8 +308,8 @@ fn planned<P>(
         match first_clean(specs, &bind) {
             Ok(Some(Clean { bound, spec, .. })) => return Ok((bound, spec)),
             Ok(None) => {}
-            // A plan's registers are a prediction, and TMA loads no pages of any size: another family may.
-            Err(error @ (fa_kernels::Error::Refused { .. } | fa_kernels::Error::Page { .. })) => {
+            // A plan's registers are a prediction: those of another family may be enough.
+            Err(error @ fa_kernels::Error::Refused { .. }) => {
                 first_error.get_or_insert(error.into());
             }
             Err(error) => return Err(error.into()),

@@ -6,6 +6,7 @@ use std::thread::ThreadId;
 
 use candle_core::Result;
 use fa_attn::device::{Bound, Gpu};
+use fa_attn::{Tuning, TuningOutcome};
 use fa_core::{Lengths, Pass, Problem, ProblemKey, Side, SideRows};
 use fa_kernels::Kernels;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
@@ -26,8 +27,15 @@ const ROWS: usize = 1024;
 /// A GPU's kernels, for all of candle's devices on it.
 pub(crate) struct Device {
     gpu: Gpu,
-    bound: Mutex<HashMap<(ProblemKey, Pass), Arc<Bound>>>,
+    bound: Mutex<Kept>,
     workspaces: Mutex<HashMap<Turns, CudaSlice<u8>>>,
+}
+
+/// Bound kernels, and how many winners of tuning there were when the first of them was bound.
+#[derive(Default)]
+struct Kept {
+    bound: HashMap<(ProblemKey, Pass), Arc<Bound>>,
+    winners: u64,
 }
 
 /// A stream, on which launches take turns: by its handle and the thread, since each thread has a stream of
@@ -55,16 +63,29 @@ impl Device {
     /// The kernel for a pass of `problem`: chosen, compiled and checked when it first comes.
     pub(crate) fn bind(&self, problem: &Problem, pass: Pass) -> Result<Arc<Bound>> {
         let key = (ProblemKey::from(problem), pass);
-        if let Some(bound) = lock(&self.bound).get(&key) {
-            return Ok(bound.clone());
+        let winners = self.gpu.tuned_winners();
+        {
+            let mut kept = lock(&self.bound);
+            if kept.winners != winners {
+                *kept = Kept { winners, ..Kept::default() };
+            } else if let Some(bound) = kept.bound.get(&key) {
+                return Ok(bound.clone());
+            }
         }
         let bound = Arc::new(self.choose(problem, pass).map_err(refused)?);
-        let mut known = lock(&self.bound);
+        let known = &mut lock(&self.bound).bound;
         if known.len() >= REMEMBERED {
             known.clear();
         }
         known.insert(key, bound.clone());
         Ok(bound)
+    }
+
+    fn set_tuning(&self, tuning: Tuning) -> Result<()> {
+        self.gpu.set_tuning(tuning).map_err(refused)?;
+        // What is bound again is measured.
+        lock(&self.bound).bound.clear();
+        Ok(())
     }
 
     fn choose(&self, problem: &Problem, pass: Pass) -> std::result::Result<Bound, fa_attn::Error> {
@@ -110,6 +131,40 @@ impl Device {
     }
 }
 
+/// Switches tuning on or off for the GPU of `device`: kernels are measured in the background of the first
+/// calls, the winners used from the next call on. [`Tuning`] says what happens when; captured graphs keep
+/// their kernels.
+///
+/// ```no_run
+/// let device = candle_core::Device::new_cuda(0)?;
+/// fa_candle::set_tuning(&device, fa_candle::Tuning::ON_FIRST_USE)?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// [`fa_attn::Error::NothingToTune`] for a device that is no CUDA GPU, unless tuning is switched off; else
+/// those of [`Gpu::set_tuning`].
+pub fn set_tuning(device: &candle_core::Device, tuning: Tuning) -> Result<()> {
+    match device {
+        candle_core::Device::Cuda(cuda) => Device::of(cuda.cuda_stream().context())?.set_tuning(tuning),
+        _ if tuning == Tuning::Off => Ok(()),
+        candle_core::Device::Cpu => Err(refused(fa_attn::Error::NothingToTune { backend: "CPU" })),
+        candle_core::Device::Metal(_) => Err(refused(fa_attn::Error::NothingToTune { backend: "Metal" })),
+    }
+}
+
+/// Waits until no problem is left to be measured on the GPU of `device`; what came of those since the last
+/// call. Nothing on other devices.
+///
+/// # Errors
+/// A GPU that kernels do not run on.
+pub fn finish_tuning(device: &candle_core::Device) -> Result<Vec<TuningOutcome>> {
+    match device {
+        candle_core::Device::Cuda(cuda) => Ok(Device::of(cuda.cuda_stream().context())?.gpu.finish_tuning()),
+        candle_core::Device::Cpu | candle_core::Device::Metal(_) => Ok(Vec::new()),
+    }
+}
+
 /// A problem like this one, whose kernel is as good for this.
 fn rounded(problem: &Problem) -> Problem {
     let lengths = &problem.lengths;
@@ -138,6 +193,15 @@ mod tests {
     use fa_core::{Dtype, Mask};
 
     use super::*;
+
+    #[test]
+    fn the_cpu_has_nothing_to_tune() {
+        let cpu = candle_core::Device::Cpu;
+        let error = set_tuning(&cpu, Tuning::ON_FIRST_USE).expect_err("no GPU").to_string();
+        assert!(error.contains("the CPU has nothing to tune"), "{error}");
+        set_tuning(&cpu, Tuning::Off).expect("it is off");
+        assert!(finish_tuning(&cpu).expect("nothing to wait for").is_empty());
+    }
 
     #[test]
     fn steps_of_decoding_and_packed_batches_share_a_choice() {

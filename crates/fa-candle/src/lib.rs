@@ -70,7 +70,11 @@ mod problem;
 
 pub use attention::{attention, attention_with_lse};
 pub use error::Error;
+#[cfg(feature = "cuda")]
+pub use fa_attn::{Tried, Tuning, TuningOutcome};
 pub use functions::*;
+#[cfg(feature = "cuda")]
+pub use kernels::{finish_tuning, set_tuning};
 pub use options::{Options, Rows};
 
 /// The programs of the workspace's README, compiled and run as tests.

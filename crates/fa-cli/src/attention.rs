@@ -1,6 +1,6 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
-use fa_attn::{Element, Tensor};
+use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, Tensor};
 use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types};
 use fa_cpu::TensorRef;
 use fa_lab::machine;
@@ -8,8 +8,9 @@ use fa_lab::shape::{head_dims, pair};
 use half::{bf16, f16};
 use safetensors::Dtype as StoredDtype;
 
+use crate::append::{Appended, NewRows};
 use crate::flags::AttentionArgs;
-use crate::safetensors::{Stored, TensorFile};
+use crate::safetensors::{NewTensor, Stored, TensorFile};
 use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
 use crate::term::output::si;
@@ -34,6 +35,10 @@ pub struct Inputs<T> {
     pub sides: SideTensors,
     /// What these make of the problem.
     pub sequences: Sequences,
+    /// New keys and values, until they are appended; lengths and sequences count them already.
+    pub new: Option<NewRows<T>>,
+    /// Whether they have been.
+    pub grown: bool,
 }
 
 /// [`Inputs`] of whichever type the file holds.
@@ -68,27 +73,103 @@ impl AnyInputs {
     pub fn read(file: &TensorFile, args: &AttentionArgs, backward: bool) -> anyhow::Result<AnyInputs> {
         let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
         let sides = SideTensors::read(file)?;
+        let is_new = NewRows::are_in(file, args.rotary_interleaved)?;
+        if is_new && backward {
+            let message = "the file has k_new, and what is appended has no gradients: leave --backward out";
+            return Err(InputError::Usage(message.to_owned()).into());
+        }
         let problem = problem_of(file, args, &sides, layout, backward)?;
         check_memory(&problem, backward)?;
-        let beside = (sides.sequences(&problem)?, sides);
+        // Of a cache that grows, before and after.
+        let sequences = sides.sequences(&problem)?;
+        let beside = Beside { sequences, sides, layout, backward };
+        let turns = is_new.then_some(args.rotary_interleaved);
         Ok(match problem.types.qkv {
-            Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, layout, backward)?),
-            Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, layout, backward)?),
-            Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, layout, backward)?),
+            Dtype::F32 => AnyInputs::F32(Inputs::read(file, problem, beside, turns)?),
+            Dtype::F16 => AnyInputs::F16(Inputs::read(file, problem, beside, turns)?),
+            Dtype::Bf16 => AnyInputs::Bf16(Inputs::read(file, problem, beside, turns)?),
             Dtype::E4m3 => unreachable!("problem_of refuses it"),
         })
     }
+
+    /// Appends what the file has for its cache, on the engine's backend or else on the CPU; nothing
+    /// otherwise.
+    ///
+    /// # Errors
+    /// What the backend refuses.
+    pub fn append(&mut self, engine: Option<&Engine>) -> anyhow::Result<Option<Appended>> {
+        match (self, engine) {
+            // No GPU kernel appends f32.
+            (AnyInputs::F32(inputs), _) => inputs.grow_on_cpu(),
+            (AnyInputs::F16(inputs), None) => inputs.grow_on_cpu(),
+            (AnyInputs::Bf16(inputs), None) => inputs.grow_on_cpu(),
+            (AnyInputs::F16(inputs), Some(engine)) => inputs.grow(|a, e, t| engine.append(a, e, t)),
+            (AnyInputs::Bf16(inputs), Some(engine)) => inputs.grow(|a, e, t| engine.append(a, e, t)),
+        }
+    }
+}
+
+/// What was read before q, k and v.
+struct Beside {
+    sequences: Sequences,
+    sides: SideTensors,
+    layout: TensorLayout,
+    backward: bool,
 }
 
 impl<T: Element + Stored> Inputs<T> {
+    /// Appends by `act` what the file has for its cache; nothing otherwise.
+    fn grow(
+        &mut self,
+        act: impl FnOnce(
+            &Append,
+            &mut AppendExtras<'_>,
+            &mut AppendTensors<'_, T>,
+        ) -> Result<usize, fa_attn::Error>,
+    ) -> anyhow::Result<Option<Appended>> {
+        let Some(new) = self.new.take() else { return Ok(None) };
+        let (append, Inputs { q, k, v, sides, .. }) = (new.append(), &mut *self);
+        let done = new.apply([q, k, v], sides, |extras, tensors| act(&append, extras, tensors))?;
+        self.grown = true;
+        Ok(Some(done))
+    }
+
+    fn grow_on_cpu(&mut self) -> anyhow::Result<Option<Appended>> {
+        self.grow(|append, extras, tensors| Ok(fa_attn::append(append, extras, tensors)?))
+    }
+
+    /// The cache with the new keys, its lengths and pages, and the queries as they were turned, for an output
+    /// file; nothing where nothing was appended.
+    pub fn grown_tensors(&self) -> Vec<NewTensor> {
+        let Inputs { q, k, v, sides, grown, .. } = self;
+        if !grown {
+            return Vec::new();
+        }
+        let is_packed = sides.cu_q.is_some();
+        let mut tensors = vec![
+            NewTensor::of("q", q, is_packed),
+            NewTensor::of("k", k, false),
+            NewTensor::of("v", v, false),
+        ];
+        tensors.extend(sides.lengths_and_pages());
+        tensors
+    }
+
     fn read(
         file: &TensorFile,
         problem: Problem,
-        (sequences, sides): (Sequences, SideTensors),
-        layout: TensorLayout,
-        backward: bool,
+        Beside { mut sequences, mut sides, layout, backward }: Beside,
+        turns: Option<bool>,
     ) -> anyhow::Result<Self> {
         use fa_cpu::check::{k_shape, out_shape, q_shape, v_shape};
+        let new = match turns {
+            Some(is_interleaved) => {
+                let new = NewRows::read(file, &problem, &mut sides, layout, is_interleaved)?;
+                sequences = sides.sequences(&problem)?;
+                Some(new)
+            }
+            None => None,
+        };
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
@@ -101,6 +182,8 @@ impl<T: Element + Stored> Inputs<T> {
             dout: backward.then(|| tensor("dout", out_shape(&problem))).transpose()?,
             sides,
             sequences,
+            new,
+            grown: false,
         })
     }
 

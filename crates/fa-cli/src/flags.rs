@@ -44,6 +44,9 @@ pub struct AttentionArgs {
     /// Order of the tensors' axes [default: the file's metadata entry 'layout', else bshd]
     #[arg(long, value_parser = parse_layout)]
     pub layout: Option<TensorLayout>,
+    /// Rotary tables turn neighbouring elements together (GPT-J) instead of those of two halves (Llama)
+    #[arg(long)]
+    pub rotary_interleaved: bool,
 }
 
 /// Mask flags.

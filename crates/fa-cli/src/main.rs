@@ -1,5 +1,6 @@
 //! The program `fa`: plan, run, check and measure attention.
 
+mod append;
 mod attention;
 mod cli;
 mod commands;

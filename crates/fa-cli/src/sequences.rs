@@ -4,7 +4,7 @@ use fa_core::{Alibi, Lengths, Problem, ScoreMod, Side, SideRows, TensorLayout};
 use fa_cpu::batch::{Batch, Span};
 use fa_cpu::{CpuError, Extras};
 
-use crate::safetensors::{Plain, TensorFile};
+use crate::safetensors::{NewTensor, Plain, TensorFile};
 use crate::term::failure::InputError;
 
 /// The tensors beside q, k and v, as the file has them.
@@ -94,6 +94,21 @@ impl SideTensors {
             sinks: self.sinks.as_deref(),
             dlse: None,
         }
+    }
+
+    /// Starts of the queries, lengths of the keys and their pages, as tensors of a file.
+    pub fn lengths_and_pages(&self) -> Vec<NewTensor> {
+        let row = |name, values: &Option<Vec<i32>>| {
+            values.as_ref().map(|values| NewTensor::new(name, &[values.len()], values))
+        };
+        let table = self.page_table.as_ref().map(|values| NewTensor::new("page_table", &self.table, values));
+        let found = [
+            row("cu_seqlens_q", &self.cu_q),
+            row("seqused_q", &self.used_q),
+            row(self.used_k_name, &self.used_k),
+            table,
+        ];
+        found.into_iter().flatten().collect()
     }
 
     /// Whether queries and keys are `[batch, seqlen, heads, head_dim]`.

@@ -98,6 +98,16 @@ impl Side {
         if total < all { total } else { all }
     }
 
+    /// Tiles of `tile` rows that `sequences` sequences have at most, each row counting `group` times.
+    const fn most_tiles(&self, sequences: usize, group: usize, tile: u32) -> usize {
+        let tile = if tile > 0 { tile as usize } else { 1 };
+        let all = sequences.saturating_mul(self.max().saturating_mul(group).div_ceil(tile));
+        // Of packed sequences each has one tile at most that is not full.
+        let reach = self.reach(sequences).saturating_mul(group);
+        let packed = (reach / tile).saturating_add(sequences);
+        if packed < all { packed } else { all }
+    }
+
     /// [`Side::reach`] per sequence, rounded up.
     const fn mean(&self, sequences: usize) -> usize {
         match sequences {
@@ -195,6 +205,16 @@ impl Lengths {
         self.max_q() == self.max_k() && self.reach_q() == self.reach_k()
     }
 
+    /// Tiles of `tile` rows that the queries of all sequences have at most, each row counting `group` times.
+    pub const fn most_tiles_q(&self, group: usize, tile: u32) -> usize {
+        self.q.most_tiles(self.sequences, group, tile)
+    }
+
+    /// Tiles of `tile` rows that the keys of all sequences have at most.
+    pub const fn most_tiles_k(&self, tile: u32) -> usize {
+        self.k.most_tiles(self.sequences, 1, tile)
+    }
+
     /// Rows of a page of keys; `None` where keys do not lie in pages.
     pub const fn page(&self) -> Option<usize> {
         match self.k.rows {
@@ -236,6 +256,26 @@ mod tests {
         assert!(!lengths.is_uniform() && !lengths.is_square());
         assert!(Lengths::packed(2, 9, 9, 8, 8).is_square());
         assert_eq!(Lengths::packed(0, 0, 0, 8, 8).mean_q(), 8);
+    }
+
+    #[test]
+    fn tiles_are_bounded_by_rows_and_by_sequences() {
+        let tiles = |side: Side, sequences, group, tile| {
+            Lengths::of(sequences, side, Side::padded(1)).most_tiles_q(group, tile)
+        };
+        assert_eq!(tiles(Side::padded(300), 3, 1, 128), 9);
+        // 1000 rows in 10 sequences of any lengths: 7 full tiles and one that is not for each.
+        assert_eq!(tiles(Side::packed(1000, 1000), 10, 1, 128), 17);
+        assert_eq!(tiles(Side::packed(10, 1), 10, 4, 128), 10);
+        assert_eq!(tiles(Side::packed(0, 8), 0, 1, 64), 0);
+        assert!(tiles(Side::padded(usize::MAX), 2, 2, 64) > usize::MAX / 65);
+        for lengths in [[1usize, 999, 0, 128, 129], [0, 0, 1, 1, 1], [300, 300, 300, 300, 300]] {
+            let (total, max) = (lengths.iter().sum(), lengths.into_iter().max().expect("five"));
+            let found: usize = lengths.iter().map(|len| (len * 3).div_ceil(64)).sum();
+            assert!(found <= tiles(Side::packed(total, max), 5, 3, 64));
+            let keys = Lengths::of(5, Side::padded(1), Side::packed(total, max));
+            assert_eq!(keys.most_tiles_k(64), tiles(Side::packed(total, max), 5, 1, 64));
+        }
     }
 
     #[test]

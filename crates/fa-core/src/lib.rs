@@ -63,7 +63,7 @@ pub use problem::{Problem, ProblemError};
 pub use score_mod::{Alibi, ScoreKind, ScoreMod};
 pub use spec::{
     Kernel, KernelSpec, MaskKind, Mismatch, Reads, ShippedSpec, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd,
-    SpecError, Traits,
+    SpecError, Traits, Unserved,
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use cudarc::driver::DriverError;
-use fa_core::{AppendError, Arch, MergeError, Mismatch, ProblemError, SpecError};
+use fa_core::{AppendError, Arch, MergeError, Mismatch, ProblemError, SpecError, Unserved};
 
 use crate::atomic_file::WriteError;
 
@@ -159,10 +159,7 @@ pub enum Error {
         problem: String,
     },
     /// Pages that a kernel cannot load.
-    #[error(
-        "pages of {page} keys: TMA loads tiles of {tile_n} keys at head dim {head_dim} in boxes of a \
-         multiple of {multiple} keys; use pages of a multiple of {multiple}, or a kernel with gather = true"
-    )]
+    #[error("{}", Unserved::Page { page: *page, tile_n: *tile_n, head_dim: *head_dim, multiple: *multiple })]
     Page {
         /// Keys of a page.
         page: usize,
@@ -174,7 +171,7 @@ pub enum Error {
         multiple: usize,
     },
     /// A length exceeds the kernels' 32-bit counters.
-    #[error("{name} = {value} is above {limit}: split the problem")]
+    #[error("{}", Unserved::TooLong { name, value: *value, limit: *limit })]
     TooLong {
         /// What.
         name: &'static str,
@@ -184,17 +181,13 @@ pub enum Error {
         limit: usize,
     },
     /// The softmax scale is outside the GPU kernels' range.
-    #[error("softmax_scale = {scale:?}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
+    #[error("{}", Unserved::Scale { scale: *scale })]
     Scale {
         /// The scale.
         scale: f64,
     },
     /// The soft cap is outside the GPU kernels' range.
-    #[error(
-        "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, \
-         and scale / softcap a normal f32 (the CPU backend takes more; a cap far above the scores can be \
-         left out)"
-    )]
+    #[error("{}", Unserved::Softcap { softcap: *softcap, scale: *scale, limit: *limit })]
     Softcap {
         /// The soft cap.
         softcap: f64,
@@ -321,6 +314,20 @@ impl Error {
 impl From<Mismatch> for Error {
     fn from(Mismatch { what, kernel, problem }: Mismatch) -> Error {
         Error::Mismatch { what, kernel, problem }
+    }
+}
+
+impl From<Unserved> for Error {
+    fn from(unserved: Unserved) -> Error {
+        match unserved {
+            Unserved::Differs(mismatch) => mismatch.into(),
+            Unserved::Page { page, tile_n, head_dim, multiple } => {
+                Error::Page { page, tile_n, head_dim, multiple }
+            }
+            Unserved::TooLong { name, value, limit } => Error::TooLong { name, value, limit },
+            Unserved::Scale { scale } => Error::Scale { scale },
+            Unserved::Softcap { softcap, scale, limit } => Error::Softcap { softcap, scale, limit },
+        }
     }
 }
 

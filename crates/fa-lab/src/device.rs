@@ -13,7 +13,7 @@ use crate::error::{self, gpu_only};
 use crate::machine;
 use crate::tensors::Inputs;
 
-pub use call::{Captured, PassCall, capture_calls};
+pub use call::{Captured, PassCall, Plans, capture_calls};
 pub use placed::{PlacedBackward, PlacedForward, place_backward, place_forward};
 pub use timer::{Timing, median, time_each};
 

@@ -38,6 +38,8 @@ pub enum Marks {
     Sinks,
     /// The attention of one step of a served model, as a CUDA graph
     Step,
+    /// The kernel that plans the work of a batch whose lengths are on the device, alone
+    Plan,
 }
 
 /// Positions of all sequences together in most rows.
@@ -69,7 +71,7 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 11] = [
+    pub const ALL: [Marks; 12] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
@@ -81,6 +83,7 @@ impl Marks {
         Marks::Paged,
         Marks::Sinks,
         Marks::Step,
+        Marks::Plan,
     ];
 
     /// The name on the command line.
@@ -97,6 +100,7 @@ impl Marks {
             Marks::Paged => "paged",
             Marks::Sinks => "sinks",
             Marks::Step => "step",
+            Marks::Plan => "plan",
         }
     }
 
@@ -127,6 +131,10 @@ impl Marks {
                 "The attention of a served model's step: 32 layers of decoding, 32 sequences, one CUDA \
                  graph, one plan"
             }
+            Marks::Plan => {
+                "The kernel that plans a batch's work, alone: 1 to 8,300 sequences, microseconds in a CUDA \
+                 graph"
+            }
         }
     }
 
@@ -141,7 +149,8 @@ impl Marks {
             | Marks::Decode
             | Marks::Paged
             | Marks::Sinks
-            | Marks::Step => None,
+            | Marks::Step
+            | Marks::Plan => None,
         }
     }
 
@@ -151,15 +160,24 @@ impl Marks {
     /// What to ask for instead.
     pub fn check_pass(self, pass: Pass) -> Result<(), String> {
         let measured = match self {
-            Marks::Sm80 | Marks::Sm90 | Marks::Packed | Marks::Decode | Marks::Paged | Marks::Step => {
-                !pass.is_backward()
-            }
+            Marks::Sm80
+            | Marks::Sm90
+            | Marks::Packed
+            | Marks::Decode
+            | Marks::Paged
+            | Marks::Step
+            | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
             Marks::Models | Marks::Sinks => true,
         };
-        let why = "the marks sm80, sm90, packed, decode, paged and step go with --mode fwd, sm80-bwd, \
+        let why = "the marks sm80, sm90, packed, decode, paged, step and plan go with --mode fwd, sm80-bwd, \
                    sm90-bwd and packed-bwd with --mode bwd, models and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
+    }
+
+    /// Whether other libraries are timed beside them: they have no kernel that only plans.
+    pub const fn has_peers(self) -> bool {
+        !matches!(self, Marks::Plan)
     }
 
     /// The peers that are asked; all, if empty.
@@ -167,7 +185,7 @@ impl Marks {
         match self {
             // Also made of mma.sync; the others use what only newer GPUs have.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
-            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models => Vec::new(),
+            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::Plan => Vec::new(),
             // torch's own kernels take neither packed batches nor pages nor sinks.
             Marks::Packed | Marks::PackedBwd | Marks::Paged | Marks::Sinks | Marks::Step => {
                 vec!["fa3".to_owned(), "fa4".to_owned()]
@@ -188,6 +206,7 @@ impl Marks {
             Marks::Paged => return serving::paged(),
             Marks::Sinks => return serving::sinks(),
             Marks::Step => return serving::step(),
+            Marks::Plan => return serving::plan(),
         };
         let mut shapes = Vec::new();
         for &(head_dim, head_dim_v, heads) in dims {
@@ -286,5 +305,7 @@ mod tests {
                 && Marks::Decode.check_pass(Pass::BACKWARD).is_err()
         );
         assert_eq!(Marks::Sinks.check_pass(Pass::BACKWARD), Ok(()));
+        assert!(Marks::Plan.check_pass(Pass::BACKWARD).is_err_and(|why| why.contains("step and plan")));
+        assert!(Marks::ALL.into_iter().all(|marks| marks.has_peers() != (marks == Marks::Plan)));
     }
 }

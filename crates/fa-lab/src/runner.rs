@@ -17,7 +17,7 @@ use fa_kernels::Error;
 use fa_kernels::cudarc::driver::CudaStream;
 use serde::{Deserialize, Serialize};
 
-use crate::device::{Captured, PassCall, calls, capture_calls, median, time_each};
+use crate::device::{Captured, PassCall, Plans, calls, capture_calls, median, time_each};
 use crate::error::Result;
 use crate::judge::sample_head::SampleHead;
 use crate::judge::sample_rows::{Judged, SampleRows};
@@ -182,8 +182,12 @@ impl<'d, T: Half> Runner<'d, T> {
         let stream = self.gpu.context().new_stream()?;
         self.gpu.synchronize()?;
         // The layers of a step have one plan; other rows are of calls by themselves.
-        let shares_plan = self.wanted.unit == Unit::StepMs;
-        let captured = capture_calls(&mut self.calls, pass, &stream, self.wanted.graph, shares_plan)?;
+        let plans = match self.wanted.unit {
+            Unit::StepMs => Plans::Once,
+            Unit::PlanUs => Plans::Alone,
+            Unit::Flops | Unit::KvBytes => Plans::EachCall,
+        };
+        let captured = capture_calls(&mut self.calls, pass, &stream, self.wanted.graph, plans)?;
         Ok(Graph { captured, stream })
     }
 

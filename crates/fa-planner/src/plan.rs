@@ -3,7 +3,7 @@
 //! The three steps are separate: candidates are not judged when enumerated, [`account()`] knows no problem,
 //! and [`predict`](crate::cost::predict) no limits.
 
-use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError};
+use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Pass, Problem, ProblemError, Unserved};
 use serde::Serialize;
 
 use crate::account::reason::Reason;
@@ -74,7 +74,8 @@ pub fn padded(family: Family, name: &'static str, head_dim: usize) -> Result<u32
 /// What to plan for.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlanOptions {
-    /// Kernels to choose from; `None` for the fastest that the architecture runs.
+    /// Kernels to choose from; `None` for the fastest that the architecture runs, and where none of those
+    /// fits, those of the SM80 class, which run everywhere.
     pub family: Option<Family>,
     /// Constants of the cost model; `None` for those of the architecture's board.
     pub constants: Option<CostConstants>,
@@ -94,6 +95,9 @@ pub enum PlanError {
     /// The problem contradicts itself.
     #[error(transparent)]
     Problem(#[from] ProblemError),
+    /// No launch of any kernel holds the problem.
+    #[error(transparent)]
+    Unserved(#[from] Unserved),
     /// No kernel computes in this type.
     #[error("no GPU kernel computes in {0}: use f16 or bf16 (or the CPU backend, which also takes f32)")]
     Dtype(Dtype),
@@ -192,6 +196,18 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
 /// # Errors
 /// [`PlanError`] where no candidate can be formed; a set without plans is no error.
 pub fn explore(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
+    let mut set = explore_native(problem, arch, options)?;
+    if set.plans.is_empty() && options.family.is_none() && Family::native(arch) != Family::Sm80 {
+        let options = PlanOptions { family: Some(Family::Sm80), ..options.clone() };
+        let other = explore_native(problem, arch, &options)?;
+        set.plans = other.plans;
+        set.rejected.extend(other.rejected);
+    }
+    Ok(set)
+}
+
+/// [`explore`] among the kernels of one family.
+fn explore_native(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<PlanSet, PlanError> {
     let constants = options.constants(arch);
     let mut set = PlanSet { plans: Vec::new(), rejected: Vec::new() };
     let mut cuts = Cuts::default();
@@ -212,7 +228,8 @@ fn is_whole(problem: &Problem, plan: &Plan) -> bool {
     plan.spec.split && plan.cost.splits == 1 && problem.lengths.is_uniform()
 }
 
-/// Gives every candidate to `judge`, in the order of enumeration.
+/// Gives every candidate of the family asked for, or of the architecture's own, to `judge`, in the order of
+/// enumeration.
 fn for_each(
     problem: &Problem,
     arch: Arch,
@@ -223,6 +240,7 @@ fn for_each(
     if !problem.types.qkv.is_half() {
         return Err(PlanError::Dtype(problem.types.qkv));
     }
+    problem.check_gpu()?;
     if let (Some(page), true) = (problem.lengths.page(), options.pass.is_backward()) {
         return Err(PlanError::PagedBackward { page });
     }

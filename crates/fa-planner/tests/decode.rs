@@ -4,7 +4,7 @@ use fa_core::{
     Alibi, Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreMod, Side,
     Sm80Fwd, Types,
 };
-use fa_planner::account::{MAX_SPLITS, account, kv_splits};
+use fa_planner::account::{MAX_SPLITS, Reason, account, kv_splits};
 use fa_planner::cost::{Cost, CostConstants, predict};
 use fa_planner::kernels::{sm80_fwd, sm90_fwd};
 use fa_planner::plan::{PlanError, PlanOptions, explore};
@@ -193,7 +193,13 @@ proptest! {
                     }
                     Err(error) => panic!("{error}"),
                 };
-                let specs = set.plans.iter().map(|p| &p.spec).chain(set.rejected.iter().map(|r| &r.spec));
+                let (unserved, rejected): (Vec<_>, Vec<_>) =
+                    set.rejected.iter().partition(|r| matches!(r.reason, Reason::Launch(_)));
+                for r in unserved {
+                    let error = r.spec.serves(&problem).err().map(Reason::from);
+                    prop_assert_eq!(error.as_ref(), Some(&r.reason), "{}", r.spec);
+                }
+                let specs = set.plans.iter().map(|p| &p.spec).chain(rejected.iter().map(|r| &r.spec));
                 for spec in specs.step_by(5).filter(|spec| account(spec, arch).is_ok()) {
                     prop_assert_eq!(spec.serves(&problem), Ok(()), "{}", spec);
                     let cost = predict(&problem, spec, arch, &CostConstants::of(arch));

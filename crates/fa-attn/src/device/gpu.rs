@@ -183,6 +183,12 @@ impl Gpu {
         self.chooser.finish_tuning()
     }
 
+    /// How many winners tuning has kept since the GPU was opened: whoever keeps bound kernels binds anew once
+    /// there are more.
+    pub fn tuned_winners(&self) -> u64 {
+        self.chooser.winners()
+    }
+
     /// A kernel of the caller's choice, bound to `problem`.
     ///
     /// # Errors

@@ -234,6 +234,8 @@ fn random_inputs<T: Element + Stored>(problem: &Problem, with_dout: bool) -> Inp
         dout: with_dout.then(|| tensor(out_shape(problem))),
         sides: SideTensors::default(),
         sequences: Sequences::default(),
+        new: None,
+        grown: false,
     }
 }
 

@@ -308,7 +308,8 @@ fn judge_by_inputs(
 ) -> anyhow::Result<(Problem, Vec<Row>)> {
     let gradients = ["dq", "dk", "dv", "dsinks"];
     let backward = pairs.iter().any(|pair| gradients.contains(&pair.name.as_str()));
-    let inputs = AnyInputs::read(file, args, backward)?;
+    let mut inputs = AnyInputs::read(file, args, backward)?;
+    inputs.append(None)?;
     let posed = with_inputs!(&inputs, inputs => inputs.problem);
     for pair in pairs.iter() {
         let Some(need) = shape_in(&posed, &pair.name).filter(|need| *need != pair.shape) else { continue };

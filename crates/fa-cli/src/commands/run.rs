@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use anyhow::Context;
 use fa_attn::atomic_file::AtomicFile;
-use fa_attn::{Call, Element, Tuning, TuningOutcome};
+use fa_attn::{Call, Element, Engine, Tuning, TuningOutcome};
 use fa_core::{Pass, Problem, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
 use serde::Serialize;
 
+use crate::append::Appended;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{self, Calls, Outputs};
 use crate::flags::{AttentionArgs, Backend, CpuArgs};
@@ -27,10 +28,11 @@ use clap::Args;
 #[command(after_help = RUN_EXAMPLES)]
 pub struct RunArgs {
     /// File with the tensors q, k, v (and dout with --backward), all f32, f16 or bf16; cu_seqlens_q,
-    /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged
+    /// cu_seqlens_k, page_table and others beside them make the batch packed or the keys paged, k_new and
+    /// v_new are appended first
     pub input: PathBuf,
-    /// Where to write out and lse (with --backward also dq, dk, dv, and dsinks where there are sinks);
-    /// replaced in one step when all is computed
+    /// Where to write out and lse (with --backward also dq, dk, dv, and dsinks where there are sinks; the
+    /// grown cache where keys were appended); replaced in one step when all is computed
     #[arg(short, long, value_name = "FILE")]
     pub output: Option<PathBuf>,
     #[command(flatten)]
@@ -67,6 +69,7 @@ Examples:
   fa run qkv.safetensors --causal --tune -o out.safetensors
   fa run examples/packed-causal.safetensors --causal --backward -o grads.safetensors
   fa run examples/decode-paged.safetensors --causal -o out.safetensors
+  fa run examples/append-paged.safetensors --causal -o out.safetensors      new keys, rotary embedding
 
 Shapes: q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, \
 heads_kv, head_dim_v]; heads before seqlen with --layout bhsd. out has q's layout, lse is f32 [batch, \
@@ -82,6 +85,11 @@ heads_kv, dim], and cache_seqlens says how long each sequence is
   alibi_slopes                 f32 [heads_q] or [batch, heads_q]: scores lose slope times the distance from \
 the diagonal
   sinks                        f32 [heads_q]: a logit of each row in the denominator; lse includes it
+  k_new, v_new                 [batch, new, heads_kv, dim], or packed with cu_seqlens_k_new: appended to the \
+cache k, v behind the cache_seqlens keys that it holds, before attention; the output file has k, v and \
+cache_seqlens as they are then
+  rotary_cos, rotary_sin       f32 or q's type [positions, rotary_dim / 2]: new keys are turned by their \
+positions, and q, by those of the new keys under --causal or --window, else all by the first
 
 Rows that belong to no sequence are written as out = 0, lse = -inf and gradients of 0.";
 
@@ -106,6 +114,9 @@ struct Report {
     forward_warm: Option<Timing>,
     #[serde(skip_serializing_if = "Option::is_none")]
     backward: Option<Timing>,
+    /// What was appended to the cache before, where the file has new keys.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    appended: Option<AppendReport>,
     /// Against the input file's own `out`, if it has one.
     #[serde(skip_serializing_if = "Option::is_none")]
     difference_from_own_out: Option<Difference>,
@@ -113,6 +124,17 @@ struct Report {
     /// What --tune measured in this run.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tuned: Vec<Tuned>,
+}
+
+/// What was appended to a cache.
+#[derive(Debug, Serialize)]
+struct AppendReport {
+    /// New keys of all sequences.
+    rows: usize,
+    /// Elements of a row that were turned by its position.
+    rotary_dim: Option<usize>,
+    /// On a GPU with the copies of the cache.
+    ms: f64,
 }
 
 /// What came of measuring kernels for a pass.
@@ -233,8 +255,16 @@ pub fn command(args: &RunArgs) -> anyhow::Result<Verdict> {
     if let Some(target) = &target {
         refuse_same_file(&file, target)?;
     }
-    let inputs = AnyInputs::read(&file, &args.attention, args.backward)?;
-    with_inputs!(&inputs, inputs => compute(args, &file, target.as_ref(), inputs))
+    let mut inputs = AnyInputs::read(&file, &args.attention, args.backward)?;
+    let engine = progress::spinner("getting ready", || {
+        let engine = compute::engine(args.backend, &args.cpu)?;
+        if args.tune {
+            engine.set_tuning(Tuning::ON_FIRST_USE).context("--tune")?;
+        }
+        anyhow::Ok(engine)
+    })?;
+    let appended = inputs.append(Some(&engine))?;
+    with_inputs!(&inputs, inputs => compute(args, &file, target.as_ref(), (engine, appended), inputs))
 }
 
 /// The output would replace the only copy of the input.
@@ -254,19 +284,13 @@ fn compute<T: Element + Stored>(
     args: &RunArgs,
     file: &TensorFile,
     target: Option<&AtomicFile>,
+    (engine, appended): (Engine, Option<Appended>),
     inputs: &Inputs<T>,
 ) -> anyhow::Result<Verdict> {
     let problem = inputs.problem;
     tracing::info!(?problem, layout = %inputs.layout, "computing");
     let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
-    let (engine, calls) = progress::spinner("getting ready", || {
-        let engine = compute::engine(args.backend, &args.cpu)?;
-        if args.tune {
-            engine.set_tuning(Tuning::ON_FIRST_USE).context("--tune")?;
-        }
-        let calls = Calls::bind(&engine, &problem, backward)?;
-        anyhow::Ok((engine, calls))
-    })?;
+    let calls = progress::spinner("getting ready", || Calls::bind(&engine, &problem, backward))?;
     let mut outputs = Outputs::new(inputs);
     let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
     let (forward_time, warm_time, backward_time) = progress::spinner("computing attention", || {
@@ -288,14 +312,21 @@ fn compute<T: Element + Stored>(
         forward: Timing::new(forward_time, flops(Problem::flops_forward)),
         forward_warm: warm_time.map(|time| Timing::new(time, flops(Problem::flops_forward))),
         backward: backward_time.map(|time| Timing::new(time, flops(Problem::flops_backward))),
+        appended: appended.map(|Appended { rows, rotary_dim, time }| AppendReport {
+            rows,
+            rotary_dim,
+            ms: time.as_secs_f64() * 1e3,
+        }),
         difference_from_own_out: difference_from_own_out(file, inputs, &outputs)?,
         output: target.map(|target| target.path().to_owned()),
         tuned: Vec::new(),
     };
     if let Some(target) = target {
         let metadata = metadata(&problem, inputs.layout, report.engine.backend);
+        let mut tensors = outputs.tensors(&problem);
+        tensors.extend(inputs.grown_tensors());
         target
-            .write(|mut writer| safetensors::write(&mut writer, &outputs.tensors(&problem), &metadata))
+            .write(|mut writer| safetensors::write(&mut writer, &tensors, &metadata))
             .map_err(InputError::from)?;
     }
     if args.tune {
@@ -369,6 +400,11 @@ fn text(report: &Report) -> String {
     }
     if let Some(reason) = &report.engine.gpu_passed_over {
         line("", format!("the GPU is passed over: {reason}"));
+    }
+    if let Some(AppendReport { rows, rotary_dim, ms }) = &report.appended {
+        let turned = rotary_dim
+            .map_or(String::new(), |dim| format!(", {dim} elements of keys and queries turned by position"));
+        line("appended", format!("{rows} rows of keys and values{turned}, {}", si(ms * 1e-3, "s")));
     }
     let timing = |time: &Timing| format!("{}, {}", si(time.ms * 1e-3, "s"), si(time.gflops * 1e9, "FLOP/s"));
     let warm = report.forward_warm.as_ref();

@@ -176,6 +176,7 @@ fn short(reason: &fa_planner::account::Reason) -> String {
         Reason::Smem { need, have } => format!("S +{}K", (need - have).div_ceil(1024)),
         Reason::Occupancy { need, have, .. } => format!("O {have}/{need}"),
         Reason::Tmem { need, have } => format!("T +{}", need - have),
+        Reason::Launch(unserved) => unserved.what().to_owned(),
         Reason::Rule(_) | Reason::Problem { .. } => "rule".to_owned(),
     }
 }

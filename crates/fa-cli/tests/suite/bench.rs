@@ -83,6 +83,23 @@ fn a_soft_cap_is_measured_and_said() {
     assert_eq!(fa("tune --random 3 --softcap 30").code, 2);
 }
 
+/// Before a GPU is looked for.
+#[test]
+fn marks_that_do_not_go_with_a_flag_are_refused_by_name() {
+    for (line, part) in [
+        (
+            "--backend cuda --marks plan --peers",
+            "no peer has anything beside the marks plan: leave out --peers",
+        ),
+        ("--backend cuda --marks plan --mode bwd", "paged, step and plan go with --mode fwd"),
+        ("--backend cpu --marks plan", "--marks is for GPUs: use --backend cuda"),
+    ] {
+        let refused = fa(&format!("bench {line}"));
+        assert!(refused.code == 2 && refused.stderr.contains(part), "{line}: {}", refused.stderr);
+    }
+    assert!(fa("bench --help").good().contains("- plan:"));
+}
+
 #[test]
 fn files_are_written_and_the_table_shown() {
     let folder = Dir::new();

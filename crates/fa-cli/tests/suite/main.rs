@@ -1,5 +1,6 @@
 //! The program as its users run it: every test starts the real binary.
 
+mod append;
 mod bad_input;
 mod bench;
 mod check;

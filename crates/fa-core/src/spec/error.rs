@@ -1,5 +1,7 @@
 //! Why specs are invalid, and why a kernel does not compute a problem.
 
+use serde::Serialize;
+
 use crate::{Arch, Dtype};
 
 /// Why a [`super::KernelSpec`] is invalid.
@@ -41,8 +43,77 @@ pub enum SpecError {
     Ron(String),
 }
 
-/// Why a kernel does not compute a problem: the first thing in which they differ.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+/// Why a kernel does not compute a problem: the first thing in which they differ, or that a launch cannot
+/// hold.
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unserved {
+    /// The kernel is compiled for other problems.
+    #[error(transparent)]
+    Differs(#[from] Mismatch),
+    /// Pages that the kernel cannot load.
+    #[error(
+        "pages of {page} keys: TMA loads tiles of {tile_n} keys at head dim {head_dim} in boxes of a \
+         multiple of {multiple} keys; use pages of a multiple of {multiple}, a kernel with gather = true \
+         (where K and V have panels of equal width), or one of the sm80 family"
+    )]
+    Page {
+        /// Keys of a page.
+        page: usize,
+        /// Keys of the kernel's tiles.
+        tile_n: u32,
+        /// The kernel's head dim.
+        head_dim: u32,
+        /// What parts of a page are multiples of.
+        multiple: usize,
+    },
+    /// A length or a count exceeds the kernels' 32-bit counters.
+    #[error("{name} = {value} is above {limit}: split the problem")]
+    TooLong {
+        /// What.
+        name: &'static str,
+        /// Its value; `usize::MAX` beyond.
+        value: usize,
+        /// The largest.
+        limit: usize,
+    },
+    /// The softmax scale is outside the GPU kernels' range.
+    #[error("softmax_scale = {scale:?}: GPU kernels need a normal f32 above 0 (the CPU backend takes any)")]
+    Scale {
+        /// The scale.
+        scale: f64,
+    },
+    /// The soft cap is outside the GPU kernels' range.
+    #[error(
+        "softcap = {softcap:?} with a softmax_scale of {scale:?}: GPU kernels take soft caps up to {limit}, \
+         and scale / softcap a normal f32 (the CPU backend takes more; a cap far above the scores can be \
+         left out)"
+    )]
+    Softcap {
+        /// The soft cap.
+        softcap: f64,
+        /// The softmax scale.
+        scale: f64,
+        /// The largest soft cap.
+        limit: f64,
+    },
+}
+
+impl Unserved {
+    /// What is not served, in a word, mostly a field's name.
+    pub const fn what(&self) -> &'static str {
+        match self {
+            Unserved::Differs(Mismatch { what, .. }) => what,
+            Unserved::Page { .. } => "pages",
+            Unserved::TooLong { name, .. } => name,
+            Unserved::Scale { .. } => "softmax_scale",
+            Unserved::Softcap { .. } => "softcap",
+        }
+    }
+}
+
+/// A kernel and a problem differ in a field.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize)]
 #[error("{what}: the kernel computes {kernel}, not {problem}")]
 pub struct Mismatch {
     /// What differs, mostly a field.

@@ -2,6 +2,8 @@
 //! lengths.
 
 mod error;
+mod limits;
+mod pages;
 mod params;
 mod shipped;
 mod sm80_bwd;
@@ -19,14 +21,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Arch, Dtype, Family, Pass, Problem, ScoreKind, Types};
 
-pub use error::{Mismatch, SpecError};
+pub use error::{Mismatch, SpecError, Unserved};
+pub use pages::{boxes_need, page_part, panel};
 pub use params::{Param, ParamValue};
 pub use shipped::ShippedSpec;
 pub use sm80_bwd::Sm80Bwd;
 pub use sm80_fwd::Sm80Fwd;
 pub use sm90_bwd::Sm90Bwd;
 pub use sm90_fwd::Sm90Fwd;
-pub use values::{MAX_HEAD_DIM, MaskKind, Reads, Scheduler, TileOrder, Traits};
+pub use values::{MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Scheduler, TileOrder, Traits};
 
 /// A kernel's compile-time parameters.
 ///
@@ -276,13 +279,22 @@ impl KernelSpec {
     }
 
     /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
-    /// heads and how rows are found. A kernel is compiled without lengths, and a problem does not name a
-    /// pass: neither is compared. A kernel that splits keys serves what the same kernel without splits
-    /// serves. The problem must be valid ([`Problem::check`]).
+    /// heads and how rows are found; and that a launch holds it: its counts and factors
+    /// ([`Problem::check_gpu`]), the tiles of all heads, its pages. A kernel is compiled without lengths, and
+    /// a problem does not name a pass: neither is compared. A kernel that splits keys serves what the same
+    /// kernel without splits serves. The problem must be valid ([`Problem::check`]).
     ///
     /// # Errors
-    /// The first [`Mismatch`] found.
-    pub fn serves(&self, problem: &Problem) -> Result<(), Mismatch> {
+    /// The first [`Unserved`] found.
+    pub fn serves(&self, problem: &Problem) -> Result<(), Unserved> {
+        self.check_compiled(problem)?;
+        problem.check_gpu()?;
+        self.check_tiles(problem)?;
+        self.check_pages(problem)
+    }
+
+    /// The kernel was compiled for problems of this kind.
+    fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
         let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
         for (what, have, need) in
             [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]

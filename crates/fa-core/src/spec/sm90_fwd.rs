@@ -1,6 +1,7 @@
 //! The SM90 forward: wgmma and TMA, with warpgroups that load or compute.
 
 use super::error::SpecError;
+use super::pages::panel;
 use super::params::kernel_params;
 use super::values::{MaskKind, Scheduler, TileOrder, Traits};
 use crate::{Family, Pass};
@@ -43,15 +44,6 @@ kernel_params! {
         /// TMA, a box for each part of a page. K and V have equal panels then.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         gather: bool = false,
-    }
-}
-
-/// Columns of a panel of a tile with `columns` columns in shared memory: the widest that divides them.
-const fn panel(columns: u32) -> u32 {
-    match columns {
-        _ if columns.is_multiple_of(64) => 64,
-        _ if columns.is_multiple_of(32) => 32,
-        _ => 16,
     }
 }
 

@@ -146,7 +146,7 @@ fn wgmma_kernels_ship_for_sm90_only() {
 fn a_spec_serves_what_its_kernel_computes() {
     let base = Problem::square(2, 1024, 4, 128, Mask::CAUSAL, Dtype::F16);
     let differs = |spec: &KernelSpec, problem: Problem, what: &str| {
-        assert_eq!(spec.serves(&problem).expect_err("it differs").what, what);
+        assert_eq!(spec.serves(&problem).expect_err("it differs").what(), what);
     };
     for spec in [sm80(), sm90(), backward(), backward_sm80()] {
         assert_eq!(spec.serves(&base), Ok(()));
@@ -334,7 +334,7 @@ fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
     let lengths = Lengths::of(2, Side::packed(2, 1), Side::paged(16, 128, 1024));
     let paged = Problem { lengths, ..base };
     let with = |alibi, sinks| Problem { score: ScoreMod { softcap: None, alibi, sinks }, ..base };
-    let differs = |spec: &KernelSpec, problem: &Problem| spec.serves(problem).expect_err("it differs").what;
+    let differs = |spec: &KernelSpec, problem: &Problem| spec.serves(problem).expect_err("it differs").what();
     for plain in [sm80(), sm90()] {
         let score = |alibi, sinks| ScoreKind { softcap: false, alibi, sinks };
         let varied = KernelSpec { reads: Reads { varied: true, paged: false }, ..plain.clone() };

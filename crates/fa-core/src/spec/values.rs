@@ -8,6 +8,14 @@ use crate::{Family, Mask, Pass, Problem};
 /// The largest head dim that a kernel's tiles may span.
 pub const MAX_HEAD_DIM: u32 = 256;
 
+/// Lengths and counts that kernels hold in 32-bit integers are at most this, with room for a tile beyond the
+/// end.
+pub const MAX_COUNT: usize = 1 << 30;
+
+/// The largest soft cap of GPU kernels. They compute `cap * (1 - 2 / (1 + e^x))`, which is off by some 2^-23
+/// of the cap: beyond this limit, by more than f16's rounding of P.
+pub const MAX_SOFTCAP: f64 = 1024.0;
+
 /// Which masking code a kernel holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

@@ -1,10 +1,8 @@
 //! Checks of addresses and counts.
 
-use crate::Error;
+use fa_core::spec::MAX_COUNT;
 
-/// Lengths and counts that kernels hold in 32-bit integers stay below this, with room for a tile beyond the
-/// end.
-const MAX_COUNT: usize = 1 << 30;
+use crate::Error;
 
 /// `value` as kernels hold it.
 ///

@@ -7,7 +7,7 @@ use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
 use fa_core::{Arch, Family, KernelSpec, Problem};
 use fa_planner::account::panels::widest;
-use fa_planner::account::{boxes_need, kv_splits, page_part};
+use fa_planner::account::{kv_splits, page_part};
 
 use crate::Error;
 use crate::jit::params::{FwdParams, PlanParams, SplitParams, VarlenParams};
@@ -196,7 +196,7 @@ impl Launches {
                 takes_maps: false,
             }));
         }
-        let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors)? } else { Vec::new() };
+        let maps = if has_work && uses_tma { maps(spec, &traits, problem, &tensors) } else { Vec::new() };
         Ok(Launches {
             tensors,
             extras: Extra::of(problem, false, plan_bytes),
@@ -272,16 +272,9 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
     ]
 }
 
-/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them.
-///
-/// # Errors
-/// [`Error::Page`] for pages whose parts no box can place.
-fn maps(
-    spec: &KernelSpec,
-    traits: &Traits,
-    problem: &Problem,
-    tensors: &[Tensor],
-) -> Result<Vec<MapTemplate>, Error> {
+/// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them. Of
+/// rows that threads copy the maps are not used.
+fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (tile_m, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
     let group = traits.packs_gqa.then_some(problem.group_size() as u32);
@@ -293,19 +286,13 @@ fn maps(
     let mut share = tile_n / traits.cluster;
     if let Some(page) = problem.lengths.page() {
         share = page_part(page, tile_n) as u32;
-        for head_dim in [spec.head_dim, spec.head_dim_v] {
-            // Of rows that threads copy the maps are not used.
-            if let Some(multiple) = boxes_need(page, tile_n, head_dim).filter(|_| !spec.gathers_pages()) {
-                return Err(Error::Page { page, tile_n, head_dim, multiple });
-            }
-        }
     }
     let is_ragged = spec.reads.varied;
-    Ok(vec![
+    vec![
         MapTemplate { name: "q", tensor: 0, panel, rows: tile_m, group, is_ragged },
         MapTemplate { name: "k", tensor: k, panel, rows: share, group: None, is_ragged },
         MapTemplate { name: "v", tensor: v, panel: panel_v, rows: share, group: None, is_ragged },
-    ])
+    ]
 }
 
 /// The parameters that the problem alone decides.

@@ -110,9 +110,9 @@ impl Launches {
     /// The launches of a kernel of `spec` for `problem` on a GPU of `arch` with `sms` SMs.
     ///
     /// # Errors
-    /// [`Error::Problem`], [`Error::Mismatch`] when the kernel does not compute the problem,
-    /// [`Error::TooLong`] for counts beyond 2^30, and [`Error::Scale`] and [`Error::Softcap`] for numbers
-    /// that the kernels cannot use.
+    /// [`Error::Problem`], and what [`KernelSpec::serves`] finds: [`Error::Mismatch`] when the kernel does
+    /// not compute the problem, [`Error::Page`] for pages that it cannot load, [`Error::TooLong`] for counts
+    /// beyond 2^30, [`Error::Scale`] and [`Error::Softcap`] for numbers that kernels cannot use.
     pub fn of(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> Result<Launches, Error> {
         if spec.kernel.is_backward() {
             Launches::backward(spec, problem, arch, sms)
@@ -276,27 +276,16 @@ fn side(side: Option<u32>, len: usize) -> i32 {
     side.filter(|&side| (side as usize) < len).map_or(-1, |side| side as i32)
 }
 
-/// The largest soft cap. Kernels compute `cap * (1 - 2 / (1 + e^x))`, which is off by some 2^-23 of the cap:
-/// beyond this limit, by more than f16's rounding of P.
-const MAX_SOFTCAP: f64 = 1024.0;
-
 /// The factors between products and scores, as f32.
 ///
 /// # Errors
-/// [`Error::Scale`] when the scale is not positive, or it or its product with log2(e) is not a normal f32;
-/// [`Error::Softcap`] for a soft cap that would spoil the scores.
+/// As [`Problem::check_gpu`], which says what the factors may be.
 pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
+    problem.check_gpu()?;
     let scale = problem.scale();
     let scale_log2 = scale * std::f64::consts::LOG2_E;
-    let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
-    if !usable(scale) || !usable(scale_log2) {
-        return Err(Error::Scale { scale });
-    }
     let params = ScoreParams { scale: scale as f32, scale_log2: scale_log2 as f32, ..ScoreParams::default() };
     let Some(softcap) = problem.score.softcap else { return Ok(params) };
-    if softcap > MAX_SOFTCAP || !usable(softcap) || !usable(2.0 * scale_log2 / softcap) {
-        return Err(Error::Softcap { softcap, scale, limit: MAX_SOFTCAP });
-    }
     let cap = softcap as f32;
     Ok(ScoreParams {
         softcap: cap,
@@ -309,6 +298,7 @@ pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
 
 #[cfg(test)]
 mod tests {
+    use fa_core::spec::MAX_SOFTCAP;
     use fa_core::{Dtype, Mask, ScoreMod};
 
     use super::*;

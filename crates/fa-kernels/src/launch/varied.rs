@@ -40,15 +40,6 @@ pub(crate) fn shape_of(name: &'static str, side: Side, sequences: usize, heads: 
     Shape { name, batch, seqlen, heads, dim }
 }
 
-/// Tiles of `tile` rows that the sequences of a side have at most, each of its rows counting `group` times.
-pub(crate) fn most_tiles(side: Side, sequences: usize, reach: usize, group: usize, tile: u32) -> usize {
-    let tile = tile as usize;
-    let each = side.max().saturating_mul(group).div_ceil(tile);
-    let all = sequences.saturating_mul(each);
-    // Of packed sequences each has one tile at most that is not full.
-    all.min((reach.saturating_mul(group) / tile).saturating_add(sequences))
-}
-
 /// Bounds on the lists of a work plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PlanBounds {
@@ -74,8 +65,7 @@ impl PlanBounds {
     ) -> PlanBounds {
         let lengths = &problem.lengths;
         let group = if traits.packs_gqa { problem.group_size() } else { 1 };
-        let sequences = lengths.sequences();
-        let tiles = most_tiles(lengths.q(), sequences, lengths.reach_q(), group, traits.tile.0);
+        let tiles = lengths.most_tiles_q(group, traits.tile.0);
         let slots = if split { most_slots(heads, ctas) } else { 0 };
         PlanBounds {
             items: tiles.saturating_add(slots),
@@ -88,11 +78,10 @@ impl PlanBounds {
     /// Of a backward.
     pub fn backward(problem: &Problem, traits: &Traits) -> PlanBounds {
         let lengths = &problem.lengths;
-        let sequences = lengths.sequences();
         let (tile_m, tile_n) = traits.tile;
         PlanBounds {
-            m_tiles: most_tiles(lengths.q(), sequences, lengths.reach_q(), 1, tile_m),
-            n_tiles: most_tiles(lengths.k(), sequences, lengths.reach_k(), 1, tile_n),
+            m_tiles: lengths.most_tiles_q(1, tile_m),
+            n_tiles: lengths.most_tiles_k(tile_n),
             ..PlanBounds::default()
         }
     }
@@ -132,21 +121,6 @@ fn most_slots(heads: usize, ctas: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tiles_are_bounded_by_rows_and_by_sequences() {
-        let packed = |total, max| Side::packed(total, max);
-        assert_eq!(most_tiles(Side::padded(300), 3, 900, 1, 128), 9);
-        // 1000 rows in 10 sequences of any lengths: 7 full tiles and one that is not for each.
-        assert_eq!(most_tiles(packed(1000, 1000), 10, 1000, 1, 128), 17);
-        assert_eq!(most_tiles(packed(10, 1), 10, 10, 4, 128), 10);
-        assert_eq!(most_tiles(packed(0, 8), 0, 0, 1, 64), 0);
-        for lengths in [[1usize, 999, 0, 128, 129], [0, 0, 1, 1, 1], [300, 300, 300, 300, 300]] {
-            let (total, max) = (lengths.iter().sum(), lengths.into_iter().max().expect("five"));
-            let tiles: usize = lengths.iter().map(|len| (len * 3).div_ceil(64)).sum();
-            assert!(tiles <= most_tiles(packed(total, max), 5, total, 3, 64));
-        }
-    }
 
     #[test]
     fn a_plan_has_room_for_every_part() {

@@ -1,33 +1,46 @@
-//! The list of shipped kernels that are known to compile: by the fingerprint of their sources, for which
-//! architectures, with how many registers. What it holds need not be compiled again for every architecture.
+//! Lists of kernels that are known to compile: by the fingerprint of their sources, for which architectures,
+//! with how many registers. What they hold need not be compiled again for every architecture.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use fa_core::Arch;
+use fa_core::{Arch, ShippedSpec};
 use fa_kernels::ship::Row;
-use fa_kernels::specs::ShippedFile;
 use fa_kernels::{Compiler, Headers, Source, smem_bytes};
 use fa_planner::account::{Occupancy, account};
 use serde::{Deserialize, Serialize};
 
-/// The list's file in the workspace.
-pub const LIST: &str = "docs/results/compiled.ron";
+use crate::{serving, shipped};
+
+/// Compiles every kernel of the lists for all of its architectures, and writes the lists of what compiled.
+pub const ALL_ARCHS: &str = "FA_ALL_ARCHS";
+
+/// In so many days every listed kernel is compiled once.
+pub const TURNS: usize = 6;
+
+/// A file of the workspace with a list.
+pub struct List {
+    pub path: &'static str,
+    /// What its kernels are.
+    pub of: &'static str,
+}
 
 const HEAD: &str = "\
-// Shipped kernels that compile within their plans: no spill, no forbidden warning, no local memory, the
+that compile within their plans: no spill, no forbidden warning, no local memory, the
 // instructions that they are written for. Written by `cargo xtask ci --all-archs`; CI compiles what is not
 // here, and everything by another compiler.
 ";
 
-/// The list.
+/// What a list holds.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Compiled {
     /// Name and version of the compiler.
     compiler: String,
     /// Its flags, but for the target.
     flags: Vec<String>,
-    /// By the spec's file.
+    /// By name: of a shipped spec the file.
     kernels: BTreeMap<String, Kernel>,
 }
 
@@ -40,14 +53,101 @@ pub struct Kernel {
     pub registers: BTreeMap<Arch, u32>,
 }
 
-fn path() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(LIST)
+/// A kernel that a list may hold.
+pub struct Wanted {
+    pub name: String,
+    pub shipped: ShippedSpec,
 }
 
-fn code(file: &ShippedFile) -> String {
-    let spec = &file.shipped.spec;
-    let source = Source::new(spec, file.shipped.archs[0], Some(smem_bytes(spec)), &Headers::embedded());
-    source.unwrap_or_else(|error| panic!("specs/{}: {error}", file.path)).fingerprint()
+impl Wanted {
+    fn code(&self) -> String {
+        let ShippedSpec { archs, spec } = &self.shipped;
+        let source = Source::new(spec, archs[0], Some(smem_bytes(spec)), &Headers::embedded());
+        source.unwrap_or_else(|error| panic!("{}: {error}", self.name)).fingerprint()
+    }
+}
+
+impl List {
+    fn file(&self) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(self.path)
+    }
+
+    /// What the file holds.
+    fn held(&self) -> Option<Compiled> {
+        let text = std::fs::read_to_string(self.file()).ok()?;
+        Some(ron::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", self.path)))
+    }
+
+    /// What it holds if that is by this compiler with these flags, else nothing.
+    pub fn read(&self, compiler: &Compiler) -> Compiled {
+        let empty = Compiled::empty(compiler);
+        let same = |held: &Compiled| (&held.compiler, &held.flags) == (&empty.compiler, &empty.flags);
+        self.held().filter(same).unwrap_or(empty)
+    }
+
+    /// What is compiled today: each kernel for the architectures for which the list does not hold it with
+    /// these very sources, and of those that it holds every [`TURNS`]th, others each day, for its first one.
+    /// With [`ALL_ARCHS`], all.
+    pub fn today(&self, compiler: &Compiler, kernels: &[Wanted]) -> Vec<ShippedSpec> {
+        let all = std::env::var_os(ALL_ARCHS).is_some();
+        let held = self.read(compiler);
+        let day =
+            SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |own| own.as_secs() / 86400) as usize;
+        let needed = |(number, kernel): (usize, &Wanted)| {
+            let ShippedSpec { archs, spec } = &kernel.shipped;
+            let known = held.find(kernel);
+            known.iter().for_each(|known| known.check(kernel));
+            let needed = |(i, arch): (usize, &Arch)| {
+                let listed = known.is_some_and(|known| known.registers.contains_key(arch));
+                (all || !listed || (i == 0 && (number + day).is_multiple_of(TURNS))).then_some(*arch)
+            };
+            let archs: Vec<Arch> = archs.iter().enumerate().filter_map(needed).collect();
+            (!archs.is_empty()).then(|| ShippedSpec { archs, spec: spec.clone() })
+        };
+        let needed: Vec<ShippedSpec> = kernels.iter().enumerate().filter_map(needed).collect();
+        assert!(!needed.is_empty(), "a sixth of {} kernels is compiled each day", kernels.len());
+        let jobs: usize = needed.iter().map(|shipped| shipped.archs.len()).sum();
+        if !all && jobs > kernels.len() / TURNS + 1 {
+            // Past the test's capture: it explains the time that CI takes.
+            let more = jobs - kernels.len() / TURNS;
+            let _ = writeln!(
+                std::io::stderr(),
+                "{more} compilations are not in {}: `cargo xtask ci --all-archs` lists them",
+                self.path
+            );
+        }
+        needed
+    }
+
+    /// With [`ALL_ARCHS`], writes what came of compiling all of `kernels`, one a line.
+    pub fn write(&self, compiler: &Compiler, kernels: &[Wanted], rows: &[Row]) {
+        if std::env::var_os(ALL_ARCHS).is_none() {
+            return;
+        }
+        fn ron(value: &impl Serialize) -> String {
+            ron::to_string(value).expect("plain data serialises")
+        }
+        let Compiled { compiler, flags, .. } = Compiled::empty(compiler);
+        let mut lines: Vec<String> = kernels
+            .iter()
+            .map(|kernel| {
+                let name = kernel.shipped.spec.to_string();
+                let own = rows.iter().filter(|row| row.name == name);
+                let registers = own.map(|row| (row.arch, row.report.registers)).collect();
+                let entry = Kernel { code: kernel.code(), registers };
+                format!("        {}: {},\n", ron(&kernel.name), ron(&entry))
+            })
+            .collect();
+        lines.sort();
+        let text = format!(
+            "// {} {HEAD}(\n    compiler: {},\n    flags: {},\n    kernels: {{\n{}    }},\n)\n",
+            self.of,
+            ron(&compiler),
+            ron(&flags),
+            lines.concat()
+        );
+        std::fs::write(self.file(), text).unwrap();
+    }
 }
 
 impl Compiled {
@@ -57,59 +157,22 @@ impl Compiled {
         Compiled { compiler: compiler.version().unwrap(), flags, kernels: BTreeMap::new() }
     }
 
-    /// The list if it is by this compiler with these flags, else an empty one.
-    pub fn read(compiler: &Compiler) -> Compiled {
-        let empty = Compiled::empty(compiler);
-        let Ok(text) = std::fs::read_to_string(path()) else { return empty };
-        let list: Compiled = ron::from_str(&text).unwrap_or_else(|error| panic!("{LIST}: {error}"));
-        if (&list.compiler, &list.flags) == (&empty.compiler, &empty.flags) { list } else { empty }
-    }
-
-    /// What came of compiling all of `files`.
-    pub fn of(compiler: &Compiler, files: &[ShippedFile], rows: &[Row]) -> Compiled {
-        let kernel = |file: &ShippedFile| {
-            let name = file.shipped.spec.to_string();
-            let registers =
-                rows.iter().filter(|row| row.name == name).map(|row| (row.arch, row.report.registers));
-            (file.path.to_owned(), Kernel { code: code(file), registers: registers.collect() })
-        };
-        Compiled { kernels: files.iter().map(kernel).collect(), ..Compiled::empty(compiler) }
-    }
-
-    /// The entry of a spec, if its sources are the same.
-    pub fn find(&self, file: &ShippedFile) -> Option<&Kernel> {
-        self.kernels.get(file.path).filter(|kernel| kernel.code == code(file))
-    }
-
-    /// Writes the list, one spec a line.
-    pub fn write(&self) {
-        fn ron(value: &impl Serialize) -> String {
-            ron::to_string(value).expect("plain data serialises")
-        }
-        let mut text = format!(
-            "{HEAD}(\n    compiler: {},\n    flags: {},\n    kernels: {{\n",
-            ron(&self.compiler),
-            ron(&self.flags)
-        );
-        for (file, kernel) in &self.kernels {
-            text += &format!("        {}: {},\n", ron(file), ron(kernel));
-        }
-        std::fs::write(path(), text + "    },\n)\n").unwrap();
+    /// The entry of a kernel, if its sources are the same.
+    pub fn find(&self, kernel: &Wanted) -> Option<&Kernel> {
+        self.kernels.get(&kernel.name).filter(|own| own.code == kernel.code())
     }
 }
 
 impl Kernel {
     /// The registers keep to the present plan and limits, which may have changed since they were listed.
-    pub fn check(&self, file: &ShippedFile) {
-        let spec = &file.shipped.spec;
+    fn check(&self, kernel: &Wanted) {
+        let Wanted { name, shipped: ShippedSpec { spec, .. } } = kernel;
         for (&arch, &registers) in &self.registers {
-            let plan = account(spec, arch).unwrap_or_else(|reason| panic!("{}: {reason}", file.path));
+            let plan = account(spec, arch).unwrap_or_else(|reason| panic!("{name}: {reason}"));
             let blocks = Occupancy::of(arch.limits(), smem_bytes(spec), registers, spec.threads()).blocks();
             assert!(
                 blocks >= plan.blocks_per_sm && registers <= arch.limits().regs_per_thread,
-                "specs/{} on {arch}: {registers} registers leave {blocks} blocks per SM, the plan counts on \
-                 {}",
-                file.path,
+                "{name} on {arch}: {registers} registers leave {blocks} blocks per SM, the plan counts on {}",
                 plan.blocks_per_sm
             );
         }
@@ -118,29 +181,29 @@ impl Kernel {
 
 #[test]
 fn an_entry_holds_for_the_very_sources_alone() {
-    let files = fa_kernels::specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
-    let file = &files[0];
-    let registers = BTreeMap::from([(file.shipped.archs[0], 128)]);
+    let kernels = shipped::kernels();
+    let kernel = &kernels[0];
+    let registers = BTreeMap::from([(kernel.shipped.archs[0], 128)]);
     let list = |code: String| {
-        let kernel = Kernel { code, registers: registers.clone() };
-        Compiled { kernels: BTreeMap::from([(file.path.to_owned(), kernel)]), ..Compiled::default() }
+        let own = Kernel { code, registers: registers.clone() };
+        Compiled { kernels: BTreeMap::from([(kernel.name.clone(), own)]), ..Compiled::default() }
     };
-    assert_eq!(list(code(file)).find(file).map(|kernel| &kernel.registers), Some(&registers));
-    assert_eq!(list("0".repeat(64)).find(file), None);
-    assert_eq!(list(code(file)).find(&files[1]), None);
+    assert_eq!(list(kernel.code()).find(kernel).map(|own| &own.registers), Some(&registers));
+    assert_eq!(list("0".repeat(64)).find(kernel), None);
+    assert_eq!(list(kernel.code()).find(&kernels[1]), None);
 }
 
 #[test]
-fn the_list_names_shipped_specs_and_their_architectures() {
-    let text = std::fs::read_to_string(path()).unwrap();
-    let list: Compiled = ron::from_str(&text).unwrap_or_else(|error| panic!("{LIST}: {error}"));
-    let files = fa_kernels::specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
-    for (name, kernel) in &list.kernels {
-        let file = files.iter().find(|file| file.path == name);
-        let file = file.unwrap_or_else(|| panic!("{LIST} names {name}, which does not ship"));
-        assert_eq!(kernel.code.len(), 64, "{name}");
-        for arch in kernel.registers.keys() {
-            assert!(file.shipped.archs.contains(arch), "{LIST}: {name} does not ship for {arch}");
+fn the_lists_name_shipped_specs_and_first_choices_and_their_architectures() {
+    for (list, kernels) in [(shipped::LIST, shipped::kernels()), (serving::LIST, serving::kernels())] {
+        let held = list.held().unwrap_or_else(|| panic!("{} is not there", list.path));
+        for (name, own) in &held.kernels {
+            let kernel = kernels.iter().find(|kernel| kernel.name == *name);
+            let kernel = kernel.unwrap_or_else(|| panic!("{} names {name}: none of {}", list.path, list.of));
+            assert_eq!(own.code.len(), 64, "{name}");
+            for arch in own.registers.keys() {
+                assert!(kernel.shipped.archs.contains(arch), "{}: {name} is not for {arch}", list.path);
+            }
         }
     }
 }

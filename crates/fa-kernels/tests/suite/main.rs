@@ -1,5 +1,6 @@
 //! Tests that need no GPU. Those that compile need NVRTC: `cargo xtask toolkit` installs it.
 
+mod agreement;
 mod cache;
 mod compiled;
 mod device_sources;

@@ -6,6 +6,7 @@ use fa_core::{Alibi, Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod
 use fa_kernels::{Cache, Headers, ship};
 use fa_planner::plan::{PlanOptions, plan};
 
+use crate::compiled::{List, Wanted};
 use crate::nvrtc;
 
 /// Kinds of calls that engines make, with a head dim.
@@ -32,33 +33,9 @@ fn problems(head_dim: usize) -> Vec<(&'static str, Problem)> {
     ]
 }
 
-#[test]
-fn first_choices_compile_within_their_plans() {
-    let compiler = nvrtc();
-    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
-    let mut wanted: Vec<ShippedSpec> = Vec::new();
-    for head_dim in [64, 96, 128, 256] {
-        for (name, problem) in problems(head_dim) {
-            let plans = plan(&problem, Arch::Sm90, &PlanOptions::default());
-            let plans = plans.unwrap_or_else(|error| panic!("{name}: {error}"));
-            let spec = plans[0].spec.clone();
-            if wanted.iter().all(|other| other.spec != spec) {
-                wanted.push(ShippedSpec { archs: vec![Arch::Sm90], spec });
-            }
-        }
-    }
-    let built = ship::build(&wanted, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
-    let failures: Vec<String> =
-        built.failures.iter().map(|failure| format!("{}: {}", failure.name, failure.reason)).collect();
-    assert!(failures.is_empty(), "{}", failures.join("\n"));
-}
-
 /// Where the account once had room and the compiler did not: ALiBi near the limit, lengths on the device
 /// beside large tiles, gradients at head dim 256, keys divided among CTAs.
-#[test]
-fn first_choices_near_the_register_limit_compile() {
-    let compiler = nvrtc();
-    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
+fn near_the_register_limit() -> Vec<(Problem, Family, Pass)> {
     let alibi = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
     let of =
         |head_dim, mask| Problem { heads_kv: 8, ..Problem::square(2, 8192, 32, head_dim, mask, Dtype::Bf16) };
@@ -68,20 +45,52 @@ fn first_choices_near_the_register_limit_compile() {
     };
     let few = Problem { lengths: Lengths::uniform(1, 4, 8 << 10), ..of(128, Mask::FULL) };
     let with_alibi = |problem: Problem| Problem { score: alibi, ..problem };
-    let mut failures = Vec::new();
-    for (problem, family, pass) in [
+    vec![
         (with_alibi(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
         (with_alibi(of(128, Mask::FULL)), Family::Sm90, Pass::Forward),
         (packed(of(128, Mask::FULL)), Family::Sm80, Pass::Forward),
         (packed(of(256, Mask::CAUSAL)), Family::Sm90, Pass::BACKWARD),
         (packed(of(256, Mask::CAUSAL)), Family::Sm80, Pass::BACKWARD),
         (few, Family::Sm90, Pass::Forward),
-    ] {
-        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
-        let spec = plan(&problem, Arch::Sm90, &options).expect("there are plans").swap_remove(0).spec;
-        let shipped = [ShippedSpec { archs: vec![Arch::Sm90], spec }];
-        let built = ship::build(&shipped, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
-        failures.extend(built.failures.iter().map(|failure| format!("{}: {}", failure.name, failure.reason)));
+    ]
+}
+
+/// First choices that are known to compile.
+pub const LIST: List = List { path: "docs/results/compiled-choices.ron", of: "First choices" };
+
+/// The first choices, each once, by the names of their specs.
+pub fn kernels() -> Vec<Wanted> {
+    let mut wanted: Vec<Wanted> = Vec::new();
+    let mut add = |name: &str, problem: &Problem, options: &PlanOptions| {
+        let plans = plan(problem, Arch::Sm90, options).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let spec = plans[0].spec.clone();
+        let name = spec.to_string();
+        if wanted.iter().all(|other| other.name != name) {
+            wanted.push(Wanted { name, shipped: ShippedSpec { archs: vec![Arch::Sm90], spec } });
+        }
+    };
+    for head_dim in [64, 96, 128, 256] {
+        for (name, problem) in problems(head_dim) {
+            add(name, &problem, &PlanOptions::default());
+        }
     }
+    for (problem, family, pass) in near_the_register_limit() {
+        let options = PlanOptions { family: Some(family), pass, ..PlanOptions::default() };
+        add("near the limit", &problem, &options);
+    }
+    wanted
+}
+
+/// Compiles the first choices that [`List::today`] names.
+#[test]
+fn first_choices_compile_within_their_plans() {
+    let compiler = nvrtc();
+    let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
+    let kernels = kernels();
+    let wanted = LIST.today(&compiler, &kernels);
+    let built = ship::build(&wanted, &[], &compiler, &cache, &Headers::embedded(), &|_, _| ()).unwrap();
+    let failures: Vec<String> =
+        built.failures.iter().map(|failure| format!("{}: {}", failure.name, failure.reason)).collect();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+    LIST.write(&compiler, &kernels, &built.rows);
 }

@@ -2,24 +2,25 @@
 //! within the plan.
 
 use std::collections::HashSet;
-use std::io::Write;
 use std::path::Path;
 use std::process::Command;
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use fa_core::{Arch, Family, ShippedSpec};
+use fa_core::Family;
 use fa_kernels::bundle::{BundledKernel, Manifest};
 use fa_kernels::{Cache, Headers, ship, specs, toolchain};
 use rayon::prelude::*;
 
-use crate::compiled::{Compiled, LIST};
+use crate::compiled::{List, Wanted};
 use crate::nvrtc;
 
-/// Compiles every shipped spec for all of its architectures, and writes the list of what compiled.
-const ALL_ARCHS: &str = "FA_ALL_ARCHS";
+/// Shipped kernels that are known to compile.
+pub const LIST: List = List { path: "docs/results/compiled.ron", of: "Shipped kernels" };
 
-/// In so many days every listed spec is compiled once.
-const TURNS: usize = 6;
+/// The shipped kernels by their files.
+pub fn kernels() -> Vec<Wanted> {
+    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
+    files.into_iter().map(|file| Wanted { name: file.path.to_owned(), shipped: file.shipped }).collect()
+}
 
 #[test]
 fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
@@ -34,44 +35,14 @@ fn shipped_specs_differ_and_stand_in_the_folder_of_their_kernel() {
     }
 }
 
-/// Compiles each shipped spec for the architectures for which [`Compiled`] does not list it with these very
-/// sources, and of those that it lists every [`TURNS`]th, others each day, for its first one. With
-/// [`ALL_ARCHS`], all are compiled and the list is written.
+/// Compiles the shipped specs that [`List::today`] names.
 #[test]
 fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     // Kept between runs, by content: a kernel is compiled again when its sources change.
     let cache = Cache::open(Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernels")), 1 << 30);
     let compiler = nvrtc();
-    let all = std::env::var_os(ALL_ARCHS).is_some();
-    let list = Compiled::read(&compiler);
-    let today = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |own| own.as_secs() / 86400) as usize;
-    let files = specs::shipped().unwrap_or_else(|(path, error)| panic!("specs/{path}: {error}"));
-    let wanted: Vec<ShippedSpec> = files
-        .iter()
-        .enumerate()
-        .map(|(number, file)| {
-            let ShippedSpec { archs, spec } = &file.shipped;
-            let known = list.find(file);
-            known.iter().for_each(|known| known.check(file));
-            let needed = |(i, arch): (usize, &Arch)| {
-                let listed = known.is_some_and(|known| known.registers.contains_key(arch));
-                (all || !listed || (i == 0 && (number + today).is_multiple_of(TURNS))).then_some(*arch)
-            };
-            let archs = archs.iter().enumerate().filter_map(needed).collect();
-            ShippedSpec { archs, spec: spec.clone() }
-        })
-        .filter(|shipped: &ShippedSpec| !shipped.archs.is_empty())
-        .collect();
-    assert!(!wanted.is_empty(), "a sixth of {} kernels is compiled each day", files.len());
-    let jobs: usize = wanted.iter().map(|shipped| shipped.archs.len()).sum();
-    if !all && jobs > files.len() / TURNS + 1 {
-        // Past the test's capture: it explains the time that CI takes.
-        let more = jobs - files.len() / TURNS;
-        let _ = writeln!(
-            std::io::stderr(),
-            "{more} compilations are not in {LIST}: `cargo xtask ci --all-archs` lists them"
-        );
-    }
+    let kernels = kernels();
+    let wanted = LIST.today(&compiler, &kernels);
 
     // Threads of its own: a compilation takes seconds, and other tests wait for the threads that all share.
     let pool = rayon::ThreadPoolBuilder::new().build().unwrap();
@@ -116,9 +87,7 @@ fn shipped_specs_compile_within_their_plans_and_make_a_bundle() {
     std::fs::write(&cubin, b"damaged").unwrap();
     let error = Manifest::read(folder.path()).unwrap_err().to_string();
     assert!(error.contains("checksum") && error.contains("cargo xtask build"), "{error}");
-    if all {
-        Compiled::of(&compiler, &files, &built.rows).write();
-    }
+    LIST.write(&compiler, &kernels, &built.rows);
 }
 
 /// What is wrong with the machine code of a kernel: instructions that it must hold, and local memory, which

@@ -99,24 +99,38 @@ pub struct Captured {
     _plan: Option<CudaSlice<u8>>,
 }
 
+/// When a forward whose lengths are on the device plans its work in a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plans {
+    /// In every call.
+    EachCall,
+    /// Once, at the head of the graph, as the layers of a step may.
+    Once,
+    /// In every call, which does nothing else.
+    Alone,
+}
+
 /// `count` launches of a pass on `calls` in turn, captured as one CUDA graph on `stream` (not the default
-/// one), which must not outlive the calls. Where `shares_plan`, a forward whose lengths are on the device
-/// plans once, at the head of the graph, as the layers of a step may.
+/// one), which must not outlive the calls.
 ///
 /// # Errors
-/// [`Error::Driver`], and what the kernel refuses.
+/// [`Error::Driver`], what the kernel refuses, and [`Error::UnusedExtra`] where a plan alone is asked for and
+/// the pass has none.
 pub fn capture_calls<T: Half>(
     calls: &mut [PassCall<T>],
     bound: &Bound,
     stream: &Arc<CudaStream>,
     count: usize,
-    shares_plan: bool,
+    plans: Plans,
 ) -> Result<Captured, Error> {
     let copies = calls.len();
     let plan = match bound {
-        Bound::Forward(forward) if shares_plan && forward.plan_bytes() > 0 => {
+        Bound::Forward(forward) if plans != Plans::EachCall && forward.plan_bytes() > 0 => {
             let made = |source| Error::Driver { doing: "allocating device memory", source };
             Some(stream.alloc_zeros::<u8>(forward.plan_bytes()).map_err(made)?)
+        }
+        Bound::Forward(_) | Bound::Backward(_) if plans == Plans::Alone => {
+            return Err(Error::UnusedExtra { name: "plan" });
         }
         Bound::Forward(_) | Bound::Backward(_) => None,
     };
@@ -124,6 +138,9 @@ pub fn capture_calls<T: Half>(
     let mut launches: Vec<Launch<'_>> = Vec::new();
     for call in calls {
         launches.push(match (bound, &mut call.backward, &plan) {
+            (Bound::Forward(forward), _, Some(plan)) if plans == Plans::Alone => {
+                Box::new(call.forward.plan(forward, stream, plan))
+            }
             (Bound::Forward(forward), _, Some(plan)) => {
                 if head.is_none() {
                     head = Some(Box::new(call.forward.plan(forward, stream, plan)));

@@ -112,6 +112,40 @@ pub(super) fn step() -> Vec<Wanted> {
     vec![Wanted { name, unit: Unit::StepMs, graph: LAYERS, ..Wanted::of(GROUPED, sequences, "a step, bf16") }]
 }
 
+/// Sequences of the decoding batches that are planned: up to what a batch of embeddings has.
+const PLANNED: [(&str, usize); 5] = [
+    ("1 decode", 1),
+    ("32 decodes", 32),
+    ("256 decodes", 256),
+    ("1024 decodes", 1024),
+    ("8300 decodes", 8300),
+];
+
+/// The kernel that plans a batch's work, alone: of decoding batches in pages of 16, few sequences with long
+/// caches and many with short ones, and of packed batches.
+pub(super) fn plan() -> Vec<Wanted> {
+    let of = |name, sequences| Wanted {
+        name: Some(name),
+        unit: Unit::PlanUs,
+        graph: LAYERS,
+        ..Wanted::of(GROUPED, sequences, "work plan")
+    };
+    let decodes = PLANNED.into_iter().map(|(name, batch)| {
+        let mut random = Random::new(batch as u64);
+        let most = (200_000 / batch).clamp(32, 8000);
+        let lens: Vec<usize> = (0..batch).map(|_| 1 + random.below(most)).collect();
+        let k = Ragged::paged(&lens, 16, 0, &mut random).bounded(8000);
+        of(name, Sequences { q: Ragged::uniform(batch, 1), k })
+    });
+    let many: Vec<usize> = (0..8300).map(|i| i * 7 % 16).collect();
+    let packed = [
+        ("16 packed, 77 to 8192", skewed()),
+        ("24 packed of 1024", vec![1024; 24]),
+        ("8300 packed of 0 to 15", many),
+    ];
+    decodes.chain(packed.map(|(name, lens)| of(name, Sequences::packed(&lens)))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use fa_core::Pass;
@@ -169,6 +203,22 @@ mod tests {
         assert_eq!(rows[0].rate(0.5, Pass::Forward), 16.0);
         assert_eq!(Unit::StepMs.ratio(10.0, 15.0), 1.5);
         assert_eq!(Unit::StepMs.better(10.0, 15.0), 10.0);
+    }
+
+    #[test]
+    fn plans_are_of_batches_whose_lengths_are_on_the_device() {
+        let rows = plan();
+        let batches: Vec<usize> = rows.iter().map(|row| row.problem.lengths.sequences()).collect();
+        assert_eq!(batches, [1, 32, 256, 1024, 8300, 16, 24, 8300]);
+        for row in &rows {
+            row.problem.check().expect("a valid problem");
+            assert!(row.unit == Unit::PlanUs && row.graph == LAYERS && !row.problem.lengths.is_uniform());
+            // Both caches together.
+            assert!(row.kv_bytes() < 2e9, "{:?}: {}", row.name, row.kv_bytes());
+        }
+        assert_eq!(rows[0].rate(0.004, Pass::Forward), 4.0);
+        assert_eq!(Unit::PlanUs.ratio(4.0, 5.0), 1.25);
+        assert_eq!(Unit::PlanUs.better(4.0, 5.0), 4.0);
     }
 
     #[test]

@@ -38,6 +38,9 @@ pub enum Unit {
     /// Milliseconds of all calls of a graph together.
     #[serde(rename = "ms per step")]
     StepMs,
+    /// Microseconds of the kernel that plans a batch's work, without the attention.
+    #[serde(rename = "us per plan")]
+    PlanUs,
 }
 
 impl Unit {
@@ -47,6 +50,7 @@ impl Unit {
             Unit::Flops => "TFLOP/s",
             Unit::KvBytes => "TB/s",
             Unit::StepMs => "ms per step",
+            Unit::PlanUs => "us per plan",
         }
     }
 
@@ -54,7 +58,7 @@ impl Unit {
     pub fn ratio(self, ours: f64, other: f64) -> f64 {
         match self {
             Unit::Flops | Unit::KvBytes => ours / other,
-            Unit::StepMs => other / ours,
+            Unit::StepMs | Unit::PlanUs => other / ours,
         }
     }
 
@@ -62,7 +66,7 @@ impl Unit {
     pub fn better(self, a: f64, b: f64) -> f64 {
         match self {
             Unit::Flops | Unit::KvBytes => a.max(b),
-            Unit::StepMs => a.min(b),
+            Unit::StepMs | Unit::PlanUs => a.min(b),
         }
     }
 }
@@ -112,6 +116,7 @@ impl Wanted {
             Unit::Flops => self.flops(pass) / (ms * 1e9),
             Unit::KvBytes => self.kv_bytes() / (ms * 1e9),
             Unit::StepMs => ms * self.graph.max(1) as f64,
+            Unit::PlanUs => ms * 1e3,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! How many CTAs share the keys of a tile's rows in the forward: launch and cost model take the same number.
 
+use fa_core::spec::MAX_COUNT;
 use fa_core::{Arch, ArchLimits, Kernel, KernelSpec, Lengths, Problem};
 
 use crate::cost::constants::CostConstants;
@@ -65,15 +66,18 @@ pub(crate) fn best_split(
 /// `below` seconds.
 fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {
     let steps = if split && launch.work.tiles > 0.0 { launch.work.longest.steps as usize } else { 0 };
+    // A launch counts the parts of all tiles in 32 bits.
+    let most = MAX_COUNT as f64 / launch.work.tiles.max(1.0);
+    let counts = || part_counts(steps).take_while(|&parts| parts as f64 <= most);
     let is_slower = |parts: usize| launch.at_least(parts) >= below;
-    if is_slower(1) && part_counts(steps).all(is_slower) {
+    if is_slower(1) && counts().all(is_slower) {
         return None;
     }
     if steps == 0 {
         return Some(launch.cost(1));
     }
     let (mut best, mut least) = (1, launch.seconds(1));
-    for parts in part_counts(steps) {
+    for parts in counts() {
         // A bound is enough for most of them.
         if launch.at_least(parts) * GAIN < least {
             let seconds = launch.seconds(parts);

@@ -9,6 +9,8 @@ use fa_core::{KernelSpec, Sm90Bwd};
 
 use crate::head_dims::HeadDims;
 
+pub use fa_core::spec::panel as widest;
+
 /// Columns of a panel of each operand, as in the kernel's `BwdLayout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BwdPanels {
@@ -20,17 +22,6 @@ pub struct BwdPanels {
     pub v: u32,
     /// dO: dV contracts over its rows.
     pub dout: u32,
-}
-
-/// The widest panel that divides `columns`, a multiple of 16.
-pub const fn widest(columns: u32) -> u32 {
-    if columns.is_multiple_of(64) {
-        64
-    } else if columns.is_multiple_of(32) {
-        32
-    } else {
-        16
-    }
 }
 
 impl BwdPanels {

@@ -1,6 +1,6 @@
 //! Why a kernel is rejected: the limit that it breaks, with the numbers.
 
-use fa_core::Mismatch;
+use fa_core::{Mismatch, Unserved};
 use serde::Serialize;
 
 use crate::occupancy::Limiter;
@@ -22,6 +22,9 @@ pub enum Reason {
         /// The problem's value.
         need: String,
     },
+    /// A launch of it does not hold the problem.
+    #[error("{0}")]
+    Launch(Unserved),
     /// Its kernel has no device code for it.
     #[error("{kernel} has no device code for {what}")]
     Code {
@@ -80,6 +83,7 @@ impl Reason {
         match self {
             Reason::Rule(_) => "rule",
             Reason::Problem { .. } => "problem",
+            Reason::Launch(unserved) => unserved.what(),
             Reason::Code { .. } => "code",
             Reason::Smem { .. } => "smem",
             Reason::Registers { .. } => "registers",
@@ -96,7 +100,11 @@ impl Reason {
             | Reason::Registers { need, have }
             | Reason::Tmem { need, have }
             | Reason::Occupancy { need, have, .. } => Some((*need, *have)),
-            Reason::Rule(_) | Reason::Problem { .. } | Reason::Code { .. } | Reason::Spills { .. } => None,
+            Reason::Rule(_)
+            | Reason::Problem { .. }
+            | Reason::Launch(_)
+            | Reason::Code { .. }
+            | Reason::Spills { .. } => None,
         }
     }
 
@@ -106,8 +114,13 @@ impl Reason {
     }
 }
 
-impl From<Mismatch> for Reason {
-    fn from(Mismatch { what, kernel, problem }: Mismatch) -> Reason {
-        Reason::Problem { field: what, have: kernel, need: problem }
+impl From<Unserved> for Reason {
+    fn from(unserved: Unserved) -> Reason {
+        match unserved {
+            Unserved::Differs(Mismatch { what, kernel, problem }) => {
+                Reason::Problem { field: what, have: kernel, need: problem }
+            }
+            other => Reason::Launch(other),
+        }
     }
 }

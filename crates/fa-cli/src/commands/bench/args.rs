@@ -55,6 +55,7 @@ Examples:
   fa bench --backend cuda --marks models --mode bwd --peers
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
+  fa bench --backend cuda --marks plan
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \
 times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us \

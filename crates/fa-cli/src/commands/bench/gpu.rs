@@ -46,6 +46,10 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
     }
     if let Some(marks) = args.gpu.marks {
         marks.check_pass(pass).map_err(InputError::Usage)?;
+        if args.gpu.peers && !marks.has_peers() {
+            let why = format!("no peer has anything beside the marks {}: leave out --peers", marks.name());
+            return Err(InputError::Usage(why).into());
+        }
         return Ok(Options {
             shapes: marks.shapes(),
             specs: Vec::new(),

@@ -44,6 +44,7 @@ pub fn table(report: &Report) -> String {
                 let text = |rate: f64| match row.unit {
                     Unit::Flops => format!("{rate:.0}"),
                     Unit::KvBytes | Unit::StepMs => format!("{rate:.3}"),
+                    Unit::PlanUs => format!("{rate:.2}"),
                 };
                 let own = text(row.rate);
                 let own = if unit.is_some() { own } else { format!("{own} {}", row.unit.name()) };

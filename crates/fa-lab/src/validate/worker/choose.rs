@@ -56,7 +56,9 @@ fn one_of(listed: Vec<KernelSpec>, known: &mut HashSet<String>) -> Option<Kernel
     Some(found)
 }
 
-/// The planner's kernels for a case, best first: `chosen` before the others.
+/// The planner's kernels for a case, best first: `chosen` before the others. Where keys are to be divided,
+/// those that the planner lists so come first, then the others with it: of short problems the few that gain
+/// by it may all spill.
 pub(super) fn ranked(
     case: &Case,
     pass: Pass,
@@ -65,7 +67,12 @@ pub(super) fn ranked(
     chosen: &KernelSpec,
 ) -> impl Iterator<Item = KernelSpec> {
     let others = move || listed(&case.problem, pass, arch, family, case.split);
-    std::iter::once(chosen.clone()).chain(std::iter::once_with(others).flatten())
+    let forced = move || {
+        let plain = if case.split { listed(&case.problem, pass, arch, family, false) } else { Vec::new() };
+        dividing(plain, arch)
+    };
+    let others = std::iter::once_with(others).flatten().chain(std::iter::once_with(forced).flatten());
+    std::iter::once(chosen.clone()).chain(others)
 }
 
 /// The planner's kernels, best first; where `split`, those whose CTAs share a row's keys.
@@ -83,6 +90,11 @@ fn listed(problem: &Problem, pass: Pass, arch: Arch, family: Family, split: bool
         return own;
     }
     // Of short problems the planner lists none that split: then the others with it.
+    dividing(specs, arch)
+}
+
+/// The kernels that have room for dividing keys among CTAs, and do.
+fn dividing(specs: Vec<KernelSpec>, arch: Arch) -> Vec<KernelSpec> {
     let fits = |spec: &KernelSpec| spec.check().is_ok() && account(spec, arch).is_ok();
     specs.into_iter().map(|spec| KernelSpec { split: true, ..spec }).filter(fits).collect()
 }
@@ -127,8 +139,41 @@ pub(super) fn twin_reads(case: &Case) -> Option<Reads> {
 
 #[cfg(test)]
 mod tests {
+    use fa_attn::device::first_clean;
+    use fa_core::{Dtype, Lengths, Mask};
+
     use super::*;
-    use crate::grid::{Extent, serving, serving_gradients};
+    use crate::grid::{Extent, case, serving, serving_gradients};
+
+    /// Windows over short caches: the only tiles that gain by dividing keys are large and spill.
+    #[test]
+    fn kernels_that_divide_keys_by_force_follow_those_that_gain_by_it() {
+        let base = Problem::square(2, 1, 8, 64, Mask::window(40, 11), Dtype::Bf16);
+        let wide = Problem { head_dim: 192, head_dim_v: 128, heads_kv: 1, ..base };
+        let narrow = Problem { heads_q: 6, heads_kv: 1, ..base };
+        for problem in [
+            Problem { lengths: Lengths::uniform(2, 1, 2000), ..wide },
+            Problem { lengths: Lengths::uniform(2, 15, 2042), ..narrow },
+        ] {
+            let case = Case { split: true, ..case("split", problem) };
+            let own = listed(&problem, Pass::Forward, Arch::Sm90, Family::Sm80, true);
+            let all: Vec<KernelSpec> =
+                ranked(&case, Pass::Forward, Arch::Sm90, Family::Sm80, &own[0]).collect();
+            assert!(all.iter().all(|spec| spec.split) && all[1..].starts_with(&own));
+            let spills = |spec: &KernelSpec| own.iter().any(|own| own.tile() == spec.tile());
+            let bind = |spec: &KernelSpec| match spills(spec) {
+                true => Err(fa_kernels::Error::Refused {
+                    name: spec.to_string(),
+                    target: "sm_90".to_owned(),
+                    fault: "registers spill".to_owned(),
+                    log_file: None,
+                }),
+                false => Ok(()),
+            };
+            let found = first_clean(all, bind).expect("another tile").expect("there are kernels");
+            assert!(found.spec.split && found.spec.tile().0 < 256, "{}", found.spec);
+        }
+    }
 
     #[test]
     fn cases_share_kernels_that_compute_them() {

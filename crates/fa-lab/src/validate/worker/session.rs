@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use fa_attn::device::{Bound, Clean, Gpu, first_clean};
 use fa_core::{Family, KernelSpec, Pass, TensorLayout};
 use fa_kernels::{Backward, Forward};
+use fa_planner::plan::PlanError;
 use half::bf16;
 
 use super::choose::{self, Chosen};
@@ -109,15 +110,13 @@ impl Session {
         let bind = |spec: &KernelSpec| kernels.forward_with(&case.problem, spec);
         match (named, self.chosen.forward(case)) {
             (Some(named), _) => Ok((bind(&named.spec)?, Vec::new())),
-            (None, Some(spec)) => match self.first_clean(case, Pass::Forward, spec, bind) {
+            (None, Some(spec)) => Ok(self.first_clean(case, Pass::Forward, spec, bind)?),
+            (None, None) if case.split => match choose::splitting(case, self.gpu.arch(), self.family) {
+                Ok(spec) => Ok(self.first_clean(case, Pass::Forward, &spec, bind)?),
                 // Pages that none of the family loads: the library goes on to the next family.
-                Err(fa_kernels::Error::Page { .. }) => self.own_forward(case),
-                found => Ok(found?),
+                Err(fa_attn::Error::Plan(PlanError::NoneFits { .. })) => self.own_forward(case),
+                Err(error) => Err(error),
             },
-            (None, None) if case.split => {
-                let spec = choose::splitting(case, self.gpu.arch(), self.family)?;
-                Ok(self.first_clean(case, Pass::Forward, &spec, bind)?)
-            }
             (None, None) => self.own_forward(case),
         }
     }

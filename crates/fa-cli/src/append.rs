@@ -1,0 +1,350 @@
+//! New keys and values that a file has beside its cache: appended, and turned by their positions where it has
+//! rotary tables, before attention is computed on what the cache then holds.
+
+use std::time::{Duration, Instant};
+
+use fa_attn::{
+    Append, AppendExtras, AppendTensors, Element, QueryPositions, Rotary, RotaryPairs, Table, Tensor,
+};
+use fa_core::append::RotaryQueries;
+use fa_core::{Dtype, Problem, Side, SideRows, TensorLayout};
+
+use crate::safetensors::{Stored, TensorFile};
+use crate::sequences::{SideTensors, shape_of};
+use crate::term::failure::InputError;
+
+/// The tensors of [`NewRows`], which go together.
+const NEW: [&str; 2] = ["k_new", "v_new"];
+
+/// Their starts, where they are packed.
+const CU_NEW: &str = "cu_seqlens_k_new";
+
+/// Cosines and sines of rotary embedding.
+const TABLES: [&str; 2] = ["rotary_cos", "rotary_sin"];
+
+/// Cosines or sines, in f32 or the tensors' type.
+#[derive(Debug)]
+enum Values<T> {
+    F32(Vec<f32>),
+    Same(Vec<T>),
+}
+
+/// How rows are turned, and by what.
+type Tables<T> = (Rotary, [Values<T>; 2]);
+
+/// What is appended.
+#[derive(Debug)]
+pub struct NewRows<T> {
+    append: Append,
+    /// `[batch, rows, heads_kv, head_dim]`, or `[1, total, ...]` where they are packed.
+    k: Tensor<T>,
+    v: Tensor<T>,
+    tables: Option<[Values<T>; 2]>,
+    /// `[batch + 1]`.
+    cu: Option<Vec<i32>>,
+    /// Keys in the cache before, `[batch]`.
+    before: Vec<i32>,
+    /// New keys of each sequence.
+    counts: Vec<usize>,
+}
+
+/// What an append did.
+#[derive(Clone, Copy, Debug)]
+pub struct Appended {
+    /// New keys of all sequences.
+    pub rows: usize,
+    /// Elements of a row that were turned; `None` without rotary tables.
+    pub rotary_dim: Option<usize>,
+    /// How long it took; on a GPU with the copies of the cache.
+    pub time: Duration,
+}
+
+impl NewRows<()> {
+    /// Whether the file has new keys.
+    ///
+    /// # Errors
+    /// [`InputError`] for parts of an append without the others.
+    pub fn are_in(file: &TensorFile, is_interleaved: bool) -> Result<bool, InputError> {
+        let usage = |message: String| Err(InputError::Usage(message));
+        let has = |names: [&'static str; 2]| names.map(|name| file.has(name));
+        let lone = |names: [&'static str; 2]| match has(names) {
+            [true, false] => Some((names[0], names[1])),
+            [false, true] => Some((names[1], names[0])),
+            _ => None,
+        };
+        for names in [NEW, TABLES] {
+            if let Some((there, absent)) = lone(names) {
+                return usage(format!("the file has {there}, but no {absent}: give both or neither"));
+            }
+        }
+        let is_there = file.has(NEW[0]);
+        for name in [TABLES[0], CU_NEW] {
+            if file.has(name) && !is_there {
+                return usage(format!("the file has {name}, but no k_new and v_new, which it is about"));
+            }
+        }
+        if is_interleaved && !file.has(TABLES[0]) {
+            return usage(
+                "--rotary-interleaved says how rotary_cos and rotary_sin are used: the file has none"
+                    .to_owned(),
+            );
+        }
+        Ok(is_there)
+    }
+}
+
+impl<T: Element + Stored> NewRows<T> {
+    /// Reads what the file appends to the cache of `problem`; `sides` holds afterwards the lengths with the
+    /// new keys.
+    ///
+    /// # Errors
+    /// [`InputError`] for tensors of wrong types and shapes, for rows that the cache has no room for, and for
+    /// positions that the rotary tables do not have.
+    pub fn read(
+        file: &TensorFile,
+        problem: &Problem,
+        sides: &mut SideTensors,
+        layout: TensorLayout,
+        is_interleaved: bool,
+    ) -> anyhow::Result<NewRows<T>> {
+        let usage = |message: String| Err(InputError::Usage(message));
+        let Some(before) = sides.used_k.clone() else {
+            return Err(InputError::Usage(
+                "the file has k_new, but no cache_seqlens (or seqused_k), i32 [batch]: new keys go behind \
+                 those that a cache holds"
+                    .to_owned(),
+            )
+            .into());
+        };
+        if sides.cu_k.is_some() {
+            usage(
+                "the file has k_new and cu_seqlens_k: packed keys have no room for new ones; give k and v \
+                 padded, or in pages"
+                    .to_owned(),
+            )?;
+        }
+        let batch = problem.lengths.sequences();
+        let cu = match file.has(CU_NEW) {
+            true => Some(file.read::<i32>(CU_NEW)?),
+            false => None,
+        };
+        let shape = |name| shape_of(file, name, layout, CU_NEW);
+        let (k, v) = (shape("k_new")?, shape("v_new")?);
+        let rows = k[1];
+        for (name, got, dim) in [("k_new", k, problem.head_dim), ("v_new", v, problem.head_dim_v)] {
+            let entry = file.entry(name)?;
+            let of_q = file.entry("q")?.dtype;
+            if entry.dtype != of_q {
+                let need = format!("q holds {of_q}, and all tensors must be of one type");
+                return Err(
+                    InputError::Dtype { name: name.to_owned(), got: entry.dtype.to_string(), need }.into()
+                );
+            }
+            let first = if cu.is_some() { 1 } else { batch };
+            if got != [first, rows, problem.heads_kv, dim] {
+                let heads_kv = problem.heads_kv;
+                let need = format!(
+                    "of {batch} sequences, {rows} rows, {heads_kv} heads and {dim} elements, as the cache \
+                     and k_new have them"
+                );
+                return Err(
+                    InputError::Shape { name: name.to_owned(), got: entry.shape.clone(), need }.into()
+                );
+            }
+        }
+        let counts = counts(cu.as_deref(), batch, rows)?;
+        let new = match &cu {
+            Some(_) => Side::packed(rows, counts.iter().copied().max().unwrap_or(0)),
+            None => Side::padded(rows),
+        };
+        let (rotary, tables) = rotary(file, problem, is_interleaved)?.unzip();
+        let append = Append {
+            sequences: batch,
+            new,
+            cache: Side { rows: problem.lengths.k().rows, used: false },
+            heads_kv: problem.heads_kv,
+            head_dim: problem.head_dim,
+            head_dim_v: problem.head_dim_v,
+            dtype: problem.types.qkv,
+            rotary,
+        };
+        append.check().map_err(|error| InputError::Usage(format!("appending k_new and v_new: {error}")))?;
+        check_room(&append, &before, &counts, &queries(problem, sides))?;
+        let lengths = before.iter().zip(&counts).map(|(&before, &count)| before + count as i32);
+        sides.used_k = Some(lengths.collect());
+        let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
+            Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
+        };
+        Ok(NewRows { append, k: tensor("k_new", k)?, v: tensor("v_new", v)?, tables, cu, before, counts })
+    }
+
+    /// What is appended, as data.
+    pub fn append(&self) -> Append {
+        self.append
+    }
+
+    /// Appends to the cache `k` and `v` by `act`, and turns the queries `q`.
+    ///
+    /// # Errors
+    /// What `act` says.
+    pub fn apply(
+        &self,
+        [q, k, v]: [&mut Tensor<T>; 3],
+        sides: &SideTensors,
+        act: impl FnOnce(&mut AppendExtras<'_>, &mut AppendTensors<'_, T>) -> Result<usize, fa_attn::Error>,
+    ) -> anyhow::Result<Appended> {
+        let of_q = self.append.queries().map(|queries| queries.rows);
+        let is_packed = |side: Side| matches!(side.rows, SideRows::Packed { .. });
+        let mut extras = AppendExtras {
+            cu_new: self.cu.as_deref(),
+            used_new: None,
+            used_k: Some(&self.before),
+            page_table: sides.page_table.as_deref(),
+            cu_q: sides.cu_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
+            used_q: sides.used_q.as_deref().filter(|_| of_q.is_some()),
+            used_out: None,
+        };
+        let tables = self.tables.as_ref().map(|tables| {
+            [0, 1].map(|i: usize| match &tables[i] {
+                Values::F32(values) => Table::F32(values),
+                Values::Same(values) => Table::Same(values),
+            })
+        });
+        let mut tensors = AppendTensors {
+            k_new: self.k.view("k_new")?,
+            v_new: self.v.view("v_new")?,
+            k_cache: k.view_mut("k")?,
+            v_cache: v.view_mut("v")?,
+            q: of_q.map(|_| q.view_mut("q")).transpose()?,
+            tables,
+        };
+        let start = Instant::now();
+        let left_out = act(&mut extras, &mut tensors)?;
+        anyhow::ensure!(left_out == 0, "{left_out} rows had no place though each was checked to have one");
+        let rotary_dim = self.append.rotary.map(|rotary| rotary.dim);
+        Ok(Appended { rows: self.counts.iter().sum(), rotary_dim, time: start.elapsed() })
+    }
+}
+
+/// New keys of each sequence.
+fn counts(cu: Option<&[i32]>, batch: usize, rows: usize) -> Result<Vec<usize>, InputError> {
+    let Some(starts) = cu else { return Ok(vec![rows; batch]) };
+    let refuse = |why: String| Err(InputError::Usage(format!("tensor '{CU_NEW}': {why}")));
+    if starts.len() != batch + 1 {
+        return refuse(format!("it has {} entries, a batch of {batch} needs {}", starts.len(), batch + 1));
+    }
+    if starts[0] != 0 {
+        return refuse(format!("it begins with {}, it must begin with 0", starts[0]));
+    }
+    let last = starts[batch];
+    let mut counts = Vec::with_capacity(batch);
+    for (index, pair) in starts.windows(2).enumerate() {
+        match usize::try_from(i64::from(pair[1]) - i64::from(pair[0])) {
+            Ok(count) => counts.push(count),
+            Err(_) => {
+                return refuse(format!(
+                    "entry {} is {}, less than the {} before it",
+                    index + 1,
+                    pair[1],
+                    pair[0]
+                ));
+            }
+        }
+    }
+    if last as usize > rows {
+        return refuse(format!("it ends with {last}, k_new has {rows} rows"));
+    }
+    Ok(counts)
+}
+
+/// Queries of each sequence.
+fn queries(problem: &Problem, sides: &SideTensors) -> Vec<usize> {
+    let max = problem.lengths.max_q();
+    (0..problem.lengths.sequences())
+        .map(|sequence| {
+            let all = match sides.cu_q.as_deref() {
+                Some(starts) => usize::try_from(starts[sequence + 1] - starts[sequence]).unwrap_or(0),
+                None => max,
+            };
+            let used = sides.used_q.as_deref().map(|used| usize::try_from(used[sequence]).unwrap_or(0));
+            used.map_or(all, |used| used.min(all))
+        })
+        .collect()
+}
+
+/// The rotary embedding of the file's tables, which also turns the queries: by the positions of the new keys
+/// under a mask that moves with them, all by the first of these without one.
+fn rotary<T: Stored>(
+    file: &TensorFile,
+    problem: &Problem,
+    is_interleaved: bool,
+) -> anyhow::Result<Option<Tables<T>>> {
+    if !file.has(TABLES[0]) {
+        return Ok(None);
+    }
+    let (cos, sin) = (file.entry(TABLES[0])?, file.entry(TABLES[1])?);
+    let of_q = file.entry("q")?.dtype;
+    for (name, entry) in TABLES.into_iter().zip([cos, sin]) {
+        let refuse =
+            |need: String| InputError::Shape { name: name.to_owned(), got: entry.shape.clone(), need };
+        if entry.shape.len() != 2 {
+            return Err(refuse("it must be [positions, rotary_dim / 2]".to_owned()).into());
+        }
+        if entry.shape != cos.shape {
+            return Err(refuse(format!("it must have the shape of rotary_cos, {:?}", cos.shape)).into());
+        }
+        if entry.dtype != cos.dtype || (entry.dtype != safetensors::Dtype::F32 && entry.dtype != of_q) {
+            let need = format!("both tables must hold F32, or both {of_q} as q does");
+            return Err(
+                InputError::Dtype { name: name.to_owned(), got: entry.dtype.to_string(), need }.into()
+            );
+        }
+    }
+    let is_f32 = cos.dtype == safetensors::Dtype::F32;
+    let read = |name| -> Result<Values<T>, InputError> {
+        Ok(if is_f32 { Values::F32(file.read(name)?) } else { Values::Same(file.read(name)?) })
+    };
+    let Problem { lengths, heads_q, mask, .. } = problem;
+    let positions = if mask.is_full() { QueryPositions::Same } else { QueryPositions::Following };
+    let rotary = Rotary {
+        dim: cos.shape[1].saturating_mul(2),
+        pairs: if is_interleaved { RotaryPairs::Neighbours } else { RotaryPairs::Halves },
+        positions: cos.shape[0],
+        table: if is_f32 { Dtype::F32 } else { problem.types.qkv },
+        queries: Some(RotaryQueries { rows: lengths.q(), heads: *heads_q, positions }),
+    };
+    Ok(Some((rotary, [read(TABLES[0])?, read(TABLES[1])?])))
+}
+
+/// Every new key has a place in the cache, and every row that is turned a position in the tables.
+fn check_room(
+    append: &Append,
+    before: &[i32],
+    counts: &[usize],
+    queries: &[usize],
+) -> Result<(), InputError> {
+    let room = append.cache.max();
+    for (sequence, (&before, &count)) in before.iter().zip(counts).enumerate() {
+        // Lengths of the cache have been checked to be 0 or more.
+        let before = usize::try_from(before).unwrap_or(0);
+        if count > 0 && before + count > room {
+            return Err(InputError::Usage(format!(
+                "tensor 'k_new': sequence {sequence} has {before} keys in the cache and {count} new ones, \
+                 the cache has room for {room} of a sequence"
+            )));
+        }
+        let Some(rotary) = append.rotary else { continue };
+        let follows = rotary.queries.is_some_and(|queries| queries.positions == QueryPositions::Following);
+        let of_queries = if follows { queries[sequence] } else { queries[sequence].min(1) };
+        let need = before + count.max(of_queries);
+        if need > rotary.positions && count.max(of_queries) > 0 {
+            return Err(InputError::Usage(format!(
+                "tensor 'rotary_cos': sequence {sequence} has rows up to position {}, the tables have {} \
+                 positions",
+                need - 1,
+                rotary.positions
+            )));
+        }
+    }
+    Ok(())
+}

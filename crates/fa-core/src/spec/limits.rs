@@ -1,0 +1,176 @@
+//! What GPU kernels can hold of a problem beside what they are compiled for: counts, factors of scores,
+//! pages. Part of [`KernelSpec::serves`], which planner and launch both ask.
+
+use super::error::Unserved;
+use super::pages::boxes_need;
+use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, Traits};
+use crate::{Problem, SideRows};
+
+/// CTAs that a GPU computes at once, at the most: more than any has.
+const MOST_CTAS: usize = 1 << 16;
+
+impl Problem {
+    /// Checks what every GPU kernel asks of a problem beyond [`Problem::check`], whichever kernel it is:
+    /// lengths and counts up to [`MAX_COUNT`], a softmax scale and a soft cap that f32 holds.
+    ///
+    /// # Errors
+    /// [`Unserved::TooLong`], [`Unserved::Scale`] or [`Unserved::Softcap`], the first found.
+    pub fn check_gpu(&self) -> Result<(), Unserved> {
+        let Problem { lengths, heads_q, heads_kv, .. } = *self;
+        let sequences = lengths.sequences();
+        let mut counts = vec![
+            ("batch", sequences),
+            ("heads_q", heads_q),
+            ("heads_kv", heads_kv),
+            ("batch * heads_q", sequences.saturating_mul(heads_q)),
+            ("seqlen_q", lengths.max_q()),
+            ("seqlen_k", lengths.max_k()),
+        ];
+        for (name, side) in [("total_q", lengths.q()), ("total_k", lengths.k())] {
+            match side.rows {
+                SideRows::Packed { total, .. } => counts.push((name, total)),
+                SideRows::Paged { page, pages, .. } => counts.extend([
+                    ("page", page),
+                    ("pages", pages),
+                    ("entries of the page table", lengths.table_columns()),
+                ]),
+                SideRows::Padded { .. } => {}
+            }
+        }
+        counts.into_iter().try_for_each(|(name, value)| count(name, value))?;
+        self.check_scores()
+    }
+
+    /// The softmax scale is positive, and it, its product with log2(e) and what goes with a soft cap are
+    /// normal f32; the cap does not spoil the scores.
+    fn check_scores(&self) -> Result<(), Unserved> {
+        let scale = self.scale();
+        let scale_log2 = scale * std::f64::consts::LOG2_E;
+        let usable = |value: f64| value > 0.0 && (value as f32).is_normal();
+        if !usable(scale) || !usable(scale_log2) {
+            return Err(Unserved::Scale { scale });
+        }
+        let Some(softcap) = self.score.softcap else { return Ok(()) };
+        if softcap > MAX_SOFTCAP || !usable(softcap) || !usable(2.0 * scale_log2 / softcap) {
+            return Err(Unserved::Softcap { softcap, scale, limit: MAX_SOFTCAP });
+        }
+        Ok(())
+    }
+}
+
+fn count(name: &'static str, value: usize) -> Result<(), Unserved> {
+    if value <= MAX_COUNT { Ok(()) } else { Err(Unserved::TooLong { name, value, limit: MAX_COUNT }) }
+}
+
+impl KernelSpec {
+    /// The rows of a head and the tiles of all heads fit a launch.
+    pub(super) fn check_tiles(&self, problem: &Problem) -> Result<(), Unserved> {
+        let Traits { tile: (tile_m, tile_n), packs_gqa, cluster, .. } = self.traits();
+        let (group, heads) =
+            if packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
+        let lengths = &problem.lengths;
+        count("query rows of a head", lengths.max_q().saturating_mul(group))?;
+        // Those of a sequence and head fill whole clusters.
+        let queries = lengths.sequences().saturating_mul(cluster as usize - 1);
+        let queries = lengths.most_tiles_q(group, tile_m).saturating_add(queries);
+        // What a plan adds where it divides the keys of some tiles: `most_slots` of the launch.
+        let parts = if self.split && self.reads.varied { 2 } else { 0 };
+        let spare = if parts > 0 { 6 * MOST_CTAS } else { 0 };
+        let of_queries = queries.saturating_add(parts).saturating_mul(heads).saturating_add(spare);
+        count("tiles of queries", of_queries)?;
+        if !self.kernel.is_backward() {
+            return Ok(());
+        }
+        // The query heads of a group may be divided among CTAs.
+        count("tiles of keys", lengths.most_tiles_k(tile_n).saturating_mul(problem.heads_q))
+    }
+
+    /// Pages are what the kernel's loads take.
+    pub(super) fn check_pages(&self, problem: &Problem) -> Result<(), Unserved> {
+        // The SM80 class copies all rows one by one, as a gather does.
+        let by_boxes = matches!(&self.kernel, Kernel::Sm90Fwd(kernel) if !kernel.gather);
+        let Some(page) = problem.lengths.page().filter(|_| by_boxes) else { return Ok(()) };
+        let (_, tile_n) = self.tile();
+        for head_dim in [self.head_dim, self.head_dim_v] {
+            if let Some(multiple) = boxes_need(page, tile_n, head_dim) {
+                return Err(Unserved::Page { page, tile_n, head_dim, multiple });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{Reads, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+    use crate::{Dtype, Lengths, Mask, MaskKind, ScoreKind, ScoreMod, Side, Types};
+
+    const BASE: Problem = Problem::square(2, 300, 5, 64, Mask::FULL, Dtype::Bf16);
+
+    fn spec(kernel: Kernel, reads: Reads) -> KernelSpec {
+        let (types, mask, score) = (Types::same(Dtype::Bf16), MaskKind::Full, ScoreKind::default());
+        KernelSpec { types, head_dim: 64, head_dim_v: 64, mask, score, reads, split: false, kernel }
+    }
+
+    #[test]
+    fn pages_that_no_box_loads_are_not_served() {
+        let reads = Reads { varied: true, paged: true };
+        let paged =
+            |page| Problem { lengths: Lengths::of(2, Side::padded(1), Side::paged(page, 64, 300)), ..BASE };
+        let boxes = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), reads);
+        assert_eq!(boxes.serves(&paged(16)), Ok(()));
+        let error = boxes.serves(&paged(1)).expect_err("128 boxes of one row for 32 lanes");
+        assert_eq!(error, Unserved::Page { page: 1, tile_n: 128, head_dim: 64, multiple: 4 });
+        assert!(error.to_string().contains("use pages of a multiple of 4"), "{error}");
+        let gathered = spec(Kernel::Sm90Fwd(Sm90Fwd { gather: true, ..Sm90Fwd::default() }), reads);
+        assert_eq!(gathered.serves(&paged(1)), Ok(()));
+        assert_eq!(spec(Kernel::Sm80Fwd(Sm80Fwd::default()), reads).serves(&paged(1)), Ok(()));
+    }
+
+    #[test]
+    fn counts_that_no_launch_holds_are_not_served() {
+        let dense = spec(Kernel::Sm90Fwd(Sm90Fwd::default()), Reads::UNIFORM);
+        let backward = spec(Kernel::Sm90Bwd(Sm90Bwd::default()), Reads::UNIFORM);
+        let of = |batch, q, k, heads| Problem {
+            lengths: Lengths::uniform(batch, q, k),
+            heads_q: heads,
+            heads_kv: 1,
+            ..BASE
+        };
+        let named = |spec: &KernelSpec, problem: &Problem| match spec.serves(problem) {
+            Err(Unserved::TooLong { name, value, limit }) if value > limit && limit == MAX_COUNT => name,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(dense.serves(&of(1, MAX_COUNT, MAX_COUNT, 1)), Ok(()));
+        assert_eq!(named(&dense, &of(1, MAX_COUNT + 1, 1, 1)), "seqlen_q");
+        assert_eq!(named(&dense, &of(1, 1, 1 << 32, 1)), "seqlen_k");
+        assert_eq!(named(&dense, &of(1 << 31, 1, 1, 1)), "batch");
+        assert_eq!(named(&dense, &of(1 << 20, 1, 1, 2048)), "batch * heads_q");
+        assert_eq!(named(&dense, &of(1 << 20, 256, 1, 1024)), "tiles of queries");
+        assert_eq!(named(&backward, &of(1 << 20, 1, 256, 1024)), "tiles of keys");
+        let packs = Kernel::Sm90Fwd(Sm90Fwd { pack_gqa: true, ..Sm90Fwd::default() });
+        assert_eq!(named(&spec(packs, Reads::UNIFORM), &of(1, MAX_COUNT, 1, 2)), "query rows of a head");
+        let cache = Lengths::of(1, Side::padded(1), Side::paged(1 << 31, 1, 1));
+        assert_eq!(
+            Problem { lengths: cache, ..BASE }.check_gpu(),
+            Err(Unserved::TooLong { name: "page", value: 1 << 31, limit: MAX_COUNT })
+        );
+    }
+
+    #[test]
+    fn factors_that_spoil_scores_are_not_served() {
+        let of = |softmax_scale, softcap| {
+            Problem { softmax_scale, score: ScoreMod::softcap_or_none(softcap), ..BASE }.check_gpu()
+        };
+        for softcap in [None, Some(1e-3), Some(30.0), Some(MAX_SOFTCAP)] {
+            assert_eq!(of(None, softcap), Ok(()));
+        }
+        for (scale, softcap) in [(None, 1e-39), (None, MAX_SOFTCAP * 1.001), (Some(1e30), 1e-30)] {
+            assert!(matches!(of(scale, Some(softcap)), Err(Unserved::Softcap { .. })), "{softcap}");
+        }
+        for scale in [0.0, -1.0, 1e-39, 1e39] {
+            assert_eq!(of(Some(scale), None), Err(Unserved::Scale { scale }));
+        }
+    }
+}

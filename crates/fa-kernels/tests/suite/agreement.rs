@@ -1,0 +1,185 @@
+//! Planner and launch agree: what the planner ranks, the host's checks of a launch take; what it refuses
+//! because no launch holds it, they refuse in the same words.
+
+use fa_core::{
+    Alibi, Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, TensorLayout, Types, Unserved,
+};
+use fa_kernels::launch::{Addresses, Launches};
+use fa_kernels::{Error, RawExtras, RawTensor};
+use fa_planner::account::Reason;
+use fa_planner::plan::{PlanError, PlanOptions, explore, plan_spec};
+use proptest::prelude::*;
+
+const TARGETS: [(Arch, Family, u32); 4] = [
+    (Arch::Sm90, Family::Sm90, 132),
+    (Arch::Sm90, Family::Sm80, 114),
+    (Arch::Sm86, Family::Sm80, 84),
+    (Arch::Sm80, Family::Sm80, 1),
+];
+
+const PASSES: [Pass; 3] = [Pass::Forward, Pass::BACKWARD, Pass::DETERMINISTIC_BACKWARD];
+
+/// Mostly what somebody asks for, now and then what no counter holds.
+fn len() -> impl Strategy<Value = usize> {
+    prop_oneof![
+        6 => 0usize..5,
+        10 => 1usize..20_000,
+        1 => (1usize << 29)..(1 << 31),
+        1 => Just(1usize << 32),
+    ]
+}
+
+fn score() -> impl Strategy<Value = ScoreMod> {
+    let cap = prop_oneof![
+        4 => Just(None),
+        4 => (0.1f64..1024.0).prop_map(Some),
+        1 => prop_oneof![Just(1024.5), Just(1e9), Just(1e-39), Just(1e-300)].prop_map(Some),
+    ];
+    let alibi = prop_oneof![Just(None), Just(Some(Alibi::PerHead)), Just(Some(Alibi::PerSequenceHead))];
+    (cap, alibi, any::<bool>()).prop_map(|(softcap, alibi, sinks)| ScoreMod { softcap, alibi, sinks })
+}
+
+fn problems() -> impl Strategy<Value = Problem> {
+    let padded = (len(), any::<bool>()).prop_map(|(max, is_used)| {
+        let side = Side::padded(max);
+        if is_used { side.with_used() } else { side }
+    });
+    let packed = (0usize..300_000, len()).prop_map(|(total, max)| Side::packed(total, max));
+    let side = prop_oneof![2 => padded, 1 => packed];
+    let page = prop_oneof![4 => 1usize..40, 2 => 40usize..600, 1 => Just(1usize << 31)];
+    let paged = (page, 1usize..5000, len()).prop_map(|(page, pages, max)| Side::paged(page, pages, max));
+    let mask = prop_oneof![
+        Just(Mask::FULL),
+        Just(Mask::CAUSAL),
+        (0u32..3000, 0u32..3000).prop_map(|(left, right)| Mask::window(left, right)),
+    ];
+    let heads = (1usize..5, prop_oneof![8 => 1usize..9, 2 => Just(32usize), 1 => Just(1usize << 21)]);
+    let scale = prop_oneof![
+        6 => Just(None),
+        1 => (0.001f64..9.0).prop_map(Some),
+        1 => prop_oneof![Just(0.0), Just(-1.0), Just(1e-39), Just(1e39)].prop_map(Some),
+    ];
+    let batch = prop_oneof![12 => 0usize..9000, 1 => Just(1usize << 21)];
+    let keys = prop_oneof![side.clone(), paged];
+    (batch, side, keys, heads, (1usize..33, 1usize..33), mask, scale, score()).prop_map(
+        |(batch, q, k, (heads_kv, group), (hd, hdv), mask, softmax_scale, score)| Problem {
+            lengths: Lengths::of(batch, q, k),
+            heads_q: heads_kv * group,
+            heads_kv,
+            head_dim: 8 * hd,
+            head_dim_v: 8 * hdv,
+            mask,
+            types: Types::same(Dtype::Bf16),
+            softmax_scale,
+            score,
+        },
+    )
+}
+
+/// The checks of a call whose tensors lie packed, each at an address of its own.
+fn check_call(launches: &Launches) -> Result<(), Error> {
+    let packed = launches.tensors.iter().enumerate().map(|(i, tensor)| {
+        let shape = &tensor.shape;
+        let strides = TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.dim);
+        RawTensor { address: (i as u64 + 1) << 50, strides }
+    });
+    let tensors: Vec<RawTensor> = packed.collect();
+    let given = |name: &str| launches.extras.iter().find(|extra| extra.name == name).map(|_| 1 << 49);
+    let extras = RawExtras {
+        cu_q: given("cu_q"),
+        cu_k: given("cu_k"),
+        used_q: given("used_q"),
+        used_k: given("used_k"),
+        page_table: given("page_table"),
+        alibi_slopes: given("alibi_slopes"),
+        sinks: given("sinks"),
+        ..RawExtras::default()
+    };
+    launches.check(&Addresses { tensors: &tensors, lse: Some(1 << 48), workspace: Some(1 << 47), extras })
+}
+
+/// Whether packed strides are within what a call's checks take: coordinates of TMA reach 2^31 rows of all
+/// heads where lengths are on the device, and strides 2^39 elements.
+fn strides_fit(problem: &Problem) -> bool {
+    let Problem { lengths, heads_q, head_dim, head_dim_v, .. } = problem;
+    let rows = lengths.total_q().max(lengths.total_k()).max(1).saturating_mul(*heads_q);
+    rows < 1 << 31 && rows.saturating_mul(*head_dim.max(head_dim_v)) < 1 << 39
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn what_is_planned_can_be_launched(problem in problems(), target in 0usize..4, pass in 0usize..3) {
+        prop_assume!(problem.check().is_ok());
+        let ((arch, family, sms), pass) = (TARGETS[target], PASSES[pass]);
+        let options = PlanOptions { family: Some(family), pass, constants: None };
+        let set = match explore(&problem, arch, &options) {
+            Ok(set) => set,
+            Err(PlanError::Unserved(unserved)) => {
+                prop_assert_eq!(problem.check_gpu(), Err(unserved));
+                return Ok(());
+            }
+            Err(PlanError::PagedBackward { .. }) => return Ok(()),
+            Err(error) => panic!("{error}"),
+        };
+        for planned in &set.plans {
+            let launches = match Launches::of(&planned.spec, &problem, arch, sms) {
+                Ok(launches) => launches,
+                Err(error) => panic!("{}: {error}", planned.spec),
+            };
+            if strides_fit(&problem) {
+                check_call(&launches).unwrap_or_else(|error| panic!("{}: {error}", planned.spec));
+            }
+        }
+        for rejected in &set.rejected {
+            if let Reason::Launch(reason) = &rejected.reason {
+                let refused = Launches::of(&rejected.spec, &problem, arch, sms).map(|_| ());
+                let text = refused.expect_err("a launch refuses what no launch holds").to_string();
+                prop_assert_eq!(text, reason.to_string());
+            }
+        }
+    }
+}
+
+/// A page of one key takes a gather, which takes panels of equal width: here K's have 64 columns and V's 32.
+#[test]
+fn pages_that_no_box_loads_are_planned_as_they_are_launched() {
+    let problem = Problem {
+        lengths: Lengths::of(3, Side::padded(300), Side::paged(1, 900, 300)),
+        heads_q: 5,
+        heads_kv: 1,
+        head_dim: 192,
+        head_dim_v: 96,
+        ..Problem::square(3, 300, 5, 192, Mask::FULL, Dtype::Bf16)
+    };
+    let of = |family| explore(&problem, Arch::Sm90, &PlanOptions { family, ..PlanOptions::default() });
+    let own = of(Some(Family::Sm90)).expect("there are candidates");
+    assert!(own.plans.is_empty() && !own.rejected.is_empty());
+    let by_page = own.rejected.iter().find(|r| matches!(r.reason, Reason::Launch(Unserved::Page { .. })));
+    let by_page = by_page.expect("pages are the reason");
+    assert_eq!(by_page.reason.kind(), "pages");
+    let judged = plan_spec(&problem, &by_page.spec, Arch::Sm90, &PlanOptions::default());
+    assert_eq!(judged.expect_err("the same of a file"), by_page.reason);
+    // Without a family those of the SM80 class are there, which the library takes.
+    let any = of(None).expect("there are candidates");
+    let first = &any.plans.first().expect("the sm80 family loads pages of any size").spec;
+    assert_eq!(first.kernel.family(), Family::Sm80);
+    Launches::forward(first, &problem, Arch::Sm90, 132).expect("as planned");
+}
+
+#[test]
+fn what_no_launch_holds_is_no_plan() {
+    let base = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
+    let capped = |cap| Problem { score: ScoreMod::softcap(cap), ..base };
+    let long = Problem { lengths: Lengths::uniform(1, 1 << 32, 1 << 32), heads_q: 1, heads_kv: 1, ..base };
+    for (problem, said) in [
+        (capped(5000.0), "softcap = 5000.0"),
+        (capped(1e-300), "softcap = 1e-300"),
+        (Problem { softmax_scale: Some(0.0), ..base }, "softmax_scale = 0.0"),
+        (long, "seqlen_q = 4294967296 is above 1073741824: split the problem"),
+    ] {
+        let error = explore(&problem, Arch::Sm90, &PlanOptions::default()).expect_err("no launch");
+        assert!(matches!(error, PlanError::Unserved(_)) && error.to_string().starts_with(said), "{error}");
+    }
+}

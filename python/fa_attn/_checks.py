@@ -1,0 +1,111 @@
+"""Options as they come, checked before anything is computed: each refusal names the argument, its value and
+what would work."""
+
+from numbers import Integral
+from operator import index
+from reprlib import repr as short
+
+from ._core import InputError, InputTypeError, UnsupportedError
+
+# Lengths are int32.
+LARGEST = (1 << 31) - 1
+
+# More than any sequence has.
+_FAR = 1 << 40
+
+_EVERYWHERE = (-1, -1)
+
+
+def window(window_size):
+    """(left, right), -1 where there is no limit."""
+    try:
+        if type(window_size) is tuple and window_size == _EVERYWHERE:
+            return window_size
+        left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"window_size is {short(window_size)}: it must be (left, right), keys on each side, -1 for no "
+            "limit"
+        ) from None
+    return left, right
+
+
+def number(name, value):
+    """A float; None where the value is None."""
+    if value is None or type(value) is float:
+        return value
+    try:
+        # True is what a third generation's caller gives by position for `causal`.
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputTypeError(f"{name} is {short(value)}: it must be a number") from None
+
+
+def flag(name, value):
+    """A bool, of what is one or is 0 or 1."""
+    if value is True or value is False:
+        return value
+    one = getattr(value, "shape", ()) == () and not isinstance(value, str)
+    if value is None or (one and value in (0, 1)):
+        return bool(value)
+    raise InputTypeError(f"{name} is {short(value)}: it must be True or False")
+
+
+def most(name, value):
+    """An upper bound on rows."""
+    try:
+        rows = int(value) if isinstance(value, float) and value.is_integer() else index(value)
+    except TypeError:
+        raise InputError(f"{name} is {short(value)}: it must be a whole number") from None
+    if rows < 0:
+        raise InputError(f"{name} is {rows}: it must be at least 0")
+    return min(rows, _FAR)
+
+
+def count(name, value, least=0):
+    """A whole number of a problem."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = index(value)
+    except TypeError:
+        raise InputTypeError(f"{name} is {short(value)}: it must be a whole number") from None
+    if not least <= number <= _FAR:
+        raise InputError(f"{name} is {number}: it must be from {least} to {_FAR}")
+    return number
+
+
+def one_of(name, value, choices):
+    """The value, which is one of these names."""
+    if not isinstance(value, str) or value not in choices:
+        need = ", ".join(map(repr, choices))
+        raise InputError(f"{name} is {short(value)}: it must be one of {need}")
+    return value
+
+
+def array(name, value):
+    """The value, which has a shape."""
+    if not hasattr(value, "shape"):
+        kind = type(value).__name__
+        raise InputTypeError(
+            f"{name} is {kind}: it must be an array that speaks DLPack (numpy, torch, jax, cupy)"
+        )
+    return value
+
+
+def is_neutral(value, neutral):
+    """Whether an argument has one of these values; arrays never do."""
+    return any(
+        value is n or (isinstance(value, Integral) and n is not None and value == n) for n in neutral
+    )
+
+
+def no_dropout(dropout_p):
+    if type(dropout_p) is float and dropout_p == 0.0:
+        return
+    if dropout_p is not None and number("dropout_p", dropout_p) != 0.0:
+        raise UnsupportedError(
+            f"dropout_p = {dropout_p}: attention is computed without dropout, set it to 0.0"
+        )
