@@ -220,7 +220,7 @@ const WARM: Duration = Duration::from_millis(6);
 /// Operations of a pass that is short however long the first one was kept waiting.
 const SMALL: f64 = 1e8;
 
-/// The fastest of the passes that some milliseconds have room for, after a `first` one that took no longer, or
+/// The fastest of the passes that some milliseconds have room for, after a `first` one that took no longer or
 /// of few operations.
 fn warm(
     first: Duration,
