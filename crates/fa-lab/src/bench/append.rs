@@ -69,10 +69,10 @@ pub fn marks() -> Vec<AppendMark> {
         AppendMark { name, append }
     };
     vec![
-        of("32 tokens, pages of 16", 32, Side::padded(1), Some(16), 512, true),
-        of("32 tokens, one piece", 32, Side::padded(1), None, 512, true),
-        of("256 tokens, pages of 16", 256, Side::padded(1), Some(16), 64, true),
-        of("256 tokens, pages of 1", 256, Side::padded(1), Some(1), 64, true),
+        of("32 tokens, pages of 16", 32, Side::padded(1), Some(16), 128, true),
+        of("32 tokens, one piece", 32, Side::padded(1), None, 128, true),
+        of("256 tokens, pages of 16", 256, Side::padded(1), Some(16), 32, true),
+        of("256 tokens, pages of 1", 256, Side::padded(1), Some(1), 32, true),
         of("2 x 512 packed, pages of 16", 2, Side::packed(1024, 512), Some(16), 1024, true),
         of("2 x 512, one piece", 2, Side::padded(512), None, 1024, true),
         of("2 x 512, one piece, not turned", 2, Side::padded(512), None, 1024, false),

@@ -22,8 +22,8 @@ pub struct BenchArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub shapes: ShapeArgs,
-    /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one piece,
-    /// with rotary embedding and without, by the bytes that are read and written
+    /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one
+    /// piece, with rotary embedding and without, by the bytes that are read and written
     #[arg(long, conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "softcap", "specs",
         "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
