@@ -130,10 +130,10 @@ impl Device {
         self.gpu.name()
     }
 
-    /// The kernel for a pass of `problem`.
+    /// The kernel for a pass of `problem`, chosen for lengths rounded up.
     ///
     /// # Errors
-    /// As [`Gpu::bind`].
+    /// As [`Gpu::bind_rounded`].
     pub fn bind(&self, py: Python<'_>, problem: &Problem, pass: Pass) -> PyResult<Arc<Entry>> {
         let key = (ProblemKey::from(problem), pass);
         let winners = self.gpu.tuned_winners();
@@ -146,7 +146,7 @@ impl Device {
             }
         }
         // Compiling takes a second; other threads go on meanwhile.
-        let kernel = py.detach(|| self.gpu.bind(problem, pass)).map_err(raised)?;
+        let kernel = py.detach(|| self.gpu.bind_rounded(problem, pass)).map_err(raised)?;
         let entry = Arc::new(Entry { kernel, workspaces: Mutex::default() });
         let mut bound = lock(&self.bound);
         if bound.entries.len() >= KEPT {

@@ -3,6 +3,8 @@
 pip install torch pytest && python -m pytest tests/test_torch.py
 """
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -559,6 +561,36 @@ def test_a_graph_replays_with_other_lengths():
             close(
                 out[b : b + 1], definition(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]), torch.bfloat16
             )
+
+
+@needs_gpu
+def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
+    q, k, v = tensors("cuda", torch.bfloat16, (1, 1, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), grad=False)
+    kernels = set()
+    for keys in range(513, 545):
+        here = [x[:, :keys].contiguous() for x in (k, v)]
+        close(fa_attn.flash_attn_func(q, *here, causal=True), definition(q, *here), torch.bfloat16)
+        report = fa_attn._core.report(q, *here, None, True, (-1, -1), 0.0)
+        kernels.add(json.loads(report)["kernel"])
+    assert len(kernels) == 1
+
+
+@needs_gpu
+def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("FA_TUNED", str(tmp_path / "tuned.ron"))
+    q, k, v = tensors("cuda", torch.bfloat16, *[(2, 777, 8, 64)] * 3, grad=False)
+    fa_attn.tuning(candidates=2, budget=60.0)
+    try:
+        first = fa_attn.flash_attn_func(q, k, v)
+        [outcome] = fa_attn.finish_tuning()
+        assert outcome["pass"] == "forward" and outcome["error"] is None
+        assert all(tried["ms"] for tried in outcome["tried"]) and len(outcome["tried"]) == 2
+        report = fa_attn._core.report(q, k, v, None, False, (-1, -1), 0.0)
+        assert json.loads(report)["kernel"] == outcome["winner"]
+        close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
+    finally:
+        fa_attn.tuning(False)
+    assert (tmp_path / "tuned.ron").exists() and fa_attn.finish_tuning() == []
 
 
 @needs_gpu

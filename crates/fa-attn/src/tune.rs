@@ -176,9 +176,10 @@ impl Tuned {
         Ok(atomic_file::write(path, self.to_ron().as_bytes())?)
     }
 
-    /// Changes the table at `path` by `change`, and returns it with what came of writing it: read, changed and
-    /// replaced while no other process does the same. What is locked meanwhile is the folder; where that cannot
-    /// be, or stays locked for two seconds, the change is made all the same, and the later of two at once stays.
+    /// Changes the table at `path` by `change`, and returns it with what came of writing it: read,
+    /// changed and replaced while no other process does the same. What is locked meanwhile is the folder;
+    /// where that cannot be, or stays locked for two seconds, the change is made all the same, and the
+    /// later of two at once stays.
     ///
     /// # Errors
     /// As [`Tuned::read`], after which nothing is changed. [`Error::Write`] stands beside the table.
@@ -203,8 +204,9 @@ impl Tuned {
         found
     }
 
-    /// Puts `entry` in the place of an entry with the same key, family and pass, whose kernel finds its rows and
-    /// changes its scores in the same way: a cache in pages does not take the place of dense rows.
+    /// Puts `entry` in the place of an entry with the same key, family and pass, whose kernel finds its
+    /// rows and changes its scores in the same way: a cache in pages does not take the place of dense
+    /// rows.
     pub fn set(&mut self, gpu: &str, entry: TunedEntry) {
         let known = self.gpus.iter().position(|known| known.gpu == gpu);
         let index = known.unwrap_or_else(|| {

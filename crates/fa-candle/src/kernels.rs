@@ -7,7 +7,7 @@ use std::thread::ThreadId;
 use candle_core::Result;
 use fa_attn::device::{Bound, Gpu};
 use fa_attn::{Tuning, TuningOutcome};
-use fa_core::{Lengths, Pass, Problem, ProblemKey, Side, SideRows};
+use fa_core::{Pass, Problem, ProblemKey};
 use fa_kernels::Kernels;
 use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::cudarc::driver::{CudaContext, CudaSlice, CudaStream};
@@ -16,13 +16,6 @@ use crate::error::refused;
 
 /// Problems that are remembered at the most: lengths that never come again must not fill the memory.
 const REMEMBERED: usize = 4096;
-
-/// Up to so many queries of a sequence are a step of decoding, whose keys grow from step to step.
-const DECODE: usize = 16;
-
-/// Kernels are chosen for lengths rounded up to these, so that a new length is not a new choice.
-const KEYS: usize = 128;
-const ROWS: usize = 1024;
 
 /// A GPU's kernels, for all of candle's devices on it.
 pub(crate) struct Device {
@@ -72,7 +65,7 @@ impl Device {
                 return Ok(bound.clone());
             }
         }
-        let bound = Arc::new(self.choose(problem, pass).map_err(refused)?);
+        let bound = Arc::new(self.gpu.bind_rounded(problem, pass).map_err(refused)?);
         let known = &mut lock(&self.bound).bound;
         if known.len() >= REMEMBERED {
             known.clear();
@@ -86,16 +79,6 @@ impl Device {
         // What is bound again is measured.
         lock(&self.bound).bound.clear();
         Ok(())
-    }
-
-    fn choose(&self, problem: &Problem, pass: Pass) -> std::result::Result<Bound, fa_attn::Error> {
-        let like = rounded(problem);
-        if like == *problem || like.check().is_err() {
-            return self.gpu.bind(problem, pass);
-        }
-        let chosen = self.gpu.bind(&like, pass)?;
-        // A kernel for the rounded lengths serves others; what it should refuse is chosen for as it is.
-        self.gpu.bind_spec(problem, chosen.spec()).or_else(|_| self.gpu.bind(problem, pass))
     }
 
     /// Runs `launch` with a workspace of at least `bytes` bytes, which is zero and left so; `None` for 0.
@@ -165,24 +148,6 @@ pub fn finish_tuning(device: &candle_core::Device) -> Result<Vec<TuningOutcome>>
     }
 }
 
-/// A problem like this one, whose kernel is as good for this.
-fn rounded(problem: &Problem) -> Problem {
-    let lengths = &problem.lengths;
-    let side = |side: Side, grows: bool| {
-        let up = |len: usize| if grows { len.next_multiple_of(KEYS) } else { len };
-        let rows = match side.rows {
-            SideRows::Padded { len } => SideRows::Padded { len: up(len) },
-            SideRows::Packed { total, max } => {
-                SideRows::Packed { total: total.next_multiple_of(ROWS), max: up(max) }
-            }
-            SideRows::Paged { page, pages, max } => SideRows::Paged { page, pages, max: up(max) },
-        };
-        Side { rows, used: side.used }
-    };
-    let keys = side(lengths.k(), lengths.max_q() <= DECODE);
-    Problem { lengths: Lengths::of(lengths.sequences(), side(lengths.q(), false), keys), ..*problem }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What is behind them is whole whatever a panicking thread was doing.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -190,8 +155,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Dtype, Mask};
-
     use super::*;
 
     #[test]
@@ -201,16 +164,5 @@ mod tests {
         assert!(error.contains("the CPU has nothing to tune"), "{error}");
         set_tuning(&cpu, Tuning::Off).expect("it is off");
         assert!(finish_tuning(&cpu).expect("nothing to wait for").is_empty());
-    }
-
-    #[test]
-    fn steps_of_decoding_and_packed_batches_share_a_choice() {
-        let square = Problem::square(2, 1, 8, 64, Mask::FULL, Dtype::F16);
-        let of = |lengths| rounded(&Problem { lengths, ..square }).lengths;
-        assert_eq!(of(Lengths::uniform(2, 1, 129)), Lengths::uniform(2, 1, 256));
-        assert_eq!(of(Lengths::uniform(2, 1, 256)), Lengths::uniform(2, 1, 256));
-        assert_eq!(of(Lengths::uniform(2, 100, 129)), Lengths::uniform(2, 100, 129));
-        let packed = of(Lengths::packed(3, 1000, 1025, 500, 500));
-        assert_eq!(packed, Lengths::packed(3, 1024, 2048, 500, 500));
     }
 }

@@ -1,6 +1,6 @@
 //! Quick rates of the tiled implementation:
 //! `cargo run --release -p fa-cpu --example cpu_bench -- [fwd|bwd|both] [f32|bf16|f16] [hd,..] [N[xM],..]
-//! [full|causal|both] [threads] [isa] [heads]`
+//! [full|causal|both] [threads] [isa] [heads[:kv]]`
 
 use std::time::Instant;
 
@@ -17,7 +17,9 @@ fn main() {
         |text: String| -> Vec<usize> { text.split(',').map(|n| n.parse().expect("a number")).collect() };
     let threads: usize = argument(5, "2").parse().expect("a number of threads");
     let isa: Isa = argument(6, Isa::detect().name()).parse().expect("an instruction set");
-    let heads: usize = argument(7, "8").parse().expect("a number of heads");
+    let heads = argument(7, "8");
+    let (heads, heads_kv) = heads.split_once(':').unwrap_or((&heads, &heads));
+    let [heads, heads_kv]: [usize; 2] = [heads, heads_kv].map(|n| n.parse().expect("a number of heads"));
     let options = Options { isa: Some(isa), threads: Some(threads) };
     let dtype: Dtype = argument(1, "f32").parse().expect("a dtype");
     let peak =
@@ -38,7 +40,7 @@ fn main() {
                     let (q, k) = lengths.split_once('x').unwrap_or((lengths, lengths));
                     let [q, k] = [q, k].map(|n| n.parse().expect("a length"));
                     let square = Problem::square(1, q, heads, hd, mask, dtype);
-                    let problem = Problem { lengths: Lengths::uniform(1, q, k), ..square };
+                    let problem = Problem { lengths: Lengths::uniform(1, q, k), heads_kv, ..square };
                     let seconds = match dtype {
                         Dtype::F16 => time::<f16>(options, &problem, mode),
                         Dtype::Bf16 => time::<bf16>(options, &problem, mode),

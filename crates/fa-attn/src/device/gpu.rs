@@ -15,6 +15,7 @@ use crate::tune::user_table;
 use crate::tuning::{Tuning, TuningOutcome};
 
 use super::bound::Bound;
+use super::rounded::rounded;
 
 /// A GPU with its kernels and a stream. Shared by threads.
 pub struct Gpu {
@@ -81,6 +82,22 @@ impl Gpu {
     /// loading.
     pub fn bind(&self, problem: &Problem, pass: Pass) -> Result<Bound, Error> {
         self.bind_of(problem, pass, None)
+    }
+
+    /// [`Gpu::bind`] by the choice for lengths rounded up: the keys of up to 16 queries to 128, the rows of
+    /// packed batches to 1,024. For callers whose lengths are new with every call, as those of a cache that
+    /// grows: choosing takes longer than a launch, and tuning would measure every length.
+    ///
+    /// # Errors
+    /// As [`Gpu::bind`].
+    pub fn bind_rounded(&self, problem: &Problem, pass: Pass) -> Result<Bound, Error> {
+        let like = rounded(problem);
+        if like == *problem || like.check().is_err() {
+            return self.bind(problem, pass);
+        }
+        let chosen = self.bind(&like, pass)?;
+        // What the kernel should refuse is chosen for as it is.
+        self.bind_spec(problem, chosen.spec()).or_else(|_| self.bind(problem, pass))
     }
 
     /// [`Gpu::bind`] with a kernel of `family`, whether or not it is the fastest here.

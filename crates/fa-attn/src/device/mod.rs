@@ -8,6 +8,7 @@ mod extras;
 mod forward;
 mod gpu;
 mod half;
+mod rounded;
 mod tensor;
 
 pub use crate::clean::{Clean, first_clean};

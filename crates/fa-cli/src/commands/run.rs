@@ -217,15 +217,20 @@ impl Timing {
 /// Time for passes after the first one.
 const WARM: Duration = Duration::from_millis(6);
 
-/// The fastest of the passes that some milliseconds have room for, after a `first` one that took no longer.
+/// Operations of a pass that is short however long the first one was kept waiting.
+const SMALL: f64 = 1e8;
+
+/// The fastest of the passes that some milliseconds have room for, after a `first` one that took no longer or
+/// of few operations.
 fn warm(
     first: Duration,
+    flops: f64,
     mut again: impl FnMut() -> anyhow::Result<Duration>,
 ) -> anyhow::Result<Option<Duration>> {
     const MOST: usize = 20;
     let (mut left, mut fastest) = (WARM, None::<Duration>);
     for _ in 0..MOST {
-        if first > WARM || left.is_zero() {
+        if first > WARM && flops > SMALL || left.is_zero() {
             break;
         }
         let time = again()?;
@@ -287,13 +292,14 @@ fn compute<T: Element + Stored>(
     let backward = args.backward.then_some(Pass::Backward { deterministic: args.deterministic });
     let calls = progress::spinner("getting ready", || Calls::bind(&engine, &problem, backward))?;
     let mut outputs = Outputs::new(inputs);
+    let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
     let (forward_time, warm_time, backward_time) = progress::spinner("computing attention", || {
         let forward_time = calls.forward(inputs, &mut outputs)?;
-        let warm_time = warm(forward_time, || calls.forward(inputs, &mut outputs))?;
+        let warm_time =
+            warm(forward_time, flops(Problem::flops_forward), || calls.forward(inputs, &mut outputs))?;
         anyhow::Ok((forward_time, warm_time, calls.backward(inputs, &mut outputs)?))
     })?;
     outputs.settle(inputs);
-    let flops = |work: fn(&Problem) -> f64| inputs.sequences.sum(&problem, work);
     let kernel_backward = calls.backward.as_ref().and_then(Call::spec).map(ToString::to_string);
     let mut report = Report {
         input: args.input.clone(),

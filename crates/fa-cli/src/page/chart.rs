@@ -10,7 +10,7 @@ const INTO_STRING: &str = "writing to a string cannot fail";
 const SIZE: (f64, f64) = (430.0, 280.0);
 const LEFT: f64 = 48.0;
 const RIGHT: f64 = 27.0;
-const TOP: f64 = 20.0;
+const TOP: f64 = 24.0;
 const BOTTOM: f64 = 40.0;
 
 /// An axis.

@@ -60,10 +60,8 @@ fn real_layers_agree_with_the_model() {
         assert_eq!(report["problem"]["seqlen_k"], 169);
         assert_eq!(report["output"], serde_json::Value::Null);
         assert!(report["forward"]["ms"].as_f64().unwrap() > 0.0);
-        // What takes little time is timed warm too.
-        if report["forward"]["ms"].as_f64().unwrap() < 6.0 {
-            assert!(report["forward_warm"]["ms"].as_f64().unwrap() > 0.0);
-        }
+        // What is little work is timed warm too.
+        assert!(report["forward_warm"]["ms"].as_f64().unwrap() > 0.0);
     }
 }
 

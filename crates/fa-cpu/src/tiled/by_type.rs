@@ -54,7 +54,7 @@ passes! {
 /// Sequences of few queries one way, the others another.
 fn forward_of<T: Element>(call: &Forward<'_, T>, out: &mut TensorMut<'_, T>, mut lse: Option<&mut [f32]>) {
     let decodes = decode::applies(call);
-    let few = |unit: &Unit| decodes && decode::suits(call.problem, &call.batch.sequences[unit.sequence]);
+    let few = |unit: &Unit| decodes && decode::suits(call, &call.batch.sequences[unit.sequence]);
     let (few, mut many): (Vec<_>, Vec<_>) = units(call.problem, call.batch).into_iter().partition(few);
     decode::run(call, &few, out, lse.as_deref_mut());
     if forward16::applies(call.kernels, call.problem)

@@ -8,11 +8,10 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use fa_core::Problem;
-
 use super::band::Band;
 use super::buffer::Buffer;
 use super::forward::lse_tensor;
+use super::forward16;
 use super::pack::{KeyRows, read_rows, row_stride};
 use super::schedule;
 use super::scores::{Scores, finish};
@@ -20,12 +19,15 @@ use super::work::{Forward, Unit};
 use crate::batch::Sequence;
 use crate::element::Element;
 use crate::simd::scatter::Scatter;
-use crate::simd::{Work, widest};
+use crate::simd::{Isa, Work, widest};
 use crate::view::TensorMut;
 
 /// So many queries of a sequence, or so many rows of a group together: more fill enough of a panel's columns.
 const QUERIES: usize = 4;
 const ROWS: usize = 16;
+/// Against many keys queries that fill no more than this part of a panel, in groups of any size: the panel's
+/// path takes as long for them as for a whole panel.
+const PART: usize = 6;
 /// Keys of a tile: its scores stay in the first-level cache.
 const TILE_N: usize = 128;
 /// Keys of a split.
@@ -74,9 +76,17 @@ impl State {
 }
 
 /// Whether this path is the better one for a sequence: of a few queries, or of few rows and many keys.
-pub(super) fn suits(problem: &Problem, sequence: &Sequence) -> bool {
+pub(super) fn suits<T: Element>(call: &Forward<'_, T>, sequence: &Sequence) -> bool {
     let (queries, keys) = (sequence.q.len, sequence.k.len);
-    queries <= QUERIES || queries * problem.group_size() <= ROWS && keys >= SPLIT
+    let few = queries * call.problem.group_size() <= ROWS || queries <= most_queries(call);
+    queries <= QUERIES || few && keys >= SPLIT
+}
+
+/// Queries of a sequence that this path takes whatever the group.
+fn most_queries<T: Element>(call: &Forward<'_, T>) -> usize {
+    // Not in place of AMX's tiles, whose products cost next to nothing.
+    let by_tiles = call.kernels.isa() == Isa::Amx && forward16::applies(call.kernels, call.problem);
+    if by_tiles { QUERIES } else { (call.kernels.panel() / PART).max(QUERIES) }
 }
 
 /// Whether this path takes the call's tensors: rows of K and V must be slices.
@@ -110,7 +120,7 @@ pub(super) fn run<T: Element>(
         all += splits;
     }
     let group = problem.group_size();
-    let rows = ROWS.max(group * QUERIES);
+    let rows = ROWS.max(group * most_queries(call));
     let (ldq, ldo) = (row_stride(problem.head_dim), row_stride(problem.head_dim_v));
     // Where a key's heads lie side by side, a thread reads several of them: one by one they would be a page
     // each time for a few cache lines.

@@ -176,9 +176,17 @@ fn few_heads_on_many_threads_split_the_keys() {
 #[test]
 fn few_queries_of_every_number_and_group() {
     every_isa(|options| {
-        for (queries, heads_q, heads_kv) in
-            [(1, 3, 3), (2, 8, 1), (4, 6, 2), (5, 3, 1), (7, 2, 2), (8, 2, 1), (16, 2, 2)]
-        {
+        for (queries, heads_q, heads_kv) in [
+            (1, 3, 3),
+            (2, 8, 1),
+            (4, 6, 2),
+            (5, 3, 1),
+            (7, 2, 2),
+            (8, 2, 1),
+            (8, 8, 1),
+            (9, 4, 1),
+            (16, 2, 2),
+        ] {
             for (hd, hdv) in [(64, 64), (40, 72), (3, 21)] {
                 let shape = |mask| Problem {
                     lengths: Lengths::uniform(2, queries, 700),
