@@ -109,6 +109,25 @@ impl<T: Half> AppendInputs<T> {
         }
     }
 
+    /// Random rows that all have a place: equal packed sequences, room behind each cache's keys, every page
+    /// named once.
+    pub fn fitting(append: &Append, seed: u64) -> AppendInputs<T> {
+        let mut inputs = AppendInputs::random(append, seed);
+        let mut random = Random::new(!seed);
+        let (batch, room) = (append.sequences, append.cache.max());
+        let most = append.new.max();
+        if let Some(cu) = &mut inputs.cu {
+            let total = append.new.total(batch);
+            *cu = (0..=batch).map(|i| (i * total / batch) as i32).collect();
+        }
+        inputs.used_k = (0..batch).map(|_| random.below(room - most + 1) as i32).collect();
+        if let (Some(table), SideRows::Paged { pages, .. }) = (&mut inputs.page_table, append.cache.rows) {
+            let order = random.order(pages);
+            table.iter_mut().zip(order).for_each(|(entry, page)| *entry = page as i32);
+        }
+        inputs
+    }
+
     /// Calls `act` on views of it, and keeps the number of dropped rows that it tells.
     ///
     /// # Errors

@@ -1,5 +1,6 @@
 //! Our kernels' rates on the GPU, and those of other libraries in the same run.
 
+pub mod append;
 pub mod report;
 
 use std::collections::BTreeMap;

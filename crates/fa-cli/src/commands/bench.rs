@@ -1,5 +1,6 @@
 //! `fa bench`: attention's rate on this machine.
 
+mod append;
 pub mod args;
 mod draw;
 mod gpu;
@@ -87,6 +88,9 @@ pub fn command(args: &BenchArgs) -> anyhow::Result<Verdict> {
         let drawn = draw::Record::read(record)?.draw()?;
         target.write(|writer| writer.write_all(drawn.as_bytes())).map_err(InputError::from)?;
         return Ok(Verdict::Good);
+    }
+    if args.append {
+        return append::command(args);
     }
     if on_gpu(args) {
         return gpu::command(args);

@@ -83,6 +83,34 @@ fn a_soft_cap_is_measured_and_said() {
     assert_eq!(fa("tune --random 3 --softcap 30").code, 2);
 }
 
+#[test]
+fn appending_is_measured_by_the_bytes_that_it_moves() {
+    let report = fa("bench --append --backend cpu --seconds 0.001 --json -").json();
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 7);
+    for row in rows {
+        let (ms, rate) = (row["ms_median"].as_f64().unwrap(), row["gb_per_s"].as_f64().unwrap());
+        // 8 heads of keys and values, and with rotary embedding 32 of queries, 128 elements of 2 bytes.
+        let heads = if row["rotary_dim"].is_null() { 16.0 } else { 48.0 };
+        let bytes = 2.0 * row["rows"].as_f64().unwrap() * heads * 256.0;
+        assert!((rate - bytes / ms / 1e6).abs() < 1e-6 * rate, "{row}");
+        assert!(row["runs"].as_u64().unwrap() >= 1 && row.get("error").is_none(), "{row}");
+    }
+    for (line, part) in [
+        ("--marks sm90", "cannot be used with"),
+        ("--headdim 64", "cannot be used with"),
+        ("--threads 2", "cannot be used with"),
+        ("--mode bwd", "cannot be used with"),
+        ("--backend reference", "use --backend cpu or cuda"),
+        ("--backend cpu --reps 3", "--reps is the GPU's"),
+        ("--backend cuda --seconds 1", "--seconds is the CPU's"),
+        ("--dtype f16", "leave out --dtype"),
+    ] {
+        let refused = fa(&format!("bench --append {line}"));
+        assert!(refused.code == 2 && refused.stderr.contains(part), "{line}: {}", refused.stderr);
+    }
+}
+
 /// Before a GPU is looked for.
 #[test]
 fn marks_that_do_not_go_with_a_flag_are_refused_by_name() {

@@ -22,6 +22,13 @@ pub struct BenchArgs {
     pub backend: Backend,
     #[command(flatten)]
     pub shapes: ShapeArgs,
+    /// Measure appending to a cache instead, of a fixed list: one token and prefill, in pages and in one
+    /// piece, with rotary embedding and without, by the bytes that are read and written
+    #[arg(long, conflicts_with_all = [
+        "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "softcap", "specs",
+        "family", "marks", "deterministic", "tune", "peers", "plot", "draw", "mode", "threads", "isa"
+    ])]
+    pub append: bool,
     /// Which pass to measure
     #[arg(long, value_parser = flags::passes(), default_value = "fwd")]
     pub mode: Mode,
@@ -56,6 +63,8 @@ Examples:
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
   fa bench --backend cuda --marks plan
+  fa bench --append --backend cpu
+  fa bench --append --backend cuda --json append.json
 
 Rates count 4 operations per visible (query, key) pair and element of the head dim; the backward counts 2.5 \
 times that. Decoding is measured by the bytes of K and V, as replays of a CUDA graph of several calls, of us \
