@@ -95,6 +95,17 @@ def array(name, value):
     return value
 
 
+def masses(name, lse, out):
+    """The LSE, in the shape that goes with `out` or q: (batch, heads, seqlen), or (heads, total)."""
+    *outer, rows, heads, _ = tuple(array("out", out).shape)[-4:] if len(out.shape) > 2 else (0, 0, 0)
+    need, have = (*outer, heads, rows), tuple(array(name, lse).shape)
+    if have != need:
+        raise InputError(
+            f"{name} has the shape {have}: its elements must be {need}, (batch, heads, seqlen) or packed"
+        )
+    return lse
+
+
 def is_neutral(value, neutral):
     """Whether an argument has one of these values; arrays never do."""
     return any(

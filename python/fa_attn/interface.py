@@ -23,7 +23,7 @@ from numbers import Integral
 from reprlib import repr as short
 from typing import Any
 
-from ._checks import LARGEST, array, flag, is_neutral, most, no_dropout, number, window
+from ._checks import LARGEST, array, flag, is_neutral, masses, most, no_dropout, number, window
 from ._core import InputError, UnsupportedError
 from ._faces import face_of
 
@@ -525,6 +525,7 @@ def merge(outs, lses, sinks=None, dtype=None):
         raise InputError(
             f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
         )
+    lses = [masses("a part of lses", lse, out) for lse, out in zip(lses, outs)]
     face = face_of(outs[0])
     dtype = outs[0].dtype if dtype is None else dtype
     # What is merged again stays in float32, and alone since a call's parts are of one type.
@@ -605,5 +606,9 @@ def _gradients(
     dout, q, k, v, out, lse, scale, causal, window_size, softcap, deterministic, extras, dlse
 ):
     options = _options(scale, causal, window_size, softcap, deterministic)
+    array("dout", dout)
+    masses("softmax_lse", lse, array("q", q))
+    if dlse is not None:
+        masses("dlse", dlse, q)
     dq, dk, dv, dsinks = face_of(q).backward(dout, q, k, v, out, lse, *options, extras, dlse)
     return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks)

@@ -283,6 +283,8 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
         # DLPack does not tell.
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     sinks = None if extras is None else extras[6]
+    if sinks is not None:
+        _tensor("sinks", sinks)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
@@ -292,9 +294,18 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
     return _forward(q, k, v, scale, causal, window, softcap, None if extras is None else _detached(extras))
 
 
+def _tensor(name, value):
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise InputTypeError(
+            f"{name} is {type(value).__name__} beside torch tensors: convert it by torch.from_dlpack"
+        )
+
+
 def _detached(extras):
     """Slopes and sinks as the library reads them: float32, apart from autograd."""
     *tensors, slopes, sinks, max_q, max_k = extras
+    for name, value in (("alibi_slopes", slopes), ("sinks", sinks)):
+        _tensor(name, value)
     if slopes is not None and slopes.requires_grad:
         raise UnsupportedError("alibi_slopes have no gradient: detach them")
     if sinks is not None:
@@ -307,6 +318,7 @@ def _detached(extras):
 def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras):
     """`attention` of q, k and v in one tensor along `axis`, with one gradient of the whole."""
     sinks = None if extras is None else extras[6]
+    _tensor("sinks", sinks)
     plain = not _goes_by_operator(qkv) and qkv.stride(-1) == 1 and not (qkv.is_cuda and qkv.shape[-1] % 8)
     if plain and (qkv.is_neg() or qkv.dtype is _FLOAT):
         plain = not qkv.is_neg() and _autocast(qkv)[0] is qkv
@@ -405,6 +417,11 @@ def differences(starts):
 def merge(outs, lses, sinks, dtype):
     """(out, lse); see `fa_attn.interface.merge`."""
     given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
+    for name, values in (("a part of outs", outs), ("a part of lses", lses), ("sinks", [sinks])):
+        for value in values:
+            _tensor(name, value)
+    if not isinstance(dtype, torch.dtype):
+        raise _core.InputError(f"dtype is {dtype!r}: it must be one of torch's")
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     # Kernels read rows of multiples of 8 elements.
     odd = outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs))

@@ -619,6 +619,12 @@ def cached(*new, cache=Q, **options):
         (lambda: fa_attn.flash_attn_kvpacked_func(Q, None), "kv is NoneType"),
         (lambda: fa_attn.merge([Q], [Q[..., 0].swapaxes(1, 2).copy()], dtype="foo"), "dtype is 'foo'"),
         (lambda: fa_attn.merge([[1]], [[1]]), "a part of outs is list"),
+        # Another library's order of axes, with as many elements.
+        (lambda: fa_attn.merge([Q], [Q[..., 0].copy()]), "a part of lses has the shape (1, 4, 2)"),
+        (
+            lambda: fa_attn.flash_attn_backward(Q, Q, Q, Q, Q, Q[..., 0].copy()),
+            "softmax_lse has the shape (1, 4, 2): its elements must be (1, 2, 4)",
+        ),
         (lambda: fa_attn.flash_attn_backward(None, Q, Q, Q, Q, Q), "dout is NoneType"),
         (lambda: fa_attn.problem(1, -5), "seqlen_q is -5"),
         (lambda: fa_attn.problem(1, 2**80), "seqlen_q is 120"),

@@ -563,6 +563,24 @@ def test_a_graph_replays_with_other_lengths():
             )
 
 
+def test_what_is_no_tensor_is_named():
+    q = torch.ones(1, 4, 2, 8)
+    twos, lse = torch.ones(2).numpy(), torch.zeros(1, 2, 4)
+    for call, named in (
+        (lambda: fa_attn.flash_attn_func(q, q.numpy(), q), "ndarray"),
+        (lambda: fa_attn.flash_attn_func(q, q, q, sinks=twos), "sinks is ndarray"),
+        (lambda: fa_attn.flash_attn_func(q, q, q, alibi_slopes=twos), "alibi_slopes is ndarray"),
+        (lambda: fa_attn.flash_attn_qkvpacked_func(torch.stack([q] * 3, 2), sinks=twos), "sinks is ndarray"),
+        (lambda: fa_attn.merge([q], [lse.numpy()]), "a part of lses is ndarray"),
+        (lambda: fa_attn.merge([q], [lse], dtype="foo"), "dtype is 'foo'"),
+        (lambda: fa_attn.merge([q], [lse.mT.contiguous().requires_grad_()]), "a part of lses has the shape"),
+        (lambda: fa_attn.flash_attn_func(q, q, q, softmax_scale=torch.ones(2)), "softmax_scale is tensor"),
+    ):
+        with pytest.raises(fa_attn.InputError) as raised:
+            call()
+        assert named in str(raised.value), str(raised.value)
+
+
 @needs_gpu
 def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
     q, k, v = tensors("cuda", torch.bfloat16, (1, 1, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), grad=False)
