@@ -22,6 +22,28 @@ use crate::tuning::{Job, Scratch, Tried, Tuner, Tuning, TuningOutcome, candidate
 /// of a server.
 const REMEMBERED: usize = 4096;
 
+/// The GPU that kernels are chosen for.
+pub(crate) trait Seat {
+    /// Its architecture.
+    fn arch(&self) -> Arch;
+
+    /// Its name, by which tables of tuned kernels go.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    fn name(&self) -> Result<String, Error>;
+}
+
+impl Seat for Kernels {
+    fn arch(&self) -> Arch {
+        Kernels::arch(self)
+    }
+
+    fn name(&self) -> Result<String, Error> {
+        self.context().name().map_err(Error::driver("asking the GPU's name"))
+    }
+}
+
 /// Chooses kernels for one GPU, and remembers what it chose.
 #[derive(Default)]
 pub(crate) struct Chooser {
@@ -49,6 +71,11 @@ impl Memory {
         ask(lock(&self.tables).get_or_insert_with(Tables::read))
     }
 
+    /// Leaves out the entries of a kernel, until the tables are read again. Whether there were any.
+    fn forget(&self, gpu: &str, spec: &KernelSpec) -> bool {
+        lock(&self.tables).get_or_insert_with(Tables::read).forget(gpu, spec)
+    }
+
     /// Uses the winner of a search from now on, and keeps it in the table at `path`.
     fn keep(&self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
         let kept = lock(&self.tables).get_or_insert_with(Tables::read).keep(path, gpu, entry);
@@ -64,7 +91,7 @@ impl Chooser {
     /// `is_capturing`.
     pub(crate) fn choose<P>(
         &self,
-        kernels: &Kernels,
+        kernels: &impl Seat,
         problem: &Problem,
         family: Option<Family>,
         pass: Pass,
@@ -108,7 +135,7 @@ impl Chooser {
     /// Gives the problem to the thread that measures, where tuning is on and it has not been measured.
     fn offer(
         &self,
-        kernels: &Kernels,
+        kernels: &impl Seat,
         problem: &Problem,
         (family, pass): (Family, Pass),
         bound: &KernelSpec,
@@ -121,7 +148,7 @@ impl Chooser {
         }
         let job = Job { problem: *problem, pass, family, bound: bound.clone() };
         let is_known = || {
-            let gpu = kernels.context().name().ok();
+            let gpu = kernels.name().ok();
             gpu.is_none_or(|gpu| self.memory.look(|tables| tables.has(&gpu, problem, family, pass)))
         };
         tuner.offer(job, || is_capturing() || is_known());
@@ -131,25 +158,38 @@ impl Chooser {
     /// user's.
     pub(crate) fn set_tuning(&self, kernels: &Kernels, tuning: Tuning, path: PathBuf) -> Result<(), Error> {
         tuning.check()?;
-        let tuner = match tuning {
-            Tuning::Off => None,
-            Tuning::OnFirstUse { candidates, budget } => {
-                *lock(&self.memory.tables) = Some(Tables::with_own(&path)?);
-                self.memory.choices().chosen.clear();
-                let gpu = kernels.context().name().map_err(Error::driver("asking the GPU's name"))?;
-                let like = kernels.on(kernels.context())?;
-                let keeper = Keeper { memory: self.memory.clone(), path, gpu, budget };
-                let mut scratch: Option<Scratch> = None;
-                Some(Arc::new(Tuner::start(move |job, stop| {
-                    let tried = measure(&mut scratch, &like, job, (candidates, budget), stop);
-                    keeper.outcome(job, tried)
-                })?))
-            }
+        let Tuning::OnFirstUse { candidates, budget } = tuning else {
+            self.replace(None);
+            return Ok(());
         };
-        // The one before ends outside of the lock.
+        let like = kernels.on(kernels.context())?;
+        let mut scratch: Option<Scratch> = None;
+        let measure =
+            move |job: &Job, stop: &AtomicBool| measure(&mut scratch, &like, job, (candidates, budget), stop);
+        self.tune_by(kernels, budget, path, measure)
+    }
+
+    /// Has problems measured by `measure`, which knows the number of candidates and keeps the budget.
+    fn tune_by(
+        &self,
+        seat: &impl Seat,
+        budget: Duration,
+        path: PathBuf,
+        mut measure: impl FnMut(&Job, &AtomicBool) -> Result<Vec<Tried>, Error> + Send + 'static,
+    ) -> Result<(), Error> {
+        let gpu = seat.name()?;
+        *lock(&self.memory.tables) = Some(Tables::with_own(&path)?);
+        self.memory.choices().chosen.clear();
+        let keeper = Keeper { memory: self.memory.clone(), path, gpu, budget };
+        let tuner = Tuner::start(move |job, stop| keeper.outcome(job, measure(job, stop)))?;
+        self.replace(Some(Arc::new(tuner)));
+        Ok(())
+    }
+
+    /// Takes `tuner` in place of the one before, which ends outside of the lock.
+    fn replace(&self, tuner: Option<Arc<Tuner>>) {
         let before = std::mem::replace(&mut *lock(&self.tuner), tuner);
         drop(before);
-        Ok(())
     }
 
     /// Waits for what is being measured; what came of it.
@@ -172,22 +212,28 @@ impl Chooser {
         Ok(())
     }
 
-    /// The kernel that won by measurement, where one did and it still compiles.
+    /// The kernel that won by measurement, where one did and it still compiles. One that does not compile
+    /// cleanly any more is forgotten, so that the problem is measured again where tuning is on.
     fn tuned<P>(
         &self,
-        kernels: &Kernels,
+        kernels: &impl Seat,
         problem: &Problem,
         family: Family,
         pass: Pass,
         bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Option<(P, KernelSpec)> {
-        let gpu = kernels.context().name().ok()?;
-        let spec = self.memory.look(|tables| tables.find(&gpu, problem, family, pass))?;
-        match bind(&spec) {
-            Ok(bound) => Some((bound, spec)),
-            Err(error) => {
-                tracing::warn!(%spec, %error, "the tuned kernel is passed over: tune again");
-                None
+        let gpu = kernels.name().ok()?;
+        loop {
+            let spec = self.memory.look(|tables| tables.find(&gpu, problem, family, pass))?;
+            match bind(&spec) {
+                Ok(bound) => return Some((bound, spec)),
+                Err(error) => {
+                    tracing::warn!(%spec, %error, "the tuned kernel is passed over: tune again");
+                    let is_stale = matches!(error, fa_kernels::Error::Refused { .. });
+                    if !is_stale || !self.memory.forget(&gpu, &spec) {
+                        return None;
+                    }
+                }
             }
         }
     }
@@ -242,8 +288,10 @@ impl Keeper {
                     let tflops = (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0;
                     let spec = best.spec.clone();
                     let entry = TunedEntry { key: TuneKey::of(&problem), spec: spec.clone(), tflops };
-                    outcome.winner = Some(spec);
                     outcome.error = self.memory.keep(&self.path, &self.gpu, entry).err();
+                    // A table that cannot be read is left alone, and the kernel is not used.
+                    let is_used = !matches!(outcome.error, Some(Error::Read { .. } | Error::BadTuned { .. }));
+                    outcome.winner = is_used.then_some(spec);
                 }
                 Err(error) => outcome.error = Some(error),
             }
@@ -373,99 +421,4 @@ impl Choices {
 }
 
 #[cfg(test)]
-mod tests {
-    use fa_core::{Arch, Dtype, Mask, Problem};
-    use fa_planner::plan::{PlanOptions, plan};
-
-    use super::*;
-
-    #[test]
-    fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
-        let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-        let asked = (&problem, Arch::Sm90, Pass::Forward);
-        let plans = |family| {
-            let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
-            plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
-        };
-        let families = [Family::Sm90, Family::Sm80];
-        let specs: Vec<KernelSpec> =
-            plans(Family::Sm80).take(1).chain(plans(Family::Sm90).skip(9).take(3)).collect();
-        let none = || fa_kernels::Error::NoCompiler { library: "NVRTC", tried: String::new(), variable: "X" };
-        let bad = || fa_kernels::Error::BadCompiler { path: "lib".into(), reason: "no library".to_owned() };
-        for lacks in [none as fn() -> fa_kernels::Error, bad] {
-            let bind = |spec: &KernelSpec| specs.contains(spec).then_some(()).ok_or_else(lacks);
-            let ((), spec) = planned_or_ahead(asked, &families, || specs.iter(), bind).expect("one computes");
-            assert_eq!(spec, specs[1], "the fastest of three of SM90's and one of SM80's");
-        }
-        // Nothing is compiled ahead for the problem, or at all.
-        let bind = |_: &KernelSpec| Err::<(), _>(none());
-        let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
-        let asked = (&wide, Arch::Sm90, Pass::Forward);
-        let error = planned_or_ahead(asked, &families, || specs.iter(), bind).expect_err("another head dim");
-        let text = error.to_string();
-        assert!(
-            text.contains("none of the 4 kernels compiled ahead for sm90 computes this forward"),
-            "{text}"
-        );
-        let error = planned_or_ahead(asked, &families, || [].iter(), bind).expect_err("nothing");
-        assert!(matches!(error, Error::Kernels(fa_kernels::Error::NoCompiler { .. })), "{error}");
-        // What is no want of a compiler is told as it is.
-        let lost = |_: &KernelSpec| Err::<(), _>(fa_kernels::Error::Device { major: 7, minor: 5 });
-        let error = planned_or_ahead(asked, &families, || specs.iter(), lost).expect_err("an old GPU");
-        assert!(matches!(error, Error::Kernels(fa_kernels::Error::Device { .. })), "{error}");
-    }
-
-    #[test]
-    fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
-        let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
-        let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans");
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().join("tuned.ron");
-        let memory = Arc::new(Memory::default());
-        *lock(&memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
-        let budget = Duration::from_secs(1);
-        let keeper = Keeper { memory: memory.clone(), path: path.clone(), gpu: "GPU".to_owned(), budget };
-        let (family, pass) = (Family::Sm90, Pass::Forward);
-        let job = Job { problem, pass, family, bound: plans[0].spec.clone() };
-        let tried =
-            |index: usize, ms: f64| Tried { spec: plans[index].spec.clone(), ms: Some(ms), error: None };
-        memory.choices().remember("a".to_owned(), plans[0].spec.clone());
-
-        let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]));
-        assert!(outcome.error.is_none() && outcome.winner.as_ref() == Some(&plans[5].spec), "{outcome:?}");
-        let found = |tables: &Tables| tables.find("GPU", &problem, family, pass);
-        assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
-        assert!(memory.choices().get("a").is_none(), "what was chosen is chosen again");
-        let again = Tables::with_own(&path).expect("read back");
-        assert_eq!(found(&again), Some(plans[5].spec.clone()));
-        assert!(again.has("GPU", &problem, family, pass));
-        assert!(!again.has("GPU", &problem, family, Pass::BACKWARD));
-        let longer = Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16);
-        assert!(!again.has("GPU", &longer, family, pass), "near is not it");
-
-        std::fs::write(&path, "damaged").expect("written");
-        let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(9, 0.5)]));
-        assert!(matches!(outcome.error, Some(Error::BadTuned { .. })), "{outcome:?}");
-        assert_eq!(std::fs::read_to_string(&path).expect("it is there"), "damaged");
-        assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
-        let outcome = keeper.outcome(&job, Err(Error::NoTunedTable));
-        assert!(outcome.winner.is_none() && outcome.error.is_some());
-    }
-
-    #[test]
-    fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {
-        let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
-        let mut plans = plan(&problem, Arch::Sm80, &PlanOptions::default()).expect("there are plans");
-        let (first, second) = (plans.swap_remove(0).spec, plans.swap_remove(0).spec);
-        let mut choices = Choices::default();
-        choices.remember("a".to_owned(), first.clone());
-        choices.prefer("a".to_owned(), second.clone());
-        for i in 0..2 * REMEMBERED {
-            choices.remember(i.to_string(), first.clone());
-            assert_eq!(choices.get(&i.to_string()), Some(&first));
-            assert!(choices.chosen.len() <= REMEMBERED);
-        }
-        assert_eq!(choices.get("a"), Some(&second));
-        assert_eq!(choices.get("0"), None);
-    }
-}
+mod tests;

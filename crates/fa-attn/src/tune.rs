@@ -3,9 +3,10 @@
 //! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what
 //! it chose. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem, Types};
 use serde::{Deserialize, Serialize};
@@ -24,8 +25,11 @@ static SHIPPED: &[(&str, &str)] = &[("h100.ron", include_str!("../tuned/h100.ron
 /// measured.
 const FARTHEST: u32 = 3;
 
+/// How long a table is waited for that another process is changing: a change takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 /// What a choice depends on: all that a kernel is specialised on, and the problem's size by powers of two.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TuneKey {
     /// Element type.
@@ -172,7 +176,37 @@ impl Tuned {
         Ok(atomic_file::write(path, self.to_ron().as_bytes())?)
     }
 
-    /// Puts `entry` in the place of an entry with the same key, family and pass.
+    /// Changes the table at `path` by `change`, and returns it with what came of writing it: read,
+    /// changed and replaced while no other process does the same. What is locked meanwhile is the folder;
+    /// where that cannot be, or stays locked for two seconds, the change is made all the same, and the
+    /// later of two at once stays.
+    ///
+    /// # Errors
+    /// As [`Tuned::read`], after which nothing is changed. [`Error::Write`] stands beside the table.
+    pub fn change(path: &Path, change: impl FnOnce(&mut Tuned)) -> Result<(Tuned, Result<(), Error>), Error> {
+        let lock = lock_folder(path);
+        let mut table = Tuned::read(path)?;
+        change(&mut table);
+        let written = table.write(path);
+        drop(lock);
+        Ok((table, written))
+    }
+
+    /// Leaves out the entries of `spec` for `gpu`; whether there were any.
+    fn forget(&mut self, gpu: &str, spec: &KernelSpec) -> bool {
+        let mut found = false;
+        for known in self.gpus.iter_mut().filter(|known| known.gpu == gpu) {
+            let before = known.entries.len();
+            // Entries stand in for the other 16-bit type.
+            known.entries.retain(|entry| KernelSpec { types: spec.types, ..entry.spec.clone() } != *spec);
+            found |= known.entries.len() < before;
+        }
+        found
+    }
+
+    /// Puts `entry` in the place of an entry with the same key, family and pass, whose kernel finds its
+    /// rows and changes its scores in the same way: a cache in pages does not take the place of dense
+    /// rows.
     pub fn set(&mut self, gpu: &str, entry: TunedEntry) {
         let known = self.gpus.iter().position(|known| known.gpu == gpu);
         let index = known.unwrap_or_else(|| {
@@ -180,22 +214,25 @@ impl Tuned {
             self.gpus.len() - 1
         });
         let entries = &mut self.gpus[index].entries;
-        let id =
-            |entry: &TunedEntry| (entry.key.clone(), entry.spec.kernel.family(), entry.spec.kernel.pass());
+        let id = |entry: &TunedEntry| {
+            let TunedEntry { key, spec, .. } = entry;
+            (key.clone(), spec.kernel.family(), spec.kernel.pass(), spec.score, spec.reads)
+        };
         match entries.iter_mut().find(|known| id(known) == id(&entry)) {
             Some(known) => *known = entry,
             None => entries.push(entry),
         }
     }
 
-    /// Whether a kernel of `family` for `pass` was measured for problems with exactly this one's key, be it
-    /// of the other 16-bit type.
+    /// Whether a kernel of `family` for `pass` that computes this problem was measured for problems with
+    /// exactly its key, be it of the other 16-bit type.
     pub fn has(&self, gpu: &str, problem: &Problem, family: Family, pass: Pass) -> bool {
         let key = TuneKey::of(problem);
         let entries = self.gpus.iter().filter(|known| known.gpu == gpu).flat_map(|known| &known.entries);
         entries
             .filter(|entry| entry.spec.kernel.family() == family && entry.spec.kernel.pass() == pass)
-            .any(|entry| entry.key.distance(&key) == Some(0))
+            .filter(|entry| entry.key.distance(&key) == Some(0))
+            .any(|entry| of_type(entry, problem).serves(problem).is_ok())
     }
 
     /// The kernel of `wanted` for `problem` on `gpu`, that computes `pass`: that of the nearest
@@ -208,16 +245,36 @@ impl Tuned {
             .flat_map(|known| &known.entries)
             .filter(|entry| entry.spec.kernel.family() == wanted && entry.spec.kernel.pass() == pass)
             .filter_map(|entry| Some((entry.key.distance(&key)?, entry.key.dtype != key.dtype, entry)))
-            .map(|(doublings, other_type, entry)| {
-                (
-                    doublings,
-                    other_type,
-                    KernelSpec { types: Types::same(problem.types.qkv), ..entry.spec.clone() },
-                )
-            })
+            .map(|(doublings, other_type, entry)| (doublings, other_type, of_type(entry, problem)))
             .filter(|(_, _, spec)| spec.serves(problem).is_ok())
             .min_by_key(|(doublings, other_type, _)| (*doublings, *other_type))
             .map(|(_, _, spec)| spec)
+    }
+}
+
+/// The entry's kernel in the problem's type.
+fn of_type(entry: &TunedEntry, problem: &Problem) -> KernelSpec {
+    KernelSpec { types: Types::same(problem.types.qkv), ..entry.spec.clone() }
+}
+
+/// The lock of the folder of the table at `path`, held until it is dropped; `None` where there is none to be
+/// had.
+fn lock_folder(path: &Path) -> Option<File> {
+    let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).ok()?;
+    let file = File::open(folder).ok()?;
+    let begun = Instant::now();
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Some(file),
+            Err(TryLockError::WouldBlock) if begun.elapsed() < PATIENCE => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "the table is changed without its lock");
+                return None;
+            }
+        }
     }
 }
 
@@ -261,10 +318,14 @@ impl Tables {
     /// As [`Tuned::read`], after which nothing is changed, and as [`Tuned::write`], after which the entry is
     /// in use here.
     pub(crate) fn keep(&mut self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
-        let mut own = Tuned::read(path)?;
-        own.set(gpu, entry);
+        let (own, written) = Tuned::change(path, |own| own.set(gpu, entry))?;
         self.own = own;
-        self.own.write(path)
+        written
+    }
+
+    /// Leaves out the entries of `spec`; whether there were any.
+    pub(crate) fn forget(&mut self, gpu: &str, spec: &KernelSpec) -> bool {
+        self.own.forget(gpu, spec) | self.shipped.forget(gpu, spec)
     }
 
     /// Whether one of them has an entry of exactly the problem's key.
@@ -287,7 +348,7 @@ impl Tables {
 
 #[cfg(test)]
 mod tests {
-    use fa_core::{Arch, Lengths, Mask, ScoreMod};
+    use fa_core::{Alibi, Arch, Lengths, Mask, ScoreMod, Side};
     use fa_planner::account::account;
     use fa_planner::plan::{PlanOptions, plan};
 
@@ -369,6 +430,55 @@ mod tests {
         table.set("GPU", entry(&PROBLEM, 0));
         table.set("GPU", entry(&PROBLEM, 3));
         assert_eq!(table.gpus[0].entries, [entry(&PROBLEM, 3)]);
+    }
+
+    #[test]
+    fn what_reads_or_scores_otherwise_has_its_own_entry() {
+        // A cache used in part, dense rows and slopes are of one key.
+        let used = Lengths::of(2, Side::padded(4096), Side::padded(4096).with_used());
+        let used = Problem { lengths: used, ..PROBLEM };
+        let slopes = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+        let slopes = Problem { score: slopes, ..PROBLEM };
+        let mut table = Tuned::default();
+        let has = |table: &Tuned, problem| table.has("GPU", problem, Family::Sm90, Pass::Forward);
+        for (count, problem) in [&PROBLEM, &used, &slopes].into_iter().enumerate() {
+            assert_eq!(TuneKey::of(problem), TuneKey::of(&PROBLEM));
+            assert!(!has(&table, problem), "no other's entry computes {problem:?}");
+            table.set("GPU", entry(problem, 0));
+            assert_eq!(table.gpus[0].entries.len(), count + 1);
+        }
+        for problem in [&PROBLEM, &used, &slopes] {
+            assert!(has(&table, problem));
+            assert_eq!(found(&table, problem), Some(entry(problem, 0).spec));
+        }
+        assert!(table.forget("GPU", &entry(&used, 0).spec) && !has(&table, &used) && has(&table, &slopes));
+        assert!(
+            !table.forget("GPU", &entry(&used, 0).spec)
+                && !table.forget("another GPU", &entry(&PROBLEM, 0).spec)
+        );
+    }
+
+    #[test]
+    fn changes_at_once_are_all_kept() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("new/tuned.ron");
+        let problem = |at: usize| Problem { lengths: Lengths::uniform(1, 64 << at, 64 << at), ..PROBLEM };
+        let spec = entry(&PROBLEM, 0).spec;
+        std::thread::scope(|scope| {
+            for at in 0..8 {
+                let (path, spec) = (&path, &spec);
+                scope.spawn(move || {
+                    let entry =
+                        TunedEntry { key: TuneKey::of(&problem(at)), spec: spec.clone(), tflops: 1.0 };
+                    let (_, written) = Tuned::change(path, |table| table.set("GPU", entry)).expect("read");
+                    written.expect("written");
+                });
+            }
+        });
+        let table = Tuned::read(&path).expect("whole");
+        assert_eq!(table.gpus[0].entries.len(), 8);
+        let beside = fs::read_dir(folder.path().join("new")).expect("a folder").count();
+        assert_eq!(beside, 1, "the table alone");
     }
 
     #[test]

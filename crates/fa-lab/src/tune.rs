@@ -65,7 +65,8 @@ pub struct Options {
 /// cannot be started.
 pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> Result<Report> {
     let Options { turns, table, .. } = options;
-    let mut tuned = Tuned::read(table)?;
+    // A table that cannot be read is no place for winners.
+    Tuned::read(table)?;
     let gpu = device::open()?;
     let provenance = Provenance::new(&gpu)?;
     let name = provenance.device.gpu.clone();
@@ -120,8 +121,8 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
                 spec: spec.clone(),
                 tflops: (problem.flops(pass) / (ms * 1e9) * 10.0).round() / 10.0,
             };
-            tuned.set(&name, entry);
-            tuned.write(table)?;
+            // Engines that tune add their own meanwhile.
+            Tuned::change(table, |tuned| tuned.set(&name, entry))?.1?;
         }
         results.push(result);
         progress(Step::Done);

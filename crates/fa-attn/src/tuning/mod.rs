@@ -39,10 +39,12 @@ pub(crate) use tuner::{Job, Tuner};
 ///    down. The bound kernel stays unless another one is faster by 2 %.
 /// 3. The winner goes into the user's table of tuned kernels (`FA_TUNED`, or `tuned.ron` beside the kernel
 ///    cache), which is replaced in one step, and is used from the next bind on: in this process and in later
-///    ones. Calls that are bound already keep their kernel.
+///    ones. Calls that are bound already keep their kernel. Processes that tune at once keep each other's
+///    winners.
 ///
-/// A problem that has an entry of exactly its [`crate::tune::TuneKey`] is not measured, in the table or among
-/// those that ship, nor one whose kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for
+/// A problem that has an entry of exactly its [`crate::tune::TuneKey`] whose kernel computes it is not
+/// measured, in the table or among those that ship (an entry whose kernel no longer compiles cleanly does not
+/// count), nor one whose kernel was chosen by [`crate::device::Gpu::prefer`] or stands in for
 /// another family's. Threads that bind the same problem at once have it measured once.
 ///
 /// What the caller notices: the caller's tensors and streams are not touched, waited for or captured. The

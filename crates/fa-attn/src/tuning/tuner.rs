@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use fa_core::{Family, KernelSpec, Pass, Problem};
+use fa_core::{Family, KernelSpec, Pass, Problem, Reads, ScoreKind};
 
 use crate::error::Error;
 use crate::tune::TuneKey;
@@ -28,11 +28,14 @@ pub(crate) struct Job {
 
 impl Job {
     /// What has the same key has the same winner.
-    fn key(&self) -> String {
-        ron::to_string(&(TuneKey::of(&self.problem), self.family, self.pass))
-            .expect("plain structs of numbers and names always serialise")
+    fn key(&self) -> Key {
+        let problem = &self.problem;
+        (TuneKey::of(problem), self.family, self.pass, problem.score.kind(), Reads::of(problem))
     }
 }
+
+/// What a job depends on.
+type Key = (TuneKey, Family, Pass, ScoreKind, Reads);
 
 /// A thread that is given problems, each kind once. Dropping it ends the search at hand, and waits for the
 /// candidate that is being compiled or timed.
@@ -52,7 +55,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    begun: HashSet<String>,
+    begun: HashSet<Key>,
     pending: usize,
     outcomes: Vec<TuningOutcome>,
 }

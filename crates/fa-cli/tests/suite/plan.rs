@@ -370,3 +370,22 @@ fn packed_and_paged_problems_have_flags() {
         assert!(out.code == 2 && out.stderr.contains(part), "{flags}: {}", out.stderr);
     }
 }
+
+/// Pages of one key and panels of unequal width: the library takes the SM80 class, and so does a plan.
+#[test]
+fn what_no_launch_holds_is_said_with_limit_and_value() {
+    let line = "plan --headdim 192-96 --heads 5:1 --seqlen 300 --batch 3 --page 1";
+    let shown = fa(line).good();
+    assert!(shown.contains("best      sm80_fwd-") && shown.contains("rejected  156 by pages"), "{shown}");
+    let own = fa(&format!("{line} --family sm90"));
+    assert!(own.code == 1 && own.stdout.contains("use pages of a multiple of 2"), "{own:?}");
+    for (flags, parts) in [
+        ("--seqlen 4294967296", ["seqlen_q = 4294967296 is above 1073741824", "split the problem"]),
+        ("--softcap 5000", ["softcap = 5000.0", "soft caps up to 1024"]),
+        ("--softcap 1e-300", ["softcap = 1e-300", "scale / softcap a normal f32"]),
+    ] {
+        let refused = fa(&format!("plan {flags}"));
+        assert_eq!(refused.code, 2, "{flags}: {refused:?}");
+        assert!(parts.iter().all(|part| refused.stderr.contains(part)), "{flags}: {}", refused.stderr);
+    }
+}

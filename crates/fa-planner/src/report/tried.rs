@@ -127,9 +127,11 @@ impl Tried {
     ) -> Result<Tried, ReportError> {
         let tcgen05 = arch.has_tcgen05() && pass == Pass::Forward;
         let native = if tcgen05 { PlanFamily::Sm100 } else { PlanFamily::Kernels(Family::native(arch)) };
+        let is_named = family.is_some();
         match family.unwrap_or(native) {
             PlanFamily::Kernels(family) => {
-                let options = PlanOptions { family: Some(family), pass, constants: None };
+                // None named: where the architecture's own fit nothing, the SM80 class, as the library does.
+                let options = PlanOptions { family: is_named.then_some(family), pass, constants: None };
                 Ok(Tried::Kernels(plan::explore(problem, arch, &options)?))
             }
             PlanFamily::Sm100 if pass.is_backward() => Err(ReportError::Sm100Backward),

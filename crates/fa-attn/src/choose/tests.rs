@@ -1,0 +1,243 @@
+use fa_core::{Arch, Dtype, Mask, Problem};
+use fa_planner::plan::{PlanOptions, plan};
+
+use super::*;
+
+#[test]
+fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
+    let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
+    let asked = (&problem, Arch::Sm90, Pass::Forward);
+    let plans = |family| {
+        let options = PlanOptions { family: Some(family), ..PlanOptions::default() };
+        plan(&problem, Arch::Sm90, &options).expect("there are plans").into_iter().map(|plan| plan.spec)
+    };
+    let families = [Family::Sm90, Family::Sm80];
+    let specs: Vec<KernelSpec> =
+        plans(Family::Sm80).take(1).chain(plans(Family::Sm90).skip(9).take(3)).collect();
+    let none = || fa_kernels::Error::NoCompiler { library: "NVRTC", tried: String::new(), variable: "X" };
+    let bad = || fa_kernels::Error::BadCompiler { path: "lib".into(), reason: "no library".to_owned() };
+    for lacks in [none as fn() -> fa_kernels::Error, bad] {
+        let bind = |spec: &KernelSpec| specs.contains(spec).then_some(()).ok_or_else(lacks);
+        let ((), spec) = planned_or_ahead(asked, &families, || specs.iter(), bind).expect("one computes");
+        assert_eq!(spec, specs[1], "the fastest of three of SM90's and one of SM80's");
+    }
+    // Nothing is compiled ahead for the problem, or at all.
+    let bind = |_: &KernelSpec| Err::<(), _>(none());
+    let wide = Problem { head_dim: 192, head_dim_v: 192, ..problem };
+    let asked = (&wide, Arch::Sm90, Pass::Forward);
+    let error = planned_or_ahead(asked, &families, || specs.iter(), bind).expect_err("another head dim");
+    let text = error.to_string();
+    assert!(text.contains("none of the 4 kernels compiled ahead for sm90 computes this forward"), "{text}");
+    let error = planned_or_ahead(asked, &families, || [].iter(), bind).expect_err("nothing");
+    assert!(matches!(error, Error::Kernels(fa_kernels::Error::NoCompiler { .. })), "{error}");
+    // What is no want of a compiler is told as it is.
+    let lost = |_: &KernelSpec| Err::<(), _>(fa_kernels::Error::Device { major: 7, minor: 5 });
+    let error = planned_or_ahead(asked, &families, || specs.iter(), lost).expect_err("an old GPU");
+    assert!(matches!(error, Error::Kernels(fa_kernels::Error::Device { .. })), "{error}");
+}
+
+#[test]
+fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
+    let problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+    let plans = plan(&problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans");
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.ron");
+    let memory = Arc::new(Memory::default());
+    *lock(&memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
+    let budget = Duration::from_secs(1);
+    let keeper = Keeper { memory: memory.clone(), path: path.clone(), gpu: "GPU".to_owned(), budget };
+    let (family, pass) = (Family::Sm90, Pass::Forward);
+    let job = Job { problem, pass, family, bound: plans[0].spec.clone() };
+    let tried = |index: usize, ms: f64| Tried { spec: plans[index].spec.clone(), ms: Some(ms), error: None };
+    memory.choices().remember("a".to_owned(), plans[0].spec.clone());
+
+    let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]));
+    assert!(outcome.error.is_none() && outcome.winner.as_ref() == Some(&plans[5].spec), "{outcome:?}");
+    let found = |tables: &Tables| tables.find("GPU", &problem, family, pass);
+    assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
+    assert!(memory.choices().get("a").is_none(), "what was chosen is chosen again");
+    let again = Tables::with_own(&path).expect("read back");
+    assert_eq!(found(&again), Some(plans[5].spec.clone()));
+    assert!(again.has("GPU", &problem, family, pass));
+    assert!(!again.has("GPU", &problem, family, Pass::BACKWARD));
+    let longer = Problem::square(2, 8192, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+    assert!(!again.has("GPU", &longer, family, pass), "near is not it");
+
+    std::fs::write(&path, "damaged").expect("written");
+    let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(9, 0.5)]));
+    assert!(matches!(outcome.error, Some(Error::BadTuned { .. })), "{outcome:?}");
+    assert_eq!(std::fs::read_to_string(&path).expect("it is there"), "damaged");
+    assert_eq!(memory.look(found), Some(plans[5].spec.clone()));
+    let outcome = keeper.outcome(&job, Err(Error::NoTunedTable));
+    assert!(outcome.winner.is_none() && outcome.error.is_some());
+}
+
+#[test]
+fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {
+    let problem = Problem::square(1, 1024, 4, 128, Mask::FULL, Dtype::Bf16);
+    let mut plans = plan(&problem, Arch::Sm80, &PlanOptions::default()).expect("there are plans");
+    let (first, second) = (plans.swap_remove(0).spec, plans.swap_remove(0).spec);
+    let mut choices = Choices::default();
+    choices.remember("a".to_owned(), first.clone());
+    choices.prefer("a".to_owned(), second.clone());
+    for i in 0..2 * REMEMBERED {
+        choices.remember(i.to_string(), first.clone());
+        assert_eq!(choices.get(&i.to_string()), Some(&first));
+        assert!(choices.chosen.len() <= REMEMBERED);
+    }
+    assert_eq!(choices.get("a"), Some(&second));
+    assert_eq!(choices.get("0"), None);
+}
+
+const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+
+/// A GPU that only has a name.
+struct Fake;
+
+impl Seat for Fake {
+    fn arch(&self) -> Arch {
+        Arch::Sm90
+    }
+
+    fn name(&self) -> Result<String, Error> {
+        Ok("GPU".to_owned())
+    }
+}
+
+/// Binds `problem`: every kernel compiles but `refused`.
+fn bind(chooser: &Chooser, problem: &Problem, refused: Option<&KernelSpec>) -> Result<KernelSpec, Error> {
+    let bind = |spec: &KernelSpec| {
+        if refused == Some(spec) {
+            let (name, target) = (spec.to_string(), "sm_90a".to_owned());
+            let fault = "registers spill".to_owned();
+            return Err(fa_kernels::Error::Refused { name, target, fault, log_file: None });
+        }
+        Ok(spec.clone())
+    };
+    chooser.choose(&Fake, problem, None, Pass::Forward, || false, bind)
+}
+
+/// The candidates' times: the bound kernel takes 1 ms, each further one a tenth less.
+fn timed(job: &Job, count: usize) -> Result<Vec<Tried>, Error> {
+    let Job { problem, pass, family, bound } = job;
+    let specs = candidates(problem, Arch::Sm90, (*family, *pass), bound, count)?;
+    let ms = |at: usize| Some(1.0 - 0.1 * at as f64);
+    Ok(specs.into_iter().enumerate().map(|(at, spec)| Tried { spec, ms: ms(at), error: None }).collect())
+}
+
+/// A chooser whose problems are measured by [`timed`].
+fn tuning(path: &std::path::Path) -> Chooser {
+    let chooser = Chooser::default();
+    let budget = Duration::from_secs(60);
+    chooser.tune_by(&Fake, budget, path.to_owned(), |job, _| timed(job, 4)).expect("a thread");
+    chooser
+}
+
+#[test]
+fn calls_at_once_are_measured_once_and_the_next_bind_has_the_winner() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.ron");
+    let chooser = tuning(&path);
+    let first = bind(&Chooser::default(), &PROBLEM, None).expect("bound");
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| bind(&chooser, &PROBLEM, None).expect("bound"));
+        }
+    });
+    let outcomes = chooser.finish_tuning();
+    assert_eq!(outcomes.len(), 1, "{outcomes:?}");
+    let winner = outcomes[0].winner.clone().expect("a winner");
+    assert!(outcomes[0].tried.len() == 4 && outcomes[0].error.is_none() && winner != first);
+    assert_eq!(bind(&chooser, &PROBLEM, None).expect("bound"), winner);
+    // In a later process, and with the kernels of a later version of which the winner spills.
+    let later = tuning(&path);
+    assert_eq!(bind(&later, &PROBLEM, None).expect("bound"), winner);
+    assert!(later.finish_tuning().is_empty(), "it is in the table");
+    let newer = tuning(&path);
+    assert_eq!(bind(&newer, &PROBLEM, Some(&winner)).expect("bound"), first);
+    assert_eq!(newer.finish_tuning().len(), 1, "measured again");
+}
+
+#[test]
+fn what_no_kernel_computes_is_no_job_and_an_engine_may_go_at_any_time() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.ron");
+    let chooser = tuning(&path);
+    let odd = Problem { head_dim: 100, ..PROBLEM };
+    assert!(matches!(bind(&chooser, &odd, None), Err(Error::Plan(PlanError::HeadDim { value: 100, .. }))));
+    assert!(chooser.finish_tuning().is_empty());
+
+    // Dropped, or switched off, while a search runs: it ends, and has nothing to keep.
+    for drops in [true, false] {
+        let chooser = Chooser::default();
+        let (begun, wait) = std::sync::mpsc::channel();
+        let search = move |job: &Job, stop: &AtomicBool| {
+            begun.send(()).expect("it is waited for");
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            let tried = Tried { spec: job.bound.clone(), ms: None, error: None };
+            Ok(vec![tried])
+        };
+        chooser.tune_by(&Fake, Duration::from_secs(60), path.clone(), search).expect("a thread");
+        bind(&chooser, &PROBLEM, None).expect("bound");
+        wait.recv().expect("it began");
+        if drops {
+            drop(chooser);
+        } else {
+            chooser.replace(None);
+            assert!(chooser.finish_tuning().is_empty(), "off");
+        }
+        assert!(!path.exists(), "nothing was measured");
+    }
+}
+
+#[test]
+fn tables_that_cannot_be_used_are_named() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let start = |path: &std::path::Path| {
+        Chooser::default().tune_by(&Fake, Duration::from_secs(60), path.to_owned(), |job, _| timed(job, 2))
+    };
+    assert!(matches!(start(folder.path()), Err(Error::Read { .. })), "a folder is no table");
+    let path = folder.path().join("tuned.ron");
+    // Of a version that knows more.
+    std::fs::write(&path, "(gpus: [], colour: \"red\")").expect("written");
+    assert!(matches!(start(&path), Err(Error::BadTuned { .. })));
+    // Damaged while it runs: nothing is changed, and no winner is named.
+    std::fs::remove_file(&path).expect("it was there");
+    let chooser = tuning(&path);
+    std::fs::write(&path, "damaged").expect("written");
+    let first = bind(&chooser, &PROBLEM, None).expect("bound");
+    let outcomes = chooser.finish_tuning();
+    assert!(matches!(outcomes[0].error, Some(Error::BadTuned { .. })) && outcomes[0].winner.is_none());
+    assert_eq!(bind(&chooser, &PROBLEM, None).expect("bound"), first);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn where_the_table_cannot_be_written_the_winner_is_used_all_the_same() {
+    let chooser = tuning(std::path::Path::new("/proc/none/tuned.ron"));
+    bind(&chooser, &PROBLEM, None).expect("bound");
+    let outcomes = chooser.finish_tuning();
+    assert!(matches!(outcomes[0].error, Some(Error::Write { .. })), "{outcomes:?}");
+    let winner = outcomes[0].winner.clone().expect("it is used");
+    assert_eq!(bind(&chooser, &PROBLEM, None).expect("bound"), winner);
+}
+
+#[test]
+fn any_number_of_candidates_from_two_on_is_taken() {
+    let first = bind(&Chooser::default(), &PROBLEM, None).expect("bound");
+    let kind = (Family::Sm90, Pass::Forward);
+    let all = candidates(&PROBLEM, Arch::Sm90, kind, &first, usize::MAX).expect("plans");
+    assert!(all.len() > 8 && all[0] == first, "{}", all.len());
+    for (candidates, budget, fails) in [
+        (0, Duration::MAX, true),
+        (1, Duration::MAX, true),
+        (2, Duration::ZERO, true),
+        (2, Duration::from_nanos(1), false),
+        (usize::MAX, Duration::MAX, false),
+    ] {
+        let checked = Tuning::OnFirstUse { candidates, budget }.check();
+        assert_eq!(matches!(checked, Err(Error::TuningOption { .. })), fails, "{candidates} {budget:?}");
+    }
+}
