@@ -14,6 +14,9 @@ class UnsupportedError(ValueError):
 class DeviceError(RuntimeError):
     """The GPU, its driver or its compiler refuses."""
 
+BESIDE: Tuple[str, ...]
+"""Arguments for the words beside Q, K and V, in the order of `Extras`."""
+
 Extras = Tuple[Any, Any, Any, Any, Any, Any, Any, int, int]
 Allocate = Callable[[int, bool], Any]
 

@@ -24,7 +24,7 @@ from reprlib import repr as short
 from typing import Any
 
 from ._checks import LARGEST, array, flag, is_neutral, masses, most, no_dropout, number, window
-from ._core import InputError, UnsupportedError
+from ._core import BESIDE, InputError, UnsupportedError
 from ._faces import face_of
 
 # Names of FlashAttention's that are taken at these values, and what would work otherwise.
@@ -79,21 +79,10 @@ def _others(function, others):
     return sinks, wants_lse
 
 
-_BESIDE = (
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k (cache_seqlens)",
-    "page_table (block_table)",
-    "alibi_slopes",
-    "sinks",
-)
-
-
 def _extras(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
     if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
         return None
-    for name, value in zip(_BESIDE, (cu_q, cu_k, used_q, used_k, table, slopes, sinks)):
+    for name, value in zip(BESIDE, (cu_q, cu_k, used_q, used_k, table, slopes, sinks)):
         if value is not None:
             array(name, value)
     bounds = most("max_seqlen_q", max_q), most("max_seqlen_k", max_k)

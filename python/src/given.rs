@@ -74,6 +74,17 @@ impl<'py> Beside<'py> {
     }
 }
 
+/// What the arguments are called, in the order of [`Beside::views`].
+pub const BESIDE: [&str; 7] = [
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k (cache_seqlens)",
+    "page_table (block_table)",
+    "alibi_slopes",
+    "sinks",
+];
+
 /// An array of one type whose elements lie end to end.
 pub fn words<'py>(
     name: &str,
@@ -148,20 +159,9 @@ impl<'py> Given<'py> {
         }
         let place = given.q.place;
         let all = [Some(&given.k), Some(&given.v)].into_iter().chain(given.beside.views());
-        for (i, view) in all.enumerate() {
+        for (name, view) in ["k", "v"].into_iter().chain(BESIDE).zip(all) {
             if view.is_some_and(|view| view.place != place) {
-                const NAMES: [&str; 9] = [
-                    "k",
-                    "v",
-                    "cu_seqlens_q",
-                    "cu_seqlens_k",
-                    "seqused_q",
-                    "seqused_k (cache_seqlens)",
-                    "page_table (block_table)",
-                    "alibi_slopes",
-                    "sinks",
-                ];
-                return Err(elsewhere(NAMES[i], place));
+                return Err(elsewhere(name, place));
             }
         }
         Ok(given)

@@ -29,7 +29,8 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &pyo3::Bound<'_, pyo3::types::PyModule>) -> pyo3::PyResult<()> {
-        use pyo3::types::PyModuleMethods;
+        use pyo3::types::{PyModuleMethods, PyTuple};
+        module.add("BESIDE", PyTuple::new(module.py(), super::given::BESIDE)?)?;
         module.add("InputTypeError", super::error::input_type_error(module.py())?)
     }
 
