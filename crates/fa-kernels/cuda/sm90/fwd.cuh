@@ -35,7 +35,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         // All but the producer's first warp take tickets.
         if constexpr (C.scheduler == Scheduler::Dynamic)
-            smem.ticket.bars.init(T::kConsumerWarps + T::kLoadingWarps - 1);
+            smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
         mbarrier_init_fence();
     }
     if constexpr (C.cluster_m > 1) {
@@ -49,7 +49,11 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         if constexpr (C.gather) {
             sm90::gather_pages<C>(smem, params, map_q);
         } else if constexpr (C.paged) {
-            if (warp == 0) sm90::produce_pages<C>(smem, params, map_q, map_k, map_v);
+            if (warp == 0) {
+                sm90::produce_pages<C, false>(smem, params, map_q, map_k);
+            } else if (warp == 1) {
+                sm90::produce_pages<C, true>(smem, params, map_q, map_v);
+            }
         } else {
             if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
         }

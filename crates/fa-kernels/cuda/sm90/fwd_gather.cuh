@@ -143,23 +143,21 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
-        const WorkTile tile = tiles.tile_of(params, index, heads);
-        const auto seqlen = tiles.seqlen_of(params, tile);
-        const BlockRange range =
-            tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
+        const LoadTile<C> work(params, tiles, index, heads);
         const Keys keys{params.varlen,
-                        params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride, seqlen.k()};
-        const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
+                        params.varlen.page_table + i64(work.tile.batch) * params.varlen.table_stride,
+                        work.seqlen.k()};
         using Pages = typename Keys::Pages;
 
         auto q = [&] {
-            if (first_warp && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, tile, seqlen);
+            if (first_warp && lane_index() == 0)
+                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
         };
         auto load = [&](auto tile_type, u8* dst, const ConstTensor& tensor, int columns, auto& bars,
                         const KvState& own, int n_block, const Pages& pages) {
             bars.wait_empty(own);
-            keys.template start<decltype(tile_type)>(smem_address(dst), tensor, kv_head, columns, n_block,
-                                                     pages);
+            keys.template start<decltype(tile_type)>(smem_address(dst), tensor, work.kv_head, columns,
+                                                     n_block, pages);
             cp_async_commit();
             if constexpr (kUnderWay == 3) {
                 arrive_copied<2>(pending[0]);
@@ -181,13 +179,13 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
         };
 
         int next = 0;
-        if (!range.empty()) {
-            Pages pages = keys.pages_of(range.end - 1);
+        if (!work.range.empty()) {
+            Pages pages = keys.pages_of(work.range.end - 1);
             if constexpr (C.q_stages > 1) q();
-            load_k(state, range.end - 1, pages);
+            load_k(state, work.range.end - 1, pages);
             if constexpr (C.q_stages == 1) q();
 #pragma unroll 1
-            for (int n_block = range.end - 1; n_block > range.begin; --n_block) {
+            for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
                 const Pages before = keys.pages_of(n_block - 1);
                 KvState ahead = state;
                 ahead.advance();
@@ -196,7 +194,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                 pages = before;
             }
             if (draws) next = draw_tile<C>(tiles, params, index);
-            load_v(range.begin, pages);
+            load_v(work.range.begin, pages);
         } else {
             // The consumers may need the last tile's keys before they take this one's ticket.
             arrive_all(pending);

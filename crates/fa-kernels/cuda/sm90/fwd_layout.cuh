@@ -33,7 +33,9 @@ struct Traits {
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Warps that say when a tile of keys is there.
+    // Warps that load, all of which know the tiles; and of these, those that say when a tile of K or of V is
+    // there.
+    static constexpr int kProducerWarps = C.gather ? 4 : C.paged ? 2 : 1;
     static constexpr int kLoadingWarps = C.gather ? 4 : 1;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths of
     // the device and copies of rows take some more.
