@@ -43,7 +43,7 @@ struct Traits {
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;
-    static constexpr int kProducerRegs = (C.num_wg == 1   ? 56
+    static constexpr int kProducerRegs = (C.num_wg == 1   ? (C.gather ? 96 : 56)
                                           : C.num_wg == 2 ? 24
                                                           : 32) +
                                          C.num_wg * kMoreRegs;
