@@ -47,7 +47,11 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         if constexpr (C.gather) {
-            sm90::gather_pages<C>(smem, params, map_q);
+            if (warp < 2) {
+                sm90::gather_pages<C, false>(smem, params, map_q, warp == 0);
+            } else {
+                sm90::gather_pages<C, true>(smem, params, map_q, warp == 2);
+            }
         } else if constexpr (C.paged) {
             if (warp == 0) {
                 sm90::produce_pages<C, false>(smem, params, map_q, map_k);

@@ -36,7 +36,7 @@ struct Traits {
     // Warps that load, all of which know the tiles; and of these, those that say when a tile of K or of V is
     // there.
     static constexpr int kProducerWarps = C.gather ? 4 : C.paged ? 2 : 1;
-    static constexpr int kLoadingWarps = C.gather ? 4 : 1;
+    static constexpr int kLoadingWarps = C.gather ? 2 : 1;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths of
     // the device and copies of rows take some more.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
@@ -87,5 +87,15 @@ struct alignas(1024) SharedStorage {
     [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket<C.varied>, NoTileTicket>
         ticket;
 };
+
+// The barriers of V's stages, or of K's.
+template <bool Values, Sm90FwdConfig C>
+__device__ __forceinline__ auto& kv_bars(SharedStorage<C>& smem) {
+    if constexpr (Values) {
+        return smem.v_bars;
+    } else {
+        return smem.k_bars;
+    }
+}
 
 }  // namespace fa::sm90

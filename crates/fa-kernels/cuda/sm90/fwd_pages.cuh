@@ -26,24 +26,16 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     PipelineState<C.kv_stages> state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     TileSource<C> tiles(params, cta_index(), heads);
+    auto& bars = kv_bars<Values>(smem);
     const bool leads = lane_index() == 0;
     constexpr bool kDraws = C.scheduler != Scheduler::Dynamic || !Values;
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
         const LoadTile<C> work(params, tiles, index, heads);
-        const PagedKeys<C.tile_n> keys{
-            params.varlen, params.varlen.page_table + i64(work.tile.batch) * params.varlen.table_stride,
-            work.seqlen.k(), work.kv_head};
+        const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head};
 
         auto load = [&](int n_block, int entry) {
-            auto& bars = [&]() -> auto& {
-                if constexpr (Values) {
-                    return smem.v_bars;
-                } else {
-                    return smem.k_bars;
-                }
-            }();
             u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
             bars.wait_empty(state);
             // The phase ends only after all lanes have seen the one before end. Boxes may come before they

@@ -192,6 +192,11 @@ struct LoadTile {
         : tile(tiles.tile_of(params, index, heads)), seqlen(tiles.seqlen_of(params, tile)),
           range(tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile)),
           kv_head(C.pack_gqa ? tile.head : tile.head / params.shape.group_size) {}
+
+    // The sequence's row of the page table.
+    __device__ __forceinline__ const int* table(const FwdParams& params) const {
+        return params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride;
+    }
 };
 
 // Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
