@@ -106,11 +106,7 @@ impl Pass {
     }
 
     /// From the gradient of LSE, with zeros as that of O.
-    fn gradients_of_lse(
-        &self,
-        inputs: [&Tensor; 3],
-        dlse: &Tensor,
-    ) -> Result<([Tensor; 3], Option<Tensor>)> {
+    fn gradients_of_lse(&self, inputs: [&Tensor; 3], dlse: &Tensor) -> Result<([Tensor; 3], Option<Tensor>)> {
         let q = inputs[0];
         let zeros = Tensor::zeros(self.posed.problem.head_dim_v, q.dtype(), q.device())?;
         let zeros = zeros.broadcast_as(self.posed.out_shape(q.dims()))?;
