@@ -112,14 +112,6 @@ def _backward(
         raise _core.InputError(
             f"dlse has the shape {tuple(dlse.shape)}: it must be that of softmax_lse, {tuple(lse.shape)}"
         )
-    if dlse is not None and q.is_cuda:
-        dq, dk, dv = grads
-        dout, v, out = _widened(dout, v, out, lse, dlse)
-        wide = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-        options = (scale, causal, window, softcap, deterministic, extras)
-        dsinks = _backward(dout, q, k, v, out, lse, (dq, dk, wide), *options)
-        dv.copy_(wide[..., : dv.shape[-1]])
-        return dsinks
     dsinks = None
     if extras is not None and extras[6] is not None:
         dsinks = _empty(extras[6].shape, dtype=_FLOAT, device=q.device)
@@ -143,26 +135,6 @@ def _backward(
         *(() if dlse is None else (None, dlse)),
     )
     return dsinks
-
-
-def _widened(dout, v, out, lse, dlse):
-    """dO, V and O with eight more columns, by which the sum of a row of O * dO is less by its dLSE: kernels
-    know no gradient of the LSE. V's are 0, so that nothing else changes. dLSE is in three parts, since the
-    tensors' type holds few digits."""
-    columns = v.shape[-1] + 8
-    if columns > 256:
-        raise UnsupportedError(
-            f"a gradient of softmax_lse at a head_dim_v of {v.shape[-1]}: on a GPU up to 248, use "
-            "softmax_lse.detach() in the loss"
-        )
-    # As rows lie in O: (batch, seqlen, heads) or (total, heads). Rows that see no key have none.
-    rest = -torch.where(lse == float("-inf"), 0.0, dlse).transpose(-1, -2).to(_FLOAT)
-    dout, out, v = (_pad(x, columns) for x in (dout, out, v))
-    for column in range(columns - 8, columns - 5):
-        part = rest.to(dout.dtype)
-        dout[..., column], out[..., column] = part, 1.0
-        rest = rest - part.to(_FLOAT)
-    return dout, v, out
 
 
 def _room_for_gradients(q, k, v, extras):

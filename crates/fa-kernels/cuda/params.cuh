@@ -323,7 +323,7 @@ struct BwdParams {
     // Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf
     // beyond the end.
     float* lse_log2;
-    // Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
+    // Workspace of the same shape: the rows' sums of O * dO less dLSE; 0 beyond the end.
     float* dpsum;
     // Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before
     // its scale, each tile in the register order of the kernel that adds to it.
@@ -365,8 +365,10 @@ struct BwdParams {
     // Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
     // and of dK so far; null unless deterministic with head_splits > 1.
     unsigned* dkv_semaphores;
+    // The gradient of the LSE, in its shape; null for none.
+    const float* dlse;
 };
-static_assert(sizeof(BwdParams) == 616 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 624 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -395,6 +397,7 @@ static_assert(FA_OFFSETOF(BwdParams, varlen) == 408);
 static_assert(FA_OFFSETOF(BwdParams, mods) == 536);
 static_assert(FA_OFFSETOF(BwdParams, plan) == 568);
 static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 608);
+static_assert(FA_OFFSETOF(BwdParams, dlse) == 616);
 
 // The arguments of the append kernel. Pointers are null for what a call does not have.
 struct AppendParams {

@@ -368,7 +368,7 @@ param_struct! {
         /// Workspace `[batch, heads_q, m_blocks * tile_m]`: LSE in base 2; 0 for rows that saw no key, +inf
         /// beyond the end.
         pub lse_log2: MutF32Ptr,
-        /// Workspace of the same shape: the rows' sums of O * dO; 0 beyond the end.
+        /// Workspace of the same shape: the rows' sums of O * dO less dLSE; 0 beyond the end.
         pub dpsum: MutF32Ptr,
         /// Workspace `[batch, heads_q, m_blocks, tile_m * head_dim]` with the config's head dim: dQ before
         /// its scale, each tile in the register order of the kernel that adds to it.
@@ -410,12 +410,14 @@ param_struct! {
         /// Workspace `[batch, heads_kv, n_blocks, 2]`: the parts of the query heads added to each tile of dV
         /// and of dK so far; null unless deterministic with head_splits > 1.
         pub dkv_semaphores: MutU32Ptr,
+        /// The gradient of the LSE, in its shape; null for none.
+        pub dlse: ConstF32Ptr,
     }
 }
 
 /// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 448);
-const _: () = assert!(size_of::<BwdParams>() == 616);
+const _: () = assert!(size_of::<BwdParams>() == 624);
 const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
