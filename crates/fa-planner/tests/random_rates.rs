@@ -28,7 +28,7 @@ struct Rate {
 }
 
 impl Measured {
-    /// The kernel that is predicted to be the fastest of those that the planner lists, or of all where it lists
+    /// The kernel that is predicted to be the fastest of those that the planner lists; of all, where it lists
     /// none of them any more.
     fn first(&self) -> &Rate {
         let any = self.kernels.iter().any(|kernel| kernel.listed);
