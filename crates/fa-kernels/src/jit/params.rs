@@ -1,4 +1,4 @@
-//! The parameters of a launch, declared once: these structs are the host's side, and the headers `params.cuh`,
+//! The parameters of a launch, declared once: these structs are the host's side, and `params.cuh`,
 //! `fwd_params.cuh` and `bwd_params.cuh` are written from their field tables, with sizes and offsets asserted
 //! there and here.
 
