@@ -16,7 +16,7 @@ use fa_kernels::{
 use pyo3::prelude::*;
 
 use crate::dlpack::{Place, Type, View};
-use crate::error::{InputError, UnsupportedError, raised};
+use crate::error::{InputError, raised};
 use crate::given::{Beside, Given, elsewhere};
 use crate::host::{Appended, Backward, Merged, Written, placement};
 
@@ -180,11 +180,6 @@ impl Device {
         let place = given.place();
         let stream = self.stream(handle);
         let Given { q, k, v, beside, .. } = given;
-        if beside.dlse.is_some() {
-            return Err(UnsupportedError::new_err(
-                "dlse: no GPU kernel takes a gradient of the LSE; torch tensors are widened for it: use them",
-            ));
-        }
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
         let mut extras = extras(beside);
         match (&entry.kernel, to) {
@@ -209,6 +204,7 @@ impl Device {
                 Written::Backward(Backward { dout, out, lse, dq, dk, dv, dsinks }),
             ) => {
                 extras.dsinks = dsinks.map(|dsinks| floats("dsinks", dsinks, place)).transpose()?;
+                extras.dlse = beside.dlse.as_ref().map(|dlse| floats("dlse", dlse, place)).transpose()?;
                 let (_scratch, workspace) = scratch(backward.workspace_bytes().max(16), false, allocate)?;
                 let args = RawBackwardArgs {
                     q,
@@ -381,6 +377,7 @@ fn extras(beside: &Beside<'_>) -> RawExtras {
         alibi_slopes: at(&beside.alibi_slopes),
         sinks: at(&beside.sinks),
         dsinks: None,
+        dlse: None,
     }
 }
 

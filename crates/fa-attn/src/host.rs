@@ -94,10 +94,6 @@ fn backward<T: Half>(
     fa_cpu::check::check_gradients(problem, dq.shape(), dk.shape(), dv.shape())?;
     check_dsinks(problem, dsinks.as_deref())?;
     Batch::new(problem, &extras)?;
-    if extras.dlse.is_some() {
-        let (kernel, what) = ("the GPU's backward", "a gradient of the LSE");
-        return Err(KernelError::NoCode { kernel, what }.into());
-    }
     let stream = &gpu.stream;
     let placement = out_placement(out.shape(), out.strides());
     let mut forward = DeviceForward::upload(stream, problem, 0, [&q, &k, &v], placement)?;

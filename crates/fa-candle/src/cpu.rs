@@ -60,19 +60,21 @@ pub(crate) fn backward(
     posed: &Posed,
     inputs: [&Tensor; 3],
     [out, lse, dout]: [&Tensor; 3],
+    dlse: Option<&Tensor>,
 ) -> Result<Gradients> {
     let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
     match inputs[0].dtype() {
-        DType::F32 => gradients::<f32>(posed, all),
-        DType::F16 => gradients::<f16>(posed, all),
-        DType::BF16 => gradients::<bf16>(posed, all),
+        DType::F32 => gradients::<f32>(posed, all, dlse),
+        DType::F16 => gradients::<f16>(posed, all, dlse),
+        DType::BF16 => gradients::<bf16>(posed, all, dlse),
         other => Err(unknown(other)),
     }
 }
 
-fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients> {
+fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tensor>) -> Result<Gradients> {
     let problem: &Problem = &posed.problem;
-    let beside = on_host(&posed.beside)?;
+    let mut beside = on_host(&posed.beside)?;
+    beside.dlse = dlse.map(host_floats).transpose()?;
     let locked = tensors.map(Tensor::storage_and_layout);
     let input = |at: usize| match &*locked[at].0 {
         Storage::Cpu(storage) => Ok((storage, locked[at].1)),
@@ -111,9 +113,7 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients
 /// The small tensors as fa-cpu takes them.
 fn on_host(beside: &Beside) -> Result<OwnedExtras> {
     let integers = |tensor: &Option<Tensor>| tensor.as_ref().map(host_integers).transpose();
-    let floats = |tensor: &Option<Tensor>| {
-        tensor.as_ref().map(|tensor| tensor.detach().flatten_all()?.to_vec1::<f32>()).transpose()
-    };
+    let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(host_floats).transpose();
     Ok(OwnedExtras {
         cu_q: integers(&beside.cu_q)?,
         cu_k: integers(&beside.cu_k)?,
@@ -124,6 +124,10 @@ fn on_host(beside: &Beside) -> Result<OwnedExtras> {
         sinks: floats(&beside.sinks)?,
         dlse: None,
     })
+}
+
+fn host_floats(tensor: &Tensor) -> Result<Vec<f32>> {
+    tensor.detach().flatten_all()?.to_vec1::<f32>()
 }
 
 fn host_integers(tensor: &Tensor) -> Result<Vec<i32>> {

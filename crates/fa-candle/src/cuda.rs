@@ -84,16 +84,17 @@ pub(crate) fn backward(
     posed: &Posed,
     inputs: [&Tensor; 3],
     [out, lse, dout]: [&Tensor; 3],
+    dlse: Option<&Tensor>,
 ) -> Result<Gradients> {
     let all = [inputs[0], inputs[1], inputs[2], out, dout, lse];
     match inputs[0].dtype() {
-        DType::F16 => gradients::<f16>(posed, all),
-        DType::BF16 => gradients::<bf16>(posed, all),
+        DType::F16 => gradients::<f16>(posed, all, dlse),
+        DType::BF16 => gradients::<bf16>(posed, all, dlse),
         other => Err(unknown(other)),
     }
 }
 
-fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients> {
+fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6], dlse: Option<&Tensor>) -> Result<Gradients> {
     let problem = &posed.problem;
     let locked = tensors.map(Tensor::storage_and_layout);
     let given = |at: usize| on_gpu(&locked[at]);
@@ -123,6 +124,8 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients
         Ok::<_, candle_core::Error>(Input { data, strides: *strides })
     };
     let (lse, _) = view::<f32>(given(5)?)?;
+    let dlse = dlse.map(Tensor::storage_and_layout);
+    let dlse = dlse.as_ref().map(|dlse| floats(on_gpu(dlse)?)).transpose()?;
     let args = BackwardArgs {
         q: input(0)?,
         k: input(1)?,
@@ -136,6 +139,7 @@ fn gradients<T: Value>(posed: &Posed, tensors: [&Tensor; 6]) -> Result<Gradients
         workspace: &mut workspace,
         extras: Extras {
             dsinks: dsinks.as_mut().map(|dsinks| dsinks as &mut dyn DevicePtrMut<f32>),
+            dlse: dlse.as_ref().map(|dlse| dlse as &dyn DevicePtr<f32>),
             ..views.extras()
         },
     };

@@ -13,7 +13,12 @@ pub(crate) fn forward(
     Err(Error::Backend { device: "CUDA" }.into())
 }
 
-pub(crate) fn backward(_: &Posed, _: [&Tensor; 3], _: [&Tensor; 3]) -> Result<([Tensor; 3], Option<Tensor>)> {
+pub(crate) fn backward(
+    _: &Posed,
+    _: [&Tensor; 3],
+    _: [&Tensor; 3],
+    _: Option<&Tensor>,
+) -> Result<([Tensor; 3], Option<Tensor>)> {
     Err(Error::Backend { device: "other" }.into())
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, D, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor};
 
 use crate::error::Error;
 use crate::problem::Posed;
@@ -102,28 +102,15 @@ impl Pass {
         }
         // Gradients of candle's own operations may be broadcast or transposed; rows are read as they lie.
         let dout = if dout.stride().last() == Some(&1) { dout.clone() } else { dout.contiguous()? };
-        self.backward(inputs, out, &dout)
+        self.backward(inputs, out, &dout, None)
     }
 
-    /// From the gradient of LSE. A backward computes `dS = P * (dO V^T - delta)` with `delta = sum(dO * O)`,
-    /// and the sinks' gradient from `delta` alone: with zeros as V, and an O and a dO whose product is
-    /// `-dlse`, that is `P * dlse`, as it is to be. V has no part in LSE.
-    fn gradients_of_lse(
-        &self,
-        [q, k, v]: [&Tensor; 3],
-        dlse: &Tensor,
-    ) -> Result<([Tensor; 3], Option<Tensor>)> {
-        let shape = self.posed.out_shape(q.dims());
-        let width = self.posed.problem.head_dim_v;
-        let zeros = Tensor::zeros(width, v.dtype(), v.device())?;
-        let first = Tensor::full(-1f32, 1, q.device())?.to_dtype(q.dtype())?;
-        let out = first.pad_with_zeros(0, 0, width - 1)?.broadcast_as(shape)?;
-        // (batch, heads, seqlen_q) or (heads, total_q) as the first column of dO.
-        let heads = dlse.rank() - 2;
-        let column = dlse.transpose(heads, heads + 1)?.unsqueeze(D::Minus1)?.to_dtype(q.dtype())?;
-        let dout = column.pad_with_zeros(D::Minus1, 0, width - 1)?.contiguous()?;
-        let ([dq, dk, dv], dsinks) = self.backward([q, k, &zeros.broadcast_as(v.shape())?], &out, &dout)?;
-        Ok(([dq, dk, dv.zeros_like()?], dsinks))
+    /// From the gradient of LSE, with zeros as that of O.
+    fn gradients_of_lse(&self, inputs: [&Tensor; 3], dlse: &Tensor) -> Result<([Tensor; 3], Option<Tensor>)> {
+        let q = inputs[0];
+        let zeros = Tensor::zeros(self.posed.problem.head_dim_v, q.dtype(), q.device())?;
+        let zeros = zeros.broadcast_as(self.posed.out_shape(q.dims()))?;
+        self.backward(inputs, &zeros, &zeros, Some(&dlse.contiguous()?))
     }
 
     fn backward(
@@ -131,12 +118,13 @@ impl Pass {
         inputs: [&Tensor; 3],
         out: &Tensor,
         dout: &Tensor,
+        dlse: Option<&Tensor>,
     ) -> Result<([Tensor; 3], Option<Tensor>)> {
         let lse = self.lse()?;
         if inputs[0].device().is_cpu() {
-            cpu::backward(&self.posed, inputs, [out, lse, dout])
+            cpu::backward(&self.posed, inputs, [out, lse, dout], dlse)
         } else {
-            cuda::backward(&self.posed, inputs, [out, lse, dout])
+            cuda::backward(&self.posed, inputs, [out, lse, dout], dlse)
         }
     }
 }

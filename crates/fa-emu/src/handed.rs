@@ -51,6 +51,7 @@ fn text(spec: &KernelSpec, arch: Arch, case: &Case) -> Result<String, Error> {
         alibi_slopes: extra("alibi_slopes"),
         sinks: extra("sinks"),
         dsinks: extra("dsinks"),
+        dlse: extra("dlse"),
     };
     let (lse, workspace) = (next(), next().filter(|_| launches.workspace.bytes > 0));
     let at = Addresses { tensors: &tensors, lse, workspace, extras };

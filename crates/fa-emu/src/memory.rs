@@ -104,6 +104,7 @@ impl<'a> DeviceMemory<'a> {
         extra("page_table", integers(&call.extras.page_table))?;
         extra("alibi_slopes", floats(&call.extras.alibi_slopes))?;
         extra("sinks", floats(&call.extras.sinks))?;
+        extra("dlse", floats(&call.extras.dlse))?;
         let has_dsinks = problem.score.sinks && unit.spec.kernel.pass() != Pass::Forward;
         let dsinks = has_dsinks.then(|| Memory::new(machine, "dsinks", 4 * problem.heads_q)).transpose()?;
         let has_pages = problem.lengths.page().is_some();
@@ -145,6 +146,7 @@ impl<'a> DeviceMemory<'a> {
             alibi_slopes: self.extra("alibi_slopes"),
             sinks: self.extra("sinks"),
             dsinks: self.dsinks.as_ref().map(Memory::address),
+            dlse: self.extra("dlse"),
         };
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }

@@ -167,13 +167,14 @@ impl Trial {
     ) -> Trial {
         let shapes = shapes(problem);
         let own = extras.view();
+        let of_forward = fa_cpu::Extras { dlse: None, ..own };
         let rows = rows(problem, &own);
         let view = |i: usize, name| {
             TensorRef::packed(name, &host[i], shapes[i], TensorLayout::Bshd).expect("as long as its shape")
         };
         let (q, k, v, dout) = (view(0, "q"), view(1, "k"), view(2, "v"), view(3, "dout"));
         let fits = "the tensors are the problem's";
-        let low = reference::low_precision::forward_extras(problem, &own, &q, &k, &v).expect(fits);
+        let low = reference::low_precision::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
         let placed = |values: &[T], i: usize| {
             let of_keys = matches!(i, 1 | 2);
             place(values, shapes[i], placing, &rows[usize::from(of_keys)])
@@ -194,7 +195,7 @@ impl Trial {
             rows: [Vec::new(), Vec::new()],
         };
         if pass == Pass::Forward {
-            let exact = reference::forward_extras(problem, &own, &q, &k, &v).expect(fits);
+            let exact = reference::forward_extras(problem, &of_forward, &q, &k, &v).expect(fits);
             trial.expected = vec![expected("out", shapes[3], exact.out, &low.out, exact.out_noise)];
             trial.expected_lse = exact.lse;
         } else {

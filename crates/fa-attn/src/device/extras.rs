@@ -27,6 +27,8 @@ pub struct DeviceExtras {
     pub alibi_slopes: Option<CudaSlice<f32>>,
     /// `[heads_q]`.
     pub sinks: Option<CudaSlice<f32>>,
+    /// `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`: the gradient of the LSE, which backwards read.
+    pub dlse: Option<CudaSlice<f32>>,
     /// A work plan that serves all forwards with these lengths, as [`DeviceExtras::make_plan`] makes it.
     /// Without one, every launch makes its own.
     pub plan: Option<CudaSlice<u8>>,
@@ -48,6 +50,7 @@ impl DeviceExtras {
             page_table: copy(stream, extras.page_table)?,
             alibi_slopes: copy(stream, extras.alibi_slopes)?,
             sinks: copy(stream, extras.sinks)?,
+            dlse: copy(stream, extras.dlse)?,
             plan: None,
             backward_plan: None,
         })
@@ -66,7 +69,8 @@ impl DeviceExtras {
         replace(stream, "used_k", &mut self.used_k, extras.used_k)?;
         replace(stream, "page_table", &mut self.page_table, extras.page_table)?;
         replace(stream, "alibi_slopes", &mut self.alibi_slopes, extras.alibi_slopes)?;
-        replace(stream, "sinks", &mut self.sinks, extras.sinks)
+        replace(stream, "sinks", &mut self.sinks, extras.sinks)?;
+        replace(stream, "dlse", &mut self.dlse, extras.dlse)
     }
 
     /// Plans the work of `forward` for the lengths that are in device memory now: once a step, for all layers
@@ -111,6 +115,7 @@ impl DeviceExtras {
             plan: read(&self.plan),
             page_faults: None,
             dsinks: None,
+            dlse: None,
         }
     }
 
@@ -118,7 +123,8 @@ impl DeviceExtras {
     pub fn backward_args<'a>(&'a self, dsinks: &'a mut Option<CudaSlice<f32>>) -> fa_kernels::Extras<'a> {
         let dsinks = dsinks.as_mut().map(|slice| slice as &mut dyn DevicePtrMut<f32>);
         let plan = self.backward_plan.as_ref().map(|plan| plan as &dyn DevicePtr<u8>);
-        fa_kernels::Extras { dsinks, plan, ..self.args() }
+        let dlse = self.dlse.as_ref().map(|dlse| dlse as &dyn DevicePtr<f32>);
+        fa_kernels::Extras { dsinks, dlse, plan, ..self.args() }
     }
 
     /// The addresses, of a forward.
@@ -137,13 +143,15 @@ impl DeviceExtras {
             plan: at(&self.plan, stream),
             page_faults: None,
             dsinks: None,
+            dlse: None,
         }
     }
 
     /// The addresses, of a backward.
     pub fn backward_raw(&self, dsinks: Option<u64>, stream: &CudaStream) -> RawExtras {
         let plan = self.backward_plan.as_ref().map(|plan| plan.device_ptr(stream).0);
-        RawExtras { plan, dsinks, ..self.raw(stream) }
+        let dlse = self.dlse.as_ref().map(|dlse| dlse.device_ptr(stream).0);
+        RawExtras { plan, dsinks, dlse, ..self.raw(stream) }
     }
 }
 

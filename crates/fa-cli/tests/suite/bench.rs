@@ -121,6 +121,11 @@ fn marks_that_do_not_go_with_a_flag_are_refused_by_name() {
         ),
         ("--backend cuda --marks plan --mode bwd", "paged, step and plan go with --mode fwd"),
         ("--backend cpu --marks plan", "--marks is for GPUs: use --backend cuda"),
+        ("--backend cuda --filter prefill", "--marks"),
+        (
+            "--backend cuda --marks paged --filter Gemma",
+            "pages of 16, paged prefill, bf16: 64 x 512x4096, 32:8",
+        ),
     ] {
         let refused = fa(&format!("bench {line}"));
         assert!(refused.code == 2 && refused.stderr.contains(part), "{line}: {}", refused.stderr);

@@ -1,5 +1,5 @@
 //! ALiBi and sinks in all four kernels: with soft caps and every mask, slopes that outgrow every maximum,
-//! slopes below zero, sinks far above the scores and none at all.
+//! slopes below zero, sinks far above the scores and none at all; in backwards with a gradient of the LSE.
 
 use fa_core::{Alibi, Arch, KernelSpec, Lengths};
 use fa_emu::sweep::{Case, Trials, sweep};
@@ -69,6 +69,11 @@ fn cases(spec: &KernelSpec) -> Vec<Case> {
     if let Some(sinks) = &mut strange.extras.sinks {
         let values = [90.0, -90.0, f32::NEG_INFINITY, 8.0];
         sinks.iter_mut().zip(values.iter().cycle()).for_each(|(sink, &value)| *sink = value);
+    }
+    if spec.kernel.is_backward() {
+        // The LSE has a gradient.
+        let rows = problem.lengths.sequences() * problem.lengths.max_q() * problem.heads_q;
+        strange.extras.dlse = Some((0..rows).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect());
     }
     cases.push(strange);
     cases

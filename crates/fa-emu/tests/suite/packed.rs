@@ -34,6 +34,9 @@ fn batches(spec: &KernelSpec) -> Vec<Case> {
     let batch = Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 5 };
     cases[0].problem.lengths = batch.lengths();
     cases[0].extras = batch.extras(&cases[0].problem);
+    // The LSE has a gradient.
+    let rows = fa_cpu::check::lse_len(&cases[0].problem);
+    cases[0].extras.dlse = Some((0..rows).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect());
     // Single queries, of half as many heads.
     assert_eq!((cases[4].problem.lengths.q().max(), cases[4].problem.heads_q), (1, 8));
     cases[4].problem.heads_q = 4;

@@ -5,8 +5,8 @@
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
+#include "bwd_params.cuh"
 #include "config.cuh"
-#include "params.cuh"
 #include "ptx/math.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"
@@ -84,8 +84,9 @@ __device__ __forceinline__ void clear_turns(const BwdParams& params, i64 tile) {
     for (int of = 0; of < dq_turns<C>(); ++of) params.dq_semaphores[tile * dq_turns<C>() + of] = 0;
 }
 
-// The statistics of a tile of queries. The forward's LSE of query i is at lse_row(i); dPsum and LSE in base 2
-// go to element row(i) of the workspace.
+// The statistics of a tile of queries. The forward's LSE of query i, and its gradient where there is one, are
+// at lse_row(i); dPsum and LSE in base 2 go to element row(i) of the workspace. With a gradient of the LSE
+// dS = P (dP - (dPsum - dLSE)).
 template <auto C, class LseRow, class Row>
 __device__ __forceinline__ void store_statistics(const BwdParams& params, const Seqlen<C.varied>& seqlen,
                                                  int m_block, int batch, int head, const LseRow& lse_row,
@@ -106,15 +107,17 @@ __device__ __forceinline__ void store_statistics(const BwdParams& params, const 
 #pragma unroll
         for (int distance = 1; distance < 8; distance *= 2) sum += shuffle_xor(sum, distance);
         if (lane != 0) continue;
-        const i64 at = workspace_row(query);
-        params.dpsum[at] = sum;
         // Probabilities of rows past the end become 2^-inf. A row that saw no key has hidden scores only: any
-        // finite LSE keeps them 0.
+        // finite LSE keeps them 0, and it has no LSE to differentiate.
         float lse_log2 = -minus_infinity();
         if (inside) {
             const float lse = params.lse[lse_row(query)];
-            lse_log2 = lse == minus_infinity() ? 0.f : lse * kLog2e;
+            const bool is_empty = lse == minus_infinity();
+            lse_log2 = is_empty ? 0.f : lse * kLog2e;
+            if (params.dlse != nullptr && !is_empty) sum -= params.dlse[lse_row(query)];
         }
+        const i64 at = workspace_row(query);
+        params.dpsum[at] = sum;
         params.lse_log2[at] = lse_log2;
     }
 }

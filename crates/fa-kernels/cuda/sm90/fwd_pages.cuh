@@ -4,7 +4,7 @@
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"

@@ -34,6 +34,9 @@ pub struct Extras<'a> {
     pub sinks: Option<&'a dyn DevicePtr<f32>>,
     /// The gradient of the sinks, `[heads_q]`, written in full; for a backward, and optional.
     pub dsinks: Option<&'a mut dyn DevicePtrMut<f32>>,
+    /// The gradient of the LSE, in its shape, `[batch, heads_q, seqlen_q]` or `[heads_q, total_q]`; for a
+    /// backward, and optional. Where the LSE is -inf it is not read.
+    pub dlse: Option<&'a dyn DevicePtr<f32>>,
 }
 
 /// [`Extras`] by addresses alone.
@@ -59,6 +62,8 @@ pub struct RawExtras {
     pub sinks: Option<u64>,
     /// As [`Extras::dsinks`].
     pub dsinks: Option<u64>,
+    /// As [`Extras::dlse`].
+    pub dlse: Option<u64>,
 }
 
 /// One of the [`Extras`] that a problem has.
@@ -84,6 +89,11 @@ impl Extra {
         let (lengths, heads) = (&problem.lengths, problem.heads_q);
         let batch = lengths.sequences();
         let is_packed = |rows| matches!(rows, SideRows::Packed { .. });
+        let rows = match lengths.q().rows {
+            SideRows::Packed { total, .. } => total,
+            SideRows::Padded { .. } | SideRows::Paged { .. } => batch.saturating_mul(lengths.max_q()),
+        };
+        let lse_len = heads.saturating_mul(rows);
         let slopes = problem.score.alibi.map_or(0, |alibi| alibi.count(batch, heads));
         let needs = [
             ("cu_q", is_packed(lengths.q().rows), batch + 1),
@@ -96,20 +106,21 @@ impl Extra {
             ("alibi_slopes", problem.score.alibi.is_some(), slopes),
             ("sinks", problem.score.sinks, heads),
             ("dsinks", problem.score.sinks && is_backward, heads),
+            ("dlse", is_backward, lse_len),
         ];
         let needed = needs.into_iter().filter(|(_, is_needed, _)| *is_needed);
         needed
             .map(|(name, _, len)| Extra {
                 name,
                 len,
-                is_optional: ["dsinks", "page_faults", "plan"].contains(&name),
+                is_optional: ["dsinks", "dlse", "page_faults", "plan"].contains(&name),
             })
             .collect()
     }
 }
 
 impl RawExtras {
-    fn named(&self) -> [(&'static str, Option<u64>); 10] {
+    fn named(&self) -> [(&'static str, Option<u64>); 11] {
         [
             ("cu_q", self.cu_q),
             ("cu_k", self.cu_k),
@@ -121,6 +132,7 @@ impl RawExtras {
             ("alibi_slopes", self.alibi_slopes),
             ("sinks", self.sinks),
             ("dsinks", self.dsinks),
+            ("dlse", self.dlse),
         ]
     }
 
@@ -216,7 +228,7 @@ pub(crate) fn mod_params(problem: &Problem) -> ModParams {
 
 /// The guards of extras: each tells cudarc, when it is dropped after the launch, that the stream has used its
 /// tensor.
-pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 10];
+pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 11];
 
 impl Extras<'_> {
     /// Checks lengths against `needs` and takes the addresses.
@@ -271,6 +283,7 @@ impl Extras<'_> {
             }
             None => (None, None),
         };
+        let (dlse, dlse_guard) = read(self.dlse, "dlse", stream, &check)?;
         let raw = RawExtras {
             cu_q,
             cu_k,
@@ -282,6 +295,7 @@ impl Extras<'_> {
             alibi_slopes,
             sinks,
             dsinks,
+            dlse,
         };
         let guards = [
             cu_q_guard,
@@ -294,6 +308,7 @@ impl Extras<'_> {
             slopes_guard,
             sinks_guard,
             dsinks_guard,
+            dlse_guard,
         ];
         Ok((raw, guards))
     }
@@ -314,10 +329,10 @@ mod tests {
     fn a_call_gives_what_its_problem_asks_for() {
         let needs = Extra::of(&problem(), true, 0);
         let names: Vec<_> = needs.iter().map(|need| (need.name, need.len)).collect();
-        assert_eq!(names, [("alibi_slopes", 12), ("sinks", 4), ("dsinks", 4)]);
+        assert_eq!(names, [("alibi_slopes", 12), ("sinks", 4), ("dsinks", 4), ("dlse", 192)]);
         let given = RawExtras { alibi_slopes: Some(256), sinks: Some(512), ..RawExtras::default() };
         given.check(&needs).unwrap();
-        RawExtras { dsinks: Some(1024), ..given }.check(&needs).unwrap();
+        RawExtras { dsinks: Some(1024), dlse: Some(2048), ..given }.check(&needs).unwrap();
         let refused = |raw: RawExtras, part: &str| {
             let text = raw.check(&needs).expect_err("must be refused").to_string();
             assert!(text.contains(part), "{text} does not say {part}");
@@ -328,6 +343,8 @@ mod tests {
         let forward = Extra::of(&problem(), false, 0);
         let unused = RawExtras { dsinks: Some(1024), ..given }.check(&forward).expect_err("not a backward");
         assert!(matches!(unused, Error::UnusedExtra { name: "dsinks" }));
+        let unused = RawExtras { dlse: Some(2048), ..given }.check(&forward).expect_err("not a backward");
+        assert!(matches!(unused, Error::UnusedExtra { name: "dlse" }));
     }
 
     #[test]

@@ -223,6 +223,7 @@ impl Launches {
                 varlen: varlen(params.varlen),
                 mods: at.extras.mods(params.mods),
                 dkv_semaphores: words(parts.dkv_semaphores),
+                dlse: ConstF32Ptr(at.extras.dlse.unwrap_or(0)),
                 plan: PlanParams { buffer: plan, ..params.plan },
                 ..params
             }),

@@ -6,6 +6,7 @@ use fa_core::{Pass, Problem};
 use serde::Serialize;
 
 use crate::sequences::Sequences;
+use crate::shape::Shape;
 
 /// A shape to measure.
 #[derive(Clone, Debug, PartialEq)]
@@ -83,6 +84,15 @@ impl Wanted {
             graph: 0,
             recorded: BTreeMap::new(),
         }
+    }
+
+    /// Name, group, batch, heads, lengths, head dims and mask in a line.
+    pub fn label(&self) -> String {
+        let shape = Shape::from(&self.problem);
+        let (heads, seqlens, head_dims) = (shape.heads(), shape.seqlens(), shape.head_dims());
+        let name = self.name.map_or_else(String::new, |name| format!("{name}, "));
+        let Wanted { group, .. } = self;
+        format!("{name}{group}: {} x {seqlens}, {heads}, hd {head_dims}, {}", shape.batch, shape.mask)
     }
 
     /// A shape of sequences with lengths of their own.

@@ -60,6 +60,7 @@ Examples:
   fa bench --backend cuda --headdim 128 --heads 16 --tokens 16384 --both-masks --peers --plot rates.svg
   fa bench --backend cuda --marks sm90 --peers --json marks.json
   fa bench --backend cuda --marks models --mode bwd --peers
+  fa bench --backend cuda --marks models --filter Gemma --spec kernel.ron
   fa bench --draw docs/results/marks-sm90-h100.json --plot marks.svg
   fa bench --backend cuda --marks decode --peers --peer fa3,cudnn
   fa bench --backend cuda --marks plan
@@ -90,9 +91,13 @@ pub struct GpuArgs {
     /// Measure a fixed list of shapes
     #[arg(long, value_parser = flags::marks(), conflicts_with_all = [
         "batch", "tokens", "seqlen", "heads", "headdim", "causal", "window", "both_masks", "dtype", "softcap",
-        "specs", "family"
+        "family"
     ])]
     pub marks: Option<Marks>,
+    /// Measure only those rows of --marks whose name, group, heads or lengths contain TEXT, as in Gemma or
+    /// prefill
+    #[arg(long, value_name = "TEXT", requires = "marks")]
+    pub filter: Option<String>,
     /// Measure gradients that have the same bits in every run
     #[arg(long, conflicts_with = "specs")]
     pub deterministic: bool,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use fa_core::{KernelSpec, Pass, Problem};
 use fa_lab::bench::{self, Options};
-use fa_lab::marks::Wanted;
+use fa_lab::marks::{Marks, Wanted};
 use fa_lab::spec_file;
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
@@ -50,9 +50,12 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
             let why = format!("no peer has anything beside the marks {}: leave out --peers", marks.name());
             return Err(InputError::Usage(why).into());
         }
+        let shapes = filtered(marks, args.gpu.filter.as_deref())?;
+        let problems: Vec<Problem> = shapes.iter().map(|shape| shape.problem).collect();
+        let spec = |path: &PathBuf| spec_for(path, pass, &problems);
         return Ok(Options {
-            shapes: marks.shapes(),
-            specs: Vec::new(),
+            shapes,
+            specs: args.gpu.specs.iter().map(spec).collect::<anyhow::Result<_>>()?,
             family: marks.family(),
             pass,
             tune: args.gpu.tune,
@@ -69,6 +72,20 @@ fn options(args: &BenchArgs) -> anyhow::Result<Options> {
     let (peers, turns) = (args.gpu.peers, args.gpu.turns());
     let peer_names = args.gpu.peer_names.clone();
     Ok(Options { shapes, specs, family, pass, tune: args.gpu.tune, peers, peer_names, turns })
+}
+
+/// The rows of `marks` that contain `text`.
+fn filtered(marks: Marks, text: Option<&str>) -> anyhow::Result<Vec<Wanted>> {
+    let mut shapes = marks.shapes();
+    let labels: Vec<String> = shapes.iter().map(Wanted::label).collect();
+    shapes.retain(|shape| text.is_none_or(|text| shape.label().contains(text)));
+    if shapes.is_empty() {
+        let (name, text, labels) = (marks.name(), text.unwrap_or_default(), labels.join("\n  "));
+        let why =
+            format!("--filter {text}: no row of the marks {name} contains it; its rows are\n  {labels}");
+        return Err(InputError::Usage(why).into());
+    }
+    Ok(shapes)
 }
 
 /// Of the peers that marks are measured beside those that are asked for, or all of these.
