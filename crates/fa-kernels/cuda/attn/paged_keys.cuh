@@ -35,22 +35,25 @@ struct PagedKeys {
         return table[page_slot(varlen, key)];
     }
 
-    // Loads the lane's part of a tile, whose entry is known. A part without keys has no rows: zeros; nor has
-    // one whose entry names no page of the cache, which is counted if `Counts`.
-    template <class Kv, bool Counts>
+    // Loads the lane's part of a tile, whose entry is known: of `Members` warps' panels those of `member`. A
+    // part without keys has no rows: zeros; nor has one whose entry names no page of the cache, which is
+    // counted if `counts`.
+    template <class Kv, int Members>
     __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
-                                         Mbarrier& full, int n_block, int entry) const {
+                                         Mbarrier& full, int n_block, int entry, int member,
+                                         bool counts) const {
         if (row() >= TileN) return;
         const int key = n_block * TileN + row();
         int len = max(min(keys - key, varlen.page_part), 0);
         if (u32(entry) >= u32(varlen.pages)) {
-            if (Counts && varlen.page_faults != nullptr) atomic_add(varlen.page_faults, 1u);
+            if (counts && varlen.page_faults != nullptr) atomic_add(varlen.page_faults, 1u);
             entry = len = 0;
         }
         const int first = key - page_slot(varlen, key) * varlen.page;
         const RaggedRows rows(strides, entry, head, first, len);
 #pragma unroll
         for (int i = 0; i < Kv::kPanels; ++i) {
+            if (i % Members != member) continue;
             load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(row()), map, full, i * Kv::kPanel, rows, 0,
                         L2Policy::EvictLast);
         }

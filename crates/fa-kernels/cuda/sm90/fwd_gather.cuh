@@ -155,7 +155,7 @@ struct CopiedTiles {
 // Loads K, or Q and V, by two warps. The first of K's draws dynamic tiles, and the others take its tickets.
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdParams& params,
-                                             const TensorMap& map_q, bool first_warp) {
+                                             const TensorMap& map_q, int member) {
     using T = Traits<C>;
     using Kv = Either<Values, typename T::V, typename T::K>;
     using Keys = GatheredKeys<C.tile_n, Kv::kPanel / 8>;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
     PipelineState<C.q_stages> q_state;
     PipelineState<C.kv_stages> state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
-    const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && first_warp);
+    const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
     TileSource<C> tiles(params, cta_index(), heads);
     auto& bars = kv_bars<Values>(smem);
     CopiedTiles<kUntold<C>> copied;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             copied.finish(bars);
         int next = 0;
         if (!work.range.empty()) {
-            if (Values && first_warp && lane_index() == 0)
+            if (Values && member == 0 && lane_index() == 0)
                 load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
             Entries entries = keys.entries_of(work.range.end - 1);
 #pragma unroll 1

@@ -1,5 +1,6 @@
 // The producer of the SM90 forward for keys in pages: the lanes of a warp issue a box of TMA each. A box
-// takes its warp some 65 clocks, and a tile of keys can be twenty: K and V have a warp each.
+// takes its warp some 65 clocks, and a tile of keys can be twenty: K and V have warps of their own, two where
+// a row has several panels (NB-076).
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
@@ -15,11 +16,11 @@
 
 namespace fa::sm90 {
 
-// Loads K, or Q and V, by one warp. K's draws dynamic tiles, and V's takes its tickets. (Q comes before V in
-// any case, and K does not wait for Q's only buffer.)
+// Loads K, or Q and V, by the warps `member` of each: panels in turn. The first of K's draws dynamic tiles,
+// and the others take its tickets. (Q comes before V in any case, and K does not wait for Q's only buffer.)
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdParams& params,
-                                              const TensorMap& map_q, const TensorMap& map) {
+                                              const TensorMap& map_q, const TensorMap& map, int member) {
     using T = Traits<C>;
     using Kv = Either<Values, typename T::V, typename T::K>;
     PipelineState<C.q_stages> q_state;
@@ -27,8 +28,8 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     TileSource<C> tiles(params, cta_index(), heads);
     auto& bars = kv_bars<Values>(smem);
-    const bool leads = lane_index() == 0;
-    constexpr bool kDraws = C.scheduler != Scheduler::Dynamic || !Values;
+    const bool first_lane = lane_index() == 0, leads = first_lane && member == 0;
+    const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
@@ -39,11 +40,12 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
             u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
             bars.wait_empty(state);
             // The phase ends only after all lanes have seen the one before end. Boxes may come before they
-            // are announced.
+            // are announced, by another warp as well.
             warp_sync();
             if (leads) bars.announce(state, Kv::kBytes);
-            keys.template load<Kv, !Values>(dst, map, Values ? params.varlen.tma_v : params.varlen.tma_k,
-                                            bars.full[state.stage], n_block, entry);
+            keys.template load<Kv, T::kPageWarps>(
+                dst, map, Values ? params.varlen.tma_v : params.varlen.tma_k, bars.full[state.stage], n_block,
+                entry, member, !Values && member == 0);
             state.advance();
         };
         int next = 0;
@@ -57,16 +59,16 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
                 load(n_block, entry);
                 entry = before;
             }
-            if constexpr (kDraws) next = draw_tile<C>(tiles, params, index);
+            if (draws) next = draw_tile<C>(tiles, params, index);
             load(work.range.begin, entry);
         } else {
-            if constexpr (kDraws) next = draw_tile<C>(tiles, params, index);
+            if (draws) next = draw_tile<C>(tiles, params, index);
         }
-        if constexpr (kDraws) {
+        if (draws) {
             index = tiles.read(params, next, heads);
-            if (leads) tiles.publish(smem, index);
+            if (first_lane) tiles.publish(smem, index);
         } else {
-            index = tiles.next(smem, params, index, leads);
+            index = tiles.next(smem, params, index, first_lane);
         }
     }
     if constexpr (C.scheduler == Scheduler::Dynamic && !Values) {
