@@ -332,16 +332,17 @@ def flash_attn_combine(
     out_dtype=None,
     cu_seqlens=None,
     seqused=None,
-    varlen_batch_idx=None,
+    virtual_batch_idx=None,
     return_lse=True,
 ):
     """`merge` by FlashAttention's name and shapes: parts along the first axis.
 
     `out_partial` (parts, batch, seqlen, heads, head_dim), or (parts, total, heads, head_dim) of packed
     queries; `lse_partial` float32 (parts, batch, seqlen, heads) or (parts, total, heads). `out`: written and
-    returned, where it is given; else new, of `out_dtype` or the parts' type. Rows are merged one by one
-    wherever sequences begin and end, so that `cu_seqlens` and `seqused` change nothing. Returns (out, lse),
-    lse in the shape of a part of lse_partial; without `return_lse` (out, None).
+    returned, where it is given; else new, of `out_dtype` or the parts' type. Rows are merged one by one,
+    wherever sequences begin and end and in whatever order: `cu_seqlens`, `seqused` and `virtual_batch_idx`
+    change nothing. Returns (out, lse), lse in the shape of a part of lse_partial; without `return_lse` (out,
+    None).
     """
     shape = tuple(array("out_partial", out_partial).shape)
     masses_shape = tuple(array("lse_partial", lse_partial).shape)
@@ -352,11 +353,10 @@ def flash_attn_combine(
         )
     if masses_shape != shape[:-1]:
         raise InputError(f"lse_partial has the shape {masses_shape}: it must be {shape[:-1]}")
-    for name, value in (("cu_seqlens", cu_seqlens), ("seqused", seqused)):
+    needless = {"cu_seqlens": cu_seqlens, "seqused": seqused, "virtual_batch_idx": virtual_batch_idx}
+    for name, value in needless.items():
         if value is not None:
             array(name, value)
-    if varlen_batch_idx is not None:
-        raise UnsupportedError("varlen_batch_idx: rows are merged where they lie, leave it out")
     if out is not None and tuple(array("out", out).shape) != shape[1:]:
         raise InputError(f"out has the shape {tuple(out.shape)}: it must be {shape[1:]}, that of a part")
     if out is not None and out_dtype is not None and out.dtype != out_dtype:

@@ -58,7 +58,7 @@ def flash_attn_combine(
     out_dtype: Any = None,
     cu_seqlens: Optional[Array] = None,
     seqused: Optional[Array] = None,
-    varlen_batch_idx: Optional[Array] = None,
+    virtual_batch_idx: Optional[Array] = None,
     return_lse: bool = True,
 ) -> Tuple[Array, Optional[Array]]: ...
 def get_scheduler_metadata(

@@ -341,8 +341,8 @@ impl Entry {
         Ok(Some((memory, address)))
     }
 
-    /// The plan of this kernel's work among `plans`, made by the first call of a stream. A captured graph's calls
-    /// plan their own work, of the lengths that there are when it is replayed.
+    /// The plan of this kernel's work among `plans`, made by the first call of a stream. A captured graph's
+    /// calls plan their own work, of the lengths that there are when it is replayed.
     fn shared_plan(
         &self,
         py: Python<'_>,

@@ -228,8 +228,8 @@ def test_parts_are_combined_by_flash_attentions_name(device, dtype):
     ):
         with pytest.raises(fa_attn.InputError, match=part):
             fa_attn.flash_attn_combine(*arguments)
-    with pytest.raises(fa_attn.UnsupportedError, match="varlen_batch_idx"):
-        fa_attn.flash_attn_combine(outs, lses, varlen_batch_idx=lses)
+    with pytest.raises(fa_attn.InputTypeError, match="virtual_batch_idx is int"):
+        fa_attn.flash_attn_combine(outs, lses, virtual_batch_idx=3)
 
 
 @on
