@@ -5,7 +5,7 @@ use anyhow::Result;
 
 use crate::workspace;
 
-/// Write the generated CUDA headers (config.cuh, params.cuh) from the Rust types.
+/// Write the generated CUDA headers (config.cuh, params.cuh and those of each launch) from the Rust types.
 #[derive(clap::Args)]
 pub struct Args {}
 

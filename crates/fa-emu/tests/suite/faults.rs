@@ -64,8 +64,11 @@ const SM90: &str = "sm90/fwd.cuh";
 const SM90_CONSUMER: &str = "sm90/fwd_consumer.cuh";
 const SM90_PRODUCER: &str = "sm90/fwd_producer.cuh";
 const SM90_TILES: &str = "sm90/fwd_tiles.cuh";
-const SM80_BWD: &str = "sm80/bwd.cuh";
-const SM90_BWD: &str = "sm90/bwd.cuh";
+const SM80_GROUP: &str = "sm80/bwd_group.cuh";
+const SM80_P_WARPS: &str = "sm80/bwd_p_warps.cuh";
+const SM80_DS_WARPS: &str = "sm80/bwd_ds_warps.cuh";
+const SM90_DQ: &str = "sm90/bwd_dq.cuh";
+const SM90_BWD: &str = "sm90/bwd_consumer.cuh";
 const PIPELINE: &str = "tile/pipeline.cuh";
 
 macro_rules! faults {
@@ -144,9 +147,9 @@ faults! {
     // ---- SM90 backward ----
     "no fence before dQ is added": "sm90_bwd" &[], 300, SM90_BWD, "void announce_dq()",
         "fence_async_shared();" => "", ["missing proxy fence"];
-    "a turn is passed on before dQ is added": "sm90_bwd" &[("deterministic", "true")], 600, SM90_BWD, "",
+    "a turn is passed on before dQ is added": "sm90_bwd" &[("deterministic", "true")], 600, SM90_DQ, "",
         "bulk_wait();" => "", ["unordered addition"];
-    "dQ's buffer is written while it is read": "sm90_bwd" &[], 600, SM90_BWD, "",
+    "dQ's buffer is written while it is read": "sm90_bwd" &[], 600, SM90_DQ, "",
         "bulk_wait_read();" => "", ["data race"];
     "dS is exchanged without a barrier": "sm90_bwd" &[], 300, SM90_BWD, "void exchange()",
         "named_barrier_sync(kPdsReady, T::kConsumers);" => "", ["data race"];
@@ -157,13 +160,13 @@ faults! {
         ["data race"];
 
     // ---- SM80 backward ----
-    "P is overwritten while it is read": "sm80_bwd" &[], 300, SM80_BWD, "probabilities(s, next);",
+    "P is overwritten while it is read": "sm80_bwd" &[], 300, SM80_P_WARPS, "probabilities(s, next);",
         "named_barrier_sync(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, \
             L::kThreads);", ["data race"];
-    "dS is not waited for": "sm80_bwd" &[], 300, SM80_BWD, "differentiate(dp, step());",
+    "dS is not waited for": "sm80_bwd" &[], 300, SM80_DS_WARPS, "differentiate(dp, step());",
         "named_barrier_sync(kBarrierDs, C.do_stages == 1 ? L::kThreads : L::kGroupThreads);" => "",
         ["data race"];
-    "a turn is taken without waiting": "sm80_bwd" &[("deterministic", "true")], 600, SM80_BWD,
+    "a turn is taken without waiting": "sm80_bwd" &[("deterministic", "true")], 600, SM80_GROUP,
         "void await_turn(",
         "if constexpr (C.deterministic) {" => "if constexpr (false) {", ["unordered addition"];
 
@@ -172,14 +175,14 @@ faults! {
         "row < rows.count(seqlen)" => "row <= rows.count(seqlen)", ["out of bounds"];
     "lanes part at a shuffle": "sm80_fwd" &[], 300, "attn/softmax.cuh", "quad_max(",
         "shuffle_xor(x, 1)" => "thread_index() % 4 < 2 ? shuffle_xor(x, 1) : x", ["divergence"];
-    "a barrier counts half of its threads": "sm80_bwd" &[], 300, SM80_BWD, "differentiate(dp, step());",
+    "a barrier counts half of its threads": "sm80_bwd" &[], 300, SM80_DS_WARPS, "differentiate(dp, step());",
         "named_barrier_arrive(kBarrierPRead, L::kThreads);" => "named_barrier_arrive(kBarrierPRead, \
             L::kGroupThreads);", ["named barrier", "128 of 256 threads have arrived"];
     "statistics of the other stage are read": "sm90_bwd" &[], 600, SM90_BWD, "",
         "load_stats(smem.lse[do_state.stage], b, i, lse);" => "load_stats(smem.lse[do_state.stage ^ 1], \
             b, i, lse);",
         ["uninitialised read", "data race"];
-    "the next turn is given to another tile": "sm90_bwd" &[("deterministic", "true")], 600, SM90_BWD,
+    "the next turn is given to another tile": "sm90_bwd" &[("deterministic", "true")], 600, SM90_DQ,
         "bulk_wait();",
         "signal_next(params, tile, head, m_block);" => "signal_next(params, tile, head, m_block + 1);",
         ["deadlock", "out of bounds", "unordered addition"];

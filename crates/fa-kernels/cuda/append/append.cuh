@@ -1,10 +1,10 @@
 // Appends new rows of K and V to a cache, contiguous or in pages, and turns K and Q by their positions
 // (rotary embedding). Positions are the cache's lengths, which are read on the device.
 #pragma once
+#include "append/append_params.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
 #include "config.cuh"
-#include "params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/math.cuh"

@@ -4,7 +4,7 @@
 #include "attn/rows.cuh"
 #include "attn/seqlen.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/math.cuh"
 
 namespace fa {

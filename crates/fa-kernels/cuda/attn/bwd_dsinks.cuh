@@ -3,7 +3,7 @@
 #include "attn/bwd_tile.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
-#include "params.cuh"
+#include "bwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"

@@ -4,7 +4,7 @@
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
-#include "params.cuh"
+#include "bwd_params.cuh"
 #include "types.cuh"
 
 namespace fa {

@@ -5,7 +5,7 @@
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/math.cuh"
 #include "ptx/thread.cuh"
 #include "types.cuh"

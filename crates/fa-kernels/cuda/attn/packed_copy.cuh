@@ -3,7 +3,7 @@
 #include "attn/rows.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tensor_view.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/thread.cuh"
 #include "tile/copy_tile.cuh"

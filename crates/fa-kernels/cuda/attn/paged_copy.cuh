@@ -2,7 +2,7 @@
 #pragma once
 #include "attn/seqlen.cuh"
 #include "attn/tensor_view.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/thread.cuh"

@@ -1,7 +1,7 @@
 // Numbers the tiles of a launch: by arithmetic where lengths are equal, by the work plan where they are not.
 #pragma once
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "types.cuh"
 
 namespace fa {

@@ -5,7 +5,7 @@
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"

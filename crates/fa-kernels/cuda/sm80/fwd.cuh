@@ -16,7 +16,7 @@
 #include "attn/tensor_view.cuh"
 #include "attn/visibility.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"

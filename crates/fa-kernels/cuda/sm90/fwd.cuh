@@ -1,7 +1,7 @@
 // Attention forward for SM90: one warpgroup loads by TMA, the others multiply by wgmma, 64 query rows each.
 #pragma once
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/sync.cuh"

@@ -9,7 +9,7 @@
 #include "attn/softmax.cuh"
 #include "attn/split.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"

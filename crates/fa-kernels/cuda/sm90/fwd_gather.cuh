@@ -6,7 +6,7 @@
 #include "attn/rows.cuh"
 #include "attn/tensor_view.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/address.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"

@@ -4,7 +4,7 @@
 #include "attn/paged_keys.cuh"
 #include "attn/rows.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/warp.cuh"

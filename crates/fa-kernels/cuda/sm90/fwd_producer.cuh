@@ -4,7 +4,7 @@
 #include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/fwd_layout.cuh"

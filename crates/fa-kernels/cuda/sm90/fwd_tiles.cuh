@@ -7,7 +7,7 @@
 #include "attn/split.cuh"
 #include "attn/visibility.cuh"
 #include "config.cuh"
-#include "params.cuh"
+#include "fwd_params.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"

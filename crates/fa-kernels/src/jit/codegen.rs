@@ -1,11 +1,11 @@
-//! Writes `config.cuh` and `params.cuh` from the Rust types.
+//! Writes the headers of kernels' configs and of launches' parameters from the Rust types.
 
 use std::fmt::Write;
 
 use crate::jit::append_params::AppendParams;
 use crate::jit::config::{self, ConfigField};
 use crate::jit::merge_params;
-use crate::jit::params::{self, ParamStruct};
+use crate::jit::params::{self, BwdParams, FwdParams, ParamStruct};
 
 /// A generated header.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,7 +21,22 @@ pub fn generated() -> Vec<Generated> {
     vec![
         Generated { path: "config.cuh", text: config_cuh() },
         Generated { path: "params.cuh", text: params_cuh() },
-        Generated { path: "merge/merge_params.cuh", text: merge_params_cuh() },
+        Generated {
+            path: "fwd_params.cuh",
+            text: launch_params_cuh("a forward", vec![FwdParams::declaration()]),
+        },
+        Generated {
+            path: "bwd_params.cuh",
+            text: launch_params_cuh("a backward", vec![BwdParams::declaration()]),
+        },
+        Generated {
+            path: "append/append_params.cuh",
+            text: launch_params_cuh("the append kernel", vec![AppendParams::declaration()]),
+        },
+        Generated {
+            path: "merge/merge_params.cuh",
+            text: launch_params_cuh("the merge kernel", merge_params::declarations()),
+        },
     ]
 }
 
@@ -57,11 +72,12 @@ fn config_cuh() -> String {
     text + "\n}  // namespace fa\n"
 }
 
+/// What the parameters of launches are made of.
 fn params_cuh() -> String {
-    let mut text =
-        format!("{NOTE}\n// The parameters of a launch.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n");
-    let declarations = params::declarations().into_iter().chain([AppendParams::declaration()]);
-    structs(&mut text, declarations);
+    let mut text = format!(
+        "{NOTE}\n// What the parameters of launches are made of.\n#pragma once\n{OFFSETOF}\nnamespace fa {{\n"
+    );
+    structs(&mut text, params::declarations());
     text.push_str(
         "\n// A tensor map of the tensor memory accelerator, encoded by the host; opaque to the kernel.\n\
          struct alignas(64) TensorMap {\n    unsigned long long opaque[16];\n};\n\n\
@@ -70,16 +86,17 @@ fn params_cuh() -> String {
     text
 }
 
-fn merge_params_cuh() -> String {
+/// The parameters of one kind of launch, in a header of their own: the other kernels do not depend on them.
+fn launch_params_cuh(of: &str, declarations: Vec<ParamStruct>) -> String {
     let mut text = format!(
-        "{NOTE}\n// The parameters of the merge kernel.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
+        "{NOTE}\n// The parameters of {of}.\n#pragma once\n#include \"params.cuh\"\n{OFFSETOF}\n\
          namespace fa {{\n"
     );
-    structs(&mut text, merge_params::declarations());
+    structs(&mut text, declarations);
     text + "\n}  // namespace fa\n\n#undef FA_OFFSETOF\n"
 }
 
-fn structs(text: &mut String, declarations: impl IntoIterator<Item = ParamStruct>) {
+fn structs(text: &mut String, declarations: Vec<ParamStruct>) {
     for ParamStruct { name, size, align, doc, fields } in declarations {
         text.push('\n');
         comment(text, "", doc);

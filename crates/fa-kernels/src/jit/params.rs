@@ -1,5 +1,6 @@
-//! The parameters of a launch, declared once: these structs are the host's side, and `params.cuh` is written
-//! from their field tables, with sizes and offsets asserted there and here.
+//! The parameters of a launch, declared once: these structs are the host's side, and `params.cuh`,
+//! `fwd_params.cuh` and `bwd_params.cuh` are written from their field tables, with sizes and offsets asserted
+//! there and here.
 
 /// A pointer that a kernel reads through; `const void*` in CUDA. 0 is null.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -73,7 +74,7 @@ pub(crate) struct ParamField {
     pub doc: &'static [&'static str],
 }
 
-/// A parameter struct as `params.cuh` declares it.
+/// A parameter struct as a header declares it.
 pub(crate) struct ParamStruct {
     pub name: &'static str,
     pub size: usize,
@@ -415,13 +416,13 @@ param_struct! {
     }
 }
 
-/// Sizes that `params.cuh` asserts as well: a change here is a change of every kernel.
+/// Sizes that the headers assert as well: a change here is a change of every kernel.
 const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 448);
 const _: () = assert!(size_of::<BwdParams>() == 624);
 const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
 const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
 
-/// Every parameter struct, in the order in which `params.cuh` declares them.
+/// What the parameters of launches are made of, in the order in which `params.cuh` declares it.
 pub(crate) fn declarations() -> Vec<ParamStruct> {
     vec![
         RowStrides::declaration(),
@@ -434,7 +435,5 @@ pub(crate) fn declarations() -> Vec<ParamStruct> {
         ModParams::declaration(),
         SplitParams::declaration(),
         PlanParams::declaration(),
-        FwdParams::declaration(),
-        BwdParams::declaration(),
     ]
 }

@@ -24,7 +24,7 @@ fn every_header_that_a_kernel_includes_is_embedded_as_it_is_on_disk() {
         let source = Source::new(&spec, arch, None, &embedded).unwrap();
         assert_eq!(source, Source::new(&spec, arch, None, &on_disk).unwrap());
         let names: Vec<&str> = source.headers.iter().map(|(name, _)| name.as_str()).collect();
-        assert!(names.contains(&"config.cuh") && names.contains(&"params.cuh"), "{names:?}");
+        assert!(names.contains(&"config.cuh") && names.contains(&"fwd_params.cuh"), "{names:?}");
     }
 }
 
@@ -33,7 +33,8 @@ fn both_sides_agree_on_every_size_and_offset() {
     // The assertions stand in the header; compiling it checks them with the device compiler.
     let headers = generated().into_iter().map(|h| (h.path.to_owned(), h.text)).collect();
     let source = Source {
-        unit: "#include \"config.cuh\"\n#include \"params.cuh\"\n\
+        unit: "#include \"config.cuh\"\n#include \"fwd_params.cuh\"\n#include \"bwd_params.cuh\"\n\
+               #include \"append/append_params.cuh\"\n#include \"merge/merge_params.cuh\"\n\
                extern \"C\" __global__ void fa_kernel(const __grid_constant__ fa::FwdParams params, \
                const __grid_constant__ fa::TensorMap map) {}\n\
                static_assert(sizeof(fa::TensorMap) == 128 && alignof(fa::TensorMap) == 64);\n"
@@ -56,7 +57,7 @@ fn a_wrong_offset_does_not_compile() {
             )
         })
         .collect();
-    let unit = "#include \"params.cuh\"\nextern \"C\" __global__ void fa_kernel() {}\n".into();
+    let unit = "#include \"fwd_params.cuh\"\nextern \"C\" __global__ void fa_kernel() {}\n".into();
     let source = Source { unit, headers, target: "sm_80".into() };
     assert!(nvrtc().compile(&source).is_err());
 }

@@ -68,7 +68,7 @@ const LENGTHS: u32 = 8;
 pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
     let dims = HeadDims { head_dim: spec.head_dim, head_dim_v: spec.head_dim_v };
     let mmas = BwdMmas::new(dims, &guide_spec(kernel));
-    // As `sm90/bwd.cuh` sets them.
+    // As `sm90/bwd_layout.cuh` sets them.
     let is_tight = spec.reads.varied && spec.head_dim > 192;
     let split = SetMaxNReg::with_lengths(kernel.num_wg, is_tight);
     let accumulators =

@@ -1,0 +1,434 @@
+// The consumers of the SM90 backward: each warpgroup computes its share of the five products of a step.
+#pragma once
+#include "attn/alibi.cuh"
+#include "attn/bwd_tile.cuh"
+#include "attn/mask.cuh"
+#include "attn/query_range.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
+#include "bwd_params.cuh"
+#include "config.cuh"
+#include "ptx/address.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/thread.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/bwd_dq.cuh"
+#include "sm90/bwd_layout.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/store_fragment.cuh"
+
+namespace fa::sm90 {
+
+// A warpgroup's share of the products of a step.
+template <Sm90BwdConfig C>
+struct BwdConsumer {
+    using T = BwdTraits<C>;
+    using S = typename T::S;
+    using Dp = typename T::Dp;
+    using Dk = typename T::Dk;
+    using Dv = typename T::Dv;
+    using Dq = typename T::Dq;
+    static constexpr int kWords = S::kRegisters / 2;  // P and dS, packed, of a block of 64 rows
+
+    BwdStorage<C>& smem;
+    const BwdParams& params;
+    const Visibility<C.mask, C.varied>& visible;
+    const Tile<C>& tile;
+    const BlockRange& range;
+    const bool descending;
+    const int wg, warp, lane;
+    const bool elected;
+
+    PipelineState<C.q_stages> q_state;
+    PipelineState<C.do_stages> do_state;
+    int pds_stage = 0;
+    bool accumulate = false;
+
+    float s[S::kBlocks][S::kRegisters];
+    float dp[S::kBlocks][S::kRegisters];
+    float dk[Dk::kBlocks][Dk::kRegisters];
+    float dv[Dv::kBlocks][Dv::kRegisters];
+    u32 p_words[S::kBlocks][kWords];
+    u32 ds_words[S::kBlocks][kWords];
+
+    // Issues D = First Second^T or, swapped, its transpose, as one wgmma group.
+    template <class P, bool Swap, int Begin = 0, int Count>
+    __device__ __forceinline__ void issue(float (&d)[Count][P::kRegisters], const Descriptor& first,
+                                          const Descriptor& second, bool add) {
+        wgmma::fence();
+        P::template issue<Begin, Count>(d, Swap ? second : first, Swap ? first : second, add);
+        wgmma::commit();
+    }
+
+    __device__ __forceinline__ int row_of_s() const { return T::CutS::first_m(wg); }
+    __device__ __forceinline__ int column_of_s() const { return T::CutS::first_n(wg); }
+
+    __device__ __forceinline__ void issue_s() {
+        const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
+        issue<S, C.sdp_swap_ab>(
+            s, T::QRows::descriptor(q, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+            T::KRows::descriptor(smem_address(smem.k), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+    }
+    __device__ __forceinline__ void issue_dp() {
+        const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
+        issue<Dp, C.sdp_swap_ab>(
+            dp, T::DoRows::descriptor(dout, C.sdp_swap_ab ? column_of_s() : row_of_s()),
+            T::VRows::descriptor(smem_address(smem.v), C.sdp_swap_ab ? row_of_s() : column_of_s()), false);
+    }
+    // dV += P^T dO and dK += dS^T Q.
+    __device__ __forceinline__ void issue_dv() {
+        const int m = T::CutDv::first_m(wg), n = T::CutDv::first_n(wg);
+        const u32 dout = smem_address(smem.dout[0]) + do_state.stage * T::Do::kBytes;
+        const Descriptor second = T::DoColumns::descriptor(dout, C.dkv_swap_ab ? m : n);
+        if constexpr (C.mma_dkv_is_rs) {
+            wgmma::fence();
+            Dv::issue_rs(dv, p_words, second, accumulate);
+            wgmma::commit();
+        } else {
+            const u32 p = smem_address(smem.p.tiles[0]) + pds_stage * T::Pds::kBytes;
+            issue<Dv, C.dkv_swap_ab>(dv, T::PdsByKeys::descriptor(p, C.dkv_swap_ab ? n : m), second,
+                                     accumulate);
+        }
+    }
+    __device__ __forceinline__ void issue_dk() {
+        const int m = T::CutDk::first_m(wg), n = T::CutDk::first_n(wg);
+        const u32 q = smem_address(smem.q[0]) + q_state.stage * T::Q::kBytes;
+        const Descriptor second = T::QColumns::descriptor(q, C.dkv_swap_ab ? m : n);
+        if constexpr (C.mma_dkv_is_rs) {
+            wgmma::fence();
+            Dk::issue_rs(dk, ds_words, second, accumulate);
+            wgmma::commit();
+        } else {
+            const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
+            issue<Dk, C.dkv_swap_ab>(dk, T::PdsByKeys::descriptor(ds, C.dkv_swap_ab ? n : m), second,
+                                     accumulate);
+        }
+    }
+    // A slice of dQ = dS K.
+    template <int Slice>
+    __device__ __forceinline__ void issue_dq(float (&dq)[T::kDqBlocks][Dq::kRegisters]) {
+        const int m = T::CutDq::first_m(wg), n = T::CutDq::first_n(wg);
+        const u32 ds = smem_address(smem.ds[0]) + pds_stage * T::Pds::kBytes;
+        issue<Dq, C.dq_swap_ab, Slice * T::kDqBlocks>(
+            dq, T::PdsByQueries::descriptor(ds, C.dq_swap_ab ? n : m),
+            T::KColumns::descriptor(smem_address(smem.k), C.dq_swap_ab ? m : n), false);
+    }
+
+    __device__ __forceinline__ void release_q() {
+        smem.q_bars.release(q_state, elected);
+        q_state.advance();
+    }
+    // Every thread announces its own reads of the statistics, which TMA overwrites next. One thread of a warp
+    // would do, as a named barrier follows the reads, but compute-sanitizer's racecheck does not relate the
+    // two kinds of barriers.
+    __device__ __forceinline__ void release_do() {
+        smem.do_bars.release(do_state, true);
+        do_state.advance();
+    }
+
+    // The statistics of the queries that registers 4 i to 4 i + 3 of block `b` belong to.
+    __device__ __forceinline__ void load_stats(const float* stats, int b, int i, float (&of)[4]) const {
+        if constexpr (C.sdp_swap_ab) {
+            const float2 pair =
+                *reinterpret_cast<const float2*>(stats + column_of_s() + 2 * (lane % 4) + 8 * i);
+            of[0] = of[2] = pair.x;
+            of[1] = of[3] = pair.y;
+        } else {
+            const float* row = stats + row_of_s() + 64 * b + 16 * warp + lane / 4;
+            of[0] = of[1] = row[0];
+            of[2] = of[3] = row[8];
+        }
+    }
+
+    // Scores of block `b` of a tile of queries to exponents, biased by ALiBi, in place.
+    __device__ __forceinline__ void add_bias(float (&scores)[S::kRegisters], int b, int m_block,
+                                             float to_log2, float slope) const {
+        const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
+        const int column = column_of_s() + 2 * (lane % 4);
+        const int first_query = m_block * C.tile_m + visible.seqlen.k() - visible.seqlen.q();
+        const int first_key = tile.n_block * C.tile_n;
+        if constexpr (C.sdp_swap_ab) {
+            add_alibi_transposed<C.mask>(scores, to_log2, slope, first_query + column, first_key + row);
+        } else {
+            add_alibi<C.mask>(scores, to_log2, {slope, slope}, {first_query + row, first_query + row + 8},
+                              first_key + column);
+        }
+    }
+
+    // Products to probabilities P of a tile of queries, in place. `slope` is ALiBi's, in exponents of 2.
+    __device__ __forceinline__ void to_probabilities(int m_block, float slope) {
+        const ScoreMod<C.softcap> score_mod{params.score};
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+            score_mod.apply(s[b]);
+            if constexpr (C.alibi) add_bias(s[b], b, m_block, score_mod.to_log2(), slope);
+        }
+        if (range.needs_mask(m_block)) {
+            const int first_query = m_block * C.tile_m, first_key = tile.n_block * C.tile_n;
+#pragma unroll
+            for (int b = 0; b < S::kBlocks; ++b) {
+                const int row = row_of_s() + 64 * b + 16 * warp + lane / 4;
+                const int column = column_of_s() + 2 * (lane % 4);
+                if constexpr (C.sdp_swap_ab) {
+                    mask_tile_transposed<C.tile_m>(s[b], visible, first_key + row, first_query + column);
+                } else {
+                    auto query_of = [&](int r) { return first_query + row + 8 * r; };
+                    mask_tile(s[b], visible, query_of, first_key + column);
+                }
+            }
+        }
+        const float scale_log2 = C.alibi ? 1.f : score_mod.to_log2();
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < S::kRegisters / 4; ++i) {
+                float lse[4];
+                load_stats(smem.lse[do_state.stage], b, i, lse);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    s[b][4 * i + j] = exp2_approx(fmaf(s[b][4 * i + j], scale_log2, -lse[j]));
+            }
+        }
+    }
+
+    // dS = P (dP - dPsum), overwriting dP.
+    __device__ __forceinline__ void differentiate(int m_block, float slope) {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+            // What P keeps of a capped score has ALiBi's bias in it.
+            float bias[S::kRegisters] = {};
+            if constexpr (C.softcap && C.alibi) add_bias(bias, b, m_block, 0.f, slope);
+#pragma unroll
+            for (int i = 0; i < S::kRegisters / 4; ++i) {
+                float dpsum[4], lse[4];
+                load_stats(smem.dpsum[do_state.stage], b, i, dpsum);
+                if constexpr (C.softcap) load_stats(smem.lse[do_state.stage], b, i, lse);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float p = s[b][4 * i + j];
+                    float ds = p * (dp[b][4 * i + j] - dpsum[j]);
+                    if constexpr (C.softcap) {
+                        const float capped = C.alibi ? lse[j] - bias[4 * i + j] : lse[j];
+                        const float factor = ScoreMod<C.softcap>{params.score}.slope(p, capped);
+                        ds = p > 0.f ? ds * factor : 0.f;
+                    }
+                    dp[b][4 * i + j] = ds;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ static void pack_words(u32 (&words)[S::kBlocks][kWords],
+                                                      const float (&x)[S::kBlocks][S::kRegisters]) {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) words[b][i] = pack<C.dtype>(x[b][2 * i], x[b][2 * i + 1]);
+        }
+    }
+    __device__ __forceinline__ void store_words(u32 address, const u32 (&words)[S::kBlocks][kWords]) const {
+#pragma unroll
+        for (int b = 0; b < S::kBlocks; ++b) {
+            store_fragment<typename T::Pds, T::kPdsTransposed>(address + pds_stage * T::Pds::kBytes, words[b],
+                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(),
+                                                               lane);
+        }
+    }
+    // All consumers' P and dS of this step are in shared memory; those of the step before have been read.
+    __device__ __forceinline__ void exchange() {
+        fence_async_shared();
+        named_barrier_sync(kPdsReady, T::kConsumers);
+    }
+    __device__ __forceinline__ void wait_pds_free() {
+        // With two buffers the exchange of the step in between ensures it.
+        if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
+    }
+
+    // dQ's buffer has been read and may be written again.
+    __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
+    // dQ's buffer is full: its warp may add it.
+    __device__ __forceinline__ void announce_dq() const {
+        fence_async_shared();
+        named_barrier_arrive(kDqReady + wg, 128 + 32);
+    }
+
+    // Adds a slice of dQ, by the buffer and its warp or straight to global memory.
+    template <int Slice>
+    __device__ __forceinline__ void add_dq(const float (&dq)[T::kDqBlocks][Dq::kRegisters], int head,
+                                           int m_block) {
+        const int thread = thread_index() % 128;
+        constexpr int kGroups = Dq::kRegisters / 4;
+        if constexpr (C.dq_via_smem) {
+            if (!T::kDqAhead || Slice > 0) wait_dq_free();
+            float4* share =
+                reinterpret_cast<float4*>(smem.dq.tiles[0] + wg * T::DqOrder::kShare * 4) + thread;
+#pragma unroll
+            for (int b = 0; b < T::kDqBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) {
+                    share[(b * kGroups + i) * 128] =
+                        make_float4(dq[b][4 * i], dq[b][4 * i + 1], dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                }
+            }
+            if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
+        } else {
+            if (C.deterministic && Slice == 0) {
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head, m_block,
+                                                  T::kConsumers);
+            }
+            float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
+#pragma unroll
+            for (int b = 0; b < T::kDqBlocks; ++b) {
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) {
+                    red_add_f32x4(share + (b * kGroups + i) * 512, dq[b][4 * i], dq[b][4 * i + 1],
+                                  dq[b][4 * i + 2], dq[b][4 * i + 3]);
+                }
+            }
+            if (C.deterministic && Slice == C.dq_slices - 1) signal_next(params, tile, head, m_block);
+        }
+    }
+
+    // One tile of queries. P and dS are ready before dV is issued.
+    __device__ __forceinline__ void step(int head, int m_block, float slope) {
+        smem.q_bars.wait_full(q_state);
+        issue_s();
+        smem.do_bars.wait_full(do_state);
+        issue_dp();
+        if (T::kDqAhead && accumulate) announce_dq();
+        wgmma::wait<1>();
+        to_probabilities(m_block, slope);
+        wgmma::wait<0>();
+        differentiate(m_block, slope);
+        pack_words(p_words, s);
+        pack_words(ds_words, dp);
+        wait_pds_free();
+        if constexpr (C.mma_dkv_is_rs) {
+            if constexpr (!T::kStoreFirst) issue_dv();
+        } else {
+            store_words(smem_address(smem.p.tiles[0]), p_words);
+        }
+        store_words(smem_address(smem.ds[0]), ds_words);
+        if constexpr (T::kStoreFirst) issue_dv();
+        exchange();
+        if constexpr (!C.mma_dkv_is_rs) issue_dv();
+        // dV is all but done; its operand's registers become dQ's.
+        wgmma::wait<0>();
+        release_do();
+        if constexpr (T::kDqAhead) wait_dq_free();
+        float dq[T::kDqBlocks][Dq::kRegisters];
+        issue_dq<0>(dq);
+        issue_dk();
+        wgmma::wait<1>();
+        add_dq<0>(dq, head, m_block);
+        if constexpr (C.dq_slices > 1) {
+            issue_dq<1>(dq);
+            wgmma::wait<0>();
+            add_dq<1>(dq, head, m_block);
+        }
+        wgmma::wait<0>();
+        release_q();
+        accumulate = true;
+        pds_stage = C.pds_stages > 1 ? pds_stage ^ 1 : 0;
+    }
+
+    // Over the query heads and the tiles of queries.
+    __device__ __forceinline__ void main_loop() {
+        mbarrier_wait(smem.k_full, 0);
+        mbarrier_wait(smem.v_full, 0);
+        for (int head = tile.first_head; head < tile.end_head; ++head) {
+            float slope = 0.f;
+            if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
+            for (int i = range.begin; i < range.end; ++i)
+                step(head, query_block(range, descending, i), slope);
+        }
+        if (T::kDqAhead && accumulate) announce_dq();
+    }
+
+    // Stores dK or dV through a tile of shared memory that is free by now: neighbouring threads write a row,
+    // 16 bytes each.
+    template <class Cut, class Tile, int Blocks, int Registers>
+    __device__ __forceinline__ void store_through(u8* buffer, const float (&d)[Blocks][Registers], u16* out,
+                                                  i64 stride, int columns, float factor) const {
+        // With a soft cap registers are scarcest: the lane is computed again rather than kept over the steps.
+        const int store_lane = C.softcap ? thread_index_volatile() % 32 : lane;
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) {
+            u32 words[Registers / 2];
+#pragma unroll
+            for (int i = 0; i < Registers / 2; ++i)
+                words[i] = pack<C.dtype>(d[b][2 * i] * factor, d[b][2 * i + 1] * factor);
+            store_fragment<Tile, C.dkv_swap_ab>(smem_address(buffer), words,
+                                                Cut::first_m(wg) + 64 * b + 16 * warp, Cut::first_n(wg),
+                                                store_lane);
+        }
+        named_barrier_sync(kPdsReady, T::kConsumers);
+        const int left = visible.seqlen.k() - tile.n_block * C.tile_n;
+        constexpr int kChunks = Tile::kPanels * Tile::kPanel / 8;
+#pragma unroll 4
+        for (int chunk = thread_index() - 128; chunk < C.tile_n * kChunks; chunk += T::kConsumers) {
+            const int row = chunk / kChunks, column = chunk % kChunks * 8;
+            const u32 at = column / Tile::kPanel * Tile::kPanelBytes +
+                           swizzled<Tile::kRowBytes>(row * Tile::kRowBytes + column % Tile::kPanel * 2);
+            if (row < left && column < columns)
+                *reinterpret_cast<Vec16*>(out + row * stride + column) =
+                    *reinterpret_cast<Vec16*>(buffer + at);
+        }
+    }
+
+    template <class Order, int Blocks, int Registers>
+    __device__ __forceinline__ void add_direct(const float (&d)[Blocks][Registers], float* accum) const {
+        float* share = accum + wg * Order::kShare + thread_index() % 128 * 4;
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) {
+#pragma unroll
+            for (int i = 0; i < Registers / 4; ++i) {
+                red_add_f32x4(share + (b * (Registers / 4) + i) * 512, d[b][4 * i], d[b][4 * i + 1],
+                              d[b][4 * i + 2], d[b][4 * i + 3]);
+            }
+        }
+    }
+
+    // Deterministic parts of a K/V head's query heads add to dV (`of` = 0) and dK (1) in turn.
+    __device__ __forceinline__ void await_turn(int of) const {
+        if constexpr (C.deterministic) {
+            if (thread_index() == 128) wait_for_parts(dkv_semaphore(params, tile, of), tile.split);
+            named_barrier_sync(kPdsReady, T::kConsumers);
+        }
+    }
+    __device__ __forceinline__ void end_turn(int of) const {
+        if constexpr (C.deterministic) {
+            fence_gpu();
+            named_barrier_sync(kPdsReady, T::kConsumers);
+            if (thread_index() == 128) count_part(dkv_semaphore(params, tile, of));
+        }
+    }
+
+    __device__ __forceinline__ void finish() {
+        if (params.head_splits > 1) {
+            const i64 index = dkv_tile(params, tile);
+            await_turn(0);
+            add_direct<typename T::DvOrder>(dv, params.dv_accum + index * (C.tile_n * C.head_dim_v));
+            end_turn(0);
+            await_turn(1);
+            add_direct<typename T::DkOrder>(dk, params.dk_accum + index * (C.tile_n * C.head_dim));
+            end_turn(1);
+            return;
+        }
+        const int first = visible.seqlen.k_offset() + tile.n_block * C.tile_n;
+        u16* out_k = view(params.dk).row(tile.batch, first, tile.kv_head);
+        u16* out_v = view(params.dv).row(tile.batch, first, tile.kv_head);
+        // All warpgroups have read K and V.
+        named_barrier_sync(kPdsReady, T::kConsumers);
+        store_through<typename T::CutDv, typename T::V>(smem.v, dv, out_v, params.dv.strides.seq,
+                                                        params.shape.head_dim_v, 1.f);
+        store_through<typename T::CutDk, typename T::K>(smem.k, dk, out_k, params.dk.strides.seq,
+                                                        params.shape.head_dim, params.score.scale);
+    }
+};
+
+}  // namespace fa::sm90

@@ -1,0 +1,81 @@
+// The producer of the SM90 backward: one thread issues all TMA loads.
+#pragma once
+#include "attn/bwd_tile.cuh"
+#include "attn/query_range.cuh"
+#include "attn/ragged.cuh"
+#include "attn/seqlen.cuh"
+#include "bwd_params.cuh"
+#include "config.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/bwd_layout.cuh"
+#include "tile/pipeline.cuh"
+
+namespace fa::sm90 {
+
+template <Sm90BwdConfig C>
+__device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
+                                             const Seqlen<C.varied>& seqlen, const Tile<C>& tile,
+                                             const BlockRange& range, bool descending, const TensorMap& map_q,
+                                             const TensorMap& map_k, const TensorMap& map_v,
+                                             const TensorMap& map_do) {
+    using T = BwdTraits<C>;
+    // Rows from `row` on of a head: `len` rows from row `offset` on of a sequence that starts anywhere.
+    auto load = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, const TmaStrides& strides,
+                    int offset, int len, int row, int head, L2Policy policy) {
+        using Part = decltype(tile_type);
+        const RaggedRows rows(strides, tile.batch, head, offset, len);
+#pragma unroll
+        for (int i = 0; i < Part::kPanels; ++i) {
+            u8* to = dst + i * Part::kPanelBytes;
+            if constexpr (C.varied) {
+                load_ragged(to, map, full, i * Part::kPanel, rows, row, policy);
+            } else {
+                tma_load_4d(to, map, full, i * Part::kPanel, row, head, tile.batch, policy);
+            }
+        }
+    };
+    auto load_keys = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full,
+                         const TmaStrides& strides) {
+        load(tile_type, dst, map, full, strides, seqlen.k_offset(), seqlen.k(), tile.n_block * C.tile_n,
+             tile.kv_head, L2Policy::EvictFirst);
+    };
+    auto load_queries = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full,
+                            const TmaStrides& strides, int row, int head) {
+        load(tile_type, dst, map, full, strides, seqlen.q_offset(), seqlen.q(), row, head,
+             L2Policy::EvictLast);
+    };
+    PipelineState<C.q_stages> q_state;
+    PipelineState<C.do_stages> do_state;
+    bool first = true;
+    for (int head = tile.first_head; head < tile.end_head; ++head) {
+        const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
+        for (int step = range.begin; step < range.end; ++step) {
+            const int row = query_block(range, descending, step) * C.tile_m;
+            if (first) {
+                mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
+                load_keys(typename T::K{}, smem.k, map_k, smem.k_full, params.varlen.tma_k);
+            }
+            smem.q_bars.acquire(q_state, T::Q::kBytes);
+            load_queries(typename T::Q{}, smem.q[q_state.stage], map_q, smem.q_bars.full[q_state.stage],
+                         params.varlen.tma_q, row, head);
+            q_state.advance();
+            if (first) {
+                mbarrier_arrive_expect(smem.v_full, T::V::kBytes);
+                load_keys(typename T::V{}, smem.v, map_v, smem.v_full, params.varlen.tma_v);
+                first = false;
+            }
+            smem.do_bars.acquire(do_state, T::Do::kBytes + 2 * T::kStatBytes);
+            load_queries(typename T::Do{}, smem.dout[do_state.stage], map_do,
+                         smem.do_bars.full[do_state.stage], params.varlen.tma_do, row, head);
+            bulk_load(smem.lse[do_state.stage], params.lse_log2 + stats + row, T::kStatBytes,
+                      smem.do_bars.full[do_state.stage]);
+            bulk_load(smem.dpsum[do_state.stage], params.dpsum + stats + row, T::kStatBytes,
+                      smem.do_bars.full[do_state.stage]);
+            do_state.advance();
+        }
+    }
+}
+
+}  // namespace fa::sm90
