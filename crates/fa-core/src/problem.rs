@@ -313,8 +313,8 @@ impl Problem {
         self.bytes_held(Pass::Forward) - self.unseen_bytes()
     }
 
-    /// Fewest bytes the backward moves: Q, K and V as far as any query sees them, O, dO and LSE read once; dQ,
-    /// dK and dV written once.
+    /// Fewest bytes the backward moves: Q, K and V as far as any query sees them, O, dO and LSE read once;
+    /// dQ, dK and dV written once.
     pub fn bytes_backward(&self) -> f64 {
         self.bytes_held(Pass::BACKWARD) - self.unseen_bytes()
     }
@@ -328,8 +328,8 @@ impl Problem {
         times * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
     }
 
-    /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an estimate
-    /// by the mean lengths, as for [`Problem::pairs`].
+    /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an
+    /// estimate by the mean lengths, as for [`Problem::pairs`].
     fn unseen_bytes(&self) -> f64 {
         let (mean_q, mean_k) = (self.lengths.mean_q(), self.lengths.mean_k());
         let seen = self.mask.keys_of_all(mean_q, mean_k).len() as f64;
