@@ -1,0 +1,128 @@
+"""Caches of keys and values in torch's tensors: appending, padding, and results over their parts."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _core
+from ._torch_memory import FLOAT, check_tensor, goes_by_operator, rows_of, stream_of
+
+
+def append(append):
+    """Appends to the caches in place; (q turned, or as it is, lengths afterwards)."""
+    a = append
+    arguments = (a.k, a.v, a.k_cache, a.v_cache, a.q, a.cos, a.sin, a.interleaved, a.following, a.cu_new)
+    arguments += (a.max_new, a.used_k, a.page_table, a.cu_q, a.max_q)
+    as_operator = goes_by_operator(a.q, a.k, a.v, a.k_cache, a.v_cache)
+    turned, after = (torch.ops.fa_attn.append if as_operator else run_append)(*arguments)
+    return (a.q if a.cos is None else turned), after
+
+
+def run_append(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    q,
+    cos,
+    sin,
+    interleaved,
+    following,
+    cu_new,
+    max_new,
+    used_k,
+    page_table,
+    cu_q,
+    max_q,
+):
+    """(q turned, or nothing without tables, lengths afterwards)."""
+    k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
+    after = torch.empty_like(used_k)
+    turned = q.new_empty((0,))
+    queries = (None, None)
+    if cos is not None:
+        cos, sin, k, v, q = cos.contiguous(), sin.contiguous(), rows_of(k), rows_of(v), rows_of(q)
+        # On the CPU queries are turned in place.
+        turned = torch.empty(q.shape, dtype=q.dtype, device=q.device) if q.is_cuda else q.clone()
+        queries = (q, turned)
+    dropped = _core.append(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        *queries,
+        cos,
+        sin,
+        interleaved,
+        following,
+        cu_new,
+        max_new,
+        used_k,
+        page_table,
+        cu_q,
+        max_q,
+        after,
+        stream_of(q),
+    )
+    if dropped:
+        raise _core.InputError(
+            f"{dropped} rows have no place: beyond the cache's room, in a page that does not exist, or "
+            "at a position beyond rotary_cos; the others are written"
+        )
+    return turned, after
+
+
+def merge(outs, lses, sinks, dtype):
+    """(out, lse); see `fa_attn.interface.merge`."""
+    given = [*outs, *lses] if sinks is None else [*outs, *lses, sinks]
+    for name, values in (("a part of outs", outs), ("a part of lses", lses), ("sinks", [sinks])):
+        for value in values:
+            check_tensor(name, value)
+    if not isinstance(dtype, torch.dtype):
+        raise _core.InputError(f"dtype is {dtype!r}: it must be one of torch's")
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    # Kernels read rows of multiples of 8 elements.
+    odd = outs[0].is_cuda and (outs[0].shape[-1] % 8 or any(x.data_ptr() % 16 for x in outs))
+    if wants_gradients or odd or goes_by_operator(*given):
+        return _merged(outs, lses, sinks, dtype)
+    out = torch.empty(outs[0].shape, dtype=dtype, device=outs[0].device)
+    lse = torch.empty(lses[0].shape, dtype=FLOAT, device=outs[0].device)
+    parts = [rows_of(x.detach()) for x in outs]
+    masses = [x.detach().contiguous() for x in lses]
+    sinks = None if sinks is None else sinks.detach().to(FLOAT).contiguous()
+    _core.merge(parts, masses, out, lse, sinks, stream_of(out))
+    return out, lse
+
+
+def _merged(outs, lses, sinks, dtype):
+    """`merge` in torch's own operations, which have gradients."""
+    masses = torch.stack([lse.to(FLOAT) for lse in lses])
+    lse = torch.logsumexp(masses, 0)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(FLOAT).view(-1, 1).expand_as(lse))
+    # A part without keys has no weight, nor has a row without any.
+    weights = torch.exp(masses - lse.masked_fill(lse == float("-inf"), 0.0))
+    out = 0
+    for part, weight in zip(outs, weights):
+        weight = weight.transpose(-1, -2).unsqueeze(-1)
+        out = out + torch.where(weight > 0, part.to(FLOAT), 0.0) * weight
+    return out.to(dtype), lse
+
+
+def without_padding(k_cache, v_cache, leftpad, used, table):
+    """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
+    table or None)."""
+    used = (used - leftpad).clamp(min=0).to(torch.int32)
+    rows, room = k_cache.shape[:2]
+    # Copied where the cache does not lie end to end.
+    flat = [x.reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]
+    there = dict(dtype=torch.int32, device=used.device)
+    if table is None:
+        begins = torch.arange(0, rows * room, max(room, 1), **there) + leftpad
+        starts = torch.cat([begins, torch.full((1,), rows * room, **there)])
+        return (*flat, starts.to(torch.int32), used, None)
+    # Pages of one row, so that a sequence may begin anywhere.
+    places = (table[:, :, None] * room + torch.arange(room, **there)).flatten(1)
+    columns = torch.arange(places.shape[1], device=used.device) + leftpad[:, None].long()
+    table = places.gather(1, columns.clamp(max=places.shape[1] - 1)).to(torch.int32)
+    return (*(x.unsqueeze(1) for x in flat), None, used, table.contiguous())

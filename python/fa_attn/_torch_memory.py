@@ -1,0 +1,142 @@
+"""Torch's tensors as the library takes them: the stream, memory for results and workspaces, rows and
+addresses that kernels read."""
+
+from __future__ import annotations
+
+import torch
+
+from ._core import InputTypeError, UnsupportedError
+from ._faces import find_nvrtc
+
+find_nvrtc()
+
+# With the C exchange API the library asks torch for its current stream.
+ASKS_STREAM = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+is_compiling = torch.compiler.is_compiling
+# Within vmap, grad, vjp and their like.
+is_transforming = torch._C._are_functorch_transforms_active
+# In a small call's time, these take half as long as `torch.empty` with a shape, a type and a device.
+_empty_like = torch.empty_like
+_CONTIGUOUS = torch.contiguous_format
+FLOAT = torch.float32
+
+
+def stream_of(q):
+    """The current stream's handle; None where the library asks for it itself."""
+    if ASKS_STREAM or not q.is_cuda:
+        return None
+    return torch.cuda.current_stream(q.device).cuda_stream
+
+
+def _allocator(q):
+    """What gives a kernel its workspace, in torch's memory."""
+    device = q.device
+
+    def allocate(count, zero):
+        make = torch.zeros if zero else torch.empty
+        return make(count, dtype=torch.uint8, device=device)
+
+    return allocate
+
+
+_ALLOCATORS = {}
+
+
+def allocator_of(q):
+    if not q.is_cuda:
+        return None
+    key = q.device.index
+    allocator = _ALLOCATORS.get(key)
+    if allocator is None:
+        allocator = _ALLOCATORS[key] = _allocator(q)
+    return allocator
+
+
+def lse_shape(q):
+    shape = q.shape
+    return (shape[0], shape[2], shape[1]) if len(shape) == 4 else (shape[1], shape[0])
+
+
+def out_shape(q, v):
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def fresh(q, v, extras):
+    """Room for out and LSE; on the CPU, and where queries are used in part, rows of no sequence are 0."""
+    if extras is not None and (extras[2] is not None or (extras[0] is not None and not q.is_cuda)):
+        out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device)
+        return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
+    if q.shape[-1] == v.shape[-1]:
+        out = _empty_like(q, memory_format=_CONTIGUOUS)
+    else:
+        out = q.new_empty(out_shape(q, v))
+    return out, q.new_empty(lse_shape(q), dtype=FLOAT)
+
+
+def rows_of(x):
+    """The tensor with contiguous rows, as FlashAttention makes them."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned(x):
+    """A tensor from autograd as kernels read it: expanded and oddly strided ones are copied."""
+    x = x.resolve_neg()
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
+        return x
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def room_for_gradients(q, k, v, extras):
+    """Of packed sequences, and of rows used in part, those that no sequence has get 0."""
+    make = _empty_like if extras is None or all(x is None for x in extras[:4]) else torch.zeros_like
+    return [make(x, memory_format=_CONTIGUOUS) for x in (q, k, v)]
+
+
+def pad(x, columns):
+    return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
+
+
+def goes_by_operator(*tensors):
+    if is_compiling() or is_transforming() or tensors[0].is_meta:
+        return True
+    for x in tensors:
+        if type(x) not in PLAIN:
+            if not isinstance(x, torch.Tensor):
+                raise InputTypeError(
+                    f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack"
+                )
+            return True
+    return False
+
+
+def autocast(*tensors):
+    """The tensors as autocast has them, where they are of several types or float32."""
+    kind = tensors[0].device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = [x.to(dtype) if x.is_floating_point() else x for x in tensors]
+    return tensors
+
+
+def check_tensor(name, value):
+    if value is not None and not isinstance(value, torch.Tensor):
+        raise InputTypeError(
+            f"{name} is {type(value).__name__} beside torch tensors: convert it by torch.from_dlpack"
+        )
+
+
+def detached(extras):
+    """Slopes and sinks as the library reads them: float32, apart from autograd."""
+    *tensors, slopes, sinks, max_q, max_k = extras
+    for name, value in (("alibi_slopes", slopes), ("sinks", sinks)):
+        check_tensor(name, value)
+    if slopes is not None and slopes.requires_grad:
+        raise UnsupportedError("alibi_slopes have no gradient: detach them")
+    if sinks is not None:
+        sinks = sinks.detach()
+        if sinks.dtype != FLOAT:
+            sinks = sinks.to(FLOAT)
+    return (*tensors, slopes, sinks, max_q, max_k)

@@ -1,0 +1,239 @@
+"""The operators `fa_attn::forward`, `fa_attn::backward` and `fa_attn::append`: what torch.compile, fake
+tensors, torch.func and subclasses see. Options are flat: windows by their sides, what is beside q, k and v
+one by one."""
+
+from typing import Optional, Tuple
+
+import torch
+
+from ._core import UnsupportedError
+from ._torch_caches import run_append
+from ._torch_memory import (
+    FLOAT,
+    detached,
+    is_compiling,
+    is_transforming,
+    lse_shape,
+    out_shape,
+    room_for_gradients,
+    rows_of,
+)
+from ._torch_passes import run_backward, run_forward
+
+
+@torch.library.custom_op("fa_attn::forward", mutates_args=())
+def _forward_operator(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: Optional[torch.Tensor],
+    cu_k: Optional[torch.Tensor],
+    used_q: Optional[torch.Tensor],
+    used_k: Optional[torch.Tensor],
+    page_table: Optional[torch.Tensor],
+    alibi_slopes: Optional[torch.Tensor],
+    sinks: Optional[torch.Tensor],
+    max_q: int,
+    max_k: int,
+    scale: Optional[float],
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    del deterministic
+    extras = _flat(cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k)
+    q, k, v = (rows_of(x.detach()) for x in (q, k, v))
+    return run_forward(q, k, v, scale, causal, (left, right), softcap, extras)
+
+
+@_forward_operator.register_fake
+def _(q, k, v, cu_q, cu_k, used_q, used_k, page_table, alibi_slopes, sinks, max_q, max_k, scale, *options):
+    return q.new_empty(out_shape(q, v)), q.new_empty(lse_shape(q), dtype=FLOAT)
+
+
+@torch.library.custom_op("fa_attn::backward", mutates_args=())
+def _backward_operator(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: Optional[torch.Tensor],
+    cu_q: Optional[torch.Tensor],
+    cu_k: Optional[torch.Tensor],
+    used_q: Optional[torch.Tensor],
+    used_k: Optional[torch.Tensor],
+    alibi_slopes: Optional[torch.Tensor],
+    sinks: Optional[torch.Tensor],
+    max_q: int,
+    max_k: int,
+    scale: Optional[float],
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    extras = _flat(cu_q, cu_k, used_q, used_k, None, alibi_slopes, sinks, max_q, max_k)
+    dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    q, k, v = rows_of(q), rows_of(k), rows_of(v)
+    grads = room_for_gradients(q, k, v, extras)
+    window = (left, right)
+    dsinks = run_backward(
+        dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse
+    )
+    return (*grads, q.new_empty((0,), dtype=FLOAT) if dsinks is None else dsinks)
+
+
+@_backward_operator.register_fake
+def _(dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, alibi_slopes, sinks, *options):
+    dsinks = q.new_empty(q.shape[-2:-1] if sinks is not None else (0,), dtype=FLOAT)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _flat(*extras):
+    return None if all(x is None for x in extras[:7]) else detached(extras)
+
+
+def by_operator(q, k, v, scale, causal, window, softcap, deterministic, extras):
+    beside = extras if extras is not None else (None,) * 7 + (0, 0)
+    cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q, max_k = beside
+    if sinks is not None and sinks.dtype != FLOAT:
+        sinks = sinks.to(FLOAT)
+    left, right = window
+    scale = None if scale is None else float(scale)
+    operator = torch.ops.fa_attn.forward
+    if not is_compiling() and is_transforming():
+        operator = _Transformed.apply
+    return operator(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        used_q,
+        used_k,
+        table,
+        slopes,
+        sinks,
+        max_q,
+        max_k,
+        scale,
+        bool(causal),
+        left,
+        right,
+        float(softcap),
+        bool(deterministic),
+    )
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, cu_q, cu_k, used_q, used_k, page_table, slopes, sinks, *options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks)
+    ctx.is_paged, ctx.options = page_table is not None, options
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dlse):
+    if ctx.is_paged:
+        raise UnsupportedError("keys in pages have no gradients: pack or pad them")
+    if dout is None and dlse is None:
+        return (None,) * 18
+    q, k, v, out, lse, cu_q, cu_k, used_q, used_k, slopes, sinks = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    operator = torch.ops.fa_attn.backward
+    if not is_compiling() and is_transforming():
+        operator = _TransformedBackward.apply
+    dq, dk, dv, dsinks = operator(
+        dout, q, k, v, out, lse, dlse, cu_q, cu_k, used_q, used_k, slopes, sinks, *ctx.options
+    )
+    return (dq, dk, dv, *(None,) * 6, None if sinks is None else dsinks, *(None,) * 8)
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_setup)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """The backward operator within torch.func."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise UnsupportedError("second derivatives: gradients are differentiated no further, detach them")
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_TransformedBackward.apply)(info, in_dims, *arguments)
+
+
+class _Transformed(torch.autograd.Function):
+    """The forward operator within torch.func, which takes no gradients of operators written in Python."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.fa_attn.forward(*arguments)
+
+    setup_context = staticmethod(_setup)
+    backward = staticmethod(_differentiate)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _one_by_one(_Transformed.apply)(info, in_dims, *arguments)
+
+
+def _one_by_one(operator):
+    """What vmap makes of an operator: a call for each element."""
+
+    def rule(info, in_dims, *arguments):
+        def at(index):
+            given = zip(arguments, in_dims)
+            return operator(*(x if axis is None else x.select(axis, index) for x, axis in given))
+
+        results = list(zip(*map(at, range(info.batch_size))))
+        return tuple(map(torch.stack, results)), (0,) * len(results)
+
+    return rule
+
+
+for _operator in (_forward_operator, _backward_operator):
+    # torch 2.5 and newer.
+    if hasattr(_operator, "register_vmap"):
+        _operator.register_vmap(_one_by_one(_operator))
+
+
+@torch.library.custom_op("fa_attn::append", mutates_args=("k_cache", "v_cache"))
+def _append_operator(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    q: torch.Tensor,
+    cos: Optional[torch.Tensor],
+    sin: Optional[torch.Tensor],
+    interleaved: bool,
+    following: bool,
+    cu_new: Optional[torch.Tensor],
+    max_new: int,
+    used_k: torch.Tensor,
+    page_table: Optional[torch.Tensor],
+    cu_q: Optional[torch.Tensor],
+    max_q: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    arguments = (k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k)
+    return run_append(*arguments, page_table, cu_q, max_q)
+
+
+@_append_operator.register_fake
+def _(k, v, k_cache, v_cache, q, cos, sin, interleaved, following, cu_new, max_new, used_k, *others):
+    return q.new_empty((0,) if cos is None else q.shape), torch.empty_like(used_k)

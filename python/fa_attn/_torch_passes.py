@@ -1,0 +1,119 @@
+"""Both passes on plain tensors, with gradients by `torch.autograd.Function`."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import _core
+from ._torch_memory import FLOAT, aligned, allocator_of, fresh, room_for_gradients, stream_of
+
+_empty = torch.empty
+
+
+def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None):
+    out, lse = fresh(q, v, extras)
+    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q))
+    if plans is None:
+        _core.forward(q, k, v, out, lse, *options)
+    else:
+        _core.forward(q, k, v, out, lse, *options, None, plans)
+    return out, lse
+
+
+def run_backward(
+    dout, q, k, v, out, lse, grads, scale, causal, window, softcap, deterministic, extras, dlse=None
+):
+    """Writes the gradients to `grads`; returns that of the sinks, or None."""
+    dout = torch.zeros_like(out) if dout is None else aligned(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    if dlse is not None and dlse.shape != lse.shape:
+        raise _core.InputError(
+            f"dlse has the shape {tuple(dlse.shape)}: it must be that of softmax_lse, {tuple(lse.shape)}"
+        )
+    dsinks = None
+    if extras is not None and extras[6] is not None:
+        dsinks = _empty(extras[6].shape, dtype=FLOAT, device=q.device)
+    _core.backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *grads,
+        dsinks,
+        scale,
+        causal,
+        window,
+        softcap,
+        deterministic,
+        extras,
+        stream_of(q),
+        allocator_of(q),
+        *(() if dlse is None else (None, dlse)),
+    )
+    return dsinks
+
+
+def _once(backward):
+    """`once_differentiable`, whose checks cost nothing where no graph of the gradients is made."""
+    checked = once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx, *gradients):
+        return (checked if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
+
+
+class Attention(torch.autograd.Function):
+    """out and LSE of q, k, v and sinks."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, scale, causal, window, softcap, deterministic, extras):
+        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = (scale, causal, window, softcap, deterministic)
+        ctx.extras = extras
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @_once
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 10
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = room_for_gradients(q, k, v, ctx.extras)
+        dsinks = run_backward(dout, q, k, v, out, lse, grads, *ctx.options, ctx.extras, dlse)
+        return (*grads, dsinks, *(None,) * 6)
+
+
+class PackedAttention(torch.autograd.Function):
+    """The same of q, k and v in one tensor, whose gradients are written in one."""
+
+    @staticmethod
+    def forward(ctx, qkv, axis, sinks, scale, causal, window, softcap, deterministic, extras):
+        q, k, v = qkv.unbind(axis)
+        out, lse = run_forward(q, k, v, scale, causal, window, softcap, extras)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.options = (scale, causal, window, softcap, deterministic)
+        ctx.extras, ctx.axis = extras, axis
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @_once
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 9
+        qkv, out, lse = ctx.saved_tensors
+        varied = ctx.extras is not None and any(x is not None for x in ctx.extras[:4])
+        make = torch.zeros if varied else torch.empty
+        dqkv = make(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        q, k, v = qkv.unbind(ctx.axis)
+        dsinks = run_backward(dout, q, k, v, out, lse, dqkv.unbind(ctx.axis), *ctx.options, ctx.extras, dlse)
+        return (dqkv, None, dsinks, *(None,) * 6)
