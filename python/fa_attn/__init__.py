@@ -13,6 +13,7 @@ and says what would work.
 from ._core import DeviceError, InputError, InputTypeError, UnsupportedError, version
 from .interface import (
     flash_attn_backward,
+    flash_attn_combine,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -21,6 +22,7 @@ from .interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    get_scheduler_metadata,
     merge,
 )
 from .planning import Kernels, explain, finish_tuning, plan, problem, tuning
@@ -36,6 +38,7 @@ __all__ = [
     "explain",
     "finish_tuning",
     "flash_attn_backward",
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -44,6 +47,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
     "merge",
     "plan",
     "problem",

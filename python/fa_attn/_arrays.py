@@ -46,6 +46,9 @@ class _Numpy:
     def give(self, array):
         return array
 
+    def contiguous(self, array):
+        return self.np.ascontiguousarray(array)
+
     def unstack(self, array, axis):
         return [array[(slice(None),) * axis + (i,)] for i in range(array.shape[axis])]
 
@@ -85,6 +88,10 @@ class _Jax(_Numpy):
     def give(self, array):
         return self.jax.numpy.asarray(array)
 
+    def contiguous(self, array):
+        # jax's own arrays are.
+        return array
+
 
 _FACES = {}
 
@@ -115,8 +122,9 @@ class Arrays:
     def __init__(self, library):
         self.library = library
 
-    def attention(self, q, k, v, scale, causal, window, softcap, deterministic, extras):
-        """(out, lse); `deterministic` is about gradients, which a library with autograd computes."""
+    def attention(self, q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None):
+        """(out, lse); `deterministic` is about gradients, which a library with autograd computes. `plans`: of
+        work, those that calls have made and this one's."""
         del deterministic
         lib = self.library
         array("k", k), array("v", v)
@@ -138,6 +146,7 @@ class Arrays:
             lib.stream(q),
             lib.allocate,
             lib.half(q),
+            plans,
         )
         return lib.give(out), lib.give(lse)
 
@@ -248,6 +257,15 @@ class Arrays:
     def unstack(self, array, axis):
         return self.library.unstack(array, axis)
 
+    def swapped(self, array):
+        """The last two axes exchanged; the elements end to end, as the module reads them."""
+        return self.library.contiguous(array.swapaxes(-1, -2))
+
+    def stored(self, values, out):
+        """`out`, with these values in it."""
+        out[...] = values
+        return out
+
     def select(self, table, rows):
         return table[rows]
 
@@ -274,6 +292,9 @@ class _JaxArrays(Arrays):
             dtype = getattr(importlib.import_module("torch"), self.library.np.dtype(dtype).name)
             return self._by_torch("merge", tuple(outs), tuple(lses), sinks, dtype)
         return super().merge(outs, lses, sinks, dtype)
+
+    def stored(self, values, out):
+        raise UnsupportedError("out: jax arrays cannot be written, leave it out")
 
     def append(self, append):
         raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")

@@ -1,6 +1,6 @@
 """The extension module: what the package's Python calls. Nothing in it is for users but its exceptions."""
 
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 class InputError(ValueError):
     """Arrays or options that contradict each other."""
@@ -57,6 +57,7 @@ def forward(
     stream: Optional[int] = None,
     allocate: Optional[Allocate] = None,
     half: Optional[str] = None,
+    plans: Optional[Dict[Tuple[int, int], Any]] = None,
 ) -> None: ...
 def backward(
     dout: Any,

@@ -13,9 +13,13 @@ from ._torch_memory import FLOAT, aligned, allocator_of, fresh, room_for_gradien
 _empty = torch.empty
 
 
-def run_forward(q, k, v, scale, causal, window, softcap, extras):
+def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None):
     out, lse = fresh(q, v, extras)
-    _core.forward(q, k, v, out, lse, scale, causal, window, softcap, extras, stream_of(q), allocator_of(q))
+    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q))
+    if plans is None:
+        _core.forward(q, k, v, out, lse, *options)
+    else:
+        _core.forward(q, k, v, out, lse, *options, None, plans)
     return out, lse
 
 

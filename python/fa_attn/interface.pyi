@@ -1,4 +1,9 @@
-from typing import Any, Iterable, Optional, Protocol, Tuple, Union
+from typing import Any, Optional, Protocol, Tuple
+
+from .serving import flash_attn_combine as flash_attn_combine
+from .serving import flash_attn_with_kvcache as flash_attn_with_kvcache
+from .serving import get_scheduler_metadata as get_scheduler_metadata
+from .serving import merge as merge
 
 class Array(Protocol):
     """An array of numpy, torch, jax, cupy or any library that speaks DLPack."""
@@ -104,40 +109,6 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **others: Any,
 ) -> Any: ...
-def flash_attn_with_kvcache(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    k: Optional[Array] = None,
-    v: Optional[Array] = None,
-    rotary_cos: Optional[Array] = None,
-    rotary_sin: Optional[Array] = None,
-    cache_seqlens: Union[int, Array, None] = None,
-    cache_batch_idx: Optional[Array] = None,
-    cache_leftpad: Optional[Array] = None,
-    block_table: Optional[Array] = None,
-    softmax_scale: Optional[float] = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Optional[Array] = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    page_table: Optional[Array] = None,
-    cu_seqlens_q: Optional[Array] = None,
-    cu_seqlens_k_new: Optional[Array] = None,
-    max_seqlen_q: Optional[int] = None,
-    rotary_seqlens: Optional[Array] = None,
-    **others: Any,
-) -> Any: ...
-def merge(
-    outs: Iterable[Array],
-    lses: Iterable[Array],
-    sinks: Optional[Array] = None,
-    dtype: Any = None,
-) -> Tuple[Array, Array]: ...
 def flash_attn_backward(
     dout: Array,
     q: Array,

@@ -37,6 +37,8 @@ __all__ = [
     "merge",
     "packed_attention",
     "select",
+    "stored",
+    "swapped",
     "unstack",
     "without_padding",
 ]
@@ -44,8 +46,9 @@ __all__ = [
 has_autograd = True
 
 
-def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
-    """(out, lse); see `fa_attn.interface` for shapes and options."""
+def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None):
+    """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: of calls without gradients, plans
+    of work that others have made, to which this adds its own."""
     as_operator = goes_by_operator(q, k, v)
     if q.dim() < 3 or v.dim() < 3:
         raise _core.InputError(
@@ -70,6 +73,7 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
             softcap,
             deterministic,
             extras,
+            plans,
         )
         return out[..., :head_dim_v], lse
     if as_operator:
@@ -88,7 +92,8 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras):
         if extras is not None:
             extras = detached(extras)
         return Attention.apply(q, k, v, sinks, scale, causal, window, softcap, deterministic, extras)
-    return run_forward(q, k, v, scale, causal, window, softcap, None if extras is None else detached(extras))
+    extras = None if extras is None else detached(extras)
+    return run_forward(q, k, v, scale, causal, window, softcap, extras, plans)
 
 
 def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras):
@@ -124,6 +129,16 @@ def ints(value, count, like):
 
 def differences(starts):
     return starts[1:] - starts[:-1]
+
+
+def swapped(tensor):
+    """The last two axes exchanged."""
+    return tensor.transpose(-1, -2)
+
+
+def stored(values, out):
+    """`out`, with these values in it."""
+    return out.copy_(values)
 
 
 def unstack(tensor, axis):

@@ -1,5 +1,5 @@
 """Stands in for FlashAttention-3's module `flash_attn_interface`. Hints on speed (`num_splits`, `pack_gqa`,
-`sm_margin`, scheduler metadata) are the planner's here and are left out."""
+`sm_margin`) are the planner's here and are left out."""
 
 import fa_attn
 from fa_attn import UnsupportedError
@@ -155,18 +155,58 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new=cu_seqlens_k_new,
         max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens,
+        scheduler_metadata=scheduler_metadata,
         return_softmax_lse=return_softmax_lse,
     )
 
 
-def get_scheduler_metadata(*arguments, **options):
-    """Work is planned on the device by the call itself."""
-    return None
+def get_scheduler_metadata(*arguments, num_splits=0, pack_gqa=None, sm_margin=0, **options):
+    return fa_attn.get_scheduler_metadata(*arguments, **options)
 
 
-def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """Parts along the first axis; LSE is (parts, batch, seqlen, heads) there and (batch, seqlen, heads) here."""
-    masses = lse_partial.transpose(-1, -2).unbind(0)
-    dtype = out_partial.dtype if out_dtype is None else out_dtype
-    merged, lse = fa_attn.merge(out_partial.unbind(0), masses, dtype=dtype)
-    return (merged if out is None else out.copy_(merged)), lse.transpose(-1, -2)
+flash_attn_combine = fa_attn.flash_attn_combine
+
+
+def _flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    sequed_q=None,
+    sequed_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    dq=None,
+    dk=None,
+    dv=None,
+    softmax_scale=None,
+    is_causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    deterministic=False,
+    sm_margin=0,
+):
+    """(dq, dk, dv, rowsum(O * dO)), as their test of the same bits calls it."""
+    options = (softmax_scale, is_causal, window_size, softcap)
+    grads = fa_attn.flash_attn_varlen_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *options,
+        deterministic=deterministic,
+        seqused_q=sequed_q,
+        seqused_k=sequed_k,
+    )
+    grads = tuple(g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
+    return (*grads, (out.float() * dout.float()).sum(-1).transpose(-1, -2))

@@ -2,6 +2,7 @@
 
 use fa_attn::{Append, Dtype, Pass, Problem, QueryPositions, Rotary, RotaryPairs, RotaryQueries, Side};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
@@ -9,11 +10,12 @@ use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
 use crate::host::{self, Appended, Backward, Written};
 use crate::{dlpack, gpu};
 
-/// Where a call runs: the caller's stream, and what gives it memory.
+/// Where a call runs: the caller's stream, what gives it memory, and the plans of work that calls share.
 #[derive(Clone, Copy)]
 struct On<'a, 'py> {
     stream: Option<u64>,
     allocate: Option<&'a Bound<'py, PyAny>>,
+    plans: Option<&'a Bound<'py, PyDict>>,
 }
 
 /// The type of 16 bits without a meaning, by its name.
@@ -42,7 +44,8 @@ fn run(
                 Some(stream) => stream,
                 None => current_stream(q, ordinal)?.unwrap_or(0),
             };
-            device.run(py, &entry, given, to, (stream, on.allocate))
+            let from = gpu::Caller { stream, allocate: on.allocate, plans: on.plans };
+            device.run(py, &entry, given, to, from)
         }
     }
 }
@@ -102,11 +105,11 @@ fn check(given: &Given<'_>, problem: &Problem, to: &Written<'_, '_>) -> PyResult
     }
 }
 
-/// Writes O to `out` and LSE to `lse`.
+/// Writes O to `out` and LSE to `lse`. `plans` has plans of work for the same lengths, and gets this call's.
 #[pyfunction]
 #[pyo3(signature = (
     q, k, v, out, lse, scale, causal, window, softcap, extras=None, stream=None, allocate=None,
-    half=None
+    half=None, plans=None
 ))]
 #[allow(clippy::too_many_arguments)]
 pub fn forward<'py>(
@@ -124,12 +127,13 @@ pub fn forward<'py>(
     stream: Option<u64>,
     allocate: Option<&Bound<'py, PyAny>>,
     half: Option<&str>,
+    plans: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<()> {
     let given = Given::of([q, k, v], extras.as_ref(), stream, half_of(half)?)?;
     let problem = given.problem(&Options { scale, causal, window, softcap })?;
     let (out, lse) = (View::of("out", out, stream)?, View::of("softmax_lse", lse, stream)?);
     let to = Written::Forward { out: &out, lse: &lse };
-    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate })
+    run(py, &given, (&problem, Pass::Forward), &to, q, On { stream, allocate, plans })
 }
 
 /// Writes the gradients to `dq`, `dk`, `dv` and `dsinks`; `dlse` is that of the LSE, where it has one.
@@ -178,7 +182,14 @@ pub fn backward<'py>(
         dv: &dv,
         dsinks: dsinks.as_ref(),
     });
-    run(py, &given, (&problem, Pass::Backward { deterministic }), &to, q, On { stream, allocate })
+    run(
+        py,
+        &given,
+        (&problem, Pass::Backward { deterministic }),
+        &to,
+        q,
+        On { stream, allocate, plans: None },
+    )
 }
 
 /// What `forward` (or the backward) of these arrays runs: the engine's report as JSON. Nothing is computed.

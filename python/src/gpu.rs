@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
@@ -11,9 +12,11 @@ use fa_core::{Merge, Strides};
 use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
 use fa_kernels::cudarc::driver::{CudaStream, result};
 use fa_kernels::{
-    RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult, RawTensor,
+    Forward, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult,
+    RawTensor,
 };
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::dlpack::{Place, Type, View};
 use crate::error::{InputError, raised};
@@ -40,8 +43,19 @@ struct Kept {
 /// A bound kernel.
 pub struct Entry {
     pub kernel: Kernel,
+    /// What its plans of work are kept under.
+    number: u64,
     /// A forward's workspace on each stream, zero between calls: the caller's library owns it.
     workspaces: Mutex<HashMap<u64, (Py<PyAny>, u64)>>,
+}
+
+/// Whom a call is for: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's library,
+/// and the plans of work that calls of the same lengths share.
+#[derive(Clone, Copy)]
+pub struct Caller<'a, 'py> {
+    pub stream: u64,
+    pub allocate: Option<&'a Bound<'py, PyAny>>,
+    pub plans: Option<&'a Bound<'py, PyDict>>,
 }
 
 /// The thread's current context, put back when this is dropped: other libraries count on their device.
@@ -69,6 +83,9 @@ impl Drop for Current {
 
 const MOST: usize = 64;
 static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
+
+/// Kernels that were bound.
+static ENTRIES: AtomicU64 = AtomicU64::new(0);
 
 /// Of the GPUs that are open, and of those that will be.
 static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
@@ -147,7 +164,8 @@ impl Device {
         }
         // Compiling takes a second; other threads go on meanwhile.
         let kernel = py.detach(|| self.gpu.bind_rounded(problem, pass)).map_err(raised)?;
-        let entry = Arc::new(Entry { kernel, workspaces: Mutex::default() });
+        let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
+        let entry = Arc::new(Entry { kernel, number, workspaces: Mutex::default() });
         let mut bound = lock(&self.bound);
         if bound.entries.len() >= KEPT {
             bound.entries.clear();
@@ -164,8 +182,7 @@ impl Device {
         made.clone()
     }
 
-    /// Launches the pass of `entry` on stream `handle`. `allocate(bytes, zero)` gives device memory of the
-    /// caller's library.
+    /// Launches the pass of `entry` for the caller.
     ///
     /// # Errors
     /// What the launch refuses, and arrays that lie elsewhere.
@@ -175,9 +192,10 @@ impl Device {
         entry: &Entry,
         given: &Given<'_>,
         to: &Written<'_, '_>,
-        (handle, allocate): (u64, Option<&Bound<'_, PyAny>>),
+        from: Caller<'_, '_>,
     ) -> PyResult<()> {
         let place = given.place();
+        let Caller { stream: handle, allocate, plans } = from;
         let stream = self.stream(handle);
         let Given { q, k, v, beside, .. } = given;
         let (q, k, v) = (raw("q", q, place)?, raw("k", k, place)?, raw("v", v, place)?);
@@ -186,6 +204,9 @@ impl Device {
             (Kernel::Forward(forward), Written::Forward { out, lse }) => {
                 let bytes = forward.workspace_bytes();
                 let workspace = entry.workspace(py, bytes, &stream, handle, allocate)?;
+                if let Some(plans) = plans {
+                    extras.plan = entry.shared_plan(py, forward, (&stream, &extras), from, plans)?;
+                }
                 let args = RawForwardArgs {
                     q,
                     k,
@@ -309,9 +330,7 @@ impl Entry {
         if bytes == 0 {
             return Ok(None);
         }
-        let status = stream.capture_status();
-        let is_capturing = !matches!(status, Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE));
-        if is_capturing {
+        if is_capturing(stream) {
             return scratch(bytes, true, allocate).map(Some);
         }
         if let Some((memory, address)) = lock(&self.workspaces).get(&handle) {
@@ -321,6 +340,37 @@ impl Entry {
         lock(&self.workspaces).insert(handle, (memory.clone_ref(py), address));
         Ok(Some((memory, address)))
     }
+
+    /// The plan of this kernel's work among `plans`, made by the first call of a stream. A captured graph's
+    /// calls plan their own work, of the lengths that there are when it is replayed.
+    fn shared_plan(
+        &self,
+        py: Python<'_>,
+        forward: &Forward,
+        (stream, extras): (&CudaStream, &RawExtras),
+        from: Caller<'_, '_>,
+        plans: &Bound<'_, PyDict>,
+    ) -> PyResult<Option<u64>> {
+        let bytes = forward.plan_bytes();
+        if bytes == 0 || is_capturing(stream) {
+            return Ok(None);
+        }
+        let key = (self.number, from.stream);
+        if let Some(kept) = plans.get_item(key)? {
+            let (_, address): (Bound<'_, PyAny>, u64) = kept.extract()?;
+            return Ok(Some(address));
+        }
+        let (memory, address) = scratch(bytes, true, from.allocate)?;
+        let extras = RawExtras { plan: Some(address), ..*extras };
+        // SAFETY: as in `run`; the plan's memory is kept by `plans`.
+        py.detach(|| unsafe { forward.plan_raw(stream, &extras) }).map_err(launched)?;
+        plans.set_item(key, (memory, address))?;
+        Ok(Some(address))
+    }
+}
+
+fn is_capturing(stream: &CudaStream) -> bool {
+    !matches!(stream.capture_status(), Ok(CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE))
 }
 
 /// `bytes` bytes of device memory of the caller's library.

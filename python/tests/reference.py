@@ -2,6 +2,23 @@
 
 import numpy as np
 
+TOLERANCE = {np.float32: 2e-6, np.float16: 2e-3}
+
+
+def arrays(seed, *shapes, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def close(got, want, dtype=np.float32, factor=1.0):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    both = np.isfinite(want)
+    assert (both == np.isfinite(got)).all()
+    got, want = got[both], want[both]
+    limit = factor * TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0.0))
+    assert np.abs(got - want).max(initial=0.0) <= limit
+
 
 def visible(seqlen_q, seqlen_k, left, right):
     """Which keys each query sees, aligned to the bottom right; a negative side has no limit."""

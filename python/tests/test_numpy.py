@@ -8,26 +8,9 @@ import time
 import numpy as np
 import pytest
 import reference
+from reference import arrays, close
 
 import fa_attn
-
-TOLERANCE = {np.float32: 2e-6, np.float16: 2e-3}
-
-
-def arrays(seed, *shapes, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def close(got, want, dtype=np.float32, factor=1.0):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    both = np.isfinite(want)
-    assert (both == np.isfinite(got)).all()
-    got, want = got[both], want[both]
-    limit = factor * TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0.0))
-    assert np.abs(got - want).max(initial=0.0) <= limit
-
 
 MASKS = [
     dict(),
@@ -147,134 +130,6 @@ def test_packed_in_one_array():
     two = fa_attn.flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], starts, starts, 7, 7, causal=True)
     assert (one == two).all()
     close(one[5:], reference.attention(*(qkv[5:, i] for i in range(3)), causal=True)[0])
-
-
-def paged(k, lengths, page, seed):
-    """The rows of `k` (batch, room, heads, dim) in pages, in an order of their own; the table."""
-    batch, room, *rest = k.shape
-    columns = -(-room // page)
-    order = np.random.default_rng(seed).permutation(batch * columns).astype(np.int32)
-    table = order.reshape(batch, columns)
-    pages = np.full((batch * columns, page, *rest), np.nan, k.dtype)
-    for b in range(batch):
-        for row in range(lengths[b]):
-            pages[table[b, row // page], row % page] = k[b, row]
-    return pages, table
-
-
-@pytest.mark.parametrize("page", [1, 3, 16])
-def test_caches_in_pages(page):
-    q, k, v = arrays(6, (3, 2, 4, 32), (3, 40, 2, 32), (3, 40, 2, 32), dtype=np.float16)
-    lengths = np.array([40, 1, 23], np.int32)
-    k_pages, table = paged(k, lengths, page, 0)
-    v_pages, _ = paged(v, lengths, page, 0)
-    out, lse = fa_attn.flash_attn_with_kvcache(
-        q, k_pages, v_pages, cache_seqlens=lengths, block_table=table, causal=True, return_softmax_lse=True
-    )
-    cu_k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    cu_q = np.arange(0, 7, 2, dtype=np.int32)
-    same = fa_attn.flash_attn_varlen_func(
-        q.reshape(6, 4, 32), k_pages, v_pages, cu_q, cu_k, 2, 40, causal=True, block_table=table
-    )
-    # A table of more rows than sequences.
-    rows = np.array([2, 0, 1], np.int32)
-    taller = np.zeros((4, table.shape[1]), np.int32)
-    taller[rows] = table
-    chosen = fa_attn.flash_attn_with_kvcache(
-        q, k_pages, v_pages, cache_seqlens=lengths, cache_batch_idx=rows, page_table=taller, causal=True
-    )
-    assert (chosen == out).all()
-    for b, n in enumerate(lengths):
-        want, want_lse, _ = reference.attention(q[b], k[b, :n], v[b, :n], causal=True)
-        close(out[b], want, np.float16)
-        close(lse[b], want_lse, np.float16)
-        close(same[2 * b : 2 * b + 2], want, np.float16)
-
-
-@pytest.mark.parametrize("page", [None, 8])
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_keys_are_appended_and_turned(page, interleaved, causal):
-    q, k, v, cache_k, cache_v = arrays(
-        7, (2, 3, 4, 32), (2, 3, 2, 32), (2, 3, 2, 32), (2, 30, 2, 32), (2, 30, 2, 32), dtype=np.float16
-    )
-    angles = np.random.default_rng(8).uniform(0, 6.28, (30, 8))
-    cos, sin = np.cos(angles).astype(np.float16), np.sin(angles).astype(np.float16)
-    lengths = np.array([20, 5], np.int32)
-    given_k, given_v, table = cache_k.copy(), cache_v.copy(), None
-    if page:
-        given_k, table = paged(cache_k, lengths, page, 1)
-        given_v, _ = paged(cache_v, lengths, page, 1)
-    before = q.copy()
-    out = fa_attn.flash_attn_with_kvcache(
-        q,
-        given_k,
-        given_v,
-        k,
-        v,
-        cos,
-        sin,
-        lengths,
-        block_table=table,
-        causal=causal,
-        rotary_interleaved=interleaved,
-    )
-    assert (q == before).all() and lengths.tolist() == [20, 5]
-    for b, n in enumerate(lengths):
-        positions = np.arange(n, n + 3)
-        new_k = reference.rotated(k[b], cos, sin, positions, interleaved)
-        turned = reference.rotated(q[b], cos, sin, positions if causal else np.full(3, n), interleaved)
-        keys = np.concatenate([cache_k[b, :n], new_k])
-        values = np.concatenate([cache_v[b, :n], v[b]])
-        close(out[b], reference.attention(turned, keys, values, causal=causal)[0], np.float16, factor=2)
-        rows = [given_k[b, p] if page is None else given_k[table[b, p // page], p % page] for p in positions]
-        close(np.stack(rows), new_k, np.float16)
-
-
-def test_a_row_of_the_cache_for_each_sequence():
-    q, k, v = arrays(9, (2, 1, 4, 32), (5, 30, 2, 32), (5, 30, 2, 32))
-    rows, lengths = np.array([4, 1], np.int32), np.array([30, 11], np.int32)
-    out = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, cache_batch_idx=rows)
-    whole = fa_attn.flash_attn_with_kvcache(q, k, v, cache_batch_idx=rows)
-    eleven = fa_attn.flash_attn_with_kvcache(q, k[:2], v[:2], cache_seqlens=11)
-    for b in range(2):
-        row, n = rows[b], lengths[b]
-        close(out[b], reference.attention(q[b], k[row, :n], v[row, :n])[0])
-        close(whole[b], reference.attention(q[b], k[row], v[row])[0])
-        close(eleven[b], reference.attention(q[b], k[b, :11], v[b, :11])[0])
-
-
-def test_a_cache_with_padding_before_its_keys():
-    q, k, v = arrays(20, (3, 2, 4, 32), (3, 20, 2, 32), (3, 20, 2, 32))
-    used, left = np.array([20, 7, 12], np.int32), np.array([3, 0, 12], np.int32)
-    for index in (None, np.array([2, 0, 2], np.int32)):
-        out = fa_attn.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=used, cache_leftpad=left, cache_batch_idx=index, causal=True
-        )
-        for b in range(3):
-            row = b if index is None else index[b]
-            keys, values = (x[row, left[b] : used[b]] for x in (k, v))
-            want, _, _ = reference.attention(q[b], keys, values, causal=True)
-            assert np.abs(out[b] - want).max() < 2e-6
-
-
-def test_parts_of_the_keys_are_merged():
-    q, k, v = arrays(21, (2, 9, 4, 32), (2, 40, 2, 32), (2, 40, 2, 32))
-    sinks = np.array([0.5, -1.0, 3.0, -np.inf], np.float32)
-    call = fa_attn.flash_attn_func
-    parts = [call(q, k[:, i : i + 2], v[:, i : i + 2], return_lse=True) for i in range(0, 40, 2)]
-    want, want_lse = call(q, k, v, sinks=sinks, return_lse=True)
-    out, lse = fa_attn.merge(*zip(*parts), sinks)
-    assert np.abs(out - want).max() < 1e-6 and np.abs(lse - want_lse).max() < 2e-6
-    half, _ = fa_attn.merge(*zip(*parts), sinks, dtype=np.float16)
-    assert half.dtype == np.float16 and np.abs(half - want).max() < 2e-3
-    nothing = (np.zeros_like(want), np.full_like(want_lse, -np.inf))
-    out, lse = fa_attn.merge(*zip(nothing, nothing))
-    assert (out == 0).all() and (lse == -np.inf).all()
-    with pytest.raises(fa_attn.InputError, match="one type"):
-        fa_attn.merge([want, want.astype(np.float16)], [want_lse, want_lse])
-    with pytest.raises(fa_attn.InputError, match="float32"):
-        fa_attn.merge([want], [want_lse.astype(np.float64)])
 
 
 def test_gradients_through_the_lse():

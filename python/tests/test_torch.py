@@ -10,84 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.utils.checkpoint  # noqa: E402
+from torch_cases import close, definition, needs_gpu, on, same_gradients, tensors  # noqa: E402
 
 import fa_attn  # noqa: E402
 import fa_attn.torch  # noqa: E402, F401 - its operators
-
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = {"cpu": [torch.float32, torch.bfloat16], "cuda": [torch.bfloat16, torch.float16]}
-CASES = [(device, dtype) for device in DEVICES for dtype in TYPES[device]]
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-on = pytest.mark.parametrize("device,dtype", CASES, ids=[f"{d}-{str(t)[6:]}" for d, t in CASES])
-
-
-def definition(
-    q,
-    k,
-    v,
-    causal=False,
-    window=(-1, -1),
-    scale=None,
-    softcap=0.0,
-    slopes=None,
-    sinks=None,
-    return_lse=False,
-):
-    """Attention in f64, differentiable; q (batch, seqlen, heads, dim)."""
-    q, k, v = (x.double() for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    rows, keys = q.shape[1], k.shape[1]
-    distance = (
-        torch.arange(keys, device=q.device)[None, :]
-        - torch.arange(rows, device=q.device)[:, None]
-        - keys
-        + rows
-    )
-    if slopes is not None:
-        scores = scores - slopes.double().reshape(-1, slopes.shape[-1], 1, 1) * distance.abs()
-    left, right = window
-    right = 0 if causal else right
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        column = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores, -1)[..., :keys].nan_to_num()
-    out = torch.einsum("bhij,bjhd->bihd", weights, v)
-    return (out, torch.logsumexp(scores, -1)) if return_lse else out
-
-
-def tensors(device, dtype, *shapes, seed=0, grad=True):
-    generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    return [x.requires_grad_(grad) for x in made]
-
-
-def close(got, want, dtype, factor=1.0):
-    got, want = got.detach().double(), want.detach().double()
-    assert got.shape == want.shape
-    limit = factor * TOLERANCE[dtype] * max(1.0, want.abs().max().item() if want.numel() else 1.0)
-    assert (got - want).abs().max().item() <= limit
-
-
-def same_gradients(out, want, inputs, dtype):
-    dout = torch.randn_like(out)
-    got = torch.autograd.grad(out, inputs, dout)
-    wanted = torch.autograd.grad(want, inputs, dout.double())
-    for one, other in zip(got, wanted):
-        assert one.dtype == other.dtype
-        close(one, other, dtype, factor=4)
-
 
 MASKS = [dict(), dict(causal=True), dict(window_size=(17, 9)), dict(causal=True, window_size=(30, -1))]
 
@@ -172,16 +98,6 @@ def test_gradients_through_the_lse(device, dtype):
 
 
 @on
-def test_rings_of_merged_parts_have_the_gradients_of_the_whole(device, dtype):
-    q, k, v = tensors(device, dtype, (1, 64, 4, 64), (1, 96, 4, 64), (1, 96, 4, 64))
-    parts = [
-        fa_attn.flash_attn_func(q, k[:, i : i + 32], v[:, i : i + 32], return_lse=True) for i in (0, 32, 64)
-    ]
-    out, _ = fa_attn.merge(*zip(*parts))
-    same_gradients(out, definition(q, k, v), (q, k, v), dtype)
-
-
-@on
 def test_packed_arrays_have_one_gradient(device, dtype):
     (qkv,) = tensors(device, dtype, (2, 40, 3, 4, 64))
     out = fa_attn.flash_attn_qkvpacked_func(qkv, causal=True)
@@ -221,136 +137,6 @@ def test_packed_sequences(device, dtype):
     out = fa_attn.flash_attn_varlen_qkvpacked_func(qkv, starts, 33)
     out.backward(torch.ones_like(out))
     assert qkv.grad.isfinite().all() and qkv.grad.abs().sum() > 0
-
-
-@on
-def test_a_cache_is_appended_to(device, dtype):
-    q, new_k, new_v = tensors(device, dtype, (2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64), grad=False)
-    k, v = tensors(device, dtype, (2, 50, 2, 64), (2, 50, 2, 64), seed=1, grad=False)
-    lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
-    angles = torch.rand(50, 16, device=device) * 6
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    # The same in pages of 16 rows, and by another row of the cache.
-    table = torch.tensor([[5, 2, 0, 7], [1, 4, 6, 3]], dtype=torch.int32, device=device)
-    pages_k, pages_v = (torch.zeros(8, 16, 2, 64, dtype=dtype, device=device) for _ in range(2))
-    for b in range(2):
-        for page in range(3):
-            pages_k[table[b, page]] = k[b, 16 * page : 16 * page + 16]
-            pages_v[table[b, page]] = v[b, 16 * page : 16 * page + 16]
-    out, lse = fa_attn.flash_attn_with_kvcache(
-        q,
-        pages_k,
-        pages_v,
-        new_k,
-        new_v,
-        cos,
-        sin,
-        lengths,
-        block_table=table,
-        causal=True,
-        return_softmax_lse=True,
-    )
-    one, one_lse = fa_attn.flash_attn_with_kvcache(
-        q, k, v, new_k, new_v, cos, sin, lengths, causal=True, return_softmax_lse=True
-    )
-    close(out, one, dtype)
-    close(lse, one_lse, dtype)
-    for b, n in enumerate(lengths.tolist()):
-        keys, values = k[b : b + 1, : n + 3].clone(), v[b : b + 1, : n + 3].clone()
-        turned = q[b : b + 1].clone()
-        for i in range(3):
-            a, c = turned[0, i, :, 0:32:2].float(), turned[0, i, :, 1:32:2].float()
-            x, y = cos[n + i].float(), sin[n + i].float()
-            turned[0, i, :, 0:32:2], turned[0, i, :, 1:32:2] = (
-                (a * x - c * y).to(dtype),
-                (c * x + a * y).to(dtype),
-            )
-            assert (v[b, n + i] == new_v[b, i]).all()
-        close(one[b : b + 1], definition(turned, keys, values, causal=True), dtype)
-
-    def step(q, k, v, new_k, new_v, lengths):
-        return fa_attn.flash_attn_with_kvcache(q, k, v, new_k, new_v, cos, sin, lengths, causal=True)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    caches = k.clone(), v.clone()
-    caches[0][:, 40:], caches[1][:, 40:] = 0, 0
-    close(compiled(q, *caches, new_k, new_v, lengths), one, dtype)
-    assert torch.equal(caches[1][0, 40:43], new_v[0])
-    swapped = fa_attn.flash_attn_with_kvcache(
-        q,
-        k,
-        v,
-        cache_seqlens=lengths.flip(0),
-        cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32, device=device),
-    )
-    for b, n in ((0, 7), (1, 40)):
-        other = 1 - b
-        close(
-            swapped[b : b + 1],
-            definition(q[b : b + 1], k[other : other + 1, :n], v[other : other + 1, :n]),
-            dtype,
-        )
-
-
-@on
-def test_a_cache_with_padding_before_its_keys(device, dtype):
-    q, k, v = tensors(device, dtype, (3, 4, 4, 64), (3, 40, 2, 64), (3, 40, 2, 64), grad=False)
-    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
-    used, left = ints(40, 17, 30), ints(7, 0, 26)
-    table = torch.arange(15, dtype=torch.int32, device=device).flip(0).reshape(3, 5)
-    pages = [x.reshape(15, 8, 2, 64).flip(0) for x in (k, v)]
-    for cache, options in (
-        ((k, v), dict()),
-        ((k[:, :, :1], v[:, :, :1]), dict()),
-        ((k, v), dict(cache_batch_idx=ints(2, 0, 2))),
-        (pages, dict(page_table=table)),
-    ):
-        rows = options.get("cache_batch_idx", ints(0, 1, 2)).tolist()
-        out = fa_attn.flash_attn_with_kvcache(
-            q, *cache, cache_seqlens=used, cache_leftpad=left, causal=True, **options
-        )
-        keys = cache if "page_table" not in options else (k, v)
-        for b, row in enumerate(rows):
-            here = [x[row : row + 1, left[b] : used[b]] for x in keys]
-            close(out[b : b + 1], definition(q[b : b + 1], *here, causal=True), dtype)
-    whole = fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left)
-    close(whole[:1], definition(q[:1], k[:1, 7:], v[:1, 7:]), dtype)
-    with pytest.raises(fa_attn.InputError, match="cache_leftpad has the shape"):
-        fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left[:2])
-
-
-@on
-def test_parts_of_the_keys_are_merged(device, dtype):
-    q, k, v = tensors(device, dtype, (2, 9, 4, 64), (2, 38, 2, 64), (2, 38, 2, 64), grad=False)
-    (sinks,) = tensors(device, torch.float32, (4,), grad=False)
-    step = 2
-    parts = [
-        fa_attn.flash_attn_func(q, k[:, i : i + step], v[:, i : i + step], return_lse=True)
-        for i in range(0, 38, step)
-    ]
-    # A part of which nothing is seen.
-    parts.append((torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf"))))
-    want, want_lse = fa_attn.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
-    for given in (parts, parts[:1] * 2):
-        out, lse = fa_attn.merge(*zip(*given), sinks if given is parts else None)
-        assert out.dtype == dtype and lse.shape == (2, 4, 9)
-        if given is parts:
-            close(out, want, dtype, factor=2)
-            close(lse, want_lse, torch.float32, factor=4)
-        else:
-            close(out, given[0][0], dtype)
-            close(lse, given[0][1] + 0.6931472, torch.float32)
-    wide, _ = fa_attn.merge(*zip(*parts), dtype=torch.float32)
-    assert wide.dtype == torch.float32
-    leaves = [[x.clone().requires_grad_() for x in part] for part in parts[:3]]
-    out, lse = fa_attn.merge(*zip(*leaves), sinks)
-    close(out, fa_attn.merge(*zip(*parts[:3]), sinks)[0], dtype, factor=2)
-    (out.float().sum() + lse.sum()).backward()
-    assert all(x.grad is not None and x.grad.isfinite().all() for part in leaves for x in part)
-    with pytest.raises(fa_attn.InputError, match="one of each for every part"):
-        fa_attn.merge([want], [])
-    with pytest.raises(fa_attn.InputError, match="elements"):
-        fa_attn.merge([want, want], [want_lse, want_lse[:1]])
 
 
 @on
@@ -545,24 +331,6 @@ def test_streams_and_graphs():
             close(one, other, torch.bfloat16, factor=4)
 
 
-@needs_gpu
-def test_a_graph_replays_with_other_lengths():
-    q, k, v = tensors("cuda", torch.bfloat16, (2, 1, 8, 128), (2, 500, 2, 128), (2, 500, 2, 128), grad=False)
-    lengths = torch.tensor([500, 17], dtype=torch.int32, device="cuda")
-    call = lambda: fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)  # noqa: E731
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for pair in ([3, 499], [256, 1]):
-        lengths.copy_(torch.tensor(pair, dtype=torch.int32))
-        graph.replay()
-        for b, n in enumerate(pair):
-            close(
-                out[b : b + 1], definition(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]), torch.bfloat16
-            )
-
-
 def test_what_is_no_tensor_is_named():
     q = torch.ones(1, 4, 2, 8)
     twos, lse = torch.ones(2).numpy(), torch.zeros(1, 2, 4)
@@ -579,36 +347,6 @@ def test_what_is_no_tensor_is_named():
         with pytest.raises(fa_attn.InputError) as raised:
             call()
         assert named in str(raised.value), str(raised.value)
-
-
-@needs_gpu
-def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
-    q, k, v = tensors("cuda", torch.bfloat16, (1, 1, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), grad=False)
-    kernels = set()
-    for keys in range(513, 545):
-        here = [x[:, :keys].contiguous() for x in (k, v)]
-        close(fa_attn.flash_attn_func(q, *here, causal=True), definition(q, *here), torch.bfloat16)
-        report = fa_attn._core.report(q, *here, None, True, (-1, -1), 0.0)
-        kernels.add(json.loads(report)["kernel"])
-    assert len(kernels) == 1
-
-
-@needs_gpu
-def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("FA_TUNED", str(tmp_path / "tuned.ron"))
-    q, k, v = tensors("cuda", torch.bfloat16, *[(2, 777, 8, 64)] * 3, grad=False)
-    fa_attn.tuning(candidates=2, budget=60.0)
-    try:
-        first = fa_attn.flash_attn_func(q, k, v)
-        [outcome] = fa_attn.finish_tuning()
-        assert outcome["pass"] == "forward" and outcome["error"] is None
-        assert all(tried["ms"] for tried in outcome["tried"]) and len(outcome["tried"]) == 2
-        report = fa_attn._core.report(q, k, v, None, False, (-1, -1), 0.0)
-        assert json.loads(report)["kernel"] == outcome["winner"]
-        close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
-    finally:
-        fa_attn.tuning(False)
-    assert (tmp_path / "tuned.ron").exists() and fa_attn.finish_tuning() == []
 
 
 @needs_gpu

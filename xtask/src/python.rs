@@ -119,7 +119,7 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
     let file = wheel.to_str().context("the target folder's path is not UTF-8")?;
     install(&["--no-deps", "--no-index", "--upgrade"], &site, &[file])?;
     let mut pytest = Command::new(program);
-    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_numpy.py"]);
+    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_numpy.py", "test_numpy_serving.py"]);
     pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join("tools"));
     pytest.env("PYTHONDONTWRITEBYTECODE", "1");
     finish(&mut pytest, "the package's tests")

@@ -91,6 +91,15 @@ impl Mask {
         self.keys(i, seqlen_q, seqlen_k).contains(&j)
     }
 
+    /// The keys that any query sees, as a range within `0..seqlen_k` (possibly empty): what neighbouring
+    /// queries see meets.
+    pub fn keys_of_all(&self, seqlen_q: usize, seqlen_k: usize) -> Range<usize> {
+        let Some(last) = seqlen_q.checked_sub(1) else { return 0..0 };
+        let (first, last) = (self.keys(0, seqlen_q, seqlen_k), self.keys(last, seqlen_q, seqlen_k));
+        // The first queries of a causal mask may see nothing, which is at key 0; so may the last, at the end.
+        first.start..last.end.max(first.start)
+    }
+
     /// The number of visible (query, key) pairs.
     pub fn pairs(&self, seqlen_q: usize, seqlen_k: usize) -> u128 {
         let (sq, sk) = (seqlen_q as i128, seqlen_k as i128);
@@ -219,6 +228,17 @@ mod tests {
                 }
             }
             assert_eq!(mask.pairs(sq, sk), pairs, "{mask} {sq}x{sk}");
+        });
+    }
+
+    #[test]
+    fn keys_of_all_are_those_that_some_query_sees() {
+        for_each_case(|mask, sq, sk| {
+            let some = |j: usize| (0..sq).any(|i| sees(mask, i, j, sq, sk));
+            let range = mask.keys_of_all(sq, sk);
+            for j in 0..sk {
+                assert_eq!(range.contains(&j), some(j), "{mask} {sq} x {sk}: key {j}, {range:?}");
+            }
         });
     }
 

@@ -307,18 +307,34 @@ impl Problem {
         }
     }
 
-    /// Fewest bytes the forward moves: Q, K, V read once, O and the f32 LSE written once.
+    /// Fewest bytes the forward moves: Q, and K and V as far as any query sees them, read once; O and the f32
+    /// LSE written once.
     pub fn bytes_forward(&self) -> f64 {
-        let (q, k, v, o) = self.elements();
-        let (qkv, out) = (self.types.qkv.bytes() as f64, self.types.out.bytes() as f64);
-        qkv * (q + k + v) + out * o + 4.0 * self.rows()
+        self.bytes_held(Pass::Forward) - self.unseen_bytes()
     }
 
-    /// Fewest bytes the backward moves: Q, K, V, O, dO and LSE read once, dQ, dK and dV written once.
+    /// Fewest bytes the backward moves: Q, K and V as far as any query sees them, O, dO and LSE read once;
+    /// dQ, dK and dV written once.
     pub fn bytes_backward(&self) -> f64 {
+        self.bytes_held(Pass::BACKWARD) - self.unseen_bytes()
+    }
+
+    /// Bytes of the tensors that a pass reads and writes: Q, K, V, O and LSE, and for the backward dO, dQ, dK
+    /// and dV.
+    pub fn bytes_held(&self, pass: Pass) -> f64 {
         let (q, k, v, o) = self.elements();
         let (qkv, out) = (self.types.qkv.bytes() as f64, self.types.out.bytes() as f64);
-        2.0 * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
+        let times = if pass.is_backward() { 2.0 } else { 1.0 };
+        times * (qkv * (q + k + v) + out * o) + 4.0 * self.rows()
+    }
+
+    /// Bytes of K and V that no query sees: those before a window. Where lengths are on the device an
+    /// estimate by the mean lengths, as for [`Problem::pairs`].
+    fn unseen_bytes(&self) -> f64 {
+        let (mean_q, mean_k) = (self.lengths.mean_q(), self.lengths.mean_k());
+        let seen = self.mask.keys_of_all(mean_q, mean_k).len() as f64;
+        let (_, k, v, _) = self.elements();
+        self.types.qkv.bytes() as f64 * (k + v) * (1.0 - seen / (mean_k as f64).max(1.0))
     }
 
     /// Query rows over all heads and sequences: the number of LSE values (at most, where lengths are on the
@@ -358,6 +374,13 @@ mod tests {
         assert_eq!(causal.pairs(), 2.0 * 16.0 * 1024.0 * 1025.0 / 2.0);
         assert_eq!(BASE.bytes_forward(), 2.0 * 16.0 * 1024.0 * (4.0 * 128.0 * 2.0 + 4.0));
         assert_eq!(BASE.bytes_backward(), 2.0 * 16.0 * 1024.0 * (8.0 * 128.0 * 2.0 + 4.0));
+        // One token of a window of 128 reads 128 keys of 1,024, and holds them all.
+        let lengths = Lengths::uniform(2, 1, 1024);
+        let token = Problem { lengths, mask: Mask::causal_window(127), ..BASE };
+        let [held, moved] = [token.bytes_held(Pass::Forward), token.bytes_forward()];
+        assert_eq!(held, Problem { mask: Mask::CAUSAL, ..token }.bytes_forward());
+        assert_eq!(held - moved, 2.0 * 16.0 * (1024.0 - 128.0) * 2.0 * 128.0 * 2.0);
+        assert_eq!(token.bytes_held(Pass::BACKWARD) - token.bytes_backward(), held - moved);
     }
 
     #[test]

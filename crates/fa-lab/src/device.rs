@@ -95,7 +95,7 @@ pub fn calls<T: Half>(
 ) -> Result<Vec<PassCall<T>>, Error> {
     const MOST: usize = 32;
     let l2 = gpu.arch().limits().l2_bytes as f64;
-    let copies = (2.0 * l2 / inputs.problem.bytes_forward().max(1.0)).ceil();
+    let copies = (2.0 * l2 / inputs.problem.bytes_held(Pass::Forward).max(1.0)).ceil();
     let call = |_| PassCall::new(&gpu.stream, forward, backward, inputs);
     (0..(copies as usize).clamp(1, MOST)).map(call).collect()
 }

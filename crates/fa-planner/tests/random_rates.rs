@@ -2,7 +2,7 @@
 //! `cargo test -p fa-planner --test random_rates -- --nocapture` prints the table, and for each problem whose
 //! first choice is behind by more than 3 % the chosen and the best kernel.
 
-use fa_core::{Arch, Dtype, Family, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod};
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, ScoreMod, Sm80Fwd};
 use fa_planner::cost::{CostConstants, predict, rank_correlation};
 use fa_planner::plan::{PlanOptions, explore};
 use serde_json::Value;
@@ -23,17 +23,18 @@ struct Rate {
     name: String,
     predicted: f64,
     measured: f64,
-    /// Whether the planner lists it: some were measured as variants of what it lists.
-    listed: bool,
+    /// Its place in the planner's order, if the planner lists it or one that differs in launch bounds alone:
+    /// some were measured as variants of what it lists.
+    rank: Option<usize>,
 }
 
 impl Measured {
-    /// The kernel that is predicted to be the fastest of those that the planner lists; of all, where it lists
-    /// none of them any more.
+    /// The first of the planner's order; where it lists none of them any more, the one predicted to be the
+    /// fastest.
     fn first(&self) -> &Rate {
-        let any = self.kernels.iter().any(|kernel| kernel.listed);
-        let choices = self.kernels.iter().filter(|kernel| kernel.listed || !any);
-        choices.min_by(|a, b| a.predicted.total_cmp(&b.predicted)).expect("kernels")
+        let place = |kernel: &Rate| (kernel.rank.unwrap_or(usize::MAX), kernel.predicted);
+        let by_place = |a: &&Rate, b: &&Rate| place(a).partial_cmp(&place(b)).expect("times");
+        self.kernels.iter().min_by(by_place).expect("kernels")
     }
 
     /// The kernel that was the fastest.
@@ -87,6 +88,15 @@ fn shape(problem: &Problem) -> String {
     format!("{batch}x{heads_q}:{heads_kv}x{queries},{keys} hd {head_dim}-{head_dim_v} {mask}")
 }
 
+/// The kernel without what its launch bounds promise.
+fn unbound(spec: &KernelSpec) -> KernelSpec {
+    let kernel = match &spec.kernel {
+        Kernel::Sm80Fwd(own) => Kernel::Sm80Fwd(Sm80Fwd { blocks_per_sm: 1, ..own.clone() }),
+        other => other.clone(),
+    };
+    KernelSpec { kernel, ..spec.clone() }
+}
+
 fn measured(record: &str) -> Vec<Measured> {
     let path = format!("{}/../../docs/results/tune/{record}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
@@ -104,8 +114,8 @@ fn measured(record: &str) -> Vec<Measured> {
             let spec: KernelSpec = serde_json::from_value(of["spec"].clone()).expect("a spec");
             let cost = predict(&problem, &spec, Arch::Sm90, &constants);
             let measured = of["ms"].as_f64()?;
-            let listed = plans.iter().any(|plan| plan.spec == spec);
-            Some(Rate { name: spec.to_string(), predicted: 1e3 * cost.seconds, measured, listed })
+            let rank = plans.iter().position(|plan| unbound(&plan.spec) == unbound(&spec));
+            Some(Rate { name: spec.to_string(), predicted: 1e3 * cost.seconds, measured, rank })
         };
         Measured {
             number: entry["number"].as_u64().expect("a number") as usize,

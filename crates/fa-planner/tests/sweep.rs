@@ -1,6 +1,6 @@
 //! First choices over the shapes that people run and no record has: no cliffs, no absurd tiles.
 
-use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem};
+use fa_core::{Arch, Dtype, Lengths, Mask, Pass, Problem};
 use fa_planner::plan::{Plan, PlanOptions, best};
 
 /// What a shape of length `n` is.
@@ -74,8 +74,7 @@ fn longer_problems_take_no_less_and_tiles_suit_the_rows() {
                     let name = format!("{arch} {pass:?} {shape:?} {problem:?}: {}", plan.spec);
                     let seconds = plan.cost.seconds;
                     assert!(seconds.is_finite() && seconds > 0.0, "{name}: {seconds}");
-                    // SM90 forwards of few rows are still planned in tiles of several warpgroups.
-                    if pass == Pass::Forward && plan.spec.kernel.family() == Family::Sm80 {
+                    if pass == Pass::Forward {
                         let group = if plan.spec.traits().packs_gqa { problem.group_size() } else { 1 };
                         let rows = (problem.lengths.max_q() * group).next_multiple_of(64);
                         assert!(plan.spec.tile().0 as usize <= rows.max(64), "{name}");

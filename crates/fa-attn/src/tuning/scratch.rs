@@ -66,7 +66,7 @@ impl Scratch {
         let begun = Instant::now();
         let (free, _) =
             self.stream.context().mem_get_info().map_err(Error::driver("asking for free memory"))?;
-        let need = problem.bytes(pass) + problem.rows() * 4.0;
+        let need = problem.bytes_held(pass) + problem.rows() * 4.0;
         let limit = free / 2;
         if need > limit as f64 {
             return Err(Error::TuningMemory { need: need as usize, limit });

@@ -97,7 +97,7 @@ fn within(problem: &Problem, pass: Pass) -> bool {
     let flops = problem.flops(pass);
     problem.check().is_ok()
         && (FLOPS[0]..=FLOPS[1]).contains(&flops)
-        && problem.bytes(pass) <= MOST_BYTES
+        && problem.bytes_held(pass) <= MOST_BYTES
         && problem.lengths.max_q() * problem.lengths.max_k() <= MOST_PAIRS
 }
 
@@ -167,7 +167,10 @@ mod tests {
                 problem.check().expect("valid");
                 let options = PlanOptions { family, pass, ..PlanOptions::default() };
                 plan(&problem, arch, &options).unwrap_or_else(|error| panic!("{problem:?}: {error}"));
-                assert!(problem.flops(pass) <= FLOPS[1] && problem.bytes(pass) <= MOST_BYTES, "{problem:?}");
+                assert!(
+                    problem.flops(pass) <= FLOPS[1] && problem.bytes_held(pass) <= MOST_BYTES,
+                    "{problem:?}"
+                );
             }
         }
     }

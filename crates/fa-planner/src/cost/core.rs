@@ -1,7 +1,7 @@
 //! The part of the model that all kernels share: the resources that a step keeps busy, and how steps add up
 //! to a launch.
 
-use fa_core::{ArchLimits, Problem, ScoreKind};
+use fa_core::{ArchLimits, Pass, Problem, ScoreKind};
 use serde::Serialize;
 
 use super::constants::CostConstants;
@@ -109,11 +109,11 @@ impl Bottleneck {
 }
 
 impl Cost {
-    /// The cost of a backward that takes `seconds`, by the field's count of operations
-    /// ([`Problem::flops_backward`]).
-    pub(crate) fn of_backward(
+    /// The cost of a pass that takes `seconds` on `slots` tiles at once, whose keys `splits` CTAs share.
+    pub(crate) fn of(
         problem: &Problem,
-        work: &Work,
+        pass: Pass,
+        (work, splits): (&Work, usize),
         seconds: f64,
         terms: Terms,
         slots: f64,
@@ -121,15 +121,15 @@ impl Cost {
     ) -> Cost {
         Cost {
             seconds,
-            tflops: problem.flops_backward() / seconds / 1e12,
-            bytes_per_s: problem.bytes_backward() / seconds,
+            tflops: problem.flops(pass) / seconds / 1e12,
+            bytes_per_s: problem.bytes(pass) / seconds,
             bottleneck: terms.largest(),
             terms,
             tiles: work.tiles,
             slots,
             steps: work.steps(),
             masked_steps: work.masked(),
-            splits: 1,
+            splits,
             step,
         }
     }
@@ -369,7 +369,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let times = self.times(work, parts);
         let Times { compute, even, power, l2, hbm, combine, launch } = times;
         let (clock, slots) = (self.clock(), self.slots());
-        let (steps, masked_steps) = (work.steps(), work.masked());
+        let steps = work.steps();
         let alone = |clocks: f64| steps / slots * clocks / clock;
         let seconds = times.seconds();
         let terms = Terms {
@@ -381,43 +381,36 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
             waves: compute - even,
             latency: launch + combine + (steps * model.exposed + work.tiles * model.tile) / slots / clock,
         };
-        Cost {
-            seconds,
-            tflops: problem.flops_forward() / seconds / 1e12,
-            bytes_per_s: problem.bytes_forward() / seconds,
-            bottleneck: terms.largest(),
-            terms,
-            tiles: work.tiles,
-            slots,
-            steps,
-            masked_steps,
-            splits: parts,
-            step: StepClocks {
-                resident: model.resident,
-                tensor: model.tensor,
-                exp: model.exp,
-                smem: model.smem,
-                exposed: model.exposed,
-                total: (self.step)(model.resident),
-            },
-        }
+        let step = StepClocks {
+            resident: model.resident,
+            tensor: model.tensor,
+            exp: model.exp,
+            smem: model.smem,
+            exposed: model.exposed,
+            total: (self.step)(model.resident),
+        };
+        Cost::of(problem, Pass::Forward, (work, parts), seconds, terms, slots, step)
     }
 }
 
 /// Compulsory bytes, and for every further wave of a head's tiles the part of K and V that L2 does not hold.
+/// A wave reads the keys that its queries see.
 fn hbm_bytes(problem: &Problem, work: &Work, slots: f64, limits: &ArchLimits, c: &CostConstants) -> f64 {
     let width = (problem.head_dim + problem.head_dim_v) as f64 * problem.types.qkv.bytes() as f64;
     if work.tiles == 0.0 {
         return 0.0;
     }
     let heads = problem.lengths.sequences() as f64 * problem.heads_kv as f64;
-    let kv_head = problem.lengths.mean_k() as f64 * width;
-    if kv_head == 0.0 {
+    let tiles_per_head = work.tiles / heads;
+    let passes = (tiles_per_head / slots).max(1.0);
+    let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
+    let seen = |queries: usize| problem.mask.keys_of_all(queries, mean_k).len() as f64;
+    let of_wave = seen((mean_q as f64 / passes).ceil() as usize);
+    if of_wave == 0.0 {
         return problem.bytes_forward();
     }
-    let tiles_per_head = work.tiles / heads;
     let heads_at_once = (slots / tiles_per_head.max(1.0)).clamp(1.0, heads);
-    let missing = (1.0 - limits.l2_bytes as f64 * c.l2_reuse / (heads_at_once * kv_head)).max(0.0);
-    let passes = (tiles_per_head / slots).max(1.0);
-    problem.bytes_forward() + missing * (passes - 1.0) * heads * kv_head
+    let held = limits.l2_bytes as f64 * c.l2_reuse / (heads_at_once * of_wave * width);
+    let again = (passes * of_wave - seen(mean_q)).max(0.0) * heads * width;
+    problem.bytes_forward() + (1.0 - held).max(0.0) * again
 }

@@ -2,7 +2,7 @@
 //! ldmatrix, and as many CTAs as an SM holds.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Problem, Sm80Bwd};
+use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
 use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
@@ -89,7 +89,7 @@ pub(crate) fn predict(
     let traffic = work.steps() * (loads + c.bwd_add_weight * tile_m * hd * 4.0)
         + work.tiles * c.bwd_add_weight * split.added;
     let l2 = traffic / (limits.l2_bytes_per_clock * c.l2_efficiency * limits.clock_ghz * 1e9 * c.clock);
-    let cost = Launches {
+    Launches {
         tensor,
         exp,
         smem,
@@ -109,8 +109,7 @@ pub(crate) fn predict(
             total: step(resident),
         },
     }
-    .cost(problem, [hd, hdv], limits, c);
-    Cost { slots: sms * resident, ..cost }
+    .cost(problem, [hd, hdv], limits, c)
 }
 
 /// Where the time of an SM80-class backward goes: clocks of a step, or of the whole.
@@ -166,6 +165,6 @@ impl Launches<'_> {
             waves: (end - total / sms) / clock,
             latency: outer + (work.steps() * exposed + work.tiles * c.sm80_bwd_block) / sms / clock,
         };
-        Cost::of_backward(problem, work, seconds, terms, sms, step)
+        Cost::of(problem, Pass::BACKWARD, (work, 1), seconds, terms, sms * step.resident, step)
     }
 }

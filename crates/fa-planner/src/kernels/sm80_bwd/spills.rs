@@ -20,17 +20,19 @@ pub fn known(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> bool {
     }
     if kernel.deterministic {
         return match kind {
-            (96, 96, (64, 64), 4) | (96, 96, (64, 128), 8) => stages == (2, 1),
+            (96, 96, (64, 64), 4) | (96, 96, (64, 128), 8) => do_stages == 1,
             (128, 128, (128, 64), 8) => stages == (3, 2),
-            (128, 128, (32, 64), 4) | (64, 128, (128, 64), 8) => q_stages == 2,
+            (128, 128, (32, 64), 4) => stages != (3, 2),
+            (64, 128, (128, 64), 8) => q_stages == 2,
             (256, 256, (32, 32), 4) => true,
             _ => false,
         };
     }
     match kind {
         (64, 64, (128, 128), 8) => stages == (2, 2),
-        (96, 96, (64, 128), 8) | (128, 128, (64, 64), 4) | (256, 256, (32, 64), 8) => stages == (2, 1),
-        (256, 256, (32, 32), 4) => q_stages == 2,
+        (96, 96, (64, 128), 8) | (128, 128, (64, 64), 4) => do_stages == 1,
+        (256, 256, (32, 64), 8) => stages == (2, 1),
+        (256, 256, (32, 32), 4) => stages != (3, 2),
         (64, 128, (64, 128), 8) => true,
         _ => false,
     }
@@ -44,7 +46,7 @@ fn known_served(spec: &KernelSpec, kernel: &Sm80Bwd) -> bool {
     match (spec.head_dim.max(spec.head_dim_v), (tile_m, tile_n), num_warps, (q_stages, do_stages)) {
         (256, (64, 64), 8, (2, 1)) => varied && !deterministic,
         (256, (32, 64), 8, (3, 2)) => varied && deterministic && (score.alibi || score.sinks),
-        (128, (64, 128), 8, (2, 1)) => !varied && !deterministic && score.alibi,
+        (128, (64, 128), 8, (2 | 3, 1)) => !varied && !deterministic && score.alibi,
         (128, (32, 64), 4, (3, 2)) => varied && deterministic && spec.mask == MaskKind::Window,
         _ => false,
     }

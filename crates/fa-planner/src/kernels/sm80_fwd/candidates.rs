@@ -2,7 +2,7 @@
 
 use fa_core::{Kernel, KernelSpec, MaskKind, Problem, Reads, Sm80Fwd, Types};
 
-use crate::kernels::{packings, split_choices};
+use crate::kernels::{has_idle_warps, packings, split_choices};
 
 /// Query rows and warps of a CTA that are tried: 16 or 32 rows per warp.
 pub const TILE_M: [(u32, u32); 4] = [(64, 4), (128, 4), (128, 8), (256, 8)];
@@ -35,7 +35,8 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
             // Whole tiles of one head stay in question: packed rows are gathered.
             let both: &[bool] =
                 if packings(&problem, rows.0).contains(&true) { &[false, true] } else { &[false] };
-            both.iter().flat_map(move |&pack_gqa| {
+            let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, rows.0, **pack_gqa);
+            both.iter().filter(has_rows).flat_map(move |&pack_gqa| {
                 let choices = split_choices(&problem, rows.0, tile_n, pack_gqa);
                 choices.iter().map(move |&split| (candidate, pack_gqa, split))
             })

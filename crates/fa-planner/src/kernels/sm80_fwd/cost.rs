@@ -40,11 +40,17 @@ pub(crate) fn launch<'a>(
 /// Numbers of CTAs on an SM, from 0, whose steps are remembered.
 const KNOWN: usize = 9;
 
-/// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
+/// Registers of a thread that the compiler takes beyond the account, on average, in CTAs of four warps that
+/// no launch bounds hold back (NB-085).
+const UNBOUND_REGISTERS: u32 = 8;
+
+/// CTAs that an SM holds: those that the launch bounds promise, and more where there is room all the same.
 fn blocks(spec: &KernelSpec, k: &Sm80Fwd, limits: &ArchLimits) -> u32 {
     let regs = registers(spec, k, limits);
+    let unbound = if k.num_warps == 4 { UNBOUND_REGISTERS } else { 0 };
     let smem = smem(spec, k).total;
-    Occupancy::of(limits, smem, regs.total.min(regs.limit), WARP * k.num_warps).blocks().max(k.blocks_per_sm)
+    let taken = (regs.total + unbound).min(regs.limit);
+    Occupancy::of(limits, smem, taken, WARP * k.num_warps).blocks().max(k.blocks_per_sm)
 }
 
 /// The kernel with `resident` CTAs on an SM, and the clocks of a step, overlap and latency included.

@@ -6,7 +6,7 @@
 //! time.
 
 use fa_core::spec::TileOrder;
-use fa_core::{Arch, KernelSpec, MaskKind, Problem, Sm90Bwd};
+use fa_core::{Arch, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
 use crate::account::splits::Split;
@@ -101,5 +101,5 @@ pub(crate) fn predict(
         latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
     };
     let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };
-    Cost::of_backward(problem, &work, main + outer, terms, sms, step)
+    Cost::of(problem, Pass::BACKWARD, (&work, 1), main + outer, terms, sms, step)
 }

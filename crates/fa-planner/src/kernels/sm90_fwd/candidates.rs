@@ -6,7 +6,7 @@ use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types
 use super::account::smem;
 use super::cost::slow_rows;
 use crate::account::pages::gathers;
-use crate::kernels::{packings, split_choices};
+use crate::kernels::{has_idle_warps, packings, split_choices};
 
 /// Keys per step that are tried.
 pub const TILE_N: [u32; 13] = [64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256];
@@ -37,7 +37,9 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
         .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
         .flat_map(move |tile| switches.into_iter().map(move |switch| (tile, switch)))
         .flat_map(move |(tile, switch)| {
-            packings(&problem, 64 * tile.0).iter().map(move |&pack_gqa| (tile, switch, pack_gqa))
+            let has_rows = move |pack_gqa: &&bool| !has_idle_warps(&problem, 64 * tile.0, **pack_gqa);
+            let packings = packings(&problem, 64 * tile.0).iter().filter(has_rows);
+            packings.map(move |&pack_gqa| (tile, switch, pack_gqa))
         })
         .flat_map(move |(tile, switch, pack_gqa)| {
             let rows = 64 * tile.0;

@@ -1,0 +1,84 @@
+"""What the functions take beside arrays: FlashAttention's options, each honoured or refused."""
+
+from reprlib import repr as short
+
+from ._checks import array, flag, is_neutral, most, number, window
+from ._core import BESIDE, InputError, UnsupportedError
+
+# Names of FlashAttention's that are taken at these values, and what would work otherwise.
+_NEUTRAL = {
+    "num_splits": ((0, 1, None), "how often keys are divided is the planner's choice, leave it at 0"),
+    "pack_gqa": ((None,), "whether heads share a tile is the planner's choice, leave it at None"),
+    "sm_margin": ((0, None), "kernels use all SMs, leave it at 0"),
+    "attention_chunk": ((0, None), "use window_size, or pack each chunk as a sequence of its own"),
+    "qv": ((None,), "a second query on the values is not computed: join q and qv along the head dim"),
+    "q_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
+    "k_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
+    "v_descale": ((None,), "no kernel computes in fp8: convert to bfloat16"),
+    "scheduler_metadata": ((None,), "it is for flash_attn_with_kvcache, other calls plan their own work"),
+    "score_mod": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "mask_mod": ((None,), "masks are causal ones and windows"),
+    "block_sparse_tensors": ((None,), "masks are causal ones and windows"),
+    "aux_tensors": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "score_mod_bwd": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "aux_scalars": ((None,), "scores are changed by softcap, alibi_slopes and sinks alone"),
+    "block_sparse_tensors_bwd": ((None,), "masks are causal ones and windows"),
+    "gather_kv_indices": ((None,), "keys are read in order: gather them, or give pages of one row"),
+    "seqlen_k_per_split": ((None,), "how keys are divided is the planner's choice, leave it out"),
+    "num_heads_q": ((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func"),
+}
+
+# Promises and wishes about FlashAttention's scheduler, which nothing here needs.
+_NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag}
+
+_SINKS = ("sinks", "learnable_sink", "s_aux")
+_LSE = ("return_softmax_lse", "return_lse")
+
+
+def others_of(function, others):
+    """(sinks, whether LSE is wanted) of the arguments by name; refuses what is not computed."""
+    sinks, wants_lse = None, False
+    for name, value in others.items():
+        if name in _SINKS:
+            if value is not None and sinks is not None:
+                raise InputError("sinks are given twice: by one of the names sinks, learnable_sink and s_aux")
+            sinks = value if value is not None else sinks
+        elif name in _LSE:
+            wants_lse = wants_lse or flag(name, value)
+        elif name in _NEUTRAL:
+            neutral, advice = _NEUTRAL[name]
+            if not is_neutral(value, neutral):
+                raise UnsupportedError(f"{name} = {short(value)}: {advice}")
+        elif name in _NEEDLESS:
+            if value is not None:
+                _NEEDLESS[name](name, value)
+        else:
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
+    return sinks, wants_lse
+
+
+def extras_of(cu_q, cu_k, used_q, used_k, table, slopes, sinks, max_q=0, max_k=0):
+    if cu_q is cu_k is used_q is used_k is table is slopes is sinks is None:
+        return None
+    for name, value in zip(BESIDE, (cu_q, cu_k, used_q, used_k, table, slopes, sinks)):
+        if value is not None:
+            array(name, value)
+    bounds = most("max_seqlen_q", max_q), most("max_seqlen_k", max_k)
+    return (cu_q, cu_k, used_q, used_k, table, slopes, sinks, *bounds)
+
+
+def options_of(softmax_scale, causal, window_size, softcap, deterministic):
+    """The options of a call, checked."""
+    return (
+        number("softmax_scale", softmax_scale),
+        flag("causal", causal),
+        window(window_size),
+        number("softcap", softcap) or 0.0,
+        flag("deterministic", deterministic),
+    )
+
+
+def returned(out, lse, wants_lse, return_attn_probs):
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if wants_lse else out

@@ -1,0 +1,370 @@
+"""Attention as models are served: new queries on a cache of keys and values, its work planned once for all
+layers, and results over parts of the keys as one. Shapes and options are those of `fa_attn.interface`."""
+
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from ._checks import LARGEST, array, count, flag, masses, most
+from ._core import InputError, InputTypeError, UnsupportedError
+from ._faces import face_of
+from ._options import extras_of, options_of, others_of
+
+
+@dataclass
+class Append:
+    """What is appended to a cache, and how keys and queries are turned."""
+
+    k: Any
+    v: Any
+    k_cache: Any
+    v_cache: Any
+    q: Any
+    cos: Any
+    sin: Any
+    interleaved: bool
+    following: bool
+    cu_new: Any
+    max_new: int
+    used_k: Any
+    page_table: Any
+    cu_q: Any
+    max_q: int
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+    *,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    **others,
+):
+    """Attention of new queries on a cache of keys and values, to which `k` and `v` are appended in place
+    first.
+
+    q (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with `cu_seqlens_q` and
+    `max_seqlen_q`. k_cache and v_cache (batch_cache, room, heads_kv, head_dim), or (pages, page, heads_kv,
+    head_dim) with `block_table` (also `page_table`), int32 (batch, pages of a sequence), any page size.
+    `cache_seqlens`: an int or int32 (batch,), keys in the cache before the call; None for all of it.
+    `cache_batch_idx`: int32 (batch,), the row of the cache, or of the table, of each sequence.
+    `cache_leftpad`: int32 (batch,), rows before a sequence's first key; cache_seqlens counts them. k and v
+    (batch, seqlen_new, heads_kv, head_dim), or packed with `cu_seqlens_k_new`. `rotary_cos`, `rotary_sin`
+    (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
+    cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
+    out; with `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are
+    divided: `num_splits` is 0 or 1. `scheduler_metadata`: what `get_scheduler_metadata` gave for these
+    lengths.
+    """
+    metadata = others.pop("scheduler_metadata", None)
+    sinks, wants_lse = others_of("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
+    wants_lse = flag("return_softmax_lse", return_softmax_lse) or wants_lse
+    if block_table is not None and page_table is not None:
+        raise InputError("block_table and page_table are two names of one table: give one")
+    if (k is None) != (v is None):
+        raise InputError("k and v are appended together: give both or neither")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise InputError("rotary_cos and rotary_sin belong together: give both or neither")
+    if rotary_seqlens is not None and rotary_cos is not None and rotary_seqlens is not cache_seqlens:
+        raise UnsupportedError("rotary_seqlens: queries and keys are turned by cache_seqlens, leave it out")
+    table = block_table if block_table is not None else page_table
+    face = face_of(q)
+    for name, value in (
+        ("k", k),
+        ("v", v),
+        ("cache_batch_idx", cache_batch_idx),
+        ("cache_leftpad", cache_leftpad),
+        ("page_table (block_table)", table),
+        ("cu_seqlens_q", cu_seqlens_q),
+    ):
+        if value is not None:
+            array(name, value)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if len(array(name, cache).shape) != 4:
+            raise InputError(
+                f"{name} has the shape {tuple(cache.shape)}: it must be (batch, room, heads_kv, head_dim) or "
+                "(pages, page, heads_kv, head_dim)"
+            )
+    if len(array("q", q).shape) != (4 if cu_seqlens_q is None else 3):
+        need = "(batch, seqlen_q" if cu_seqlens_q is None else "with cu_seqlens_q (total_q"
+        raise InputError(f"q has the shape {tuple(q.shape)}: it must be {need}, heads_q, head_dim)")
+    if table is not None and len(table.shape) != 2:
+        shape = tuple(table.shape)
+        raise InputError(
+            f"page_table (block_table) has the shape {shape}: it must be (batch, pages of a sequence)"
+        )
+    if cu_seqlens_q is not None and max_seqlen_q is None:
+        raise InputError("max_seqlen_q is None: with cu_seqlens_q it must be an upper bound")
+    longest = 0 if max_seqlen_q is None else most("max_seqlen_q", max_seqlen_q)
+    if cache_batch_idx is not None:
+        # Without pages a row of the cache is a page of its own.
+        rows = face.as_column(cache_batch_idx)
+        table = rows if table is None else face.select(table, cache_batch_idx)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    options = options_of(softmax_scale, causal, window_size, softcap, False)
+    plans = None
+    if metadata is not None:
+        plans = _plans_of(metadata)
+        metadata.check(q, k_cache, v_cache, options, batch, longest or q.shape[-3], table is not None)
+    used = cache_seqlens
+    if isinstance(used, Integral):
+        if not 0 <= used <= LARGEST:
+            raise InputError(f"cache_seqlens is {used}: it must be from 0 to {LARGEST}")
+        used = face.ints(int(used), batch, q)
+    if k is None:
+        if rotary_cos is not None:
+            raise UnsupportedError(
+                "rotary embedding turns what is appended: give k and v, or turn q beforehand"
+            )
+        if cu_seqlens_k_new is not None:
+            raise InputError("cu_seqlens_k_new without k and v: leave it out")
+    else:
+        if used is None:
+            raise InputError("cache_seqlens is missing: k and v are appended behind that many keys")
+        q, used = face.append(
+            Append(
+                k,
+                v,
+                k_cache,
+                v_cache,
+                q,
+                rotary_cos,
+                rotary_sin,
+                flag("rotary_interleaved", rotary_interleaved),
+                options[1] or options[2] != (-1, -1),
+                cu_seqlens_k_new,
+                k.shape[0],
+                used,
+                table,
+                cu_seqlens_q,
+                longest or q.shape[0],
+            )
+        )
+    if (table is not None or cache_leftpad is not None) and used is None:
+        room = k_cache.shape[1] * (1 if table is None else table.shape[1])
+        used = face.ints(room, batch, q)
+    starts, rows = None, 0
+    if cache_leftpad is not None:
+        shape = tuple(getattr(cache_leftpad, "shape", ()))
+        if shape != (batch,):
+            raise InputError(f"cache_leftpad has the shape {shape}: it must be an array ({batch},)")
+        k_cache, v_cache, starts, used, table = face.without_padding(
+            k_cache, v_cache, cache_leftpad, used, table
+        )
+        rows = 0 if starts is None else k_cache.shape[0]
+    extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
+    if plans is None:
+        out, lse = face.attention(q, k_cache, v_cache, *options, extras)
+    else:
+        out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans)
+    return (out, lse) if wants_lse else out
+
+
+@dataclass
+class SchedulerMetadata:
+    """What `get_scheduler_metadata` was told, and the plans of work that calls have made with it."""
+
+    batch_size: int
+    max_seqlen_q: int
+    num_heads_q: int
+    num_heads_kv: int
+    headdim: int
+    headdim_v: int
+    qkv_dtype: Any
+    page_size: Any
+    causal: bool
+    window_size: Any
+    has_softcap: bool
+    plans: dict = field(default_factory=dict, repr=False)
+
+    def check(self, q, k_cache, v_cache, options, batch, longest, is_paged):
+        """Raises where the call is another than the one that was described."""
+        _, causal, window, softcap, _ = options
+        there = {
+            "batch_size": batch,
+            "max_seqlen_q": longest,
+            "num_heads_q": q.shape[-2],
+            "num_heads_kv": k_cache.shape[-2],
+            "headdim": q.shape[-1],
+            "headdim_v": v_cache.shape[-1],
+            "qkv_dtype": q.dtype,
+            "page_size": k_cache.shape[1] if is_paged else None,
+            "causal": causal,
+            "window_size": window,
+            "has_softcap": softcap != 0.0,
+        }
+        for name, have in there.items():
+            need = getattr(self, name)
+            if need is not None and need != have:
+                raise InputError(
+                    f"scheduler_metadata is of {name} = {need}, the call has {have}: make one for the call"
+                )
+
+
+def _plans_of(metadata):
+    if not isinstance(metadata, SchedulerMetadata):
+        kind = type(metadata).__name__
+        raise InputTypeError(
+            f"scheduler_metadata is {kind}: it must be what fa_attn.get_scheduler_metadata gives"
+        )
+    return metadata.plans
+
+
+def get_scheduler_metadata(
+    batch_size,
+    max_seqlen_q,
+    max_seqlen_k,
+    num_heads_q,
+    num_heads_kv,
+    headdim,
+    cache_seqlens,
+    qkv_dtype=None,
+    headdim_v=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    cache_leftpad=None,
+    page_size=None,
+    max_seqlen_k_new=0,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    has_softcap=False,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+):
+    """The plan of the work on a cache, made once for all layers of a step: give it to
+    `flash_attn_with_kvcache` as `scheduler_metadata`.
+
+    Arguments are those of FlashAttention-3. Lengths are read where they lie, by the first call that is given
+    the plan; later calls on the same stream leave planning out. So it is for the lengths of one step: make
+    another when they change. It is needed nowhere: without it each call plans its own work, as calls do that
+    are captured in a graph or by torch.compile. Where nothing is planned (on the CPU, for lengths that do not
+    differ) it changes nothing. A call that contradicts the arguments raises.
+    """
+    others = {"attention_chunk": attention_chunk, "num_splits": num_splits, "pack_gqa": pack_gqa}
+    others_of("get_scheduler_metadata", {**others, "sm_margin": sm_margin})
+    lengths = {"cache_seqlens": cache_seqlens, "cu_seqlens_q": cu_seqlens_q}
+    lengths.update(cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad)
+    for name, value in lengths.items():
+        if value is not None or name == "cache_seqlens":
+            array(name, value)
+    for name, value in (("max_seqlen_k", max_seqlen_k), ("max_seqlen_k_new", max_seqlen_k_new)):
+        most(name, value)
+    _, causal, window, _, _ = options_of(None, causal, window_size, 0.0, False)
+    batch = count("batch_size", batch_size)
+    if tuple(cache_seqlens.shape) != (batch,):
+        shape = tuple(cache_seqlens.shape)
+        raise InputError(f"cache_seqlens has the shape {shape}: it must be ({batch},), batch_size")
+    headdim = count("headdim", headdim)
+    return SchedulerMetadata(
+        batch_size=batch,
+        max_seqlen_q=most("max_seqlen_q", max_seqlen_q),
+        num_heads_q=count("num_heads_q", num_heads_q),
+        num_heads_kv=count("num_heads_kv", num_heads_kv),
+        headdim=headdim,
+        headdim_v=headdim if headdim_v is None else count("headdim_v", headdim_v),
+        qkv_dtype=qkv_dtype,
+        page_size=None if page_size is None else count("page_size", page_size, 1),
+        causal=causal,
+        window_size=window,
+        has_softcap=flag("has_softcap", has_softcap),
+    )
+
+
+# Parts that one call of a kernel merges.
+_PARTS = 16
+
+
+def merge(outs, lses, sinks=None, dtype=None):
+    """Merges results over different keys of the same queries into the result over all of them: parts of a
+    long cache, a shared prefix and each sequence's own keys, the steps of ring attention.
+
+    `outs` and `lses`: what the functions return with `return_softmax_lse`, of each part, (batch, seqlen_q,
+    heads_q, head_dim_v) and (batch, heads_q, seqlen_q), or packed. `sinks`: float32 (heads_q,), which the
+    parts leave out. `dtype`: the result's type, that of the parts where None. Computed in float32. Returns
+    (out, lse); torch tensors have gradients, of outs and lses.
+    """
+    outs = [array("a part of outs", part) for part in outs]
+    lses = [array("a part of lses", part) for part in lses]
+    if not outs or len(outs) != len(lses):
+        raise InputError(
+            f"there are {len(outs)} outs and {len(lses)} lses: give one of each for every part, at least one"
+        )
+    lses = [masses("a part of lses", lse, out) for lse, out in zip(lses, outs)]
+    face = face_of(outs[0])
+    dtype = outs[0].dtype if dtype is None else dtype
+    # What is merged again stays in float32, and alone since a call's parts are of one type.
+    merged = []
+    while len(outs) > _PARTS:
+        merged.append(face.merge(outs[:_PARTS], lses[:_PARTS], None, lses[0].dtype))
+        outs, lses = outs[_PARTS:], lses[_PARTS:]
+    if not merged:
+        return face.merge(outs, lses, sinks, dtype)
+    merged.append(face.merge(outs, lses, None, lses[0].dtype))
+    return merge(*zip(*merged), sinks, dtype)
+
+
+def flash_attn_combine(
+    out_partial,
+    lse_partial,
+    out=None,
+    out_dtype=None,
+    cu_seqlens=None,
+    seqused=None,
+    virtual_batch_idx=None,
+    return_lse=True,
+):
+    """`merge` by FlashAttention's name and shapes: parts along the first axis.
+
+    `out_partial` (parts, batch, seqlen, heads, head_dim), or (parts, total, heads, head_dim) of packed
+    queries; `lse_partial` float32 (parts, batch, seqlen, heads) or (parts, total, heads). `out`: written and
+    returned, where it is given; else new, of `out_dtype` or the parts' type. Rows are merged one by one,
+    wherever sequences begin and end and in whatever order: `cu_seqlens`, `seqused` and `virtual_batch_idx`
+    change nothing. Returns (out, lse), lse in the shape of a part of lse_partial; without `return_lse` (out,
+    None).
+    """
+    shape = tuple(array("out_partial", out_partial).shape)
+    masses_shape = tuple(array("lse_partial", lse_partial).shape)
+    if len(shape) not in (4, 5) or shape[0] == 0:
+        raise InputError(
+            f"out_partial has the shape {shape}: it must be (parts, batch, seqlen, heads, head_dim) or "
+            "(parts, total, heads, head_dim), at least one part"
+        )
+    if masses_shape != shape[:-1]:
+        raise InputError(f"lse_partial has the shape {masses_shape}: it must be {shape[:-1]}")
+    needless = {"cu_seqlens": cu_seqlens, "seqused": seqused, "virtual_batch_idx": virtual_batch_idx}
+    for name, value in needless.items():
+        if value is not None:
+            array(name, value)
+    if out is not None and tuple(array("out", out).shape) != shape[1:]:
+        raise InputError(f"out has the shape {tuple(out.shape)}: it must be {shape[1:]}, that of a part")
+    if out is not None and out_dtype is not None and out.dtype != out_dtype:
+        raise InputError(f"out_dtype is {out_dtype} and out holds {out.dtype}: give one of them")
+    face = face_of(out_partial)
+    dtype = out.dtype if out is not None else out_dtype
+    lses = [face.swapped(lse) for lse in face.unstack(lse_partial, 0)]
+    merged, lse = merge(face.unstack(out_partial, 0), lses, dtype=dtype)
+    if out is not None:
+        merged = face.stored(merged, out)
+    return merged, face.swapped(lse) if flag("return_lse", return_lse) else None

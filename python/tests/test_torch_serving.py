@@ -1,0 +1,266 @@
+"""Caches, merged parts, plans of work and tuning on torch tensors, on the CPU and, where there is one, on a
+GPU.
+
+pip install torch pytest && python -m pytest tests/test_torch_serving.py
+"""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_cases import close, definition, needs_gpu, on, same_gradients, tensors  # noqa: E402
+
+import fa_attn  # noqa: E402
+
+
+@on
+def test_rings_of_merged_parts_have_the_gradients_of_the_whole(device, dtype):
+    q, k, v = tensors(device, dtype, (1, 64, 4, 64), (1, 96, 4, 64), (1, 96, 4, 64))
+    parts = [
+        fa_attn.flash_attn_func(q, k[:, i : i + 32], v[:, i : i + 32], return_lse=True) for i in (0, 32, 64)
+    ]
+    out, _ = fa_attn.merge(*zip(*parts))
+    same_gradients(out, definition(q, k, v), (q, k, v), dtype)
+
+
+@on
+def test_a_cache_is_appended_to(device, dtype):
+    q, new_k, new_v = tensors(device, dtype, (2, 3, 4, 64), (2, 3, 2, 64), (2, 3, 2, 64), grad=False)
+    k, v = tensors(device, dtype, (2, 50, 2, 64), (2, 50, 2, 64), seed=1, grad=False)
+    lengths = torch.tensor([40, 7], dtype=torch.int32, device=device)
+    angles = torch.rand(50, 16, device=device) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    # The same in pages of 16 rows, and by another row of the cache.
+    table = torch.tensor([[5, 2, 0, 7], [1, 4, 6, 3]], dtype=torch.int32, device=device)
+    pages_k, pages_v = (torch.zeros(8, 16, 2, 64, dtype=dtype, device=device) for _ in range(2))
+    for b in range(2):
+        for page in range(3):
+            pages_k[table[b, page]] = k[b, 16 * page : 16 * page + 16]
+            pages_v[table[b, page]] = v[b, 16 * page : 16 * page + 16]
+    out, lse = fa_attn.flash_attn_with_kvcache(
+        q,
+        pages_k,
+        pages_v,
+        new_k,
+        new_v,
+        cos,
+        sin,
+        lengths,
+        block_table=table,
+        causal=True,
+        return_softmax_lse=True,
+    )
+    one, one_lse = fa_attn.flash_attn_with_kvcache(
+        q, k, v, new_k, new_v, cos, sin, lengths, causal=True, return_softmax_lse=True
+    )
+    close(out, one, dtype)
+    close(lse, one_lse, dtype)
+    for b, n in enumerate(lengths.tolist()):
+        keys, values = k[b : b + 1, : n + 3].clone(), v[b : b + 1, : n + 3].clone()
+        turned = q[b : b + 1].clone()
+        for i in range(3):
+            a, c = turned[0, i, :, 0:32:2].float(), turned[0, i, :, 1:32:2].float()
+            x, y = cos[n + i].float(), sin[n + i].float()
+            turned[0, i, :, 0:32:2], turned[0, i, :, 1:32:2] = (
+                (a * x - c * y).to(dtype),
+                (c * x + a * y).to(dtype),
+            )
+            assert (v[b, n + i] == new_v[b, i]).all()
+        close(one[b : b + 1], definition(turned, keys, values, causal=True), dtype)
+
+    def step(q, k, v, new_k, new_v, lengths):
+        return fa_attn.flash_attn_with_kvcache(q, k, v, new_k, new_v, cos, sin, lengths, causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    caches = k.clone(), v.clone()
+    caches[0][:, 40:], caches[1][:, 40:] = 0, 0
+    close(compiled(q, *caches, new_k, new_v, lengths), one, dtype)
+    assert torch.equal(caches[1][0, 40:43], new_v[0])
+    swapped = fa_attn.flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=lengths.flip(0),
+        cache_batch_idx=torch.tensor([1, 0], dtype=torch.int32, device=device),
+    )
+    for b, n in ((0, 7), (1, 40)):
+        other = 1 - b
+        close(
+            swapped[b : b + 1],
+            definition(q[b : b + 1], k[other : other + 1, :n], v[other : other + 1, :n]),
+            dtype,
+        )
+
+
+@on
+def test_a_cache_with_padding_before_its_keys(device, dtype):
+    q, k, v = tensors(device, dtype, (3, 4, 4, 64), (3, 40, 2, 64), (3, 40, 2, 64), grad=False)
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    used, left = ints(40, 17, 30), ints(7, 0, 26)
+    table = torch.arange(15, dtype=torch.int32, device=device).flip(0).reshape(3, 5)
+    pages = [x.reshape(15, 8, 2, 64).flip(0) for x in (k, v)]
+    for cache, options in (
+        ((k, v), dict()),
+        ((k[:, :, :1], v[:, :, :1]), dict()),
+        ((k, v), dict(cache_batch_idx=ints(2, 0, 2))),
+        (pages, dict(page_table=table)),
+    ):
+        rows = options.get("cache_batch_idx", ints(0, 1, 2)).tolist()
+        out = fa_attn.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=used, cache_leftpad=left, causal=True, **options
+        )
+        keys = cache if "page_table" not in options else (k, v)
+        for b, row in enumerate(rows):
+            here = [x[row : row + 1, left[b] : used[b]] for x in keys]
+            close(out[b : b + 1], definition(q[b : b + 1], *here, causal=True), dtype)
+    whole = fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left)
+    close(whole[:1], definition(q[:1], k[:1, 7:], v[:1, 7:]), dtype)
+    with pytest.raises(fa_attn.InputError, match="cache_leftpad has the shape"):
+        fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left[:2])
+
+
+@on
+def test_parts_of_the_keys_are_merged(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 9, 4, 64), (2, 38, 2, 64), (2, 38, 2, 64), grad=False)
+    (sinks,) = tensors(device, torch.float32, (4,), grad=False)
+    step = 2
+    parts = [
+        fa_attn.flash_attn_func(q, k[:, i : i + step], v[:, i : i + step], return_lse=True)
+        for i in range(0, 38, step)
+    ]
+    # A part of which nothing is seen.
+    parts.append((torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf"))))
+    want, want_lse = fa_attn.flash_attn_func(q, k, v, sinks=sinks, return_lse=True)
+    for given in (parts, parts[:1] * 2):
+        out, lse = fa_attn.merge(*zip(*given), sinks if given is parts else None)
+        assert out.dtype == dtype and lse.shape == (2, 4, 9)
+        if given is parts:
+            close(out, want, dtype, factor=2)
+            close(lse, want_lse, torch.float32, factor=4)
+        else:
+            close(out, given[0][0], dtype)
+            close(lse, given[0][1] + 0.6931472, torch.float32)
+    wide, _ = fa_attn.merge(*zip(*parts), dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    leaves = [[x.clone().requires_grad_() for x in part] for part in parts[:3]]
+    out, lse = fa_attn.merge(*zip(*leaves), sinks)
+    close(out, fa_attn.merge(*zip(*parts[:3]), sinks)[0], dtype, factor=2)
+    (out.float().sum() + lse.sum()).backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for part in leaves for x in part)
+    with pytest.raises(fa_attn.InputError, match="one of each for every part"):
+        fa_attn.merge([want], [])
+    with pytest.raises(fa_attn.InputError, match="elements"):
+        fa_attn.merge([want, want], [want_lse, want_lse[:1]])
+
+
+@needs_gpu
+def test_a_graph_replays_with_other_lengths():
+    q, k, v = tensors("cuda", torch.bfloat16, (2, 1, 8, 128), (2, 500, 2, 128), (2, 500, 2, 128), grad=False)
+    lengths = torch.tensor([500, 17], dtype=torch.int32, device="cuda")
+    call = lambda: fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for pair in ([3, 499], [256, 1]):
+        lengths.copy_(torch.tensor(pair, dtype=torch.int32))
+        graph.replay()
+        for b, n in enumerate(pair):
+            close(
+                out[b : b + 1], definition(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]), torch.bfloat16
+            )
+
+
+@needs_gpu
+def test_a_cache_that_grows_is_planned_once_for_lengths_near_each_other():
+    q, k, v = tensors("cuda", torch.bfloat16, (1, 1, 8, 128), (1, 600, 2, 128), (1, 600, 2, 128), grad=False)
+    kernels = set()
+    for keys in range(513, 545):
+        here = [x[:, :keys].contiguous() for x in (k, v)]
+        close(fa_attn.flash_attn_func(q, *here, causal=True), definition(q, *here), torch.bfloat16)
+        report = fa_attn._core.report(q, *here, None, True, (-1, -1), 0.0)
+        kernels.add(json.loads(report)["kernel"])
+    assert len(kernels) == 1
+
+
+@needs_gpu
+def test_tuning_measures_what_is_called_and_the_winner_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("FA_TUNED", str(tmp_path / "tuned.ron"))
+    q, k, v = tensors("cuda", torch.bfloat16, *[(2, 777, 8, 64)] * 3, grad=False)
+    fa_attn.tuning(candidates=2, budget=60.0)
+    try:
+        first = fa_attn.flash_attn_func(q, k, v)
+        [outcome] = fa_attn.finish_tuning()
+        assert outcome["pass"] == "forward" and outcome["error"] is None
+        assert all(tried["ms"] for tried in outcome["tried"]) and len(outcome["tried"]) == 2
+        report = fa_attn._core.report(q, k, v, None, False, (-1, -1), 0.0)
+        assert json.loads(report)["kernel"] == outcome["winner"]
+        close(fa_attn.flash_attn_func(q, k, v), first, torch.bfloat16)
+    finally:
+        fa_attn.tuning(False)
+    assert (tmp_path / "tuned.ron").exists() and fa_attn.finish_tuning() == []
+
+
+@on
+def test_parts_are_combined_by_flash_attentions_name(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 9, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64), grad=False)
+    want, want_lse = fa_attn.flash_attn_func(q, k, v, return_lse=True)
+    keys = [[x[:, i : i + 10] for x in (k, v)] for i in range(0, 40, 10)]
+    calls = [fa_attn.flash_attn_func(q, *part, return_lse=True) for part in keys]
+    outs = torch.stack([out.float() for out, _ in calls])
+    lses = torch.stack([lse.transpose(1, 2) for _, lse in calls])
+    out, lse = fa_attn.flash_attn_combine(outs, lses, out_dtype=dtype)
+    assert out.dtype == dtype and lse.shape == (2, 9, 4)
+    close(out, want, dtype, factor=2)
+    close(lse.transpose(1, 2), want_lse, torch.float32, factor=4)
+    room = torch.empty_like(want)
+    given, nothing = fa_attn.flash_attn_combine(outs, lses.contiguous(), room, return_lse=False)
+    assert given is room and nothing is None and torch.equal(room, out)
+    packed, _ = fa_attn.flash_attn_combine(outs.flatten(1, 2), lses.flatten(1, 2), out_dtype=dtype)
+    assert torch.equal(packed, out.flatten(0, 1))
+    for arguments, part in (
+        ((outs[0, 0], lses), "out_partial"),
+        ((outs, lses.transpose(2, 3)), "lse_partial"),
+        ((outs, lses, room[:1]), "out has the shape"),
+        ((outs, lses, room, torch.float64), "out_dtype"),
+    ):
+        with pytest.raises(fa_attn.InputError, match=part):
+            fa_attn.flash_attn_combine(*arguments)
+    with pytest.raises(fa_attn.InputTypeError, match="virtual_batch_idx is int"):
+        fa_attn.flash_attn_combine(outs, lses, virtual_batch_idx=3)
+
+
+@on
+def test_the_work_of_a_step_is_planned_once(device, dtype):
+    k, v = tensors(device, dtype, (3, 300, 2, 64), (3, 300, 2, 64), grad=False)
+    lengths = torch.tensor([300, 17, 0], dtype=torch.int32, device=device)
+    options = dict(cache_seqlens=lengths, causal=True)
+    metadata = fa_attn.get_scheduler_metadata(3, 2, 300, 4, 2, 64, lengths, dtype, causal=True)
+    # The layers of a step.
+    for layer in range(3):
+        (q,) = tensors(device, dtype, (3, 2, 4, 64), seed=layer, grad=False)
+        want = fa_attn.flash_attn_with_kvcache(q, k, v, **options)
+        got = fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata, **options)
+        assert torch.equal(got, want)
+    assert len(metadata.plans) == (1 if device == "cuda" else 0)
+    # In pages, where another kernel computes: a plan of its own beside the first.
+    table = torch.arange(3, dtype=torch.int32, device=device)[:, None]
+    got = fa_attn.flash_attn_with_kvcache(q, k, v, block_table=table, scheduler_metadata=metadata, **options)
+    close(got, want, dtype)
+    for change in (dict(causal=False), dict(softcap=3.0), dict(window_size=(5, 0))):
+        with pytest.raises(fa_attn.InputError, match=f"scheduler_metadata is of .*{next(iter(change))}"):
+            fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=metadata, **{**options, **change})
+    with pytest.raises(fa_attn.InputError, match="num_heads_q = 4, the call has 2"):
+        fa_attn.flash_attn_with_kvcache(q[:, :, :2], k, v, scheduler_metadata=metadata, **options)
+    with pytest.raises(fa_attn.InputTypeError, match="get_scheduler_metadata gives"):
+        fa_attn.flash_attn_with_kvcache(q, k, v, scheduler_metadata=lengths, **options)
+    with pytest.raises(fa_attn.UnsupportedError, match="num_splits"):
+        fa_attn.get_scheduler_metadata(3, 2, 300, 4, 2, 64, lengths, dtype, num_splits=4)
+    with pytest.raises(fa_attn.InputError, match="batch_size"):
+        fa_attn.get_scheduler_metadata(2, 2, 300, 4, 2, 64, lengths, dtype)
+    compiled = torch.compile(fa_attn.flash_attn_with_kvcache, backend="aot_eager")
+    got = compiled(q, k, v, scheduler_metadata=metadata, **options)
+    close(got, want, dtype)
+    torch.compiler.reset()
