@@ -165,3 +165,48 @@ def get_scheduler_metadata(*arguments, num_splits=0, pack_gqa=None, sm_margin=0,
 
 
 flash_attn_combine = fa_attn.flash_attn_combine
+
+
+def _flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    sequed_q=None,
+    sequed_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    dq=None,
+    dk=None,
+    dv=None,
+    softmax_scale=None,
+    is_causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    deterministic=False,
+    sm_margin=0,
+):
+    """(dq, dk, dv, rowsum(O * dO)), as their test of the same bits calls it."""
+    options = (softmax_scale, is_causal, window_size, softcap)
+    grads = fa_attn.flash_attn_varlen_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        *options,
+        deterministic=deterministic,
+        seqused_q=sequed_q,
+        seqused_k=sequed_k,
+    )
+    grads = tuple(g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
+    return (*grads, (out.float() * dout.float()).sum(-1).transpose(-1, -2))

@@ -38,7 +38,14 @@ SUITES = {
         "test_flash_attn",
         {"FLASH_ATTENTION_DISABLE_LOCAL": "TRUE", "FLASH_ATTENTION_DISABLE_FP8": "TRUE"},
     ),
+    # The same gradients a thousand times; windows without chunks.
+    "fa3-determinism": ("hopper", "test_flash_attn_bwd_determinism", {}),
+    "fa3-compile": ("hopper", "test_torch_compile_and_export", {}),
     "fa4": ("tests/cute", "test_flash_attn", {}),
+    "fa4-fast": ("tests/cute", "test_flash_attn_fast", {}),
+    "fa4-varlen": ("tests/cute", "test_flash_attn_varlen", {}),
+    "fa4-combine": ("tests/cute", "test_flash_attn_combine", {}),
+    "fa4-race": ("tests/cute", "test_flash_attn_race_condition", {}),
 }
 
 # Tests of what stands beside the kernels.
@@ -51,6 +58,10 @@ LEFT_OUT = {
     # Lengths on the device are never read on the host.
     "test_flash_attn_kvcache_paged_block_table_bounds": "a host's check of lengths on the device",
     "test_flash_attn_invalid_head_dim": "their refusal of head dims",
+    "test_flash_attn_varlen_tensor_max_seqlen_reuses_fwd_cache": "their cache of compiled kernels",
+    "test_splitkv_forwards_explicit_arch": "their internal function",
+    "test_flash_attn_combine_dynamic_splits_and_semaphore": "their internal function",
+    "test_compile_and_package_model": "a C++ compiler's run of minutes",
 }
 
 
@@ -156,6 +167,10 @@ def drawn_of(suites, options):
 def work(options, turn, share):
     """Runs cases, the next that no other process has taken, and prints a line for each."""
     sys.path.insert(0, str(SHIM))
+    import torch
+
+    if not torch.cuda.is_available():
+        importlib.import_module("on_cpu").begin()
     drawn, functions = drawn_of(options.suite, options)
     if share == 0:
         for line in functions:

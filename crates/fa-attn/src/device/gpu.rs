@@ -95,9 +95,17 @@ impl Gpu {
         if like == *problem || like.check().is_err() {
             return self.bind(problem, pass);
         }
-        let chosen = self.bind(&like, pass)?;
-        // What the kernel should refuse is chosen for as it is.
-        self.bind_spec(problem, chosen.spec()).or_else(|_| self.bind(problem, pass))
+        // Chosen for the one, bound to the other: what it costs to bind is the time of a new length.
+        let bound = match pass {
+            Pass::Forward => self
+                .choose(&like, None, pass, |spec| self.kernels.forward_with(problem, spec))
+                .map(Bound::Forward),
+            Pass::Backward { .. } => self
+                .choose(&like, None, pass, |spec| self.kernels.backward_with(problem, spec))
+                .map(Bound::Backward),
+        };
+        // What kernels of those lengths refuse is chosen for as it is.
+        bound.or_else(|_| self.bind(problem, pass))
     }
 
     /// [`Gpu::bind`] with a kernel of `family`, whether or not it is the fastest here.

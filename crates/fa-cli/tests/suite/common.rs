@@ -183,3 +183,15 @@ pub fn listing(folder: &Path) -> Vec<String> {
     names.sort();
     names
 }
+
+/// Asserts a refusal that names every part.
+#[track_caller]
+pub fn refused(outcome: &Outcome, parts: &[&str], what: &str) {
+    let Outcome { code, stdout, stderr } = outcome;
+    assert_eq!(*code, 2, "{what}\nstdout: {stdout}\nstderr: {stderr}");
+    assert_eq!(stdout, "", "{what}");
+    assert!(stderr.starts_with("error: ") && stderr.lines().count() == 1, "{what}: {stderr}");
+    for part in parts {
+        assert!(stderr.contains(part), "{what}: '{part}' is not in {stderr}");
+    }
+}

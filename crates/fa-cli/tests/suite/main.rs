@@ -1,6 +1,7 @@
 //! The program as its users run it: every test starts the real binary.
 
 mod append;
+mod bad_flags;
 mod bad_input;
 mod bench;
 mod check;
@@ -8,6 +9,7 @@ mod common;
 mod emulate;
 mod files;
 mod manual;
+mod no_gpu;
 mod packed;
 mod page;
 mod plan;

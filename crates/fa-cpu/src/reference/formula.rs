@@ -7,6 +7,7 @@ use std::ops::Range;
 use fa_core::Problem;
 
 use super::heads::{for_each_head, interleave, row};
+use super::vectors::{Norms, abs, add_scaled, dot, norm, row_mut, sum};
 use crate::batch::{Batch, Span};
 use crate::check;
 use crate::real::Real;
@@ -435,68 +436,5 @@ impl<'a, R: Real> Head<'a, R> {
     /// lose is relative to the magnitudes that they are made of.
     fn exp_roundings(&self, q_norm: R, k_norm: R, distance: R, lse: R) -> R {
         R::ONE + abs(self.scale) * q_norm * k_norm + abs(self.slope) * distance + abs(lse)
-    }
-}
-
-/// Of each row of a matrix. With them the size of the terms that make a result is bounded, which is what the
-/// roundings of any computation of it are relative to: see [`super::Gradients::dq_noise`].
-struct Norms<R> {
-    /// Euclidean: `|a . b| <= sum |a b| <= norm(a) norm(b)`.
-    norm: Vec<R>,
-    /// Largest magnitude.
-    largest: Vec<R>,
-}
-
-impl<R: Real> Norms<R> {
-    fn of(matrix: &[R], dim: usize) -> Self {
-        let largest = |row: &[R]| row.iter().fold(R::ZERO, |max, &value| max.max(abs(value)));
-        Norms {
-            norm: matrix.chunks(dim).map(norm).collect(),
-            largest: matrix.chunks(dim).map(largest).collect(),
-        }
-    }
-}
-
-fn norm<R: Real>(row: &[R]) -> R {
-    dot(row, row).sqrt()
-}
-
-fn abs<R: Real>(value: R) -> R {
-    value.max(R::ZERO - value)
-}
-
-/// The sum of equally long vectors.
-fn sum<'a, R: Real>(mut vectors: impl Iterator<Item = &'a [R]>) -> Vec<R> {
-    let mut sum = vectors.next().map(<[R]>::to_vec).unwrap_or_default();
-    for vector in vectors {
-        add_scaled(&mut sum, R::ONE, vector);
-    }
-    sum
-}
-
-fn row_mut<R>(matrix: &mut [R], index: usize, dim: usize) -> &mut [R] {
-    &mut matrix[index * dim..(index + 1) * dim]
-}
-
-/// Eight partial sums, so that the compiler may use vector registers without changing the order of any sum.
-#[inline(always)]
-fn dot<R: Real>(a: &[R], b: &[R]) -> R {
-    let (a_chunks, a_rest) = a.as_chunks::<8>();
-    let (b_chunks, b_rest) = b.as_chunks::<8>();
-    let mut sums = [R::ZERO; 8];
-    for (x, y) in a_chunks.iter().zip(b_chunks) {
-        for lane in 0..8 {
-            sums[lane] += x[lane] * y[lane];
-        }
-    }
-    let rest = a_rest.iter().zip(b_rest).fold(R::ZERO, |sum, (&x, &y)| sum + x * y);
-    sums.iter().fold(rest, |sum, &part| sum + part)
-}
-
-/// `to += factor * from`.
-#[inline(always)]
-fn add_scaled<R: Real>(to: &mut [R], factor: R, from: &[R]) {
-    for (to, &from) in to.iter_mut().zip(from) {
-        *to += factor * from;
     }
 }

@@ -31,6 +31,7 @@
 mod formula;
 mod heads;
 pub mod low_precision;
+mod vectors;
 
 use fa_core::Problem;
 

@@ -9,6 +9,7 @@ mod inputs;
 mod laws;
 mod layers;
 mod pitfalls;
+mod strides;
 mod tiled;
 mod varied;
 mod varied_laws;

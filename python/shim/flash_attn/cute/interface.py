@@ -111,6 +111,13 @@ def get_scheduler_metadata(*arguments, **options):
     return None
 
 
+flash_attn_combine = fa_attn.flash_attn_combine
+
+
+def _flash_attn_fwd_combine(*arguments, **options):
+    raise UnsupportedError("their internal function: parts are merged by flash_attn_combine")
+
+
 def _flash_attn_fwd(q, k, v, **options):
     return flash_attn_varlen_func(q.detach(), k.detach(), v.detach(), **options)
 
@@ -125,15 +132,20 @@ def _flash_attn_bwd(
     softmax_scale=None,
     causal=False,
     softcap=0.0,
+    window_size_left=None,
+    window_size_right=None,
+    deterministic=True,
     dq=None,
     dk=None,
     dv=None,
     **others,
 ):
-    window = _options(others.pop("window_size", (None, None)), others)
+    sides = [others.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    window = _options((window_size_left, window_size_right), others)
     # Two calls are compared more closely than sums in another order agree.
-    grads = fa_attn.flash_attn_backward(
-        dout, q, k, v, out, lse, softmax_scale, causal, window, softcap, deterministic=True
+    options = (softmax_scale, causal, window, softcap)
+    grads = fa_attn.flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *sides, *options, deterministic=True
     )
     return tuple(g if given is None else given.copy_(g) for g, given in zip(grads, (dq, dk, dv)))
 
