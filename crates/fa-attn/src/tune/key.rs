@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// measured.
 const FARTHEST: u32 = 3;
 
-/// What a choice depends on: the head dims, mask and soft cap that a kernel is specialised on, and the problem's
-/// size by powers of two. How a kernel finds its rows, and ALiBi and sinks, are in the entry's kernel: one that
-/// does not compute a problem is not found for it.
+/// What a choice depends on: the head dims, mask and soft cap that a kernel is specialised on, and the
+/// problem's size by powers of two. How a kernel finds its rows, and ALiBi and sinks, are in the entry's
+/// kernel: one that does not compute a problem is not found for it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TuneKey {
@@ -31,8 +31,8 @@ pub struct TuneKey {
     pub seqlen_k: usize,
     /// Query heads over all sequences, rounded up to a power of two.
     pub heads: usize,
-    /// The most keys that a query sees in a window, at least [`NARROWEST`] and rounded up to a power of two; 0
-    /// without a window, and in entries of tables from before it was counted, which stand for any.
+    /// The most keys that a query sees in a window, at least 64 and rounded up to a power of two; 0 without a
+    /// window, and in entries of tables from before it was counted, which stand for any.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub window: usize,
 }
