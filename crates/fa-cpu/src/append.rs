@@ -5,20 +5,12 @@ mod rows;
 
 use fa_core::{Append, QueryPositions, Side, SideRows};
 
+pub use rows::Table;
 use rows::{Row, Turns, copy, write};
 
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::{TensorMut, TensorRef};
-
-/// Cosines or sines, `[positions, dim / 2]`, in the type that [`fa_core::Rotary::table`] names.
-#[derive(Clone, Copy, Debug)]
-pub enum Table<'a, T> {
-    /// In f32.
-    F32(&'a [f32]),
-    /// In the type of the tensors.
-    Same(&'a [T]),
-}
 
 /// The tensors of an append; shapes as [`Append`]'s methods say.
 #[derive(Debug)]
@@ -54,15 +46,6 @@ pub struct AppendExtras<'a> {
     pub used_q: Option<&'a [i32]>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut [i32]>,
-}
-
-impl<T: Element> Table<'_, T> {
-    fn len(&self) -> usize {
-        match self {
-            Table::F32(values) => values.len(),
-            Table::Same(values) => values.len(),
-        }
-    }
 }
 
 fn check_shape<T: Copy>(

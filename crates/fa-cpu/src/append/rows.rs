@@ -5,7 +5,6 @@ use std::cmp::Reverse;
 use fa_core::{Rotary, RotaryPairs};
 use rayon::prelude::*;
 
-use super::Table;
 use crate::element::Element;
 use crate::simd::{Isa, Kernels};
 use crate::view::{TensorMut, TensorRef};
@@ -21,8 +20,8 @@ pub(super) struct Row {
 /// Elements that a thread should have to write at least: fewer take less time than waking it.
 const ELEMENTS: usize = 16 << 10;
 
-/// Calls `fill(row, head, elements, scratch)` for every head of all `rows`, with the elements of `to` there as
-/// they stand. Where several rows have one place the last one is written.
+/// Calls `fill(row, head, elements, scratch)` for every head of all `rows`, with the elements of `to` there
+/// as they stand. Where several rows have one place the last one is written.
 pub(super) fn write<T: Element>(
     to: &mut TensorMut<'_, T>,
     rows: &[Row],
@@ -97,6 +96,24 @@ pub(super) struct Scratch {
     position: Option<usize>,
 }
 
+/// Cosines or sines, `[positions, dim / 2]`, in the type that [`fa_core::Rotary::table`] names.
+#[derive(Clone, Copy, Debug)]
+pub enum Table<'a, T> {
+    /// In f32.
+    F32(&'a [f32]),
+    /// In the type of the tensors.
+    Same(&'a [T]),
+}
+
+impl<T: Element> Table<'_, T> {
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Table::F32(values) => values.len(),
+            Table::Same(values) => values.len(),
+        }
+    }
+}
+
 /// Rotary embedding by tables.
 pub(super) struct Turns<'a, T> {
     rotary: Rotary,
@@ -110,7 +127,7 @@ impl<'a, T: Element> Turns<'a, T> {
         Turns { rotary, tables, kernels }
     }
 
-    /// Turns the first elements of a row, as a GPU rounds: every product and sum in f32, the result once more.
+    /// Turns the first elements of a row, as a GPU rounds: products and sums in f32, the result once more.
     pub fn apply(&self, row: &mut [T], position: usize, scratch: &mut Scratch) {
         let (dim, half) = (self.rotary.dim, self.rotary.dim / 2);
         let Scratch { values, angles, position: known } = scratch;

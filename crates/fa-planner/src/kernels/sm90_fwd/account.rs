@@ -72,8 +72,8 @@ fn parts(spec: &KernelSpec, kernel: &Sm90Fwd) -> (u32, u32, u32) {
     (s, p, spec.head_dim_v / 2)
 }
 
-/// Registers that the compiler does without where three warpgroups leave more of them to the producers: 192 x 80
-/// at head dim 128 fits with every mask, soft cap and sinks, and with keys divided (NB-077).
+/// Registers that the compiler does without where three warpgroups leave more of them to the producers: 192 x
+/// 80 at head dim 128 fits with every mask, soft cap and sinks, and with keys divided (NB-077).
 const GATHER: u32 = 4;
 
 /// Predicted registers of an MMA thread and their limit.
