@@ -141,6 +141,9 @@ fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
     Some(wanted)
 }
 
+/// Files of tests that need numpy alone.
+const FILES: [&str; 3] = ["test_numpy.py", "test_numpy_serving.py", "test_planning.py"];
+
 /// Installs the wheel in a fresh environment and runs its tests there.
 fn test(folder: &Path, wheel: &Path) -> Result<()> {
     let fresh = folder.join("fresh");
@@ -157,7 +160,7 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
     let file = wheel.to_str().context("the target folder's path is not UTF-8")?;
     install(&["--no-deps", "--no-index", "--upgrade"], &site, &[file])?;
     let mut pytest = Command::new(program);
-    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_numpy.py", "test_numpy_serving.py"]);
+    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(FILES);
     pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join("tools"));
     pytest.env("PYTHONDONTWRITEBYTECODE", "1");
     finish(&mut pytest, "the package's tests")

@@ -3,17 +3,21 @@
 //! `fa tune` writes them. An engine reads the tables once, when it first chooses a kernel, and remembers what
 //! it chose. A table is plain RON. One for the H100 ships with the library; the user's own goes before it.
 
+mod key;
+
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fa_core::{Dtype, Family, KernelSpec, MaskKind, Pass, Problem, Types};
+use fa_core::{Family, KernelSpec, Pass, Problem, Types};
 use serde::{Deserialize, Serialize};
 
 use fa_kernels::{atomic_file, cache};
 
 use crate::error::Error;
+
+pub use key::TuneKey;
 
 /// Environment variable with the path of the user's table.
 pub const TUNED_VARIABLE: &str = "FA_TUNED";
@@ -21,69 +25,8 @@ pub const TUNED_VARIABLE: &str = "FA_TUNED";
 /// The tables that ship, by file name.
 static SHIPPED: &[(&str, &str)] = &[("h100.ron", include_str!("../tuned/h100.ron"))];
 
-/// The most doublings of lengths and heads, taken together, by which a problem may differ from one that was
-/// measured.
-const FARTHEST: u32 = 3;
-
 /// How long a table is waited for that another process is changing: a change takes milliseconds.
 const PATIENCE: Duration = Duration::from_secs(2);
-
-/// What a choice depends on: all that a kernel is specialised on, and the problem's size by powers of two.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TuneKey {
-    /// Element type.
-    pub dtype: Dtype,
-    /// Head dim of Q and K.
-    pub head_dim: usize,
-    /// Head dim of V.
-    pub head_dim_v: usize,
-    /// Masking code.
-    pub mask: MaskKind,
-    /// Whether scores are capped.
-    pub softcap: bool,
-    /// Query heads per K/V head.
-    pub group: usize,
-    /// Queries of a sequence, rounded up to a power of two.
-    pub seqlen_q: usize,
-    /// Keys of a sequence, rounded up to a power of two.
-    pub seqlen_k: usize,
-    /// Query heads over all sequences, rounded up to a power of two.
-    pub heads: usize,
-}
-
-impl TuneKey {
-    /// The key of `problem`.
-    pub fn of(problem: &Problem) -> TuneKey {
-        // Lengths are bounded by the problem's check: their next power of two exists.
-        let bucket = |n: usize| n.max(1).checked_next_power_of_two().unwrap_or(usize::MAX);
-        TuneKey {
-            dtype: problem.types.qkv,
-            head_dim: problem.head_dim,
-            head_dim_v: problem.head_dim_v,
-            mask: MaskKind::of(&problem.mask),
-            softcap: problem.score.softcap.is_some(),
-            group: problem.group_size(),
-            seqlen_q: bucket(problem.lengths.max_q()),
-            seqlen_k: bucket(problem.lengths.max_k()),
-            heads: bucket(problem.lengths.sequences().saturating_mul(problem.heads_q)),
-        }
-    }
-
-    /// Doublings between two keys; `None` where a kernel for one does not suit the other. The 16-bit types
-    /// take the same time, so that they stand in for one another.
-    fn distance(&self, other: &TuneKey) -> Option<u32> {
-        let same = |key: &TuneKey| (key.head_dim, key.head_dim_v, key.mask, key.softcap, key.group);
-        if same(self) != same(other) {
-            return None;
-        }
-        let apart = |a: usize, b: usize| a.ilog2().abs_diff(b.ilog2());
-        let doublings = apart(self.seqlen_q, other.seqlen_q)
-            + apart(self.seqlen_k, other.seqlen_k)
-            + apart(self.heads, other.heads);
-        (doublings <= FARTHEST).then_some(doublings)
-    }
-}
 
 /// The winner for a key.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -347,166 +290,4 @@ impl Tables {
 }
 
 #[cfg(test)]
-mod tests {
-    use fa_core::{Alibi, Arch, Lengths, Mask, ScoreMod, Side};
-    use fa_planner::account::account;
-    use fa_planner::plan::{PlanOptions, plan};
-
-    use super::*;
-
-    const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
-
-    fn entry(problem: &Problem, rank: usize) -> TunedEntry {
-        let spec =
-            plan(problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans")[rank].spec.clone();
-        TunedEntry { key: TuneKey::of(problem), spec, tflops: 1.0 }
-    }
-
-    fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
-        table.find("GPU", problem, Family::Sm90, Pass::Forward)
-    }
-
-    #[test]
-    fn the_nearest_measured_problem_decides() {
-        let longer = Problem { lengths: Lengths::uniform(1, 8192, 8192), ..PROBLEM };
-        let mut table = Tuned::default();
-        table.set("GPU", entry(&PROBLEM, 0));
-        // The two differ however the planner ranks either problem.
-        let far = entry(&PROBLEM, 1).spec;
-        table.set("GPU", TunedEntry { spec: far.clone(), ..entry(&longer, 0) });
-        let spec = |rank| Some(entry(&PROBLEM, rank).spec);
-        assert_eq!(found(&table, &PROBLEM), spec(0));
-        assert_eq!(
-            found(
-                &table,
-                &Problem { lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 3000, 2500), ..PROBLEM }
-            ),
-            spec(0)
-        );
-        assert_eq!(
-            found(
-                &table,
-                &Problem { lengths: Lengths::uniform(longer.lengths.sequences(), 16000, 8000), ..longer }
-            ),
-            Some(far)
-        );
-        let half =
-            found(&table, &Problem { types: Types::same(Dtype::F16), ..PROBLEM }).expect("types stand in");
-        assert_eq!((half.types.qkv, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
-        for other in [
-            Problem {
-                lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 1, PROBLEM.lengths.max_k()),
-                ..PROBLEM
-            },
-            Problem { head_dim: 120, ..PROBLEM },
-            Problem { mask: Mask::FULL, ..PROBLEM },
-            Problem { score: ScoreMod::softcap(3.0), ..PROBLEM },
-            Problem { heads_kv: 8, ..PROBLEM },
-        ] {
-            assert_eq!(found(&table, &other), None, "{other:?}");
-        }
-        assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, Pass::Forward), None);
-        assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, Pass::Forward), None);
-    }
-
-    #[test]
-    fn the_users_table_goes_before_those_that_ship() {
-        let table = |rank: usize| {
-            let mut table = Tuned::default();
-            table.set("GPU", entry(&PROBLEM, rank));
-            table
-        };
-        let found = |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward);
-        let (own, shipped) = (table(3), table(0));
-        let (first, second) = (entry(&PROBLEM, 3).spec, entry(&PROBLEM, 0).spec);
-        assert_eq!(found(&Tables { own, shipped: shipped.clone() }), Some(first));
-        assert_eq!(found(&Tables { own: Tuned::default(), shipped }), Some(second));
-        assert_eq!(found(&Tables::default()), None);
-    }
-
-    #[test]
-    fn an_entry_takes_the_place_of_its_key() {
-        let mut table = Tuned::default();
-        table.set("GPU", entry(&PROBLEM, 0));
-        table.set("GPU", entry(&PROBLEM, 3));
-        assert_eq!(table.gpus[0].entries, [entry(&PROBLEM, 3)]);
-    }
-
-    #[test]
-    fn what_reads_or_scores_otherwise_has_its_own_entry() {
-        // A cache used in part, dense rows and slopes are of one key.
-        let used = Lengths::of(2, Side::padded(4096), Side::padded(4096).with_used());
-        let used = Problem { lengths: used, ..PROBLEM };
-        let slopes = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
-        let slopes = Problem { score: slopes, ..PROBLEM };
-        let mut table = Tuned::default();
-        let has = |table: &Tuned, problem| table.has("GPU", problem, Family::Sm90, Pass::Forward);
-        for (count, problem) in [&PROBLEM, &used, &slopes].into_iter().enumerate() {
-            assert_eq!(TuneKey::of(problem), TuneKey::of(&PROBLEM));
-            assert!(!has(&table, problem), "no other's entry computes {problem:?}");
-            table.set("GPU", entry(problem, 0));
-            assert_eq!(table.gpus[0].entries.len(), count + 1);
-        }
-        for problem in [&PROBLEM, &used, &slopes] {
-            assert!(has(&table, problem));
-            assert_eq!(found(&table, problem), Some(entry(problem, 0).spec));
-        }
-        assert!(table.forget("GPU", &entry(&used, 0).spec) && !has(&table, &used) && has(&table, &slopes));
-        assert!(
-            !table.forget("GPU", &entry(&used, 0).spec)
-                && !table.forget("another GPU", &entry(&PROBLEM, 0).spec)
-        );
-    }
-
-    #[test]
-    fn changes_at_once_are_all_kept() {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().join("new/tuned.ron");
-        let problem = |at: usize| Problem { lengths: Lengths::uniform(1, 64 << at, 64 << at), ..PROBLEM };
-        let spec = entry(&PROBLEM, 0).spec;
-        std::thread::scope(|scope| {
-            for at in 0..8 {
-                let (path, spec) = (&path, &spec);
-                scope.spawn(move || {
-                    let entry =
-                        TunedEntry { key: TuneKey::of(&problem(at)), spec: spec.clone(), tflops: 1.0 };
-                    let (_, written) = Tuned::change(path, |table| table.set("GPU", entry)).expect("read");
-                    written.expect("written");
-                });
-            }
-        });
-        let table = Tuned::read(&path).expect("whole");
-        assert_eq!(table.gpus[0].entries.len(), 8);
-        let beside = fs::read_dir(folder.path().join("new")).expect("a folder").count();
-        assert_eq!(beside, 1, "the table alone");
-    }
-
-    #[test]
-    fn tables_survive_the_disk_and_damage_is_named() {
-        let folder = tempfile::tempdir().expect("a temporary folder");
-        let path = folder.path().join("deep/tuned.ron");
-        assert_eq!(Tuned::read(&path).expect("none is empty"), Tuned::default());
-        let mut table = Tuned::default();
-        table.set("GPU", entry(&PROBLEM, 0));
-        table.write(&path).expect("written");
-        assert_eq!(Tuned::read(&path).expect("read back"), table);
-        let text = table.to_ron().replace("tile_n: ", "tile_n: 1");
-        fs::write(&path, text).expect("written");
-        let error = Tuned::read(&path).expect_err("no such tile").to_string();
-        assert!(error.contains("tile_n") && error.contains("tuned.ron"), "{error}");
-        let text = table.to_ron().replace("seqlen_q: 4096", "seqlen_q: 0");
-        fs::write(&path, text).expect("written");
-        let error = Tuned::read(&path).expect_err("no such length").to_string();
-        assert!(error.contains("seqlen_q = 0"), "{error}");
-    }
-
-    #[test]
-    fn what_ships_fits_its_gpu() {
-        for (name, text) in SHIPPED {
-            let table = Tuned::from_ron(text).unwrap_or_else(|e| panic!("{name}: {e}"));
-            for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {
-                account(&entry.spec, Arch::Sm90).unwrap_or_else(|e| panic!("{name}: {}: {e}", entry.spec));
-            }
-        }
-    }
-}
+mod tests;

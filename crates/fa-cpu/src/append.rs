@@ -1,20 +1,16 @@
 //! Appends new keys and values to a cache in place, and turns keys and queries (rotary embedding):
 //! [`fa_core::Append`] says what that means. The bits are those of the GPU's kernel.
 
-use fa_core::{Append, QueryPositions, RotaryPairs, Side, SideRows};
+mod rows;
+
+use fa_core::{Append, QueryPositions, Side, SideRows};
+
+pub use rows::Table;
+use rows::{Row, Turns, copy, write};
 
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::view::{TensorMut, TensorRef};
-
-/// Cosines or sines, `[positions, dim / 2]`, in the type that [`fa_core::Rotary::table`] names.
-#[derive(Clone, Copy, Debug)]
-pub enum Table<'a, T> {
-    /// In f32.
-    F32(&'a [f32]),
-    /// In the type of the tensors.
-    Same(&'a [T]),
-}
 
 /// The tensors of an append; shapes as [`Append`]'s methods say.
 #[derive(Debug)]
@@ -50,22 +46,6 @@ pub struct AppendExtras<'a> {
     pub used_q: Option<&'a [i32]>,
     /// `[batch]`, written: keys in the cache afterwards.
     pub used_out: Option<&'a mut [i32]>,
-}
-
-impl<T: Element> Table<'_, T> {
-    fn at(&self, index: usize) -> f32 {
-        match self {
-            Table::F32(values) => values[index],
-            Table::Same(values) => values[index].to_f32(),
-        }
-    }
-
-    fn len(&self) -> usize {
-        match self {
-            Table::F32(values) => values.len(),
-            Table::Same(values) => values.len(),
-        }
-    }
 }
 
 fn check_shape<T: Copy>(
@@ -174,22 +154,6 @@ fn rows_of(side: Side, cu: Option<&[i32]>, used: Option<&[i32]>, sequence: usize
     (entry, begin, all.min(used))
 }
 
-/// Turns the first elements of a row, as a GPU rounds: every product and sum in f32, the result once more.
-fn turn<T: Element>(row: &mut [T], append: &Append, tables: &[Table<'_, T>; 2], position: usize) {
-    let Some(rotary) = append.rotary else { return };
-    let half = rotary.dim / 2;
-    for i in 0..half {
-        let (low, high) = match rotary.pairs {
-            RotaryPairs::Halves => (i, i + half),
-            RotaryPairs::Neighbours => (2 * i, 2 * i + 1),
-        };
-        let (cos, sin) = (tables[0].at(position * half + i), tables[1].at(position * half + i));
-        let (a, b) = (row[low].to_f32(), row[high].to_f32());
-        row[low] = T::from_f32(a * cos - b * sin);
-        row[high] = T::from_f32(b * cos + a * sin);
-    }
-}
-
 /// Appends; returns how many rows of keys and queries had no place and were left out.
 ///
 /// # Errors
@@ -204,55 +168,46 @@ pub fn append<T: Element>(
     let mut dropped = 0;
     let positions = append.rotary.map(|rotary| rotary.positions);
     let has_row = |position: usize| positions.is_none_or(|positions| position < positions);
+    let (mut of_new, mut of_q) = (Vec::new(), Vec::new());
     for sequence in 0..append.sequences {
         let cached = extras.used_k.map_or(0, |used| usize::try_from(used[sequence]).unwrap_or(0));
         let (entry, begin, count) = rows_of(append.new, extras.cu_new, extras.used_new, sequence);
         for t in 0..count {
             let position = cached + t;
-            let Some((block, to)) = place(append, extras.page_table, sequence, position) else {
-                dropped += 1;
-                continue;
-            };
-            if !has_row(position) {
-                dropped += 1;
-                continue;
-            }
-            for head in 0..append.heads_kv {
-                let mut key: Vec<T> =
-                    (0..append.head_dim).map(|dim| tensors.k_new.at(entry, begin + t, head, dim)).collect();
-                if let Some(tables) = &tensors.tables {
-                    turn(&mut key, append, tables, position);
-                }
-                store(&mut tensors.k_cache, [block, to, head], key.into_iter());
-                let value = |dim| tensors.v_new.at(entry, begin + t, head, dim);
-                store(&mut tensors.v_cache, [block, to, head], (0..append.head_dim_v).map(value));
+            match place(append, extras.page_table, sequence, position).filter(|_| has_row(position)) {
+                Some(to) => of_new.push(Row { from: (entry, begin + t), to, position }),
+                None => dropped += 1,
             }
         }
         if let Some(out) = extras.used_out.as_deref_mut() {
             out[sequence] = (cached + count) as i32;
         }
-        let (Some(queries), Some(q), Some(tables)) = (append.queries(), &mut tensors.q, &tensors.tables)
-        else {
-            continue;
-        };
+        let Some(queries) = append.queries() else { continue };
         let (entry, begin, count) = rows_of(queries.rows, extras.cu_q, extras.used_q, sequence);
         for t in 0..count {
             let position = match queries.positions {
                 QueryPositions::Following => cached + t,
                 QueryPositions::Same => cached,
             };
-            if !has_row(position) {
+            let at = (entry, begin + t);
+            if has_row(position) {
+                of_q.push(Row { from: at, to: at, position });
+            } else {
                 dropped += 1;
-                continue;
-            }
-            for head in 0..queries.heads {
-                let view = q.as_ref();
-                let mut row: Vec<T> =
-                    (0..append.head_dim).map(|dim| view.at(entry, begin + t, head, dim)).collect();
-                turn(&mut row, append, tables, position);
-                store(q, [entry, begin + t, head], row.into_iter());
             }
         }
+    }
+    let AppendTensors { k_new, v_new, k_cache, v_cache, q, tables } = tensors;
+    let turns = tables.as_ref().zip(append.rotary).map(|(tables, rotary)| Turns::new(rotary, tables));
+    write(k_cache, &of_new, |row, head, own, scratch| {
+        copy(k_new, row.from, head, own);
+        if let Some(turns) = &turns {
+            turns.apply(own, row.position, scratch);
+        }
+    });
+    write(v_cache, &of_new, |row, head, own, _| copy(v_new, row.from, head, own));
+    if let (Some(q), Some(turns)) = (q, &turns) {
+        write(q, &of_q, |row, _, own, scratch| turns.apply(own, row.position, scratch));
     }
     Ok(dropped)
 }
@@ -268,17 +223,5 @@ fn place(append: &Append, table: Option<&[i32]>, sequence: usize, position: usiz
             (block < pages).then_some((block, position % page))
         }
         _ => Some((sequence, position)),
-    }
-}
-
-fn store<T: Element>(
-    to: &mut TensorMut<'_, T>,
-    [batch, row, head]: [usize; 3],
-    values: impl Iterator<Item = T>,
-) {
-    let strides = to.strides();
-    let data = to.data_mut();
-    for (dim, value) in values.enumerate() {
-        data[strides.offset(batch, row, head, dim) as usize] = value;
     }
 }

@@ -63,7 +63,7 @@ impl SetMaxNReg {
         match num_wg {
             2 => SetMaxNReg { mma: 224, producer: 56 },
             3 => SetMaxNReg { mma: 152, producer: 56 },
-            _ => SetMaxNReg::of(num_wg),
+            _ => SetMaxNReg { producer: 96, ..SetMaxNReg::of(num_wg) },
         }
     }
 }

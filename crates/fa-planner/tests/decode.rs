@@ -150,6 +150,16 @@ fn a_window_reads_what_it_sees() {
     assert_eq!(spec.tile().0, 64, "{spec}");
 }
 
+/// Twelve heads of a group fit no tile of 64 rows as a whole: one of 192 reads K and V once all the same.
+#[test]
+fn groups_that_no_narrow_tile_holds_are_packed() {
+    for (heads_q, rows) in [(96, 192), (48, 192), (24, 192), (64, 64), (32, 64)] {
+        let (spec, cost) = best(&decode(64, heads_q, 8, 16_384), Arch::Sm90);
+        assert!(spec.traits().packs_gqa && spec.tile().0 == rows, "{heads_q}: {spec}");
+        assert!(cost.bytes_per_s > 2.4e12, "{heads_q}: {spec} {cost:?}");
+    }
+}
+
 fn problems() -> impl Strategy<Value = Problem> {
     let mask = prop_oneof![
         Just(Mask::FULL),

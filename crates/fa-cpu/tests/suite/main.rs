@@ -1,6 +1,7 @@
 //! The proof of this crate: golden vectors, real layers, laws, gradients against finite differences, and the
 //! cases that attention implementations get wrong.
 
+mod append;
 mod cases;
 mod files;
 mod golden;

@@ -24,30 +24,36 @@ struct PagedKeys {
     int keys, head;
 
     // The first row of the lane's part. (The lane is read again at each call: registers are scarce.)
-    __device__ __forceinline__ int row() const { return thread_index_volatile() % 32 * varlen.page_part; }
-
-    // The page of the lane's part of a tile; -1 beyond the end, and, counted, where the table names no page
-    // of the cache.
-    __device__ __forceinline__ int page_of(int n_block) const {
-        const int key = n_block * TileN + row();
-        if (row() >= TileN || key >= keys) return -1;
-        const int page = table[page_slot(varlen, key)];
-        if (u32(page) < u32(varlen.pages)) return page;
-        if (varlen.page_faults != nullptr) atomic_add(varlen.page_faults, 1u);
-        return -1;
+    __device__ __forceinline__ int row() const {
+        return u32(thread_index_volatile()) % 32 * varlen.page_part;
     }
 
-    // Loads the lane's part of a tile, which lies in page `page`. A part without a page has no rows: zeros.
-    template <class Kv>
+    // The table's entry for the lane's part of a tile, as it stands there: it is looked at only by load, so
+    // that it is on its way meanwhile. Behind the end it is the last key's.
+    __device__ __forceinline__ int entry_of(int n_block) const {
+        const int key = min(n_block * TileN + row(), keys - 1);
+        return table[page_slot(varlen, key)];
+    }
+
+    // Loads the lane's part of a tile, whose entry is known: of `Members` warps' panels those of `member`. A
+    // part without keys has no rows: zeros; nor has one whose entry names no page of the cache, which is
+    // counted if `counts`.
+    template <class Kv, int Members>
     __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
-                                         Mbarrier& full, int n_block, int page) const {
+                                         Mbarrier& full, int n_block, int entry, int member,
+                                         bool counts) const {
         if (row() >= TileN) return;
         const int key = n_block * TileN + row();
-        const int len = page < 0 ? 0 : min(keys - key, varlen.page_part);
+        int len = max(min(keys - key, varlen.page_part), 0);
+        if (u32(entry) >= u32(varlen.pages)) {
+            if (counts && varlen.page_faults != nullptr) atomic_add(varlen.page_faults, 1u);
+            entry = len = 0;
+        }
         const int first = key - page_slot(varlen, key) * varlen.page;
-        const RaggedRows rows(strides, max(page, 0), head, first, len);
+        const RaggedRows rows(strides, entry, head, first, len);
 #pragma unroll
         for (int i = 0; i < Kv::kPanels; ++i) {
+            if (i % Members != member) continue;
             load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(row()), map, full, i * Kv::kPanel, rows, 0,
                         L2Policy::EvictLast);
         }

@@ -15,6 +15,20 @@
 #include "sm90/fwd_producer.cuh"
 
 namespace fa {
+namespace sm90 {
+
+// Loads K, or Q and V, of keys in pages.
+template <Sm90FwdConfig C, bool Values>
+__device__ __forceinline__ void load_pages(SharedStorage<C>& smem, const FwdParams& params,
+                                           const TensorMap& map_q, const TensorMap& map, int member) {
+    if constexpr (C.gather) {
+        gather_pages<C, Values>(smem, params, map_q, member);
+    } else {
+        produce_pages<C, Values>(smem, params, map_q, map, member);
+    }
+}
+
+}  // namespace sm90
 
 template <Sm90FwdConfig C>
 constexpr int sm90_fwd_smem_bytes = sizeof(sm90::SharedStorage<C>);
@@ -35,7 +49,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
         smem.v_bars.init(T::kConsumerWarps, T::kLoadingWarps);
         // All but the producer's first warp take tickets.
         if constexpr (C.scheduler == Scheduler::Dynamic)
-            smem.ticket.bars.init(T::kConsumerWarps + T::kLoadingWarps - 1);
+            smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
         mbarrier_init_fence();
     }
     if constexpr (C.cluster_m > 1) {
@@ -46,10 +60,13 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
-        if constexpr (C.gather) {
-            sm90::gather_pages<C>(smem, params, map_q);
-        } else if constexpr (C.paged) {
-            if (warp == 0) sm90::produce_pages<C>(smem, params, map_q, map_k, map_v);
+        if constexpr (C.paged) {
+            const int member = warp % T::kPageWarps;
+            if (warp < T::kPageWarps) {
+                sm90::load_pages<C, false>(smem, params, map_q, map_k, member);
+            } else if (warp < T::kProducerWarps) {
+                sm90::load_pages<C, true>(smem, params, map_q, map_v, member);
+            }
         } else {
             if (warp == 0 && elect_one()) sm90::produce<C>(smem, params, map_q, map_k, map_v);
         }

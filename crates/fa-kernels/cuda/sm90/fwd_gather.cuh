@@ -1,5 +1,5 @@
-// The producer of the SM90 forward for keys in small pages: all its warps copy rows, 16 bytes at a time, to
-// where TMA would put them.
+// The producer of the SM90 forward for keys in small pages: two warps copy rows of K and two those of V, 16
+// bytes at a time, to where TMA would put them.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
@@ -22,184 +22,185 @@
 namespace fa::sm90 {
 
 // Keys of one sequence and head in pages, copied row by row. Neighbouring lanes take the chunks of a panel's
-// row; a warp's rows are `kRows` of every `kSweep` of a tile. Each lane looks up the pages of some of them.
+// row; a warp's rows are `kRows` of every `kSweep` of a tile. Each lane looks up where some of them lie, and
+// the lanes that copy them take that by a shuffle: little is left to do for each copy, of which a warp starts
+// one in 30 clocks.
 template <int TileN, int Lanes>
 struct GatheredKeys {
     static constexpr int kRows = 32 / Lanes;
-    static constexpr int kSweep = 4 * kRows;
+    static constexpr int kSweep = 2 * kRows;
     static constexpr int kSweeps = ceil_div(TileN, kSweep);
     static constexpr int kLookups = ceil_div(kSweeps * kRows, 32);
+    static_assert(TileN % kRows == 0, "a row is there for all lanes of a warp or for none");
 
     const VarlenParams& varlen;
     const int* table;  // the sequence's row
     int keys;
 
-    // Pages of the rows that a lane looks up; -1 for rows without keys.
-    struct Pages {
+    // The table's entries for the rows that a lane looks up, as they stand there; behind the end, those of
+    // the last key.
+    struct Entries {
         int of[kLookups];
     };
 
+    __device__ __forceinline__ static int lane() { return u32(thread_index_volatile()) % 32; }
     // The row within a tile of the warp's row number `i`.
     __device__ __forceinline__ static int row(int i) {
-        const int warp = thread_index_volatile() / 32;
-        return i / kRows * kSweep + warp * kRows + i % kRows;
+        return i / kRows * kSweep + u32(thread_index_volatile()) / 32 % 2 * kRows + i % kRows;
     }
 
-    __device__ __forceinline__ Pages pages_of(int n_block) const {
-        Pages pages;
+    __device__ __forceinline__ Entries entries_of(int n_block) const {
+        Entries entries;
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int own = row(32 * i + thread_index_volatile() % 32), key = n_block * TileN + own;
-            pages.of[i] = -1;
+            const int key = min(n_block * TileN + row(32 * i + lane()), keys - 1);
+            entries.of[i] = table[page_slot(varlen, key)];
+        }
+        return entries;
+    }
+
+    // Starts the copy of a tile's rows of `head`, whose entries are known: `columns` of the tensor's
+    // elements, and zeros behind them, where there is no key and where the entry names no page of the cache,
+    // which is counted if `Counts`.
+    template <class Kv, bool Counts>
+    __device__ __forceinline__ void start(u32 address, const ConstTensor& tensor, int head, int columns,
+                                          int n_block, const Entries& entries) const {
+        static_assert(Kv::kPanel == 8 * Lanes);
+        using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
+        static_assert(kSweep % 8 == 0, "the swizzle is the same in all sweeps");
+        const int column = lane() % Lanes * 8, own_row = lane() / Lanes;
+        const u16* const cache = view(tensor).row(0, 0, head) + column;
+        const u32 to = address + Tile::offset(row(own_row), column);
+#pragma unroll
+        for (int i = 0; i < kLookups; ++i) {
+            // Where the lane's row starts, in elements from the head's first: a multiple of 8, or odd where
+            // nothing is.
+            u32 low = 1, high = 0;
+            const int own = row(32 * i + lane()), key = n_block * TileN + own, entry = entries.of[i];
             if (own < TileN && key < keys) {
-                const int page = table[page_slot(varlen, key)];
-                if (u32(page) < u32(varlen.pages)) {
-                    pages.of[i] = page;
-                } else if (varlen.page_faults != nullptr) {
+                if (u32(entry) < u32(varlen.pages)) {
+                    const int first = key - page_slot(varlen, key) * varlen.page;
+                    const i64 at = entry * tensor.strides.batch + first * tensor.strides.seq;
+                    low = u32(at);
+                    high = u32(u64(at) >> 32);
+                } else if (Counts && varlen.page_faults != nullptr) {
                     atomic_add(varlen.page_faults, 1u);
                 }
             }
-        }
-        return pages;
-    }
-
-    // Starts the copy of a tile's rows of `head`, whose pages are known: `columns` of the tensor's elements,
-    // and zeros behind them and where there is no key.
-    template <class Kv>
-    __device__ __forceinline__ void start(u32 address, const ConstTensor& tensor, int head, int columns,
-                                          int n_block, const Pages& pages) const {
-        static_assert(Kv::kPanel == 8 * Lanes);
-        using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
-        const u16* const cache = view(tensor).row(0, 0, head);
-#pragma unroll 1
-        for (int sweep = 0; sweep < kSweeps; ++sweep) {
-            const int lane = thread_index_volatile() % 32, column = lane % Lanes * 8;
-            const int own = row(sweep * kRows + lane / Lanes), number = sweep * kRows + lane / Lanes;
-            int page = shuffle_from(pages.of[0], number % 32);
-            if constexpr (kLookups > 1) {
-                const int other = shuffle_from(pages.of[1], number % 32);
-                if (number >= 32) page = other;
-            }
-            if (TileN % kSweep != 0 && own >= TileN) break;
-            const int key = n_block * TileN + own;
-            const int first = key - page_slot(varlen, key) * varlen.page;
-            const u16* const from =
-                cache + max(page, 0) * tensor.strides.batch + first * tensor.strides.seq + column;
-            const u32 to = address + Tile::offset(own, column);
+            constexpr int kSweepsOfLookup = 32 / kRows;
 #pragma unroll
-            for (int i = 0; i < Kv::kPanels; ++i) {
-                const bool copied = page >= 0 && i * Kv::kPanel + column < columns;
-                cp_async_16(to + i * Kv::kPanelBytes, from + i * Kv::kPanel, copied ? 16 : 0);
+            for (int j = 0; j < min_of(kSweepsOfLookup, kSweeps - i * kSweepsOfLookup); ++j) {
+                const int sweep = i * kSweepsOfLookup + j;
+                const u32 from_low = shuffle_from(low, j * kRows + own_row);
+                const u32 from_high = shuffle_from(high, j * kRows + own_row);
+                if (TileN % kSweep != 0 && row(sweep * kRows) >= TileN) break;
+                const u16* const from = cache + i64(u64(from_high) << 32 | (from_low & ~7u));
+#pragma unroll
+                for (int panel = 0; panel < Kv::kPanels; ++panel) {
+                    const bool copied = (from_low & 1) == 0 && panel * Kv::kPanel + column < columns;
+                    cp_async_16(to + sweep * kSweep * Tile::kRowBytes + panel * Kv::kPanelBytes,
+                                from + panel * Kv::kPanel, copied ? 16 : 0);
+                }
             }
         }
     }
 };
 
-// Tells the consumers of a tile, if there is one, when all but the `Newer` newest groups of the warp's copies
-// are done.
-template <int Newer>
-__device__ __forceinline__ void arrive_copied(Mbarrier*& pending) {
-    if (pending == nullptr) return;
-    cp_async_wait<Newer>();
-    fence_async_shared();
-    warp_sync();
-    if (lane_index() == 0) mbarrier_arrive(*pending);
-    pending = nullptr;
-}
-
-__device__ __forceinline__ void arrive_all(Mbarrier* (&pending)[2]) {
-    arrive_copied<1>(pending[0]);
-    arrive_copied<0>(pending[1]);
-}
-
-// Tiles of K and V that a warp copies at once. A stage that it waits for may be free only when consumers have
-// seen the copies before: the only stage; of two, while warpgroups that take turns stand at different tiles;
-// and a single Q that is in use until the last V has been multiplied.
+// Tiles before the one whose copies a warp has started last of which it has not told the consumers yet. A
+// stage that it waits for may be free only when consumers have seen what came before: the only stage; and
+// with warpgroups that take turns, of which one may skip a tile, the tile after it.
 template <Sm90FwdConfig C>
-constexpr int kGathersUnderWay = C.kv_stages == 1 || (C.q_stages == 1 && !C.overlap_wg) ? 1
-                                 : C.kv_stages == 2 && C.ping_pong                      ? 2
-                                                                                        : 3;
+constexpr int kUntold = max_of(0, min_of(2, C.kv_stages - (C.ping_pong ? 2 : 1)));
 
-// By four warps. Each tells the consumers of a tile when its own part is there: after it has started the
-// copies of the next ones.
-template <Sm90FwdConfig C>
+// The tiles that a warp copies, in order: it tells the consumers of one, by the barrier of its stage, when it
+// has started the copies of `Untold` more.
+template <int Untold>
+struct CopiedTiles {
+    int stages[Untold + 1];  // of the tiles not told of, the oldest first; -1 for none
+
+    __device__ __forceinline__ CopiedTiles() {
+        for (int& stage : stages) stage = -1;
+    }
+
+    // The warp has started the copies of a tile to `stage`.
+    template <class Bars>
+    __device__ __forceinline__ void started(Bars& bars, int stage) {
+        cp_async_commit();
+        stages[Untold] = stage;
+        tell<Untold>(bars);
+    }
+
+    // Tells of all.
+    template <class Bars>
+    __device__ __forceinline__ void finish(Bars& bars) {
+#pragma unroll
+        for (int i = 0; i < Untold; ++i) tell<0>(bars);
+    }
+
+    // Tells of the oldest, if there is one, when all but the `Newer` newest tiles are there.
+    template <int Newer, class Bars>
+    __device__ __forceinline__ void tell(Bars& bars) {
+        if (stages[0] >= 0) {
+            cp_async_wait<Newer>();
+            fence_async_shared();
+            warp_sync();
+            if (lane_index() == 0) mbarrier_arrive(bars.full[stages[0]]);
+        }
+#pragma unroll
+        for (int i = 0; i < Untold; ++i) stages[i] = stages[i + 1];
+        stages[Untold] = -1;
+    }
+};
+
+// Loads K, or Q and V, by two warps. The first of K's draws dynamic tiles, and the others take its tickets.
+template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdParams& params,
-                                             const TensorMap& map_q) {
+                                             const TensorMap& map_q, int member) {
     using T = Traits<C>;
-    using KvState = PipelineState<C.kv_stages>;
-    using Keys = GatheredKeys<C.tile_n, T::K::kPanel / 8>;
-    static_assert(T::K::kPanel == T::V::kPanel);
-    constexpr int kUnderWay = kGathersUnderWay<C>;
+    using Kv = Either<Values, typename T::V, typename T::K>;
+    using Keys = GatheredKeys<C.tile_n, Kv::kPanel / 8>;
+    using Entries = typename Keys::Entries;
     PipelineState<C.q_stages> q_state;
-    // Of V's next stage; K's is the same before a tile of queries, and one ahead while its keys are loaded.
-    KvState state;
+    PipelineState<C.kv_stages> state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
-    const bool first_warp = warp_index() == 0;
-    // The first warp draws dynamic tiles, and the others take its tickets.
-    const bool draws = C.scheduler != Scheduler::Dynamic || first_warp;
+    const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
     TileSource<C> tiles(params, cta_index(), heads);
-    // Of the tiles whose copies are under way, the older one first.
-    Mbarrier* pending[2] = {nullptr, nullptr};
+    auto& bars = kv_bars<Values>(smem);
+    CopiedTiles<kUntold<C>> copied;
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
-        const WorkTile tile = tiles.tile_of(params, index, heads);
-        const auto seqlen = tiles.seqlen_of(params, tile);
-        const BlockRange range =
-            tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
-        const Keys keys{params.varlen,
-                        params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride, seqlen.k()};
-        const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
-        using Pages = typename Keys::Pages;
+        const LoadTile<C> work(params, tiles, index, heads);
+        const Keys keys{params.varlen, work.table(params), work.seqlen.k()};
 
-        auto q = [&] {
-            if (first_warp && lane_index() == 0) load_q<C>(smem, params, map_q, q_state, tile, seqlen);
-        };
-        auto load = [&](auto tile_type, u8* dst, const ConstTensor& tensor, int columns, auto& bars,
-                        const KvState& own, int n_block, const Pages& pages) {
-            bars.wait_empty(own);
-            keys.template start<decltype(tile_type)>(smem_address(dst), tensor, kv_head, columns, n_block,
-                                                     pages);
-            cp_async_commit();
-            if constexpr (kUnderWay == 3) {
-                arrive_copied<2>(pending[0]);
-                pending[0] = pending[1];
-            } else {
-                arrive_copied<1>(pending[1]);
-            }
-            pending[1] = &bars.full[own.stage];
-            if constexpr (kUnderWay == 1) arrive_all(pending);
-        };
-        auto load_k = [&](const KvState& own, int n_block, const Pages& pages) {
-            load(typename T::K{}, smem.k[own.stage], params.k, params.shape.head_dim, smem.k_bars, own,
-                 n_block, pages);
-        };
-        auto load_v = [&](int n_block, const Pages& pages) {
-            load(typename T::V{}, smem.v[state.stage], params.v, params.shape.head_dim_v, smem.v_bars, state,
-                 n_block, pages);
+        auto load = [&](int n_block, const Entries& entries) {
+            bars.wait_empty(state);
+            u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
+            keys.template start<Kv, !Values>(smem_address(dst), Values ? params.v : params.k, work.kv_head,
+                                             Values ? params.shape.head_dim_v : params.shape.head_dim,
+                                             n_block, entries);
+            copied.started(bars, state.stage);
             state.advance();
         };
-
+        // A tile's ticket is taken, and its only Q buffer free, when the consumers have seen all keys of the
+        // tile before: among them some that they have not been told of, if this tile is short.
+        if ((Values && C.q_stages == 1) || work.range.end - work.range.begin <= kUntold<C>)
+            copied.finish(bars);
         int next = 0;
-        if (!range.empty()) {
-            Pages pages = keys.pages_of(range.end - 1);
-            if constexpr (C.q_stages > 1) q();
-            load_k(state, range.end - 1, pages);
-            if constexpr (C.q_stages == 1) q();
+        if (!work.range.empty()) {
+            if (Values && member == 0 && lane_index() == 0)
+                load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
+            Entries entries = keys.entries_of(work.range.end - 1);
 #pragma unroll 1
-            for (int n_block = range.end - 1; n_block > range.begin; --n_block) {
-                const Pages before = keys.pages_of(n_block - 1);
-                KvState ahead = state;
-                ahead.advance();
-                load_k(ahead, n_block - 1, before);
-                load_v(n_block, pages);
-                pages = before;
+            for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
+                // On their way while a stage is waited for.
+                const Entries before = keys.entries_of(n_block - 1);
+                load(n_block, entries);
+                entries = before;
             }
             if (draws) next = draw_tile<C>(tiles, params, index);
-            load_v(range.begin, pages);
+            load(work.range.begin, entries);
         } else {
-            // The consumers may need the last tile's keys before they take this one's ticket.
-            arrive_all(pending);
             if (draws) next = draw_tile<C>(tiles, params, index);
         }
         if (draws) {
@@ -209,9 +210,9 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             index = tiles.next(smem, params, index, lane_index() == 0);
         }
     }
-    arrive_all(pending);
+    copied.finish(bars);
     if constexpr (C.scheduler == Scheduler::Dynamic) {
-        if (first_warp && lane_index() == 0) retire_counter(params);
+        if (draws && lane_index() == 0) retire_counter(params);
     }
 }
 

@@ -33,15 +33,13 @@ struct Traits {
         C.mask != MaskKind::Full && C.tile_n < C.tile_m && C.tile_n >= 64 && C.kv_stages >= 2;
 
     static constexpr int kConsumerWarps = 4 * C.num_wg;
-    // Warps that say when a tile of keys is there.
-    static constexpr int kLoadingWarps = C.gather ? 4 : 1;
     // Registers per thread after setmaxnreg: what the producers leave of 64K, in multiples of 8. Lengths of
     // the device and copies of rows take some more.
     static constexpr int kMoreRegs = C.num_wg == 1               ? 0
                                      : C.gather                  ? (C.num_wg == 2 ? 16 : 8)
                                      : C.varied && C.num_wg == 2 ? 8
                                                                  : 0;
-    static constexpr int kProducerRegs = (C.num_wg == 1   ? 56
+    static constexpr int kProducerRegs = (C.num_wg == 1   ? (C.gather ? 96 : 56)
                                           : C.num_wg == 2 ? 24
                                                           : 32) +
                                          C.num_wg * kMoreRegs;
@@ -51,6 +49,12 @@ struct Traits {
     using K = PanelTile<C.tile_n, C.head_dim>;
     using V = PanelTile<C.tile_n, C.head_dim_v>;
     using P = PanelTile<64, C.tile_n>;  // one per warpgroup
+
+    // Of keys in pages, warps that load K, and as many V; all warps that load; and those that say when a tile
+    // of K or of V is there.
+    static constexpr int kPageWarps = C.gather || max_of(K::kPanels, V::kPanels) > 1 ? 2 : 1;
+    static constexpr int kProducerWarps = C.paged ? 2 * kPageWarps : 1;
+    static constexpr int kLoadingWarps = C.gather ? kPageWarps : 1;
 
     using MmaS = wgmma::Mma<C.dtype, C.tile_n>;
     using MmaO = wgmma::Mma<C.dtype, C.head_dim_v>;
@@ -85,5 +89,15 @@ struct alignas(1024) SharedStorage {
     [[no_unique_address]] Either<C.scheduler == Scheduler::Dynamic, TileTicket<C.varied>, NoTileTicket>
         ticket;
 };
+
+// The barriers of V's stages, or of K's.
+template <bool Values, Sm90FwdConfig C>
+__device__ __forceinline__ auto& kv_bars(SharedStorage<C>& smem) {
+    if constexpr (Values) {
+        return smem.v_bars;
+    } else {
+        return smem.k_bars;
+    }
+}
 
 }  // namespace fa::sm90

@@ -1,8 +1,9 @@
-// The producer of the SM90 forward for keys in pages: the lanes of a warp issue a box of TMA each.
+// The producer of the SM90 forward for keys in pages: the lanes of a warp issue a box of TMA each. A box
+// takes its warp some 65 clocks, and a tile of keys can be twenty: K and V have warps of their own, two where
+// a row has several panels (NB-076).
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
-#include "attn/rows.cuh"
 #include "config.cuh"
 #include "fwd_params.cuh"
 #include "ptx/mbarrier.cuh"
@@ -15,78 +16,62 @@
 
 namespace fa::sm90 {
 
-// By one warp, whose first lane does all but the loads of K and V.
-template <Sm90FwdConfig C>
+// Loads K, or Q and V, by the warps `member` of each: panels in turn. The first of K's draws dynamic tiles,
+// and the others take its tickets. (Q comes before V in any case, and K does not wait for Q's only buffer.)
+template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdParams& params,
-                                              const TensorMap& map_q, const TensorMap& map_k,
-                                              const TensorMap& map_v) {
+                                              const TensorMap& map_q, const TensorMap& map, int member) {
     using T = Traits<C>;
+    using Kv = Either<Values, typename T::V, typename T::K>;
     PipelineState<C.q_stages> q_state;
-    // Of V's next stage; K's is the same before a tile of queries, and one ahead while its keys are loaded.
-    using KvState = PipelineState<C.kv_stages>;
-    KvState state;
+    PipelineState<C.kv_stages> state;
     const int heads = C.pack_gqa ? params.shape.heads_kv : params.shape.heads_q;
     TileSource<C> tiles(params, cta_index(), heads);
-    const bool leads = lane_index() == 0;
+    auto& bars = kv_bars<Values>(smem);
+    const bool first_lane = lane_index() == 0, leads = first_lane && member == 0;
+    const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
-        const WorkTile tile = tiles.tile_of(params, index, heads);
-        const auto seqlen = tiles.seqlen_of(params, tile);
-        const BlockRange range =
-            tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
-        const PagedKeys<C.tile_n> keys{
-            params.varlen, params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride,
-            seqlen.k(), C.pack_gqa ? tile.head : tile.head / params.shape.group_size};
+        const LoadTile<C> work(params, tiles, index, heads);
+        const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head};
 
-        auto q = [&] {
-            if (leads) load_q<C>(smem, params, map_q, q_state, tile, seqlen);
-        };
-        auto load = [&](auto tile_type, u8* dst, const TensorMap& map, const TmaStrides& strides, auto& bars,
-                        const KvState& own, int n_block, int page) {
-            using Kv = decltype(tile_type);
-            bars.wait_empty(own);
+        auto load = [&](int n_block, int entry) {
+            u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
+            bars.wait_empty(state);
             // The phase ends only after all lanes have seen the one before end. Boxes may come before they
-            // are announced.
+            // are announced, by another warp as well.
             warp_sync();
-            if (leads) bars.announce(own, Kv::kBytes);
-            keys.template load<Kv>(dst, map, strides, bars.full[own.stage], n_block, page);
-        };
-        auto load_k = [&](const KvState& own, int n_block, int page) {
-            load(typename T::K{}, smem.k[own.stage], map_k, params.varlen.tma_k, smem.k_bars, own, n_block,
-                 page);
-        };
-        auto load_v = [&](int n_block, int page) {
-            load(typename T::V{}, smem.v[state.stage], map_v, params.varlen.tma_v, smem.v_bars, state,
-                 n_block, page);
+            if (leads) bars.announce(state, Kv::kBytes);
+            keys.template load<Kv, T::kPageWarps>(
+                dst, map, Values ? params.varlen.tma_v : params.varlen.tma_k, bars.full[state.stage], n_block,
+                entry, member, !Values && member == 0);
             state.advance();
         };
-        int next;
-        if (!range.empty()) {
-            // K and V of a tile lie in the same pages, whose numbers are on their way while a stage is waited
-            // for.
-            int page = keys.page_of(range.end - 1);
-            if constexpr (C.q_stages > 1) q();
-            load_k(state, range.end - 1, page);
-            if constexpr (C.q_stages == 1) q();
+        int next = 0;
+        if (!work.range.empty()) {
+            if (Values && leads) load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen);
+            int entry = keys.entry_of(work.range.end - 1);
 #pragma unroll 1
-            for (int n_block = range.end - 1; n_block > range.begin; --n_block) {
-                const int before = keys.page_of(n_block - 1);
-                KvState ahead = state;
-                ahead.advance();
-                load_k(ahead, n_block - 1, before);
-                load_v(n_block, page);
-                page = before;
+            for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
+                // On its way while a stage is waited for.
+                const int before = keys.entry_of(n_block - 1);
+                load(n_block, entry);
+                entry = before;
             }
-            next = draw_tile<C>(tiles, params, index);
-            load_v(range.begin, page);
+            if (draws) next = draw_tile<C>(tiles, params, index);
+            load(work.range.begin, entry);
         } else {
-            next = draw_tile<C>(tiles, params, index);
+            if (draws) next = draw_tile<C>(tiles, params, index);
         }
-        index = tiles.read(params, next, heads);
-        if (leads) tiles.publish(smem, index);
+        if (draws) {
+            index = tiles.read(params, next, heads);
+            if (first_lane) tiles.publish(smem, index);
+        } else {
+            index = tiles.next(smem, params, index, first_lane);
+        }
     }
-    if constexpr (C.scheduler == Scheduler::Dynamic) {
+    if constexpr (C.scheduler == Scheduler::Dynamic && !Values) {
         if (leads) retire_counter(params);
     }
 }

@@ -56,13 +56,9 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
-        const WorkTile tile = tiles.tile_of(params, index, heads);
-        const auto seqlen = tiles.seqlen_of(params, tile);
-        const BlockRange range =
-            tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile);
-        const int kv_head = C.pack_gqa ? tile.head : tile.head / params.shape.group_size;
+        const LoadTile<C> work(params, tiles, index, heads);
 
-        auto q = [&] { load_q<C>(smem, params, map_q, q_state, tile, seqlen); };
+        auto q = [&] { load_q<C>(smem, params, map_q, q_state, work.tile, work.seqlen); };
         auto load_share = [&](auto tile_type, u8* dst, const TensorMap& map, Mbarrier& full, int n_block) {
             using Kv = decltype(tile_type);
             constexpr int kRows = C.tile_n / C.cluster_m;
@@ -71,11 +67,11 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
                 u8* panel = dst + i * Kv::kPanelBytes + Kv::row_offset(kRows) * share;
                 const int key = n_block * C.tile_n + kRows * share;
                 if constexpr (C.cluster_m == 1) {
-                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch,
+                    tma_load_4d(panel, map, full, i * Kv::kPanel, key, work.kv_head, work.tile.batch,
                                 L2Policy::EvictLast);
                 } else {
-                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, kv_head, tile.batch,
-                                          L2Policy::EvictLast, (1 << C.cluster_m) - 1);
+                    tma_load_4d_multicast(panel, map, full, i * Kv::kPanel, key, work.kv_head,
+                                          work.tile.batch, L2Policy::EvictLast, (1 << C.cluster_m) - 1);
                 }
             }
         };
@@ -85,7 +81,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             using Kv = decltype(tile_type);
             Mbarrier& full = bars.full[state.stage];
             bars.acquire(state, Kv::kBytes);
-            const RaggedRows rows(strides, tile.batch, kv_head, seqlen.k_offset(), seqlen.k());
+            const RaggedRows rows(strides, work.tile.batch, work.kv_head, work.seqlen.k_offset(),
+                                  work.seqlen.k());
 #pragma unroll
             for (int i = 0; i < Kv::kPanels; ++i) {
                 load_ragged(dst + i * Kv::kPanelBytes, map, full, i * Kv::kPanel, rows, n_block * C.tile_n,
@@ -116,18 +113,18 @@ __device__ __forceinline__ void produce(SharedStorage<C>& smem, const FwdParams&
             }
         };
         int next;
-        if (!range.empty()) {
+        if (!work.range.empty()) {
             // A second Q buffer is free before the next K stage is; a single one is not.
             if constexpr (C.q_stages > 1) q();
-            load_k(range.end - 1);
+            load_k(work.range.end - 1);
             if constexpr (C.q_stages == 1) q();
 #pragma unroll 1
-            for (int n_block = range.end - 1; n_block > range.begin; --n_block) {
+            for (int n_block = work.range.end - 1; n_block > work.range.begin; --n_block) {
                 load_k(n_block - 1);
                 load_v(n_block);
             }
             next = tiles.draw(params, index);
-            load_v(range.begin);
+            load_v(work.range.begin);
         } else {
             next = tiles.draw(params, index);
         }

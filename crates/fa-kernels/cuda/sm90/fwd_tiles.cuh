@@ -179,6 +179,26 @@ __device__ __forceinline__ BlockRange tile_blocks(const VisibleKeys<C>& visible,
     return all;
 }
 
+// What a producer knows of a work tile.
+template <Sm90FwdConfig C>
+struct LoadTile {
+    WorkTile tile;
+    Seqlen<C.varied> seqlen;
+    BlockRange range;  // tiles of keys
+    int kv_head;
+
+    __device__ __forceinline__ LoadTile(const FwdParams& params, const TileSource<C>& tiles, int index,
+                                        int heads)
+        : tile(tiles.tile_of(params, index, heads)), seqlen(tiles.seqlen_of(params, tile)),
+          range(tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile)),
+          kv_head(C.pack_gqa ? tile.head : tile.head / params.shape.group_size) {}
+
+    // The sequence's row of the page table.
+    __device__ __forceinline__ const int* table(const FwdParams& params) const {
+        return params.varlen.page_table + i64(tile.batch) * params.varlen.table_stride;
+    }
+};
+
 // Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
 // their own diagonal. Tiles left of a window are visited by all rows.
 template <Sm90FwdConfig C>

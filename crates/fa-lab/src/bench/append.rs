@@ -137,7 +137,8 @@ pub struct AppendReport {
     pub rows: Vec<AppendRow>,
 }
 
-/// Times `marks` on one thread of the CPU, for `least` each, once at least after a run that does not count.
+/// Times `marks` on the CPU by the current rayon pool, for `least` each, once at least after a run that does
+/// not count.
 ///
 /// # Errors
 /// None: the inputs are those of the marks.

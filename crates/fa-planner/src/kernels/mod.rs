@@ -38,13 +38,15 @@ fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &
     }
 }
 
-/// Whether 64 rows of a tile of `tile_m` have no query in any sequence: an SM90 warpgroup, or half the warps
-/// of an SM80-class CTA, would be idle. Narrower tiles do as well with fewer registers (NB-085), and what the
-/// model knows of warpgroups side by side does not hold of one alone.
+/// Whether a tile of `tile_m` rows, a multiple of 64, has no queries in its last 64 in any sequence, where a
+/// narrower one holds as many: an SM90 warpgroup, or half the warps of an SM80-class CTA, would be idle.
+/// Narrower tiles do as well with fewer registers (NB-085), and what the model knows of warpgroups side by
+/// side does not hold of one alone.
 fn has_idle_warps(problem: &Problem, tile_m: u32, packed: bool) -> bool {
     let group = if packed { problem.group_size().max(1) } else { 1 };
     let rows = problem.lengths.max_q().saturating_mul(group).max(1);
-    rows <= (tile_m as usize).saturating_sub(64)
+    // A packed tile holds whole groups: twelve heads fit 192 rows and neither 64 nor 128.
+    (64..tile_m as usize).step_by(64).any(|narrower| rows <= narrower && narrower.is_multiple_of(group))
 }
 
 /// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it

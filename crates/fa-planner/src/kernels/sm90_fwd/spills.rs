@@ -87,12 +87,16 @@ fn known_paged(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
     kernel.num_wg == 1 && kernel.pv_is_rs && kernel.overlap_wg && !kernel.gather && listed()
 }
 
-/// Kernels that copy the rows of pages and spill under NVRTC 13.0, 4 to 12 bytes: two warpgroups, P from
-/// registers, overlap; by head dims and `tile_n`.
+/// Kernels that copy the rows of pages and spill under NVRTC 13.0, 16 to 80 bytes: P from registers, overlap;
+/// by warpgroups, head dims and `tile_n`.
 fn known_gather(spec: &KernelSpec, kernel: &Sm90Fwd) -> bool {
-    let width = ((spec.head_dim, spec.head_dim_v), kernel.tile_n);
-    let spills = matches!(width, ((128, 128), 144 | 176));
-    kernel.num_wg == 2 && kernel.pv_is_rs && kernel.overlap_wg && spills
+    let masked = spec.mask != MaskKind::Full;
+    let spills = match (kernel.num_wg, (spec.head_dim, spec.head_dim_v), kernel.tile_n) {
+        (1, (96, 96), 160) => masked,
+        (2, (128, 128), 176) => true,
+        _ => false,
+    };
+    kernel.pv_is_rs && kernel.overlap_wg && spills
 }
 
 /// Kernels whose CTAs share a row's keys and that spill under NVRTC 13.0, 4 to 76 bytes, though their

@@ -1,0 +1,202 @@
+//! Tests of the tables.
+
+use fa_core::{Alibi, Arch, Dtype, Lengths, Mask, ScoreMod, Side};
+use fa_planner::account::account;
+use fa_planner::plan::{PlanOptions, plan};
+
+use super::*;
+
+const PROBLEM: Problem = Problem::square(2, 4096, 16, 128, Mask::CAUSAL, Dtype::Bf16);
+
+fn entry(problem: &Problem, rank: usize) -> TunedEntry {
+    let spec =
+        plan(problem, Arch::Sm90, &PlanOptions::default()).expect("there are plans")[rank].spec.clone();
+    TunedEntry { key: TuneKey::of(problem), spec, tflops: 1.0 }
+}
+
+fn found(table: &Tuned, problem: &Problem) -> Option<KernelSpec> {
+    table.find("GPU", problem, Family::Sm90, Pass::Forward)
+}
+
+#[test]
+fn the_nearest_measured_problem_decides() {
+    let longer = Problem { lengths: Lengths::uniform(1, 8192, 8192), ..PROBLEM };
+    let mut table = Tuned::default();
+    table.set("GPU", entry(&PROBLEM, 0));
+    // The two differ however the planner ranks either problem.
+    let far = entry(&PROBLEM, 1).spec;
+    table.set("GPU", TunedEntry { spec: far.clone(), ..entry(&longer, 0) });
+    let spec = |rank| Some(entry(&PROBLEM, rank).spec);
+    assert_eq!(found(&table, &PROBLEM), spec(0));
+    assert_eq!(
+        found(
+            &table,
+            &Problem { lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 3000, 2500), ..PROBLEM }
+        ),
+        spec(0)
+    );
+    assert_eq!(
+        found(
+            &table,
+            &Problem { lengths: Lengths::uniform(longer.lengths.sequences(), 16000, 8000), ..longer }
+        ),
+        Some(far)
+    );
+    let half = found(&table, &Problem { types: Types::same(Dtype::F16), ..PROBLEM }).expect("types stand in");
+    assert_eq!((half.types.qkv, Some(half.kernel)), (Dtype::F16, spec(0).map(|spec| spec.kernel)));
+    for other in [
+        Problem {
+            lengths: Lengths::uniform(PROBLEM.lengths.sequences(), 1, PROBLEM.lengths.max_k()),
+            ..PROBLEM
+        },
+        Problem { head_dim: 120, ..PROBLEM },
+        Problem { mask: Mask::FULL, ..PROBLEM },
+        Problem { score: ScoreMod::softcap(3.0), ..PROBLEM },
+        Problem { heads_kv: 8, ..PROBLEM },
+    ] {
+        assert_eq!(found(&table, &other), None, "{other:?}");
+    }
+    assert_eq!(table.find("another GPU", &PROBLEM, Family::Sm90, Pass::Forward), None);
+    assert_eq!(table.find("GPU", &PROBLEM, Family::Sm80, Pass::Forward), None);
+}
+
+#[test]
+fn windows_of_other_widths_have_their_own_winners() {
+    let window = |left: u32| Problem { mask: Mask::causal_window(left), ..PROBLEM };
+    let (narrow, wide) = (window(127), window(1023));
+    let mut table = Tuned::default();
+    table.set("GPU", entry(&narrow, 0));
+    // The two differ however the planner ranks either problem.
+    table.set("GPU", TunedEntry { spec: entry(&narrow, 1).spec, ..entry(&wide, 0) });
+    assert_eq!(table.gpus[0].entries.len(), 2);
+    let spec = |rank| Some(entry(&narrow, rank).spec);
+    for (left, rank) in [(0, 0), (100, 0), (127, 0), (200, 0), (500, 1), (800, 1), (4000, 1), (9000, 1)] {
+        assert_eq!(found(&table, &window(left)), spec(rank), "a window of {left}");
+    }
+    let has = |left: u32| table.has("GPU", &window(left), Family::Sm90, Pass::Forward);
+    assert!(has(100) && has(600) && !has(200) && !has(3000));
+    // A window that no sequence fills, and one without a limit, see all keys.
+    let open = Problem { mask: Mask { left: Some(100_000), right: None }, ..PROBLEM };
+    assert_eq!(TuneKey::of(&open).window, 4096);
+    assert_eq!((TuneKey::of(&window(0)).window, TuneKey::of(&PROBLEM).window), (64, 0));
+}
+
+#[test]
+fn windows_of_tables_from_before_their_widths_were_counted_are_found() {
+    let window = |left: u32| Problem { mask: Mask::causal_window(left), ..PROBLEM };
+    let mut table = Tuned::default();
+    table.set("GPU", entry(&window(127), 0));
+    let text = table.to_ron().replacen(", window: 128", "", 1);
+    let mut before = Tuned::from_ron(&text).expect("a table");
+    assert_eq!(before.gpus[0].entries[0].key.window, 0);
+    for left in [1, 127, 1023, 100_000] {
+        assert_eq!(found(&before, &window(left)), Some(entry(&window(127), 0).spec), "{left}");
+        assert!(!before.has("GPU", &window(left), Family::Sm90, Pass::Forward), "{left}");
+    }
+    // What was measured for the width goes before it.
+    before.set("GPU", entry(&window(127), 1));
+    assert_eq!(found(&before, &window(127)), Some(entry(&window(127), 1).spec));
+    // Without a window nothing is written of it.
+    let mut without = Tuned::default();
+    without.set("GPU", entry(&PROBLEM, 0));
+    assert!(!without.to_ron().contains("window"));
+}
+
+#[test]
+fn the_users_table_goes_before_those_that_ship() {
+    let table = |rank: usize| {
+        let mut table = Tuned::default();
+        table.set("GPU", entry(&PROBLEM, rank));
+        table
+    };
+    let found = |tables: &Tables| tables.find("GPU", &PROBLEM, Family::Sm90, Pass::Forward);
+    let (own, shipped) = (table(3), table(0));
+    let (first, second) = (entry(&PROBLEM, 3).spec, entry(&PROBLEM, 0).spec);
+    assert_eq!(found(&Tables { own, shipped: shipped.clone() }), Some(first));
+    assert_eq!(found(&Tables { own: Tuned::default(), shipped }), Some(second));
+    assert_eq!(found(&Tables::default()), None);
+}
+
+#[test]
+fn an_entry_takes_the_place_of_its_key() {
+    let mut table = Tuned::default();
+    table.set("GPU", entry(&PROBLEM, 0));
+    table.set("GPU", entry(&PROBLEM, 3));
+    assert_eq!(table.gpus[0].entries, [entry(&PROBLEM, 3)]);
+}
+
+#[test]
+fn what_reads_or_scores_otherwise_has_its_own_entry() {
+    // A cache used in part, dense rows and slopes are of one key.
+    let used = Lengths::of(2, Side::padded(4096), Side::padded(4096).with_used());
+    let used = Problem { lengths: used, ..PROBLEM };
+    let slopes = ScoreMod { alibi: Some(Alibi::PerHead), ..ScoreMod::NONE };
+    let slopes = Problem { score: slopes, ..PROBLEM };
+    let mut table = Tuned::default();
+    let has = |table: &Tuned, problem| table.has("GPU", problem, Family::Sm90, Pass::Forward);
+    for (count, problem) in [&PROBLEM, &used, &slopes].into_iter().enumerate() {
+        assert_eq!(TuneKey::of(problem), TuneKey::of(&PROBLEM));
+        assert!(!has(&table, problem), "no other's entry computes {problem:?}");
+        table.set("GPU", entry(problem, 0));
+        assert_eq!(table.gpus[0].entries.len(), count + 1);
+    }
+    for problem in [&PROBLEM, &used, &slopes] {
+        assert!(has(&table, problem));
+        assert_eq!(found(&table, problem), Some(entry(problem, 0).spec));
+    }
+    assert!(table.forget("GPU", &entry(&used, 0).spec) && !has(&table, &used) && has(&table, &slopes));
+    assert!(
+        !table.forget("GPU", &entry(&used, 0).spec) && !table.forget("another GPU", &entry(&PROBLEM, 0).spec)
+    );
+}
+
+#[test]
+fn changes_at_once_are_all_kept() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("new/tuned.ron");
+    let problem = |at: usize| Problem { lengths: Lengths::uniform(1, 64 << at, 64 << at), ..PROBLEM };
+    let spec = entry(&PROBLEM, 0).spec;
+    std::thread::scope(|scope| {
+        for at in 0..8 {
+            let (path, spec) = (&path, &spec);
+            scope.spawn(move || {
+                let entry = TunedEntry { key: TuneKey::of(&problem(at)), spec: spec.clone(), tflops: 1.0 };
+                let (_, written) = Tuned::change(path, |table| table.set("GPU", entry)).expect("read");
+                written.expect("written");
+            });
+        }
+    });
+    let table = Tuned::read(&path).expect("whole");
+    assert_eq!(table.gpus[0].entries.len(), 8);
+    let beside = fs::read_dir(folder.path().join("new")).expect("a folder").count();
+    assert_eq!(beside, 1, "the table alone");
+}
+
+#[test]
+fn tables_survive_the_disk_and_damage_is_named() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("deep/tuned.ron");
+    assert_eq!(Tuned::read(&path).expect("none is empty"), Tuned::default());
+    let mut table = Tuned::default();
+    table.set("GPU", entry(&PROBLEM, 0));
+    table.write(&path).expect("written");
+    assert_eq!(Tuned::read(&path).expect("read back"), table);
+    let text = table.to_ron().replace("tile_n: ", "tile_n: 1");
+    fs::write(&path, text).expect("written");
+    let error = Tuned::read(&path).expect_err("no such tile").to_string();
+    assert!(error.contains("tile_n") && error.contains("tuned.ron"), "{error}");
+    let text = table.to_ron().replace("seqlen_q: 4096", "seqlen_q: 0");
+    fs::write(&path, text).expect("written");
+    let error = Tuned::read(&path).expect_err("no such length").to_string();
+    assert!(error.contains("seqlen_q = 0"), "{error}");
+}
+
+#[test]
+fn what_ships_fits_its_gpu() {
+    for (name, text) in SHIPPED {
+        let table = Tuned::from_ron(text).unwrap_or_else(|e| panic!("{name}: {e}"));
+        for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {
+            account(&entry.spec, Arch::Sm90).unwrap_or_else(|e| panic!("{name}: {}: {e}", entry.spec));
+        }
+    }
+}
