@@ -79,7 +79,7 @@ struct BwdParams {
     // The gradient of the LSE, in its shape; null for none.
     const float* dlse;
 };
-static_assert(sizeof(BwdParams) == 624 && alignof(BwdParams) == 8);
+static_assert(sizeof(BwdParams) == 648 && alignof(BwdParams) == 8);
 static_assert(FA_OFFSETOF(BwdParams, q) == 0);
 static_assert(FA_OFFSETOF(BwdParams, k) == 32);
 static_assert(FA_OFFSETOF(BwdParams, v) == 64);
@@ -98,17 +98,17 @@ static_assert(FA_OFFSETOF(BwdParams, dq_semaphores) == 304);
 static_assert(FA_OFFSETOF(BwdParams, tile_counter) == 312);
 static_assert(FA_OFFSETOF(BwdParams, shape) == 320);
 static_assert(FA_OFFSETOF(BwdParams, score) == 360);
-static_assert(FA_OFFSETOF(BwdParams, m_blocks) == 384);
-static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 388);
-static_assert(FA_OFFSETOF(BwdParams, head_splits) == 392);
-static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 396);
-static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 400);
-static_assert(FA_OFFSETOF(BwdParams, sections) == 404);
-static_assert(FA_OFFSETOF(BwdParams, varlen) == 408);
-static_assert(FA_OFFSETOF(BwdParams, mods) == 536);
-static_assert(FA_OFFSETOF(BwdParams, plan) == 568);
-static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 608);
-static_assert(FA_OFFSETOF(BwdParams, dlse) == 616);
+static_assert(FA_OFFSETOF(BwdParams, m_blocks) == 404);
+static_assert(FA_OFFSETOF(BwdParams, n_blocks) == 408);
+static_assert(FA_OFFSETOF(BwdParams, head_splits) == 412);
+static_assert(FA_OFFSETOF(BwdParams, num_tiles) == 416);
+static_assert(FA_OFFSETOF(BwdParams, heads_per_section) == 420);
+static_assert(FA_OFFSETOF(BwdParams, sections) == 424);
+static_assert(FA_OFFSETOF(BwdParams, varlen) == 432);
+static_assert(FA_OFFSETOF(BwdParams, mods) == 560);
+static_assert(FA_OFFSETOF(BwdParams, plan) == 592);
+static_assert(FA_OFFSETOF(BwdParams, dkv_semaphores) == 632);
+static_assert(FA_OFFSETOF(BwdParams, dlse) == 640);
 
 }  // namespace fa
 

@@ -48,7 +48,7 @@ struct FwdParams {
     // Kernels with `varied` only.
     PlanParams plan;
 };
-static_assert(sizeof(FwdParams) == 448 && alignof(FwdParams) == 8);
+static_assert(sizeof(FwdParams) == 472 && alignof(FwdParams) == 8);
 static_assert(FA_OFFSETOF(FwdParams, q) == 0);
 static_assert(FA_OFFSETOF(FwdParams, k) == 32);
 static_assert(FA_OFFSETOF(FwdParams, v) == 64);
@@ -57,14 +57,14 @@ static_assert(FA_OFFSETOF(FwdParams, lse) == 128);
 static_assert(FA_OFFSETOF(FwdParams, tile_counter) == 136);
 static_assert(FA_OFFSETOF(FwdParams, shape) == 144);
 static_assert(FA_OFFSETOF(FwdParams, score) == 184);
-static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 208);
-static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 212);
-static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 216);
-static_assert(FA_OFFSETOF(FwdParams, sections) == 220);
-static_assert(FA_OFFSETOF(FwdParams, varlen) == 224);
-static_assert(FA_OFFSETOF(FwdParams, mods) == 352);
-static_assert(FA_OFFSETOF(FwdParams, split) == 384);
-static_assert(FA_OFFSETOF(FwdParams, plan) == 408);
+static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 228);
+static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 232);
+static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 236);
+static_assert(FA_OFFSETOF(FwdParams, sections) == 240);
+static_assert(FA_OFFSETOF(FwdParams, varlen) == 248);
+static_assert(FA_OFFSETOF(FwdParams, mods) == 376);
+static_assert(FA_OFFSETOF(FwdParams, split) == 408);
+static_assert(FA_OFFSETOF(FwdParams, plan) == 432);
 
 }  // namespace fa
 

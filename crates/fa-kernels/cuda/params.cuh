@@ -97,14 +97,30 @@ struct ScoreParams {
     float softcap_log2;
     // `ln(2) / softcap`: from exponents of 2 to shares of the cap.
     float softcap_share;
+    // The square of the product whose score is half the cap; -1 where the terms below don't fit f32.
+    float softcap_near;
+    // Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to give
+    // its capped score as an exponent of 2: the constant term.
+    float softcap_term_0;
+    // The linear one.
+    float softcap_term_1;
+    // The square one.
+    float softcap_term_2;
+    // The cube.
+    float softcap_term_3;
 };
-static_assert(sizeof(ScoreParams) == 24 && alignof(ScoreParams) == 4);
+static_assert(sizeof(ScoreParams) == 44 && alignof(ScoreParams) == 4);
 static_assert(FA_OFFSETOF(ScoreParams, scale) == 0);
 static_assert(FA_OFFSETOF(ScoreParams, scale_log2) == 4);
 static_assert(FA_OFFSETOF(ScoreParams, softcap) == 8);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_exponent) == 12);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_log2) == 16);
 static_assert(FA_OFFSETOF(ScoreParams, softcap_share) == 20);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_near) == 24);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_term_0) == 28);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_term_1) == 32);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_term_2) == 36);
+static_assert(FA_OFFSETOF(ScoreParams, softcap_term_3) == 40);
 
 // Strides of a tensor in units of its ragged map's last axis: see `attn/ragged.cuh`.
 struct TmaStrides {

@@ -26,6 +26,17 @@ struct ScoreMod {
         }
     }
 
+    // A product's exponent of 2, less `max`, where its score is at most half the cap: else the sign bit of
+    // `beyond` is set and the result is of no meaning. By FMA units alone, within 1.5e-5 at a cap of 50.
+    __device__ __forceinline__ float near_exponent(float s, float max, u32& beyond) const {
+        const float v = fmaf(-s, s, params.softcap_near);
+        beyond |= bits_of_float(v);
+        float factor = fmaf(params.softcap_term_3, v, params.softcap_term_2);
+        factor = fmaf(factor, v, params.softcap_term_1);
+        factor = fmaf(factor, v, params.softcap_term_0);
+        return fmaf(s, factor, -max);
+    }
+
     // Products to scores as shares of the cap, tanh(scale * s / cap), in place.
     template <int N>
     __device__ __forceinline__ void apply_as_shares(float (&s)[N]) const {

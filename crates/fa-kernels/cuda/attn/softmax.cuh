@@ -94,17 +94,18 @@ struct Softmax {
     }
 
     // P of `Count` scores from `begin` on against the current maximum; their sums join `block_sum`. The
-    // scores stay as they are, for the case that the maximum has been outgrown.
-    template <int Count, int N>
-    __device__ __forceinline__ void exponentials_by_current_max(const float (&s)[N], int begin, float scale,
-                                                                float (&p)[Count],
+    // scores stay as they are, for the case that the maximum has been outgrown. `exponent(s, max)` is a
+    // score's exponent less the maximum.
+    template <int Count, int N, class Exponent>
+    __device__ __forceinline__ void exponentials_by_current_max(const float (&s)[N], int begin,
+                                                                const Exponent& exponent, float (&p)[Count],
                                                                 float (&block_sum)[2]) const {
         static_assert(!kNatural);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const int row = ((begin + i) >> 1) & 1;
             const bool polynomial = ((begin + i) * ExpPolyOf16) % 16 + ExpPolyOf16 > 15;
-            const float x = fmaf(s[begin + i], scale, -max[row]);
+            const float x = exponent(s[begin + i], max[row]);
             // The polynomial's exponent would wrap around; 2^100 is large enough to be noticed.
             p[i] = polynomial ? exp2_polynomial(fminf(x, 100.f)) : exponential(x);
             block_sum[row] += p[i];
@@ -134,18 +135,21 @@ struct Softmax {
     }
 
     // The same with a sink for each row: one more logit, in natural units, that joins the sum but no output.
-    // It may be far above every score: the sum is taken against the larger of both. A row that saw nothing
-    // has the sink alone; a sink of -inf is none.
+    // It may be far above every score: the sum is then taken against it. A row that saw nothing has the sink
+    // alone; a sink of -inf is none.
     __device__ __forceinline__ void finish(const float (&sink)[2], float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float exponent = kNatural ? sink[row] : sink[row] * kLog2e;
-            const float largest = fmaxf(max[row], exponent);
-            const float shrunk = exponential(max[row] - largest);
-            const float total = fmaf(quad_sum(sum[row]), shrunk, exponential(exponent - largest));
+            float total = quad_sum(sum[row]), reference = max[row], shrunk = 1.f;
+            if (exponent > reference + 64.f) {
+                shrunk = exponential(reference - exponent);
+                reference = exponent;
+            }
+            total = fmaf(total, shrunk, exponential(exponent - reference));
             const bool empty = total < 1e-30f;
-            factor[row] = empty ? 0.f : ApproxDivision ? shrunk * reciprocal_approx(total) : shrunk / total;
-            const float log_sum = kNatural ? largest + logf(total) : (largest + log2f(total)) * kLn2;
+            factor[row] = empty ? 0.f : (ApproxDivision ? reciprocal_approx(total) : 1.f / total) * shrunk;
+            const float log_sum = kNatural ? reference + logf(total) : (reference + log2f(total)) * kLn2;
             lse[row] = empty ? minus_infinity() : log_sum;
         }
     }

@@ -43,8 +43,11 @@ __device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.
 }
 
 // The same against the current maximum, with P packed and, where the scores have outgrown it, O rescaled.
+// `as_products`: s holds products still, which are taken for scores of at most half the soft cap. Where one
+// is not, `near` is made false, and P is computed again as if the maximum had been outgrown.
 template <Sm90FwdConfig C, class Softmax, class Hold, class Release, class PackP>
-__device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, float (&s)[C.tile_n / 2],
+__device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const ScoreMod<C.softcap>& score_mod,
+                                                      bool as_products, bool& near, float (&s)[C.tile_n / 2],
                                                       float scale_log2, u32 (&p)[C.tile_n / 4],
                                                       float (&o)[C.head_dim_v / 2], float (&rescale)[2],
                                                       const Hold& hold, const Release& release_v,
@@ -52,17 +55,34 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, float (&
     constexpr int kLate = C.tile_n / 2 - kEarly<C>;
     float early[kEarly<C>], late[kLate];
     float block_sum[2] = {0.f, 0.f};
-    softmax.exponentials_by_current_max(s, 0, scale_log2, early, block_sum);
+    u32 beyond = 0;
+    auto exponentials = [&](auto& of, int begin) {
+        if (Traits<C>::kNearCap && as_products) {
+            auto exponent = [&](float x, float max) { return score_mod.near_exponent(x, max, beyond); };
+            softmax.exponentials_by_current_max(s, begin, exponent, of, block_sum);
+        } else {
+            auto exponent = [&](float x, float max) { return fmaf(x, scale_log2, -max); };
+            softmax.exponentials_by_current_max(s, begin, exponent, of, block_sum);
+        }
+    };
+    exponentials(early, 0);
     hold(block_sum);
     wgmma::wait<0>();
     release_v();
-    softmax.exponentials_by_current_max(s, kEarly<C>, scale_log2, late, block_sum);
+    exponentials(late, kEarly<C>);
     // p is an operand of the running product until the wait: it is packed only now.
 #pragma unroll
     for (int i = 0; i < kEarly<C> / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < kLate / 2; ++i) p[kEarly<C> / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
+    if constexpr (Traits<C>::kNearCap) {
+        if (int(beyond) < 0) block_sum[0] = -minus_infinity();
+    }
     if (softmax.template outgrown<C.rescale_threshold>(block_sum)) {
+        if (Traits<C>::kNearCap && as_products) {
+            near = !warp_any(int(beyond) < 0);
+            score_mod.apply(s);
+        }
         softmax.template step<false>(s, scale_log2, rescale);
         pack_p();
         scale_rows(o, rescale);
@@ -206,6 +226,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
                                                            kLog2e);
 
+        // Whether no score of the warp's rows has been beyond half the soft cap: see near_exponent.
+        bool near = T::kNearCap;
+
         // Products to masked scores.
         auto modify = [&](int n_block) {
             score_mod.apply(s);
@@ -240,6 +263,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
 
             bool accumulate = false;
+            float sink[2];  // read before the last product, which hides it
             if constexpr (C.overlap_wg) {
                 // The next S runs under this tile's P V, the softmax under both.
                 while (--n_block >= range.begin) {
@@ -254,11 +278,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     signal_next();
                     wgmma::wait<1>();
                     release_k();
-                    modify(n_block);
                     if constexpr (T::kLazyMax) {
-                        lazy_softmax_under_pv<C>(softmax, s, scale_log2, p, o, rescale, hold, release_v,
-                                                 pack_p);
+                        const bool as_products = near && !range.needs_mask(n_block);
+                        if (!as_products) modify(n_block);
+                        lazy_softmax_under_pv<C>(softmax, score_mod, as_products, near, s, scale_log2, p, o,
+                                                 rescale, hold, release_v, pack_p);
                     } else {
+                        modify(n_block);
                         softmax_under_pv<C>(softmax, s, scale_log2, rescale, hold, release_v);
                         pack_p();
                         if constexpr (!T::kRescaleFirst) scale_rows(o, rescale);
@@ -269,6 +295,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 if constexpr (T::kRescaleFirst && !T::kLazyMax) {
                     if (accumulate) scale_rows(o, rescale);
                 }
+                if constexpr (C.sinks) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
                 smem.v_bars.wait_full(v_state);
                 issue_pv(accumulate);
             } else {
@@ -291,14 +318,15 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     smem.v_bars.wait_full(v_state);
                     issue_pv(true);
                 }
+                if constexpr (C.sinks) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
                 smem.q_bars.release(q_state, elected);
             }
             q_state.advance();
             float factor[2], lse[2];
-            if (C.split && tile.splits > 1) {
+            if (!C.sinks || (C.split && tile.splits > 1)) {
                 softmax.finish(factor, lse);
             } else {
-                finish_rows<C.pack_gqa, C.sinks>(params, softmax, row, tile.head, factor, lse);
+                softmax.finish(sink, factor, lse);
             }
             wgmma::wait<0>();
             release_v();

@@ -195,6 +195,17 @@ param_struct! {
         pub softcap_log2: f32,
         /// `ln(2) / softcap`: from exponents of 2 to shares of the cap.
         pub softcap_share: f32,
+        /// The square of the product whose score is half the cap; -1 where the terms below don't fit f32.
+        pub softcap_near: f32,
+        /// Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to give
+        /// its capped score as an exponent of 2: the constant term.
+        pub softcap_term_0: f32,
+        /// The linear one.
+        pub softcap_term_1: f32,
+        /// The square one.
+        pub softcap_term_2: f32,
+        /// The cube.
+        pub softcap_term_3: f32,
     }
 }
 
@@ -417,10 +428,10 @@ param_struct! {
 }
 
 /// Sizes that the headers assert as well: a change here is a change of every kernel.
-const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 448);
-const _: () = assert!(size_of::<BwdParams>() == 624);
+const _: () = assert!(size_of::<RowStrides>() == 24 && size_of::<FwdParams>() == 472);
+const _: () = assert!(size_of::<BwdParams>() == 648);
 const _: () = assert!(size_of::<VarlenParams>() == 128 && size_of::<PlanParams>() == 40);
-const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 24);
+const _: () = assert!(size_of::<ShapeParams>() == 40 && size_of::<ScoreParams>() == 44);
 
 /// What the parameters of launches are made of, in the order in which `params.cuh` declares it.
 pub(crate) fn declarations() -> Vec<ParamStruct> {

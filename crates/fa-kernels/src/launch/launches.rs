@@ -288,13 +288,41 @@ pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
     let params = ScoreParams { scale: scale as f32, scale_log2: scale_log2 as f32, ..ScoreParams::default() };
     let Some(softcap) = problem.score.softcap else { return Ok(params) };
     let cap = softcap as f32;
+    let (near, terms) = softcap_polynomial(scale, softcap);
     Ok(ScoreParams {
         softcap: cap,
         softcap_exponent: 2.0 * std::f32::consts::LOG2_E * params.scale / cap,
         softcap_log2: cap * std::f32::consts::LOG2_E,
         softcap_share: std::f32::consts::LN_2 / cap,
+        softcap_near: near,
+        softcap_term_0: terms[0],
+        softcap_term_1: terms[1],
+        softcap_term_2: terms[2],
+        softcap_term_3: terms[3],
         ..params
     })
+}
+
+/// The soft cap of scores up to half of it as a polynomial: the square of the largest such product and
+/// the terms of `f`, with which `log2(e) * cap * tanh(x)` is `product * f(near - product^2)`, x the score over the
+/// cap. No product is near (-1) where a term would leave f32's normal numbers.
+fn softcap_polynomial(scale: f64, cap: f64) -> (f32, [f32; 4]) {
+    const NEAR: f64 = 0.5;
+    // tanh(x) / x in NEAR^2 - x^2: minimax of x f - tanh x (Remez), within 1.3e-7.
+    const TERMS: [f64; 4] = [0.924_234_059_1, 0.275_613_164_4, 0.098_922_098_19, 0.043_372_464_1];
+    let per_cap = scale / cap;
+    let mut factor = std::f64::consts::LOG2_E * scale;
+    let terms = TERMS.map(|term| {
+        let of_product = term * factor;
+        factor *= per_cap * per_cap;
+        of_product as f32
+    });
+    let near = (NEAR * NEAR / (per_cap * per_cap)) as f32;
+    if near.is_normal() && terms.iter().all(|term| term.is_normal()) {
+        (near, terms)
+    } else {
+        (-1.0, [0.0; 4])
+    }
 }
 
 #[cfg(test)]
@@ -303,6 +331,44 @@ mod tests {
     use fa_core::{Dtype, Mask, ScoreMod};
 
     use super::*;
+
+    /// As `ScoreMod::near_exponent` does it in f32, without the row's maximum.
+    fn near_exponent(params: &ScoreParams, product: f32) -> Option<f32> {
+        let v = (-product).mul_add(product, params.softcap_near);
+        let factor = params.softcap_term_3.mul_add(v, params.softcap_term_2);
+        let factor = factor.mul_add(v, params.softcap_term_1).mul_add(v, params.softcap_term_0);
+        (v >= 0.0).then_some(product * factor)
+    }
+
+    #[test]
+    fn the_polynomial_of_scores_far_below_the_cap_is_the_cap_of_them() {
+        // The last scale's terms don't fit f32.
+        for softmax_scale in [None, Some(1.0), Some(0.0625), Some(1e-9)] {
+            for cap in [1.0, 15.0, 30.0, 50.0, MAX_SOFTCAP] {
+                let problem = Problem::square(1, 16, 1, 128, Mask::FULL, Dtype::F16);
+                let problem = Problem { softmax_scale, score: ScoreMod::softcap(cap), ..problem };
+                let params = score_params(&problem).unwrap();
+                let per_cap = problem.scale() / cap;
+                let (mut near, mut worst) = (0, 0f64);
+                for step in -100_000..=100_000 {
+                    // Twice the cap to both sides.
+                    let product = (f64::from(step) * 2e-5 / per_cap) as f32;
+                    let x = f64::from(product) * per_cap;
+                    let Some(exponent) = near_exponent(&params, product) else {
+                        assert!(x.abs() > 0.499_999 || per_cap < 1e-8, "{x} of {cap}");
+                        continue;
+                    };
+                    assert!(x.abs() < 0.500_001);
+                    near += 1;
+                    let exact = std::f64::consts::LOG2_E * cap * x.tanh();
+                    worst = worst.max((f64::from(exponent) - exact).abs() / cap);
+                }
+                assert_eq!(near > 0, per_cap > 1e-8, "{cap}");
+                // 1.5e-5 of an exponent of 2 at a cap of 50, a twentieth of half a step of f16.
+                assert!(worst < 3e-7, "{worst} of {cap}, scale {}", problem.scale());
+            }
+        }
+    }
 
     #[test]
     fn scales_and_soft_caps_that_spoil_scores_are_refused() {
