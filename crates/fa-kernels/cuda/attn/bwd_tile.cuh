@@ -71,6 +71,38 @@ __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile&
     return head >= params.sections * params.heads_per_section;
 }
 
+// Whether kernels of this config can store the first of the sums that come to a tile of dQ, by bulk copies,
+// in place of adding them to zeros (NB-082). The tile of keys that does so was drawn before the others: the
+// first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with the
+// last keys first.
+template <auto C>
+constexpr bool may_store_dq() {
+    if constexpr (requires { C.dq_via_smem; }) {
+        return !C.varied && C.dq_via_smem &&
+               (C.mask == MaskKind::Full ||
+                (C.mask == MaskKind::Causal && (C.deterministic || C.tile_order == TileOrder::LongestFirst)));
+    }
+    return false;
+}
+
+// The same of the launch: every query sees a key, and semaphores say what is stored where several tiles add.
+template <auto C>
+__device__ __forceinline__ bool stores_dq(const BwdParams& params) {
+    if constexpr (may_store_dq<C>()) {
+        if (params.n_blocks == 0 || (params.n_blocks > 1 && params.dq_semaphores == nullptr)) return false;
+        return C.mask == MaskKind::Full || params.shape.seqlen_q <= params.shape.seqlen_k;
+    }
+    return false;
+}
+
+// And of a head, counted through splits, K/V heads and sequences: under a causal mask the last section of
+// heads is drawn with the first keys first.
+template <auto C>
+__device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
+    return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||
+                                    head < params.sections * params.heads_per_section);
+}
+
 // The tile of queries that a tile of keys visits at step `step` of a head; steps count through `range`.
 __device__ __forceinline__ int query_block(const BlockRange& range, bool descending, int step) {
     return descending ? range.begin + range.end - 1 - step : step;
@@ -104,8 +136,10 @@ __device__ __forceinline__ VariedBwdTile planned_bwd_tile(const BwdParams& param
     return tile;
 }
 
-template <MaskKind Mask, TileOrder Order, bool Deterministic, bool Varied>
-__device__ __forceinline__ BwdTileOf<Varied> bwd_tile_at(const BwdParams& params, int index) {
+template <auto C>
+__device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& params, int index) {
+    constexpr MaskKind Mask = C.mask;
+    constexpr bool Deterministic = C.deterministic, Varied = C.varied;
     const ShapeParams& shape = params.shape;
     BwdTileOf<Varied> tile;
     int head;  // counted through splits, K/V heads and sequences
@@ -116,7 +150,7 @@ __device__ __forceinline__ BwdTileOf<Varied> bwd_tile_at(const BwdParams& params
             tile.n_block = bwd_blocks<true>(params) - 1 - tile.n_block;
         }
     } else {
-        if constexpr (Order == TileOrder::Natural && !Deterministic) {
+        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic && !may_store_dq<C>()) {
             tile.n_block = index % params.n_blocks;
             head = index / params.n_blocks;
         } else {
@@ -131,10 +165,10 @@ __device__ __forceinline__ BwdTileOf<Varied> bwd_tile_at(const BwdParams& params
                                        : shape.heads_kv * params.head_splits * shape.batch - first;
             tile.n_block = rest / in_section;
             head = first + rest % in_section;
-            if constexpr (last_keys_first<Mask, Deterministic>()) {
-                if (Mask != MaskKind::Causal || section < params.sections)
-                    tile.n_block = params.n_blocks - 1 - tile.n_block;
-            }
+            const bool last_first =
+                last_keys_first<Mask, Deterministic>() || (Mask != MaskKind::Full && stores_dq<C>(params));
+            if (last_first && (Mask != MaskKind::Causal || section < params.sections))
+                tile.n_block = params.n_blocks - 1 - tile.n_block;
         }
         tile.split = head % params.head_splits;
         head /= params.head_splits;
@@ -165,16 +199,6 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const BwdTile& 
 __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwdTile& tile) {
     return (i64(tile.keys.entry) * params.shape.heads_kv + tile.kv_head) * params.n_blocks +
            (tile.n_block + tile.keys.first);
-}
-
-// Whether dQ's sums need no zeros to start from: where one tile holds all keys of a sequence, and every tile
-// of queries sees it, sums are stored by bulk copies in place of being added.
-template <auto C>
-__device__ __forceinline__ bool stores_dq(const BwdParams& params) {
-    if constexpr (requires { C.dq_via_smem; }) {
-        if constexpr (C.mask == MaskKind::Full && !C.varied && C.dq_via_smem) return params.n_blocks == 1;
-    }
-    return false;
 }
 
 // Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all.

@@ -37,7 +37,7 @@ __device__ __forceinline__ void sm80_bwd(const BwdParams& params) {
         if (C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads) {
             smem.tile.n_block = -1;
         } else {
-            smem.tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic, C.varied>(params, index);
+            smem.tile = bwd_tile_at<C>(params, index);
             const auto seqlen = Seqlen<C.varied>::of(params, smem.tile.batch);
             if constexpr (C.varied) {
                 smem.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, smem.tile.batch);

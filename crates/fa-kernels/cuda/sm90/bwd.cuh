@@ -52,7 +52,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     cta_sync();
     const int index = C.deterministic ? smem.ticket : cta_index();
     if (C.varied && index >= bwd_blocks<C.varied>(params) * params.plan.heads) return;
-    auto tile = bwd_tile_at<C.mask, C.tile_order, C.deterministic, C.varied>(params, index);
+    auto tile = bwd_tile_at<C>(params, index);
     const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
     if constexpr (C.varied) {
         tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, tile.batch);

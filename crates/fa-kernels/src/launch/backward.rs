@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use fa_core::spec::{TileOrder, Traits};
-use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
+use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Pass, Problem};
 use fa_planner::account::panels::BwdPanels;
 use fa_planner::account::{head_splits, heads_side_by_side};
 
@@ -174,8 +174,10 @@ impl Launches {
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let turns = if deterministic { dq_turns(spec) } else { 0 };
-        let mut workspace = Workspace::backward(problem, head_dims, traits.tile, turns, splits)?;
+        let takes_turns = deterministic || first_sums_are_stored(spec, problem, arch, sms);
+        let turns = if takes_turns { dq_turns(spec) } else { 0 };
+        let mut workspace =
+            Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
         workspace.add_plan(plan_bytes)?;
         let (m_tiles, n_tiles) = process_tiles(spec, &traits, problem)?;
@@ -245,6 +247,44 @@ impl Launches {
 /// CTAs of a head that may run at once in a deterministic backward under a mask that moves with the keys. By
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
+
+/// Whether of several tiles of keys one stores its sums of dQ for the others to add to, so that a semaphore says
+/// when: `stores_dq` in cuda/attn/bwd_tile.cuh.
+fn first_sums_are_stored(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> bool {
+    let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
+    let several = problem.lengths.reach_k() > kernel.tile_n as usize;
+    if !kernel.dq_via_smem || kernel.deterministic || spec.reads.varied || !several {
+        return false;
+    }
+    match spec.mask {
+        MaskKind::Full => storing_heads(problem, arch, sms).is_some(),
+        // The last keys that a query sees come first, but every query has to see one.
+        MaskKind::Causal => {
+            kernel.tile_order == TileOrder::LongestFirst && problem.lengths.max_q() <= problem.lengths.max_k()
+        }
+        MaskKind::Window => false,
+    }
+}
+
+/// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as many as
+/// half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other keys wait
+/// for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
+fn storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
+    if problem.group_size() > 1 {
+        return None;
+    }
+    let heads = problem.heads_q.saturating_mul(problem.lengths.sequences());
+    let own = (sms as usize / 2).max(1);
+    let room = arch.limits().l2_bytes * 2 / 5;
+    (heads >= 2 * own && head_bytes(problem, 1).saturating_mul(own as u64) <= room).then_some(own)
+}
+
+/// What the CTAs of `heads` query heads read or add to together: their queries, the gradients and dQ's
+/// accumulators.
+fn head_bytes(problem: &Problem, heads: usize) -> u64 {
+    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
+    (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
+}
 
 /// Semaphores that a tile of dQ has in a deterministic backward: `dq_turns` in cuda/attn/bwd_tile.cuh.
 fn dq_turns(spec: &KernelSpec) -> usize {
@@ -345,10 +385,8 @@ fn params(
     let heads = problem.heads_kv.saturating_mul(sequences).saturating_mul(splits);
     // A head's queries, their gradients and dQ's accumulators, which all of its CTAs read or add to, stay in
     // the L2. On an H100 anything from a twentieth to a third of it measured the same.
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
     let heads_per_tile = problem.group_size().div_ceil(splits.max(1));
-    let head_bytes =
-        (lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads_per_tile as u64);
+    let head_bytes = head_bytes(problem, heads_per_tile);
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
     let order = match traits.tile_order {
@@ -362,7 +400,15 @@ fn params(
                 Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
             }
         }
-        TileOrder::Natural if !spec.reads.varied => Sections { heads, sections: 0 },
+        TileOrder::Natural if !spec.reads.varied => {
+            let own = match spec.mask {
+                MaskKind::Full if first_sums_are_stored(spec, problem, arch, sms) => {
+                    storing_heads(problem, arch, sms).unwrap_or(1)
+                }
+                _ => 1,
+            };
+            Sections { heads: own, sections: heads.saturating_sub(1) / own }
+        }
         TileOrder::Natural | TileOrder::LongestFirst => {
             Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
         }

@@ -126,8 +126,8 @@ impl Workspace {
         Ok(())
     }
 
-    /// Of a backward whose head dims are padded to `head_dims`; a deterministic one has `turns` semaphores a
-    /// tile of dQ, others none.
+    /// Of a backward whose head dims are padded to `head_dims`, with `turns` semaphores a tile of dQ;
+    /// deterministic ones draw their tiles.
     ///
     /// # Errors
     /// [`Error::TooLong`] when it is larger than the address space.
@@ -136,15 +136,14 @@ impl Workspace {
         head_dims: (u32, u32),
         (tile_m, tile_n): (u32, u32),
         turns: usize,
+        deterministic: bool,
         splits: usize,
     ) -> Result<Workspace, Error> {
         let tiles = (tile_m as usize, tile_n as usize);
         let head_dims = (head_dims.0 as usize, head_dims.1 as usize);
-        Workspace::backward_parts(problem, head_dims, tiles, turns, splits).ok_or(Error::TooLong {
-            name: "bytes of workspace",
-            value: usize::MAX,
-            limit: isize::MAX as usize,
-        })
+        Workspace::backward_parts(problem, head_dims, tiles, turns, deterministic, splits).ok_or(
+            Error::TooLong { name: "bytes of workspace", value: usize::MAX, limit: isize::MAX as usize },
+        )
     }
 
     fn backward_parts(
@@ -152,6 +151,7 @@ impl Workspace {
         (head_dim, head_dim_v): (usize, usize),
         (tile_m, tile_n): (usize, usize),
         turns: usize,
+        deterministic: bool,
         splits: usize,
     ) -> Option<Workspace> {
         let Problem { lengths, heads_q, heads_kv, .. } = problem;
@@ -178,6 +178,8 @@ impl Workspace {
         }
         if turns > 0 {
             parts.dq_semaphores = Some(part((rows / tile_m).checked_mul(turns)?)?);
+        }
+        if deterministic {
             parts.tile_counter = Some(part(1)?);
             if splits > 1 {
                 parts.dkv_semaphores = Some(part((keys / tile_n).checked_mul(2)?)?);
@@ -207,18 +209,19 @@ mod tests {
     fn the_workspace_holds_the_parts_that_the_kernel_needs() {
         let problem = Problem { heads_kv: 2, ..Problem::square(3, 1000, 8, 128, Mask::CAUSAL, Dtype::Bf16) };
         for (tile_m, tile_n) in [(64usize, 128usize), (80, 128)] {
-            for dq_turns in [0, 1, 2] {
-                let deterministic = dq_turns > 0;
+            for (dq_turns, deterministic) in [(0, false), (1, false), (1, true), (2, true)] {
                 for splits in [1, 4] {
                     let tiles = (tile_m as u32, tile_n as u32);
-                    let parts = Workspace::backward(&problem, (128, 128), tiles, dq_turns, splits)
-                        .expect("it is small");
+                    let parts =
+                        Workspace::backward(&problem, (128, 128), tiles, dq_turns, deterministic, splits)
+                            .expect("it is small");
                     let rows = 3 * 8 * 1000usize.next_multiple_of(tile_m);
                     let keys = 3 * 2 * 1000usize.next_multiple_of(tile_n);
                     let part = |elements: usize| (elements * 4).next_multiple_of(256);
                     let mut bytes = 2 * part(rows) + part(rows * 128);
                     bytes += if splits > 1 { 2 * part(keys * 128) } else { 0 };
-                    bytes += if deterministic { part(rows / tile_m * dq_turns) + part(1) } else { 0 };
+                    bytes += part(rows / tile_m * dq_turns);
+                    bytes += if deterministic { part(1) } else { 0 };
                     let turns = deterministic && splits > 1;
                     bytes += if turns { part(keys / tile_n * 2) } else { 0 };
                     assert_eq!(parts.bytes, bytes);
@@ -228,7 +231,7 @@ mod tests {
                         (parts.dk_accum.is_some(), parts.dv_accum.is_some()),
                         (splits > 1, splits > 1)
                     );
-                    assert_eq!(parts.dq_semaphores.is_some(), deterministic);
+                    assert_eq!(parts.dq_semaphores.is_some(), dq_turns > 0);
                     assert_eq!(parts.tile_counter.is_some(), deterministic);
                     assert_eq!(parts.dkv_semaphores.is_some(), turns);
                 }
@@ -265,7 +268,7 @@ mod tests {
     fn a_workspace_beyond_the_address_space_is_refused() {
         let problem = Problem::square(1 << 40, 1 << 30, 64, 128, Mask::FULL, Dtype::Bf16);
         assert!(matches!(
-            Workspace::backward(&problem, (128, 128), (64, 128), 0, 1),
+            Workspace::backward(&problem, (128, 128), (64, 128), 0, false, 1),
             Err(Error::TooLong { name: "bytes of workspace", .. })
         ));
     }
