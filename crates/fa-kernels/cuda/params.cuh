@@ -99,8 +99,8 @@ struct ScoreParams {
     float softcap_share;
     // The square of the product whose score is half the cap; -1 where the terms below don't fit f32.
     float softcap_near;
-    // Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to give
-    // its capped score as an exponent of 2: the constant term.
+    // Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to
+    // give its capped score as an exponent of 2: the constant term.
     float softcap_term_0;
     // The linear one.
     float softcap_term_1;

@@ -8,9 +8,9 @@ use crate::known::unless_known;
 
 fn spec(dtype: &str, mask: &str, tiles: &str) -> KernelSpec {
     let text = format!(
-        "(dtype: {dtype}, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: true, kernel: Sm90Fwd(({tiles}, \
-         pv_is_rs: true, overlap_wg: true, q_stages: 1, kv_stages: 2, tile_order: LongestFirst, cluster_m: 1, \
-         exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: false)))"
+        "(dtype: {dtype}, head_dim: 64, head_dim_v: 64, mask: {mask}, softcap: true, kernel: \
+         Sm90Fwd(({tiles}, pv_is_rs: true, overlap_wg: true, q_stages: 1, kv_stages: 2, tile_order: \
+         LongestFirst, cluster_m: 1, exp_poly_of_16: 0, rescale_threshold: 8, pack_gqa: false)))"
     );
     KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
 }
@@ -41,7 +41,8 @@ fn soft_caps_are_right_for_scores_of_any_size() {
     for (dtype, kind, mask, tiles) in kernels {
         let spec = spec(dtype, kind, tiles);
         let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
-        // Scores are some tenths to some units: all near, some not, hardly any, and terms that f32 doesn't hold.
+        // Scores are some tenths to some units: all near, some not, hardly any, and terms that f32 doesn't
+        // hold.
         for (cap, softmax_scale) in [(50.0, None), (5.0, None), (0.5, None), (50.0, Some(1e-7))] {
             let problem = Problem {
                 score: ScoreMod::softcap(cap),

@@ -26,7 +26,8 @@ fn the_first_keys_sums_of_dq_are_stored() {
     let Some(emulator) = unless_known("the_first_keys_sums_of_dq_are_stored") else {
         return;
     };
-    // Keys of one tile, whole and not, those of two and three, and a mask that hides some queries from all keys.
+    // Keys of one tile, whole and not, those of two and three, and a mask that hides some queries from all
+    // keys.
     let cases =
         [(77, Mask::FULL), (128, Mask::FULL), (129, Mask::FULL), (300, Mask::FULL), (77, Mask::CAUSAL)];
     for (keys, mask) in cases {
@@ -85,7 +86,8 @@ fn causal_sums_of_dq_are_stored_but_in_the_last_section_of_heads() {
     }
 }
 
-/// Tiles of 64 queries that see the first and the second tile of 128 of 150 keys, the last query the last key.
+/// Tiles of 64 queries that see the first and the second tile of 128 of 150 keys, the last query the last
+/// key.
 fn steps_of_head(queries: usize) -> usize {
     let hidden = queries.saturating_sub(150) / 64;
     let second = (queries + 128).saturating_sub(150) / 64;

@@ -26,7 +26,7 @@ struct Traits {
 
     // With a soft cap, tiles whose scores are all at most half the cap take it as a polynomial, on the FMA
     // units alone (NB-080). Both ways need registers beside S, P and O.
-    static constexpr int kNearCapRegs = C.num_wg == 3 ? 112 : C.varied ? 176 : 256;
+    static constexpr int kNearCapRegs = C.num_wg == 3 ? 0 : C.varied ? 176 : 256;
     static constexpr bool kNearCap =
         C.softcap && !C.alibi && kLazyMax && C.tile_n / 4 * 3 + C.head_dim_v / 2 <= kNearCapRegs;
 

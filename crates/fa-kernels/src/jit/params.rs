@@ -197,8 +197,8 @@ param_struct! {
         pub softcap_share: f32,
         /// The square of the product whose score is half the cap; -1 where the terms below don't fit f32.
         pub softcap_near: f32,
-        /// Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to give
-        /// its capped score as an exponent of 2: the constant term.
+        /// Of the polynomial in `softcap_near - product^2` by which a product below that is multiplied to
+        /// give its capped score as an exponent of 2: the constant term.
         pub softcap_term_0: f32,
         /// The linear one.
         pub softcap_term_1: f32,

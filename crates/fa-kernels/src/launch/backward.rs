@@ -248,8 +248,8 @@ impl Launches {
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
-/// Whether of several tiles of keys one stores its sums of dQ for the others to add to, so that a semaphore says
-/// when: `stores_dq` in cuda/attn/bwd_tile.cuh.
+/// Whether of several tiles of keys one stores its sums of dQ for the others to add to, so that a semaphore
+/// says when: `stores_dq` in cuda/attn/bwd_tile.cuh.
 fn first_sums_are_stored(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> bool {
     let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
     let several = problem.lengths.reach_k() > kernel.tile_n as usize;
@@ -266,9 +266,9 @@ fn first_sums_are_stored(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: 
     }
 }
 
-/// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as many as
-/// half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other keys wait
-/// for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
+/// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as
+/// many as half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other
+/// keys wait for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
 fn storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
     if problem.group_size() > 1 {
         return None;

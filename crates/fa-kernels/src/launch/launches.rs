@@ -303,9 +303,9 @@ pub(crate) fn score_params(problem: &Problem) -> Result<ScoreParams, Error> {
     })
 }
 
-/// The soft cap of scores up to half of it as a polynomial: the square of the largest such product and
-/// the terms of `f`, with which `log2(e) * cap * tanh(x)` is `product * f(near - product^2)`, x the score over the
-/// cap. No product is near (-1) where a term would leave f32's normal numbers.
+/// The soft cap of scores up to half of it as a polynomial: the square of the largest such product and the
+/// terms of `f`, with which `log2(e) * cap * tanh(x)` is `product * f(near - product^2)`, x the score over
+/// the cap. No product is near (-1) where a term would leave f32's normal numbers.
 fn softcap_polynomial(scale: f64, cap: f64) -> (f32, [f32; 4]) {
     const NEAR: f64 = 0.5;
     // tanh(x) / x in NEAR^2 - x^2: minimax of x f - tanh x (Remez), within 1.3e-7.

@@ -77,7 +77,7 @@ const NEAR_CAP_OPS: f64 = 3.5;
 /// cuda/sm90/fwd_layout.cuh.
 fn caps_by_polynomial(spec: &KernelSpec, k: &Sm90Fwd) -> bool {
     let room = match k.num_wg {
-        3 => 112,
+        3 => 0,
         _ if spec.reads.varied => 176,
         _ => 256,
     };
