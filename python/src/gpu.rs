@@ -31,7 +31,21 @@ pub struct Device {
     gpu: Gpu,
     bound: Mutex<Kept>,
     streams: Mutex<HashMap<u64, Arc<CudaStream>>>,
+    workspaces: Mutex<HashMap<u64, Arc<Workspace>>>,
 }
+
+/// Memory for the forwards on a stream, of the caller's library. Kernels take turns at it: each leaves zero
+/// what another counts on.
+struct Workspace {
+    _memory: Py<PyAny>,
+    address: u64,
+    bytes: usize,
+    /// A call's launches follow each other, whatever other threads put on the stream.
+    turn: Mutex<()>,
+}
+
+/// Workspaces that are kept at the most: streams come and go.
+const WORKSPACES: usize = 64;
 
 /// Bound kernels, and how many winners of tuning there were when the first of them was bound.
 #[derive(Default)]
@@ -45,8 +59,6 @@ pub struct Entry {
     pub kernel: Kernel,
     /// What its plans of work are kept under.
     number: u64,
-    /// A forward's workspace on each stream, zero between calls: the caller's library owns it.
-    workspaces: Mutex<HashMap<u64, (Py<PyAny>, u64)>>,
 }
 
 /// Whom a call is for: a stream's handle, `allocate(bytes, zero)` for device memory of the caller's library,
@@ -107,7 +119,8 @@ pub fn device(ordinal: i32) -> PyResult<&'static Device> {
     if *tuning != Tuning::Off {
         gpu.set_tuning(*tuning).map_err(raised)?;
     }
-    let device = Device { gpu, bound: Mutex::default(), streams: Mutex::default() };
+    let (streams, workspaces) = (Mutex::default(), Mutex::default());
+    let device = Device { gpu, bound: Mutex::default(), streams, workspaces };
     Ok(DEVICES[index].get_or_init(|| device))
 }
 
@@ -165,7 +178,7 @@ impl Device {
         // Compiling takes a second; other threads go on meanwhile.
         let kernel = py.detach(|| self.gpu.bind_rounded(problem, pass)).map_err(raised)?;
         let number = ENTRIES.fetch_add(1, Ordering::Relaxed);
-        let entry = Arc::new(Entry { kernel, number, workspaces: Mutex::default() });
+        let entry = Arc::new(Entry { kernel, number });
         let mut bound = lock(&self.bound);
         if bound.entries.len() >= KEPT {
             bound.entries.clear();
@@ -202,8 +215,7 @@ impl Device {
         let mut extras = extras(beside);
         match (&entry.kernel, to) {
             (Kernel::Forward(forward), Written::Forward { out, lse }) => {
-                let bytes = forward.workspace_bytes();
-                let workspace = entry.workspace(py, bytes, &stream, handle, allocate)?;
+                let workspace = self.workspace(forward.workspace_bytes(), &stream, from)?;
                 if let Some(plans) = plans {
                     extras.plan = entry.shared_plan(py, forward, (&stream, &extras), from, plans)?;
                 }
@@ -213,12 +225,16 @@ impl Device {
                     v,
                     out: raw("out", out, place)?,
                     lse: Some(floats("softmax_lse", lse, place)?),
-                    workspace: workspace.as_ref().map(|(_, address)| *address),
+                    workspace: workspace.as_ref().map(|workspace| workspace.address),
                     extras,
                 };
-                // SAFETY: the views were read from live arrays of the problem's shapes; the stream is theirs,
-                // and their library frees memory in its order.
-                py.detach(|| unsafe { forward.run_raw(&stream, &args) }).map_err(launched)
+                let launch = || {
+                    let _turn = workspace.as_ref().map(|workspace| lock(&workspace.turn));
+                    // SAFETY: the views were read from live arrays of the problem's shapes; the stream is
+                    // theirs, and their library frees memory in its order.
+                    unsafe { forward.run_raw(&stream, &args) }
+                };
+                py.detach(launch).map_err(launched)
             }
             (
                 Kernel::Backward(backward),
@@ -245,6 +261,36 @@ impl Device {
             }
             _ => Err(InputError::new_err("the call is bound to the other pass")),
         }
+    }
+
+    /// Memory for a forward, kept for its stream; of a captured graph new, since replays may run beside other
+    /// calls.
+    fn workspace(
+        &self,
+        bytes: usize,
+        stream: &CudaStream,
+        from: Caller<'_, '_>,
+    ) -> PyResult<Option<Arc<Workspace>>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let is_kept = !is_capturing(stream);
+        let kept = lock(&self.workspaces).get(&from.stream).cloned();
+        if let Some(kept) = kept.filter(|kept| is_kept && kept.bytes >= bytes) {
+            return Ok(Some(kept));
+        }
+        let bytes = if is_kept { bytes.next_power_of_two() } else { bytes };
+        let (memory, address) = scratch(bytes, true, from.allocate)?;
+        let made = Arc::new(Workspace { _memory: memory, address, bytes, turn: Mutex::default() });
+        if is_kept {
+            let mut kept = lock(&self.workspaces);
+            let has_room = kept.len() < WORKSPACES || kept.contains_key(&from.stream);
+            let before = if has_room { kept.insert(from.stream, made.clone()) } else { None };
+            // The library that frees it may call back.
+            drop(kept);
+            drop(before);
+        }
+        Ok(Some(made))
     }
 
     /// Launches an append.
@@ -317,30 +363,6 @@ impl Device {
 }
 
 impl Entry {
-    /// Memory for a forward, kept for its stream; of a captured graph new, since replays may run beside other
-    /// calls.
-    fn workspace(
-        &self,
-        py: Python<'_>,
-        bytes: usize,
-        stream: &CudaStream,
-        handle: u64,
-        allocate: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<(Py<PyAny>, u64)>> {
-        if bytes == 0 {
-            return Ok(None);
-        }
-        if is_capturing(stream) {
-            return scratch(bytes, true, allocate).map(Some);
-        }
-        if let Some((memory, address)) = lock(&self.workspaces).get(&handle) {
-            return Ok(Some((memory.clone_ref(py), *address)));
-        }
-        let (memory, address) = scratch(bytes, true, allocate)?;
-        lock(&self.workspaces).insert(handle, (memory.clone_ref(py), address));
-        Ok(Some((memory, address)))
-    }
-
     /// The plan of this kernel's work among `plans`, made by the first call of a stream. A captured graph's
     /// calls plan their own work, of the lengths that there are when it is replayed.
     fn shared_plan(

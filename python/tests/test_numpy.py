@@ -1,6 +1,5 @@
 """The functions on numpy arrays, against the definition in f64."""
 
-import json
 import os
 import threading
 import time
@@ -309,95 +308,6 @@ def test_threads_compute_beside_each_other():
     for thread in threads:
         thread.join()
     assert all((out == want).all() for out in got)
-
-
-def test_problems_are_plain_dicts():
-    problem = fa_attn.problem(2, 4096, heads=32, heads_kv=8, head_dim=128, causal=True, window_size=(127, 0))
-    assert problem["mask"] == {"left": 127, "right": 0} and problem["heads_kv"] == 8
-    json.dumps(problem)
-    with pytest.raises(fa_attn.InputError, match="multiple"):
-        fa_attn.problem(1, 8, heads=3, heads_kv=2)
-    with pytest.raises(fa_attn.InputError, match="seqlen is missing"):
-        fa_attn.problem(1)
-
-
-def test_plans_are_those_of_the_command_line():
-    problem = fa_attn.problem(2, 4096, heads=32, heads_kv=8, head_dim=128, causal=True)
-    found = fa_attn.plan(problem, mode="both", limit=3)
-    assert found["arch"] == "sm90" and found["problem"] == problem
-    for name in ("forward", "backward"):
-        of_pass = found[name]
-        assert of_pass["tried"] >= of_pass["fit"] > 3 and len(of_pass["plans"]) == 3
-        seconds = [plan["cost"]["seconds"] for plan in of_pass["plans"]]
-        assert seconds == sorted(seconds) and seconds[0] > 0
-        assert all(limit["count"] > 0 and limit["nearest"] for limit in of_pass["rejected"])
-    why = fa_attn.explain(problem, "tile_n=192")["forward"]
-    assert why["rejected"] and why["query"] == "tile_n=192"
-    decode = fa_attn.problem(8, seqlen_q=1, seqlen_k=8192, heads=32, heads_kv=8, head_dim=128)
-    assert fa_attn.plan(decode, limit=1)["forward"]["plans"][0]["cost"]["splits"] > 1
-    assert fa_attn.plan(problem, arch="sm80")["forward"]["fit"] > 0
-    assert "no_kernel" in fa_attn.plan(problem, arch="sm100")
-    with pytest.raises(fa_attn.InputError, match="sm91"):
-        fa_attn.plan(problem, arch="sm91")
-    with pytest.raises(fa_attn.InputError, match="field"):
-        fa_attn.explain(problem, "tile=192")
-    with pytest.raises(fa_attn.UnsupportedError, match="f16 or bf16"):
-        fa_attn.plan({**problem, "dtype": "f32"})
-    with pytest.raises(fa_attn.InputError, match="mode"):
-        fa_attn.plan(problem, mode="forward")
-
-
-def test_kernels_are_bound_once():
-    problem = fa_attn.problem(1, 40, heads=4, heads_kv=2, head_dim=32, dtype="f32", causal=True, sinks=True)
-    kernels = fa_attn.Kernels(problem)
-    assert kernels.report["forward"]["backend"] == "cpu" and kernels.report["backward"]["threads"] >= 1
-    q, k, v, dout, sinks = arrays(12, (1, 40, 4, 32), (1, 40, 2, 32), (1, 40, 2, 32), (1, 40, 4, 32), (4,))
-    out, lse = kernels.forward(q, k, v, sinks=sinks)
-    *grads, dsinks = kernels.backward(dout, q, k, v, out, lse, sinks=sinks)
-    want, want_lse, _ = reference.attention(q[0], k[0], v[0], causal=True, sinks=sinks)
-    close(out[0], want)
-    close(lse[0], want_lse)
-    *wanted, of_sinks = reference.gradients(dout[0], q[0], k[0], v[0], causal=True, sinks=sinks)
-    for got, grad in zip(grads, wanted):
-        close(got[0], grad, factor=8)
-    close(dsinks, of_sinks, factor=8)
-    with pytest.raises(fa_attn.InputError, match="bound are"):
-        kernels.forward(q[:, :20], k, v, sinks=sinks)
-    with pytest.raises(fa_attn.InputError, match="device"):
-        fa_attn.Kernels(problem, "gpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (dict(on="yes"), "on is 'yes'"),
-        (dict(on=2), "on is 2"),
-        (dict(candidates=1), "candidates is 1"),
-        (dict(candidates=-3), "candidates is -3"),
-        (dict(candidates=2.5), "candidates is 2.5"),
-        (dict(candidates=1 << 70), "candidates is 118"),
-        (dict(budget=0), "budget is 0.0 s"),
-        (dict(budget=-1.0), "budget is -1.0 s"),
-        (dict(budget=float("nan")), "budget is nan s"),
-        (dict(budget=float("inf")), "budget is inf s"),
-        (dict(budget=10**400), "budget is 1"),
-        (dict(budget="long"), "budget is 'long'"),
-        (dict(on=False, candidates=0), "candidates is 0"),
-    ],
-)
-def test_tuning_refuses_numbers_that_tune_nothing(options, named):
-    with pytest.raises(fa_attn.InputError, match="must be") as raised:
-        fa_attn.tuning(**options)
-    assert named in str(raised.value)
-
-
-def test_tuning_has_nothing_to_measure_without_a_gpu():
-    fa_attn.tuning(False)
-    assert fa_attn.finish_tuning() == []
-    if os.path.exists("/dev/nvidiactl"):
-        pytest.skip("there is a GPU")
-    with pytest.raises(fa_attn.DeviceError, match="nothing to tune"):
-        fa_attn.tuning()
 
 
 Q = np.ones((1, 4, 2, 8), np.float32)

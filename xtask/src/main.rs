@@ -39,6 +39,9 @@ enum Task {
 }
 
 fn main() -> ExitCode {
+    if let Some(cargo) = std::env::var_os(python::CARGO_BEHIND) {
+        return python::stand_for_cargo(&cargo);
+    }
     let done = match Task::parse() {
         Task::Build(args) => build::run(&args),
         Task::Candle(args) => candle::run(&args),

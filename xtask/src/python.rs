@@ -1,8 +1,9 @@
 //! `cargo xtask python`: the Python package built as a wheel, installed in an environment of its own and
 //! tested with numpy on the CPU.
 
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -90,6 +91,8 @@ fn build(tools: &Path, wheels: &Path, release: bool) -> Result<PathBuf> {
     } else {
         // The profile of the tests, whose crates are built already.
         maturin.args(["--profile", "dev", "--strip", "false"]);
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        maturin.env(CARGO_BEHIND, cargo).env("CARGO", std::env::current_exe()?);
     }
     maturin.current_dir(workspace::root());
     finish(&mut maturin, "the wheel is not built")?;
@@ -102,6 +105,44 @@ fn build(tools: &Path, wheels: &Path, release: bool) -> Result<PathBuf> {
         _ => bail!("{} holds {} files instead of one wheel", wheels.display(), found.len()),
     }
 }
+
+/// Where this is set, xtask stands for cargo, which is the variable's value: see [`stand_for_cargo`].
+pub const CARGO_BEHIND: &str = "FA_XTASK_CARGO";
+
+/// Runs cargo with the arguments that xtask was called with, by maturin. What builds the library alone builds
+/// it as a part of the workspace: what the other members ask of the crates below counts, and these are there
+/// from the tests' build. Alone, cargo builds 46 of them once more.
+pub fn stand_for_cargo(cargo: &OsStr) -> ExitCode {
+    let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let mut command = Command::new(cargo);
+    command.args(in_workspace(&arguments).unwrap_or(arguments)).env("CARGO", cargo).env_remove(CARGO_BEHIND);
+    match command.status() {
+        Ok(status) => ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)),
+        Err(error) => {
+            eprintln!("error: {} does not start: {error}", Path::new(cargo).display());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Of `cargo rustc` for a package's library, the arguments of `cargo build` for the workspace's libraries;
+/// `None` of anything else, and where the compiler is given flags of its own. A test among the targets makes
+/// cargo count what tests ask of the crates.
+fn in_workspace(arguments: &[OsString]) -> Option<Vec<OsString>> {
+    let (first, rest) = arguments.split_first()?;
+    if first != "rustc" || rest.iter().any(|argument| argument == "--") {
+        return None;
+    }
+    let at = rest.iter().position(|argument| argument == "--manifest-path")?;
+    let mut wanted = ["build", "--workspace", "--test", "search"].map(OsString::from).to_vec();
+    wanted.extend_from_slice(rest);
+    let manifest = wanted.len() - rest.len() + at + 1;
+    *wanted.get_mut(manifest)? = workspace::root().join("Cargo.toml").into();
+    Some(wanted)
+}
+
+/// Files of tests that need numpy alone.
+const FILES: [&str; 3] = ["test_numpy.py", "test_numpy_serving.py", "test_planning.py"];
 
 /// Installs the wheel in a fresh environment and runs its tests there.
 fn test(folder: &Path, wheel: &Path) -> Result<()> {
@@ -119,8 +160,33 @@ fn test(folder: &Path, wheel: &Path) -> Result<()> {
     let file = wheel.to_str().context("the target folder's path is not UTF-8")?;
     install(&["--no-deps", "--no-index", "--upgrade"], &site, &[file])?;
     let mut pytest = Command::new(program);
-    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_numpy.py", "test_numpy_serving.py"]);
+    pytest.args(["-m", "pytest", "-q", "-p", "no:cacheprovider"]).args(FILES);
     pytest.current_dir(workspace::root().join("python/tests")).env("PYTHONPATH", folder.join("tools"));
     pytest.env("PYTHONDONTWRITEBYTECODE", "1");
     finish(&mut pytest, "the package's tests")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(line: &str) -> Vec<OsString> {
+        line.split_whitespace().map(Into::into).collect()
+    }
+
+    #[test]
+    fn a_library_is_built_as_a_part_of_the_workspace() {
+        let asked = "rustc --quiet --profile dev --locked --manifest-path /a/python/Cargo.toml --lib";
+        let all = workspace::root().join("Cargo.toml");
+        let built = format!(
+            "build --workspace --test search --quiet --profile dev --locked --manifest-path {} --lib",
+            all.display()
+        );
+        assert_eq!(in_workspace(&arguments(asked)), Some(arguments(&built)));
+        for other in ["", "metadata --manifest-path /a/Cargo.toml", "rustc --lib", "rustc --manifest-path"] {
+            assert_eq!(in_workspace(&arguments(other)), None, "{other}");
+        }
+        let linked = format!("{asked} -- -C link-arg=-undefined");
+        assert_eq!(in_workspace(&arguments(&linked)), None);
+    }
 }

@@ -4,8 +4,9 @@
 use std::sync::Arc;
 
 use fa_attn::device::{DeviceBackward, DeviceForward, DeviceGradients, DeviceTensor, Gpu, Half};
-use fa_core::{Dtype, Lengths, Problem, Strides, TensorLayout, Types};
-use fa_cpu::{compare, reference};
+use fa_core::{Dtype, Lengths, Problem, ScoreMod, Strides, TensorLayout, Types};
+use fa_cpu::check::lse_len;
+use fa_cpu::{Extras, compare, reference};
 use fa_kernels::cudarc::driver::CudaStream;
 use fa_kernels::{Backward, Error, RawBackwardArgs, RawTensor};
 use half::{bf16, f16};
@@ -42,12 +43,16 @@ impl<T: Half> Tensors<T> {
 }
 
 pub fn verify<T: Half>(case: &Case, results: &DeviceGradients<T>) {
+    verify_with(case, results, &Extras::NONE);
+}
+
+fn verify_with<T: Half>(case: &Case, results: &DeviceGradients<T>, extras: &Extras<'_>) {
     let host = [0, 1, 2, 3].map(|i| case.values::<T>(i));
     let [q, k, v, dout] =
         [(0, "q"), (1, "k"), (2, "v"), (3, "dout")].map(|(i, name)| case.view(name, host[i].as_slice(), i));
     let problem = &case.problem;
-    let exact = reference::backward(problem, &q, &k, &v, &dout).unwrap();
-    let low = reference::low_precision::backward(problem, &q, &k, &v, &dout).unwrap();
+    let exact = reference::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
+    let low = reference::low_precision::backward_extras(problem, extras, &q, &k, &v, &dout).unwrap();
     let expected = [(exact.dq, low.dq), (exact.dk, low.dk), (exact.dv, low.dv)];
     for (i, (found, (exact, low))) in results.values.iter().zip(expected).enumerate() {
         let found = compare::compare(case.shapes()[i], problem.types.qkv, found, &exact, Some(&low)).unwrap();
@@ -61,6 +66,24 @@ fn check<T: Half>(gpu: &Gpu, case: Case, deterministic: bool) {
     let mut tensors = Tensors::<T>::new(&case, gpu, &backward, &gpu.stream);
     tensors.run(&backward, &gpu.stream).unwrap_or_else(|error| panic!("{case:?}: {error}"));
     verify(&case, &tensors.results(&gpu.stream));
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn a_gradient_of_the_lse_joins_that_of_the_output() {
+    let gpu = gpu();
+    for problem in [BASE, GQA, Problem { score: ScoreMod::softcap(5.0), ..BASE }] {
+        for deterministic in [false, true] {
+            let case = Case { problem, layout: TensorLayout::Bshd, pad: 0 };
+            let backward = gpu.backward(&problem, deterministic, None).unwrap();
+            let mut tensors = Tensors::<bf16>::new(&case, &gpu, &backward, &gpu.stream);
+            let dlse: Vec<f32> = (0..lse_len(&problem)).map(|row| (row % 13) as f32 / 4.0 - 1.5).collect();
+            tensors.forward.extras.dlse = Some(gpu.stream.clone_htod(&dlse).unwrap());
+            tensors.run(&backward, &gpu.stream).unwrap();
+            let extras = Extras { dlse: Some(&dlse), ..Extras::NONE };
+            verify_with(&case, &tensors.results(&gpu.stream), &extras);
+        }
+    }
 }
 
 #[test]

@@ -36,7 +36,12 @@ const FAULTS: &[Fault] = &[
     (
         "keys behind the last page are looked up",
         PAGED,
-        ["attn/paged_keys.cuh", "int page_of(", " || key >= keys) return -1;", ") return -1;"],
+        [
+            "attn/paged_keys.cuh",
+            "int entry_of(",
+            "min(n_block * TileN + row(), keys - 1)",
+            "n_block * TileN + row()",
+        ],
         &["page faults"],
     ),
     (
