@@ -18,6 +18,10 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
+/// Bytes per clock that an SM adds to the f32 accumulators of dK and dV, which other CTAs add to as well
+/// (NB-086).
+const PART_BYTES: f64 = 10.0;
+
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
     problem: &Problem,
@@ -63,7 +67,7 @@ pub(crate) fn predict(
     let split = Split::choose(problem, spec, arch, limits.sms);
     let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
     // The products hide the test of a mask.
-    let added = split.added / c.atomic_bytes;
+    let added = split.added / PART_BYTES;
     let length = |class: &TileClass| c.block + added + class.steps * step;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,

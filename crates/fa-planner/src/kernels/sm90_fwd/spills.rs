@@ -46,7 +46,7 @@ const REFUSED: &[Refused] = &[
     refused(2, true, true, (128, 64), &[176, 192, 224, 240], &[176, 192, 208, 224, 240]),
     refused(2, true, true, (64, 128), &[144, 192], &[160, 192]),
     refused(2, true, true, (192, 192), &[], &[112]),
-    refused(3, true, true, (64, 64), &[], &[96, 112]),
+    refused(3, true, true, (64, 64), &[112], &[96, 112]),
     refused(3, true, true, (128, 64), &[], &[96, 112]),
     refused(3, true, true, (64, 128), &[], &[80]),
     refused(3, false, true, (64, 64), &[192], &[160, 192]),
