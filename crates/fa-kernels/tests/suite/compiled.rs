@@ -199,7 +199,12 @@ fn the_lists_name_shipped_specs_and_first_choices_and_their_architectures() {
         let held = list.held().unwrap_or_else(|| panic!("{} is not there", list.path));
         for (name, own) in &held.kernels {
             let kernel = kernels.iter().find(|kernel| kernel.name == *name);
-            let kernel = kernel.unwrap_or_else(|| panic!("{} names {name}: none of {}", list.path, list.of));
+            let Some(kernel) = kernel else {
+                // The same run drops from the list what is no longer chosen.
+                let renewed = std::env::var_os(ALL_ARCHS).is_some();
+                assert!(renewed, "{} names {name}: none of {}", list.path, list.of);
+                continue;
+            };
             assert_eq!(own.code.len(), 64, "{name}");
             for arch in own.registers.keys() {
                 assert!(kernel.shipped.archs.contains(arch), "{}: {name} is not for {arch}", list.path);
