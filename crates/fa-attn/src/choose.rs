@@ -80,7 +80,7 @@ impl Memory {
     fn keep(&self, path: &Path, gpu: &str, entry: TunedEntry) -> Result<(), Error> {
         let kept = lock(&self.tables).get_or_insert_with(Tables::read).keep(path, gpu, entry);
         // What was chosen before is chosen again, by the table.
-        self.choices().chosen.clear();
+        self.choices().forget_chosen();
         self.winners.fetch_add(1, Ordering::Release);
         kept
     }
@@ -99,9 +99,9 @@ impl Chooser {
         bind: impl Fn(&KernelSpec) -> Result<P, fa_kernels::Error>,
     ) -> Result<P, Error> {
         let key = key(problem, family, pass);
-        let (remembered, is_preferred) = {
+        let (remembered, is_preferred, age) = {
             let choices = self.memory.choices();
-            (choices.get(&key).cloned(), choices.preferred.contains_key(&key))
+            (choices.get(&key).cloned(), choices.preferred.contains_key(&key), choices.age)
         };
         let native = Family::native(kernels.arch());
         let wanted = family.unwrap_or(native);
@@ -127,7 +127,7 @@ impl Chooser {
                 planned_or_ahead((problem, kernels.arch(), pass), &families, ahead, &bind)?
             }
         };
-        self.memory.choices().remember(key, spec.clone());
+        self.memory.choices().remember(age, key, spec.clone());
         self.offer(kernels, problem, (wanted, pass), &spec, is_capturing);
         Ok(bound)
     }
@@ -179,7 +179,7 @@ impl Chooser {
     ) -> Result<(), Error> {
         let gpu = seat.name()?;
         *lock(&self.memory.tables) = Some(Tables::with_own(&path)?);
-        self.memory.choices().chosen.clear();
+        self.memory.choices().forget_chosen();
         let keeper = Keeper { memory: self.memory.clone(), path, gpu, budget };
         let tuner = Tuner::start(move |job, stop| keeper.outcome(job, measure(job, stop)))?;
         self.replace(Some(Arc::new(tuner)));
@@ -397,6 +397,8 @@ fn key(problem: &Problem, family: Option<Family>, pass: Pass) -> String {
 struct Choices {
     preferred: HashMap<String, KernelSpec>,
     chosen: HashMap<String, KernelSpec>,
+    /// How often what was chosen has been forgotten.
+    age: u64,
 }
 
 impl Choices {
@@ -406,12 +408,21 @@ impl Choices {
     }
 
     /// Keeps `spec`, which may be forgotten: it is chosen again at the cost of planning, a quarter of a
-    /// millisecond.
-    fn remember(&mut self, key: String, spec: KernelSpec) {
+    /// millisecond. Not where choices were forgotten since it was looked for at `age`: it may be one of them.
+    fn remember(&mut self, age: u64, key: String, spec: KernelSpec) {
+        if age != self.age {
+            return;
+        }
         if self.chosen.len() >= REMEMBERED {
             self.chosen.clear();
         }
         self.chosen.insert(key, spec);
+    }
+
+    /// Forgets what was chosen, since tables say otherwise now.
+    fn forget_chosen(&mut self) {
+        self.chosen.clear();
+        self.age += 1;
     }
 
     /// Keeps `spec` for good.

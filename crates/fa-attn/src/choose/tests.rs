@@ -49,7 +49,7 @@ fn a_winner_is_remembered_and_read_back_and_damage_is_left_alone() {
     let (family, pass) = (Family::Sm90, Pass::Forward);
     let job = Job { problem, pass, family, bound: plans[0].spec.clone() };
     let tried = |index: usize, ms: f64| Tried { spec: plans[index].spec.clone(), ms: Some(ms), error: None };
-    memory.choices().remember("a".to_owned(), plans[0].spec.clone());
+    memory.choices().remember(0, "a".to_owned(), plans[0].spec.clone());
 
     let outcome = keeper.outcome(&job, Ok(vec![tried(0, 1.0), tried(5, 0.8), tried(9, 0.9)]));
     assert!(outcome.error.is_none() && outcome.winner.as_ref() == Some(&plans[5].spec), "{outcome:?}");
@@ -78,10 +78,10 @@ fn what_is_preferred_stays_and_what_is_chosen_takes_bounded_room() {
     let mut plans = plan(&problem, Arch::Sm80, &PlanOptions::default()).expect("there are plans");
     let (first, second) = (plans.swap_remove(0).spec, plans.swap_remove(0).spec);
     let mut choices = Choices::default();
-    choices.remember("a".to_owned(), first.clone());
+    choices.remember(0, "a".to_owned(), first.clone());
     choices.prefer("a".to_owned(), second.clone());
     for i in 0..2 * REMEMBERED {
-        choices.remember(i.to_string(), first.clone());
+        choices.remember(0, i.to_string(), first.clone());
         assert_eq!(choices.get(&i.to_string()), Some(&first));
         assert!(choices.chosen.len() <= REMEMBERED);
     }
@@ -131,6 +131,26 @@ fn tuning(path: &std::path::Path) -> Chooser {
     let budget = Duration::from_secs(60);
     chooser.tune_by(&Fake, budget, path.to_owned(), |job, _| timed(job, 4)).expect("a thread");
     chooser
+}
+
+#[test]
+fn a_winner_that_comes_while_a_kernel_is_bound_is_used_from_the_next_bind_on() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("tuned.ron");
+    let chooser = Chooser::default();
+    *lock(&chooser.memory.tables) = Some(Tables::with_own(&path).expect("none is empty"));
+    let (gpu, budget) = ("GPU".to_owned(), Duration::from_secs(1));
+    let keeper = Keeper { memory: chooser.memory.clone(), path, gpu, budget };
+    // Another thread's call was measured meanwhile.
+    let bind_slowly = |spec: &KernelSpec| {
+        let job = Job { problem: PROBLEM, pass: Pass::Forward, family: Family::Sm90, bound: spec.clone() };
+        let outcome = keeper.outcome(&job, timed(&job, 4));
+        Ok((spec.clone(), outcome.winner.expect("a winner")))
+    };
+    let (bound, winner) =
+        chooser.choose(&Fake, &PROBLEM, None, Pass::Forward, || false, bind_slowly).expect("bound");
+    assert_ne!(bound, winner);
+    assert_eq!(bind(&chooser, &PROBLEM, None).expect("bound"), winner);
 }
 
 #[test]
