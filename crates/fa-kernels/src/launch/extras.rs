@@ -5,7 +5,8 @@ use fa_core::lengths::SideRows;
 use fa_core::{Lengths, Problem};
 
 use crate::Error;
-use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, MutU32Ptr, VarlenParams};
+use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
+use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
 
 /// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
