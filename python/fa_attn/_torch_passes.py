@@ -15,11 +15,8 @@ _empty = torch.empty
 
 def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None):
     out, lse = fresh(q, v, extras)
-    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q))
-    if plans is None:
-        _core.forward(q, k, v, out, lse, *options)
-    else:
-        _core.forward(q, k, v, out, lse, *options, None, plans)
+    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), None, plans)
+    _core.forward(q, k, v, out, lse, *options)
     return out, lse
 
 
@@ -53,7 +50,8 @@ def run_backward(
         extras,
         stream_of(q),
         allocator_of(q),
-        *(() if dlse is None else (None, dlse)),
+        None,
+        dlse,
     )
     return dsinks
 

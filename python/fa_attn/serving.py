@@ -173,10 +173,7 @@ def flash_attn_with_kvcache(
         )
         rows = 0 if starts is None else k_cache.shape[0]
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
-    if plans is None:
-        out, lse = face.attention(q, k_cache, v_cache, *options, extras)
-    else:
-        out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans)
+    out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans)
     return (out, lse) if wants_lse else out
 
 
