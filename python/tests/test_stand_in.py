@@ -35,13 +35,14 @@ def by_their_names(function, **values):
     return function(**{name: value for name, value in values.items() if name in names})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_parts_of_the_keys_forward_and_backward(causal):
+def test_parts_of_the_keys_forward_and_backward(causal, dtype):
     """Two steps of a ring: the second half of the queries sees the first half of the keys in full and its own
     half causally; the gradient of each part from out and LSE of the whole."""
     from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
 
-    q, k, v = tensors("cpu", torch.float32, (2, 16, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32))
+    q, k, v = tensors("cpu", dtype, (2, 16, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32))
     halves = [(k[:, :16], v[:, :16], False), (k[:, 16:], v[:, 16:], causal)]
     options = dict(dropout_p=0, softmax_scale=0.2, window_size_left=-1, window_size_right=-1, softcap=0.0)
     options.update(alibi_slopes=None, return_softmax=False)
@@ -52,21 +53,21 @@ def test_parts_of_the_keys_forward_and_backward(causal):
     assert all(len(part) == 4 and not part[0].requires_grad for part in parts)
     out, lse = fa_attn.merge([part[0] for part in parts], [part[1] for part in parts])
     want, want_lse = definition(q, k, v, causal=causal, scale=0.2, return_lse=True)
-    close(out, want, torch.float32)
-    close(lse, want_lse, torch.float32)
+    close(out, want, dtype)
+    close(lse, want_lse, dtype)
     dout = torch.randn_like(out)
-    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
     for place, (k_part, v_part, mask) in enumerate(halves):
         room = torch.full_like(q, float("nan"))
         at = slice(16 * place, 16 * place + 16)
         given = dict(dout=dout, q=q, k=k_part, v=v_part, out=out, softmax_lse=lse, dq=room)
         given.update(dk=dk[:, at], dv=dv[:, at], causal=mask, deterministic=False, **options)
         delta = by_their_names(_flash_attn_backward, **given)
-        close(delta, (out * dout).sum(-1).transpose(1, 2), torch.float32, factor=10)
+        close(delta, (out.float() * dout.float()).sum(-1).transpose(1, 2), dtype, factor=10)
         dq = dq + room
     wanted = torch.autograd.grad(want, (q, k, v), dout.double())
     for have, need in zip((dq, dk, dv), wanted):
-        close(have, need, torch.float32, factor=10)
+        close(have, need, dtype, factor=10)
 
 
 def test_packed_parts_forward_and_backward():
