@@ -13,8 +13,8 @@ fn exact<T: Element>(values: &[T]) -> Vec<f64> {
     values.iter().map(|value| value.to_f64()).collect()
 }
 
-/// dQ of the parts adds up to that of the whole, dK and dV are those of the whole. Each part has few keys, where
-/// a 16-bit O's rounding is avoided, and a part's probabilities do not sum to 1.
+/// dQ of the parts adds up to that of the whole, dK and dV are those of the whole. Each part has few keys,
+/// where a 16-bit O's rounding is avoided, and a part's probabilities do not sum to 1.
 fn parts_add_up<T: Element>(dtype: Dtype, tolerance: f64) {
     let whole = Problem {
         lengths: Lengths::uniform(1, 9, 40),
