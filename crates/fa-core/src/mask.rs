@@ -332,7 +332,9 @@ mod tests {
 
     #[test]
     fn pairs_of_impossible_lengths_are_many_and_no_panic() {
-        for (left, right) in [(None, None), (None, Some(0)), (Some(u32::MAX), Some(u32::MAX)), (Some(0), None)] {
+        for (left, right) in
+            [(None, None), (None, Some(0)), (Some(u32::MAX), Some(u32::MAX)), (Some(0), None)]
+        {
             let mask = Mask { left, right };
             for (sq, sk) in [(usize::MAX, usize::MAX), (usize::MAX, 1), (1, usize::MAX), (1 << 63, 1 << 62)] {
                 assert!(mask.pairs(sq, sk) <= 1 << 124, "{mask} {sq} {sk}");

@@ -195,7 +195,8 @@ mod tests {
             Err(CpuError::Overlap { tensor: "out", .. })
         ));
         // Reaches whose sum is above i128.
-        let (all, far) = ([usize::MAX; 4], Strides { batch: i64::MAX, seq: i64::MAX, head: i64::MAX, dim: 1 });
+        let (all, far) =
+            ([usize::MAX; 4], Strides { batch: i64::MAX, seq: i64::MAX, head: i64::MAX, dim: 1 });
         let is_refused = |error: CpuError| matches!(error, CpuError::OutOfBounds { tensor: "q", .. });
         assert!(is_refused(TensorRef::new("q", &data, all, far).unwrap_err()));
         let near = Strides { batch: i64::MIN, seq: i64::MIN, head: i64::MIN, dim: 1 };
