@@ -86,6 +86,7 @@ struct Planner {
     const ShapeParams& shape;
     const VarlenParams& varlen;
     const PlanParams& params;
+    int tile_queries;
 
     // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
     // each sequence, numbered in this order. Whole warps call it; the tiles of lanes that are not valid do
@@ -144,15 +145,14 @@ struct Planner {
     }
 
     __device__ __forceinline__ int m_blocks(const Seqlen<true>& seqlen) const {
-        return ceil_div(Rows<R.pack_gqa>(shape).count(seqlen), R.tile_m);
+        return ceil_div(seqlen.q(), tile_queries);
     }
 
     // Tiles of keys that a tile of queries visits.
     __device__ __forceinline__ int key_tiles(const Seqlen<true>& seqlen, int block) const {
-        const Rows<R.pack_gqa> rows(shape);
-        const int first = block * R.tile_m, last = min(first + R.tile_m, rows.count(seqlen)) - 1;
-        const auto range = key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, rows.query(first),
-                                                rows.query(last));
+        const QueryEnds queries(seqlen, block, tile_queries);
+        const auto range =
+            key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, queries.first, queries.last);
         return max(range.end - range.begin, 0);
     }
 
@@ -289,7 +289,8 @@ struct Planner {
 template <PlanRules R>
 __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
-    const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
+    const Planner<R> planner{smem, params.shape, params.varlen, params.plan,
+                             tile_queries<R.pack_gqa, R.tile_m>(params)};
     if constexpr (R.split) {
         planner.list_items(params.split.splits);
     } else {
@@ -302,7 +303,7 @@ __device__ __forceinline__ void plan_forward(const FwdParams& params) {
 template <PlanRules R, bool LastFirst>
 __device__ __forceinline__ void plan_backward(const BwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
-    const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
+    const Planner<R> planner{smem, params.shape, params.varlen, params.plan, R.tile_m};
     planner.list_m_tiles();
     planner.template list_n_tiles<LastFirst>();
 }

@@ -52,6 +52,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
             smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
         mbarrier_init_fence();
     }
+    if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
     } else {
