@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn tiles_are_bounded_by_rows_and_by_sequences() {
-        let tiles = |side: Side, sequences, group, tile| {
+        let tiles = |side: Side, sequences, group: u32, tile: u32| {
             Lengths::of(sequences, side, Side::padded(1)).most_tiles_q(tile / group)
         };
         assert_eq!(tiles(Side::padded(300), 3, 1, 128), 9);

@@ -22,7 +22,7 @@ template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void load_pages(SharedStorage<C>& smem, const FwdParams& params,
                                            const TensorMap& map_q, const TensorMap& map, int member) {
     if constexpr (C.gather) {
-        gather_pages<C, Values>(smem, params, map_q, member);
+        gather_pages<C, Values>(smem, params, map_q, map, member);
     } else {
         produce_pages<C, Values>(smem, params, map_q, map, member);
     }

@@ -273,7 +273,7 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
 }
 
 /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them. Of
-/// rows that threads copy the maps are not used.
+/// rows that threads copy, half a tile's: boxes load those that follow one another.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (tile_m, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
@@ -285,7 +285,7 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
     // CTAs of a cluster load an equal share of each K and V tile.
     let mut share = tile_n / traits.cluster;
     if let Some(page) = problem.lengths.page() {
-        share = page_part(page, tile_n) as u32;
+        share = if spec.gathers_pages() { tile_n / 2 } else { page_part(page, tile_n) as u32 };
     }
     let is_ragged = spec.reads.varied;
     vec![

@@ -43,7 +43,12 @@ enum Rows {
     PackedUsed,
     /// In pages of so many.
     Paged(usize),
+    /// The same, with [`RUN`] keys of each draw in pages that follow one another.
+    Runs(usize),
 }
+
+/// Keys in pages that follow one another in a cache: tiles in one piece, in two, and neither.
+const RUN: usize = 320;
 
 /// Rows of a room beyond those that are used.
 const ROOM: usize = 3;
@@ -116,16 +121,20 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
         let own = case_of(group, "", problem, batch.sequences(spec, turn as u64));
         Case { arrangement, ..own }
     };
-    batches.iter().chain(&groups).enumerate().map(of_batch).collect()
+    // Only pages lie in an order.
+    let runs = Batch { k: Rows::Runs(1), ..plain(LENGTHS.to_vec(), (2, 1), Rows::Packed, 1, 5) };
+    let runs = spec.reads.paged.then_some(runs);
+    batches.iter().chain(&groups).chain(&runs).enumerate().map(of_batch).collect()
 }
 
 impl Batch {
     fn sequences(&self, spec: &KernelSpec, seed: u64) -> Sequences {
         let (of_q, of_k): (Vec<usize>, Vec<usize>) = self.lengths.iter().copied().unzip();
-        let keys = match spec.reads.paged {
-            true if loads_pages(spec, self.page) => Rows::Paged(self.page),
-            true => Rows::Paged(8 * self.page),
-            false => self.k,
+        let page = if loads_pages(spec, self.page) { self.page } else { 8 * self.page };
+        let keys = match (spec.reads.paged, self.k) {
+            (true, Rows::Runs(_)) => Rows::Runs(page),
+            (true, _) => Rows::Paged(page),
+            (false, _) => self.k,
         };
         Sequences { q: self.side(&of_q, self.q, seed), k: self.side(&of_k, keys, seed) }
     }
@@ -138,6 +147,10 @@ impl Batch {
             Rows::Packed => Ragged::packed(lens, self.slack).bounded(max),
             Rows::PackedUsed => Ragged::packed_in(lens, &slots(), self.slack).bounded(max + ROOM),
             Rows::Paged(page) => Ragged::paged(lens, page, 2, &mut Random::new(seed + 1)).bounded(max),
+            Rows::Runs(page) => {
+                let random = &mut Random::new(seed + 1);
+                Ragged::paged_in_runs(lens, page, RUN / page, 2, random).bounded(max)
+            }
         }
     }
 }
