@@ -309,9 +309,7 @@ pub fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
     }
     let problem = view.problem();
     let (packs, queries) = match best.shape {
-        Shape::Kernel(spec) => {
-            (spec.traits().packs_gqa, spec.traits().tile_queries(problem.group_size()))
-        }
+        Shape::Kernel(spec) => (spec.traits().packs_gqa, spec.traits().tile_queries(problem.group_size())),
         Shape::Sm100(_) => (false, best.tile_m as usize),
     };
     let rows = problem.lengths.mean_q() * if packs { problem.group_size() } else { 1 };

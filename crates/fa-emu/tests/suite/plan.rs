@@ -14,14 +14,21 @@ fn more_sequences_than_threads_of_the_plan_are_listed() {
     // Nearly all are empty: they cost the plan a turn and the kernel nothing.
     let few = [(0, (70, 70)), (3, (1, 300)), (1023, (5, 5)), (1024, (150, 90)), (1099, (2, 40))];
     // A tile each, of which the plan keeps the first 9,216.
-    let many = [(0, (7, 70)), (5000, (1, 300)), (9215, (5, 5)), (9216, (50, 290)), (9217, (1, 1)), (9299, (2, 40))];
+    let many =
+        [(0, (7, 70)), (5000, (1, 300)), (9215, (5, 5)), (9216, (50, 290)), (9217, (1, 1)), (9299, (2, 40))];
     let batch_of = |count, some: &[(usize, (usize, usize))]| {
         let mut sequences = vec![(0, 0); count];
         some.iter().for_each(|&(at, sequence)| sequences[at] = sequence);
         Batch { sequences, q: Lie::Packed, k: Lie::Packed, slack: 3 }
     };
     let batches = [batch_of(1100, &few), batch_of(9300, &many)];
-    let kinds = [("sm90_fwd", false, 0), ("sm90_fwd", true, 0), ("sm80_bwd", false, 0), ("sm90_fwd", false, 1), ("sm90_fwd", true, 1)];
+    let kinds = [
+        ("sm90_fwd", false, 0),
+        ("sm90_fwd", true, 0),
+        ("sm80_bwd", false, 0),
+        ("sm90_fwd", false, 1),
+        ("sm90_fwd", true, 1),
+    ];
     for (kernel, split, number) in kinds {
         let batch = &batches[number];
         let mut spec = spec(kernel, &[]);

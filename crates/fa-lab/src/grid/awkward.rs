@@ -22,7 +22,8 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
 
 /// For kernels that pack heads: groups that leave rows of a tile of 64 idle, with fewer queries than a tile
 /// has and more.
-const GROUPS: [(usize, usize, usize, usize); 4] = [(1, 130, 10, 2), (4, 77, 3, 1), (16, 150, 7, 1), (20, 40, 12, 1)];
+const GROUPS: [(usize, usize, usize, usize); 4] =
+    [(1, 130, 10, 2), (4, 77, 3, 1), (16, 150, 7, 1), (20, 40, 12, 1)];
 
 /// For kernels whose CTAs share a row's keys: few queries, many keys.
 const DECODES: [(usize, usize, usize, usize); 2] = [(1, 700, 4, 1), (5, 1030, 2, 2)];

@@ -95,7 +95,13 @@ impl Ragged {
     }
 
     /// The same with `run` pages of each draw one behind another, as allocators give them.
-    pub fn paged_in_runs(lens: &[usize], page: usize, run: usize, spare: usize, random: &mut Random) -> Ragged {
+    pub fn paged_in_runs(
+        lens: &[usize],
+        page: usize,
+        run: usize,
+        spare: usize,
+        random: &mut Random,
+    ) -> Ragged {
         let needed: usize = lens.iter().map(|len| len.div_ceil(page)).sum();
         let max = lens.iter().copied().max().unwrap_or(0);
         let rows = Ragged { starts: starts(lens), max, used: true, store: Store::Padded { len: max } };
