@@ -150,8 +150,8 @@ fn a_window_reads_what_it_sees() {
     assert_eq!(spec.tile().0, 64, "{spec}");
 }
 
-/// A group of any number of heads is packed, into the narrowest tile that holds it, and K and V are read once:
-/// 5 (Qwen2.5 14B and 32B), 7 (7B), 71 (Falcon 7B) as 4 and 8.
+/// A group of any number of heads is packed, into the narrowest tile that holds it, and K and V are read
+/// once: 5 (Qwen2.5 14B and 32B), 7 (7B), 71 (Falcon 7B) as 4 and 8.
 #[test]
 fn groups_of_any_number_are_packed() {
     for group in [2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 48, 71, 128] {

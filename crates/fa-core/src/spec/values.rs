@@ -121,8 +121,8 @@ pub struct Traits {
 }
 
 impl Traits {
-    /// Queries of a tile, with `group` query heads per K/V head: one for each of its rows, or with packed heads
-    /// as many as it has room for with all heads of a group. 0 where it has room for none.
+    /// Queries of a tile, with `group` query heads per K/V head: one for each of its rows, or with packed
+    /// heads as many as it has room for with all heads of a group. 0 where it has room for none.
     pub const fn tile_queries(&self, group: usize) -> usize {
         let rows = self.tile.0 as usize;
         match (self.packs_gqa, group) {

@@ -3,8 +3,8 @@
 //
 // A thread has every 1024th sequence and keeps what it has found out about it in shared memory. Where tiles
 // are more than sequences and every one is looked at, sequences are taken 1024 at a time, and a scan of their
-// tiles gives every tile a number, by which threads find theirs again. Tiles are sorted by counting: the length
-// of a tile is the number of tiles of keys (of queries, in the backward) that it visits.
+// tiles gives every tile a number, by which threads find theirs again. Tiles are sorted by counting: the
+// length of a tile is the number of tiles of keys (of queries, in the backward) that it visits.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
@@ -25,8 +25,8 @@ namespace fa {
 
 constexpr int kPlanThreads = 1024;
 
-// Sequences that are remembered: the others are looked up again. And up to how many are spread over the warps:
-// a warp then writes the lists of fewer.
+// Sequences that are remembered: the others are looked up again. And up to how many are spread over the
+// warps: a warp then writes the lists of fewer.
 constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
 
 // What a sequence, or a tile, takes of a list: how many entries, and by which length they are sorted.
@@ -156,9 +156,9 @@ struct Planner {
         return {32 * warp + lane, 32 * warp};
     }
 
-    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps call it, those of
-    // lanes without a sequence with nothing. What `each` leaves in share is kept for for_kept. A barrier stands
-    // behind the last call.
+    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps call it,
+    // those of lanes without a sequence with nothing. What `each` leaves in share is kept for for_kept. A
+    // barrier stands behind the last call.
     template <class ShareOf, class Each>
     __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
         if (shape.batch <= kPlanThreads) {
@@ -218,8 +218,8 @@ struct Planner {
 
     // Before entries are counted; a barrier stands between.
     __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
-    // From how many entries a bin has, once all are counted, to where its first one goes; returns how many there
-    // are in all.
+    // From how many entries a bin has, once all are counted, to where its first one goes; returns how many
+    // there are in all.
     __device__ __forceinline__ int place_bins() const {
         int total;
         const int begin = cta_scan(smem, smem.bins[thread_index()], total);

@@ -20,7 +20,8 @@ struct Rows {
         return seqlen.q() * group;
     }
 
-    // The end of a tile's rows: of `rows` rows a tile, fewer than tile_m where packed groups leave some unused.
+    // The end of a tile's rows: of `rows` rows a tile, fewer than tile_m where packed groups leave some
+    // unused.
     template <bool Varied>
     __device__ __forceinline__ int end(const Seqlen<Varied>& seqlen, int m_block, int rows) const {
         return PackGqa ? min((m_block + 1) * rows, count(seqlen)) : count(seqlen);
@@ -34,8 +35,8 @@ struct Rows {
     }
 };
 
-// Queries of a tile of `TileM` rows. With packed heads it has as many as fit it with all heads of a group: rows
-// behind them, if tile_m is no multiple of the group, are of no query.
+// Queries of a tile of `TileM` rows. With packed heads it has as many as fit it with all heads of a group:
+// rows behind them, if tile_m is no multiple of the group, are of no query.
 template <bool PackGqa, int TileM>
 __device__ __forceinline__ int tile_queries(const FwdParams& params) {
     return PackGqa ? params.tile_queries : TileM;

@@ -101,8 +101,7 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
         float sink = minus_infinity();
-        if constexpr (Sinks)
-            sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile_row, head)];
+        if constexpr (Sinks) sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile_row, head)];
         top = fmaxf(top, sink);
         // Without a finite LSE there is nothing to weigh.
         const float base = top == minus_infinity() ? 0.f : top;

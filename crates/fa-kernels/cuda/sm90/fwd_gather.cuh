@@ -23,9 +23,9 @@
 namespace fa::sm90 {
 
 // Keys of one sequence and head in pages, copied row by row. Neighbouring lanes take the chunks of a panel's
-// row; a warp has one half of a tile's rows, `kRows` of them a sweep. Each lane looks up where some of them lie,
-// and the lanes that copy them take that by a shuffle: little is left to do for each copy, of which a warp
-// starts one in 30 clocks.
+// row; a warp has one half of a tile's rows, `kRows` of them a sweep. Each lane looks up where some of them
+// lie, and the lanes that copy them take that by a shuffle: little is left to do for each copy, of which a
+// warp starts one in 30 clocks.
 template <int TileN, int Lanes>
 struct GatheredKeys {
     static constexpr int kRows = 32 / Lanes;
@@ -66,8 +66,8 @@ struct GatheredKeys {
         return max(0, min(keys - n_block * TileN - first_row(), kHalf));
     }
 
-    // Whether the warp's rows follow one another in the cache, so that one box loads them: page after page of a
-    // cache without gaps between pages.
+    // Whether the warp's rows follow one another in the cache, so that one box loads them: page after page of
+    // a cache without gaps between pages.
     __device__ __forceinline__ bool in_one_piece(const TmaStrides& strides, int n_block,
                                                  const Entries& entries) const {
         bool apart = strides.entry != u32(varlen.page) * strides.row;
@@ -234,10 +234,9 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
                 }
                 copied.started(bars, -1);
             } else {
-                keys.template start<Kv, !Values>(smem_address(dst), Values ? params.v : params.k,
-                                                 work.kv_head,
-                                                 Values ? params.shape.head_dim_v : params.shape.head_dim,
-                                                 n_block, entries);
+                keys.template start<Kv, !Values>(
+                    smem_address(dst), Values ? params.v : params.k, work.kv_head,
+                    Values ? params.shape.head_dim_v : params.shape.head_dim, n_block, entries);
                 copied.started(bars, state.stage);
             }
             state.advance();

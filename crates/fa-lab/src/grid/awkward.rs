@@ -164,7 +164,7 @@ fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bo
         MaskKind::Causal => Mask::CAUSAL,
         MaskKind::Window => Mask::window(40, 7),
     };
-    // Two heads of wide rows take as long as four of narrow ones; groups that leave rows idle stay as they are.
+    // Two heads of wide rows take as long as four of narrow ones; groups that leave rows idle stay so.
     let few = spec.head_dim > 128 && heads_q.is_power_of_two();
     let heads_q = if few { heads_q.min(2) } else { heads_q };
     Problem {
