@@ -113,10 +113,9 @@ impl KernelSpec {
                 return differs(what, text(have), text(need));
             }
         }
-        let Traits { packs_gqa, tile: (tile_m, _), .. } = self.traits();
-        let group = problem.group_size();
-        if packs_gqa && !(tile_m as usize).is_multiple_of(group) {
-            let kernel = format!("groups that divide tile_m = {tile_m}");
+        let (group, tile_m) = (problem.group_size(), self.tile().0);
+        if self.traits().tile_queries(group) == 0 {
+            let kernel = format!("groups that fit tile_m = {tile_m}");
             return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
         }
         Ok(())
@@ -124,14 +123,16 @@ impl KernelSpec {
 
     /// The rows of a head and the tiles of all heads fit a launch.
     fn check_tiles(&self, problem: &Problem) -> Result<(), Unserved> {
-        let Traits { tile: (tile_m, tile_n), packs_gqa, cluster, .. } = self.traits();
+        let traits = self.traits();
+        let Traits { tile: (_, tile_n), packs_gqa, cluster, .. } = traits;
         let (group, heads) =
             if packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
         let lengths = &problem.lengths;
         count("query rows of a head", lengths.max_q().saturating_mul(group))?;
         // Those of a sequence and head fill whole clusters.
         let queries = lengths.sequences().saturating_mul(cluster as usize - 1);
-        let queries = lengths.most_tiles_q(group, tile_m).saturating_add(queries);
+        let tile_queries = traits.tile_queries(problem.group_size()).max(1) as u32;
+        let queries = lengths.most_tiles_q(tile_queries).saturating_add(queries);
         // What a plan adds where it divides the keys of some tiles: `most_slots` of the launch.
         let parts = if self.split && self.reads.varied { 2 } else { 0 };
         let spare = if parts > 0 { 6 * MOST_CTAS } else { 0 };
