@@ -227,8 +227,7 @@ pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     ModParams { alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 }, ..ModParams::default() }
 }
 
-/// The guards of extras: each tells cudarc, when it is dropped after the launch, that the stream has used its
-/// tensor.
+/// The guards of extras: dropped after the launch, each notes in cudarc that the stream has used its tensor.
 pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 11];
 
 impl Extras<'_> {

@@ -14,7 +14,7 @@ use crate::term::failure::InputError;
 /// Queries and keys where nothing is said.
 const LENGTH: Seqlen = Seqlen { q: 300, k: 300 };
 
-/// Rows that nobody has, behind sequences of different lengths.
+/// Rows that belong to no sequence, behind sequences of different lengths.
 const SLACK: usize = 5;
 
 pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {
