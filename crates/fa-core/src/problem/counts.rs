@@ -1,4 +1,4 @@
-//! What a problem takes: visible pairs, floating-point operations and bytes moved, by the field's conventions.
+//! What a problem costs: visible pairs, floating-point operations and bytes moved, by the field's conventions.
 
 use super::Problem;
 use crate::Pass;
