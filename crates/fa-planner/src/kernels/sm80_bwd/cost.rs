@@ -16,8 +16,9 @@ use super::account::{bytes_read, registers, smem};
 /// first.
 const PANEL_REGISTERS: u32 = 20;
 
-/// How much longer a step on a window's edges takes to test its mask than one on a diagonal (NB-067).
-const WINDOW_TEST: f64 = 6.0;
+/// How much longer a step on a diagonal or a window's edges takes to test its mask than the instructions of the
+/// test alone (NB-067, NB-097).
+const MASK_TEST: f64 = 6.0;
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
@@ -71,7 +72,7 @@ pub(crate) fn predict(
     };
 
     // Half of the warps compute P and test its mask.
-    let of_mask = if spec.mask == MaskKind::Window { WINDOW_TEST } else { 1.0 };
+    let of_mask = if spec.mask == MaskKind::Full { 1.0 } else { MASK_TEST };
     let mask = of_mask * scores * c.mask_ops / f32_lanes(limits);
     // With parts, dK and dV are added to f32 accumulators in the L2, by all resident blocks at once.
     let added = split.added / c.sm90_bwd.atomic_bytes;
