@@ -5,6 +5,7 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
 use crate::account::splits::Split;
+use crate::cost::Cuts;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
 use crate::cost::schedule::{Queue, TileClass, Work};
@@ -36,16 +37,15 @@ pub(crate) fn predict(
     spec: &KernelSpec,
     kernel: &Sm80Bwd,
     arch: Arch,
-    c: &CostConstants,
+    (c, cuts): (&CostConstants, &mut Cuts),
 ) -> Cost {
     let limits = arch.limits();
     let [tile_m, tile_n, warps] = [kernel.tile_m, kernel.tile_n, kernel.num_warps].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let split = Split::choose(problem, spec, arch, limits.sms);
-    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
-    let resident = resident_blocks(&work, blocks(spec, kernel, arch), limits);
+    let (split, work) = cuts.of_keys(problem, spec, arch);
+    let resident = resident_blocks(work, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;
@@ -98,7 +98,7 @@ pub(crate) fn predict(
         exposed: exposed / resident,
         total: total / resident,
         end,
-        work: &work,
+        work,
         split,
         flops_per_step: 2.0 * scores * (3.0 * hd + 2.0 * hdv),
         step: StepClocks {
