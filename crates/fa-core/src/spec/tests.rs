@@ -359,3 +359,19 @@ fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
         assert_eq!(differs(&both, &with(Some(Alibi::PerHead), false)), "sinks");
     }
 }
+
+#[test]
+fn numbers_out_of_range_are_refused_and_no_panic() {
+    let mut specs: Vec<KernelSpec> =
+        Kernel::defaults().into_iter().map(|kernel| KernelSpec { kernel, ..sm80() }).collect();
+    for spec in &mut specs {
+        match &mut spec.kernel {
+            Kernel::Sm80Fwd(Sm80Fwd { num_warps: many, .. })
+            | Kernel::Sm80Bwd(Sm80Bwd { num_warps: many, .. })
+            | Kernel::Sm90Fwd(Sm90Fwd { num_wg: many, .. })
+            | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. }) => *many = u32::MAX,
+        }
+        assert_eq!(spec.threads(), u32::MAX);
+        assert!(spec.check().is_err() && !spec.to_string().is_empty());
+    }
+}

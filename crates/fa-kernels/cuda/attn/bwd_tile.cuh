@@ -71,32 +71,21 @@ __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile&
     return head >= params.sections * params.heads_per_section;
 }
 
-// Whether kernels of this config can store the first of the sums that come to a tile of dQ, by bulk copies,
-// in place of adding them to zeros (NB-082). The tile of keys that does so was drawn before the others: the
-// first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with the
-// last keys first.
+// Whether the first of the sums that come to a tile of dQ is stored (see may_store_dq in config.cuh).
 template <auto C>
 constexpr bool may_store_dq() {
-    if constexpr (requires { C.dq_via_smem; }) {
-        return !C.varied && C.dq_via_smem &&
-               (C.mask == MaskKind::Full ||
-                (C.mask == MaskKind::Causal && (C.deterministic || C.tile_order == TileOrder::LongestFirst)));
+    if constexpr (requires { C.may_store_dq; }) {
+        return C.may_store_dq;
     }
     return false;
 }
-
-// The same of the launch: every query sees a key, and semaphores say what is stored where several tiles add.
 template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params) {
-    if constexpr (may_store_dq<C>()) {
-        if (params.n_blocks == 0 || (params.n_blocks > 1 && params.dq_semaphores == nullptr)) return false;
-        return C.mask == MaskKind::Full || params.shape.seqlen_q <= params.shape.seqlen_k;
-    }
-    return false;
+    return may_store_dq<C>() && params.stores_dq != 0;
 }
 
-// And of a head, counted through splits, K/V heads and sequences: under a causal mask the last section of
-// heads is drawn with the first keys first.
+// The same of a head, counted through splits, K/V heads and sequences: under a causal mask the last section
+// of heads is drawn with the first keys first.
 template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
     return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||

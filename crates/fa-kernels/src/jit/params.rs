@@ -391,7 +391,8 @@ param_struct! {
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
         /// Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
-        /// or to each of two shares that warps add on their own; null unless deterministic.
+        /// or to each of two shares that warps add on their own; null unless deterministic or, of several
+        /// tiles of keys, the first sums are stored.
         pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,
@@ -413,6 +414,9 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
+        /// 1 where the first sums of a tile of dQ are stored, the others added to them: every query sees a
+        /// key. 0 where all are added to zeros.
+        pub stores_dq: i32,
         /// Sequences of different lengths; kernels with `varied` only.
         pub varlen: VarlenParams,
         /// Kernels with `alibi` or `sinks` only.

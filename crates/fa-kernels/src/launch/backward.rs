@@ -174,7 +174,8 @@ impl Launches {
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let takes_turns = deterministic || first_sums_are_stored(spec, problem, arch, sms);
+        // Of several tiles of keys the others have to know when the first one's sums are stored.
+        let takes_turns = deterministic || (params.stores_dq != 0 && params.n_blocks > 1);
         let turns = if takes_turns { dq_turns(spec) } else { 0 };
         let mut workspace =
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
@@ -248,28 +249,30 @@ impl Launches {
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
-/// Whether of several tiles of keys one stores its sums of dQ for the others to add to, so that a semaphore
-/// says when: `stores_dq` in cuda/attn/bwd_tile.cuh.
-fn first_sums_are_stored(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> bool {
-    let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
-    let several = problem.lengths.reach_k() > kernel.tile_n as usize;
-    if !kernel.dq_via_smem || kernel.deterministic || spec.reads.varied || !several {
-        return false;
+/// Where one tile of keys stores its sums of dQ for the others to add to, the heads of a section in the
+/// natural order of tiles; `None` where all sums are added to zeros. Every query has to see a key.
+fn storing_heads(
+    spec: &KernelSpec,
+    traits: &Traits,
+    problem: &Problem,
+    (arch, sms): (Arch, u32),
+) -> Option<usize> {
+    let (max_q, max_k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    let all_see_keys = max_k > 0 && (spec.mask == MaskKind::Full || max_q <= max_k);
+    if !spec.may_store_dq() || !all_see_keys {
+        return None;
     }
-    match spec.mask {
-        MaskKind::Full => storing_heads(problem, arch, sms).is_some(),
-        // The last keys that a query sees come first, but every query has to see one.
-        MaskKind::Causal => {
-            kernel.tile_order == TileOrder::LongestFirst && problem.lengths.max_q() <= problem.lengths.max_k()
-        }
-        MaskKind::Window => false,
+    let is_alone = max_k <= traits.tile.1 as usize;
+    if is_alone || spec.mask == MaskKind::Causal || traits.pass.deterministic() {
+        return Some(1);
     }
+    full_storing_heads(problem, arch, sms)
 }
 
 /// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as
 /// many as half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other
 /// keys wait for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
-fn storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
+fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
     if problem.group_size() > 1 {
         return None;
     }
@@ -389,6 +392,7 @@ fn params(
     let head_bytes = head_bytes(problem, heads_per_tile);
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
+    let storing = storing_heads(spec, traits, problem, (arch, sms));
     let order = match traits.tile_order {
         _ if traits.pass.deterministic() => {
             let least = heads_side_by_side(problem, spec, sms, splits);
@@ -401,12 +405,7 @@ fn params(
             }
         }
         TileOrder::Natural if !spec.reads.varied => {
-            let own = match spec.mask {
-                MaskKind::Full if first_sums_are_stored(spec, problem, arch, sms) => {
-                    storing_heads(problem, arch, sms).unwrap_or(1)
-                }
-                _ => 1,
-            };
+            let own = storing.unwrap_or(1);
             Sections { heads: own, sections: heads.saturating_sub(1) / own }
         }
         TileOrder::Natural | TileOrder::LongestFirst => {
@@ -432,6 +431,7 @@ fn params(
         num_tiles: count("tiles", planned.saturating_mul(heads))?,
         heads_per_section: count("heads", order.heads)?,
         sections: count("sections", order.sections)?,
+        stores_dq: i32::from(storing.is_some()),
         ..BwdParams::default()
     })
 }
