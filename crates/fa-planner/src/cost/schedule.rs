@@ -79,10 +79,12 @@ impl Work {
     ) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
         let sequences = problem.lengths.sequences() as f64;
-        let of_head = (problem.lengths.mean_q() * group).div_ceil(tile_m as usize);
+        let queries = (tile_m as usize / group).max(1);
+        let of_head = problem.lengths.mean_q().div_ceil(queries);
         let tiles = sequences * (problem.heads_q / group) as f64 * of_head as f64;
         let pairs = sequences * problem.heads_q as f64 * pairs;
-        let steps = pairs / (f64::from(tile_m) * f64::from(tile_n)) / tiles.max(1.0) * (1.0 - 1e-9);
+        let scores = (queries * group) as f64 * f64::from(tile_n);
+        let steps = pairs / scores / tiles.max(1.0) * (1.0 - 1e-9);
         let class = TileClass { count: tiles, steps, masked: 0.0 };
         Work { tiles, classes: vec![class], longest: TileClass { count: 1.0, ..class } }
     }
