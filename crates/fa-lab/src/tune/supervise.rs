@@ -120,7 +120,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mark = folder.path().join("second");
         let script = format!(
-            "read job; if [ -e {mark} ]; then echo '{{\"again\":[[0,1.25]]}}'; echo '{{\"times\":[[0,1.5]]}}'; else touch {mark}; \
+            "read job; if [ -e {mark} ]; then echo '{{\"again\":[[0,1.25]]}}'; \
+             echo '{{\"times\":[[0,1.5]]}}'; else touch {mark}; \
              echo '{{\"begin\":1}}'; echo 'an illegal access' >&2; exit 3; fi",
             mark = mark.display()
         );

@@ -62,8 +62,8 @@ pub(crate) fn best_split(
     }
 }
 
-/// What the forward of `problem` by `spec` takes at least with the keys of a tile undivided; 0 for a backward.
-/// `work` are its tiles, or what these are at least.
+/// What the forward of `problem` by `spec` takes at least with the keys of a tile undivided; 0 for a
+/// backward. `work` are its tiles, or what these are at least.
 pub(crate) fn least_seconds(
     problem: &Problem,
     spec: &KernelSpec,

@@ -118,8 +118,8 @@ pub struct CostConstants {
     pub load_latency: f64,
     /// Clocks of a CTA outside its steps, beside those for its rows.
     pub sm80_block: f64,
-    /// Clocks for 128 rows of Q and O of 128 columns each, which a CTA loads and stores outside its steps: all
-    /// that an SM holds do so in the same waves and share its way to the L2.
+    /// Clocks for 128 rows of Q and O of 128 columns each, which a CTA loads and stores outside its steps:
+    /// all that an SM holds do so in the same waves and share its way to the L2.
     pub sm80_rows: f64,
     /// Shared-memory reads take this many times longer in row-major rows of 128 B and more.
     pub row_major_conflict: f64,

@@ -11,19 +11,18 @@
 pub(crate) mod constants;
 pub(crate) mod core;
 mod correlation;
+pub(crate) mod cuts;
 pub(crate) mod schedule;
-
-use std::collections::HashMap;
 
 use fa_core::{Arch, Kernel, KernelSpec, Problem};
 
 use crate::account::kv_splits::{best_split, least_seconds};
-use crate::account::splits::Split;
 use crate::kernels::{sm80_bwd, sm90_bwd};
 
 pub use constants::{CostConstants, Sm90BwdConstants};
 pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
+pub(crate) use cuts::Cuts;
 pub use schedule::{Queue, TileClass, Work};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
@@ -36,37 +35,9 @@ pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &Cos
     cost.expect("every time is below infinity")
 }
 
-/// A problem cut into the tiles of kernels of one family, pass and pair of head dims: most candidates share
-/// their tile with others.
-#[derive(Debug, Default)]
-pub(crate) struct Cuts {
-    /// Forwards, by (tile_m, tile_n, packed).
-    queries: HashMap<(u32, u32, bool), Work>,
-    /// Backwards, by (tile_m, tile_n, CTAs on an SM): the parts of a K/V head's query heads, and the tiles.
-    keys: HashMap<(u32, u32, u32), (Split, Work)>,
-}
-
-impl Cuts {
-    fn of_queries(&mut self, problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &Work {
-        let cut = || Work::of(problem, tile_m, tile_n, packed);
-        self.queries.entry((tile_m, tile_n, packed)).or_insert_with(cut)
-    }
-
-    /// The parts into which the backward by `spec` divides query heads, and the tiles of keys of these.
-    pub fn of_keys(&mut self, problem: &Problem, spec: &KernelSpec, arch: Arch) -> (Split, &Work) {
-        let traits = spec.traits();
-        let (tile_m, tile_n) = traits.tile;
-        let (split, work) = self.keys.entry((tile_m, tile_n, traits.blocks_per_sm)).or_insert_with(|| {
-            let split = Split::choose(problem, spec, arch, arch.limits().sms);
-            (split, Work::of_keys(problem, tile_m, tile_n, split.parts))
-        });
-        (*split, work)
-    }
-}
-
 /// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,
-/// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels. `pairs` are those of a query and a key that it
-/// sees, in a head of a sequence of mean length.
+/// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels. `pairs` are those
+/// of a query and a key that it sees, in a head of a sequence of mean length.
 pub(crate) fn at_least(
     problem: &Problem,
     spec: &KernelSpec,

@@ -69,8 +69,8 @@ impl Work {
         })
     }
 
-    /// What [`Work::of`] has at least, without a look at its tiles: as many, and as many steps as `pairs` visible
-    /// pairs of a query head fill, the same in each tile.
+    /// What [`Work::of`] has at least, without a look at its tiles: as many, and as many steps as `pairs`
+    /// visible pairs of a query head fill, the same in each tile.
     pub(crate) fn at_least(
         problem: &Problem,
         (tile_m, tile_n): (u32, u32),

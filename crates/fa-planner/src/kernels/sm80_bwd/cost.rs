@@ -5,9 +5,9 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 
 use crate::account::splits::Split;
-use crate::cost::Cuts;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::cuts::Cuts;
 use crate::cost::schedule::{Queue, TileClass, Work};
 use crate::occupancy::{Occupancy, WARP};
 
@@ -17,8 +17,8 @@ use super::account::{bytes_read, registers, smem};
 /// first.
 const PANEL_REGISTERS: u32 = 20;
 
-/// How much longer a step on a diagonal or a window's edges takes to test its mask than the instructions of the
-/// test alone (NB-067, NB-097).
+/// How much longer a step on a diagonal or a window's edges takes to test its mask than the instructions of
+/// the test alone (NB-067, NB-097).
 const MASK_TEST: f64 = 6.0;
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.

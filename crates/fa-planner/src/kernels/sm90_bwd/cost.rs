@@ -9,9 +9,9 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
-use crate::cost::Cuts;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
+use crate::cost::cuts::Cuts;
 use crate::cost::schedule::{Queue, TileClass};
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;

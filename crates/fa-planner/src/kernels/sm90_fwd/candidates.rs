@@ -24,8 +24,8 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
     let problem = *problem;
-    // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first. Where
-    // loads are slow, a tile of fewer rows is shorter than the others even without a mask.
+    // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first.
+    // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask.
     let (alike, tile_order) = if mask == MaskKind::Full && !reads.varied {
         (true, TileOrder::Natural)
     } else {
@@ -94,8 +94,8 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
 /// Steps of a tile up to which tiles of equal length are drawn as well.
 const SHORT: usize = 8;
 
-/// Whether tiles, of which there are more than SMs, have few steps: what one of them waits for then sets its SM
-/// back by more than its draw takes (NB-097).
+/// Whether tiles, of which there are more than SMs, have few steps: what one of them waits for then sets its
+/// SM back by more than its draw takes (NB-097).
 fn are_short(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> bool {
     let group = if packed { problem.group_size() } else { 1 };
     let of_head = problem.lengths.max_q().div_ceil((tile_m as usize / group).max(1));
