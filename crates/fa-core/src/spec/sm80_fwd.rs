@@ -32,7 +32,8 @@ kernel_params! {
         loop_split: bool = true,
         /// Last query tiles first, so that the causal mask's longest tiles start earliest.
         reverse_blocks: bool = true,
-        /// Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+        /// Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
+        /// their heads.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         pack_gqa: bool = false,
     }
