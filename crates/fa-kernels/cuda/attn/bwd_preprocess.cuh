@@ -5,6 +5,7 @@
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "bwd_params.cuh"
 #include "config.cuh"
 #include "ptx/math.cuh"
@@ -133,8 +134,10 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
         QueryTile tile;
         if (!planned_query_tile<C.tile_m>(params, tile)) return;
         if (params.dq_semaphores != nullptr && thread_index() == 0) clear_turns<C>(params, tile.index);
-        clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
         const auto seqlen = Seqlen<true>::of(params, tile.batch);
+        const Visibility<C.mask, true> visible{params.shape, seqlen};
+        if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, tile.m_block))
+            clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
         const i64 lse_row = seqlen.lse_row(tile.batch, tile.head, params.shape.heads_q);
         store_statistics<C>(
             params, seqlen, tile.m_block, tile.batch, tile.head, [&](int query) { return lse_row + query; },
@@ -148,11 +151,8 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
             if (params.dq_semaphores != nullptr) clear_turns<C>(params, tile);
             if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
         }
-        const int share = ceil_div(params.shape.group_size, params.head_splits);
-        const int kv_head = head / params.shape.group_size;
-        const int part = (batch * params.shape.heads_kv + kv_head) * params.head_splits +
-                         (head - kv_head * params.shape.group_size) / share;
-        if (!stores_dq<C>(params, part))
+        const Visibility<C.mask> visible{params.shape, seqlen};
+        if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, m_block))
             clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
         if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
         store_statistics<C>(

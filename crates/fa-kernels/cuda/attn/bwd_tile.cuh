@@ -4,6 +4,7 @@
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
 #include "bwd_params.cuh"
 #include "config.cuh"
 #include "ptx/atomic.cuh"
@@ -72,40 +73,59 @@ __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile&
 }
 
 // Whether kernels of this config can store the first of the sums that come to a tile of dQ, by bulk copies,
-// in place of adding them to zeros (NB-082). The tile of keys that does so was drawn before the others: the
-// first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with the
-// last keys first.
+// in place of adding them to zeros (NB-093). In a deterministic kernel that is the tile of keys whose turn
+// is the first; in others the first to come claims the tile of dQ by a semaphore and counts another when its
+// sums are there, for which those that come meanwhile wait. It has its sums when it claims, so that all who
+// wait do so for a store under way, whatever order tiles are drawn in.
 template <auto C>
 constexpr bool may_store_dq() {
     if constexpr (requires { C.dq_via_smem; }) {
-        return !C.varied && C.dq_via_smem &&
-               (C.mask == MaskKind::Full ||
-                (C.mask == MaskKind::Causal && (C.deterministic || C.tile_order == TileOrder::LongestFirst)));
+        return C.dq_via_smem;
+    } else {
+        return false;
     }
-    return false;
+}
+template <auto C>
+constexpr bool claims_dq() {
+    return may_store_dq<C>() && !C.deterministic;
 }
 
-// The same of the launch: every query sees a key, and semaphores say what is stored where several tiles add.
+// The same of the launch. Where one tile holds all keys it stores without asking.
 template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params) {
-    if constexpr (may_store_dq<C>()) {
-        if (params.n_blocks == 0 || (params.n_blocks > 1 && params.dq_semaphores == nullptr)) return false;
-        return C.mask == MaskKind::Full || params.shape.seqlen_q <= params.shape.seqlen_k;
-    }
-    return false;
+    if constexpr (!may_store_dq<C>()) return false;
+    return params.dq_semaphores != nullptr || (!C.varied && params.n_blocks == 1);
 }
 
-// And of a head, counted through splits, K/V heads and sequences: under a causal mask the last section of
-// heads is drawn with the first keys first.
-template <auto C>
-__device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
-    return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||
-                                    head < params.sections * params.heads_per_section);
+// Whether tile `m_block` of queries is seen by no key: nobody stores dQ there.
+template <int TileM, int TileN, MaskKind Mask, bool Varied>
+__device__ __forceinline__ bool sees_nothing(const Visibility<Mask, Varied>& visible, int m_block) {
+    const int first = m_block * TileM;
+    return key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1).empty();
 }
 
 // The tile of queries that a tile of keys visits at step `step` of a head; steps count through `range`.
 __device__ __forceinline__ int query_block(const BlockRange& range, bool descending, int step) {
     return descending ? range.begin + range.end - 1 - step : step;
+}
+
+// Under a full mask tiles of keys that claim start elsewhere each, in a ring, so that they do not come to the
+// same queries at once; the others start at the first queries.
+template <auto C>
+__device__ __forceinline__ int query_start(const BwdParams& params, const BwdTile& tile, int keys,
+                                           const BlockRange& range) {
+    if (!claims_dq<C>() || C.mask != MaskKind::Full || !stores_dq<C>(params)) return 0;
+    return tile.n_block * (range.end - range.begin) / ceil_div(keys, C.tile_n);
+}
+// `walk`: whether the walk descends, or where it starts.
+template <auto C>
+__device__ __forceinline__ int query_block(const BlockRange& range, int walk, int step) {
+    if constexpr (claims_dq<C>() && C.mask == MaskKind::Full) {
+        const int block = step + walk;
+        return block >= range.end ? block - (range.end - range.begin) : block;
+    } else {
+        return query_block(range, walk != 0, step);
+    }
 }
 
 // Tiles of keys of a head; of a plan those of all sequences.
@@ -150,7 +170,7 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
             tile.n_block = bwd_blocks<true>(params) - 1 - tile.n_block;
         }
     } else {
-        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic && !may_store_dq<C>()) {
+        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic) {
             tile.n_block = index % params.n_blocks;
             head = index / params.n_blocks;
         } else {
@@ -165,9 +185,7 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
                                        : shape.heads_kv * params.head_splits * shape.batch - first;
             tile.n_block = rest / in_section;
             head = first + rest % in_section;
-            const bool last_first =
-                last_keys_first<Mask, Deterministic>() || (Mask != MaskKind::Full && stores_dq<C>(params));
-            if (last_first && (Mask != MaskKind::Causal || section < params.sections))
+            if (last_keys_first<Mask, Deterministic>() && (Mask != MaskKind::Causal || section < params.sections))
                 tile.n_block = params.n_blocks - 1 - tile.n_block;
         }
         tile.split = head % params.head_splits;
@@ -201,13 +219,14 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwd
            (tile.n_block + tile.keys.first);
 }
 
-// Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all.
+// Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all;
+// of kernels that claim, two for each warpgroup's share.
 template <auto C>
 constexpr int dq_turns() {
     if constexpr (requires { C.dq_first; }) {
         return C.dq_first > 0 ? 2 : 1;
     } else {
-        return 1;
+        return C.deterministic ? 1 : 2 * C.num_wg;
     }
 }
 
@@ -231,9 +250,9 @@ __device__ __forceinline__ void count_part(unsigned* semaphore) {
 }
 
 // Waits until every tile of keys before this one has added its `parts` parts to share `of` of tile `m_block`
-// of dQ. They were drawn before it and are running.
+// of dQ, and returns whether there is one. They were drawn before it and are running.
 template <int TileM, int TileN, int Turns = 1, MaskKind Mask, bool Varied>
-__device__ __forceinline__ void wait_for_turn(const BwdParams& params,
+__device__ __forceinline__ bool wait_for_turn(const BwdParams& params,
                                               const Visibility<Mask, Varied>& visible,
                                               const BwdTileOf<Varied>& tile, bool descending, int head,
                                               int m_block, int parts, int of = 0) {
@@ -242,6 +261,7 @@ __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
     const bool last_first = last_keys_first<Mask, true>() && !descending;
     const unsigned before = last_first ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
     wait_for_parts(dq_semaphore<Turns>(params, tile, head, m_block, of), before * parts);
+    return before > 0;
 }
 
 // Counts this thread's part as added.

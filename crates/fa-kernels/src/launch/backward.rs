@@ -174,8 +174,8 @@ impl Launches {
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let takes_turns = deterministic || first_sums_are_stored(spec, problem, arch, sms);
-        let turns = if takes_turns { dq_turns(spec) } else { 0 };
+        let has_turns = deterministic || first_sums_are_stored(spec, problem, arch, sms);
+        let turns = if has_turns { dq_turns(spec) } else { 0 };
         let mut workspace =
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
@@ -248,35 +248,19 @@ impl Launches {
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
-/// Whether of several tiles of keys one stores its sums of dQ for the others to add to, so that a semaphore
-/// says when: `stores_dq` in cuda/attn/bwd_tile.cuh.
+/// Whether the first sums that come to a tile of dQ are stored for others to add to, so that semaphores say
+/// which they are: `claims_dq` in cuda/attn/bwd_tile.cuh.
 fn first_sums_are_stored(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> bool {
     let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
-    let several = problem.lengths.reach_k() > kernel.tile_n as usize;
-    if !kernel.dq_via_smem || kernel.deterministic || spec.reads.varied || !several {
+    let (keys, tile) = (problem.lengths.reach_k(), kernel.tile_n as usize);
+    if !kernel.dq_via_smem || kernel.deterministic || (keys <= tile && !spec.reads.varied) {
         return false;
     }
-    match spec.mask {
-        MaskKind::Full => storing_heads(problem, arch, sms).is_some(),
-        // The last keys that a query sees come first, but every query has to see one.
-        MaskKind::Causal => {
-            kernel.tile_order == TileOrder::LongestFirst && problem.lengths.max_q() <= problem.lengths.max_k()
-        }
-        MaskKind::Window => false,
-    }
-}
-
-/// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as
-/// many as half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other
-/// keys wait for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
-fn storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
-    if problem.group_size() > 1 {
-        return None;
-    }
-    let heads = problem.heads_q.saturating_mul(problem.lengths.sequences());
-    let own = (sms as usize / 2).max(1);
-    let room = arch.limits().l2_bytes * 2 / 5;
-    (heads >= 2 * own && head_bytes(problem, 1).saturating_mul(own as u64) <= room).then_some(own)
+    // Under a full mask the tiles of a head start at different queries: all of the heads that run at once have
+    // to stay in the L2.
+    let at_once = (sms as usize).div_ceil(problem.lengths.max_k().div_ceil(tile).max(1));
+    spec.mask != MaskKind::Full
+        || head_bytes(problem, at_once.saturating_mul(problem.group_size())) <= arch.limits().l2_bytes * 2 / 5
 }
 
 /// What the CTAs of `heads` query heads read or add to together: their queries, the gradients and dQ's
@@ -286,10 +270,11 @@ fn head_bytes(problem: &Problem, heads: usize) -> u64 {
     (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
 }
 
-/// Semaphores that a tile of dQ has in a deterministic backward: `dq_turns` in cuda/attn/bwd_tile.cuh.
+/// Semaphores that a tile of dQ has where there are some: `dq_turns` in cuda/attn/bwd_tile.cuh.
 fn dq_turns(spec: &KernelSpec) -> usize {
     match &spec.kernel {
         Kernel::Sm80Bwd(kernel) if kernel.dq_first > 0 => 2,
+        Kernel::Sm90Bwd(kernel) if !kernel.deterministic => 2 * kernel.num_wg as usize,
         Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => 1,
     }
 }
@@ -400,15 +385,7 @@ fn params(
                 Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
             }
         }
-        TileOrder::Natural if !spec.reads.varied => {
-            let own = match spec.mask {
-                MaskKind::Full if first_sums_are_stored(spec, problem, arch, sms) => {
-                    storing_heads(problem, arch, sms).unwrap_or(1)
-                }
-                _ => 1,
-            };
-            Sections { heads: own, sections: heads.saturating_sub(1) / own }
-        }
+        TileOrder::Natural if !spec.reads.varied => Sections { heads: 1, sections: heads.saturating_sub(1) },
         TileOrder::Natural | TileOrder::LongestFirst => {
             Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
         }

@@ -134,7 +134,9 @@ fn a_backward_with_few_tiles_of_keys_splits_heads_and_has_four_launches() {
     let address = |part: Option<Part>| part.map_or(0, |part| (1 << 40) + part.offset as u64);
     assert_eq!(params.lse_log2.0, address(parts.lse_log2));
     assert_eq!(params.dv_accum.0, address(parts.dv_accum));
-    assert_eq!((params.dq_semaphores.0, params.tile_counter.0), (0, 0));
+    // Under a mask the first sums of a tile of dQ are claimed, by two semaphores for each warpgroup.
+    assert_eq!((params.dq_semaphores.0, params.tile_counter.0), (address(parts.dq_semaphores), 0));
+    assert_eq!(parts.dq_semaphores.map(|part| part.bytes), Some(m_tiles as usize * 2 * 2 * 4));
     assert_eq!((params.dq.data.0, params.dv.data.0), (6 << 32, 8 << 32));
     assert_eq!(launches.maps(&at).len(), 4);
 }
