@@ -108,7 +108,7 @@ impl<T: Element + Stored> NewRows<T> {
         is_interleaved: bool,
     ) -> anyhow::Result<NewRows<T>> {
         let usage = |message: String| Err(InputError::Usage(message));
-        let Some(before) = sides.used_k.clone() else {
+        let Some(before) = sides.values.used_k.clone() else {
             return Err(InputError::Usage(
                 "the file has k_new, but no cache_seqlens (or seqused_k), i32 [batch]: new keys go behind \
                  those that a cache holds"
@@ -116,7 +116,7 @@ impl<T: Element + Stored> NewRows<T> {
             )
             .into());
         };
-        if sides.cu_k.is_some() {
+        if sides.values.cu_k.is_some() {
             usage(
                 "the file has k_new and cu_seqlens_k: packed keys have no room for new ones; give k and v \
                  padded, or in pages"
@@ -171,7 +171,7 @@ impl<T: Element + Stored> NewRows<T> {
         append.check().map_err(|error| InputError::Usage(format!("appending k_new and v_new: {error}")))?;
         check_room(&append, &before, &counts, &queries(problem, sides))?;
         let lengths = before.iter().zip(&counts).map(|(&before, &count)| before + count as i32);
-        sides.used_k = Some(lengths.collect());
+        sides.values.used_k = Some(lengths.collect());
         let tensor = |name: &str, shape| -> anyhow::Result<Tensor<T>> {
             Ok(Tensor::with_layout(shape, layout, file.read(name)?)?)
         };
@@ -199,9 +199,9 @@ impl<T: Element + Stored> NewRows<T> {
             cu_new: self.cu.as_deref(),
             used_new: None,
             used_k: Some(&self.before),
-            page_table: sides.page_table.as_deref(),
-            cu_q: sides.cu_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
-            used_q: sides.used_q.as_deref().filter(|_| of_q.is_some()),
+            page_table: sides.values.page_table.as_deref(),
+            cu_q: sides.values.cu_q.as_deref().filter(|_| of_q.is_some_and(is_packed)),
+            used_q: sides.values.used_q.as_deref().filter(|_| of_q.is_some()),
             used_out: None,
         };
         let tables = self.tables.as_ref().map(|tables| {
@@ -262,11 +262,12 @@ fn queries(problem: &Problem, sides: &SideTensors) -> Vec<usize> {
     let max = problem.lengths.max_q();
     (0..problem.lengths.sequences())
         .map(|sequence| {
-            let all = match sides.cu_q.as_deref() {
+            let all = match sides.values.cu_q.as_deref() {
                 Some(starts) => usize::try_from(starts[sequence + 1] - starts[sequence]).unwrap_or(0),
                 None => max,
             };
-            let used = sides.used_q.as_deref().map(|used| usize::try_from(used[sequence]).unwrap_or(0));
+            let used =
+                sides.values.used_q.as_deref().map(|used| usize::try_from(used[sequence]).unwrap_or(0));
             used.map_or(all, |used| used.min(all))
         })
         .collect()

@@ -145,7 +145,7 @@ impl<T: Element + Stored> Inputs<T> {
         if !grown {
             return Vec::new();
         }
-        let is_packed = sides.cu_q.is_some();
+        let is_packed = sides.values.cu_q.is_some();
         let mut tensors = vec![
             NewTensor::of("q", q, is_packed),
             NewTensor::of("k", k, false),
@@ -242,7 +242,7 @@ fn problem_of(
     layout: TensorLayout,
     backward: bool,
 ) -> anyhow::Result<Problem> {
-    if backward && sides.page_table.is_some() {
+    if backward && sides.values.page_table.is_some() {
         let message = "the keys lie in pages, which have no gradients: leave --backward out, or give k and v \
                        packed, with cu_seqlens_k, or padded";
         return Err(InputError::Usage(message.to_owned()).into());

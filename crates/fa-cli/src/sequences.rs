@@ -2,7 +2,7 @@
 
 use fa_core::{Alibi, Lengths, Problem, ScoreMod, Side, SideRows, TensorLayout};
 use fa_cpu::batch::{Batch, Span};
-use fa_cpu::{CpuError, Extras};
+use fa_cpu::{CpuError, Extras, OwnedExtras};
 
 use crate::safetensors::{NewTensor, Plain, TensorFile};
 use crate::term::failure::InputError;
@@ -10,29 +10,17 @@ use crate::term::failure::InputError;
 /// The tensors beside q, k and v, as the file has them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SideTensors {
-    /// `cu_seqlens_q`, `[batch + 1]`.
-    pub cu_q: Option<Vec<i32>>,
-    /// `cu_seqlens_k`, `[batch + 1]`.
-    pub cu_k: Option<Vec<i32>>,
-    /// `seqused_q`, `[batch]`.
-    pub used_q: Option<Vec<i32>>,
-    /// `seqused_k` or `cache_seqlens`, `[batch]`.
-    pub used_k: Option<Vec<i32>>,
+    /// Lengths, pages, slopes and sinks; `used_k` is `seqused_k` or `cache_seqlens`.
+    pub values: OwnedExtras,
     /// Which of the two names it has.
     used_k_name: &'static str,
-    /// `page_table`, `[batch, columns]`.
-    pub page_table: Option<Vec<i32>>,
     /// Rows and columns of the page table.
     table: [usize; 2],
-    /// `alibi_slopes`, `[heads_q]` or `[batch, heads_q]`.
-    pub alibi_slopes: Option<Vec<f32>>,
     /// Lengths of the slopes' axes.
     slopes: Vec<usize>,
-    /// `sinks`, `[heads_q]`.
-    pub sinks: Option<Vec<f32>>,
 }
 
-/// The names of [`SideTensors::used_k`]: FlashAttention's of a packed batch and of a cache.
+/// The names of the keys in use: FlashAttention's of a packed batch and of a cache.
 const USED_K: [&str; 2] = ["seqused_k", "cache_seqlens"];
 
 impl SideTensors {
@@ -69,31 +57,25 @@ impl SideTensors {
         let slopes = read_ranked::<f32>(file, "alibi_slopes", &["[heads_q]", "[batch, heads_q]"])?;
         let sinks = read_ranked::<f32>(file, "sinks", &["[heads_q]"])?;
         Ok(SideTensors {
-            cu_q: integers("cu_seqlens_q", "[batch + 1]")?,
-            cu_k: integers("cu_seqlens_k", "[batch + 1]")?,
-            used_q: integers("seqused_q", "[batch]")?,
-            used_k: integers(used_k, "[batch]")?,
             used_k_name: used_k,
             table: table.as_ref().map_or([0, 0], |(_, shape)| [shape[0], shape[1]]),
-            page_table: table.map(|(values, _)| values),
             slopes: slopes.as_ref().map_or_else(Vec::new, |(_, shape)| shape.clone()),
-            alibi_slopes: slopes.map(|(values, _)| values),
-            sinks: sinks.map(|(values, _)| values),
+            values: OwnedExtras {
+                cu_q: integers("cu_seqlens_q", "[batch + 1]")?,
+                cu_k: integers("cu_seqlens_k", "[batch + 1]")?,
+                used_q: integers("seqused_q", "[batch]")?,
+                used_k: integers(used_k, "[batch]")?,
+                page_table: table.map(|(values, _)| values),
+                alibi_slopes: slopes.map(|(values, _)| values),
+                sinks: sinks.map(|(values, _)| values),
+                dlse: None,
+            },
         })
     }
 
     /// As arguments of a call.
     pub fn extras(&self) -> Extras<'_> {
-        Extras {
-            cu_q: self.cu_q.as_deref(),
-            cu_k: self.cu_k.as_deref(),
-            used_q: self.used_q.as_deref(),
-            used_k: self.used_k.as_deref(),
-            page_table: self.page_table.as_deref(),
-            alibi_slopes: self.alibi_slopes.as_deref(),
-            sinks: self.sinks.as_deref(),
-            dlse: None,
-        }
+        self.values.view()
     }
 
     /// Starts of the queries, lengths of the keys and their pages, as tensors of a file.
@@ -101,11 +83,12 @@ impl SideTensors {
         let row = |name, values: &Option<Vec<i32>>| {
             values.as_ref().map(|values| NewTensor::new(name, &[values.len()], values))
         };
-        let table = self.page_table.as_ref().map(|values| NewTensor::new("page_table", &self.table, values));
+        let table =
+            self.values.page_table.as_ref().map(|values| NewTensor::new("page_table", &self.table, values));
         let found = [
-            row("cu_seqlens_q", &self.cu_q),
-            row("seqused_q", &self.used_q),
-            row(self.used_k_name, &self.used_k),
+            row("cu_seqlens_q", &self.values.cu_q),
+            row("seqused_q", &self.values.used_q),
+            row(self.used_k_name, &self.values.used_k),
             table,
         ];
         found.into_iter().flatten().collect()
@@ -113,7 +96,7 @@ impl SideTensors {
 
     /// Whether queries and keys are `[batch, seqlen, heads, head_dim]`.
     pub fn are_padded(&self) -> bool {
-        self.cu_q.is_none() && self.cu_k.is_none() && self.page_table.is_none()
+        self.values.cu_q.is_none() && self.values.cu_k.is_none() && self.values.page_table.is_none()
     }
 
     /// Slopes and sinks are those of `heads_q` heads.
@@ -121,7 +104,7 @@ impl SideTensors {
     /// # Errors
     /// [`InputError::Shape`].
     pub fn check_heads(&self, heads_q: usize) -> Result<(), InputError> {
-        let sinks: Vec<usize> = self.sinks.iter().map(Vec::len).collect();
+        let sinks: Vec<usize> = self.values.sinks.iter().map(Vec::len).collect();
         for (name, shape) in [("alibi_slopes", &self.slopes), ("sinks", &sinks)] {
             if shape.last().is_some_and(|&heads| heads != heads_q) {
                 let need = format!("its last axis must be {heads_q}, the heads of q");
@@ -133,11 +116,11 @@ impl SideTensors {
 
     /// The changes of scores that the tensors ask for, beside a soft cap.
     pub fn score(&self, softcap: Option<f64>) -> ScoreMod {
-        let alibi = self.alibi_slopes.as_ref().map(|_| match self.slopes.len() {
+        let alibi = self.values.alibi_slopes.as_ref().map(|_| match self.slopes.len() {
             1 => Alibi::PerHead,
             _ => Alibi::PerSequenceHead,
         });
-        ScoreMod { softcap, alibi, sinks: self.sinks.is_some() }
+        ScoreMod { softcap, alibi, sinks: self.values.sinks.is_some() }
     }
 
     /// The lengths of the problem, whose Q and K have the shapes `q` and `k` as [`shape_of`] gives them.
@@ -148,7 +131,7 @@ impl SideTensors {
         let refuse =
             |name: &str, got: Vec<usize>, need| Err(InputError::Shape { name: name.to_owned(), got, need });
         // The batch, and the tensor that says so.
-        let (batch, from) = match self.cu_q.as_deref() {
+        let (batch, from) = match self.values.cu_q.as_deref() {
             Some([]) => {
                 return refuse("cu_seqlens_q", vec![0], "it must have batch + 1 entries, 0 first".to_owned());
             }
@@ -156,12 +139,12 @@ impl SideTensors {
             None => (q[0], "q"),
         };
         let entries = [
-            ("cu_seqlens_k", self.cu_k.as_ref().map(Vec::len), batch + 1),
-            ("seqused_q", self.used_q.as_ref().map(Vec::len), batch),
-            (self.used_k_name, self.used_k.as_ref().map(Vec::len), batch),
-            ("page_table", self.page_table.as_ref().map(|_| self.table[0]), batch),
+            ("cu_seqlens_k", self.values.cu_k.as_ref().map(Vec::len), batch + 1),
+            ("seqused_q", self.values.used_q.as_ref().map(Vec::len), batch),
+            (self.used_k_name, self.values.used_k.as_ref().map(Vec::len), batch),
+            ("page_table", self.values.page_table.as_ref().map(|_| self.table[0]), batch),
             ("alibi_slopes", (self.slopes.len() == 2).then(|| self.slopes[0]), batch),
-            ("k", (self.cu_k.is_none() && self.page_table.is_none()).then_some(k[0]), batch),
+            ("k", (self.values.cu_k.is_none() && self.values.page_table.is_none()).then_some(k[0]), batch),
         ];
         for (name, got, need) in entries {
             let Some(got) = got.filter(|&got| got != need) else { continue };
@@ -182,12 +165,16 @@ impl SideTensors {
             None => Side::padded(rows),
         };
         let used = |side: Side, used: bool| if used { side.with_used() } else { side };
-        let keys = match self.page_table {
+        let keys = match self.values.page_table {
             Some(_) => Side::paged(k[1], k[0], self.table[1].saturating_mul(k[1])),
-            None => side(self.cu_k.as_deref(), k),
+            None => side(self.values.cu_k.as_deref(), k),
         };
-        let queries = side(self.cu_q.as_deref(), q);
-        Ok(Lengths::of(batch, used(queries, self.used_q.is_some()), used(keys, self.used_k.is_some())))
+        let queries = side(self.values.cu_q.as_deref(), q);
+        Ok(Lengths::of(
+            batch,
+            used(queries, self.values.used_q.is_some()),
+            used(keys, self.values.used_k.is_some()),
+        ))
     }
 
     /// Where the sequences of `problem` lie, checked: the device's kernels trust these tensors.
@@ -352,6 +339,10 @@ mod tests {
 
     use super::*;
 
+    fn sides(values: OwnedExtras) -> SideTensors {
+        SideTensors { values, ..SideTensors::default() }
+    }
+
     fn problem(sides: &SideTensors, q: [usize; 4], k: [usize; 4]) -> Problem {
         let lengths = sides.lengths(q, k).unwrap();
         let square = Problem::square(1, 1, q[2], q[3], Mask::CAUSAL, Dtype::F32);
@@ -360,7 +351,7 @@ mod tests {
 
     #[test]
     fn sequences_say_which_rows_they_use() {
-        let packed = SideTensors { cu_q: Some(vec![0, 3, 3, 5]), ..SideTensors::default() };
+        let packed = sides(OwnedExtras { cu_q: Some(vec![0, 3, 3, 5]), ..OwnedExtras::NONE });
         let posed = problem(&packed, [1, 7, 2, 8], [3, 4, 2, 8]);
         assert_eq!((posed.lengths.q(), posed.lengths.k()), (Side::packed(7, 3), Side::padded(4)));
         let found = packed.sequences(&posed).unwrap();
@@ -369,16 +360,16 @@ mod tests {
         assert_eq!(found.k_rows, None);
         // Causal, 3 queries on 4 keys and 2 on 4, 2 heads: 2 + 3 + 4 and 3 + 4 pairs a head.
         assert_eq!(found.sum(&posed, Problem::pairs), 32.0);
-        let none = SideTensors { cu_q: Some(vec![0]), cu_k: Some(vec![0]), ..SideTensors::default() };
+        let none = sides(OwnedExtras { cu_q: Some(vec![0]), cu_k: Some(vec![0]), ..OwnedExtras::NONE });
         let posed = problem(&none, [1, 7, 2, 8], [1, 4, 2, 8]);
         let work = none.sequences(&posed).unwrap().sum(&posed, Problem::pairs);
         assert_eq!(work.to_bits(), 0f64.to_bits());
 
-        let used = SideTensors { used_q: Some(vec![1, 0, 2]), ..packed };
+        let used = sides(OwnedExtras { used_q: Some(vec![1, 0, 2]), ..packed.values });
         let found = used.sequences(&problem(&used, [1, 7, 2, 8], [3, 4, 2, 8])).unwrap();
         assert_eq!(found.q_rows.unwrap(), [true, false, false, true, true, false, false]);
 
-        let padded = SideTensors { used_k: Some(vec![3, 4]), ..SideTensors::default() };
+        let padded = sides(OwnedExtras { used_k: Some(vec![3, 4]), ..OwnedExtras::NONE });
         let found = padded.sequences(&problem(&padded, [2, 1, 2, 8], [2, 4, 2, 8])).unwrap();
         assert_eq!((found.counts, found.q_rows), (vec![[1, 3], [1, 4]], None));
         assert_eq!(found.k_rows.unwrap(), [true, true, true, false, true, true, true, true]);
@@ -386,22 +377,26 @@ mod tests {
 
     #[test]
     fn a_cache_in_pages_reaches_as_far_as_its_table() {
-        let paged = SideTensors {
-            used_k: Some(vec![3, 40]),
+        let with_keys = |used_k: [i32; 2]| SideTensors {
+            values: OwnedExtras {
+                used_k: Some(used_k.to_vec()),
+                page_table: Some(vec![4, -1, -1, 0, 1, 2]),
+                ..OwnedExtras::NONE
+            },
             used_k_name: "cache_seqlens",
-            page_table: Some(vec![4, -1, -1, 0, 1, 2]),
             table: [2, 3],
-            ..SideTensors::default()
+            slopes: vec![],
         };
+        let paged = with_keys([3, 40]);
         let posed = problem(&paged, [2, 1, 2, 8], [5, 16, 2, 8]);
         assert_eq!(posed.lengths.k(), Side::paged(16, 5, 48));
         assert_eq!(paged.sequences(&posed).unwrap().counts, [[1, 3], [1, 40]]);
         let error = paged.lengths([3, 1, 2, 8], [5, 16, 2, 8]).unwrap_err().to_string();
         assert!(error.contains("its first axis must be 3: q gives a batch of 3"), "{error}");
-        let longer = SideTensors { used_k: Some(vec![17, 40]), ..paged };
+        let longer = with_keys([17, 40]);
         let error = longer.sequences(&posed).unwrap_err().to_string();
         assert!(error.contains("tensor 'page_table': entry 1 of sequence 0"), "{error}");
-        let longer = SideTensors { used_k: Some(vec![49, 40]), ..longer };
+        let longer = with_keys([49, 40]);
         let error = longer.sequences(&posed).unwrap_err().to_string();
         assert!(error.contains("tensor 'cache_seqlens': ") && error.contains("49"), "{error}");
     }

@@ -118,6 +118,13 @@ struct Sm90FwdConfig {
     // Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
     // TMA, a box for each part of a page. K and V have equal panels then.
     bool gather;
+    // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
+    // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
+    // within 2^rescale_threshold of the maximum gives the same relative precision.
+    bool lazy_max;
+    // Tiles whose scores are all at most half the soft cap take it as a polynomial, on the FMA units alone
+    // (NB-080). Both ways need registers beside S, P and O.
+    bool near_cap;
 };
 
 // Parameters of the SM80-class backward. A CTA owns `tile_n` keys and loops over the tiles of `tile_m`
@@ -235,6 +242,11 @@ struct Sm90BwdConfig {
     TileOrder tile_order;
     // Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
     bool deterministic;
+    // The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added
+    // to zeros (NB-093). In a deterministic kernel the tile of keys whose turn is the first stores; in others
+    // the first to come claims the tile of dQ, and those that come meanwhile wait for it. It has its sums by
+    // then, so that the order of tiles is free.
+    bool may_store_dq;
 };
 
 }  // namespace fa

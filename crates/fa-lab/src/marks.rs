@@ -26,6 +26,8 @@ pub enum Marks {
     Sm90Bwd,
     /// Layers of released models, either pass, by the fastest kernels that the GPU runs
     Models,
+    /// Layers of models that nothing was tuned to, either pass
+    HeldOut,
     /// Packed batches of uneven, equal and short sequences
     Packed,
     /// Their gradients
@@ -71,12 +73,13 @@ const CUTILE: [(usize, f64); 5] =
 
 impl Marks {
     /// All of them.
-    pub const ALL: [Marks; 12] = [
+    pub const ALL: [Marks; 13] = [
         Marks::Sm80,
         Marks::Sm90,
         Marks::Sm80Bwd,
         Marks::Sm90Bwd,
         Marks::Models,
+        Marks::HeldOut,
         Marks::Packed,
         Marks::PackedBwd,
         Marks::Decode,
@@ -94,6 +97,7 @@ impl Marks {
             Marks::Sm80Bwd => "sm80-bwd",
             Marks::Sm90Bwd => "sm90-bwd",
             Marks::Models => "models",
+            Marks::HeldOut => "held-out",
             Marks::Packed => "packed",
             Marks::PackedBwd => "packed-bwd",
             Marks::Decode => "decode",
@@ -120,6 +124,7 @@ impl Marks {
             Marks::Models => {
                 "Layers of released models, with --mode fwd or bwd, by the fastest kernels that the GPU runs"
             }
+            Marks::HeldOut => "As models, of models that no kernel and no constant was tuned to",
             Marks::Packed => "Packed batches of uneven, equal and short sequences, TFLOP/s of visible pairs",
             Marks::PackedBwd => "Gradients of packed: the same batches",
             Marks::Decode => "One query token on 1k to 128k keys: TB/s of K and V, replays of a CUDA graph",
@@ -144,6 +149,7 @@ impl Marks {
             Marks::Sm80 | Marks::Sm80Bwd => Some(Family::Sm80),
             Marks::Sm90 | Marks::Sm90Bwd => Some(Family::Sm90),
             Marks::Models
+            | Marks::HeldOut
             | Marks::Packed
             | Marks::PackedBwd
             | Marks::Decode
@@ -168,10 +174,10 @@ impl Marks {
             | Marks::Step
             | Marks::Plan => !pass.is_backward(),
             Marks::Sm80Bwd | Marks::Sm90Bwd | Marks::PackedBwd => pass.is_backward(),
-            Marks::Models | Marks::Sinks => true,
+            Marks::Models | Marks::HeldOut | Marks::Sinks => true,
         };
         let why = "the marks sm80, sm90, packed, decode, paged, step and plan go with --mode fwd, sm80-bwd, \
-                   sm90-bwd and packed-bwd with --mode bwd, models and sinks with either";
+                   sm90-bwd and packed-bwd with --mode bwd, models, held-out and sinks with either";
         if measured { Ok(()) } else { Err(why.to_owned()) }
     }
 
@@ -185,7 +191,7 @@ impl Marks {
         match self {
             // Also made of mma.sync; the others use what only newer GPUs have.
             Marks::Sm80 | Marks::Sm80Bwd => vec!["fa2".to_owned()],
-            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::Plan => Vec::new(),
+            Marks::Sm90 | Marks::Sm90Bwd | Marks::Models | Marks::HeldOut | Marks::Plan => Vec::new(),
             // torch's own kernels take neither packed batches nor pages nor sinks.
             Marks::Packed | Marks::PackedBwd | Marks::Paged | Marks::Sinks | Marks::Step => {
                 vec!["fa3".to_owned(), "fa4".to_owned()]
@@ -201,6 +207,7 @@ impl Marks {
             Marks::Sm80 | Marks::Sm80Bwd => (&HEADS[..2], 1024),
             Marks::Sm90 | Marks::Sm90Bwd => (&HEADS, 512),
             Marks::Models => return models::shapes(),
+            Marks::HeldOut => return models::held_out(),
             Marks::Packed | Marks::PackedBwd => return serving::packed(),
             Marks::Decode => return serving::decode(),
             Marks::Paged => return serving::paged(),
@@ -278,7 +285,7 @@ mod tests {
 
     #[test]
     fn every_model_has_a_name_and_a_plan_for_both_passes() {
-        let shapes = Marks::Models.shapes();
+        let shapes: Vec<_> = [Marks::Models, Marks::HeldOut].map(Marks::shapes).concat();
         for Wanted { name, problem, .. } in &shapes {
             let name = name.expect("a model");
             assert_eq!(
@@ -292,7 +299,8 @@ mod tests {
                 plan(problem, Arch::Sm90, &options).unwrap_or_else(|error| panic!("{name}: {error}"));
             }
         }
-        assert!(shapes.iter().filter(|wanted| wanted.problem.group_size() > 1).count() > shapes.len() / 2);
+        let models = Marks::Models.shapes();
+        assert!(models.iter().filter(|wanted| wanted.problem.group_size() > 1).count() > models.len() / 2);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A kernel as plain data: everything that the kernel sources are specialised on, and nothing of a problem's
 //! lengths.
 
+mod derived;
 mod error;
 mod limits;
 mod pages;

@@ -9,10 +9,9 @@
 use fa_core::Problem;
 
 use super::Gradients;
-use super::formula::{self, Tensors};
-use super::heads::{gather_keys, gather_queries};
-use crate::batch::Batch;
-use crate::check::{check_forward, check_len, check_no_dlse, check_out};
+use super::formula::{self, Rows, Tensors};
+use super::over;
+use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
@@ -70,17 +69,9 @@ pub fn forward_extras<T: Element>(
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
 ) -> Result<LowForward<T>, CpuError> {
-    check_forward(problem, q, k, v)?;
-    check_no_dlse(extras)?;
-    let batch = Batch::new(problem, extras)?;
-    let tensors = Tensors {
-        batch: &batch,
-        q: &|s, h| gather_queries(q, &batch, s, h),
-        k: &|s, h| gather_keys(k, &batch, s, h),
-        v: &|s, h| gather_keys(v, &batch, s, h),
-        round: f32::rounded_to::<T>,
-    };
-    let formula::Forward { out, lse, .. } = formula::forward_f32(problem, &tensors);
+    let pass = |tensors: &Tensors<'_, f32>| formula::forward_f32(problem, tensors);
+    let formula::Forward { out, lse, .. } =
+        over::forward(problem, extras, [q, k, v], f32::rounded_to::<T>, pass)?;
     Ok(LowForward { out: round(&out), lse })
 }
 
@@ -144,21 +135,9 @@ pub fn backward_extras_held_at<T: Element>(
     dout: &TensorRef<'_, T>,
     held: f32,
 ) -> Result<LowGradients<T>, CpuError> {
-    check_forward(problem, q, k, v)?;
-    check_out(problem, "dout", dout.shape())?;
-    let batch = Batch::new(problem, extras)?;
-    if batch.is_paged() {
-        return Err(CpuError::PagedBackward);
-    }
-    let tensors = Tensors {
-        batch: &batch,
-        q: &|s, h| gather_queries(q, &batch, s, h),
-        k: &|s, h| gather_keys(k, &batch, s, h),
-        v: &|s, h| gather_keys(v, &batch, s, h),
-        round: f32::rounded_to::<T>,
-    };
-    let dout = |s: usize, h: usize| gather_queries(dout, &batch, s, h);
-    let gradients = formula::backward_f32(problem, &tensors, &dout, held);
+    let pass =
+        |tensors: &Tensors<'_, f32>, dout: Rows<'_, f32>| formula::backward_f32(problem, tensors, dout, held);
+    let gradients = over::backward(problem, extras, [q, k, v, dout], f32::rounded_to::<T>, pass)?;
     let [dq, dk, dv] = [&gradients.dq, &gradients.dk, &gradients.dv].map(|gradient| round(gradient));
     Ok(LowGradients { dq, dk, dv, dsinks: gradients.dsinks })
 }

@@ -31,18 +31,16 @@
 mod formula;
 mod heads;
 pub mod low_precision;
+mod over;
 mod vectors;
 
 use fa_core::Problem;
 
-use crate::batch::Batch;
-use crate::check::{check_forward, check_no_dlse, check_out};
 use crate::element::Element;
 use crate::error::CpuError;
 use crate::extras::Extras;
 use crate::view::TensorRef;
-use formula::Tensors;
-use heads::{gather_keys, gather_queries};
+use formula::{Rows, Tensors};
 
 /// Output and LSE in f64.
 #[derive(Clone, Debug, PartialEq)]
@@ -99,8 +97,8 @@ fn noise(terms: Vec<f64>) -> f64 {
 /// how many threads there are.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`]. A problem that needs [`Extras`]: see
-/// [`forward_extras`].
+/// Tensors that do not fit the problem: see [`crate::check::check_forward`]. A problem that needs
+/// [`Extras`]: see [`forward_extras`].
 pub fn forward<T: Element>(
     problem: &Problem,
     q: &TensorRef<'_, T>,
@@ -113,7 +111,8 @@ pub fn forward<T: Element>(
 /// [`forward`] with lengths, pages, slopes or sinks.
 ///
 /// # Errors
-/// Tensors that do not fit the problem: see [`check_forward`] and [`Batch::new`].
+/// Tensors that do not fit the problem: see [`crate::check::check_forward`] and
+/// [`crate::batch::Batch::new`].
 pub fn forward_extras<T: Element>(
     problem: &Problem,
     extras: &Extras<'_>,
@@ -121,17 +120,8 @@ pub fn forward_extras<T: Element>(
     k: &TensorRef<'_, T>,
     v: &TensorRef<'_, T>,
 ) -> Result<Forward, CpuError> {
-    check_forward(problem, q, k, v)?;
-    check_no_dlse(extras)?;
-    let batch = Batch::new(problem, extras)?;
-    let tensors = Tensors {
-        batch: &batch,
-        q: &|s, h| gather_queries(q, &batch, s, h),
-        k: &|s, h| gather_keys(k, &batch, s, h),
-        v: &|s, h| gather_keys(v, &batch, s, h),
-        round: exact,
-    };
-    let formula::Forward { out, lse, out_terms } = formula::forward_f64(problem, &tensors);
+    let pass = |tensors: &Tensors<'_, f64>| formula::forward_f64(problem, tensors);
+    let formula::Forward { out, lse, out_terms } = over::forward(problem, extras, [q, k, v], exact, pass)?;
     Ok(Forward { out, lse, out_noise: noise(out_terms) })
 }
 
@@ -162,20 +152,9 @@ pub fn backward_extras<T: Element>(
     v: &TensorRef<'_, T>,
     dout: &TensorRef<'_, T>,
 ) -> Result<Gradients, CpuError> {
-    check_forward(problem, q, k, v)?;
-    check_out(problem, "dout", dout.shape())?;
-    let batch = Batch::new(problem, extras)?;
-    if batch.is_paged() {
-        return Err(CpuError::PagedBackward);
-    }
-    let tensors = Tensors {
-        batch: &batch,
-        q: &|s, h| gather_queries(q, &batch, s, h),
-        k: &|s, h| gather_keys(k, &batch, s, h),
-        v: &|s, h| gather_keys(v, &batch, s, h),
-        round: exact,
-    };
-    let found = formula::backward_f64(problem, &tensors, &|s, h| gather_queries(dout, &batch, s, h));
+    let pass =
+        |tensors: &Tensors<'_, f64>, dout: Rows<'_, f64>| formula::backward_f64(problem, tensors, dout);
+    let found = over::backward(problem, extras, [q, k, v, dout], exact, pass)?;
     Ok(Gradients {
         dq: found.dq,
         dk: found.dk,

@@ -72,29 +72,22 @@ __device__ __forceinline__ bool descends(const BwdParams& params, const BwdTile&
     return head >= params.sections * params.heads_per_section;
 }
 
-// Whether kernels of this config can store the first of the sums that come to a tile of dQ, by bulk copies,
-// in place of adding them to zeros (NB-093). In a deterministic kernel that is the tile of keys whose turn
-// is the first; in others the first to come claims the tile of dQ by a semaphore and counts another when its
-// sums are there, for which those that come meanwhile wait. It has its sums when it claims, so that all who
-// wait do so for a store under way, whatever order tiles are drawn in.
+// Whether the first of the sums that come to a tile of dQ is stored (see may_store_dq in config.cuh).
 template <auto C>
 constexpr bool may_store_dq() {
-    if constexpr (requires { C.dq_via_smem; }) {
-        return C.dq_via_smem;
-    } else {
-        return false;
+    if constexpr (requires { C.may_store_dq; }) {
+        return C.may_store_dq;
     }
+    return false;
 }
+template <auto C>
+__device__ __forceinline__ bool stores_dq(const BwdParams& params) {
+    return may_store_dq<C>() && params.stores_dq != 0;
+}
+// By whoever comes first, unless turns say who that is.
 template <auto C>
 constexpr bool claims_dq() {
     return may_store_dq<C>() && !C.deterministic;
-}
-
-// The same of the launch. Where one tile holds all keys it stores without asking.
-template <auto C>
-__device__ __forceinline__ bool stores_dq(const BwdParams& params) {
-    if constexpr (!may_store_dq<C>()) return false;
-    return params.dq_semaphores != nullptr || (!C.varied && params.n_blocks == 1);
 }
 
 // Whether tile `m_block` of queries is seen by no key: nobody stores dQ there.

@@ -28,7 +28,7 @@ namespace fa::sm90 {
 // are: waiting for it there lets the other exponentials hide the conversion of P and the rescaling of O. (A
 // quarter, in steps of 8 registers; with three warpgroups no registers are left for more than 8.)
 template <Sm90FwdConfig C>
-constexpr int kEarly = Traits<C>::kLazyMax && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
+constexpr int kEarly = C.lazy_max && C.num_wg == 3 ? 8 : max_of(8, C.tile_n / 2 / 4 / 8 * 8);
 
 template <Sm90FwdConfig C, class Softmax, class Hold, class Release>
 __device__ __forceinline__ void softmax_under_pv(Softmax& softmax, float (&s)[C.tile_n / 2], float scale_log2,
@@ -57,7 +57,7 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
     float block_sum[2] = {0.f, 0.f};
     u32 beyond = 0;
     auto exponentials = [&](auto& of, int begin) {
-        if (Traits<C>::kNearCap && as_products) {
+        if (C.near_cap && as_products) {
             auto exponent = [&](float x, float max) { return score_mod.near_exponent(x, max, beyond); };
             softmax.exponentials_by_current_max(s, begin, exponent, of, block_sum);
         } else {
@@ -75,11 +75,11 @@ __device__ __forceinline__ void lazy_softmax_under_pv(Softmax& softmax, const Sc
     for (int i = 0; i < kEarly<C> / 2; ++i) p[i] = pack<C.dtype>(early[2 * i], early[2 * i + 1]);
 #pragma unroll
     for (int i = 0; i < kLate / 2; ++i) p[kEarly<C> / 2 + i] = pack<C.dtype>(late[2 * i], late[2 * i + 1]);
-    if constexpr (Traits<C>::kNearCap) {
+    if constexpr (C.near_cap) {
         if (int(beyond) < 0) block_sum[0] = -minus_infinity();
     }
     if (softmax.template outgrown<C.rescale_threshold>(block_sum)) {
-        if (Traits<C>::kNearCap && as_products) {
+        if (C.near_cap && as_products) {
             near = !warp_any(int(beyond) < 0);
             score_mod.apply(s);
         }
@@ -221,13 +221,13 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         if constexpr (T::kSkipsBlocks) range = warpgroup_blocks<C>(visible, rows, tile, all, 64 * wg);
         const int skipped = all.end - range.end;
         const int row = tile.m_block * C.tile_m + own_row;
-        Softmax<C.exp_poly_of_16, T::kLazyMax ? 0 : C.rescale_threshold> softmax;
+        Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
                                                            kLog2e);
 
         // Whether no score of the warp's rows has been beyond half the soft cap: see near_exponent.
-        bool near = T::kNearCap;
+        bool near = C.near_cap;
 
         // Products to masked scores.
         auto modify = [&](int n_block) {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     smem.k_bars.wait_full(k_state);
                     wait_turn();
                     issue_s();
-                    if constexpr (T::kRescaleFirst && !T::kLazyMax) {
+                    if constexpr (T::kRescaleFirst && !C.lazy_max) {
                         if (accumulate) scale_rows(o, rescale);
                     }
                     smem.v_bars.wait_full(v_state);
@@ -284,7 +284,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     signal_next();
                     wgmma::wait<1>();
                     release_k();
-                    if constexpr (T::kLazyMax) {
+                    if constexpr (C.lazy_max) {
                         const bool as_products = near && !range.needs_mask(n_block);
                         if (!as_products) modify(n_block);
                         lazy_softmax_under_pv<C>(softmax, score_mod, as_products, near, s, scale_log2, p, o,
@@ -298,7 +298,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     accumulate = true;
                 }
                 smem.q_bars.release(q_state, elected);
-                if constexpr (T::kRescaleFirst && !T::kLazyMax) {
+                if constexpr (T::kRescaleFirst && !C.lazy_max) {
                     if (accumulate) scale_rows(o, rescale);
                 }
                 smem.v_bars.wait_full(v_state);

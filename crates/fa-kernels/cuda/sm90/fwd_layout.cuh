@@ -19,17 +19,6 @@ struct Traits {
     static_assert(C.cluster_m == 1 || (!C.varied && !C.split), "CTAs of a cluster load the same keys");
     static_assert(C.varied || !C.paged, "the lengths of a cache in pages are on the device");
 
-    // P is computed against the current maximum, and its sum shows whether the scores have outgrown it. In
-    // the tiles (nearly all) where they have not, no maximum is taken and O is not rescaled. Any reference
-    // within 2^threshold of the maximum gives the same relative precision.
-    static constexpr bool kLazyMax = C.overlap_wg && C.pv_is_rs && C.rescale_threshold > 0;
-
-    // With a soft cap, tiles whose scores are all at most half the cap take it as a polynomial, on the FMA
-    // units alone (NB-080). Both ways need registers beside S, P and O.
-    static constexpr int kNearCapRegs = C.num_wg == 3 ? 0 : C.varied ? 176 : 256;
-    static constexpr bool kNearCap =
-        C.softcap && !C.alibi && kLazyMax && C.tile_n / 4 * 3 + C.head_dim_v / 2 <= kNearCapRegs;
-
     // Wide rows of O are rescaled before P V is issued, while S runs.
     static constexpr bool kRescaleFirst = C.head_dim_v > 128;
 

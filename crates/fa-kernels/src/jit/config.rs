@@ -70,9 +70,9 @@ impl ConfigField {
     }
 }
 
-/// The fields of a spec's config: those of every kernel, then the kernel's own.
+/// The fields of a spec's config: those of every kernel, then the kernel's own, then what follows from them.
 pub(crate) fn fields_of(spec: &KernelSpec) -> Vec<ConfigField> {
-    spec.params().into_iter().map(ConfigField::of).collect()
+    spec.params().into_iter().chain(spec.derived()).map(ConfigField::of).collect()
 }
 
 /// The name of a kernel's config struct.

@@ -174,7 +174,9 @@ impl Launches {
         let splits = if is_empty { 1 } else { head_splits(problem, spec, arch, sms) };
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
-        let has_turns = deterministic || first_sums_are_stored(spec, problem, arch, sms);
+        // Of several tiles of keys the others have to know when the first one's sums are stored.
+        let several = spec.reads.varied || params.n_blocks > 1;
+        let has_turns = deterministic || (params.stores_dq != 0 && several);
         let turns = if has_turns { dq_turns(spec) } else { 0 };
         let mut workspace =
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
@@ -248,19 +250,19 @@ impl Launches {
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
-/// Whether the first sums that come to a tile of dQ are stored for others to add to, so that semaphores say
-/// which they are: `claims_dq` in cuda/attn/bwd_tile.cuh.
-fn first_sums_are_stored(spec: &KernelSpec, problem: &Problem, arch: Arch, sms: u32) -> bool {
-    let Kernel::Sm90Bwd(kernel) = &spec.kernel else { return false };
-    let (keys, tile) = (problem.lengths.reach_k(), kernel.tile_n as usize);
-    if !kernel.dq_via_smem || kernel.deterministic || (keys <= tile && !spec.reads.varied) {
+/// Whether the first sums that come to a tile of dQ are stored for others to add to, not added to zeros.
+fn stores_dq(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms): (Arch, u32)) -> bool {
+    let tiles = problem.lengths.max_k().div_ceil(traits.tile.1 as usize);
+    if !spec.may_store_dq() || tiles == 0 {
         return false;
     }
-    // Under a full mask the tiles of a head start at different queries: all of the heads that run at once have
-    // to stay in the L2.
-    let at_once = (sms as usize).div_ceil(problem.lengths.max_k().div_ceil(tile).max(1));
-    spec.mask != MaskKind::Full
-        || head_bytes(problem, at_once.saturating_mul(problem.group_size())) <= arch.limits().l2_bytes * 2 / 5
+    if spec.mask != MaskKind::Full || traits.pass.deterministic() || tiles == 1 {
+        return true;
+    }
+    // Under a full mask the tiles of a head start at different queries: what all heads share that run at once
+    // has to stay in the L2.
+    let heads = (sms as usize).div_ceil(tiles).saturating_mul(problem.group_size());
+    head_bytes(problem, heads) <= arch.limits().l2_bytes * 2 / 5
 }
 
 /// What the CTAs of `heads` query heads read or add to together: their queries, the gradients and dQ's
@@ -409,6 +411,7 @@ fn params(
         num_tiles: count("tiles", planned.saturating_mul(heads))?,
         heads_per_section: count("heads", order.heads)?,
         sections: count("sections", order.sections)?,
+        stores_dq: i32::from(stores_dq(spec, traits, problem, (arch, sms))),
         ..BwdParams::default()
     })
 }

@@ -2,14 +2,11 @@
 
 use fa_core::spec::{Scheduler, TileOrder};
 use fa_core::{
-    Alibi, Append, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Merge, Problem, QueryPositions, Reads,
-    Rotary, RotaryPairs, RotaryQueries, ScoreMod, Side, Sm80Bwd, Sm90Bwd, Sm90Fwd, TensorLayout,
+    Alibi, Arch, Dtype, Kernel, KernelSpec, Lengths, Mask, Problem, Reads, ScoreMod, Sm80Bwd, Sm90Bwd,
+    Sm90Fwd, TensorLayout,
 };
 use fa_kernels::launch::{Addresses, Launches, Params, Part, Step};
-use fa_kernels::{
-    AppendLaunch, Error, Headers, MergeLaunch, RawAppendArgs, RawExtras, RawMergeArgs, RawPartialResult,
-    RawTensor, Source, smem_bytes,
-};
+use fa_kernels::{Error, RawExtras, RawTensor, smem_bytes};
 
 use crate::{sm80_spec, sm90_spec};
 
@@ -372,113 +369,32 @@ fn parts_of_pages_that_no_box_places_are_refused() {
 }
 
 #[test]
-fn an_append_is_one_launch_whose_memory_is_checked() {
-    let queries =
-        RotaryQueries { rows: Side::packed(90, 60), heads: 8, positions: QueryPositions::Following };
-    let rotary = Rotary {
-        dim: 64,
-        pairs: RotaryPairs::Halves,
-        positions: 4096,
-        table: Dtype::F32,
-        queries: Some(queries),
+fn first_sums_of_dq_are_stored_and_said_by_semaphores_of_several_tiles() {
+    let stores = |spec: &KernelSpec, lengths| {
+        let launches = Launches::of(spec, &Problem { lengths, ..problem() }, Arch::Sm90, SMS).unwrap();
+        let (tensors, extras) = (tensors(&launches), RawExtras::default());
+        let at = Addresses { tensors: &tensors, lse: Some(1 << 41), workspace: Some(1 << 40), extras };
+        let Params::Backward(params) = launches.params(&at) else { panic!("a backward") };
+        (params.stores_dq, launches.workspace.dq_semaphores.is_some())
     };
-    let append = Append {
-        sequences: 3,
-        new: Side::packed(90, 60),
-        cache: Side::paged(16, 20, 100),
-        heads_kv: 2,
-        head_dim: 128,
-        head_dim_v: 64,
-        dtype: Dtype::Bf16,
-        rotary: Some(rotary),
+    // Whatever the order, and where queries see no key.
+    let mut spec = backward_spec(false);
+    assert_eq!(stores(&spec, Lengths::uniform(3, 1000, 1000)), (1, true));
+    let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("{spec}") };
+    kernel.tile_order = TileOrder::LongestFirst;
+    assert_eq!(stores(&spec, Lengths::uniform(3, 1000, 1000)), (1, true));
+    assert_eq!(stores(&spec, Lengths::uniform(3, 1000, 999)), (1, true));
+    assert_eq!(stores(&spec, Lengths::uniform(3, 100, 128)), (1, false));
+    assert_eq!(stores(&spec, Lengths::uniform(3, 0, 0)), (0, false));
+    let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("{spec}") };
+    kernel.dq_via_smem = false;
+    assert_eq!(stores(&spec, Lengths::uniform(3, 1000, 1000)), (0, false));
+    // Under a full mask what the heads share that run at once has to stay in the L2.
+    let full = KernelSpec { mask: fa_core::MaskKind::Full, ..backward_spec(false) };
+    let of_full = |length| {
+        let problem = Problem { mask: Mask::FULL, lengths: Lengths::uniform(3, length, length), ..problem() };
+        let launches = Launches::of(&full, &problem, Arch::Sm90, SMS).unwrap();
+        launches.workspace.dq_semaphores.is_some()
     };
-    let launch = AppendLaunch::new(&append, SMS).unwrap();
-    assert_eq!((launch.grid, launch.threads), (180, 256));
-    let raw = |i: u64, shape: &fa_kernels::launch::Shape| {
-        let strides = TensorLayout::Bshd.strides(shape.seqlen, shape.heads, shape.dim);
-        RawTensor { address: i << 32, strides }
-    };
-    let tensors = launch.tensors();
-    let at = |i: usize| raw(i as u64 + 1, &tensors[i].0);
-    let args = RawAppendArgs {
-        k_new: at(0),
-        v_new: at(1),
-        k_cache: at(2),
-        v_cache: at(3),
-        q: Some(at(4)),
-        q_out: None,
-        tables: Some([1 << 40, 1 << 41]),
-        cu_new: Some(64),
-        used_new: None,
-        used_k: Some(128),
-        page_table: Some(256),
-        cu_q: Some(64),
-        used_q: None,
-        used_out: Some(192),
-        dropped: None,
-    };
-    launch.check(&args).unwrap();
-    let params = launch.params(&args);
-    assert_eq!((params.rows_new, params.rows_q, params.table_stride, params.q_columns), (90, 90, 7, 64));
-    assert_eq!((params.k_new.strides.batch, params.k_cache.strides.batch), (0, 16 * 2 * 128));
-    let refused = |args: RawAppendArgs, part: &str| {
-        let text = launch.check(&args).expect_err("must be refused").to_string();
-        assert!(text.contains(part), "{text} does not say {part}");
-    };
-    refused(RawAppendArgs { page_table: None, ..args }, "page_table is missing");
-    refused(RawAppendArgs { used_q: Some(64), ..args }, "used_q was given");
-    refused(RawAppendArgs { used_out: args.used_k, ..args }, "used_out is used_k");
-    refused(RawAppendArgs { tables: Some([8, 16]), ..args }, "cos starts at 0x8");
-    let empty = Append { sequences: 0, new: Side::packed(0, 0), rotary: None, ..append };
-    assert_eq!(AppendLaunch::new(&empty, SMS).unwrap().grid, 0);
-}
-
-#[test]
-fn a_merge_is_one_launch_whose_memory_is_checked() {
-    let merge = Merge {
-        parts: 2,
-        batch: 3,
-        seqlen: 5,
-        heads: 4,
-        dim: 64,
-        part: Dtype::Bf16,
-        out: Dtype::F32,
-        sinks: true,
-    };
-    let launch = MergeLaunch::new(&merge, SMS).unwrap();
-    // 60 rows, 4 warps.
-    assert_eq!((launch.grid, launch.threads), (15, 128));
-    let strides = fa_core::TensorLayout::Bshd.strides(5, 4, 64);
-    let part = |address: u64| RawPartialResult { out: RawTensor { address, strides }, lse: address + 4 };
-    let parts = [part(0x1000), part(0x9000)];
-    let out = RawTensor { address: 0x20000, strides };
-    let args = RawMergeArgs { parts: &parts, out, lse: Some(64), sinks: Some(128) };
-    launch.check(&args).unwrap();
-    let params = launch.params(&args);
-    assert_eq!((params.count, params.part_type, params.out_type), (2, 2, 0));
-    assert_eq!((params.parts.0[1].lse.0, params.parts.0[2].lse.0), (0x9004, 0));
-    let refused = |args: RawMergeArgs<'_>, part: &str| {
-        let text = launch.check(&args).expect_err("must be refused").to_string();
-        assert!(text.contains(part), "{text} does not say {part}");
-    };
-    refused(RawMergeArgs { parts: &parts[..1], ..args }, "1 parts were given, the merge is bound to 2");
-    refused(RawMergeArgs { sinks: None, ..args }, "sinks is missing");
-    refused(RawMergeArgs { out: RawTensor { address: 8, strides }, ..args }, "out starts at 0x8");
-    refused(RawMergeArgs { lse: Some(2), ..args }, "lse starts at 0x2");
-    let without = MergeLaunch::new(&Merge { sinks: false, ..merge }, SMS).unwrap();
-    assert!(without.check(&args).is_err_and(|error| error.to_string().contains("sinks was given")));
-    assert_eq!(MergeLaunch::new(&Merge { seqlen: 0, ..merge }, SMS).unwrap().grid, 0);
-    let many = MergeLaunch::new(&Merge { parts: 17, ..merge }, SMS).expect_err("too many").to_string();
-    assert!(many.contains("parts = 17: must be 1 to 16"), "{many}");
-}
-
-#[test]
-fn kernels_that_all_problems_share_compile() {
-    for arch in [Arch::Sm80, Arch::Sm90] {
-        let headers = Headers::embedded();
-        for source in [Source::append(arch, &headers).unwrap(), Source::merge(arch, &headers).unwrap()] {
-            let compiled = crate::nvrtc().compile(&source).unwrap_or_else(|_| panic!("{arch}"));
-            assert_eq!(compiled.report.fault(), None, "{arch}: {}", compiled.report);
-        }
-    }
+    assert!(of_full(1000) && !of_full(16384));
 }

@@ -7,6 +7,7 @@ mod device_sources;
 mod errors;
 mod generated;
 mod launches;
+mod launches_beside;
 mod package;
 mod serving;
 mod shipped;

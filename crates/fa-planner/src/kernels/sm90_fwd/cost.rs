@@ -70,20 +70,8 @@ fn boxes(problem: &Problem, spec: &KernelSpec, kernel: &Sm90Fwd) -> f64 {
     f64::from(panels) * parts as f64
 }
 
-/// f32 instructions per element of a soft cap by a polynomial.
+/// f32 instructions per element of a soft cap by a polynomial ([`KernelSpec::near_cap`]).
 const NEAR_CAP_OPS: f64 = 3.5;
-
-/// Whether scores far below a soft cap take it without the special-function unit (NB-080): `kNearCap` in
-/// cuda/sm90/fwd_layout.cuh.
-fn caps_by_polynomial(spec: &KernelSpec, k: &Sm90Fwd) -> bool {
-    let room = match k.num_wg {
-        3 => 0,
-        _ if spec.reads.varied => 176,
-        _ => 256,
-    };
-    let fits = k.tile_n / 4 * 3 + spec.head_dim_v / 2 <= room;
-    !spec.score.alibi && k.overlap_wg && k.pv_is_rs && k.rescale_threshold > 0 && fits
-}
 
 /// The kernel, and the clocks of a step, overlap and latency included.
 fn model(
@@ -110,7 +98,7 @@ fn model(
     let rescale = hdv / tile_n * if lazy { c.rescale_left } else { 1.0 };
     let (mut cap_mufu, mut cap_ops) = score_costs(spec.score, c);
     if spec.score.softcap {
-        (cap_mufu, cap_ops) = if caps_by_polynomial(spec, k) { (0.0, NEAR_CAP_OPS) } else { (2.0, cap_ops) };
+        (cap_mufu, cap_ops) = if spec.near_cap() { (0.0, NEAR_CAP_OPS) } else { (2.0, cap_ops) };
     }
     let ops = c.sm90_softmax_ops[usize::from(lazy)] + rescale + poly * c.poly_ops + cap_ops;
     let exp = scores * softmax_clocks(limits, 1.0 - poly + cap_mufu, ops);

@@ -1,0 +1,66 @@
+//! The formula over checked tensors of any element type, whose heads it reads one at a time.
+
+use fa_core::Problem;
+
+use super::formula::{Rows, Tensors};
+use super::heads::{gather_keys, gather_queries};
+use crate::batch::Batch;
+use crate::check::{check_forward, check_no_dlse, check_out};
+use crate::element::Element;
+use crate::error::CpuError;
+use crate::extras::Extras;
+use crate::real::Real;
+use crate::view::TensorRef;
+
+/// The forward `pass` over Q, K and V.
+///
+/// # Errors
+/// As [`super::forward_extras`].
+pub(super) fn forward<R: Real, T: Element, A>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    [q, k, v]: [&TensorRef<'_, T>; 3],
+    round: fn(R) -> R,
+    pass: impl FnOnce(&Tensors<'_, R>) -> A,
+) -> Result<A, CpuError> {
+    check_forward(problem, q, k, v)?;
+    check_no_dlse(extras)?;
+    let batch = Batch::new(problem, extras)?;
+    Ok(read(&batch, [q, k, v], round, pass))
+}
+
+/// The backward `pass` over Q, K, V and dO.
+///
+/// # Errors
+/// As [`super::backward_extras`].
+pub(super) fn backward<R: Real, T: Element, A>(
+    problem: &Problem,
+    extras: &Extras<'_>,
+    [q, k, v, dout]: [&TensorRef<'_, T>; 4],
+    round: fn(R) -> R,
+    pass: impl FnOnce(&Tensors<'_, R>, Rows<'_, R>) -> A,
+) -> Result<A, CpuError> {
+    check_forward(problem, q, k, v)?;
+    check_out(problem, "dout", dout.shape())?;
+    let batch = Batch::new(problem, extras)?;
+    if batch.is_paged() {
+        return Err(CpuError::PagedBackward);
+    }
+    let dout = |s: usize, h: usize| gather_queries(dout, &batch, s, h);
+    Ok(read(&batch, [q, k, v], round, |tensors| pass(tensors, &dout)))
+}
+
+fn read<R: Real, T: Element, A>(
+    batch: &Batch<'_>,
+    [q, k, v]: [&TensorRef<'_, T>; 3],
+    round: fn(R) -> R,
+    pass: impl FnOnce(&Tensors<'_, R>) -> A,
+) -> A {
+    pass(&Tensors {
+        batch,
+        q: &|s, h| gather_queries(q, batch, s, h),
+        k: &|s, h| gather_keys(k, batch, s, h),
+        v: &|s, h| gather_keys(v, batch, s, h),
+        round,
+    })
+}
