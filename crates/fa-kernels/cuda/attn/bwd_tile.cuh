@@ -178,7 +178,8 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
                                        : shape.heads_kv * params.head_splits * shape.batch - first;
             tile.n_block = rest / in_section;
             head = first + rest % in_section;
-            if (last_keys_first<Mask, Deterministic>() && (Mask != MaskKind::Causal || section < params.sections))
+            if (last_keys_first<Mask, Deterministic>() &&
+                (Mask != MaskKind::Causal || section < params.sections))
                 tile.n_block = params.n_blocks - 1 - tile.n_block;
         }
         tile.split = head % params.head_splits;

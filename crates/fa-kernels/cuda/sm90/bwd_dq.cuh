@@ -37,7 +37,8 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         for (int step = range.begin; step < range.end; ++step) {
             const int m_block = query_block<C>(range, walk, step);
-            // Of this warpgroup's share: how many have claimed it, and whether the first one's sums are there.
+            // Of this warpgroup's share: how many have claimed it, and whether the first one's sums are
+            // there.
             unsigned* const claimed = dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg);
             unsigned* const stored = claimed + 1;
             // All but the first few to come read that before their sums are ready.

@@ -261,7 +261,7 @@ fn stores_dq(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms):
     }
     // Under a full mask the tiles of a head start at different queries: what all heads share that run at once
     // has to stay in the L2.
-    let heads = (sms as usize).div_ceil(tiles).saturating_mul(problem.group_size());
+    let heads = (sms as usize).div_ceil(tiles);
     head_bytes(problem, heads) <= arch.limits().l2_bytes * 2 / 5
 }
 

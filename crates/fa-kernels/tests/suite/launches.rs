@@ -396,5 +396,5 @@ fn first_sums_of_dq_are_stored_and_said_by_semaphores_of_several_tiles() {
         let launches = Launches::of(&full, &problem, Arch::Sm90, SMS).unwrap();
         launches.workspace.dq_semaphores.is_some()
     };
-    assert!(of_full(1000) && !of_full(16384));
+    assert!(of_full(1000) && !of_full(65536));
 }
