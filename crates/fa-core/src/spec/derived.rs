@@ -2,7 +2,8 @@
 //! too: planner and launch ask here, and CUDA's config has it behind the parameters.
 
 use super::params::Param;
-use super::{Kernel, KernelSpec, Sm90Fwd};
+use super::values::{MaskKind, TileOrder};
+use super::{Kernel, KernelSpec, Sm90Bwd, Sm90Fwd};
 
 /// Registers per thread for a soft cap's two ways beside S, P and O: by consumer warpgroups (one or two, or
 /// three), fewer with lengths on the device.
@@ -40,14 +41,24 @@ impl KernelSpec {
     }
 
     /// Whether the kernel can store the first of the sums that come to a tile of dQ, by bulk copies, in place
-    /// of adding them to zeros (NB-093): an SM90 backward that adds from shared memory. In a deterministic one
-    /// the tile of keys whose turn is the first stores; in others the first to come claims the tile of dQ, and
-    /// those that come meanwhile wait for it. It has its sums by then, so that the order of tiles is free.
+    /// of adding them to zeros (NB-082): an SM90 backward. Of uniform lengths the tile of keys that does so
+    /// was drawn before the others: the first one under a full mask; under a causal one the last that the
+    /// queries see, as tiles are drawn with the last keys first. Of other lengths it is the first to come, or
+    /// in deterministic kernels the one whose turn is the first (NB-093).
     pub const fn may_store_dq(&self) -> bool {
         match &self.kernel {
-            Kernel::Sm90Bwd(kernel) => kernel.dq_via_smem,
+            Kernel::Sm90Bwd(kernel) => self.may_store_dq_of(kernel),
             Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) => false,
         }
+    }
+
+    const fn may_store_dq_of(&self, kernel: &Sm90Bwd) -> bool {
+        let is_drawn_first = match self.mask {
+            MaskKind::Full => true,
+            MaskKind::Causal => kernel.deterministic || matches!(kernel.tile_order, TileOrder::LongestFirst),
+            MaskKind::Window => false,
+        };
+        kernel.dq_via_smem && (self.reads.varied || is_drawn_first)
     }
 
     /// What CUDA's config of this kernel has beside [`KernelSpec::params`], in the order of declaration.
@@ -60,8 +71,8 @@ impl KernelSpec {
                     param("near_cap", NEAR_CAP, self.near_cap_of(kernel)),
                 ]
             }
-            Kernel::Sm90Bwd(_) => {
-                vec![param("may_store_dq", MAY_STORE_DQ, self.may_store_dq())]
+            Kernel::Sm90Bwd(kernel) => {
+                vec![param("may_store_dq", MAY_STORE_DQ, self.may_store_dq_of(kernel))]
             }
             Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) => Vec::new(),
         }
@@ -79,15 +90,16 @@ const NEAR_CAP: &[&str] = &[
 ];
 const MAY_STORE_DQ: &[&str] = &[
     " The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added",
-    " to zeros (NB-093). In a deterministic kernel the tile of keys whose turn is the first stores; in others",
-    " the first to come claims the tile of dQ, and those that come meanwhile wait for it. It has its sums by",
-    " then, so that the order of tiles is free.",
+    " to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the",
+    " first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with",
+    " the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one whose",
+    " turn is the first (NB-093).",
 ];
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, MaskKind, Reads, ScoreKind, Sm90Bwd, Types};
+    use crate::{Dtype, Reads, ScoreKind, Types};
 
     fn spec(kernel: Kernel) -> KernelSpec {
         KernelSpec {
@@ -120,10 +132,20 @@ mod tests {
     }
 
     #[test]
-    fn first_sums_are_stored_where_they_leave_through_shared_memory() {
-        let of =
-            |dq_via_smem| spec(Kernel::Sm90Bwd(Sm90Bwd { dq_via_smem, ..Sm90Bwd::default() })).may_store_dq();
-        assert!(of(true) && !of(false));
-        assert!(!spec(Kernel::Sm90Fwd(Sm90Fwd::default())).may_store_dq());
+    fn first_sums_are_stored_where_their_tile_is_drawn_first() {
+        let of = |mask, tile_order, deterministic| {
+            let kernel = Sm90Bwd { tile_order, deterministic, ..Sm90Bwd::default() };
+            KernelSpec { mask, ..spec(Kernel::Sm90Bwd(kernel)) }.may_store_dq()
+        };
+        let (natural, longest) = (TileOrder::Natural, TileOrder::LongestFirst);
+        assert!(of(MaskKind::Full, natural, false) && of(MaskKind::Causal, longest, false));
+        assert!(!of(MaskKind::Causal, natural, false) && of(MaskKind::Causal, natural, true));
+        assert!(!of(MaskKind::Window, longest, true));
+        // Of lengths on the device whoever comes first stores.
+        let packed = spec(Kernel::Sm90Bwd(Sm90Bwd::default()));
+        let reads = Reads { varied: true, paged: false };
+        assert!(KernelSpec { mask: MaskKind::Window, reads, ..packed }.may_store_dq());
+        let red = Sm90Bwd { dq_via_smem: false, ..Sm90Bwd::default() };
+        assert!(!KernelSpec { mask: MaskKind::Full, ..spec(Kernel::Sm90Bwd(red)) }.may_store_dq());
     }
 }

@@ -151,8 +151,11 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
             if (params.dq_semaphores != nullptr) clear_turns<C>(params, tile);
             if (params.tile_counter != nullptr && cta_index() == 0) *params.tile_counter = 0;
         }
-        const Visibility<C.mask> visible{params.shape, seqlen};
-        if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, m_block))
+        const int share = ceil_div(params.shape.group_size, params.head_splits);
+        const int kv_head = head / params.shape.group_size;
+        const int part = (batch * params.shape.heads_kv + kv_head) * params.head_splits +
+                         (head - kv_head * params.shape.group_size) / share;
+        if (!stores_dq<C>(params, part))
             clear_f32(params.dq_accum + i64(tile) * kDqTile, kDqTile, thread_index(), cta_threads());
         if (params.dk_accum != nullptr) clear_key_gradients<C>(params);
         store_statistics<C>(

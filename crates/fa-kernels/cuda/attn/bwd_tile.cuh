@@ -84,10 +84,22 @@ template <auto C>
 __device__ __forceinline__ bool stores_dq(const BwdParams& params) {
     return may_store_dq<C>() && params.stores_dq != 0;
 }
-// By whoever comes first, unless turns say who that is.
+
+// The same of a head, counted through splits, K/V heads and sequences: under a causal mask the last section
+// of heads is drawn with the first keys first.
+template <auto C>
+__device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
+    return stores_dq<C>(params) && (C.mask == MaskKind::Full || params.n_blocks == 1 ||
+                                    head < params.sections * params.heads_per_section);
+}
+
+// Of sequences of different lengths the first to come stores: it claims the tile of dQ by a semaphore, and
+// counts another when its sums are there, for which those that come meanwhile wait (NB-093). It has its sums
+// when it claims, so that they wait for a store under way, whatever order tiles are drawn in. Deterministic
+// kernels know it by their turns.
 template <auto C>
 constexpr bool claims_dq() {
-    return may_store_dq<C>() && !C.deterministic;
+    return may_store_dq<C>() && C.varied && !C.deterministic;
 }
 
 // Whether tile `m_block` of queries is seen by no key: nobody stores dQ there.
@@ -103,17 +115,25 @@ __device__ __forceinline__ int query_block(const BlockRange& range, bool descend
 }
 
 // Under a full mask tiles of keys that claim start elsewhere each, in a ring, so that they do not come to the
-// same queries at once; the others start at the first queries.
+// same queries at once.
 template <auto C>
-__device__ __forceinline__ int query_start(const BwdParams& params, const BwdTile& tile, int keys,
-                                           const BlockRange& range) {
-    if (!claims_dq<C>() || C.mask != MaskKind::Full || !stores_dq<C>(params)) return 0;
-    return tile.n_block * (range.end - range.begin) / ceil_div(keys, C.tile_n);
+constexpr bool walks_in_ring() {
+    return claims_dq<C>() && C.mask == MaskKind::Full;
 }
-// `walk`: whether the walk descends, or where it starts.
+// How a tile of keys walks: where it starts, or whether it descends.
+template <auto C>
+__device__ __forceinline__ int query_walk(const BwdParams& params, const BwdTile& tile, int keys,
+                                          const BlockRange& range) {
+    if constexpr (walks_in_ring<C>()) {
+        if (!stores_dq<C>(params)) return 0;
+        return tile.n_block * (range.end - range.begin) / ceil_div(keys, C.tile_n);
+    } else {
+        return descends<C.mask, C.deterministic, C.varied>(params, tile);
+    }
+}
 template <auto C>
 __device__ __forceinline__ int query_block(const BlockRange& range, int walk, int step) {
-    if constexpr (claims_dq<C>() && C.mask == MaskKind::Full) {
+    if constexpr (walks_in_ring<C>()) {
         const int block = step + walk;
         return block >= range.end ? block - (range.end - range.begin) : block;
     } else {
@@ -163,7 +183,7 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
             tile.n_block = bwd_blocks<true>(params) - 1 - tile.n_block;
         }
     } else {
-        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic) {
+        if constexpr (C.tile_order == TileOrder::Natural && !Deterministic && !may_store_dq<C>()) {
             tile.n_block = index % params.n_blocks;
             head = index / params.n_blocks;
         } else {
@@ -178,8 +198,9 @@ __device__ __forceinline__ BwdTileOf<C.varied> bwd_tile_at(const BwdParams& para
                                        : shape.heads_kv * params.head_splits * shape.batch - first;
             tile.n_block = rest / in_section;
             head = first + rest % in_section;
-            if (last_keys_first<Mask, Deterministic>() &&
-                (Mask != MaskKind::Causal || section < params.sections))
+            const bool last_first =
+                last_keys_first<Mask, Deterministic>() || (Mask != MaskKind::Full && stores_dq<C>(params));
+            if (last_first && (Mask != MaskKind::Causal || section < params.sections))
                 tile.n_block = params.n_blocks - 1 - tile.n_block;
         }
         tile.split = head % params.head_splits;
@@ -220,7 +241,7 @@ constexpr int dq_turns() {
     if constexpr (requires { C.dq_first; }) {
         return C.dq_first > 0 ? 2 : 1;
     } else {
-        return C.deterministic ? 1 : 2 * C.num_wg;
+        return claims_dq<C>() ? 2 * C.num_wg : 1;
     }
 }
 

@@ -31,31 +31,53 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
-    const bool stores_first = stores_dq<C>(params);
-    const bool claims = claims_dq<C>() && params.dq_semaphores != nullptr;
+    const bool first_is_stored =
+        C.varied ? stores_dq<C>(params)
+                 : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split);
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         for (int step = range.begin; step < range.end; ++step) {
             const int m_block = query_block<C>(range, walk, step);
-            // Of this warpgroup's share: how many have claimed it, and whether the first one's sums are
-            // there.
-            unsigned* const claimed = dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg);
-            unsigned* const stored = claimed + 1;
-            // All but the first few to come read that before their sums are ready.
-            bool stores = stores_first && !claims && !C.deterministic;
-            bool waits = claims;
-            if (claims && elected) waits = load_acquire(stored) == 0;
-            warp_sync();
+            bool stores = first_is_stored, claims = false;
+            // Of this warpgroup's share: how many have claimed it, and whether the sums are there. All but the
+            // first to come read that before they have theirs.
+            auto semaphore = [&](int of) {
+                return dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg + of);
+            };
+            if constexpr (C.varied) {
+                stores = false;
+                if (claims_dq<C>() && first_is_stored && elected) claims = load_acquire(semaphore(1)) == 0;
+                warp_sync();
+            } else if constexpr (may_store_dq<C>()) {
+                const int first = m_block * C.tile_m;
+                if (first_is_stored && params.n_blocks > 1) {
+                    const int storing =
+                        C.mask == MaskKind::Full
+                            ? 0
+                            : key_blocks<C.tile_n>(visible, first,
+                                                   min(first + C.tile_m, visible.seqlen.q()) - 1)
+                                      .end -
+                                  1;
+                    stores = tile.n_block == storing;
+                    // That tile was drawn before this one.
+                    if (!C.deterministic && !stores && elected)
+                        wait_for_parts(dq_semaphore<1>(params, tile, head, m_block, 0), C.num_wg);
+                }
+                warp_sync();
+            }
 #pragma unroll
             for (int slice = 0; slice < C.dq_slices; ++slice) {
                 named_barrier_sync(kDqReady + wg, 128 + 32);
                 if (elected) {
-                    if (C.deterministic && slice == 0) {
-                        stores = !wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, walk != 0, head,
-                                                                    m_block, C.num_wg);
-                    } else if (slice == 0 && waits) {
-                        stores = atomic_add(claimed, 1u) == 0;
-                        if (!stores) wait_for_parts(stored, 1);
+                    if constexpr (C.deterministic) {
+                        if (slice == 0) {
+                            const bool has_sums = wait_for_turn<C.tile_m, C.tile_n>(
+                                params, visible, tile, walk != 0, head, m_block, C.num_wg);
+                            if constexpr (C.varied) stores = first_is_stored && !has_sums;
+                        }
+                    } else if (claims && slice == 0) {
+                        stores = atomic_add(semaphore(0), 1u) == 0;
+                        if (!stores) wait_for_parts(semaphore(1), 1);
                     }
                     float* const sums = dq_share<C>(params, tile, head, m_block, slice, wg);
                     if (stores) {
@@ -69,13 +91,14 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 warp_sync();
                 named_barrier_arrive(kDqFree + wg, 128 + 32);
             }
-            if ((C.deterministic || (stores && claims)) && elected) {
-                bulk_wait();
-                if constexpr (C.deterministic) {
-                    signal_next(params, tile, head, m_block);
-                } else {
-                    count_part(stored);
+            if (claims_dq<C>()) {
+                if (stores && elected) {
+                    bulk_wait();
+                    count_part(semaphore(1));
                 }
+            } else if ((C.deterministic || (stores && params.n_blocks > 1)) && elected) {
+                bulk_wait();
+                signal_next(params, tile, head, m_block);
             }
         }
     }

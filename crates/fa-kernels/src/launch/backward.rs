@@ -176,8 +176,8 @@ impl Launches {
         let head_dims = (spec.head_dim, spec.head_dim_v);
         // Of several tiles of keys the others have to know when the first one's sums are stored.
         let several = spec.reads.varied || params.n_blocks > 1;
-        let has_turns = deterministic || (params.stores_dq != 0 && several);
-        let turns = if has_turns { dq_turns(spec) } else { 0 };
+        let takes_turns = deterministic || (params.stores_dq != 0 && several);
+        let turns = if takes_turns { dq_turns(spec) } else { 0 };
         let mut workspace =
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
         let plan_bytes = if spec.reads.varied { PlanBounds::backward(problem, &traits).bytes() } else { 0 };
@@ -250,19 +250,46 @@ impl Launches {
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
-/// Whether the first sums that come to a tile of dQ are stored for others to add to, not added to zeros.
-fn stores_dq(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms): (Arch, u32)) -> bool {
-    let tiles = problem.lengths.max_k().div_ceil(traits.tile.1 as usize);
-    if !spec.may_store_dq() || tiles == 0 {
-        return false;
+/// Where one tile of keys stores its sums of dQ for the others to add to, the heads of a section in the
+/// natural order of tiles; `None` where all sums are added to zeros. Of uniform lengths every query has to see
+/// a key.
+fn storing_heads(
+    spec: &KernelSpec,
+    traits: &Traits,
+    problem: &Problem,
+    (arch, sms): (Arch, u32),
+) -> Option<usize> {
+    let (max_q, max_k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    if spec.reads.varied {
+        // Under a full mask the tiles of a head start at different queries: what all heads share that run at
+        // once has to stay in the L2.
+        let at_once = (sms as usize).div_ceil(max_k.div_ceil(traits.tile.1 as usize).max(1));
+        let fits = head_bytes(problem, at_once) <= arch.limits().l2_bytes * 2 / 5;
+        let stores = spec.mask != MaskKind::Full || traits.pass.deterministic() || fits;
+        return (spec.may_store_dq() && stores).then_some(1);
     }
-    if spec.mask != MaskKind::Full || traits.pass.deterministic() || tiles == 1 {
-        return true;
+    let all_see_keys = max_k > 0 && (spec.mask == MaskKind::Full || max_q <= max_k);
+    if !spec.may_store_dq() || !all_see_keys {
+        return None;
     }
-    // Under a full mask the tiles of a head start at different queries: what all heads share that run at once
-    // has to stay in the L2.
-    let heads = (sms as usize).div_ceil(tiles);
-    head_bytes(problem, heads) <= arch.limits().l2_bytes * 2 / 5
+    let is_alone = max_k <= traits.tile.1 as usize;
+    if is_alone || spec.mask == MaskKind::Causal || traits.pass.deterministic() {
+        return Some(1);
+    }
+    full_storing_heads(problem, arch, sms)
+}
+
+/// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as
+/// many as half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other
+/// keys wait for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
+fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
+    if problem.group_size() > 1 {
+        return None;
+    }
+    let heads = problem.heads_q.saturating_mul(problem.lengths.sequences());
+    let own = (sms as usize / 2).max(1);
+    let room = arch.limits().l2_bytes * 2 / 5;
+    (heads >= 2 * own && head_bytes(problem, 1).saturating_mul(own as u64) <= room).then_some(own)
 }
 
 /// What the CTAs of `heads` query heads read or add to together: their queries, the gradients and dQ's
@@ -276,7 +303,7 @@ fn head_bytes(problem: &Problem, heads: usize) -> u64 {
 fn dq_turns(spec: &KernelSpec) -> usize {
     match &spec.kernel {
         Kernel::Sm80Bwd(kernel) if kernel.dq_first > 0 => 2,
-        Kernel::Sm90Bwd(kernel) if !kernel.deterministic => 2 * kernel.num_wg as usize,
+        Kernel::Sm90Bwd(kernel) if spec.reads.varied && !kernel.deterministic => 2 * kernel.num_wg as usize,
         Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => 1,
     }
 }
@@ -376,6 +403,7 @@ fn params(
     let head_bytes = head_bytes(problem, heads_per_tile);
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
+    let storing = storing_heads(spec, traits, problem, (arch, sms));
     let order = match traits.tile_order {
         _ if traits.pass.deterministic() => {
             let least = heads_side_by_side(problem, spec, sms, splits);
@@ -387,7 +415,10 @@ fn params(
                 Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
             }
         }
-        TileOrder::Natural if !spec.reads.varied => Sections { heads: 1, sections: heads.saturating_sub(1) },
+        TileOrder::Natural if !spec.reads.varied => {
+            let own = storing.unwrap_or(1);
+            Sections { heads: own, sections: heads.saturating_sub(1) / own }
+        }
         TileOrder::Natural | TileOrder::LongestFirst => {
             Sections::of(heads, 1, planned, head_bytes.max(1), slots, room)
         }
@@ -411,7 +442,7 @@ fn params(
         num_tiles: count("tiles", planned.saturating_mul(heads))?,
         heads_per_section: count("heads", order.heads)?,
         sections: count("sections", order.sections)?,
-        stores_dq: i32::from(stores_dq(spec, traits, problem, (arch, sms))),
+        stores_dq: i32::from(storing.is_some()),
         ..BwdParams::default()
     })
 }
