@@ -3,7 +3,7 @@
 import importlib
 
 from . import _core
-from ._checks import array
+from ._checks import apart, array, room
 from ._core import InputError, UnsupportedError
 from ._faces import find_nvrtc
 
@@ -122,19 +122,26 @@ class Arrays:
     def __init__(self, library):
         self.library = library
 
-    def attention(self, q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None):
+    def attention(
+        self, q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None, *, out=None
+    ):
         """(out, lse); `deterministic` is about gradients, which a library with autograd computes. `plans`: of
-        work, those that calls have made and this one's."""
+        work, those that calls have made and this one's. `out`: what the result is written to."""
         del deterministic
         lib = self.library
         array("k", k), array("v", v)
         # Rows that no sequence has are 0.
         make = lib.empty if extras is None else lib.zeros
         lse = lib.floats(_lse_shape(q), q)
-        out = make((*q.shape[:-1], *v.shape[-1:]), q)
+        shape = (*q.shape[:-1], *v.shape[-1:])
+        if out is None:
+            out = make(shape, q)
+        else:
+            room(out, shape, q.dtype)
+            apart(out, {"q": q, "k": k, "v": v}, lib.np.may_share_memory)
         if extras is not None:
             lse[...] = float("-inf")
-            extras = (*map(lib.read, extras[:7]), *extras[7:])
+            extras = self.beside(extras)
         _core.forward(
             *map(lib.read, (q, k, v, out)),
             lse,
@@ -149,6 +156,12 @@ class Arrays:
             plans,
         )
         return lib.give(out), lib.give(lse)
+
+    def beside(self, extras):
+        """What is beside q, k and v as the module reads it; a table's rows end to end."""
+        *arrays, table, slopes, sinks, max_q, max_k = extras
+        table = None if table is None else self.library.contiguous(table)
+        return (*map(self.library.read, (*arrays, table, slopes, sinks)), max_q, max_k)
 
     def packed_attention(self, qkv, axis, *options):
         """`attention` of q, k and v in one array along `axis`."""
@@ -165,7 +178,7 @@ class Arrays:
         dsinks = None
         if extras is not None:
             dsinks = lib.floats(q.shape[-2:-1], q) if extras[6] is not None else None
-            extras = (*map(lib.read, extras[:7]), *extras[7:])
+            extras = self.beside(extras)
         arrays = map(lib.read, (dout, q, k, v, out, lse, dq, dk, dv))
         _core.backward(
             *arrays,
@@ -202,7 +215,7 @@ class Arrays:
             append.cu_new,
             append.max_new,
             used,
-            append.page_table,
+            None if append.page_table is None else lib.contiguous(append.page_table),
             append.cu_q,
             append.max_q,
             after,
@@ -277,7 +290,9 @@ class _JaxArrays(Arrays):
     """jax lets nobody write its memory and names no stream. Arrays on a GPU are lent to torch and results
     handed back by DLPack, each library waiting for the other's stream; nothing is copied."""
 
-    def attention(self, q, *others):
+    def attention(self, q, *others, out=None):
+        if out is not None:
+            raise UnsupportedError(_UNWRITTEN)
         if _is_on_gpu(q):
             return self._by_torch("attention", q, *others)
         return super().attention(q, *others)
@@ -294,7 +309,7 @@ class _JaxArrays(Arrays):
         return super().merge(outs, lses, sinks, dtype)
 
     def stored(self, values, out):
-        raise UnsupportedError("out: jax arrays cannot be written, leave it out")
+        raise UnsupportedError(_UNWRITTEN)
 
     def append(self, append):
         raise UnsupportedError("jax arrays cannot be appended to in place: use numpy or torch for the cache")
@@ -327,6 +342,9 @@ class _JaxArrays(Arrays):
 
         with torch.no_grad():
             return tuple(map(handed, getattr(face, name)(*map(lent, arguments))))
+
+
+_UNWRITTEN = "out: jax arrays cannot be written, leave it out"
 
 
 def _is_on_gpu(array):

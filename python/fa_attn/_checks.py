@@ -19,8 +19,8 @@ _EVERYWHERE = (-1, -1)
 def window(window_size):
     """(left, right), -1 where there is no limit."""
     try:
-        if type(window_size) is tuple and window_size == _EVERYWHERE:
-            return window_size
+        if window_size is None or (type(window_size) is tuple and window_size == _EVERYWHERE):
+            return _EVERYWHERE
         left, right = (-1 if side is None else max(-1, min(index(side), _FAR)) for side in window_size)
     except (TypeError, ValueError):
         raise InputError(
@@ -104,6 +104,23 @@ def masses(name, lse, out):
             f"{name} has the shape {have}: its elements must be {need}, (batch, heads, seqlen) or packed"
         )
     return lse
+
+
+def room(out, shape, dtype):
+    """What a result is written to, where the caller gives it."""
+    have, need = tuple(array("out", out).shape), tuple(shape)
+    if have != need:
+        raise InputError(f"out has the shape {have}: it must be {need}, that of the result")
+    if out.dtype != dtype:
+        raise InputError(f"out holds {out.dtype}: it must hold {dtype}, as q does")
+    return out
+
+
+def apart(out, inputs, overlap):
+    """What is read, by name, lies elsewhere than what is written."""
+    for name, value in inputs.items():
+        if overlap(out, value):
+            raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
 
 
 def is_neutral(value, neutral):

@@ -25,11 +25,16 @@ _NEUTRAL = {
     "block_sparse_tensors_bwd": ((None,), "masks are causal ones and windows"),
     "gather_kv_indices": ((None,), "keys are read in order: gather them, or give pages of one row"),
     "seqlen_k_per_split": ((None,), "how keys are divided is the planner's choice, leave it out"),
+    "q_v": ((None,), "a second query on the values is not computed: join q and q_v along the head dim"),
+    "cp_world_size": ((1, None), "keys of one process are attended to: join its parts by fa_attn.merge"),
+    "cp_rank": ((0, None), "keys of one process are attended to: join its parts by fa_attn.merge"),
+    "cp_tot_seqused_k": ((None,), "keys of one process are attended to: join its parts by fa_attn.merge"),
     "num_heads_q": ((None,), "qkv has as many heads for each: give q, k and v to flash_attn_func"),
 }
 
-# Promises and wishes about FlashAttention's scheduler, which nothing here needs.
-_NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag}
+# Promises and wishes about FlashAttention's scheduler, and which generation of it serving engines call, which
+# nothing here needs.
+_NEEDLESS = {"min_seqlen_k": most, "disable_scheduler_metadata": flag, "fa_version": most, "ver": most}
 
 _SINKS = ("sinks", "learnable_sink", "s_aux")
 _LSE = ("return_softmax_lse", "return_lse")

@@ -37,6 +37,7 @@ def run_append(
 ):
     """(q turned, or nothing without tables, lengths afterwards)."""
     k, v, k_cache, v_cache, q = (x.detach() for x in (k, v, k_cache, v_cache, q))
+    page_table = None if page_table is None else page_table.contiguous()
     after = torch.empty_like(used_k)
     turned = q.new_empty((0,))
     queries = (None, None)

@@ -62,12 +62,15 @@ def out_shape(q, v):
     return (*q.shape[:-1], v.shape[-1])
 
 
-def fresh(q, v, extras):
-    """Room for out and LSE; on the CPU, and where queries are used in part, rows of no sequence are 0."""
+def fresh(q, v, extras, given=None):
+    """Room for out and LSE; on the CPU, and where queries are used in part, rows of no sequence are 0.
+    `given` is taken as out as it is."""
     if extras is not None and (extras[2] is not None or (extras[0] is not None and not q.is_cuda)):
-        out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device)
+        out = torch.zeros(out_shape(q, v), dtype=q.dtype, device=q.device) if given is None else given
         return out, torch.full(lse_shape(q), float("-inf"), dtype=FLOAT, device=q.device)
-    if q.shape[-1] == v.shape[-1]:
+    if given is not None:
+        out = given
+    elif q.shape[-1] == v.shape[-1]:
         out = _empty_like(q, memory_format=_CONTIGUOUS)
     else:
         out = q.new_empty(out_shape(q, v))
@@ -80,10 +83,29 @@ def rows_of(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def is_aligned(x):
+    """Whether kernels read and write the tensor where it lies."""
+    *outer, last = x.stride()
+    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in outer)
+
+
+def may_overlap(one, other):
+    """Whether there is an address between the first and the last element of both."""
+    if one.is_meta or one.numel() == 0 or other.numel() == 0 or is_compiling():
+        return False
+
+    def ends(x):
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+        return x.data_ptr(), x.data_ptr() + last * x.element_size()
+
+    (first, last), (other_first, other_last) = ends(one), ends(other)
+    return one.device == other.device and first <= other_last and other_first <= last
+
+
 def aligned(x):
     """A tensor from autograd as kernels read it: expanded and oddly strided ones are copied."""
     x = x.resolve_neg()
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
+    if is_aligned(x):
         return x
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
@@ -129,8 +151,11 @@ def check_tensor(name, value):
 
 
 def detached(extras):
-    """Slopes and sinks as the library reads them: float32, apart from autograd."""
-    *tensors, slopes, sinks, max_q, max_k = extras
+    """What is beside q, k and v as the library reads it: a table's rows end to end (engines give the columns
+    in use of a longer one), sinks in float32, apart from autograd."""
+    *tensors, table, slopes, sinks, max_q, max_k = extras
+    check_tensor("page_table (block_table)", table)
+    table = None if table is None else table.contiguous()
     for name, value in (("alibi_slopes", slopes), ("sinks", sinks)):
         check_tensor(name, value)
     if slopes is not None and slopes.requires_grad:
@@ -139,4 +164,4 @@ def detached(extras):
         sinks = sinks.detach()
         if sinks.dtype != FLOAT:
             sinks = sinks.to(FLOAT)
-    return (*tensors, slopes, sinks, max_q, max_k)
+    return (*tensors, table, slopes, sinks, max_q, max_k)

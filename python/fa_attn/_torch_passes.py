@@ -13,13 +13,11 @@ from ._torch_memory import FLOAT, aligned, allocator_of, fresh, room_for_gradien
 _empty = torch.empty
 
 
-def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None):
-    out, lse = fresh(q, v, extras)
-    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q))
-    if plans is None:
-        _core.forward(q, k, v, out, lse, *options)
-    else:
-        _core.forward(q, k, v, out, lse, *options, None, plans)
+def run_forward(q, k, v, scale, causal, window, softcap, extras, plans=None, given=None):
+    """(out, lse); `given`: what out is written to."""
+    out, lse = fresh(q, v, extras, given)
+    options = (scale, causal, window, softcap, extras, stream_of(q), allocator_of(q), None, plans)
+    _core.forward(q, k, v, out, lse, *options)
     return out, lse
 
 
@@ -53,7 +51,8 @@ def run_backward(
         extras,
         stream_of(q),
         allocator_of(q),
-        *(() if dlse is None else (None, dlse)),
+        None,
+        dlse,
     )
     return dsinks
 

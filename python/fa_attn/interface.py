@@ -14,8 +14,9 @@ Beside FlashAttention-2's arguments every function takes these of its successors
 - what is a hint or not computed at its neutral value: `num_splits` 0 or 1, `pack_gqa` None, `sm_margin` 0,
   `attention_chunk` 0; `qv`, `q_descale`, `k_descale`, `v_descale`, `scheduler_metadata`,
   `score_mod`, `mask_mod`, `block_sparse_tensors`, `aux_tensors`, `aux_scalars`, `gather_kv_indices`,
-  `seqlen_k_per_split`, `num_heads_q` None. Anything else raises.
-- what nothing here needs: `min_seqlen_k`, `disable_scheduler_metadata`.
+  `seqlen_k_per_split`, `num_heads_q`, `q_v`, `cp_tot_seqused_k` None, `cp_world_size` 1,
+  `cp_rank` 0. Anything else raises.
+- what nothing here needs: `min_seqlen_k`, `disable_scheduler_metadata`, `fa_version`, `ver`.
 """
 
 from ._checks import array, masses, most, no_dropout
@@ -52,6 +53,8 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
+    *,
+    out=None,
     **others,
 ):
     """softmax(mask(softmax_scale * q k^T)) v for each query head of each sequence.
@@ -59,8 +62,9 @@ def flash_attn_func(
     q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim). `softmax_scale`: 1
     / sqrt(head_dim) where None. `window_size`: (left, right) keys around the diagonal, -1 for no limit.
     `softcap`: cap * tanh(score / cap), 0 for none. `alibi_slopes`: float32 (heads_q,) or (batch, heads_q).
-    `deterministic`: gradients with the same bits in every run. Returns out, in the shape of q; with
-    `return_attn_probs` (out, softmax_lse, None). `others`: see the module.
+    `deterministic`: gradients with the same bits in every run. `out`: an array in the shape and type of
+    the result to write it to, without gradients. Returns out, in the shape of q; with `return_attn_probs`
+    (out, softmax_lse, None). `others`: see the module.
     """
     no_dropout(dropout_p)
     sinks, wants_lse = others_of("flash_attn_func", others) if others else (None, False)
@@ -69,7 +73,7 @@ def flash_attn_func(
     else:
         extras = extras_of(None, None, None, None, None, alibi_slopes, sinks)
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-    out, lse = face_of(q).attention(q, k, v, *options, extras)
+    out, lse = face_of(q).attention(q, k, v, *options, extras, out=out)
     if return_attn_probs or wants_lse:
         return returned(out, lse, wants_lse, return_attn_probs)
     return out
@@ -159,6 +163,7 @@ def flash_attn_varlen_func(
     seqused_q=None,
     seqused_k=None,
     page_table=None,
+    out=None,
     **others,
 ):
     """`flash_attn_func` of sequences that are packed end to end.
@@ -169,8 +174,9 @@ def flash_attn_varlen_func(
     packed sequence. With `block_table` (also `page_table`), int32
     (batch, pages of a sequence), k and v are (pages, page, heads_kv, head_dim), any page size, and have no
     gradients; their lengths come from cu_seqlens_k or seqused_k. `seqused_q`, `seqused_k`: int32 (batch,),
-    rows in use of each sequence. Returns out (total_q, heads_q, head_dim_v); LSE is (heads_q, total_q). Of a
-    torch tensor on a GPU rows of out that no sequence has are not written.
+    rows in use of each sequence. `out`: as of `flash_attn_func`. Returns out (total_q, heads_q, head_dim_v);
+    LSE is (heads_q, total_q). Of a torch tensor on a GPU, and where `out` is given, rows of out that no
+    sequence has are not written.
     """
     no_dropout(dropout_p)
     sinks, wants_lse = others_of("flash_attn_varlen_func", others) if others else (None, False)
@@ -184,8 +190,8 @@ def flash_attn_varlen_func(
                 raise InputError("keys in pages need their lengths: give cu_seqlens_k or seqused_k")
             seqused_k = face.differences(array("cu_seqlens_k", cu_seqlens_k))
         cu_seqlens_k = None
-    for name, starts, most in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
-        if starts is not None and most is None:
+    for name, starts, longest in (("q", cu_seqlens_q, max_seqlen_q), ("k", cu_seqlens_k, max_seqlen_k)):
+        if starts is not None and longest is None:
             raise InputError(f"max_seqlen_{name} is None: with cu_seqlens_{name} it must be an upper bound")
     extras = extras_of(
         cu_seqlens_q,
@@ -199,7 +205,7 @@ def flash_attn_varlen_func(
         0 if max_seqlen_k is None else max_seqlen_k,
     )
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic)
-    out, lse = face.attention(q, k, v, *options, extras)
+    out, lse = face.attention(q, k, v, *options, extras, out=out)
     return returned(out, lse, wants_lse, return_attn_probs)
 
 

@@ -28,6 +28,8 @@ def flash_attn_func(
     alibi_slopes: Optional[Array] = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    out: Optional[Array] = None,
     **others: Any,
 ) -> Any: ...
 def flash_attn_qkvpacked_func(
@@ -76,6 +78,7 @@ def flash_attn_varlen_func(
     seqused_q: Optional[Array] = None,
     seqused_k: Optional[Array] = None,
     page_table: Optional[Array] = None,
+    out: Optional[Array] = None,
     **others: Any,
 ) -> Any: ...
 def flash_attn_varlen_qkvpacked_func(

@@ -58,6 +58,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new=None,
     max_seqlen_q=None,
     rotary_seqlens=None,
+    out=None,
     **others,
 ):
     """Attention of new queries on a cache of keys and values, to which `k` and `v` are appended in place
@@ -73,8 +74,8 @@ def flash_attn_with_kvcache(
     (positions, rotary_dim / 2): new keys are turned by their position in the cache, queries by theirs (all by
     cache_seqlens without a mask); pairs are neighbours, or halves where not `rotary_interleaved`. Returns
     out; with `return_softmax_lse` (out, lse). There are no gradients. The kernel chooses how often keys are
-    divided: `num_splits` is 0 or 1. `scheduler_metadata`: what `get_scheduler_metadata` gave for these
-    lengths.
+    divided: `num_splits` is 0 or 1. `out`: an array in the shape and type of the result to write it to.
+    `scheduler_metadata`: what `get_scheduler_metadata` gave for these lengths.
     """
     metadata = others.pop("scheduler_metadata", None)
     sinks, wants_lse = others_of("flash_attn_with_kvcache", {**others, "num_splits": num_splits})
@@ -173,10 +174,7 @@ def flash_attn_with_kvcache(
         )
         rows = 0 if starts is None else k_cache.shape[0]
     extras = extras_of(cu_seqlens_q, starts, None, used, table, alibi_slopes, sinks, longest, rows)
-    if plans is None:
-        out, lse = face.attention(q, k_cache, v_cache, *options, extras)
-    else:
-        out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans)
+    out, lse = face.attention(q, k_cache, v_cache, *options, extras, plans, out=out)
     return (out, lse) if wants_lse else out
 
 

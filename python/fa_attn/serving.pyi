@@ -42,6 +42,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new: Optional[Array] = None,
     max_seqlen_q: Optional[int] = None,
     rotary_seqlens: Optional[Array] = None,
+    out: Optional[Array] = None,
     scheduler_metadata: Optional[SchedulerMetadata] = None,
     **others: Any,
 ) -> Any: ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import _core
-from ._checks import array
+from ._checks import apart, array, room
 from ._torch_caches import append, merge, without_padding
 from ._torch_memory import (
     FLOAT,
@@ -19,6 +19,9 @@ from ._torch_memory import (
     check_tensor,
     detached,
     goes_by_operator,
+    is_aligned,
+    may_overlap,
+    out_shape,
     pad,
     room_for_gradients,
     rows_of,
@@ -46,9 +49,10 @@ __all__ = [
 has_autograd = True
 
 
-def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None):
+def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, plans=None, *, out=None):
     """(out, lse); see `fa_attn.interface` for shapes and options. `plans`: of calls without gradients, plans
-    of work that others have made, to which this adds its own."""
+    of work that others have made, to which this adds its own. `out`: what the result is written to, without
+    gradients."""
     as_operator = goes_by_operator(q, k, v)
     if q.dim() < 3 or v.dim() < 3:
         raise _core.InputError(
@@ -59,6 +63,11 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, pl
     if dtype is FLOAT or k.dtype is not dtype or v.dtype is not dtype:
         q, k, v = autocast(q, k, v)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if out is not None:
+        _check_out(out, q, k, v, extras)
+        if as_operator or not is_aligned(out) or (q.is_cuda and (head_dim % 8 or head_dim_v % 8)):
+            made, lse = attention(q, k, v, scale, causal, window, softcap, deterministic, extras, plans)
+            return out.copy_(made), lse
     if q.is_cuda and (head_dim % 8 or head_dim_v % 8):
         # Kernels read rows of multiples of 8 elements; FlashAttention pads the same way.
         scale = head_dim**-0.5 if scale is None else scale
@@ -93,7 +102,19 @@ def attention(q, k, v, scale, causal, window, softcap, deterministic, extras, pl
             extras = detached(extras)
         return Attention.apply(q, k, v, sinks, scale, causal, window, softcap, deterministic, extras)
     extras = None if extras is None else detached(extras)
-    return run_forward(q, k, v, scale, causal, window, softcap, extras, plans)
+    return run_forward(q, k, v, scale, causal, window, softcap, extras, plans, out)
+
+
+def _check_out(out, q, k, v, extras):
+    check_tensor("out", out)
+    room(out, out_shape(q, v), q.dtype)
+    apart(out, {"q": q, "k": k, "v": v}, may_overlap)
+    differentiated = (q, k, v, out) if extras is None else (q, k, v, out, extras[6])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiated):
+        raise _core.InputError(
+            "out with tensors that require gradients: what is written in place has none, leave it out or "
+            "call under torch.no_grad()"
+        )
 
 
 def packed_attention(qkv, axis, scale, causal, window, softcap, deterministic, extras):

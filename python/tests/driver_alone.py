@@ -162,7 +162,8 @@ def main():
                 print(f"{name}: first forward and backward {found[0] * 1e3:.0f} ms, error {found[1]:.1e}")
     with open("/proc/self/maps") as maps:
         compilers = sorted({line.split()[-1] for line in maps if "nvrtc" in line or "nvcc" in line})
-    print(f"computed by a driver alone: {computed} of 8 problems, {wrong} wrong; compilers loaded: {compilers}")
+    counts = f"{computed} of 8 problems, {wrong} wrong"
+    print(f"computed by a driver alone: {counts}; compilers loaded: {compilers}")
     return 0 if computed and not wrong and not compilers else 1
 
 

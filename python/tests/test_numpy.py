@@ -199,7 +199,8 @@ def test_strange_arrays():
         ((q, q, q), dict(window_size=(1.5, 2)), fa_attn.InputError, "window_size is (1.5, 2)"),
         ((q.tolist(), q, q), {}, TypeError, "speaks DLPack"),
         ((q, None, q), {}, TypeError, "k is NoneType"),
-        ((q, q, q), dict(out=q), TypeError, "'out'"),
+        ((q, q, q), dict(out=q), fa_attn.InputError, "out lies in the memory of q"),
+        ((q, q, q), dict(outs=q), TypeError, "'outs'"),
     ):
         with pytest.raises(error) as raised:
             call(*arguments, **options)

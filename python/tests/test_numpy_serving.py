@@ -186,3 +186,28 @@ def test_the_work_of_a_step_is_described_once():
         arguments.update(num_heads_q=4, num_heads_kv=2, headdim=32, cache_seqlens=lengths)
         with pytest.raises(fa_attn.InputError, match=part):
             fa_attn.get_scheduler_metadata(**{**arguments, **change})
+
+
+def test_results_are_written_where_the_caller_wants_them():
+    rng = np.random.default_rng(5)
+    q, k = rng.standard_normal((2, 7, 4, 32), np.float32), rng.standard_normal((2, 9, 2, 32), np.float32)
+    want = fa_attn.flash_attn_func(q, k, k, causal=True)
+    for out in (np.empty_like(q), np.empty((2, 7, 8, 32), np.float32)[:, :, ::2]):
+        assert fa_attn.flash_attn_func(q, k, k, causal=True, out=out) is out
+        np.testing.assert_array_equal(out, want)
+    fixed = np.empty_like(q)
+    fixed.flags.writeable = False
+    refused = [(np.empty_like(k), "out has the shape"), (q.astype(np.float16), "out holds float16")]
+    for out, named in [*refused, (fixed, "out"), ([0.0], "out is list")]:
+        with pytest.raises(ValueError, match=named):
+            fa_attn.flash_attn_func(q, k, k, out=out)
+
+
+def test_pages_are_columns_of_a_longer_table():
+    pages = np.random.default_rng(6).standard_normal((8, 4, 2, 32), np.float32)
+    q, used = pages[:2, :1], np.array([7, 3], np.int32)
+    longer = np.array([[3, 1, -1], [2, 5, -1]], np.int32)
+    have = fa_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=used, block_table=longer[:, :2])
+    table = np.ascontiguousarray(longer[:, :2])
+    want = fa_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=used, block_table=table)
+    np.testing.assert_array_equal(have, want)

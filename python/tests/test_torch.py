@@ -3,13 +3,11 @@
 pip install torch pytest && python -m pytest tests/test_torch.py
 """
 
-import json
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.utils.checkpoint  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402, F811
 from torch_cases import close, definition, needs_gpu, on, same_gradients, tensors  # noqa: E402
 
 import fa_attn  # noqa: E402
@@ -81,7 +79,8 @@ def test_gradients_through_the_lse(device, dtype):
     with pytest.raises(fa_attn.InputError, match="dlse"):
         fa_attn.flash_attn_backward(dout, q, k, v, out, lse, causal=True, dlse=weight[:1])
     # Packed sequences, one of which has no keys, and rows that no sequence has.
-    starts_q, starts_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((3, 33, 40, 70), (0, 50, 50, 90)))
+    starts = (3, 33, 40, 70), (0, 50, 50, 90)
+    starts_q, starts_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in starts)
     flat = [x[0].detach().clone().requires_grad_() for x in (q, k, v)]
     out, lse = fa_attn.flash_attn_varlen_func(*flat, starts_q, starts_k, 30, 50, return_lse=True)
     lse = lse[:, 3:]

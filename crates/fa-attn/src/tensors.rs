@@ -31,7 +31,7 @@ impl<T: Element> Tensor<T> {
     /// # Errors
     /// [`Error::Length`] when `data` is not as long as the shape says.
     pub fn with_layout(shape: [usize; 4], layout: TensorLayout, data: Vec<T>) -> Result<Tensor<T>, Error> {
-        let need = shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len)).unwrap_or(usize::MAX);
+        let need = elements(shape);
         if need != data.len() {
             return Err(Error::Length { shape, need, have: data.len() });
         }
@@ -43,7 +43,7 @@ impl<T: Element> Tensor<T> {
     /// # Panics
     /// Like a `Vec`, when memory does not hold it.
     pub fn filled(shape: [usize; 4], layout: TensorLayout, value: T) -> Tensor<T> {
-        Tensor { data: vec![value; shape.iter().product()], shape, layout }
+        Tensor { data: vec![value; elements(shape)], shape, layout }
     }
 
     /// A view for a call; `name` is for errors.
@@ -61,6 +61,14 @@ impl<T: Element> Tensor<T> {
     pub fn view_mut(&mut self, name: &'static str) -> Result<TensorMut<'_, T>, Error> {
         Ok(TensorMut::packed(name, &mut self.data, self.shape, self.layout)?)
     }
+}
+
+/// Elements of a shape; `usize::MAX` of more, which no memory holds.
+fn elements(shape: [usize; 4]) -> usize {
+    if shape.contains(&0) {
+        return 0;
+    }
+    shape.iter().try_fold(1usize, |n, &len| n.checked_mul(len)).unwrap_or(usize::MAX)
 }
 
 /// What a forward gives.
@@ -187,5 +195,24 @@ impl<T> Tensors<'_, T> {
             Tensors::Forward(_) => Pass::Forward,
             Tensors::Backward(_) => Pass::Backward { deterministic: false },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_tensors_have_no_elements_whatever_their_other_lengths() {
+        let shape = [usize::MAX, 2, 0, 64];
+        assert_eq!(Tensor::<f32>::filled(shape, TensorLayout::Bshd, 1.0).data.len(), 0);
+        assert!(Tensor::<f32>::new(shape, Vec::new()).is_ok());
+    }
+
+    /// Not a tensor without elements, as the wrapped product would be.
+    #[test]
+    #[should_panic(expected = "capacity overflow")]
+    fn shapes_of_more_elements_than_a_usize_panic_as_a_vec_does() {
+        Tensor::<f32>::filled([1 << 32, 1 << 32, 1, 1], TensorLayout::Bshd, 1.0);
     }
 }

@@ -99,12 +99,11 @@ impl Side {
     }
 
     /// Tiles of `tile` rows that `sequences` sequences have at most, each row counting `group` times.
-    const fn most_tiles(&self, sequences: usize, group: usize, tile: u32) -> usize {
+    const fn most_tiles(&self, sequences: usize, tile: u32) -> usize {
         let tile = if tile > 0 { tile as usize } else { 1 };
-        let all = sequences.saturating_mul(self.max().saturating_mul(group).div_ceil(tile));
+        let all = sequences.saturating_mul(self.max().div_ceil(tile));
         // Of packed sequences each has one tile at most that is not full.
-        let reach = self.reach(sequences).saturating_mul(group);
-        let packed = (reach / tile).saturating_add(sequences);
+        let packed = (self.reach(sequences) / tile).saturating_add(sequences);
         if packed < all { packed } else { all }
     }
 
@@ -205,14 +204,14 @@ impl Lengths {
         self.max_q() == self.max_k() && self.reach_q() == self.reach_k()
     }
 
-    /// Tiles of `tile` rows that the queries of all sequences have at most, each row counting `group` times.
-    pub const fn most_tiles_q(&self, group: usize, tile: u32) -> usize {
-        self.q.most_tiles(self.sequences, group, tile)
+    /// Tiles of `tile` queries that all sequences have at most.
+    pub const fn most_tiles_q(&self, tile: u32) -> usize {
+        self.q.most_tiles(self.sequences, tile)
     }
 
     /// Tiles of `tile` rows that the keys of all sequences have at most.
     pub const fn most_tiles_k(&self, tile: u32) -> usize {
-        self.k.most_tiles(self.sequences, 1, tile)
+        self.k.most_tiles(self.sequences, tile)
     }
 
     /// Rows of a page of keys; `None` where keys do not lie in pages.
@@ -260,8 +259,8 @@ mod tests {
 
     #[test]
     fn tiles_are_bounded_by_rows_and_by_sequences() {
-        let tiles = |side: Side, sequences, group, tile| {
-            Lengths::of(sequences, side, Side::padded(1)).most_tiles_q(group, tile)
+        let tiles = |side: Side, sequences, group: u32, tile: u32| {
+            Lengths::of(sequences, side, Side::padded(1)).most_tiles_q(tile / group)
         };
         assert_eq!(tiles(Side::padded(300), 3, 1, 128), 9);
         // 1000 rows in 10 sequences of any lengths: 7 full tiles and one that is not for each.

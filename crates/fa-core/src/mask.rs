@@ -100,9 +100,10 @@ impl Mask {
         first.start..last.end.max(first.start)
     }
 
-    /// The number of visible (query, key) pairs.
+    /// The number of visible (query, key) pairs; lengths count up to 2^62.
     pub fn pairs(&self, seqlen_q: usize, seqlen_k: usize) -> u128 {
-        let (sq, sk) = (seqlen_q as i128, seqlen_k as i128);
+        // Lengths that no problem has, whose products would not fit.
+        let (sq, sk) = (seqlen_q.min(MAX_LEN) as i128, seqlen_k.min(MAX_LEN) as i128);
         // Row i ends at clamp(i + end) and begins at clamp(i + begin), so the count is a difference of two
         // clamped sums.
         let end = self.right.map_or(sk * sq, |right| clamped_sum(sk - sq + i128::from(right) + 1, sq, sk));
@@ -149,6 +150,9 @@ impl Mask {
         transposed.n_blocks(columns, seqlen_k, seqlen_q, tile_m)
     }
 }
+
+/// Of [`Mask::pairs`].
+const MAX_LEN: usize = 1 << 62;
 
 /// The sum of `clamp(i + offset, 0, limit)` over `i` in `0..count`.
 fn clamped_sum(offset: i128, count: i128, limit: i128) -> i128 {
@@ -324,6 +328,19 @@ mod tests {
     fn pairs_do_not_overflow_on_long_sequences() {
         let n = 1usize << 40;
         assert_eq!(Mask::CAUSAL.pairs(n, n), (1u128 << 79) + (1 << 39));
+    }
+
+    #[test]
+    fn pairs_of_impossible_lengths_are_many_and_no_panic() {
+        for (left, right) in
+            [(None, None), (None, Some(0)), (Some(u32::MAX), Some(u32::MAX)), (Some(0), None)]
+        {
+            let mask = Mask { left, right };
+            for (sq, sk) in [(usize::MAX, usize::MAX), (usize::MAX, 1), (1, usize::MAX), (1 << 63, 1 << 62)] {
+                assert!(mask.pairs(sq, sk) <= 1 << 124, "{mask} {sq} {sk}");
+            }
+        }
+        assert_eq!(Mask::FULL.pairs(usize::MAX, usize::MAX), 1 << 124);
     }
 
     #[test]

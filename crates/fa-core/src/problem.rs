@@ -281,7 +281,7 @@ impl Problem {
     /// Floating-point operations of the forward: two products of 2 operations per pair and element,
     /// `2 * pairs * (head_dim + head_dim_v)` (the field's convention; masked pairs do not count).
     pub fn flops_forward(&self) -> f64 {
-        2.0 * self.pairs() * (self.head_dim + self.head_dim_v) as f64
+        2.0 * self.pairs() * (self.head_dim as f64 + self.head_dim_v as f64)
     }
 
     /// Floating-point operations of the backward, by the field's convention 2.5 times the forward's: five
@@ -381,6 +381,16 @@ mod tests {
         assert_eq!(held, Problem { mask: Mask::CAUSAL, ..token }.bytes_forward());
         assert_eq!(held - moved, 2.0 * 16.0 * (1024.0 - 128.0) * 2.0 * 128.0 * 2.0);
         assert_eq!(token.bytes_held(Pass::BACKWARD) - token.bytes_backward(), held - moved);
+    }
+
+    #[test]
+    fn estimates_of_problems_that_are_refused_do_not_panic() {
+        let lengths = Lengths::uniform(usize::MAX, usize::MAX, usize::MAX);
+        let dims = Problem { head_dim: usize::MAX, head_dim_v: usize::MAX, ..BASE };
+        for problem in [Problem { lengths, ..BASE }, dims, Problem { lengths, heads_kv: 0, ..dims }] {
+            assert!(problem.check().is_err());
+            assert!(problem.flops_backward().is_finite() && problem.bytes(Pass::BACKWARD).is_finite());
+        }
     }
 
     #[test]

@@ -45,7 +45,7 @@ pub const fn out_shape(problem: &Problem) -> [usize; 4] {
 /// Number of LSE values: `[batch, heads_q, seqlen_q]`, or `[heads_q, total_q]` packed.
 pub const fn lse_len(problem: &Problem) -> usize {
     let [batch, seqlen] = outer(problem, problem.lengths.q());
-    batch * problem.heads_q * seqlen
+    batch.saturating_mul(problem.heads_q).saturating_mul(seqlen)
 }
 
 /// The problem is valid, the elements are of its dtype (or f64, which stands for any), and Q, K and V have

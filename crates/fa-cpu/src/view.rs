@@ -147,7 +147,8 @@ fn check_bounds(
     let (mut low, mut high) = (0i128, 0i128);
     for (length, stride) in axes(shape, strides) {
         let reach = (length as i128 - 1) * i128::from(stride);
-        if reach < 0 { low += reach } else { high += reach }
+        // Two axes that reach across all of memory would wrap.
+        if reach < 0 { low = low.saturating_add(reach) } else { high = high.saturating_add(reach) }
     }
     match (low, high) {
         (low, _) if low < 0 => Err(CpuError::OutOfBounds { tensor, last: low, len }),
@@ -169,7 +170,7 @@ fn check_disjoint(tensor: &'static str, shape: [usize; 4], strides: &Strides) ->
             let strides = [strides.batch, strides.seq, strides.head, strides.dim];
             return Err(CpuError::Overlap { tensor, strides });
         }
-        span += (length as i128 - 1) * i128::from(stride.unsigned_abs());
+        span = span.saturating_add((length as i128 - 1) * i128::from(stride.unsigned_abs()));
     }
     Ok(())
 }
@@ -193,6 +194,14 @@ mod tests {
             TensorMut::new("out", &mut data, shape, broadcast),
             Err(CpuError::Overlap { tensor: "out", .. })
         ));
+        // Reaches whose sum is above i128.
+        let (all, far) =
+            ([usize::MAX; 4], Strides { batch: i64::MAX, seq: i64::MAX, head: i64::MAX, dim: 1 });
+        let is_refused = |error: CpuError| matches!(error, CpuError::OutOfBounds { tensor: "q", .. });
+        assert!(is_refused(TensorRef::new("q", &data, all, far).unwrap_err()));
+        let near = Strides { batch: i64::MIN, seq: i64::MIN, head: i64::MIN, dim: 1 };
+        assert!(is_refused(TensorRef::new("q", &data, all, near).unwrap_err()));
+        assert!(is_refused(TensorMut::new("q", &mut data, all, far).unwrap_err()));
         let backwards = Strides { batch: 0, seq: -8, head: 4, dim: 1 };
         assert!(matches!(
             TensorRef::new("q", &data, shape, backwards),

@@ -54,6 +54,7 @@ void mbarrier_init(void* bar, u32 arrivals);
 void mbarrier_init_fence();
 void mbarrier_arrive(void* bar, u32 expect_bytes);
 void mbarrier_arrive_remote(void* bar, u32 rank);
+bool mbarrier_test(void* bar, u32 parity);
 void mbarrier_wait(void* bar, u32 parity);
 
 // ---- Asynchronous copies ----

@@ -136,6 +136,12 @@ void mbarrier_arrive_remote(void* place, u32 rank) {
     arrive(mbarrier_at(cta, place, false), 0);
 }
 
+// Nothing is learnt from it: what follows has to wait all the same.
+bool mbarrier_test(void* place, u32 parity) {
+    ENTER();
+    return (mbarrier_at(*current->cta, place, false).phase & 1) != parity;
+}
+
 void mbarrier_wait(void* place, u32 parity) {
     ENTER();
     Mbarrier& bar = mbarrier_at(*current->cta, place, false);

@@ -63,10 +63,13 @@ impl Planned {
         Some(match spec.kernel.pass() {
             Pass::Forward => {
                 let (steps, tiles) = of_steps(&Work::of(problem, tile_m, tile_n, packed));
+                // Of packed heads whole groups are loaded.
+                let queries = spec.traits().tile_queries(problem.group_size());
+                let rows = (queries * if packed { problem.group_size() } else { 1 }) as f64;
                 Planned {
                     tile_flops: steps * 2.0 * m * n * (hd + hdv),
                     problem_flops: exact(1.0, 1.0),
-                    tile_bytes: 2.0 * (steps * n * (hd + hdv) + tiles * m * hd),
+                    tile_bytes: 2.0 * (steps * n * (hd + hdv) + tiles * rows * hd),
                     stat_bytes: 0.0,
                     conflict_free,
                     whole_steps,

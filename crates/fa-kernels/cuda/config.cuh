@@ -58,7 +58,8 @@ struct Sm80FwdConfig {
     bool loop_split;
     // Last query tiles first, so that the causal mask's longest tiles start earliest.
     bool reverse_blocks;
-    // Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+    // Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
+    // their heads.
     bool pack_gqa;
 };
 
@@ -113,7 +114,8 @@ struct Sm90FwdConfig {
     // rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
     // tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
     int rescale_threshold;
-    // Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+    // Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
+    // their heads.
     bool pack_gqa;
     // Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
     // TMA, a box for each part of a page. K and V have equal panels then.

@@ -29,9 +29,11 @@ struct FwdParams {
     ShapeParams shape;
     // From products to scores.
     ScoreParams score;
-    // Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to
+    // Tiles of `tile_queries` queries of a head (of a group's heads with `pack_gqa`), rounded up to
     // `cluster_m`.
     int m_blocks;
+    // Queries of a tile: `tile_m`, or with `pack_gqa` as many as fit it with all heads of a group.
+    int tile_queries;
     // Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
     int num_tiles;
     // Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of
@@ -58,9 +60,10 @@ static_assert(FA_OFFSETOF(FwdParams, tile_counter) == 136);
 static_assert(FA_OFFSETOF(FwdParams, shape) == 144);
 static_assert(FA_OFFSETOF(FwdParams, score) == 184);
 static_assert(FA_OFFSETOF(FwdParams, m_blocks) == 228);
-static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 232);
-static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 236);
-static_assert(FA_OFFSETOF(FwdParams, sections) == 240);
+static_assert(FA_OFFSETOF(FwdParams, tile_queries) == 232);
+static_assert(FA_OFFSETOF(FwdParams, num_tiles) == 236);
+static_assert(FA_OFFSETOF(FwdParams, heads_per_section) == 240);
+static_assert(FA_OFFSETOF(FwdParams, sections) == 244);
 static_assert(FA_OFFSETOF(FwdParams, varlen) == 248);
 static_assert(FA_OFFSETOF(FwdParams, mods) == 376);
 static_assert(FA_OFFSETOF(FwdParams, split) == 408);

@@ -3,18 +3,40 @@
 import torch
 
 
+def index_first_axis(values, indices):
+    """Rows of `values` by their places; differentiable."""
+    return values[indices]
+
+
+def index_put_first_axis(values, indices, first_axis_dim):
+    """The rows at their places among so many, 0 elsewhere."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
     """Rows of (batch, seqlen, ...) where either mask is set, end to end: (rows, their places, starts int32
     (batch + 1,), the longest, rows of `attention_mask` by sequence)."""
     both = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = both.sum(-1, dtype=torch.int32)
     used = attention_mask.sum(-1, dtype=torch.int32)
-    indices = both.flatten().nonzero().flatten()
+    return (*_packed(hidden_states, both.sum(-1, dtype=torch.int32), both), used)
+
+
+def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+    """The same where each row of the batch is several sequences: `attention_mask_in_length` (batch, seqlen)
+    has their lengths, then 0. (rows, their places, starts, the longest)."""
+    rows = attention_mask_in_length.sum(-1, keepdim=True)
+    both = torch.arange(attention_mask_in_length.shape[1], device=rows.device) < rows
+    lengths = attention_mask_in_length[attention_mask_in_length != 0].to(torch.int32)
+    return _packed(hidden_states, lengths, both)
+
+
+def _packed(hidden_states, lengths, mask):
+    indices = mask.flatten().nonzero().flatten()
     starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return hidden_states.flatten(0, 1)[indices], indices, starts, int(lengths.max()), used
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, starts, longest
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
     """The rows at their places in (batch, seqlen, ...), 0 elsewhere."""
-    out = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return out.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

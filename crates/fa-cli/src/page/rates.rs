@@ -307,12 +307,12 @@ pub fn rows_in_use(view: &View, best: &Fit) -> Option<(f64, u32)> {
     if view.backward() {
         return None;
     }
-    let packs = match best.shape {
-        Shape::Kernel(spec) => spec.traits().packs_gqa,
-        Shape::Sm100(_) => false,
-    };
     let problem = view.problem();
+    let (packs, queries) = match best.shape {
+        Shape::Kernel(spec) => (spec.traits().packs_gqa, spec.traits().tile_queries(problem.group_size())),
+        Shape::Sm100(_) => (false, best.tile_m as usize),
+    };
     let rows = problem.lengths.mean_q() * if packs { problem.group_size() } else { 1 };
-    let tiles = rows.div_ceil(best.tile_m as usize).max(1);
+    let tiles = problem.lengths.mean_q().div_ceil(queries.max(1)).max(1);
     Some((rows as f64 / tiles as f64, best.tile_m))
 }

@@ -65,14 +65,16 @@ fn count(name: &'static str, value: usize) -> Result<(), Unserved> {
 impl KernelSpec {
     /// The rows of a head and the tiles of all heads fit a launch.
     pub(super) fn check_tiles(&self, problem: &Problem) -> Result<(), Unserved> {
-        let Traits { tile: (tile_m, tile_n), packs_gqa, cluster, .. } = self.traits();
+        let traits = self.traits();
+        let Traits { tile: (_, tile_n), packs_gqa, cluster, .. } = traits;
         let (group, heads) =
             if packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
         let lengths = &problem.lengths;
         count("query rows of a head", lengths.max_q().saturating_mul(group))?;
         // Those of a sequence and head fill whole clusters.
         let queries = lengths.sequences().saturating_mul(cluster as usize - 1);
-        let queries = lengths.most_tiles_q(group, tile_m).saturating_add(queries);
+        let tile_queries = traits.tile_queries(problem.group_size()).max(1) as u32;
+        let queries = lengths.most_tiles_q(tile_queries).saturating_add(queries);
         // What a plan adds where it divides the keys of some tiles: `most_slots` of the launch.
         let parts = if self.split && self.reads.varied { 2 } else { 0 };
         let spare = if parts > 0 { 6 * MOST_CTAS } else { 0 };

@@ -329,10 +329,9 @@ impl KernelSpec {
                 return differs(what, text(have), text(need));
             }
         }
-        let Traits { packs_gqa, tile: (tile_m, _), .. } = self.traits();
-        let group = problem.group_size();
-        if packs_gqa && !(tile_m as usize).is_multiple_of(group) {
-            let kernel = format!("groups that divide tile_m = {tile_m}");
+        let (group, tile_m) = (problem.group_size(), self.tile().0);
+        if self.traits().tile_queries(group) == 0 {
+            let kernel = format!("groups that fit tile_m = {tile_m}");
             return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
         }
         Ok(())

@@ -78,7 +78,7 @@ impl Sm80Bwd {
             pass: Pass::Backward { deterministic: self.deterministic },
             family: Family::Sm80,
             tile: (self.tile_m, self.tile_n),
-            threads: 32 * self.num_warps,
+            threads: self.num_warps.saturating_mul(32),
             blocks_per_sm: self.blocks_per_sm,
             cluster: 1,
             scheduler: Scheduler::PerTile,

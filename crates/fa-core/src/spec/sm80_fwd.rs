@@ -32,7 +32,8 @@ kernel_params! {
         loop_split: bool = true,
         /// Last query tiles first, so that the causal mask's longest tiles start earliest.
         reverse_blocks: bool = true,
-        /// Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+        /// Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
+        /// their heads.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         pack_gqa: bool = false,
     }
@@ -51,7 +52,7 @@ impl Sm80Fwd {
             pass: Pass::Forward,
             family: Family::Sm80,
             tile: (self.tile_m, self.tile_n),
-            threads: 32 * self.num_warps,
+            threads: self.num_warps.saturating_mul(32),
             blocks_per_sm: self.blocks_per_sm,
             cluster: 1,
             scheduler: Scheduler::PerTile,

@@ -128,7 +128,7 @@ impl Sm90Bwd {
             pass: Pass::Backward { deterministic: self.deterministic },
             family: Family::Sm90,
             tile: (self.tile_m, self.tile_n),
-            threads: 128 * (self.num_wg + 1),
+            threads: self.num_wg.saturating_add(1).saturating_mul(128),
             blocks_per_sm: 1,
             cluster: 1,
             scheduler: Scheduler::PerTile,

@@ -38,7 +38,8 @@ kernel_params! {
         /// rescales whenever it grew. With `pv_is_rs` and `overlap_wg` no maximum is taken until the sum of a
         /// tile's probabilities P shows that it grew that far. Beyond 15, P would leave f16.
         rescale_threshold: u32 = 0 => range(0, 15),
-        /// Fold the query heads of a K/V head into the rows of a tile; their number must divide `tile_m`.
+        /// Fold the query heads of a K/V head into the rows of a tile: as many queries as fit it with all of
+        /// their heads.
         pack_gqa: bool = false,
         /// Rows of keys in pages are copied by the producer's threads, for pages of any size, instead of by
         /// TMA, a box for each part of a page. K and V have equal panels then.
@@ -90,7 +91,7 @@ impl Sm90Fwd {
             pass: Pass::Forward,
             family: Family::Sm90,
             tile: (self.tile_m, self.tile_n),
-            threads: 128 * (self.num_wg + 1),
+            threads: self.num_wg.saturating_add(1).saturating_mul(128),
             blocks_per_sm: 1,
             cluster: self.cluster_m,
             scheduler: self.scheduler,

@@ -162,7 +162,7 @@ fn a_spec_serves_what_its_kernel_computes() {
 }
 
 #[test]
-fn packed_heads_must_divide_the_tile() {
+fn packed_heads_must_fit_the_tile() {
     let kernels = [
         Kernel::Sm90Fwd(Sm90Fwd { tile_m: 128, pack_gqa: true, ..Sm90Fwd::default() }),
         Kernel::Sm80Fwd(Sm80Fwd { tile_m: 128, pack_gqa: true, ..Sm80Fwd::default() }),
@@ -175,13 +175,19 @@ fn packed_heads_must_divide_the_tile() {
     for kernel in kernels {
         let packed = KernelSpec { kernel, ..sm90() };
         assert_eq!(packed.serves(&of(8, 1)), Ok(()));
-        let error = packed.serves(&of(6, 1)).expect_err("6 does not divide 128").to_string();
-        assert!(error.contains("6 query heads") && error.contains("tile_m = 128"), "{error}");
+        // 21, 25, 18 and one query with all their heads, and rows of no query behind them.
+        for (group, queries) in [(6, 21), (5, 25), (7, 18), (71, 1), (128, 1)] {
+            assert_eq!(packed.serves(&of(group, 1)), Ok(()));
+            assert_eq!(packed.traits().tile_queries(group), queries);
+        }
+        let error = packed.serves(&of(129, 1)).expect_err("more heads than rows").to_string();
+        assert!(error.contains("129 query heads") && error.contains("tile_m = 128"), "{error}");
         assert!(packed.serves(&of(6, 0)).is_err());
         assert!(packed.to_string().ends_with("-pack") && packed.to_ron().contains("pack_gqa: true"));
         assert_eq!(KernelSpec::from_ron(&packed.to_ron()), Ok(packed));
     }
     assert_eq!(sm90().serves(&of(6, 1)), Ok(()));
+    assert_eq!(sm90().traits().tile_queries(6), sm90().tile().0 as usize);
 }
 
 #[test]
@@ -357,5 +363,21 @@ fn a_spec_serves_the_lengths_and_scores_that_it_has_code_for() {
         assert_eq!(both.serves(&with(Some(Alibi::PerSequenceHead), true)), Ok(()));
         assert_eq!(differs(&both, &with(None, true)), "alibi");
         assert_eq!(differs(&both, &with(Some(Alibi::PerHead), false)), "sinks");
+    }
+}
+
+#[test]
+fn numbers_out_of_range_are_refused_and_no_panic() {
+    let mut specs: Vec<KernelSpec> =
+        Kernel::defaults().into_iter().map(|kernel| KernelSpec { kernel, ..sm80() }).collect();
+    for spec in &mut specs {
+        match &mut spec.kernel {
+            Kernel::Sm80Fwd(Sm80Fwd { num_warps: many, .. })
+            | Kernel::Sm80Bwd(Sm80Bwd { num_warps: many, .. })
+            | Kernel::Sm90Fwd(Sm90Fwd { num_wg: many, .. })
+            | Kernel::Sm90Bwd(Sm90Bwd { num_wg: many, .. }) => *many = u32::MAX,
+        }
+        assert_eq!(spec.threads(), u32::MAX);
+        assert!(spec.check().is_err() && !spec.to_string().is_empty());
     }
 }

@@ -119,3 +119,16 @@ pub struct Traits {
     /// Whether the query heads of a K/V head are folded into the rows of a tile.
     pub packs_gqa: bool,
 }
+
+impl Traits {
+    /// Queries of a tile, with `group` query heads per K/V head: one for each of its rows, or with packed
+    /// heads as many as it has room for with all heads of a group. 0 where it has room for none.
+    pub const fn tile_queries(&self, group: usize) -> usize {
+        let rows = self.tile.0 as usize;
+        match (self.packs_gqa, group) {
+            (false, _) => rows,
+            (true, 0) => 0,
+            (true, _) => rows / group,
+        }
+    }
+}

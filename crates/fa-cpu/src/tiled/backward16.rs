@@ -293,16 +293,18 @@ impl Job<'_> {
             to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
             let at = [span.batch, span.first + query, head];
             read_row(kernels, &inputs.dout, at, dout);
-            if cut.band.keys(query).len() <= FEW_KEYS {
+            let delta = if cut.band.keys(query).len() <= FEW_KEYS {
                 let q = &mut row[..problem.head_dim];
                 read_row(kernels, &inputs.q, at, q);
-                let delta = exact.of_row(cut.unit, &cut.band, [head, query], to.lse[i], [q, dout]);
-                to.delta[i] = delta.expect("few keys");
+                exact.of_row(cut.unit, &cut.band, [head, query], to.lse[i], [q, dout])
             } else {
+                None
+            };
+            to.delta[i] = delta.unwrap_or_else(|| {
                 let out = &mut row[..problem.head_dim_v];
                 read_row(kernels, &inputs.out, at, out);
-                to.delta[i] = dot(out, dout);
-            }
+                dot(out, dout)
+            });
         }
         self.call.take_dlse(cut.unit.sequence, head, own, &mut to.delta);
     }

@@ -1,5 +1,7 @@
 //! Row sums of dO * O, exactly. `sum_j P dP = dO . O` holds for the exact O; an O of 16 bits is off by its
 //! rounding, all of which is an error of dS where few terms cancel: there they are taken from P and dP.
+//! Where O and LSE are of more keys than K and V are (a step of ring attention), P does not sum to 1, and
+//! delta is O's.
 
 use super::band::Band;
 use super::buffer::Buffer;
@@ -44,7 +46,7 @@ impl<'a, T: Element> ExactDelta<'a, T> {
     }
 
     /// Delta of a row of `band`, whose Q and dO are `q` and `dout`, from its LSE in base 2; `None` where it
-    /// sees more than [`FEW_KEYS`] keys.
+    /// sees more than [`FEW_KEYS`] keys, and where the LSE is of others too.
     pub(super) fn of_row(
         &mut self,
         unit: Unit,
@@ -81,6 +83,8 @@ impl<'a, T: Element> ExactDelta<'a, T> {
             sum += p;
             delta += p * dp;
         }
-        Some(if sum == 0.0 { 0.0 } else { delta / sum })
+        // How far rounding of scores and LSE takes the sum from 1.
+        let rounding = 2f32.powi(-10) + 2f32.powi(-20) * lse.abs();
+        ((sum - 1.0).abs() <= rounding).then(|| delta / sum)
     }
 }

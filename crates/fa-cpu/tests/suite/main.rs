@@ -9,6 +9,7 @@ mod gradients;
 mod inputs;
 mod laws;
 mod layers;
+mod parts;
 mod pitfalls;
 mod strides;
 mod tiled;

@@ -14,6 +14,7 @@ EMU_INLINE void mbarrier_init_fence() { emu::mbarrier_init_fence(); }
 EMU_INLINE void mbarrier_arrive(Mbarrier& bar) { emu::mbarrier_arrive(&bar, 0); }
 EMU_INLINE void mbarrier_arrive_remote(Mbarrier& bar, u32 rank) { emu::mbarrier_arrive_remote(&bar, rank); }
 EMU_INLINE void mbarrier_arrive_expect(Mbarrier& bar, u32 bytes) { emu::mbarrier_arrive(&bar, bytes); }
+EMU_INLINE bool mbarrier_test(Mbarrier& bar, u32 parity) { return emu::mbarrier_test(&bar, parity); }
 EMU_INLINE void mbarrier_wait(Mbarrier& bar, u32 parity) { emu::mbarrier_wait(&bar, parity); }
 
 }  // namespace fa

@@ -35,10 +35,23 @@ const GATHERED_IN_TURN: &str = "tile_m: 64, tile_n: 144, num_wg: 1, pv_is_rs: fa
                                 pack_gqa: true, gather: true";
 
 /// All cases of a kernel on so many SMs, the first `count` of them under every seed, the others under one.
-fn check(test: &str, mask: &str, flags: &str, kernel: &str, (sms, count): (u32, usize)) {
+fn check(test: &str, mask: &str, flags: &str, kernel: &str, runs: (u32, usize)) {
+    check_of_dims(test, (64, 64), mask, flags, kernel, runs);
+}
+
+/// The same of a kernel for these head dims.
+fn check_of_dims(
+    test: &str,
+    (head_dim, head_dim_v): (u32, u32),
+    mask: &str,
+    flags: &str,
+    kernel: &str,
+    (sms, count): (u32, usize),
+) {
     let Some(emulator) = unless_known(test) else { return };
     let text = format!(
-        "(dtype: bf16, head_dim: 64, head_dim_v: 64, mask: {mask}, {flags}, kernel: Sm90Fwd(({kernel})))"
+        "(dtype: bf16, head_dim: {head_dim}, head_dim_v: {head_dim_v}, mask: {mask}, {flags}, kernel: \
+         Sm90Fwd(({kernel})))"
     );
     let spec = KernelSpec::from_ron(&text).unwrap_or_else(|error| panic!("{text}: {error}"));
     let unit =
@@ -73,6 +86,19 @@ fn packed_sequences_with_packed_heads_and_skipped_tiles() {
 #[test]
 fn pages() {
     check("pages", "causal", "softcap: false, varied: true, paged: true", PREFILL, (2, 1));
+}
+
+/// K has one panel: the second of its warps, which are as many as V's, loads nothing.
+#[test]
+fn pages_with_one_panel_of_k() {
+    let flags = "softcap: false, varied: true, paged: true";
+    check_of_dims("pages_with_one_panel_of_k", (64, 128), "causal", flags, PREFILL, (2, 0));
+}
+
+#[test]
+fn pages_with_one_panel_of_v() {
+    let flags = "softcap: false, varied: true, paged: true";
+    check_of_dims("pages_with_one_panel_of_v", (128, 64), "full", flags, PREFILL, (2, 0));
 }
 
 #[test]

@@ -47,7 +47,7 @@ const FAULTS: &[Fault] = &[
     (
         "a row of the next sequence is stored",
         PACKED,
-        ["attn/epilogue.cuh", "", "row < rows.count(seqlen)", "row <= rows.count(seqlen)"],
+        ["attn/epilogue.cuh", "", "row < end", "row <= end"],
         &["data race", "foreign row", "wrong values"],
     ),
     (

@@ -12,7 +12,7 @@
 
 namespace fa {
 
-// Where one row of O and its LSE go.
+// Where one row of O and its LSE go. The tile's rows end at `end`.
 template <bool PackGqa>
 struct OutputRow {
     bool inside;
@@ -21,24 +21,24 @@ struct OutputRow {
 
     template <bool Varied>
     __device__ __forceinline__ OutputRow(const FwdParams& params, const Seqlen<Varied>& seqlen, int row,
-                                         int head, int batch) {
+                                         int end, int head, int batch) {
         const Rows<PackGqa> rows(params.shape);
         const int query = rows.query(row);
         const int query_head = rows.head(row, head);
-        inside = row < rows.count(seqlen);
+        inside = row < end;
         out = view(params.out).row(batch, seqlen.q_offset() + query, query_head);
         lse = seqlen.lse_row(batch, query_head, params.shape.heads_q) + query;
     }
 };
 
-// The thread's two rows, `row` and 8 below: O scaled by `factor`, and LSE.
+// The thread's two rows, `row` and 8 below, where they are before `end`: O scaled by `factor`, and LSE.
 template <Dtype T, bool PackGqa, bool Varied, int N>
 __device__ __forceinline__ void store_output(const FwdParams& params, const Seqlen<Varied>& seqlen,
                                              const float (&o)[N], const float (&factor)[2],
-                                             const float (&lse)[2], int row, int head, int batch) {
+                                             const float (&lse)[2], int row, int end, int head, int batch) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, head, batch);
+        const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, end, head, batch);
         store_fragment_row<T>(r, target.out, target.inside, o, factor[r], 0, params.shape.head_dim_v);
         if (params.lse != nullptr && thread_index() % 4 == 0 && target.inside)
             params.lse[target.lse] = lse[r];
@@ -69,10 +69,10 @@ __device__ __forceinline__ void finish_rows(const FwdParams& params, RowState& s
 // The same rows where no query of the tile sees a key: O = 0, and LSE = -inf or the sink.
 template <bool PackGqa, bool Sinks, bool Varied>
 __device__ __forceinline__ void store_nothing_seen(const FwdParams& params, const Seqlen<Varied>& seqlen,
-                                                   int row, int head, int batch) {
+                                                   int row, int end, int head, int batch) {
     const int lane = thread_index() % 4;
     for (int r = 0; r < 2; ++r) {
-        const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, head, batch);
+        const OutputRow<PackGqa> target(params, seqlen, row + 8 * r, end, head, batch);
         if (!target.inside) continue;
         for (int column = 8 * lane; column < params.shape.head_dim_v; column += 32) {
             *reinterpret_cast<Vec16*>(target.out + column) = Vec16{};

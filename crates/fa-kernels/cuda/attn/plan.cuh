@@ -1,9 +1,10 @@
 // The plan kernel: lists the work of sequences whose lengths only the device knows, longest first. One CTA,
 // any number of sequences, no host read; all layers of a step can share what it writes (attn/scheduler.cuh).
 //
-// Sequences are taken 1024 at a time, a thread each; a scan of their tiles gives every tile a number, by
-// which threads find theirs again. Tiles are sorted by counting: the length of a tile is the number of tiles
-// of keys (of queries, in the backward) that it visits.
+// A thread has every 1024th sequence and keeps what it has found out about it in shared memory. Where tiles
+// are more than sequences and every one is looked at, sequences are taken 1024 at a time, and a scan of their
+// tiles gives every tile a number, by which threads find theirs again. Tiles are sorted by counting: the
+// length of a tile is the number of tiles of keys (of queries, in the backward) that it visits.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/rows.cuh"
@@ -24,7 +25,17 @@ namespace fa {
 
 constexpr int kPlanThreads = 1024;
 
+// Sequences that are remembered: the others are looked up again. And up to how many are spread over the
+// warps: a warp then writes the lists of fewer.
+constexpr int kPlanKept = 9 * kPlanThreads, kPlanSpread = 256;
+
+// What a sequence, or a tile, takes of a list: how many entries, and by which length they are sorted.
+struct PlanShare {
+    int count, length;
+};
+
 struct PlanStorage {
+    PlanShare kept[kPlanKept];
     int bins[kPlanThreads];    // by length, longest first: how many, then where the next one goes
     int starts[kPlanThreads];  // tiles of the sequences before, of those taken together
     int queries[kPlanThreads], keys[kPlanThreads];
@@ -66,17 +77,23 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
     return shuffle_from(warps_before, warp) + before;
 }
 
-// Takes `count` places of bin `bin`; returns the first. A warp executes it together, and lane 0 is `valid`.
-// Lanes of one bin, as of sequences alike, take theirs together.
-__device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count, bool valid) {
-    const int first_bin = shuffle_from(bin, 0);
-    const bool differs = valid && bin != first_bin;
+// Takes `count` places of bin `bin`, if that is any; returns the first. A warp executes it together. Lanes of
+// one bin, as of sequences alike, take theirs together.
+__device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count) {
+    int some_bin = count > 0 ? bin : -1;
+    if (shuffle_from(some_bin, 0) < 0) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) some_bin = max(some_bin, shuffle_xor(some_bin, step));
+    }
+    some_bin = shuffle_from(some_bin, 0);
+    if (some_bin < 0) return 0;
     u32* const bins = reinterpret_cast<u32*>(smem.bins);
-    if (warp_any(differs)) return valid ? int(atomic_add(&bins[bin], count)) : 0;
-    const int own = valid ? count : 0, before = warp_scan(own);
-    const int sum = shuffle_from(before + own, 31);
+    const bool differs = count > 0 && bin != some_bin;
+    if (warp_any(differs)) return count > 0 ? int(atomic_add(&bins[bin], count)) : 0;
+    const int before = warp_scan(count);
+    const int sum = shuffle_from(before + count, 31);
     int first = 0;
-    if (lane_index() == 0) first = int(atomic_add(&bins[bin], sum));
+    if (lane_index() == 0) first = int(atomic_add(&bins[some_bin], sum));
     return shuffle_from(first, 0) + before;
 }
 
@@ -86,6 +103,7 @@ struct Planner {
     const ShapeParams& shape;
     const VarlenParams& varlen;
     const PlanParams& params;
+    int tile_queries;
 
     // Calls each(sequence, seqlen, block, number, valid) for every tile: blocks [0, blocks_of(seqlen)) of
     // each sequence, numbered in this order. Whole warps call it; the tiles of lanes that are not valid do
@@ -127,14 +145,81 @@ struct Planner {
         return all;
     }
 
+    // The sequences of a warp in a round: neighbours, or every 32nd where there are few.
+    struct OwnSequences {
+        int of_lane, of_lane_0;
+    };
+    __device__ __forceinline__ bool is_spread() const { return shape.batch <= kPlanSpread; }
+    __device__ __forceinline__ OwnSequences own_sequences() const {
+        const int warp = warp_index(), lane = lane_index();
+        if (is_spread()) return {32 * lane + warp, warp};
+        return {32 * warp + lane, 32 * warp};
+    }
+
+    // Calls each(sequence, share) for every sequence, with share = share_of(seqlen). Whole warps call it,
+    // those of lanes without a sequence with nothing. What `each` leaves in share is kept for for_kept. A
+    // barrier stands behind the last call.
+    template <class ShareOf, class Each>
+    __device__ __forceinline__ void for_sequences(const ShareOf& share_of, const Each& each) const {
+        if (shape.batch <= kPlanThreads) {
+            take_rounds<1>(share_of, each);
+        } else {
+            take_rounds<4>(share_of, each);
+        }
+        cta_sync();
+    }
+
+    // `Rounds` at a time: their lengths are on their way together.
+    template <int Rounds, class ShareOf, class Each>
+    __device__ __forceinline__ void take_rounds(const ShareOf& share_of, const Each& each) const {
+        const OwnSequences own = own_sequences();
+#pragma unroll 1
+        for (int first = 0; first + own.of_lane_0 < shape.batch; first += Rounds * kPlanThreads) {
+            Seqlen<true> lens[Rounds];
+#pragma unroll
+            for (int i = 0; i < Rounds; ++i) {
+                const int sequence = min(first + i * kPlanThreads + own.of_lane, shape.batch - 1);
+                lens[i] = Seqlen<true>::of(shape, varlen, sequence);
+            }
+#pragma unroll
+            for (int i = 0; i < Rounds; ++i) {
+                const int sequence = first + i * kPlanThreads + own.of_lane;
+                if (first + i * kPlanThreads + own.of_lane_0 >= shape.batch) break;
+                PlanShare share{0, 0};
+                if (sequence < shape.batch) share = share_of(lens[i]);
+                each(sequence, share);
+                if (sequence < min(shape.batch, kPlanKept)) smem.kept[sequence] = share;
+            }
+        }
+    }
+
+    // The same of what was kept; share_of is what it was computed by.
+    template <class ShareOf, class Each>
+    __device__ __forceinline__ void for_kept(const ShareOf& share_of, const Each& each) const {
+        const OwnSequences own = own_sequences();
+#pragma unroll 1
+        for (int first = 0; first + own.of_lane_0 < shape.batch; first += kPlanThreads) {
+            const int sequence = first + own.of_lane;
+            PlanShare share{0, 0};
+            if (sequence < min(shape.batch, kPlanKept)) {
+                share = smem.kept[sequence];
+            } else if (sequence < shape.batch) {
+                share = share_of(Seqlen<true>::of(shape, varlen, sequence));
+            }
+            each(sequence, share);
+            if (sequence < min(shape.batch, kPlanKept)) smem.kept[sequence] = share;
+        }
+        cta_sync();
+    }
+
     __device__ __forceinline__ static int bin_of(int length, int shift) {
         return kPlanThreads - 1 - min(length >> shift, kPlanThreads - 1);
     }
 
-    // Before the tiles are counted by for_tiles.
+    // Before entries are counted; a barrier stands between.
     __device__ __forceinline__ void clear_bins() const { smem.bins[thread_index()] = 0; }
-    // From how many entries a bin has, as for_tiles has counted them, to where its first one goes; returns
-    // how many there are in all.
+    // From how many entries a bin has, once all are counted, to where its first one goes; returns how many
+    // there are in all.
     __device__ __forceinline__ int place_bins() const {
         int total;
         const int begin = cta_scan(smem, smem.bins[thread_index()], total);
@@ -144,26 +229,20 @@ struct Planner {
     }
 
     __device__ __forceinline__ int m_blocks(const Seqlen<true>& seqlen) const {
-        return ceil_div(Rows<R.pack_gqa>(shape).count(seqlen), R.tile_m);
+        return ceil_div(seqlen.q(), tile_queries);
     }
 
     // Tiles of keys that a tile of queries visits.
     __device__ __forceinline__ int key_tiles(const Seqlen<true>& seqlen, int block) const {
-        const Rows<R.pack_gqa> rows(shape);
-        const int first = block * R.tile_m, last = min(first + R.tile_m, rows.count(seqlen)) - 1;
-        const auto range = key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, rows.query(first),
-                                                rows.query(last));
+        const QueryEnds queries(seqlen, block, tile_queries);
+        const auto range =
+            key_blocks<R.tile_n>(Visibility<R.mask, true>{shape, seqlen}, queries.first, queries.last);
         return max(range.end - range.begin, 0);
     }
 
     // How many tiles of keys a part has, so that parts are about equal shares of what all SMs do: one each
-    // where that is little, else four, for an even end.
-    __device__ __forceinline__ int part_length() const {
-        float own = 0.f;
-        for_tiles([&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); },
-                  [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
-                      if (valid) own += float(key_tiles(seqlen, block));
-                  });
+    // where that is little, else four, for an even end. `own`: tiles of keys that the thread has seen.
+    __device__ __forceinline__ int part_length(float own) const {
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) own += shuffle_xor(own, step);
         const int warp = warp_index();  // by the whole warp: it is a shuffle
@@ -179,23 +258,18 @@ struct Planner {
     // Tiles of queries with parts of their keys, longest first, and those that are divided.
     __device__ __forceinline__ void list_items(int most_splits) const {
         const WorkPlan plan{params};
-        const int chunk = part_length();
-        auto splits_of = [&](int length) {
-            return max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
+        int chunk = 1;
+        // From a tile to its parts, sorted by the longest of them.
+        auto cut = [&](const PlanShare& tile) -> PlanShare {
+            const int length = tile.length;
+            const int splits = max(1, min(min(int((u32(length) + chunk / 2) / chunk), most_splits), length));
+            return {tile.count > 0 ? splits : 0, ceil_div(length, splits)};
         };
-        auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
-        clear_bins();
-        for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
-            const int length = valid ? key_tiles(seqlen, block) : 0, splits = splits_of(length);
-            take_places(smem, bin_of(ceil_div(length, splits), params.shift), splits, valid);
-        });
-        const int items = place_bins();
-        if (thread_index() == 0) smem.slots = smem.split_items = 0;
-        for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
-            const int length = valid ? key_tiles(seqlen, block) : 0, splits = splits_of(length);
-            const int place =
-                take_places(smem, bin_of(ceil_div(length, splits), params.shift), splits, valid);
-            if (!valid) return;
+        auto take = [&](const PlanShare& parts) {
+            return take_places(smem, bin_of(parts.length, params.shift), parts.count);
+        };
+        auto write = [&](int sequence, int block, const PlanShare& parts) {
+            const int place = take(parts), splits = parts.count;
             int slot = 0;
             if (splits > 1) {
                 slot = atomic_add(&smem.slots, splits);
@@ -206,7 +280,43 @@ struct Planner {
                 if (place + split < params.items)
                     plan.items()[place + split] = {sequence, block, split | splits << 16, slot + split};
             }
-        });
+        };
+        clear_bins();
+        if (thread_index() == 0) smem.slots = smem.split_items = 0;
+        int items;
+        float own = 0.f;
+        if (shape.seqlen_q <= tile_queries) {
+            // A sequence is a tile.
+            auto tile_of = [&](const Seqlen<true>& seqlen) -> PlanShare {
+                if (seqlen.q() == 0) return {0, 0};
+                return {1, key_tiles(seqlen, 0)};
+            };
+            auto parts_of = [&](const Seqlen<true>& seqlen) { return cut(tile_of(seqlen)); };
+            for_sequences(tile_of, [&](int, const PlanShare& tile) { own += float(tile.length); });
+            chunk = part_length(own);
+            for_kept(tile_of, [&](int, PlanShare& tile) {
+                tile = cut(tile);
+                take(tile);
+            });
+            items = place_bins();
+            for_kept(parts_of, [&](int sequence, const PlanShare& parts) { write(sequence, 0, parts); });
+        } else {
+            auto blocks = [&](const Seqlen<true>& seqlen) { return m_blocks(seqlen); };
+            auto tile_of = [&](const Seqlen<true>& seqlen, int block, bool valid) -> PlanShare {
+                return {valid, valid ? key_tiles(seqlen, block) : 0};
+            };
+            for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
+                own += float(tile_of(seqlen, block, valid).length);
+            });
+            chunk = part_length(own);
+            for_tiles(blocks, [&](int, const Seqlen<true>& seqlen, int block, int, bool valid) {
+                take(cut(tile_of(seqlen, block, valid)));
+            });
+            items = place_bins();
+            for_tiles(blocks, [&](int sequence, const Seqlen<true>& seqlen, int block, int, bool valid) {
+                write(sequence, block, cut(tile_of(seqlen, block, valid)));
+            });
+        }
         if (thread_index() == 0) {
             plan.count(PlanCount::Items) = min(items, params.items);
             plan.count(PlanCount::SplitItems) = min(int(smem.split_items), params.split_items);
@@ -232,16 +342,20 @@ struct Planner {
     template <bool LastFirst, class BlocksOf, class LengthOf>
     __device__ __forceinline__ int list_by_sequence(PlanItem* list, int room, const BlocksOf& blocks_of,
                                                     const LengthOf& length_of) const {
-        auto some = [&](const Seqlen<true>& seqlen) { return int(blocks_of(seqlen) > 0); };
-        auto bin = [&](const Seqlen<true>& seqlen) { return bin_of(length_of(seqlen), params.shift); };
+        auto tiles_of = [&](const Seqlen<true>& seqlen) -> PlanShare {
+            const int blocks = blocks_of(seqlen);
+            if (blocks == 0) return {0, 0};
+            return {blocks, length_of(seqlen)};
+        };
+        auto take = [&](const PlanShare& tiles) {
+            return take_places(smem, bin_of(tiles.length, params.shift), tiles.count);
+        };
         clear_bins();
-        for_tiles(some, [&](int, const Seqlen<true>& seqlen, int, int, bool valid) {
-            take_places(smem, bin(seqlen), blocks_of(seqlen), valid);
-        });
+        cta_sync();
+        for_sequences(tiles_of, [&](int, const PlanShare& tiles) { take(tiles); });
         const int tiles = place_bins();
-        for_tiles(some, [&](int sequence, const Seqlen<true>& seqlen, int, int, bool valid) {
-            const int blocks = valid ? blocks_of(seqlen) : 0;
-            const int place = take_places(smem, bin(seqlen), blocks, valid);
+        for_kept(tiles_of, [&](int sequence, const PlanShare& own) {
+            const int blocks = own.count, place = take(own);
             auto write = [&](int own, int begin, int count, int i) {
                 if (begin + i < room) list[begin + i] = {own, LastFirst ? count - 1 - i : i, 1 << 16, 0};
             };
@@ -250,7 +364,8 @@ struct Planner {
                 for (int i = 0; i < blocks; ++i) write(sequence, place, blocks, i);
                 return;
             }
-            for (int lane = 0; lane < 32; ++lane) {
+            const int lanes = is_spread() ? ceil_div(shape.batch, 32) : 32;
+            for (int lane = 0; lane < lanes; ++lane) {
                 const int own = shuffle_from(sequence, lane), begin = shuffle_from(place, lane);
                 const int count = shuffle_from(blocks, lane);
                 for (int i = lane_index(); i < count; i += 32) write(own, begin, count, i);
@@ -289,7 +404,8 @@ struct Planner {
 template <PlanRules R>
 __device__ __forceinline__ void plan_forward(const FwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
-    const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
+    const Planner<R> planner{smem, params.shape, params.varlen, params.plan,
+                             tile_queries<R.pack_gqa, R.tile_m>(params)};
     if constexpr (R.split) {
         planner.list_items(params.split.splits);
     } else {
@@ -302,7 +418,7 @@ __device__ __forceinline__ void plan_forward(const FwdParams& params) {
 template <PlanRules R, bool LastFirst>
 __device__ __forceinline__ void plan_backward(const BwdParams& params) {
     auto& smem = shared_memory<PlanStorage>();
-    const Planner<R> planner{smem, params.shape, params.varlen, params.plan};
+    const Planner<R> planner{smem, params.shape, params.varlen, params.plan, R.tile_m};
     planner.list_m_tiles();
     planner.template list_n_tiles<LastFirst>();
 }

@@ -22,16 +22,14 @@ __device__ __forceinline__ i64 partial_row(const FwdParams& params, int slot, in
 
 // As store_output for a part of the keys: O in f32 and LSE go to the tile's slot. `row_in_tile`: the thread's
 // first row within its tile; the lanes of a quad store 32 contiguous bytes at a time.
-template <bool PackGqa, bool Varied, int N>
-__device__ __forceinline__ void store_partial(const FwdParams& params, const Seqlen<Varied>& seqlen,
-                                              const float (&o)[N], const float (&factor)[2],
-                                              const float (&lse)[2], int row, int row_in_tile,
-                                              const WorkTile& tile, int heads) {
-    const int lane = thread_index() % 4;
-    const int count = Rows<PackGqa>(params.shape).count(seqlen), columns = params.shape.head_dim_v;
+template <int N>
+__device__ __forceinline__ void store_partial(const FwdParams& params, const float (&o)[N],
+                                              const float (&factor)[2], const float (&lse)[2], int row,
+                                              int end, int row_in_tile, const WorkTile& tile, int heads) {
+    const int lane = thread_index() % 4, columns = params.shape.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (row + 8 * r >= count) continue;
+        if (row + 8 * r >= end) continue;
         const i64 at = partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r);
         float* out = params.split.out_partial + at * columns + 2 * lane;
 #pragma unroll
@@ -45,14 +43,11 @@ __device__ __forceinline__ void store_partial(const FwdParams& params, const Seq
 }
 
 // The same where no query of the tile sees a key of the part: LSE = -inf, and nobody reads O.
-template <bool PackGqa, bool Varied>
-__device__ __forceinline__ void store_nothing_partial(const FwdParams& params, const Seqlen<Varied>& seqlen,
-                                                      int row, int row_in_tile, const WorkTile& tile,
-                                                      int heads) {
-    const int count = Rows<PackGqa>(params.shape).count(seqlen);
+__device__ __forceinline__ void store_nothing_partial(const FwdParams& params, int row, int end,
+                                                      int row_in_tile, const WorkTile& tile, int heads) {
     if (thread_index() % 4 != 0) return;
     for (int r = 0; r < 2; ++r) {
-        if (row + 8 * r >= count) continue;
+        if (row + 8 * r >= end) continue;
         params.split.lse_partial[partial_row(params, tile.slot, heads, tile.head, row_in_tile + 8 * r)] =
             minus_infinity();
     }
@@ -92,7 +87,9 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
             tile = {number / params.m_blocks, number % params.m_blocks, splits, number * splits};
         }
         const auto seqlen = Seqlen<Varied>::of(params, tile.sequence);
-        const OutputRow<PackGqa> target(params, seqlen, tile.block * TileM + row, head, tile.sequence);
+        const int tile_row = tile.block * tile_rows<PackGqa, TileM>(params) + row;
+        const int end = Rows<PackGqa>(params.shape).count(seqlen);
+        const OutputRow<PackGqa> target(params, seqlen, tile_row, end, head, tile.sequence);
         if (!target.inside) continue;
 
         const int splits = tile.part;
@@ -104,8 +101,7 @@ __device__ __forceinline__ void combine(const FwdParams& params) {
 #pragma unroll
         for (int mask = 1; mask < 32; mask *= 2) top = fmaxf(top, shuffle_xor(top, mask));
         float sink = minus_infinity();
-        if constexpr (Sinks)
-            sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile.block * TileM + row, head)];
+        if constexpr (Sinks) sink = params.mods.sinks[Rows<PackGqa>(params.shape).head(tile_row, head)];
         top = fmaxf(top, sink);
         // Without a finite LSE there is nothing to weigh.
         const float base = top == minus_infinity() ? 0.f : top;

@@ -208,9 +208,11 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const auto seqlen = Seqlen<C.varied>::of(params, tile.batch);
     const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
     const Rows<C.pack_gqa> queries(params.shape);
-    const int first_row = tile.m_block * C.tile_m;
-    const int last_row = min(first_row + C.tile_m, queries.count(seqlen)) - 1;
-    const BlockRange all = key_blocks<C.tile_n>(visible, queries.query(first_row), queries.query(last_row));
+    const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+    const int first_row = tile.m_block * tile_rows;
+    const int end_row = queries.end(seqlen, tile.m_block, tile_rows);
+    const QueryEnds ends(seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
+    const BlockRange all = key_blocks<C.tile_n>(visible, ends.first, ends.last);
     BlockRange range = all;
     if constexpr (C.split) range = part_of(all, tile.split, tile.splits);
 
@@ -220,9 +222,9 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
         for (int f = 0; f < T::kFragments; ++f) {
             const int row = sm80::own_row<C>(thread_index()) + 16 * f;
             if (C.split && tile.splits > 1) {
-                store_nothing_partial<C.pack_gqa>(params, seqlen, first_row + row, row, tile, heads);
+                store_nothing_partial(params, first_row + row, end_row, row, tile, heads);
             } else {
-                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, first_row + row, tile.head,
+                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, first_row + row, end_row, tile.head,
                                                         tile.batch);
             }
         }
@@ -268,7 +270,7 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     auto load_first_v = [&] {
         copy_v.template start<true>(stage_v(0), (range.end - 1) * C.tile_n, seqlen.k());
     };
-    auto load_q = [&] { copy_q.template start<true>(smem_q, first_row, queries.count(seqlen)); };
+    auto load_q = [&] { copy_q.template start<true>(smem_q, first_row, end_row); };
 
     // ---- Products -------------------------------------------------------------------------------
 
@@ -423,17 +425,18 @@ __device__ __forceinline__ void sm80_fwd(const FwdParams& params) {
     const WorkTile output = work_tile_at<T::kOrder, C.varied, C.split>(params, cta_index_volatile(), heads);
     const auto output_len = Seqlen<C.varied>::of(params, output.batch);
     const int own_row = sm80::own_row<C>(thread_index_volatile());
-    const int row = output.m_block * C.tile_m + own_row;
+    const int output_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+    const int row = output.m_block * output_rows + own_row;
+    const int end = Rows<C.pack_gqa>(params.shape).end(output_len, output.m_block, output_rows);
 #pragma unroll
     for (int f = 0; f < T::kFragments; ++f) {
         float factor[2], lse[2];
         if (C.split && output.splits > 1) {
             rows[f].finish(factor, lse);
-            store_partial<C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, own_row + 16 * f,
-                                      output, heads);
+            store_partial(params, o[f], factor, lse, row + 16 * f, end, own_row + 16 * f, output, heads);
         } else {
             finish_rows<C.pack_gqa, C.sinks>(params, rows[f], row + 16 * f, output.head, factor, lse);
-            store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f,
+            store_output<C.dtype, C.pack_gqa>(params, output_len, o[f], factor, lse, row + 16 * f, end,
                                               output.head, output.batch);
         }
     }

@@ -22,7 +22,7 @@ template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void load_pages(SharedStorage<C>& smem, const FwdParams& params,
                                            const TensorMap& map_q, const TensorMap& map, int member) {
     if constexpr (C.gather) {
-        gather_pages<C, Values>(smem, params, map_q, member);
+        gather_pages<C, Values>(smem, params, map_q, map, member);
     } else {
         produce_pages<C, Values>(smem, params, map_q, map, member);
     }
@@ -52,6 +52,7 @@ __device__ __forceinline__ void sm90_fwd(const FwdParams& params, const TensorMa
             smem.ticket.bars.init(T::kConsumerWarps + T::kProducerWarps - 1);
         mbarrier_init_fence();
     }
+    if constexpr (C.pack_gqa) sm90::clear_idle_rows<C>(smem, params);
     if constexpr (C.cluster_m > 1) {
         cluster_sync();
     } else {

@@ -216,11 +216,14 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         const auto seqlen = tiles.seqlen_of(params, tile);
         const VisibleKeys<C> visible{params.shape, seqlen};
         const Rows<C.pack_gqa> rows(params.shape);
-        const BlockRange all = tile_blocks<C>(visible, rows, tile);
+        const BlockRange all = tile_blocks<C>(params, visible, tile);
         BlockRange range = all;
-        if constexpr (T::kSkipsBlocks) range = warpgroup_blocks<C>(visible, rows, tile, all, 64 * wg);
+        if constexpr (T::kSkipsBlocks) range = warpgroup_blocks<C>(params, visible, rows, tile, all, 64 * wg);
         const int skipped = all.end - range.end;
-        const int row = tile.m_block * C.tile_m + own_row;
+        const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+        const int row = tile.m_block * tile_rows + own_row;
+        // The end of the tile's rows, where it is needed: no register holds it.
+        auto end = [&] { return rows.end(seqlen, tile.m_block, tile_rows); };
         Softmax<C.exp_poly_of_16, C.lazy_max ? 0 : C.rescale_threshold> softmax;
 
         const AlibiRows<C.alibi, C.mask, C.pack_gqa> alibi(params, seqlen, row, tile.head, tile.batch,
@@ -331,9 +334,10 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             wgmma::wait<0>();
             release_v();
             if (C.split && tile.splits > 1) {
-                store_partial<C.pack_gqa>(params, seqlen, o, factor, lse, row, own_row, tile, heads);
+                store_partial(params, o, factor, lse, row, end(), own_row, tile, heads);
             } else {
-                store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, tile.head, tile.batch);
+                store_output<C.dtype, C.pack_gqa>(params, seqlen, o, factor, lse, row, end(), tile.head,
+                                                  tile.batch);
             }
         } else {
             if constexpr (T::kSkipsBlocks) {
@@ -350,9 +354,9 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 }
             }
             if (C.split && tile.splits > 1) {
-                store_nothing_partial<C.pack_gqa>(params, seqlen, row, own_row, tile, heads);
+                store_nothing_partial(params, row, end(), own_row, tile, heads);
             } else {
-                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, tile.head, tile.batch);
+                store_nothing_seen<C.pack_gqa, C.sinks>(params, seqlen, row, end(), tile.head, tile.batch);
             }
         }
         index = tiles.next(smem, params, index, elected);

@@ -1,8 +1,9 @@
 // The producer of the SM90 forward for keys in small pages: two warps copy rows of K and two those of V, 16
-// bytes at a time, to where TMA would put them.
+// bytes at a time, to where TMA would put them. Rows that follow one another in the cache come by TMA.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/paged_keys.cuh"
+#include "attn/ragged.cuh"
 #include "attn/rows.cuh"
 #include "attn/tensor_view.cuh"
 #include "config.cuh"
@@ -22,16 +23,16 @@
 namespace fa::sm90 {
 
 // Keys of one sequence and head in pages, copied row by row. Neighbouring lanes take the chunks of a panel's
-// row; a warp's rows are `kRows` of every `kSweep` of a tile. Each lane looks up where some of them lie, and
-// the lanes that copy them take that by a shuffle: little is left to do for each copy, of which a warp starts
-// one in 30 clocks.
+// row; a warp has one half of a tile's rows, `kRows` of them a sweep. Each lane looks up where some of them
+// lie, and the lanes that copy them take that by a shuffle: little is left to do for each copy, of which a
+// warp starts one in 30 clocks.
 template <int TileN, int Lanes>
 struct GatheredKeys {
     static constexpr int kRows = 32 / Lanes;
-    static constexpr int kSweep = 2 * kRows;
-    static constexpr int kSweeps = ceil_div(TileN, kSweep);
-    static constexpr int kLookups = ceil_div(kSweeps * kRows, 32);
-    static_assert(TileN % kRows == 0, "a row is there for all lanes of a warp or for none");
+    static constexpr int kHalf = TileN / 2;
+    static constexpr int kSweeps = ceil_div(kHalf, kRows);
+    static constexpr int kLookups = ceil_div(kHalf, 32);
+    static_assert(kHalf % 8 == 0, "the swizzle repeats after eight rows: a box may start at each half");
 
     const VarlenParams& varlen;
     const int* table;  // the sequence's row
@@ -44,19 +45,57 @@ struct GatheredKeys {
     };
 
     __device__ __forceinline__ static int lane() { return u32(thread_index_volatile()) % 32; }
-    // The row within a tile of the warp's row number `i`.
-    __device__ __forceinline__ static int row(int i) {
-        return i / kRows * kSweep + u32(thread_index_volatile()) / 32 % 2 * kRows + i % kRows;
+    // The warp's first row within a tile.
+    __device__ __forceinline__ static int first_row() {
+        return u32(thread_index_volatile()) / 32 % 2 * kHalf;
     }
 
     __device__ __forceinline__ Entries entries_of(int n_block) const {
         Entries entries;
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
-            const int key = min(n_block * TileN + row(32 * i + lane()), keys - 1);
+            const int own = min(32 * i + lane(), kHalf - 1);
+            const int key = min(n_block * TileN + first_row() + own, keys - 1);
             entries.of[i] = table[page_slot(varlen, key)];
         }
         return entries;
+    }
+
+    // Keys of the warp's half of a tile.
+    __device__ __forceinline__ int half_keys(int n_block) const {
+        return max(0, min(keys - n_block * TileN - first_row(), kHalf));
+    }
+
+    // Whether the warp's rows follow one another in the cache, so that one box loads them: page after page of
+    // a cache without gaps between pages.
+    __device__ __forceinline__ bool in_one_piece(const TmaStrides& strides, int n_block,
+                                                 const Entries& entries) const {
+        bool apart = strides.entry != u32(varlen.page) * strides.row;
+        int from_slot = 0;  // to a page from its number in the sequence
+#pragma unroll
+        for (int i = 0; i < kLookups; ++i) {
+            const int own = min(32 * i + lane(), kHalf - 1), entry = entries.of[i];
+            const int slot = page_slot(varlen, min(n_block * TileN + first_row() + own, keys - 1));
+            if (i == 0) from_slot = shuffle_from(entry - slot, 0);
+            apart = apart || u32(entry) >= u32(varlen.pages) || entry - slot != from_slot;
+        }
+        return !warp_any(apart);
+    }
+
+    // Loads those rows. One lane.
+    template <class Kv>
+    __device__ __forceinline__ void load(u8* dst, const TensorMap& map, const TmaStrides& strides,
+                                         Mbarrier& full, int head, int n_block, int entry) const {
+        const int key = n_block * TileN + first_row();
+        const int first = key - page_slot(varlen, key) * varlen.page;
+        const int count = half_keys(n_block);
+        const RaggedRows rows(strides, count > 0 ? entry : 0, head, count > 0 ? first : 0, count);
+        mbarrier_arrive_expect(full, Kv::kBytes / 2);
+#pragma unroll
+        for (int i = 0; i < Kv::kPanels; ++i) {
+            load_ragged(dst + i * Kv::kPanelBytes + Kv::row_offset(kHalf) * (first_row() / kHalf), map, full,
+                        i * Kv::kPanel, rows, 0, L2Policy::EvictLast);
+        }
     }
 
     // Starts the copy of a tile's rows of `head`, whose entries are known: `columns` of the tensor's
@@ -67,17 +106,20 @@ struct GatheredKeys {
                                           int n_block, const Entries& entries) const {
         static_assert(Kv::kPanel == 8 * Lanes);
         using Tile = SmemTile<TileN, Kv::kPanel * Kv::kPanels, true>;
-        static_assert(kSweep % 8 == 0, "the swizzle is the same in all sweeps");
         const int column = lane() % Lanes * 8, own_row = lane() / Lanes;
         const u16* const cache = view(tensor).row(0, 0, head) + column;
-        const u32 to = address + Tile::offset(row(own_row), column);
+        const u32 to = address + first_row() * Tile::kRowBytes + Tile::offset(own_row, column);
+        // Sweeps of four rows, of 128 bytes each, have two swizzles in turn.
+        static_assert(kRows % 8 == 0 || (kRows == 4 && Tile::kRowBytes == 128));
+        constexpr u32 kTurn = kRows == 4 ? 4 << 4 : 0;
 #pragma unroll
         for (int i = 0; i < kLookups; ++i) {
             // Where the lane's row starts, in elements from the head's first: a multiple of 8, or odd where
             // nothing is.
             u32 low = 1, high = 0;
-            const int own = row(32 * i + lane()), key = n_block * TileN + own, entry = entries.of[i];
-            if (own < TileN && key < keys) {
+            const int own = 32 * i + lane(), key = n_block * TileN + first_row() + own;
+            const int entry = entries.of[i];
+            if (own < kHalf && key < keys) {
                 if (u32(entry) < u32(varlen.pages)) {
                     const int first = key - page_slot(varlen, key) * varlen.page;
                     const i64 at = entry * tensor.strides.batch + first * tensor.strides.seq;
@@ -93,13 +135,14 @@ struct GatheredKeys {
                 const int sweep = i * kSweepsOfLookup + j;
                 const u32 from_low = shuffle_from(low, j * kRows + own_row);
                 const u32 from_high = shuffle_from(high, j * kRows + own_row);
-                if (TileN % kSweep != 0 && row(sweep * kRows) >= TileN) break;
+                // The other half is the other warp's.
+                if (kHalf % kRows != 0 && sweep * kRows + own_row >= kHalf) break;
+                const u32 row = (sweep % 2 == 0 ? to : to ^ kTurn) + sweep * kRows * Tile::kRowBytes;
                 const u16* const from = cache + i64(u64(from_high) << 32 | (from_low & ~7u));
 #pragma unroll
                 for (int panel = 0; panel < Kv::kPanels; ++panel) {
                     const bool copied = (from_low & 1) == 0 && panel * Kv::kPanel + column < columns;
-                    cp_async_16(to + sweep * kSweep * Tile::kRowBytes + panel * Kv::kPanelBytes,
-                                from + panel * Kv::kPanel, copied ? 16 : 0);
+                    cp_async_16(row + panel * Kv::kPanelBytes, from + panel * Kv::kPanel, copied ? 16 : 0);
                 }
             }
         }
@@ -122,7 +165,7 @@ struct CopiedTiles {
         for (int& stage : stages) stage = -1;
     }
 
-    // The warp has started the copies of a tile to `stage`.
+    // The warp has started the copies of a tile to `stage`; or a load that tells of itself, to none (-1).
     template <class Bars>
     __device__ __forceinline__ void started(Bars& bars, int stage) {
         cp_async_commit();
@@ -155,7 +198,7 @@ struct CopiedTiles {
 // Loads K, or Q and V, by two warps. The first of K's draws dynamic tiles, and the others take its tickets.
 template <Sm90FwdConfig C, bool Values>
 __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdParams& params,
-                                             const TensorMap& map_q, int member) {
+                                             const TensorMap& map_q, const TensorMap& map, int member) {
     using T = Traits<C>;
     using Kv = Either<Values, typename T::V, typename T::K>;
     using Keys = GatheredKeys<C.tile_n, Kv::kPanel / 8>;
@@ -174,12 +217,28 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
         const Keys keys{params.varlen, work.table(params), work.seqlen.k()};
 
         auto load = [&](int n_block, const Entries& entries) {
+            // Where products are the limit, the ring is full as a rule: time to tell of what is there. (Where
+            // memory is, a new copy is not to wait for an older one.)
+            if constexpr (C.num_wg > 1) {
+                if (warp_any(!bars.is_empty(state))) copied.finish(bars);
+            }
             bars.wait_empty(state);
             u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
-            keys.template start<Kv, !Values>(smem_address(dst), Values ? params.v : params.k, work.kv_head,
-                                             Values ? params.shape.head_dim_v : params.shape.head_dim,
-                                             n_block, entries);
-            copied.started(bars, state.stage);
+            const TmaStrides& strides = Values ? params.varlen.tma_v : params.varlen.tma_k;
+            if (keys.in_one_piece(strides, n_block, entries)) {
+                // The phase ends only after all lanes have seen the one before end.
+                warp_sync();
+                if (lane_index() == 0) {
+                    keys.template load<Kv>(dst, map, strides, bars.full[state.stage], work.kv_head, n_block,
+                                           entries.of[0]);
+                }
+                copied.started(bars, -1);
+            } else {
+                keys.template start<Kv, !Values>(
+                    smem_address(dst), Values ? params.v : params.k, work.kv_head,
+                    Values ? params.shape.head_dim_v : params.shape.head_dim, n_block, entries);
+                copied.started(bars, state.stage);
+            }
             state.advance();
         };
         // A tile's ticket is taken, and its only Q buffer free, when the consumers have seen all keys of the

@@ -30,6 +30,9 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
     auto& bars = kv_bars<Values>(smem);
     const bool first_lane = lane_index() == 0, leads = first_lane && member == 0;
     const bool draws = C.scheduler != Scheduler::Dynamic || (!Values && member == 0);
+    // Where only the other side's rows have several panels, the second warp has none. It waits for no stage:
+    // none waits for it, and it could sleep through a phase and the next.
+    const bool loads = Kv::kPanels >= T::kPageWarps || member < Kv::kPanels;
 
     int index = tiles.begin(params, cta_index());
     while (index < tiles.count(params)) {
@@ -37,6 +40,7 @@ __device__ __forceinline__ void produce_pages(SharedStorage<C>& smem, const FwdP
         const PagedKeys<C.tile_n> keys{params.varlen, work.table(params), work.seqlen.k(), work.kv_head};
 
         auto load = [&](int n_block, int entry) {
+            if (!loads) return;
             u8* const dst = Values ? smem.v[state.stage] : smem.k[state.stage];
             bars.wait_empty(state);
             // The phase ends only after all lanes have seen the one before end. Boxes may come before they

@@ -13,17 +13,37 @@
 
 namespace fa::sm90 {
 
+// Zeros to the rows of Q's buffers that no tile of packed heads fills. All threads, before their first
+// barrier.
+template <Sm90FwdConfig C>
+__device__ __forceinline__ void clear_idle_rows(SharedStorage<C>& smem, const FwdParams& params) {
+    using Q = typename Traits<C>::Q;
+    const int used = tile_rows<C.pack_gqa, C.tile_m>(params) * Q::kRowBytes;
+    if (used == Q::kPanelBytes) return;
+#pragma unroll 1
+    for (int stage = 0; stage < C.q_stages; ++stage) {
+#pragma unroll 1
+        for (int panel = 0; panel < Q::kPanels; ++panel) {
+            for (int at = used + 16 * thread_index(); at < Q::kPanelBytes; at += 16 * 128 * (C.num_wg + 1))
+                *reinterpret_cast<Vec16*>(smem.q[stage] + panel * Q::kPanelBytes + at) = Vec16{};
+        }
+    }
+    fence_async_shared();
+}
+
 // Loads the queries of a tile. One thread.
 template <Sm90FwdConfig C>
 __device__ __forceinline__ void load_q(SharedStorage<C>& smem, const FwdParams& params,
                                        const TensorMap& map_q, PipelineState<C.q_stages>& state,
                                        const WorkTile& tile, const Seqlen<C.varied>& seqlen) {
     using Q = typename Traits<C>::Q;
-    smem.q_bars.acquire(state, Q::kBytes);
+    // Of packed heads no more rows than whole groups fill: the others stay as clear_idle_rows left them.
+    const int bytes =
+        C.pack_gqa ? tile_rows<C.pack_gqa, C.tile_m>(params) * (Q::kBytes / C.tile_m) : Q::kBytes;
+    smem.q_bars.acquire(state, bytes);
     Mbarrier& full = smem.q_bars.full[state.stage];
     // Of packed heads, positions; of varied sequences, within the sequence.
-    const int first =
-        C.pack_gqa ? tile.m_block * (C.tile_m / params.shape.group_size) : tile.m_block * C.tile_m;
+    const int first = tile.m_block * tile_queries<C.pack_gqa, C.tile_m>(params);
     const RaggedRows rows(params.varlen.tma_q, tile.batch, tile.head, seqlen.q_offset(), seqlen.q());
 #pragma unroll
     for (int i = 0; i < Q::kPanels; ++i) {

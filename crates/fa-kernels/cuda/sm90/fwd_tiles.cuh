@@ -170,11 +170,10 @@ template <Sm90FwdConfig C>
 using VisibleKeys = Visibility<C.mask, C.varied>;
 
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange tile_blocks(const VisibleKeys<C>& visible, const Rows<C.pack_gqa>& rows,
+__device__ __forceinline__ BlockRange tile_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
                                                   const WorkTile& tile) {
-    const int first = tile.m_block * C.tile_m;
-    const int last = min(first + C.tile_m, rows.count(visible.seqlen)) - 1;
-    const BlockRange all = key_blocks<C.tile_n>(visible, rows.query(first), rows.query(last));
+    const QueryEnds queries(visible.seqlen, tile.m_block, tile_queries<C.pack_gqa, C.tile_m>(params));
+    const BlockRange all = key_blocks<C.tile_n>(visible, queries.first, queries.last);
     if constexpr (C.split) return part_of(all, tile.split, tile.splits);
     return all;
 }
@@ -190,7 +189,7 @@ struct LoadTile {
     __device__ __forceinline__ LoadTile(const FwdParams& params, const TileSource<C>& tiles, int index,
                                         int heads)
         : tile(tiles.tile_of(params, index, heads)), seqlen(tiles.seqlen_of(params, tile)),
-          range(tile_blocks<C>(VisibleKeys<C>{params.shape, seqlen}, Rows<C.pack_gqa>(params.shape), tile)),
+          range(tile_blocks<C>(params, VisibleKeys<C>{params.shape, seqlen}, tile)),
           kv_head(C.pack_gqa ? tile.head : tile.head / params.shape.group_size) {}
 
     // The sequence's row of the page table.
@@ -202,11 +201,12 @@ struct LoadTile {
 // Of the tiles of keys that a work tile visits, those that its 64 rows from `first` on do: none right of
 // their own diagonal. Tiles left of a window are visited by all rows.
 template <Sm90FwdConfig C>
-__device__ __forceinline__ BlockRange warpgroup_blocks(const VisibleKeys<C>& visible,
+__device__ __forceinline__ BlockRange warpgroup_blocks(const FwdParams& params, const VisibleKeys<C>& visible,
                                                        const Rows<C.pack_gqa>& rows, const WorkTile& tile,
                                                        const BlockRange& all, int first) {
-    const int begin = tile.m_block * C.tile_m + first;
-    const int last = min(begin + 64, rows.count(visible.seqlen)) - 1;
+    const int tile_rows = fa::tile_rows<C.pack_gqa, C.tile_m>(params);
+    const int begin = tile.m_block * tile_rows + first;
+    const int last = min(begin + 64, rows.end(visible.seqlen, tile.m_block, tile_rows)) - 1;
     BlockRange range = key_blocks<C.tile_n>(visible, rows.query(begin), rows.query(last));
     range.begin = all.begin;
     range.end = begin > last ? all.begin : min(range.end, all.end);

@@ -335,9 +335,11 @@ param_struct! {
         pub shape: ShapeParams,
         /// From products to scores.
         pub score: ScoreParams,
-        /// Tiles of `tile_m` rows of a head (of `seqlen_q * group_size` rows with `pack_gqa`), rounded up to
+        /// Tiles of `tile_queries` queries of a head (of a group's heads with `pack_gqa`), rounded up to
         /// `cluster_m`.
         pub m_blocks: i32,
+        /// Queries of a tile: `tile_m`, or with `pack_gqa` as many as fit it with all heads of a group.
+        pub tile_queries: i32,
         /// Tiles in all: `m_blocks * heads * batch`, with `heads_kv` for heads under `pack_gqa`.
         pub num_tiles: i32,
         /// Heads, counted through all sequences, whose K and V fit the L2 cache together: the sections of

@@ -51,7 +51,7 @@ pub(crate) const PLAN: &str = "fa_plan";
 
 /// Threads of the one CTA of [`PLAN`], and its shared memory in bytes.
 pub(crate) const PLAN_THREADS: u32 = 1024;
-pub(crate) const PLAN_SMEM: u32 = 16648;
+pub(crate) const PLAN_SMEM: u32 = 16648 + 9 * 1024 * 8;
 
 /// The entry of a forward that divides keys among CTAs: O and LSE from the parts' results.
 pub(crate) const COMBINE: &str = "fa_combine";

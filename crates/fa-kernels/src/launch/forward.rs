@@ -230,10 +230,10 @@ struct Work {
 
 impl Work {
     fn of(spec: &KernelSpec, traits: &Traits, problem: &Problem, (arch, sms): (Arch, u32)) -> Work {
-        let (tile_m, _) = traits.tile;
         let (group, heads) =
             if traits.packs_gqa { (problem.group_size(), problem.heads_kv) } else { (1, problem.heads_q) };
-        let rows = problem.lengths.max_q().saturating_mul(group);
+        let queries = traits.tile_queries(problem.group_size()).max(1);
+        let max_q = problem.lengths.max_q();
         let ctas = sms as usize * traits.blocks_per_sm as usize;
         let mut work = Work {
             bounds: PlanBounds::default(),
@@ -242,14 +242,14 @@ impl Work {
             splits: 1,
             slots: 0,
             divided: 0,
-            slot_rows: rows.min(tile_m as usize),
+            slot_rows: max_q.min(queries) * group,
         };
         if spec.reads.varied {
             work.bounds = PlanBounds::forward(problem, traits, spec.split, (heads, ctas));
             (work.splits, work.slots, work.divided) =
                 (work.bounds.slots.max(1), work.bounds.slots, work.bounds.split_items);
         } else if spec.split {
-            let tiles = rows.div_ceil(tile_m as usize).saturating_mul(problem.lengths.sequences());
+            let tiles = max_q.div_ceil(queries).saturating_mul(problem.lengths.sequences());
             work.splits = kv_splits(problem, spec, arch, sms);
             if work.splits > 1 {
                 (work.slots, work.divided) = (tiles.saturating_mul(work.splits), tiles);
@@ -273,7 +273,7 @@ fn tensors(problem: &Problem) -> Vec<Tensor> {
 }
 
 /// The maps of Q, K and V: boxes of one panel's columns and one tile's rows, or one page's part of them. Of
-/// rows that threads copy the maps are not used.
+/// rows that threads copy, half a tile's: boxes load those that follow one another.
 fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor]) -> Vec<MapTemplate> {
     let (tile_m, tile_n) = traits.tile;
     let (panel, panel_v) = (widest(spec.head_dim), widest(spec.head_dim_v));
@@ -285,7 +285,7 @@ fn maps(spec: &KernelSpec, traits: &Traits, problem: &Problem, tensors: &[Tensor
     // CTAs of a cluster load an equal share of each K and V tile.
     let mut share = tile_n / traits.cluster;
     if let Some(page) = problem.lengths.page() {
-        share = page_part(page, tile_n) as u32;
+        share = if spec.gathers_pages() { tile_n / 2 } else { page_part(page, tile_n) as u32 };
     }
     let is_ragged = spec.reads.varied;
     vec![
@@ -303,14 +303,16 @@ fn params(
     work: &Work,
     (arch, sms): (Arch, u32),
 ) -> Result<FwdParams, Error> {
-    let (tile_m, tile_n) = traits.tile;
+    let (_, tile_n) = traits.tile;
     let group = problem.group_size();
+    let max_q = problem.lengths.max_q();
     let (rows, heads) = if traits.packs_gqa {
-        (problem.lengths.max_q().saturating_mul(group), problem.heads_kv)
+        (max_q.saturating_mul(group), problem.heads_kv)
     } else {
-        (problem.lengths.max_q(), problem.heads_q)
+        (max_q, problem.heads_q)
     };
-    let m_blocks = rows.div_ceil(tile_m as usize).next_multiple_of(traits.cluster as usize);
+    let queries = traits.tile_queries(group).max(1);
+    let m_blocks = max_q.div_ceil(queries).next_multiple_of(traits.cluster as usize);
     let all_heads = heads.saturating_mul(problem.lengths.sequences());
     let score = score_params(problem)?;
     count("query rows of a head", rows)?;
@@ -338,6 +340,7 @@ fn params(
         },
         mods: mod_params(problem),
         m_blocks: count("tiles of a head", m_blocks)?,
+        tile_queries: count("queries of a tile", queries)?,
         num_tiles: count("tiles", tiles)?,
         heads_per_section: count("heads", order.heads)?,
         sections: count("sections", order.sections)?,

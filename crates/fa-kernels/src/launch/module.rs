@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaFunction, CudaStream, result};
 use cudarc::nvrtc::Ptx;
 use fa_core::{Arch, KernelSpec};
 
-use crate::jit::source::entries;
+use crate::jit::source::{PLAN_SMEM, entries};
 use crate::launch::launches::Launch;
 use crate::{Error, smem_bytes};
 
@@ -31,8 +31,9 @@ pub struct LoadedKernel {
     entries: Vec<(&'static str, CudaFunction)>,
 }
 
-/// Bytes of dynamic shared memory that every kernel may have, which no entry but the main one exceeds.
-const SMALL_SMEM: i32 = 48 << 10;
+/// Bytes of dynamic shared memory that no entry but the main one exceeds; every GPU has as much.
+const SMALL_SMEM: i32 = 96 << 10;
+const _: () = assert!(PLAN_SMEM as i32 <= SMALL_SMEM);
 
 impl LoadedKernel {
     /// Loads `cubin`, compiled from `spec`, and lets it use the shared memory that the planner accounts for.

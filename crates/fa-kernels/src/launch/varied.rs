@@ -64,8 +64,7 @@ impl PlanBounds {
         (heads, ctas): (usize, usize),
     ) -> PlanBounds {
         let lengths = &problem.lengths;
-        let group = if traits.packs_gqa { problem.group_size() } else { 1 };
-        let tiles = lengths.most_tiles_q(group, traits.tile.0);
+        let tiles = lengths.most_tiles_q(traits.tile_queries(problem.group_size()).max(1) as u32);
         let slots = if split { most_slots(heads, ctas) } else { 0 };
         PlanBounds {
             items: tiles.saturating_add(slots),
@@ -80,7 +79,7 @@ impl PlanBounds {
         let lengths = &problem.lengths;
         let (tile_m, tile_n) = traits.tile;
         PlanBounds {
-            m_tiles: lengths.most_tiles_q(1, tile_m),
+            m_tiles: lengths.most_tiles_q(tile_m),
             n_tiles: lengths.most_tiles_k(tile_n),
             ..PlanBounds::default()
         }

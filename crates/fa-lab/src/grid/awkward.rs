@@ -20,6 +20,11 @@ const SHAPES: [(usize, usize, usize, usize); 7] = [
     (108, 256, 1, 1),
 ];
 
+/// For kernels that pack heads: groups that leave rows of a tile of 64 idle, with fewer queries than a tile
+/// has and more.
+const GROUPS: [(usize, usize, usize, usize); 4] =
+    [(1, 130, 10, 2), (4, 77, 3, 1), (16, 150, 7, 1), (20, 40, 12, 1)];
+
 /// For kernels whose CTAs share a row's keys: few queries, many keys.
 const DECODES: [(usize, usize, usize, usize); 2] = [(1, 700, 4, 1), (5, 1030, 2, 2)];
 
@@ -39,7 +44,12 @@ enum Rows {
     PackedUsed,
     /// In pages of so many.
     Paged(usize),
+    /// The same, with [`RUN`] keys of each draw in pages that follow one another.
+    Runs(usize),
 }
+
+/// Keys in pages that follow one another in a cache: tiles in one piece, in two, and neither.
+const RUN: usize = 320;
 
 /// Rows of a room beyond those that are used.
 const ROOM: usize = 3;
@@ -66,6 +76,7 @@ pub(super) fn awkward(group: &'static str, name: &str, spec: &KernelSpec) -> Vec
 
 fn of_shapes(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
     let few_queries: &[_] = if spec.split { &DECODES } else { &[] };
+    let groups: &[_] = if spec.traits().packs_gqa { &GROUPS } else { &[] };
     let of_shape =
         |(turn, &(seqlen_q, seqlen_k, heads_q, heads_kv)): (usize, &(usize, usize, usize, usize))| {
             let sequences = if turn == 1 { 2 } else { 1 };
@@ -74,7 +85,7 @@ fn of_shapes(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
             let arrangement = if turn == 2 { Arrangement::BhsdGap(8) } else { Arrangement::Bshd };
             Case { arrangement, ..case(group, problem) }
         };
-    SHAPES.iter().chain(few_queries).enumerate().map(of_shape).collect()
+    SHAPES.iter().chain(few_queries).chain(groups).enumerate().map(of_shape).collect()
 }
 
 fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
@@ -83,6 +94,16 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
     let short = (0..40).map(|i| (i % 7 / 6, i * 7 % 23)).collect();
     let decode = vec![(1, 300), (1, 1), (1, 513), (1, 0), (1, 64)];
     let uneven = vec![(70, 133), (300, 40), (0, 9), (128, 128)];
+    let groups = if spec.traits().packs_gqa {
+        let tokens = vec![(4, 200), (1, 3), (16, 129), (0, 7), (13, 13)];
+        vec![
+            plain(tokens.clone(), (10, 2), Rows::Packed, 16, 3),
+            plain(tokens.clone(), (7, 1), Rows::Padded, 1, 0),
+            plain(tokens, (3, 1), Rows::PackedUsed, 24, 2),
+        ]
+    } else {
+        Vec::new()
+    };
     let batches = [
         plain(LENGTHS.to_vec(), (4, 2), Rows::Packed, 16, 5),
         plain(vec![(300, 300)], (2, 2), Rows::Packed, 64, 0),
@@ -101,16 +122,20 @@ fn of_batches(group: &'static str, spec: &KernelSpec) -> Vec<Case> {
         let own = case_of(group, "", problem, batch.sequences(spec, turn as u64));
         Case { arrangement, ..own }
     };
-    batches.iter().enumerate().map(of_batch).collect()
+    // Only pages lie in an order.
+    let runs = Batch { k: Rows::Runs(1), ..plain(LENGTHS.to_vec(), (2, 1), Rows::Packed, 1, 5) };
+    let runs = spec.reads.paged.then_some(runs);
+    batches.iter().chain(&groups).chain(&runs).enumerate().map(of_batch).collect()
 }
 
 impl Batch {
     fn sequences(&self, spec: &KernelSpec, seed: u64) -> Sequences {
         let (of_q, of_k): (Vec<usize>, Vec<usize>) = self.lengths.iter().copied().unzip();
-        let keys = match spec.reads.paged {
-            true if loads_pages(spec, self.page) => Rows::Paged(self.page),
-            true => Rows::Paged(8 * self.page),
-            false => self.k,
+        let page = if loads_pages(spec, self.page) { self.page } else { 8 * self.page };
+        let keys = match (spec.reads.paged, self.k) {
+            (true, Rows::Runs(_)) => Rows::Runs(page),
+            (true, _) => Rows::Paged(page),
+            (false, _) => self.k,
         };
         Sequences { q: self.side(&of_q, self.q, seed), k: self.side(&of_k, keys, seed) }
     }
@@ -123,6 +148,10 @@ impl Batch {
             Rows::Packed => Ragged::packed(lens, self.slack).bounded(max),
             Rows::PackedUsed => Ragged::packed_in(lens, &slots(), self.slack).bounded(max + ROOM),
             Rows::Paged(page) => Ragged::paged(lens, page, 2, &mut Random::new(seed + 1)).bounded(max),
+            Rows::Runs(page) => {
+                let random = &mut Random::new(seed + 1);
+                Ragged::paged_in_runs(lens, page, RUN / page, 2, random).bounded(max)
+            }
         }
     }
 }
@@ -135,8 +164,9 @@ fn problem(spec: &KernelSpec, (heads_q, heads_kv): (usize, usize), is_narrow: bo
         MaskKind::Causal => Mask::CAUSAL,
         MaskKind::Window => Mask::window(40, 7),
     };
-    // Two heads of wide rows take as long as four of narrow ones.
-    let heads_q = if spec.head_dim > 128 { heads_q.min(2) } else { heads_q };
+    // Two heads of wide rows take as long as four of narrow ones; groups that leave rows idle stay so.
+    let few = spec.head_dim > 128 && heads_q.is_power_of_two();
+    let heads_q = if few { heads_q.min(2) } else { heads_q };
     Problem {
         heads_q,
         heads_kv: heads_kv.min(heads_q),

@@ -69,12 +69,12 @@ pub(super) fn paged(extent: Extent, repeat: usize) -> Vec<Case> {
 /// Problems of decoding whose keys are split, whatever the planner would do.
 pub(super) fn split(extent: Extent, repeat: usize) -> Vec<Case> {
     let splits = |case: Case| Case { split: true, ..case };
-    let heads = [(8, 2), (4, 4), (32, 8), (8, 1), (6, 1)];
+    let heads = [(8, 2), (10, 2), (7, 1), (4, 4), (32, 8), (3, 1), (8, 1), (6, 1)];
     let mut cases = Vec::new();
     let tokens: &[usize] = if extent == Extent::Full { &[1, 2, 3, 4, 7, 8, 15, 16] } else { &[1, 4, 16] };
     for (index, &tokens) in tokens.iter().enumerate() {
         for (turn, mask) in ALL_MASKS.into_iter().enumerate() {
-            let (heads_q, heads_kv) = heads[(index + turn) % 5];
+            let (heads_q, heads_kv) = heads[(index + turn) % heads.len()];
             let problem = Problem { heads_q, heads_kv, ..turned([0, 1, 2, 4][(index + turn) % 4], mask) };
             let problem = match problem.group_size() * problem.heads_kv == heads_q {
                 true => problem,

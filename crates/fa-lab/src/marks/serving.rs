@@ -63,7 +63,7 @@ pub(super) fn decode() -> Vec<Wanted> {
 /// Batch and keys of the rows of pages.
 const CACHE: (usize, usize) = (64, 4096);
 
-/// A cache of 64 x 4k keys, in one piece and in pages: one query token, and 512.
+/// A cache of 64 x 4k keys, in one piece and in pages without order, then in order: one query token, and 512.
 pub(super) fn paged() -> Vec<Wanted> {
     let (batch, keys) = CACHE;
     let lens = vec![keys; batch];
@@ -79,6 +79,10 @@ pub(super) fn paged() -> Vec<Wanted> {
             [("pages of 16", 16), ("pages of 64", 64), ("pages of 128", 128), ("pages of 1", 1)]
         {
             row(name, Ragged::paged(&lens, page, 0, &mut Random::new(page as u64)));
+        }
+        // As an allocator that has not lost its order gives them.
+        for (name, page) in [("pages of 16 in order", 16), ("pages of 1 in order", 1)] {
+            row(name, Ragged::paged_in_runs(&lens, page, usize::MAX, 0, &mut Random::new(1)));
         }
     }
     wanted
@@ -180,14 +184,14 @@ mod tests {
     #[test]
     fn pages_hold_what_one_piece_holds() {
         let rows = paged();
-        assert_eq!(rows.len(), 10);
+        assert_eq!(rows.len(), 14);
         for row in &rows {
             assert_eq!(row.kv_bytes(), rows[0].kv_bytes());
             assert!(!row.problem.lengths.is_uniform());
             row.problem.check().expect("a valid problem");
         }
         let pages: Vec<_> = rows.iter().map(|row| row.problem.lengths.page()).collect();
-        let each = [None, Some(16), Some(64), Some(128), Some(1)];
+        let each = [None, Some(16), Some(64), Some(128), Some(1), Some(16), Some(1)];
         assert_eq!(pages, [each, each].concat());
         assert_eq!(rows[0].flops(Pass::Forward) * 512.0 / 4096.0 * 4096.0, {
             // One token sees all keys.

@@ -91,14 +91,32 @@ impl Ragged {
     /// Sequences of `lens` rows in pages of `page`, drawn without order from a cache that has `spare` pages
     /// more than they need.
     pub fn paged(lens: &[usize], page: usize, spare: usize, random: &mut Random) -> Ragged {
+        Ragged::paged_in_runs(lens, page, 1, spare, random)
+    }
+
+    /// The same with `run` pages of each draw one behind another, as allocators give them.
+    pub fn paged_in_runs(
+        lens: &[usize],
+        page: usize,
+        run: usize,
+        spare: usize,
+        random: &mut Random,
+    ) -> Ragged {
         let needed: usize = lens.iter().map(|len| len.div_ceil(page)).sum();
         let max = lens.iter().copied().max().unwrap_or(0);
         let rows = Ragged { starts: starts(lens), max, used: true, store: Store::Padded { len: max } };
-        rows.in_pages(page, (needed + spare).max(1), max.div_ceil(page), random)
+        rows.in_pages((page, run), (needed + spare).max(1), max.div_ceil(page), random)
     }
 
-    fn in_pages(self, page: usize, pages: usize, columns: usize, random: &mut Random) -> Ragged {
-        let mut free = random.order(pages).into_iter();
+    fn in_pages(
+        self,
+        (page, run): (usize, usize),
+        pages: usize,
+        columns: usize,
+        random: &mut Random,
+    ) -> Ragged {
+        let runs = random.order(pages.div_ceil(run)).into_iter();
+        let mut free = runs.flat_map(|own| own * run..own.saturating_add(1).saturating_mul(run).min(pages));
         let mut table = Vec::with_capacity(self.sequences() * columns);
         for b in 0..self.sequences() {
             let own = self.len(b).div_ceil(page);
@@ -128,7 +146,7 @@ impl Ragged {
             SideRows::Paged { page, pages, .. } => {
                 let len = (pages / batch.max(1) * page).min(max);
                 let rows = Ragged::padded(&vec![len; batch], max);
-                rows.in_pages(page, pages, max.div_ceil(page), random)
+                rows.in_pages((page, 1), pages, max.div_ceil(page), random)
             }
         }
     }
@@ -190,7 +208,7 @@ impl Ragged {
                     })
                     .collect();
                 let rows = Ragged { starts: starts(&lens), ..self.clone() };
-                rows.in_pages(*page, *pages, *columns, random)
+                rows.in_pages((*page, 1), *pages, *columns, random)
             }
         }
     }

@@ -47,7 +47,7 @@ const SAMPLES: usize = 32;
 
 impl Work {
     /// Cuts `problem` into tiles of `tile_m` rows and steps of `tile_n` keys. With `packed`, the rows of a
-    /// K/V head's query heads lie together: row `r` is query `r / group_size`.
+    /// K/V head's query heads lie together, of as many queries as fit the tile.
     ///
     /// Where lengths are on the device every sequence counts as one of mean length, and the longest tile is
     /// that of a sequence with the most queries and keys.
@@ -55,11 +55,11 @@ impl Work {
         let group = if packed { problem.group_size() } else { 1 };
         let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
-        let tiles = |seqlen_q: usize| (seqlen_q * group).div_ceil(tile_m);
+        let queries = (tile_m / group).max(1);
+        let tiles = |seqlen_q: usize| seqlen_q.div_ceil(queries);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
-            let first = tile * tile_m / group;
-            let last = ((tile + 1) * tile_m).div_ceil(group).min(seqlen_q);
-            let range = problem.mask.n_blocks(first..last, seqlen_q, seqlen_k, tile_n);
+            let last = ((tile + 1) * queries).min(seqlen_q);
+            let range = problem.mask.n_blocks(tile * queries..last, seqlen_q, seqlen_k, tile_n);
             (range.len(), range.masked())
         };
         let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());

@@ -26,7 +26,7 @@ const SPLIT_TILES: usize = 512;
 fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &'static [bool] {
     let lengths = &problem.lengths;
     let group = if packed { problem.group_size().max(1) } else { 1 };
-    let blocks = |queries: usize| queries.saturating_mul(group).div_ceil(tile_m.max(1) as usize);
+    let blocks = |queries: usize| queries.div_ceil((tile_m as usize / group).max(1));
     let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
     let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);
     if steps <= 1 || blocks(lengths.max_q()) > 1 || heads > SPLIT_TILES {
@@ -44,22 +44,21 @@ fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &
 /// side does not hold of one alone.
 fn has_idle_warps(problem: &Problem, tile_m: u32, packed: bool) -> bool {
     let group = if packed { problem.group_size().max(1) } else { 1 };
-    let rows = problem.lengths.max_q().saturating_mul(group).max(1);
-    // A packed tile holds whole groups: twelve heads fit 192 rows and neither 64 nor 128.
-    (64..tile_m as usize).step_by(64).any(|narrower| rows <= narrower && narrower.is_multiple_of(group))
+    let rows = problem.lengths.max_q().max(1).saturating_mul(group);
+    (64..tile_m as usize).step_by(64).any(|narrower| rows <= narrower)
 }
 
 /// Whether to pack the query heads of a K/V head into the rows of a tile (`pack_gqa`). Packing pays where it
 /// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
-/// A packed tile holds whole groups: TMA loads a box of (group, queries).
+/// A packed tile holds whole groups: TMA loads a box of (group, queries), and rows behind it stay idle.
 fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
     let (group, tile_m) = (problem.group_size(), tile_m as usize);
-    let tiles = |rows: usize| rows.div_ceil(tile_m);
-    if group == 1 || !tile_m.is_multiple_of(group) {
+    let tiles = |queries: usize| problem.lengths.mean_q().div_ceil(queries);
+    if group <= 1 || group > tile_m {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]
-    } else if tiles(problem.lengths.mean_q() * group) < group * tiles(problem.lengths.mean_q()) {
+    } else if tiles(tile_m / group) < group * tiles(tile_m) {
         &[true]
     } else {
         &[false]

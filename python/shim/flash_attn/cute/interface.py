@@ -140,7 +140,8 @@ def _flash_attn_bwd(
     dv=None,
     **others,
 ):
-    sides = [others.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    sides = [others.pop(name, None) for name in names]
     window = _options((window_size_left, window_size_right), others)
     # Two calls are compared more closely than sums in another order agree.
     options = (softmax_scale, causal, window, softcap)

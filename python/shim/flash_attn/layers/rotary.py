@@ -29,3 +29,33 @@ def apply_rotary_emb(
     turned_low, turned_high = (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
     out[low], out[high] = turned_low, turned_high
     return out
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
+    """The same of x (batch, seqlen, heads, dim) from position 0 on."""
+    return apply_rotary_emb(x, cos, sin, interleaved)
+
+
+def apply_rotary_emb_qkv_(
+    qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None
+):
+    """Turns q and k in qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads, dim) with `num_heads_q`,
+    in place."""
+    if qkv.dim() == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+    else:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    cos_k, sin_k = (cos if cos_k is None else cos_k), (sin if sin_k is None else sin_k)
+    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    """Turns k in kv (batch, seqlen, 2, heads, dim), in place."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv

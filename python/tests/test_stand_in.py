@@ -1,0 +1,139 @@
+"""The packages of `shim`, which stand in for FlashAttention's, as programs use them beside its functions: the
+functions below its autograd, padding and rotary embedding. On the CPU.
+
+pip install torch pytest && python -m pytest tests/test_stand_in.py
+"""
+
+import inspect
+import pathlib
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_cases import close, definition, tensors  # noqa: E402
+
+import fa_attn  # noqa: E402
+
+SHIM = pathlib.Path(__file__).resolve().parent.parent / "shim"
+pytestmark = pytest.mark.skipif(not SHIM.is_dir(), reason="beside an installed package there is no shim")
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    """The shim before what may be installed, and none of its modules afterwards."""
+    monkeypatch.syspath_prepend(str(SHIM))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        del sys.modules[name]
+
+
+def by_their_names(function, **values):
+    """A call by the names that the function has, as programs for several versions make it."""
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in values.items() if name in names})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_of_the_keys_forward_and_backward(causal, dtype):
+    """Two steps of a ring: the second half of the queries sees the first half of the keys in full and its own
+    half causally; the gradient of each part from out and LSE of the whole."""
+    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+
+    q, k, v = tensors("cpu", dtype, (2, 16, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32))
+    halves = [(k[:, :16], v[:, :16], False), (k[:, 16:], v[:, 16:], causal)]
+    options = dict(dropout_p=0, softmax_scale=0.2, window_size_left=-1, window_size_right=-1, softcap=0.0)
+    options.update(alibi_slopes=None, return_softmax=False)
+    parts = [
+        by_their_names(_flash_attn_forward, q=q, k=k_part, v=v_part, causal=mask, **options)
+        for k_part, v_part, mask in halves
+    ]
+    assert all(len(part) == 4 and not part[0].requires_grad for part in parts)
+    out, lse = fa_attn.merge([part[0] for part in parts], [part[1] for part in parts])
+    want, want_lse = definition(q, k, v, causal=causal, scale=0.2, return_lse=True)
+    close(out, want, dtype)
+    close(lse, want_lse, dtype)
+    dout = torch.randn_like(out)
+    dq, dk, dv = torch.zeros_like(q, dtype=torch.float32), torch.empty_like(k), torch.empty_like(v)
+    for place, (k_part, v_part, mask) in enumerate(halves):
+        room = torch.full_like(q, float("nan"))
+        at = slice(16 * place, 16 * place + 16)
+        given = dict(dout=dout, q=q, k=k_part, v=v_part, out=out, softmax_lse=lse, dq=room)
+        given.update(dk=dk[:, at], dv=dv[:, at], causal=mask, deterministic=False, **options)
+        delta = by_their_names(_flash_attn_backward, **given)
+        close(delta, (out.float() * dout.float()).sum(-1).transpose(1, 2), dtype, factor=10)
+        dq = dq + room
+    wanted = torch.autograd.grad(want, (q, k, v), dout.double())
+    for have, need in zip((dq, dk, dv), wanted):
+        close(have, need, dtype, factor=10)
+
+
+def test_packed_parts_forward_and_backward():
+    from flash_attn.bert_padding import pad_input, unpad_input
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+    q, k, v = tensors("cpu", torch.float32, (2, 9, 4, 32), (2, 9, 2, 32), (2, 9, 2, 32))
+    mask = torch.arange(9) < torch.tensor([[9], [4]])
+    (flat_q, indices, starts, longest, used), (flat_k, *_), (flat_v, *_) = (
+        unpad_input(x, mask) for x in (q, k, v)
+    )
+    assert (starts.tolist(), starts.dtype, longest, used.tolist()) == ([0, 9, 13], torch.int32, 9, [9, 4])
+    lengths = (starts, starts, longest, longest)
+    out, lse, *_ = _flash_attn_varlen_forward(flat_q, flat_k, flat_v, *lengths, 0.0, 0.2, True)
+    assert lse.shape == (4, 13)
+    wants = [
+        definition(*(x[i : i + 1, :rows] for x in (q, k, v)), causal=True, scale=0.2)
+        for i, rows in ((0, 9), (1, 4))
+    ]
+    close(out, torch.cat([want[0] for want in wants]), torch.float32)
+    assert (pad_input(out, indices, 2, 9)[1, 4:] == 0).all()
+    dout = torch.randn_like(out)
+    grads = [torch.empty_like(x) for x in (flat_q, flat_k, flat_v)]
+    _flash_attn_varlen_backward(
+        dout, flat_q, flat_k, flat_v, out, lse, *grads, *lengths, 0.0, 0.2, True, -1, -1, 0.0, None, False
+    )
+    want = torch.cat([want[0] for want in wants])
+    for have, need in zip(grads, torch.autograd.grad(want, (q, k, v), dout.double())):
+        close(have, need[mask], torch.float32, factor=10)
+
+
+def test_rows_are_packed_and_put_back_with_gradients():
+    from flash_attn import bert_padding
+
+    x = torch.randn(2, 5, 3, requires_grad=True)
+    lengths = torch.tensor([[2, 3, 0, 0, 0], [1, 2, 0, 0, 0]])
+    rows, indices, starts, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert (starts.tolist(), longest, indices.tolist()) == ([0, 2, 5, 6, 8], 3, [0, 1, 2, 3, 4, 5, 6, 7])
+    whole = bert_padding.pad_input(rows, indices, 2, 5)
+    whole.sum().backward()
+    assert x.grad.sum(-1).tolist() == [[3.0] * 5, [3.0] * 3 + [0.0] * 2]
+    unused = torch.tensor([[False, True], [False, False]])
+    used = torch.tensor([[True, False], [True, True]])
+    rows, indices, starts, longest, counts = bert_padding.unpad_input(torch.ones(2, 2, 1), used, unused)
+    assert (indices.tolist(), starts.tolist(), counts.tolist()) == ([0, 1, 2, 3], [0, 2, 4], [1, 2])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_turns_back(interleaved):
+    from flash_attn.layers import rotary
+
+    angles = torch.randn(12, 8)
+    cos, sin = angles.cos(), angles.sin()
+    x = torch.randn(2, 7, 3, 32, requires_grad=True)
+    turned = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=5)
+    assert torch.equal(turned[..., 16:], x[..., 16:])
+    close(turned.norm(dim=-1), x.norm(dim=-1), torch.float32)
+    # The gradient turns the other way.
+    (back,) = torch.autograd.grad(turned, x, turned.detach())
+    close(back, x, torch.float32)
+    qkv = torch.randn(2, 7, 3, 3, 32)
+    want = rotary.apply_rotary_emb(qkv[:, :, 1], cos, sin, interleaved)
+    have = rotary.apply_rotary_emb_qkv_(qkv.clone(), cos, sin, interleaved=interleaved)
+    assert torch.equal(have[:, :, 1], want) and torch.equal(have[:, :, 2], qkv[:, :, 2])
+    grouped = qkv.flatten(2, 3)
+    have = rotary.apply_rotary_emb_qkv_(grouped.clone(), cos, sin, interleaved=interleaved, num_heads_q=5)
+    assert torch.equal(have[:, :, 7:], grouped[:, :, 7:]) and not torch.equal(have[:, :, 6], grouped[:, :, 6])
+    kv = rotary.apply_rotary_emb_kv_(qkv[:, :, 1:].clone(), cos, sin, interleaved)
+    assert torch.equal(kv[:, :, 0], want)

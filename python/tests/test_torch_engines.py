@@ -1,0 +1,106 @@
+"""Torch tensors as serving engines give them: room for the result, tables that are part of a longer one,
+arguments of several generations of FlashAttention at once.
+
+pip install torch pytest && python -m pytest tests/test_torch_engines.py
+"""
+
+import pytest
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+
+from torch_cases import close, definition, on, tensors  # noqa: E402
+
+import fa_attn  # noqa: E402
+
+
+@on
+def test_results_are_written_where_the_caller_wants_them(device, dtype):
+    q, k, v = tensors(device, dtype, (2, 9, 4, 64), (2, 9, 2, 64), (2, 9, 2, 64), grad=False)
+    want = fa_attn.flash_attn_func(q, k, v, causal=True)
+    # End to end, a part of a larger tensor, and rows that kernels do not write.
+    part, turned = q.new_empty(2, 9, 8, 64)[:, :, 2:6], q.new_empty(2, 9, 64, 4).transpose(2, 3)
+    rooms = [torch.empty_like(q), part, turned]
+    for out in rooms:
+        have, lse = fa_attn.flash_attn_func(q, k, v, causal=True, out=out, return_softmax_lse=True)
+        assert have is out and lse.shape == (2, 4, 9)
+        assert torch.equal(out, want)
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    packed = [x[0].contiguous() for x in (q, k, v)]
+    out = torch.full_like(packed[0], 7.0)
+    fa_attn.flash_attn_varlen_func(*packed, starts, starts, 5, 5, out=out)
+    assert torch.equal(out, fa_attn.flash_attn_varlen_func(*packed, starts, starts, 5, 5))
+    out = torch.empty_like(q[:, :1])
+    fa_attn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=5, out=out)
+    assert torch.equal(out, fa_attn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=5))
+
+
+def test_where_results_are_written_is_checked():
+    q = torch.zeros(1, 4, 2, 64)
+    refusals = [
+        (dict(out=torch.empty(1, 4, 2, 32)), "out has the shape"),
+        (dict(out=torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)), "out holds torch.bfloat16"),
+        (dict(out=np.empty((1, 4, 2, 64), np.float32)), "out is ndarray"),
+        (dict(out=torch.empty(1, 4, 2, 64, requires_grad=True)), "require gradients"),
+        (dict(out=q), "out lies in the memory of q"),
+    ]
+    for options, named in refusals:
+        with pytest.raises(fa_attn.InputError, match=named):
+            fa_attn.flash_attn_func(q, q, q, **options)
+    with pytest.raises(fa_attn.InputError, match="require gradients"):
+        needs = q.clone().requires_grad_()
+        fa_attn.flash_attn_func(needs, q, q, out=torch.empty_like(q))
+    with torch.no_grad():
+        fa_attn.flash_attn_func(needs, q, q, out=torch.empty_like(q))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'out'"):
+        fa_attn.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2), out=q)
+
+
+@on
+def test_a_serving_engines_call(device, dtype):
+    """Pages by the columns in use of a longer table, a window that may be None, the engine's own options."""
+    q, pages = tensors(device, dtype, (3, 4, 64), (8, 16, 2, 64), grad=False)
+    longer = torch.full((3, 10), -1, dtype=torch.int32, device=device)
+    longer[:, :2] = torch.tensor([[3, 1], [2, 5], [4, 6]], dtype=torch.int32)
+    used = torch.tensor([20, 32, 1], dtype=torch.int32, device=device)
+    starts = torch.arange(4, dtype=torch.int32, device=device)
+    out = torch.empty_like(q)
+    fa_attn.flash_attn_varlen_func(
+        q=q,
+        k=pages,
+        v=pages,
+        out=out,
+        cu_seqlens_q=starts,
+        max_seqlen_q=1,
+        seqused_k=used,
+        max_seqlen_k=32,
+        softmax_scale=0.125,
+        causal=True,
+        alibi_slopes=None,
+        window_size=None,
+        block_table=longer[:, :2],
+        softcap=0,
+        scheduler_metadata=None,
+        fa_version=3,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        num_splits=0,
+        s_aux=None,
+        cp_world_size=1,
+        cp_rank=0,
+        cp_tot_seqused_k=None,
+    )
+    for i, rows in enumerate(used.tolist()):
+        keys = pages[longer[i, :2].long()].reshape(1, 32, 2, 64)[:, :rows]
+        close(out[None, None, i], definition(q[None, None, i], keys, keys, causal=True), dtype)
+
+
+def test_one_step_of_a_cache_in_columns_of_a_longer_table():
+    pages, values, new = torch.zeros(8, 4, 2, 64), torch.zeros(8, 4, 2, 64), torch.ones(2, 1, 2, 64)
+    longer = torch.tensor([[3, 1, -1], [2, 5, -1]], dtype=torch.int32)
+    used = torch.tensor([5, 2], dtype=torch.int32)
+    q = torch.ones(2, 1, 4, 64)
+    options = dict(cache_seqlens=used, block_table=longer[:, :2], causal=True)
+    fa_attn.flash_attn_with_kvcache(q, pages, values, new, new, **options)
+    assert (pages[1, 1] == 1).all() and (pages[2, 2] == 1).all() and pages.sum() == 2 * 2 * 64
