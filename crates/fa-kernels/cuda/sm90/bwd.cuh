@@ -67,8 +67,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
         setmaxnreg_dec<T::kProducerRegs>();
         if (has_work && warp == 0) {
             if (elect_one()) {
-                sm90::bwd_producer<C>(smem, params, seqlen, tile, range, walk, map_q, map_k, map_v,
-                                      map_do);
+                sm90::bwd_producer<C>(smem, params, seqlen, tile, range, walk, map_q, map_k, map_v, map_do);
             }
         } else if (has_work && warp <= C.num_wg) {
             if constexpr (C.dq_via_smem)
@@ -77,7 +76,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (has_work) {
-            sm90::BwdConsumer<C> consumer{smem,       params,       visible,  tile,         range,
+            sm90::BwdConsumer<C> consumer{smem, params,       visible,  tile,         range,
                                           walk, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.main_loop();
             consumer.finish();

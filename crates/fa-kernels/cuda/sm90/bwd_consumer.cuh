@@ -343,8 +343,7 @@ struct BwdConsumer {
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
-            for (int i = range.begin; i < range.end; ++i)
-                step(head, query_block<C>(range, walk, i), slope);
+            for (int i = range.begin; i < range.end; ++i) step(head, query_block<C>(range, walk, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }

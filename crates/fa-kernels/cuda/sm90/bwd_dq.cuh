@@ -32,15 +32,17 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
     const bool first_is_stored =
-        C.varied ? stores_dq<C>(params)
-                 : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split);
+        C.varied
+            ? stores_dq<C>(params)
+            : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits +
+                                       tile.split);
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         for (int step = range.begin; step < range.end; ++step) {
             const int m_block = query_block<C>(range, walk, step);
             bool stores = first_is_stored, claims = false;
-            // Of this warpgroup's share: how many have claimed it, and whether the sums are there. All but the
-            // first to come read that before they have theirs.
+            // Of this warpgroup's share: how many have claimed it, and whether the sums are there. All but
+            // the first to come read that before they have theirs.
             auto semaphore = [&](int of) {
                 return dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg + of);
             };
