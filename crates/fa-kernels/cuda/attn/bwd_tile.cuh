@@ -1,5 +1,5 @@
-// The work tiles of a backward, their places in the workspace, and the semaphores by which deterministic ones
-// take turns at adding to dQ.
+// The work tiles of a backward, their positions in the workspace, and the semaphores by which deterministic
+// ones take turns at adding to dQ.
 #pragma once
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"

@@ -154,7 +154,7 @@ struct Softmax {
 
     // The same with a sink for each row: one more logit, in natural units, that joins the sum but no output.
     // It may be far above every score: the sum is then taken against it. A row that saw nothing has the sink
-    // alone; a sink of -inf is none.
+    // alone; a sink of -inf adds nothing.
     __device__ __forceinline__ void finish(const float (&sink)[2], float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

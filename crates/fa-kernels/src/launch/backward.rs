@@ -100,8 +100,7 @@ impl Backward {
         check_buffers(&self.kernel, &self.launches, &buffers, lse_buffer, workspace_buffer)?;
         let (extras, _extras) = extras
             .raw(&self.launches.extras, stream, |name, of| self.kernel.check_context(name, of.context()))?;
-        // Each guard tells cudarc, when it is dropped after the launches, that the stream has used its
-        // tensor.
+        // Dropped after the launches, each guard notes in cudarc that the stream has used its tensor.
         let raw = |address, strides| RawTensor { address, strides };
         let (q_address, _q) = q.data.device_ptr(stream);
         let (k_address, _k) = k.data.device_ptr(stream);
