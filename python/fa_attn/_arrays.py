@@ -3,7 +3,7 @@
 import importlib
 
 from . import _core
-from ._checks import apart, array, room
+from ._checks import apart, array, paddings, room
 from ._core import InputError, UnsupportedError
 from ._faces import find_nvrtc
 
@@ -252,7 +252,9 @@ class Arrays:
         """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
         table or None)."""
         np = self.library.np
-        leftpad, used = np.asarray(leftpad), np.maximum(np.asarray(used) - np.asarray(leftpad), 0)
+        leftpad = np.asarray(leftpad)
+        paddings(leftpad)
+        used = np.maximum(np.asarray(used) - leftpad, 0)
         rows, room = k_cache.shape[:2]
         # Copied where the cache does not lie end to end.
         flat = [np.asarray(x).reshape(rows * room, *x.shape[2:]) for x in (k_cache, v_cache)]

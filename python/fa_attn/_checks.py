@@ -123,6 +123,14 @@ def apart(out, inputs, overlap):
             raise InputError(f"out lies in the memory of {name}, which is still read: give room of its own")
 
 
+def paddings(leftpad):
+    """`cache_leftpad` in host memory: no entry is below 0."""
+    below = leftpad < 0
+    if below.any():
+        entry = int(below.nonzero()[0][0])
+        raise InputError(f"cache_leftpad[{entry}] is {int(leftpad[entry])}: it must be at least 0")
+
+
 def is_neutral(value, neutral):
     """Whether an argument has one of these values; arrays never do."""
     return any(

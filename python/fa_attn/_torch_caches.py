@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _core
+from ._checks import paddings
 from ._torch_memory import FLOAT, check_tensor, goes_by_operator, rows_of, stream_of
 
 
@@ -113,6 +114,8 @@ def _merged(outs, lses, sinks, dtype):
 def without_padding(k_cache, v_cache, leftpad, used, table):
     """A cache whose sequences begin behind their padding: (k, v, cu_seqlens_k or None, rows in use, page
     table or None)."""
+    if leftpad.device.type == "cpu" and not torch.compiler.is_compiling():
+        paddings(leftpad)
     used = (used - leftpad).clamp(min=0).to(torch.int32)
     rows, room = k_cache.shape[:2]
     # Copied where the cache does not lie end to end.

@@ -169,6 +169,10 @@ def flash_attn_with_kvcache(
         shape = tuple(getattr(cache_leftpad, "shape", ()))
         if shape != (batch,):
             raise InputError(f"cache_leftpad has the shape {shape}: it must be an array ({batch},)")
+        if table is None and k_cache.shape[0] != batch:
+            raise InputError(
+                f"k_cache is of a batch of {k_cache.shape[0]} and q of one of {batch}: give cache_batch_idx"
+            )
         k_cache, v_cache, starts, used, table = face.without_padding(
             k_cache, v_cache, cache_leftpad, used, table
         )

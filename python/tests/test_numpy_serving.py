@@ -115,6 +115,14 @@ def test_a_cache_with_padding_before_its_keys():
             keys, values = (x[row, left[b] : used[b]] for x in (k, v))
             want, _, _ = reference.attention(q[b], keys, values, causal=True)
             assert np.abs(out[b] - want).max() < 2e-6
+    # The last row of the cache before must not be read.
+    for wrong, said in (([3, -1, 2], "cache_leftpad[1] is -1"), ([-2, 0, 0], "cache_leftpad[0] is -2")):
+        with pytest.raises(fa_attn.InputError) as error:
+            left = np.array(wrong, np.int32)
+            fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=left)
+        assert said in str(error.value)
+    with pytest.raises(fa_attn.InputError, match="give cache_batch_idx"):
+        fa_attn.flash_attn_with_kvcache(q[:2], k, v, cache_seqlens=used[:2], cache_leftpad=used[:2])
 
 
 def test_parts_of_the_keys_are_merged():

@@ -119,6 +119,11 @@ def test_a_cache_with_padding_before_its_keys(device, dtype):
     close(whole[:1], definition(q[:1], k[:1, 7:], v[:1, 7:]), dtype)
     with pytest.raises(fa_attn.InputError, match="cache_leftpad has the shape"):
         fa_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=left[:2])
+    with pytest.raises(fa_attn.InputError, match="give cache_batch_idx"):
+        fa_attn.flash_attn_with_kvcache(q[:2], k, v, cache_leftpad=left[:2])
+    if device == "cpu":
+        with pytest.raises(fa_attn.InputError, match=r"cache_leftpad\[2\] is -1"):
+            fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, cache_leftpad=ints(0, 0, -1))
 
 
 @on

@@ -163,6 +163,10 @@ impl Append {
         }
         let mut sides = vec![("new", self.new)];
         if let Some(rotary) = &self.rotary {
+            if self.head_dim < ROTARY_CHUNK {
+                let need = format!("at least {ROTARY_CHUNK} for a rotary embedding");
+                return Err(AppendError::BadValue { name: "head_dim", value: self.head_dim, need });
+            }
             multiple("rotary.dim", rotary.dim, ROTARY_CHUNK, self.head_dim)?;
             if rotary.table != Dtype::F32 && rotary.table != self.dtype {
                 let need = format!("f32 or {}", self.dtype);
@@ -292,6 +296,10 @@ mod tests {
         refused(
             Append { rotary: Some(Rotary { dim: 24, ..rotary }), ..good },
             "rotary.dim = 24: must be a multiple of 16 from 16 to 128",
+        );
+        refused(
+            Append { head_dim: 8, rotary: Some(Rotary { dim: 8, ..rotary }), ..good },
+            "head_dim = 8: must be at least 16 for a rotary embedding",
         );
         refused(
             Append { rotary: Some(Rotary { table: Dtype::F16, ..rotary }), ..good },

@@ -12,7 +12,7 @@ use fa_emu::{Emulator, mutate};
 
 pub use args::EmulateArgs;
 
-use crate::term::failure::Verdict;
+use crate::term::failure::{InputError, Verdict};
 use crate::term::progress;
 
 /// Runs the command.
@@ -20,6 +20,10 @@ use crate::term::progress;
 /// # Errors
 /// Bad input, and a machine that cannot emulate; findings are a verdict, not an error.
 pub fn command(args: &EmulateArgs) -> anyhow::Result<Verdict> {
+    if args.threads.is_some() && args.spec.is_some() && !args.mutate {
+        let message = "--threads is for --shipped, --sample and --mutate: one kernel takes one thread";
+        return Err(InputError::Usage(message.into()).into());
+    }
     let emulator = progress::spinner("compiling the machine", Emulator::new)?;
     match &args.spec {
         _ if args.shipped => shipped::shipped(args, &emulator),

@@ -15,6 +15,11 @@ fn flags_of_one_kernel_and_of_many_do_not_mix() {
         ("emulate --shipped --statement x", "--statement"),
         ("emulate --shipped --cta 1", "--cta"),
         ("emulate --day 2026-01-01 x.ron", "--day"),
+        ("emulate --survivors x.ron y.ron", "--mutate"),
+        ("emulate --record x.ron y.ron", "--record"),
+        ("emulate --shipped --survivors x.ron", "--survivors"),
+        ("emulate --mutate --record x.ron", "--record"),
+        ("emulate --threads 3 y.ron", "--threads"),
     ] {
         let outcome = fa(line);
         assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
@@ -31,6 +36,10 @@ fn what_a_kernel_does_not_heed_is_refused() {
         (vec!["--headdim", "72"], "multiples of 8 up to 64"),
         (vec!["--window", "3,3"], "the kernel computes causal"),
         (vec!["--scale", "0"], "softmax_scale"),
+        (vec!["--gap", "18446744073709551608"], "of at most 65536"),
+        (vec!["--gap", "12"], "a multiple of 8"),
+        (vec!["--seqlen", "0x99999999999"], "memory are free"),
+        (vec!["--headers", "no/such/folder"], "there is no such folder"),
         (vec!["--seqlen", "20", "--report", "/dev/null", "--cta", "99"], "--cta 99"),
         (vec!["--mutate", "--statement", "nosuch.cuh"], "--statement nosuch.cuh"),
     ] {

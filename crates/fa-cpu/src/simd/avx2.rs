@@ -16,6 +16,10 @@ impl Vector for F32x8 {
     const COLUMNS: usize = 2;
 
     #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
         unsafe { F32x8(_mm256_loadu_ps(from)) }
     }

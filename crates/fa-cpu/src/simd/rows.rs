@@ -201,9 +201,50 @@ unsafe fn dots_of<V: Vector, T: Stored, const KEYS: usize, const QUERIES: usize,
     query: usize,
 ) {
     const { assert!(SUMS == KEYS * QUERIES) }
+    let ahead = Ahead::of(call.keys);
     for key in (0..call.keys.len()).step_by(KEYS) {
         // SAFETY: `RawDots`'s contract; blocks begin within the keys.
-        unsafe { dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query) }
+        unsafe {
+            if query == 0 {
+                for row in &call.keys[key..call.keys.len().min(key + KEYS)] {
+                    ahead.fetch::<V, T>(row.as_ptr(), call.dims);
+                }
+            }
+            dots_block::<V, T, KEYS, QUERIES, SUMS>(call, key, query);
+        }
+    }
+}
+
+/// Rows to come, fetched while others are computed: each is a few cache lines, which the hardware's own
+/// prefetching follows too late.
+#[derive(Clone, Copy)]
+struct Ahead {
+    bytes: isize,
+}
+
+impl Ahead {
+    /// Rows between the one that is computed and the one that is fetched.
+    const ROWS: isize = 16;
+
+    /// Of rows whose successors lie as the second does behind the first; elsewhere what is fetched is of no
+    /// use.
+    #[inline(always)]
+    fn of<T>(rows: &[&[T]]) -> Ahead {
+        let stride = match rows {
+            [first, second, ..] => (second.as_ptr() as isize).wrapping_sub(first.as_ptr() as isize),
+            _ => 0,
+        };
+        Ahead { bytes: stride.wrapping_mul(Self::ROWS) }
+    }
+
+    #[inline(always)]
+    unsafe fn fetch<V: Vector, T>(self, row: *const T, count: usize) {
+        const LINE: usize = 64;
+        let at = row.cast::<u8>().wrapping_offset(self.bytes);
+        for line in (0..count * size_of::<T>()).step_by(LINE) {
+            // SAFETY: nothing is read.
+            unsafe { V::prefetch(at.wrapping_add(line)) };
+        }
     }
 }
 
@@ -292,6 +333,10 @@ unsafe fn accumulate_of<V: Vector, T: Stored, const QUERIES: usize, const REGIST
             accumulate_block::<V, T, QUERIES, REGISTERS>(call, query, column);
             column += REGISTERS * V::LANES;
         }
+        if REGISTERS > 4 && call.dims - column >= 4 * V::LANES {
+            accumulate_block::<V, T, QUERIES, 4>(call, query, column);
+            column += 4 * V::LANES;
+        }
         while call.dims - column >= 2 * V::LANES {
             accumulate_block::<V, T, QUERIES, 2>(call, query, column);
             column += 2 * V::LANES;
@@ -317,8 +362,12 @@ unsafe fn accumulate_block<V: Vector, T: Stored, const QUERIES: usize, const REG
         let (p, o) = (call.p.add(query * call.ldp), call.o.add(query * call.ldo + column));
         let mut sums: [[V; REGISTERS]; QUERIES] =
             core::array::from_fn(|i| core::array::from_fn(|r| V::load(o.add(i * call.ldo + r * V::LANES))));
+        let ahead = Ahead::of(call.values);
         for (key, row) in call.values.iter().enumerate() {
             let row = row.as_ptr().add(column);
+            if query == 0 {
+                ahead.fetch::<V, T>(row, REGISTERS * V::LANES);
+            }
             let values: [V; REGISTERS] = core::array::from_fn(|r| T::load::<V>(row.add(r * V::LANES)));
             for (i, sums) in sums.iter_mut().enumerate() {
                 let p = V::splat(*p.add(i * call.ldp + key));

@@ -33,6 +33,9 @@ pub(super) trait Vector: Copy {
     unsafe fn select_greater(self, limit: Self, yes: Self, no: Self) -> Self;
     /// Whether `self > limit` in any lane.
     unsafe fn any_greater(self, limit: Self) -> bool;
+    /// Asks for the cache line at an address, which may be any.
+    #[inline(always)]
+    unsafe fn prefetch(_at: *const u8) {}
     /// The sum of all lanes.
     #[inline(always)]
     unsafe fn sum(self) -> f32 {

@@ -170,7 +170,8 @@ impl<T: Element> Job<'_, T> {
                 to.wild.push(i);
             }
             read_row(kernels, &inputs.out, [span.batch, span.first + query, head], &mut row[..hdv]);
-            to.delta[i] = dot(&row[..hdv], dout);
+            // O is 0 where no key is seen and there is a sink; dO may be anything.
+            to.delta[i] = if cut.band.keys(query).is_empty() { 0.0 } else { dot(&row[..hdv], dout) };
             to.lse[i] = lse[query] * std::f32::consts::LOG2_E;
         }
     }

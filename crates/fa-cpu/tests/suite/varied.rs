@@ -235,6 +235,35 @@ fn check<T: Element + std::fmt::Debug>(
     }
 }
 
+/// A row that sees no key has a sink's probability and an O of 0, whose gradient is nobody's business.
+fn blind_rows_add_nothing_to_sinks<T: Element + PartialEq + std::fmt::Debug>(dtype: Dtype) {
+    let problem = Problem {
+        lengths: Lengths::uniform(1, 70, 30),
+        score: ScoreMod { sinks: true, ..ScoreMod::NONE },
+        ..Problem::square(1, 1, 2, 16, Mask::CAUSAL, dtype)
+    };
+    let extras = Extras { sinks: Some(&[0.5, -1.0]), ..Extras::NONE };
+    let clean = inputs::<T>(&problem, &extras, 5);
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        let options = Options { isa: Some(isa), threads: Some(1) };
+        let want = Results::compute(options, &problem, &extras, &clean, true);
+        for bad in [f64::NAN, f64::INFINITY] {
+            let mut given = inputs::<T>(&problem, &extras, 5);
+            // The first 40 queries come before the first key.
+            given.dout[..40 * 2 * 16].fill(T::from_f64(bad));
+            let got = Results::compute(options, &problem, &extras, &given, true);
+            assert_eq!(got.dsinks, want.dsinks, "{bad} with {isa}, {dtype}");
+        }
+    }
+}
+
+#[test]
+fn gradients_of_blind_rows_do_not_leak_into_sinks() {
+    blind_rows_add_nothing_to_sinks::<f32>(Dtype::F32);
+    blind_rows_add_nothing_to_sinks::<f16>(Dtype::F16);
+    blind_rows_add_nothing_to_sinks::<bf16>(Dtype::Bf16);
+}
+
 fn check_type(problem: &Problem, extras: &Extras<'_>, seed: u64, with_backward: bool) {
     match problem.types.qkv {
         Dtype::F16 => check::<f16>(problem, extras, seed, with_backward),

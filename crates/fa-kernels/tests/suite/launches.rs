@@ -91,6 +91,14 @@ fn packed_heads_are_an_axis_of_the_map_of_q() {
     let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
     assert_eq!((params.q.data.0, params.out.data.0, params.lse.0), (1 << 32, 4 << 32, 0));
     assert_eq!(params.k.strides.seq, 2 * 64);
+
+    // 25 queries of five heads in 128 rows, the last three idle: 40 tiles of 1,000 queries, not 39.1.
+    let fives = Problem { heads_q: 10, ..problem() };
+    let launches = Launches::of(&spec, &fives, Arch::Sm90, SMS).unwrap();
+    let maps: Vec<_> = launches.maps(&at).collect();
+    assert_eq!(maps[0].shape.tile, [64, 5, 25, 1, 1]);
+    let Params::Forward(params) = launches.params(&at) else { panic!("a forward") };
+    assert_eq!((params.tile_queries, params.m_blocks, params.num_tiles), (25, 40, 40 * 2 * 3));
 }
 
 #[test]

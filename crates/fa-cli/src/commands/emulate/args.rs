@@ -9,6 +9,7 @@ use fa_kernels::Headers;
 use fa_lab::shape::HeadDim;
 
 use crate::flags::{Heads, MaskArgs, Seqlen};
+use crate::term::failure::InputError;
 
 /// What makes the one problem, or the one run, of a given kernel.
 const OF_ONE: [&str; 26] = [
@@ -143,6 +144,7 @@ pub struct EmulateArgs {
     pub day: Option<String>,
     /// The record of proven kernels
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulated.ron")]
+    #[arg(requires = "shipped", conflicts_with_all = ["spec", "mutate", "sample"])]
     pub record: PathBuf,
     /// Remove every synchronising statement of the four kernels (or of SPEC), one at a time, and list those
     /// that nothing misses
@@ -153,13 +155,14 @@ pub struct EmulateArgs {
     pub statement: Option<String>,
     /// Removals that nothing misses, with the reasons: others make a negative verdict
     #[arg(long, value_name = "FILE", default_value = "docs/results/emulation-survivors.ron")]
+    #[arg(requires = "mutate", conflicts_with_all = ["shipped", "sample"])]
     pub survivors: PathBuf,
     /// Of --mutate: removals that have been tried. Those of the same code are not tried again, others are
     /// added one by one, so that a run that was stopped goes on [default, unless SPEC is named:
     /// docs/results/removals.ron]
     #[arg(long, value_name = "FILE", requires = "mutate")]
     pub tried: Option<PathBuf>,
-    /// Threads for --shipped and --mutate [default: all cores]
+    /// Threads for --shipped, --sample and --mutate [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub threads: Option<u16>,
 }
@@ -220,7 +223,11 @@ impl EmulateArgs {
     /// The device sources.
     pub(super) fn headers(&self) -> anyhow::Result<Headers> {
         match &self.headers {
-            Some(folder) => Ok(Headers::from_dir(folder)?),
+            Some(folder) if folder.is_dir() => Ok(Headers::from_dir(folder)?),
+            Some(folder) => {
+                let message = format!("--headers {}: there is no such folder", folder.display());
+                Err(InputError::Usage(message).into())
+            }
             None => Ok(Headers::embedded()),
         }
     }

@@ -8,11 +8,15 @@ use fa_emu::sweep::Case;
 use fa_emu::{Batch, Lie, Placing, with_mods};
 
 use super::args::{EmulateArgs, Rows};
+use crate::attention::check_memory;
 use crate::flags::Seqlen;
 use crate::term::failure::InputError;
 
 /// Queries and keys where nothing is said.
 const LENGTH: Seqlen = Seqlen { q: 300, k: 300 };
+
+/// Elements between rows, at most.
+const MAX_GAP: usize = 1 << 16;
 
 /// Rows that nobody has, behind sequences of different lengths.
 const SLACK: usize = 5;
@@ -118,8 +122,11 @@ fn problem(args: &EmulateArgs, spec: &KernelSpec, lengths: Lengths) -> anyhow::R
         );
         return Err(InputError::Usage(message).into());
     }
-    if !args.gap.is_multiple_of(8) {
-        return Err(InputError::Usage(format!("--gap {} is no multiple of 8", args.gap)).into());
+    if !args.gap.is_multiple_of(8) || args.gap > MAX_GAP {
+        let message = format!("--gap {}: it must be a multiple of 8 of at most {MAX_GAP}", args.gap);
+        return Err(InputError::Usage(message).into());
     }
+    let spread = Problem { head_dim: head_dim + args.gap, head_dim_v: head_dim_v + args.gap, ..problem };
+    check_memory(&spread, spec.kernel.is_backward())?;
     Ok(problem)
 }
