@@ -1,4 +1,4 @@
-//! What a problem costs: visible pairs, floating-point operations and bytes moved, by the field's conventions.
+//! What a problem costs by the conventions of the field: visible pairs, operations and bytes moved.
 
 use super::Problem;
 use crate::Pass;
