@@ -250,8 +250,8 @@ impl Launches {
 const TURNS_AT_ONCE: usize = 16;
 
 /// Where one tile of keys stores its sums of dQ for the others to add to, the heads of a section in the
-/// natural order of tiles; `None` where all sums are added to zeros. Of uniform lengths every query has to see
-/// a key.
+/// natural order of tiles; `None` where all sums are added to zeros. Of uniform lengths every query has to
+/// see a key.
 fn storing_heads(
     spec: &KernelSpec,
     traits: &Traits,
