@@ -103,6 +103,7 @@ pub fn run(options: &Options, worker: &Program, progress: &mut Progress<'_>) -> 
             let known = notebook.find(&name, &problem, &candidate.spec, &sources).filter(|_| !options.fresh);
             found.push(Outcome {
                 ms: known.and_then(|known| known.ms),
+                again_ms: known.and_then(|known| known.again_ms),
                 error: fault
                     .map(|(_, why)| why.clone())
                     .or_else(|| known.and_then(|known| known.error.clone())),

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::account::reason::Reason;
 use crate::account::{Account, account, missing_code};
-use crate::cost::{Cost, CostConstants, Cuts, predict_below};
+use crate::cost::{Cost, CostConstants, Cuts, at_least, predict_below};
 use crate::kernels::{sm80_bwd, sm80_fwd, sm90_bwd, sm90_fwd};
 use crate::occupancy::Occupancy;
 use crate::registers::Registers;
@@ -176,18 +176,38 @@ pub fn plan(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Vec<
 /// As [`plan`].
 pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan, PlanError> {
     let constants = options.constants(arch);
-    let (mut cuts, mut best) = (Cuts::default(), None::<Plan>);
+    let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
+    let pairs = problem.mask.pairs(mean_q, mean_k) as f64;
+    let (mut fitting, mut number) = (Vec::new(), 0);
     for_each(problem, arch, options, |spec| {
-        let below = best.as_ref().map_or(f64::INFINITY, |best| best.cost.seconds);
-        if let Ok(Some(plan)) = judge(problem, spec, arch, (&constants, below), &mut cuts)
-            && plan.cost.seconds < below
-            && !is_whole(problem, &plan)
-        {
-            best = Some(plan);
+        if let Ok(account) = fits(problem, &spec, arch) {
+            let least = at_least(problem, &spec, arch, (&constants, pairs));
+            fitting.push((least, number, spec, account));
         }
+        number += 1;
     })?;
+    // The most promising first: what takes longer at least than one before it is not looked at.
+    fitting.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    let (mut cuts, mut best) = (Cuts::default(), None::<(Plan, usize)>);
+    for (least, number, spec, account) in fitting {
+        let known = best.as_ref().map_or(f64::INFINITY, |(best, _)| best.cost.seconds);
+        // None is known to take as long as it takes at least where keys are divided.
+        if !spec.split && least > known {
+            continue;
+        }
+        let below = (&constants, known.next_up());
+        let Some(plan) = predicted(problem, spec, arch, account, below, &mut cuts) else { continue };
+        // Of equals the first in the order of enumeration.
+        let is_before = best.as_ref().is_none_or(|(_, first)| plan.cost.seconds < known || number < *first);
+        if plan.cost.seconds <= known && is_before && !is_whole(problem, &plan) {
+            best = Some((plan, number));
+        }
+    }
     // Why nothing fits is told by all that was tried.
-    best.map_or_else(|| plan(problem, arch, options).map(|mut plans| plans.swap_remove(0)), Ok)
+    best.map_or_else(
+        || plan(problem, arch, options).map(|mut plans| plans.swap_remove(0)),
+        |(best, _)| Ok(best),
+    )
 }
 
 /// Everything that is tried for `problem` on `arch`: what fits, best first, and what does not, with the
@@ -290,16 +310,34 @@ fn judge(
     problem: &Problem,
     spec: KernelSpec,
     arch: Arch,
-    (constants, below): (&CostConstants, f64),
+    below: (&CostConstants, f64),
     cuts: &mut Cuts,
 ) -> Result<Option<Plan>, Reason> {
+    let account = fits(problem, &spec, arch)?;
+    Ok(predicted(problem, spec, arch, account, below, cuts))
+}
+
+/// What a kernel that computes the problem takes of an SM, or the first limit that it breaks.
+fn fits(problem: &Problem, spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
     spec.serves(problem)?;
-    if let Some(what) = missing_code(&spec) {
+    if let Some(what) = missing_code(spec) {
         return Err(Reason::Code { kernel: spec.kernel.name(), what });
     }
-    let Account { smem, regs, threads, occupancy, blocks_per_sm } = account(&spec, arch)?;
-    let cost = predict_below(cuts, problem, &spec, arch, (constants, below));
-    Ok(cost.map(|cost| Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost }))
+    account(spec, arch)
+}
+
+/// The plan of a kernel that fits; `None` for some that take `below` seconds or more.
+fn predicted(
+    problem: &Problem,
+    spec: KernelSpec,
+    arch: Arch,
+    account: Account,
+    below: (&CostConstants, f64),
+    cuts: &mut Cuts,
+) -> Option<Plan> {
+    let cost = predict_below(cuts, problem, &spec, arch, below)?;
+    let Account { smem, regs, threads, occupancy, blocks_per_sm } = account;
+    Some(Plan { spec, smem, regs, threads, occupancy, blocks_per_sm, cost })
 }
 
 /// The best plan by sequence length: both lengths of a square problem, the keys' of another (decode).

@@ -23,6 +23,8 @@ struct Rate {
     name: String,
     predicted: f64,
     measured: f64,
+    /// Measured again, where it was among the fastest or the first choice of its day.
+    again: Option<f64>,
     /// Its place in the planner's order, if the planner lists it or one that differs in launch bounds alone:
     /// some were measured as variants of what it lists.
     rank: Option<usize>,
@@ -42,9 +44,14 @@ impl Measured {
         self.kernels.iter().min_by(|a, b| a.measured.total_cmp(&b.measured)).expect("kernels")
     }
 
-    /// The rate of the first choice over that of the fastest.
+    /// The rate of the first choice over that of the fastest: by what was measured again, where it was, for
+    /// the least of a first measurement is the least by luck as well.
     fn first_choice(&self) -> f64 {
-        self.best().measured / self.first().measured
+        let again = self.kernels.iter().filter_map(|kernel| kernel.again).min_by(f64::total_cmp);
+        match (again, self.first().again) {
+            (Some(best), Some(first)) => best / first,
+            _ => self.best().measured / self.first().measured,
+        }
     }
 
     fn rank_correlation(&self) -> f64 {
@@ -115,7 +122,8 @@ fn measured(record: &str) -> Vec<Measured> {
             let cost = predict(&problem, &spec, Arch::Sm90, &constants);
             let measured = of["ms"].as_f64()?;
             let rank = plans.iter().position(|plan| unbound(&plan.spec) == unbound(&spec));
-            Some(Rate { name: spec.to_string(), predicted: 1e3 * cost.seconds, measured, rank })
+            let (name, again) = (spec.to_string(), of["again_ms"].as_f64());
+            Some(Rate { name, predicted: 1e3 * cost.seconds, measured, again, rank })
         };
         Measured {
             number: entry["number"].as_u64().expect("a number") as usize,
@@ -146,12 +154,12 @@ fn distribution(name: &str, all: &[&Measured]) -> f64 {
 #[test]
 fn first_choices_hold_on_problems_drawn_at_random() {
     // The share within 3 %, and the lowest. Seeds 1 and 2: NB-054, NB-060; NB-065, NB-067; both: NB-075.
-    // Seeds 3 and 4, held out: NB-084, NB-086.
+    // Seeds 3 and 4, held out: NB-084, NB-086; all four: NB-097.
     for (record, least_near, lowest) in [
         ("random-nvidia-h100-80gb-hbm3.json", 0.87, 0.92),
-        ("random-2-nvidia-h100-80gb-hbm3.json", 0.91, 0.92),
-        ("random-3-nvidia-h100-80gb-hbm3.json", 0.79, 0.85),
-        ("random-4-nvidia-h100-80gb-hbm3.json", 0.79, 0.88),
+        ("random-2-nvidia-h100-80gb-hbm3.json", 0.91, 0.94),
+        ("random-3-nvidia-h100-80gb-hbm3.json", 0.82, 0.86),
+        ("random-4-nvidia-h100-80gb-hbm3.json", 0.87, 0.95),
     ] {
         let all = measured(record);
         for problem in &all {

@@ -1,7 +1,7 @@
 //! First choices over the shapes that people run and no record has: no cliffs, no absurd tiles.
 
-use fa_core::{Arch, Dtype, Lengths, Mask, Pass, Problem};
-use fa_planner::plan::{Plan, PlanOptions, best};
+use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem};
+use fa_planner::plan::{Plan, PlanOptions, best, plan};
 
 /// What a shape of length `n` is.
 #[derive(Clone, Copy, Debug)]
@@ -58,6 +58,29 @@ fn problems(keep: impl Fn(usize) -> bool) -> Vec<Problem> {
 fn first(problem: &Problem, arch: Arch, pass: Pass) -> Plan {
     let options = PlanOptions { pass, ..PlanOptions::default() };
     best(problem, arch, &options).unwrap_or_else(|error| panic!("{arch} {pass:?} {problem:?}: {error}"))
+}
+
+#[test]
+fn the_best_is_the_first_of_all() {
+    for (number, arch) in [Arch::Sm80, Arch::Sm89, Arch::Sm90].into_iter().enumerate() {
+        for problem in problems(|at| at % 61 == 9 * number) {
+            for (shape, pass) in KINDS {
+                for n in [1, 65, 257, 1000, 8192] {
+                    let lengths = shape.lengths(problem.lengths.sequences(), n);
+                    let packed = Lengths::packed(3, 3 * n, 3 * n, n + n / 2, n + n / 2);
+                    for lengths in if n == 257 { vec![lengths, packed] } else { vec![lengths] } {
+                        let problem = Problem { lengths, ..problem };
+                        for family in [Family::Sm80, Family::native(arch)] {
+                            let options =
+                                PlanOptions { pass, family: Some(family), ..PlanOptions::default() };
+                            let all = plan(&problem, arch, &options).expect("plans");
+                            assert_eq!(best(&problem, arch, &options).as_ref(), Ok(&all[0]), "{problem:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[test]

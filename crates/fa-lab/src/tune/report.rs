@@ -140,6 +140,9 @@ pub struct OfKernel {
     pub predicted_ms: f64,
     /// Median milliseconds of a launch.
     pub ms: Option<f64>,
+    /// The same measured again, of the fastest and of the planner's first choice: what these are compared by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub again_ms: Option<f64>,
     /// Why nothing was timed, or what is wrong.
     pub error: Option<String>,
 }
@@ -186,10 +189,10 @@ fn of_problem((number, result): (usize, &Measured)) -> OfProblem {
         .zip(&result.found)
         .filter_map(|(candidate, found)| Some((candidate.predicted_ms, found.ms?)))
         .collect();
-    let listed =
-        result.candidates.iter().zip(&result.found).filter(|(candidate, _)| candidate.rank.is_some());
-    let first =
-        listed.filter_map(|(candidate, found)| Some((candidate, found.ms?))).min_by_key(|(c, _)| c.rank);
+    let listed = result.candidates.iter().enumerate().filter(|(_, candidate)| candidate.rank.is_some());
+    let first = listed
+        .filter_map(|(index, candidate)| Some((candidate, result.ms(index)?)))
+        .min_by_key(|(candidate, _)| candidate.rank);
     let ratio = first.zip(best).map(|((_, ms), (_, best))| ms / best);
     OfProblem {
         number,
@@ -215,6 +218,7 @@ fn of_problem((number, result): (usize, &Measured)) -> OfProblem {
                 rank: candidate.rank,
                 predicted_ms: candidate.predicted_ms,
                 ms: found.ms,
+                again_ms: found.again_ms,
                 error: found.error.clone(),
             })
             .collect(),

@@ -34,7 +34,10 @@ pub fn measure(
             return Ok(());
         }
         let specs = live.iter().map(|&i| candidates[i].spec.clone()).collect();
-        let job = Job { problem: *problem, specs, turns };
+        let mut ranked: Vec<usize> =
+            (0..live.len()).filter(|&index| candidates[live[index]].rank.is_some()).collect();
+        ranked.sort_by_key(|&index| candidates[live[index]].rank);
+        let job = Job { problem: *problem, specs, ranked, turns };
         match watch(&job, &live, found, program)? {
             End::Through => return Ok(()),
             End::Lost { begun: Some(lost), why } => {
@@ -72,6 +75,10 @@ fn watch(job: &Job, live: &[usize], found: &mut [Outcome], program: &Program) ->
                 match serde_json::from_str(&line).context("a worker talks oddly")? {
                     Event::Begin(index) => begun = Some(index),
                     Event::Bad(index, why) => found[live[index]].error = Some(why),
+                    Event::Again(times) => {
+                        found.iter_mut().for_each(|found| found.again_ms = None);
+                        times.into_iter().for_each(|(index, ms)| found[live[index]].again_ms = Some(ms));
+                    }
                     Event::Times(times) => {
                         times.into_iter().for_each(|(index, ms)| found[live[index]].ms = Some(ms));
                         return Ok(End::Through);
@@ -113,13 +120,14 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let mark = folder.path().join("second");
         let script = format!(
-            "read job; if [ -e {mark} ]; then echo '{{\"times\":[[0,1.5]]}}'; else touch {mark}; \
+            "read job; if [ -e {mark} ]; then echo '{{\"again\":[[0,1.25]]}}'; \
+             echo '{{\"times\":[[0,1.5]]}}'; else touch {mark}; \
              echo '{{\"begin\":1}}'; echo 'an illegal access' >&2; exit 3; fi",
             mark = mark.display()
         );
         assert!(tried.len() >= 2, "a tile and a variant of it");
         measure(&problem, &tried, &mut found, turns, &program(&script)).expect("a worker got through");
-        assert_eq!(found[0].ms, Some(1.5));
+        assert_eq!((found[0].ms, found[0].again_ms), (Some(1.5), Some(1.25)));
         let error = found[1].error.as_deref().expect("it was lost");
         assert!(error.starts_with("its worker was lost") && error.ends_with("an illegal access"), "{error}");
         let error = measure(&problem, &tried, &mut found[..], turns, &program("exit 1")).unwrap_err();

@@ -16,6 +16,8 @@ use crate::worker::say;
 pub(crate) struct Job {
     pub problem: Problem,
     pub specs: Vec<KernelSpec>,
+    /// The first of these that is good is measured again, however slow: the planner's choice.
+    pub ranked: Vec<usize>,
     pub turns: Turns,
 }
 
@@ -27,8 +29,35 @@ pub(crate) enum Event {
     Begin(usize),
     /// This kernel cannot be used.
     Bad(usize, String),
+    /// Median milliseconds of the fastest, measured again.
+    Again(Vec<(usize, f64)>),
     /// Median milliseconds of every kernel that is not bad.
     Times(Vec<(usize, f64)>),
+}
+
+/// The most kernels that are measured again.
+const FINALISTS: usize = 5;
+
+/// What is measured again is within this of the fastest.
+const CLOSE: f64 = 1.05;
+
+/// Turns of a finalist for each that it had before.
+const AGAIN: usize = 3;
+
+/// The kernels to measure again, by number: the fastest of `times`, and `first`. The least of many medians is
+/// as much a lucky draw as a fast kernel; of a second measurement it is not the least because it was chosen.
+fn finalists(times: &[(usize, f64)], first: Option<usize>) -> Vec<usize> {
+    let mut order = times.to_vec();
+    order.sort_by(|a, b| a.1.total_cmp(&b.1));
+    let least = order.first().map_or(f64::INFINITY, |(_, ms)| *ms);
+    let mut chosen: Vec<usize> = order
+        .iter()
+        .take_while(|(_, ms)| *ms <= least * CLOSE)
+        .take(FINALISTS)
+        .map(|(index, _)| *index)
+        .collect();
+    chosen.extend(first.filter(|first| !chosen.contains(first)));
+    chosen
 }
 
 /// Measures the kernels of a job: the worker's whole life.
@@ -74,6 +103,31 @@ fn measure<T: Half>(gpu: &Gpu, job: &Job) -> Result<()> {
     let Some(mut runner) = runner else { return say(&Event::Times(Vec::new())) };
     let (indices, bound): (Vec<usize>, Vec<Bound>) = good.into_iter().unzip();
     let outcome = runner.run(&bound, None, job.turns)?;
-    let times = indices.into_iter().zip(outcome.ours.iter().map(|times| times.median())).collect();
+    let medians = outcome.ours.iter().map(|times| times.median());
+    let times: Vec<(usize, f64)> = indices.iter().copied().zip(medians).collect();
+    let first = job.ranked.iter().copied().find(|index| indices.contains(index));
+    let again = finalists(&times, first);
+    let kept = |index: &usize| again.contains(index);
+    let bound: Vec<Bound> =
+        indices.iter().zip(bound).filter(|(index, _)| kept(index)).map(|(_, bound)| bound).collect();
+    let turns = Turns { rounds: AGAIN * job.turns.rounds, ..job.turns };
+    let outcome = runner.run(&bound, None, turns)?;
+    let medians = outcome.ours.iter().map(|times| times.median());
+    say(&Event::Again(indices.into_iter().filter(kept).zip(medians).collect()))?;
     say(&Event::Times(times))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fastest_and_the_planners_choice_are_measured_again() {
+        let times = |ms: &[f64]| ms.iter().copied().enumerate().collect::<Vec<_>>();
+        assert_eq!(finalists(&times(&[1.2, 1.0, 1.04, 1.06]), Some(0)), [1, 2, 0]);
+        assert_eq!(finalists(&times(&[1.0, 1.01]), Some(0)), [0, 1]);
+        assert_eq!(finalists(&times(&[1.0, 1.01, 1.02, 1.03, 1.04, 1.045]), Some(5)), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(finalists(&times(&[2.0]), None), [0]);
+        assert!(finalists(&[], None).is_empty());
+    }
 }

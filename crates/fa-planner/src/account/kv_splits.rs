@@ -62,6 +62,26 @@ pub(crate) fn best_split(
     }
 }
 
+/// What the forward of `problem` by `spec` takes at least with the keys of a tile undivided; 0 for a
+/// backward. `work` are its tiles, or what these are at least.
+pub(crate) fn least_seconds(
+    problem: &Problem,
+    spec: &KernelSpec,
+    limits: &ArchLimits,
+    constants: &CostConstants,
+    work: &Work,
+) -> f64 {
+    match &spec.kernel {
+        Kernel::Sm80Fwd(kernel) => {
+            sm80_fwd::cost::launch(problem, work, (spec, kernel), limits, constants).at_least(1)
+        }
+        Kernel::Sm90Fwd(kernel) => {
+            sm90_fwd::cost::launch(problem, work, (spec, kernel), limits, constants).at_least(1)
+        }
+        Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) => 0.0,
+    }
+}
+
 /// The launch with the number of splits that takes the least time; `None` where none can take less than
 /// `below` seconds.
 fn best_of<F: Fn(f64) -> f64>(launch: &Launch<'_, F>, split: bool, below: f64) -> Option<Cost> {

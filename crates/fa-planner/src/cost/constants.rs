@@ -116,8 +116,11 @@ pub struct CostConstants {
     pub sm80_step: f64,
     /// Clocks to wait for K and V where no earlier copy was in flight.
     pub load_latency: f64,
-    /// Clocks of a CTA outside its steps.
+    /// Clocks of a CTA outside its steps, beside those for its rows.
     pub sm80_block: f64,
+    /// Clocks for 128 rows of Q and O of 128 columns each, which a CTA loads and stores outside its steps:
+    /// all that an SM holds do so in the same waves and share its way to the L2.
+    pub sm80_rows: f64,
     /// Shared-memory reads take this many times longer in row-major rows of 128 B and more.
     pub row_major_conflict: f64,
     /// Shared-memory reads take this many times longer without ldmatrix.
@@ -182,18 +185,19 @@ const SM90: CostConstants = CostConstants {
     sm80_bwd_ops: 4.73,
     sm80_bwd_alone: 0.577,
     sm80_bwd_wait: 160.0,
-    sm80_bwd_block: 9500.0,
+    sm80_bwd_block: 6300.0,
     sm80_overlap: 1.50,
     sm80_softmax_ops: 7.74,
     sm80_rescale: 3.89,
     sm80_fwd_overlap: 2.81,
-    sm80_apart: 0.25,
+    sm80_apart: 0.7,
     sm80_fwd_step: 283.0,
-    sm80_wait: 506.0,
+    sm80_wait: 665.0,
     sm80_q_shown: 0.1,
     sm80_step: 1430.0,
     load_latency: 800.0,
-    sm80_block: 7000.0,
+    sm80_block: 3400.0,
+    sm80_rows: 2800.0,
     row_major_conflict: 5.5,
     plain_loads: 1.5,
 

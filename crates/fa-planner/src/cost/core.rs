@@ -306,7 +306,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
         let longest = work.longest_part(parts);
         let alone = model.tile + longest.steps * step + longest.masked * model.mask;
         let even = (tiles * model.tile + work.steps() * step) / self.slots();
-        let clocks = alone.max(even) * (1.0 - 1e-12);
+        let clocks = if tiles > 0.0 { alone.max(even) * (1.0 - 1e-12) } else { 0.0 };
         self.times_of((tiles, work.steps()), (0.0, clocks), parts).at_least()
     }
 

@@ -11,18 +11,18 @@
 pub(crate) mod constants;
 pub(crate) mod core;
 mod correlation;
+pub(crate) mod cuts;
 pub(crate) mod schedule;
-
-use std::collections::HashMap;
 
 use fa_core::{Arch, Kernel, KernelSpec, Problem};
 
-use crate::account::kv_splits::best_split;
+use crate::account::kv_splits::{best_split, least_seconds};
 use crate::kernels::{sm80_bwd, sm90_bwd};
 
 pub use constants::{CostConstants, Sm90BwdConstants};
 pub use core::{Bottleneck, Cost, StepClocks, Terms};
 pub use correlation::rank_correlation;
+pub(crate) use cuts::Cuts;
 pub use schedule::{Queue, TileClass, Work};
 
 /// Predicts the forward, or the backward, of `problem` by the kernel `spec` on `arch`.
@@ -35,16 +35,23 @@ pub fn predict(problem: &Problem, spec: &KernelSpec, arch: Arch, constants: &Cos
     cost.expect("every time is below infinity")
 }
 
-/// A problem cut into the tiles of forwards, by (tile_m, tile_n, packed): most candidates share their tile
-/// with others.
-#[derive(Debug, Default)]
-pub(crate) struct Cuts(HashMap<(u32, u32, bool), Work>);
-
-impl Cuts {
-    fn of(&mut self, problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &Work {
-        let cut = || Work::of(problem, tile_m, tile_n, packed);
-        self.0.entry((tile_m, tile_n, packed)).or_insert_with(cut)
+/// What [`predict`] is at least, before the tiles of a kernel are counted: infinite where keys are divided,
+/// which no bound is known for, and 0 for backwards, whose tiles are those of many kernels. `pairs` are those
+/// of a query and a key that it sees, in a head of a sequence of mean length.
+pub(crate) fn at_least(
+    problem: &Problem,
+    spec: &KernelSpec,
+    arch: Arch,
+    (constants, pairs): (&CostConstants, f64),
+) -> f64 {
+    if spec.split {
+        return f64::INFINITY;
     }
+    if spec.kernel.is_backward() {
+        return 0.0;
+    }
+    let work = Work::at_least(problem, spec.tile(), spec.traits().packs_gqa, pairs);
+    least_seconds(problem, spec, arch.limits(), constants, &work)
 }
 
 /// The same as [`predict`], with the tiles that `problem` was already cut into; `None` for some kernels that
@@ -59,10 +66,14 @@ pub(crate) fn predict_below(
     match &spec.kernel {
         Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => {
             let (tile_m, tile_n) = spec.tile();
-            let work = cuts.of(problem, tile_m, tile_n, spec.traits().packs_gqa);
+            let work = cuts.of_queries(problem, tile_m, tile_n, spec.traits().packs_gqa);
             best_split(problem, spec, arch.limits(), constants, (Some(work), below))
         }
-        Kernel::Sm80Bwd(kernel) => Some(sm80_bwd::cost::predict(problem, spec, kernel, arch, constants)),
-        Kernel::Sm90Bwd(kernel) => Some(sm90_bwd::cost::predict(problem, spec, kernel, arch, constants)),
+        Kernel::Sm80Bwd(kernel) => {
+            Some(sm80_bwd::cost::predict(problem, spec, kernel, arch, (constants, cuts)))
+        }
+        Kernel::Sm90Bwd(kernel) => {
+            Some(sm90_bwd::cost::predict(problem, spec, kernel, arch, (constants, cuts)))
+        }
     }
 }

@@ -69,6 +69,26 @@ impl Work {
         })
     }
 
+    /// What [`Work::of`] has at least, without a look at its tiles: as many, and as many steps as `pairs`
+    /// visible pairs of a query head fill, the same in each tile.
+    pub(crate) fn at_least(
+        problem: &Problem,
+        (tile_m, tile_n): (u32, u32),
+        packed: bool,
+        pairs: f64,
+    ) -> Work {
+        let group = if packed { problem.group_size() } else { 1 };
+        let sequences = problem.lengths.sequences() as f64;
+        let queries = (tile_m as usize / group).max(1);
+        let of_head = problem.lengths.mean_q().div_ceil(queries);
+        let tiles = sequences * (problem.heads_q / group) as f64 * of_head as f64;
+        let pairs = sequences * problem.heads_q as f64 * pairs;
+        let scores = (queries * group) as f64 * f64::from(tile_n);
+        let steps = pairs / scores / tiles.max(1.0) * (1.0 - 1e-9);
+        let class = TileClass { count: tiles, steps, masked: 0.0 };
+        Work { tiles, classes: vec![class], longest: TileClass { count: 1.0, ..class } }
+    }
+
     /// Cuts the backward of `problem` into tiles of `tile_n` keys and steps of `tile_m` queries. A tile loops
     /// over the queries of one of `splits` parts of its K/V head's query heads: equal parts, but for a last
     /// one that has what is left.

@@ -7,6 +7,7 @@ use fa_core::{Arch, ArchLimits, KernelSpec, MaskKind, Pass, Problem, Sm80Bwd};
 use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, f32_lanes, overlap, resident_blocks, softmax_clocks};
+use crate::cost::cuts::Cuts;
 use crate::cost::schedule::{Queue, TileClass, Work};
 use crate::occupancy::{Occupancy, WARP};
 
@@ -16,8 +17,9 @@ use super::account::{bytes_read, registers, smem};
 /// first.
 const PANEL_REGISTERS: u32 = 20;
 
-/// How much longer a step on a window's edges takes to test its mask than one on a diagonal (NB-067).
-const WINDOW_TEST: f64 = 6.0;
+/// How much longer a step on a diagonal or a window's edges takes to test its mask than the instructions of
+/// the test alone (NB-067, NB-097).
+const MASK_TEST: f64 = 6.0;
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
@@ -35,16 +37,15 @@ pub(crate) fn predict(
     spec: &KernelSpec,
     kernel: &Sm80Bwd,
     arch: Arch,
-    c: &CostConstants,
+    (c, cuts): (&CostConstants, &mut Cuts),
 ) -> Cost {
     let limits = arch.limits();
     let [tile_m, tile_n, warps] = [kernel.tile_m, kernel.tile_n, kernel.num_warps].map(f64::from);
     let [hd, hdv] = [spec.head_dim, spec.head_dim_v].map(f64::from);
     let scores = tile_m * tile_n;
     let sms = f64::from(limits.sms);
-    let split = Split::choose(problem, spec, arch, limits.sms);
-    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
-    let resident = resident_blocks(&work, blocks(spec, kernel, arch), limits);
+    let (split, work) = cuts.of_keys(problem, spec, arch);
+    let resident = resident_blocks(work, blocks(spec, kernel, arch), limits);
 
     let rate = limits.tensor_flops * c.mma_sync_rate * c.tensor_efficiency * c.sm80_bwd_tensor;
     let tensor = 2.0 * scores * (3.0 * hd + 2.0 * hdv) / rate;
@@ -71,7 +72,7 @@ pub(crate) fn predict(
     };
 
     // Half of the warps compute P and test its mask.
-    let of_mask = if spec.mask == MaskKind::Window { WINDOW_TEST } else { 1.0 };
+    let of_mask = if spec.mask == MaskKind::Full { 1.0 } else { MASK_TEST };
     let mask = of_mask * scores * c.mask_ops / f32_lanes(limits);
     // With parts, dK and dV are added to f32 accumulators in the L2, by all resident blocks at once.
     let added = split.added / c.sm90_bwd.atomic_bytes;
@@ -97,7 +98,7 @@ pub(crate) fn predict(
         exposed: exposed / resident,
         total: total / resident,
         end,
-        work: &work,
+        work,
         split,
         flops_per_step: 2.0 * scores * (3.0 * hd + 2.0 * hdv),
         step: StepClocks {

@@ -9,10 +9,10 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
-use crate::account::splits::Split;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
-use crate::cost::schedule::{Queue, TileClass, Work};
+use crate::cost::cuts::Cuts;
+use crate::cost::schedule::{Queue, TileClass};
 use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
@@ -28,7 +28,7 @@ pub(crate) fn predict(
     spec: &KernelSpec,
     kernel: &Sm90Bwd,
     arch: Arch,
-    constants: &CostConstants,
+    (constants, cuts): (&CostConstants, &mut Cuts),
 ) -> Cost {
     let limits = arch.limits();
     let c = &constants.sm90_bwd;
@@ -64,8 +64,7 @@ pub(crate) fn predict(
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
 
-    let split = Split::choose(problem, spec, arch, limits.sms);
-    let work = Work::of_keys(problem, kernel.tile_m, kernel.tile_n, split.parts);
+    let (split, work) = cuts.of_keys(problem, spec, arch);
     // The products hide the test of a mask.
     let added = split.added / PART_BYTES;
     let length = |class: &TileClass| c.block + added + class.steps * step;
@@ -105,5 +104,5 @@ pub(crate) fn predict(
         latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
     };
     let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };
-    Cost::of(problem, Pass::BACKWARD, (&work, 1), main + outer, terms, sms, step)
+    Cost::of(problem, Pass::BACKWARD, (work, 1), main + outer, terms, sms, step)
 }

@@ -24,14 +24,17 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
     let (mask, dtype) = (MaskKind::of(&problem.mask), problem.types.qkv);
     let (score, reads) = (problem.score.kind(), Reads::of(problem));
     let problem = *problem;
-    // Tiles of equal length are assigned statically; others dynamically, the longest first. Where loads are
-    // slow, a tile of fewer rows is shorter than the others even without a mask.
+    // Tiles of equal length and many steps are assigned statically; others are drawn, the longest first.
+    // Where loads are slow, a tile of fewer rows is shorter than the others even without a mask.
     let (alike, tile_order) = if mask == MaskKind::Full && !reads.varied {
         (true, TileOrder::Natural)
     } else {
         (false, TileOrder::LongestFirst)
     };
-    let alone = if alike && !slow_rows(&problem) { Scheduler::Static } else { Scheduler::Dynamic };
+    let alone = move |rows: u32, tile_n: u32, pack_gqa: bool, split: bool| {
+        let short = !split && are_short(&problem, rows, tile_n, pack_gqa);
+        if alike && !slow_rows(&problem) && !short { Scheduler::Static } else { Scheduler::Dynamic }
+    };
     let switches = [(true, true), (true, false), (false, true), (false, false)];
     (1..=3u32)
         .flat_map(|num_wg| TILE_N.into_iter().map(move |tile_n| (num_wg, tile_n)))
@@ -63,7 +66,11 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 q_stages: 2,
                 kv_stages: 2,
                 ping_pong: if overlap_wg { num_wg >= 2 } else { num_wg == 2 },
-                scheduler: if cluster_m > 1 { Scheduler::Static } else { alone },
+                scheduler: if cluster_m > 1 {
+                    Scheduler::Static
+                } else {
+                    alone(tile_m, tile_n, pack_gqa, split)
+                },
                 tile_order,
                 cluster_m,
                 exp_poly_of_16: 0,
@@ -82,6 +89,19 @@ pub fn candidates(problem: &Problem, head_dim: u32, head_dim_v: u32) -> impl Ite
                 kernel: Kernel::Sm90Fwd(kernel),
             })
         })
+}
+
+/// Steps of a tile up to which tiles of equal length are drawn as well.
+const SHORT: usize = 8;
+
+/// Whether tiles, of which there are more than SMs, have few steps: what one of them waits for then sets its
+/// SM back by more than its draw takes (NB-097).
+fn are_short(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> bool {
+    let group = if packed { problem.group_size() } else { 1 };
+    let of_head = problem.lengths.max_q().div_ceil((tile_m as usize / group).max(1));
+    let heads = problem.lengths.sequences().saturating_mul(problem.heads_q / group);
+    let tiles = heads.saturating_mul(of_head);
+    tiles > Arch::Sm90.limits().sms as usize && problem.lengths.max_k().div_ceil(tile_n as usize) <= SHORT
 }
 
 /// Whether clusters of two are tried: where TMA is slow (rows that do not begin on 32 bytes, NB-066), half of
