@@ -350,6 +350,11 @@ _UNWRITTEN = "out: jax arrays cannot be written, leave it out"
 
 
 def _is_on_gpu(array):
+    if isinstance(array, importlib.import_module("jax").core.Tracer):
+        raise UnsupportedError(
+            "an array that jax traces (jit, grad, vmap): within jit call by jax.pure_callback, gradients are "
+            "flash_attn_backward's"
+        )
     devices = array.devices() if hasattr(array, "devices") else ()
     return {device.platform for device in devices} - {"cpu"} != set()
 

@@ -42,8 +42,9 @@ def mask(
 ):
     """What `attention` needs of a mask: None where its options say everything, bool (batch, keys) where keys
     are padding, int64 (batch, rows) with a number for each of several sequences packed in a row."""
-    segments = None
+    segments, causal = None, mask_function is None
     for kind, values in _parts(mask_function):
+        causal = causal or kind == "causal_mask_function"
         if kind == "packed_sequence_mask_function":
             segments = values["packed_sequence_mask"]
         elif kind not in _KNOWN:
@@ -55,8 +56,8 @@ def mask(
         if attention_mask is not None and not attention_mask.all():
             raise UnsupportedError("packed sequences with padding: leave the padding out")
         return segments.expand(batch_size, -1).to(torch.int64)
-    # Of a cache with room for more, the keys that are there.
-    present = min(int(q_offset) + q_length - kv_offset, kv_length)
+    # Of a cache with room for more, the keys that are there; an encoder's are.
+    present = min(int(q_offset) + q_length - kv_offset, kv_length) if causal else kv_length
     keys = None
     if attention_mask is not None:
         keys = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
@@ -131,8 +132,8 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = (-1, -1)
     if sliding_window is not None:
-        # A window counts the query's own position under a causal mask, and each side without one.
-        window = (sliding_window - 1, -1) if causal else (sliding_window, sliding_window)
+        # A window counts the query's own position.
+        window = (sliding_window - 1, -1 if causal else sliding_window - 1)
     options = dict(
         softmax_scale=scaling, causal=causal, window_size=window, softcap=softcap or 0.0, sinks=s_aux
     )
@@ -173,8 +174,11 @@ def _padded(q, k, v, keys, options):
     """Without the padding: rows that are none are left out and come back as 0."""
     batch, rows = q.shape[:2]
     used_k = keys.sum(1, dtype=torch.int32)
-    # Queries are the last of the keys that are there.
-    if rows == k.shape[1]:
+    if not options["causal"] and options["window_size"] == (-1, -1):
+        # Of a decoder on an encoder's keys all rows are queries, whatever is padding there.
+        queries = torch.ones(batch, rows, dtype=torch.bool, device=q.device)
+    elif rows == k.shape[1]:
+        # Queries are the last of the keys that are there.
         queries = keys
     else:
         here = keys.flip(1).cumsum(1).flip(1)

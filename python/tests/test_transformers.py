@@ -80,6 +80,49 @@ def test_a_static_cache():
     assert torch.equal(*found)
 
 
+def both_ways(model, **inputs):
+    """First results by eager attention and by this package."""
+    found = []
+    for by in ("eager", NAME):
+        model.set_attn_implementation(by)
+        with torch.no_grad():
+            found.append(model(**inputs)[0])
+    return found
+
+
+SMALL = dict(vocab_size=99, attention_dropout=0.0)
+
+
+@pytest.mark.parametrize("rows", [5, 11, 14])
+def test_a_decoder_sees_all_of_the_encoder(rows):
+    """More and fewer queries than keys, and as many; padding of the encoder is none of the decoder."""
+    torch.manual_seed(0)
+    side = dict(layers=2, attention_heads=4, ffn_dim=96)
+    sizes = {f"{name}_{size}": value for name in ("encoder", "decoder") for size, value in side.items()}
+    config = transformers.BartConfig(d_model=64, **sizes, **SMALL)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    tokens = torch.randint(3, 99, (3, 11))
+    mask = torch.ones_like(tokens)
+    mask[1, :4], mask[2, 3:] = 0, 0
+    decoder = torch.randint(3, 99, (3, rows))
+    for keys in (None, mask):
+        eager, ours = both_ways(model, input_ids=tokens, attention_mask=keys, decoder_input_ids=decoder)
+        assert (eager - ours).abs().max() < 1e-5
+
+
+def test_windows_to_both_sides():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+    config = transformers.ModernBertConfig(**sizes, **SMALL, local_attention=4, pad_token_id=0)
+    model = transformers.ModernBertModel(config).eval()
+    tokens = torch.randint(3, 99, (2, 15))
+    for hidden in (slice(0, 0), slice(0, 4), slice(12, 15)):
+        keys = torch.ones_like(tokens)
+        keys[1, hidden] = 0
+        eager, ours = both_ways(model, input_ids=tokens, attention_mask=keys)
+        assert ((eager - ours).abs() * keys[..., None]).max() < 1e-5
+
+
 def test_other_masks_and_options_raise():
     from transformers import masking_utils
 

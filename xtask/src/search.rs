@@ -24,7 +24,7 @@ pub struct Args {
     /// fwd, bwd or both.
     #[arg(long, default_value = "both")]
     mode: Mode,
-    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warp group); on
+    /// Backward tile_m to try instead of 64,80,96,112,128 (the forward's tile_m is 64 per MMA warpgroup); on
     /// other architectures than sm90 only tiles with one of these.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     tile_m: Option<Vec<u32>>,

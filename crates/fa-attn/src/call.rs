@@ -59,7 +59,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The backend with its machine, in a line; the kernel and why the GPU is passed over are apart from it.
+    /// The backend with its machine, in a line; without the kernel and why the GPU is passed over.
     pub fn text(&self) -> String {
         let threads = self.threads.map(|threads| format!("{threads} threads"));
         let parts = [Some(self.backend.to_owned()), self.gpu.clone(), self.isa.map(str::to_owned), threads];

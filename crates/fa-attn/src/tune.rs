@@ -74,7 +74,7 @@ impl Tuned {
     /// Reads and checks a table.
     ///
     /// # Errors
-    /// Text that is no table, the first spec that is none, and the first key with a length of 0.
+    /// Text that is not a table, the first invalid spec, and the first key with a length of 0.
     pub fn from_ron(text: &str) -> Result<Tuned, String> {
         let table: Tuned = ron::from_str(text).map_err(|e| e.to_string())?;
         for entry in table.gpus.iter().flat_map(|gpu| &gpu.entries) {

@@ -65,8 +65,7 @@ macro_rules! with_inputs {
 pub(crate) use with_inputs;
 
 impl AnyInputs {
-    /// Reads q, k, v and, if `backward`, dout. All that the header can tell is checked before any data is
-    /// read.
+    /// Reads q, k, v and, if `backward`, dout. What the header says is checked before any data is read.
     ///
     /// # Errors
     /// [`InputError`] or [`fa_core::ProblemError`].
@@ -204,7 +203,7 @@ impl<T: Element + Stored> Inputs<T> {
     }
 }
 
-/// Refuses a problem whose tensors do not fit into memory: the system would end the program, not tell it.
+/// Refuses a problem whose tensors do not fit into memory: the system would kill the program without a word.
 ///
 /// # Errors
 /// [`InputError::Usage`] with what is needed and what there is.

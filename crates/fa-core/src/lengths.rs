@@ -127,7 +127,7 @@ impl Lengths {
         Lengths { sequences: batch, q: Side::packed(total_q, max_q), k: Side::packed(total_k, max_k) }
     }
 
-    /// `batch` sequences whose queries and keys lie as told. Keys in pages always have used lengths.
+    /// `batch` sequences with these sides. Keys in pages always have used lengths.
     pub const fn of(batch: usize, q: Side, k: Side) -> Lengths {
         let used = k.used || matches!(k.rows, SideRows::Paged { .. });
         Lengths { sequences: batch, q, k: Side { rows: k.rows, used } }
@@ -182,12 +182,12 @@ impl Lengths {
         self.k.reach(self.sequences)
     }
 
-    /// Queries of a sequence as far as the host can tell, rounded up: for estimates of cost.
+    /// Queries of a sequence as far as the host knows, rounded up: for estimates of cost.
     pub const fn mean_q(&self) -> usize {
         self.q.mean(self.sequences)
     }
 
-    /// Keys of a sequence as far as the host can tell, rounded up: for estimates of cost.
+    /// Keys of a sequence as far as the host knows, rounded up: for estimates of cost.
     pub const fn mean_k(&self) -> usize {
         self.k.mean(self.sequences)
     }
@@ -198,7 +198,7 @@ impl Lengths {
         self.q.is_uniform() && self.k.is_uniform()
     }
 
-    /// Whether each sequence has as many queries as keys, as far as the host can tell: sequences that are
+    /// Whether each sequence has as many queries as keys, as far as the host knows: sequences that are
     /// packed, or used in part, may differ one by one.
     pub const fn is_square(&self) -> bool {
         self.max_q() == self.max_k() && self.reach_q() == self.reach_k()

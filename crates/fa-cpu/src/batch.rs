@@ -57,7 +57,7 @@ struct Pages<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// Lengths and places of `problem`'s sequences.
+    /// Lengths and first rows of `problem`'s sequences.
     ///
     /// # Errors
     /// [`CpuError::Extra`] when something is missing that the problem names or given that it does not,

@@ -24,7 +24,7 @@ pub trait Real:
     const ONE: Self;
     /// The score of a key that is not seen, and the LSE of a row that sees none.
     const NEG_INFINITY: Self;
-    /// Not a number: what nobody writes.
+    /// Not a number: marks what is never written.
     const NAN: Self;
     /// `e^self`.
     fn exp(self) -> Self;

@@ -60,7 +60,7 @@ Mbarrier& mbarrier_at(Cta& cta, const void* place, bool async) {
         } else if (async && init.clock > order.visible[init.slot]) {
             Finding& finding =
                 report("missing proxy fence", me() +
-                                                  " gives the copy engine an mbarrier, which no "
+                                                  " gives TMA an mbarrier, which no "
                                                   "fence.mbarrier_init has made visible to it");
             if (finding.others.empty())
                 finding.others.push_back(
@@ -87,7 +87,7 @@ void mbarrier_init(void* place, u32 arrivals) {
     bar->offset = offset;
     bar->expected = bar->pending = int(arrivals);
     bar->arrived = bar->done[0] = bar->done[1] = Order(machine->slots);
-    bar->slot = new_slot(*cta.cluster, "the copy engine, on the mbarrier at +" + std::to_string(offset));
+    bar->slot = new_slot(*cta.cluster, "TMA, on the mbarrier at +" + std::to_string(offset));
     cta.shadow.place_barrier(
         cta, offset,
         {thread.slot, thread.clock(), Proxy::Generic, true, &thread.order, site_of(pc), "writes"});

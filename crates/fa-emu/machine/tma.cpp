@@ -1,4 +1,4 @@
-// The copy engine: boxes of tensors and plain bytes to shared memory, bytes and sums from shared memory to
+// TMA: boxes of tensors and plain bytes to shared memory, bytes and sums from shared memory to
 // device memory.
 #include <cstring>
 #include <numeric>
@@ -33,7 +33,7 @@ void bring(Cta& cta, Mbarrier& bar, const char* what, std::vector<Chunk> all) {
                           memcpy(cta.memory + chunk.offset, bytes, 16);
                       }
                       bar.bytes -= 16 * (long long)own.size();
-                      if (traced) machine->trace.add({"copy engine", what, issued, machine->step, stack});
+                      if (traced) machine->trace.add({"TMA", what, issued, machine->step, stack});
                       complete_phases(bar);
                   });
     }
@@ -173,7 +173,7 @@ void bulk_out(u8* dst, u32 src, u32 bytes, bool adds) {
             }
             if (traced) {
                 const char* name = adds ? "bulk add" : "bulk store";
-                machine->trace.add({"copy engine", name, issued, machine->step, stack});
+                machine->trace.add({"TMA", name, issued, machine->step, stack});
             }
             thread.bulk.finish(group);
             if (thread.waits_on == &thread.bulk) wake(thread);

@@ -56,11 +56,11 @@ void read_operand(const Cta& cta, bool bf16, u64 desc, bool mn_major, int first,
     });
 }
 
-// Tells the timeline of the groups that are done, by the first warp of each warp group.
+// Tells the timeline of the groups that are done, by the first warp of each warpgroup.
 void tell_groups(Warp& warp) {
     while (!warp.started.empty() && warp.products.done(warp.started.front().group)) {
         Warp::Started& own = warp.started.front();
-        machine->trace.add({"tensor core of warp group " + std::to_string(warp.id / 4), "wgmma group",
+        machine->trace.add({"tensor core of warpgroup " + std::to_string(warp.id / 4), "wgmma group",
                             own.step, machine->step, std::move(own.stack)});
         warp.started.pop_front();
     }
@@ -177,7 +177,7 @@ void wgmma(const Wgmma& op) {
             if (other.issued.size() >= warp.issued.size() &&
                 other.issued[warp.issued.size() - 1] != warp.issued.back()) {
                 report("bad descriptor",
-                       me() + " issues another wgmma than the other warps of its warp group");
+                       me() + " issues another wgmma than the other warps of its warpgroup");
             }
         }
         if (warp.wgmma_slot < 0)

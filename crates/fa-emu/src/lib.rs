@@ -22,7 +22,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! What it cannot tell: speed, spills, the rounding within a tensor core, and what another reading of the PTX
+//! What it cannot find: speed, spills, the rounding within a tensor core, and what another reading of the PTX
 //! ISA's memory model would allow.
 
 pub mod append;

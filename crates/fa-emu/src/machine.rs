@@ -212,7 +212,7 @@ pub(crate) struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// Names device memory. `around`: bytes before and after it that are nobody's.
+    /// Names device memory. `around`: bytes before and after it that belong to no tensor.
     pub fn region(&self, name: &str, begin: u64, bytes: u64, around: (u64, u64), access: Access) {
         let name = CString::new(name).expect("names of tensors have no NUL");
         let (writable, initialised) = (access != Access::Input, access != Access::Unwritten);
@@ -288,7 +288,7 @@ pub(crate) enum Access {
     Unwritten,
 }
 
-/// Bytes against a page that nobody may touch, with another one before them.
+/// Bytes against a page that no access may touch, with another one before them.
 pub(crate) struct Memory<'a> {
     machine: &'a Machine,
     begin: *mut u8,

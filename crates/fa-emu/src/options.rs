@@ -30,7 +30,7 @@ pub struct Options<'a> {
     pub sms: u32,
     /// CTAs that run at a time.
     pub resident: u32,
-    /// Whether order is checked: races, proxy fences, reads of what nobody wrote.
+    /// Whether order is checked: races, proxy fences, reads of what was never written.
     pub order: bool,
     /// Whether what is on its way is NaN until it is there.
     pub poison: bool,

@@ -93,7 +93,7 @@ pub struct Counters {
     pub plain_accesses: u64,
     /// mma.sync of a warp.
     pub mma_sync: u64,
-    /// wgmma of a warp: a quarter of a warp group's.
+    /// wgmma of a warp: a quarter of a warpgroup's.
     pub wgmma: u64,
     /// Floating-point operations of both.
     pub flops: u64,
@@ -135,7 +135,7 @@ pub struct LaunchOutcome {
 /// Something that took time in the traced CTA.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Span {
-    /// A warp, the copy engine, a warp group's tensor core.
+    /// A warp, TMA, a warpgroup's tensor core.
     pub track: String,
     /// What it waited for or did.
     pub what: String,

@@ -1,4 +1,4 @@
-//! Configurations that the planner offers and nobody ships: some of them, others each day.
+//! A sample of the configurations that the planner offers and no spec ships with, another one each day.
 
 use std::collections::BTreeMap;
 

@@ -28,7 +28,7 @@ const DEPTH: usize = 3;
 pub struct Steady {
     /// The problem that was emulated.
     pub problem: Problem,
-    /// The copy engine first, then tensor cores, then the first warp of each warp group.
+    /// TMA first, then tensor cores, then the first warp of each warpgroup.
     pub lanes: Vec<Lane>,
     /// Length in emulated steps.
     pub length: u64,
@@ -39,7 +39,7 @@ pub struct Steady {
 /// What one unit did.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lane {
-    /// A warp, the copy engine, a warp group's tensor core.
+    /// A warp, TMA, a warpgroup's tensor core.
     pub name: String,
     /// Ascending, without overlap: what is in flight at the same time is in lanes of the same name.
     pub events: Vec<Event>,
@@ -192,16 +192,16 @@ fn merged<'a>(spans: impl Iterator<Item = &'a Span>, waits: bool) -> Vec<Event> 
     events
 }
 
-/// The innermost line, and those that called it: products of one function are told apart by them.
+/// The innermost line, and those that called it: they distinguish products of one function.
 fn place(span: &Span) -> String {
     let lines: Vec<String> = span.stack.iter().map(|frame| format!("{frame} ({})", frame.function)).collect();
     lines.join(", from ")
 }
 
-/// The copy engine first, then tensor cores, then warps, each by number.
+/// TMA first, then tensor cores, then warps, each by number.
 pub(crate) fn order(track: &str) -> (u8, u32) {
     let number = track.rsplit(' ').next().and_then(|word| word.parse().ok()).unwrap_or(0);
-    let group = if track.starts_with("copy") { 0 } else { u8::from(track.starts_with("warp")) + 1 };
+    let group = if track.starts_with("TMA") { 0 } else { u8::from(track.starts_with("warp")) + 1 };
     (group, number)
 }
 
@@ -221,10 +221,10 @@ mod tests {
         for step in 0..12u64 {
             // The first is slow.
             let at = 100 * step + if step > 0 { 500 } else { 0 };
-            spans.push(span("tensor core of warp group 1", "wgmma group", [at, at + 40], 1));
-            spans.push(span("tensor core of warp group 1", "wgmma group", [at + 30, at + 80], 2));
-            spans.push(span("copy engine", "TMA box", [at, at + 20], 3));
-            spans.push(span("copy engine", "TMA box", [at, at + 25], 3));
+            spans.push(span("tensor core of warpgroup 1", "wgmma group", [at, at + 40], 1));
+            spans.push(span("tensor core of warpgroup 1", "wgmma group", [at + 30, at + 80], 2));
+            spans.push(span("TMA", "TMA box", [at, at + 20], 3));
+            spans.push(span("TMA", "TMA box", [at, at + 25], 3));
             spans.push(span("warp 4", "mbarrier", [at + 50, at + 60], 4));
             spans.push(span("warp 4", "mbarrier", [at + 61, at + 70], 4));
             spans.push(span("warp 5", "mbarrier", [at + 50, at + 60], 4));
@@ -232,8 +232,8 @@ mod tests {
         let (lanes, length) = lanes(&spans).unwrap();
         assert_eq!(length, 200);
         let names: Vec<&str> = lanes.iter().map(|lane| &*lane.name).collect();
-        let core = "tensor core of warp group 1";
-        assert_eq!(names, ["copy engine", core, core, "warp 4"]);
+        let core = "tensor core of warpgroup 1";
+        assert_eq!(names, ["TMA", core, core, "warp 4"]);
         let copies: Vec<_> = lanes[0].events.iter().map(|e| (e.begin, e.end, e.count, e.waits)).collect();
         assert_eq!(copies, [(0, 25, 2, false), (100, 125, 2, false)]);
         let waits: Vec<_> = lanes[3].events.iter().map(|e| (e.begin, e.end, e.waits)).collect();

@@ -1,4 +1,4 @@
-//! The timeline of one CTA as a page: a lane for each warp, the copy engine and each warp group's tensor
+//! The timeline of one CTA as a page: a lane for each warp, TMA and each warpgroup's tensor
 //! core, over emulated steps.
 
 use std::collections::BTreeMap;
@@ -166,8 +166,8 @@ mod tests {
             launches: Vec::new(),
             spans: vec![
                 span("warp 4", "mbarrier.try_wait", 3, 9),
-                span("copy engine", "TMA box", 1, 5),
-                span("copy engine", "TMA box", 2, 6),
+                span("TMA", "TMA box", 1, 5),
+                span("TMA", "TMA box", 2, 6),
                 span("warp 0", "nothing", 4, 4),
             ],
             outputs: Vec::new(),
@@ -178,7 +178,7 @@ mod tests {
         let page = page("t", "l", 0, &outcome);
         assert_eq!(page.matches("<rect").count(), 3);
         assert!(page.contains("mbarrier.try_wait: 3 to 9\na.cuh:7 (f&lt;T&gt;)"));
-        assert!(page.find("copy engine").unwrap() < page.find("warp 4").unwrap());
+        assert!(page.find(">TMA</text>").unwrap() < page.find(">warp 4</text>").unwrap());
         assert!(page.contains("Nothing was found."));
     }
 }

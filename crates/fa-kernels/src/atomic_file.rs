@@ -34,8 +34,8 @@ fn unfinished() -> MutexGuard<'static, Vec<PathBuf>> {
     UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Removes what is being written under temporary names: for a program that is told to stop, which must end
-/// then. Whoever is about to make another such file waits for that.
+/// Removes what is being written under temporary names: for a program that gets a signal to stop, which must
+/// end then. A thread that is about to make another such file waits for that.
 pub fn remove_unfinished() {
     let mut files = unfinished();
     for file in files.drain(..) {

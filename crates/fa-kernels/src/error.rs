@@ -255,7 +255,7 @@ pub enum Error {
         /// Parts of the merge.
         need: usize,
     },
-    /// Two arrays that must be apart are one.
+    /// Two arrays that must not share memory are one.
     #[error("{tensor} is {with}, which others still read: give memory of its own")]
     SameMemory {
         /// What is written.
@@ -284,7 +284,7 @@ pub enum Error {
         need: usize,
     },
     /// The driver does not take a tensor's shape and strides.
-    #[error("the copy engine cannot read {tensor} as {shape}: {source}")]
+    #[error("TMA cannot read {tensor} as {shape}: {source}")]
     TensorMap {
         /// The tensor.
         tensor: &'static str,

@@ -128,7 +128,7 @@ impl<T: Half> AppendInputs<T> {
         inputs
     }
 
-    /// Calls `act` on views of it, and keeps the number of dropped rows that it tells.
+    /// Calls `act` on views of it, and keeps the number of dropped rows that it counts.
     ///
     /// # Errors
     /// What `act` says, and tensors that are not of their shapes.

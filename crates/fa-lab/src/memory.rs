@@ -1,4 +1,4 @@
-//! Tensors as they lie in device memory: rows of the sequences in their places, NaN everywhere else.
+//! Tensors as they lie in device memory: rows of the sequences where they belong, NaN everywhere else.
 
 use fa_attn::device::{DeviceGradients, Half, Placement};
 use fa_cpu::OwnedExtras;
@@ -50,7 +50,7 @@ impl<T: Half> Inputs<T> {
         [store(&self.values[0], q, of_q), store(&self.values[1], k, of_k), store(&self.values[2], k, of_v)]
     }
 
-    /// Whether lengths, pages, slopes or sinks have to be told beside the tensors.
+    /// Whether lengths, pages, slopes or sinks have to be given with the tensors.
     pub fn is_plain(&self) -> bool {
         self.arrays() == OwnedExtras::default()
     }

@@ -180,7 +180,7 @@ pub enum State {
         /// Why.
         reason: String,
     },
-    /// No record does, and nobody says why.
+    /// No record does, and no reason is given.
     Unknown,
 }
 

@@ -1,4 +1,4 @@
-//! The sequences of a batch: how many rows each has, where they lie, and the arrays that tell a kernel so.
+//! The sequences of a batch: how many rows each has, where they lie, and the arrays that say so to a kernel.
 
 mod ragged;
 
@@ -26,8 +26,8 @@ impl Sequences {
         Sequences { q: Ragged::uniform(batch, q), k: Ragged::uniform(batch, k) }
     }
 
-    /// Sequences as long as the bounds allow, or as the rows divide among them: what stands for lengths that
-    /// nobody knows.
+    /// Sequences as long as the bounds allow, or as the rows divide among them: a stand-in for
+    /// unknown lengths.
     pub fn filling(lengths: &Lengths) -> Sequences {
         let mut random = Random::new(1);
         let mut side = |side: Side| Ragged::filling(lengths.sequences(), side, &mut random);

@@ -123,7 +123,7 @@ fn published_tiles_rank_high() {
             let plans = explore(&problem, Arch::Sm90, &options).expect("candidates").plans;
             let slowdown = fa3_cost(&problem, row).seconds / plans[0].cost.seconds;
             assert!(slowdown < 1.2, "{} is {slowdown:.3} times {}", fa3_spec(row), plans[0].spec);
-            // What nobody ships: one warp group, and no overlap of any kind.
+            // What no spec ships with: one warpgroup, and no overlap of any kind.
             for plan in &plans {
                 let Kernel::Sm90Fwd(kernel) = &plan.spec.kernel else { panic!("SM90 kernels") };
                 let slowdown = plan.cost.seconds / plans[0].cost.seconds;

@@ -43,8 +43,8 @@ fn hd128_backward_example() {
     assert!(matching.iter().all(|c| (c.num_wg, c.smem_bytes, c.total_regs) == (2, 204 * KIB, 208)));
 }
 
-/// The guide's prose calls this the only tile_n above 64. Its rules also admit 2 warp groups with tile_n 80
-/// and 96, so what is asked here is that tile_n 96 is the widest, and that 3 warp groups have no other.
+/// The guide's prose calls this the only tile_n above 64. Its rules also admit 2 warpgroups with tile_n 80
+/// and 96, so what is asked here is that tile_n 96 is the widest, and that 3 warpgroups have no other.
 #[test]
 fn hd192_backward_example() {
     let result = found("192");
@@ -164,7 +164,7 @@ fn sizes_out_of_range_are_refused() {
 
 /// The rules once more, as plain loops over plain integers: (tile_n, tile_m, traffic, everything else).
 mod rules {
-    /// Rows and columns of an output and warp groups along both, by the guide's swap; `None` when shapes do
+    /// Rows and columns of an output and warpgroups along both, by the guide's swap; `None` when shapes do
     /// not divide.
     fn product(m: i64, n: i64, wg: i64, atom: i64, swap: bool) -> Option<[i64; 3]> {
         let (m, n, am) = if swap { (n, m, wg / atom) } else { (m, n, atom) };

@@ -75,7 +75,7 @@ impl DeviceExtras {
 
     /// Plans the work of `forward` for the lengths that are in device memory now: once a step, for all layers
     /// whose kernel and problem are the same. Allocates at the first call; the launch waits for nothing.
-    /// After [`DeviceExtras::update`], plan anew. Nothing for a kernel that needs no plan.
+    /// After [`DeviceExtras::update`], plan again. Does nothing for a kernel that needs no plan.
     ///
     /// # Errors
     /// As [`Forward::plan`].

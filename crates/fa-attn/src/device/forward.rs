@@ -33,8 +33,8 @@ pub struct DeviceForward<T> {
     /// Starts and lengths of sequences, page table, slopes and sinks: those that the problem names.
     pub extras: DeviceExtras,
     /// `[1]`, and optional, for keys in pages: launches add the entries of the page table that name no page,
-    /// whose keys read as zeros. [`DeviceForward::count_page_faults`] begins, [`DeviceForward::page_faults`]
-    /// tells.
+    /// whose keys read as zeros. [`DeviceForward::count_page_faults`] starts the count,
+    /// [`DeviceForward::page_faults`] reads it.
     pub page_faults: Option<CudaSlice<u32>>,
 }
 
@@ -214,7 +214,7 @@ impl<T: Half> DeviceForward<T> {
     }
 
     /// [`DeviceForward::capture`] with extras that layers share. Replays read the lengths, and the plan if
-    /// there is one, that the memory holds then: [`DeviceExtras::update`], plan anew, replay.
+    /// there is one, that the memory holds then: [`DeviceExtras::update`], plan again, replay.
     ///
     /// # Errors
     /// [`Error::Driver`].

@@ -208,8 +208,8 @@ impl Gpu {
         self.chooser.finish_tuning()
     }
 
-    /// How many winners tuning has kept since the GPU was opened: whoever keeps bound kernels binds anew once
-    /// there are more.
+    /// How many winners tuning has kept since the GPU was opened: who keeps bound kernels binds them again
+    /// once there are more.
     pub fn tuned_winners(&self) -> u64 {
         self.chooser.winners()
     }

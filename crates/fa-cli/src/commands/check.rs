@@ -1,15 +1,17 @@
 //! `fa check`: are two outputs equal within tolerance?
 
+mod pair;
 mod references;
+mod report;
 
 use std::path::PathBuf;
 
 use fa_core::{Dtype, Problem, TensorLayout};
-use fa_cpu::compare::{self, Comparison};
-use safetensors::Dtype as StoredDtype;
-use serde::Serialize;
+use fa_cpu::compare;
 
+use self::pair::{Pair, lse_dtype};
 use self::references::{Reference, References, hold_to_worst, references};
+use self::report::{Report, Row, RuleName, TO_EXACT, text};
 use crate::attention::{self, AnyInputs, with_inputs};
 use crate::flags::AttentionArgs;
 use crate::safetensors::TensorFile;
@@ -60,64 +62,8 @@ by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 o
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
-/// What [`Row::compared`] says of A and of B where inputs tell what they should be.
-const TO_EXACT: [&str; 2] = ["A to f64", "B to f64"];
-
 /// The tensors that `fa run` writes.
 const OUTPUTS: [&str; 6] = ["out", "lse", "dq", "dk", "dv", "dsinks"];
-
-/// Those of them that have rows of heads: of rank 3 where sequences are packed.
-const ROWS: [&str; 4] = ["out", "dq", "dk", "dv"];
-
-/// What is printed.
-#[derive(Debug, Serialize)]
-struct Report {
-    a: PathBuf,
-    b: PathBuf,
-    rule: RuleName,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    inputs: Option<PathBuf>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    problem: Option<Problem>,
-    rows: Vec<Row>,
-    passed: bool,
-    /// The outputs, `a` or `b`, that are too far from the f64 result; none where no inputs tell.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    off: Vec<&'static str>,
-}
-
-/// By which rule outputs are judged.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum RuleName {
-    /// A and B each by the f64 result on the inputs.
-    F64OfInputs,
-    /// A by B, with the tolerance that the type's rounding gives.
-    RoundingOfType,
-    /// A by B, with the tolerances given.
-    Given,
-}
-
-/// One comparison of a tensor.
-#[derive(Debug, Serialize)]
-struct Row {
-    tensor: String,
-    /// `A to f64`, `B to f64` or `A to B`.
-    compared: &'static str,
-    #[serde(flatten)]
-    found: Comparison,
-}
-
-/// A tensor of both files, packed BSHD (LSE as it is).
-struct Pair {
-    name: String,
-    /// `[batch, seqlen, heads, dim]`; LSE `[1, batch, heads, seqlen_q]`.
-    shape: [usize; 4],
-    a: Vec<f64>,
-    b: Vec<f64>,
-    /// The coarser of the two stored types.
-    dtype: Dtype,
-}
 
 /// Runs the command.
 ///
@@ -136,7 +82,7 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         "compare one at a time, by --tensor, or parts of them",
     )?;
     let mut pairs: Vec<Pair> =
-        names.iter().map(|name| Pair::read(args, &a, &b, name)).collect::<Result<_, _>>()?;
+        names.iter().map(|name| Pair::read(&args.attention, &a, &b, name)).collect::<Result<_, _>>()?;
     let given = args.atol.is_some() || args.rtol.is_some();
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
     let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
@@ -212,92 +158,6 @@ fn names(args: &CheckArgs, a: &TensorFile, b: &TensorFile) -> Result<Vec<String>
         )));
     }
     Ok(common)
-}
-
-impl Pair {
-    fn read(args: &CheckArgs, a: &TensorFile, b: &TensorFile, name: &str) -> anyhow::Result<Pair> {
-        let (a_shape, a_values) = read_bshd(a, &args.attention, name)?;
-        let (b_shape, b_values) = read_bshd(b, &args.attention, name)?;
-        if a_shape != b_shape {
-            let got = a.entry(name)?.shape.clone();
-            let need = format!("in {} it has {:?}", b.path().display(), b.entry(name)?.shape);
-            return Err(InputError::Shape { name: name.to_owned(), got, need }.into());
-        }
-        let dtype = coarser(stored_dtype(a, name)?, stored_dtype(b, name)?);
-        Ok(Pair { name: name.to_owned(), shape: a_shape, a: a_values, b: b_values, dtype })
-    }
-
-    fn is_lse(&self) -> bool {
-        self.name == "lse"
-    }
-
-    /// A or B against the other or the oracle.
-    fn compare(
-        &self,
-        dtype: Dtype,
-        values: &[f64],
-        exact: &[f64],
-        low: Option<&[f64]>,
-    ) -> Result<Comparison, fa_cpu::CpuError> {
-        if self.is_lse() {
-            let [_, batch, heads, seqlen] = self.shape;
-            compare::compare_lse([batch, heads, seqlen], dtype, values, exact)
-        } else {
-            compare::compare(self.shape, dtype, values, exact, low)
-        }
-    }
-
-    fn row(&self, compared: &'static str, found: Comparison) -> Row {
-        Row { tensor: self.name.clone(), compared, found }
-    }
-}
-
-/// A tensor's values and shape: rows of heads in BSHD order, others with leading ones.
-fn read_bshd(
-    file: &TensorFile,
-    args: &AttentionArgs,
-    name: &str,
-) -> Result<([usize; 4], Vec<f64>), InputError> {
-    let layout = args.layout(file.metadata().get("layout").map(String::as_str))?;
-    let stored = &file.entry(name)?.shape;
-    let refuse =
-        |need: &str| InputError::Shape { name: name.to_owned(), got: stored.clone(), need: need.to_owned() };
-    let rank = stored.len();
-    if name == "lse" && !(2..=3).contains(&rank) {
-        return Err(refuse("lse must be [batch, heads, seqlen_q], or [heads, total_q] of packed sequences"));
-    }
-    if rank > 4 {
-        return Err(refuse("tensors of rank 4 at most are compared"));
-    }
-    let mut shape = [1usize; 4];
-    shape[4 - rank..].copy_from_slice(stored);
-    let values = file.read_f64(name)?;
-    if rank < 3 || rank == 3 && !ROWS.contains(&name) {
-        return Ok((shape, values));
-    }
-    if layout == TensorLayout::Bhsd {
-        shape.swap(1, 2);
-    }
-    Ok((shape, attention::to_bshd(&values, shape, layout)))
-}
-
-/// The type whose rounding a stored tensor has; f64 counts as f32, the widest type outputs are written in.
-fn stored_dtype(file: &TensorFile, name: &str) -> Result<Dtype, InputError> {
-    Ok(match file.entry(name)?.dtype {
-        StoredDtype::BF16 => Dtype::Bf16,
-        StoredDtype::F16 => Dtype::F16,
-        _ => Dtype::F32,
-    })
-}
-
-fn coarser(a: Dtype, b: Dtype) -> Dtype {
-    if a.unit_roundoff() >= b.unit_roundoff() { a } else { b }
-}
-
-/// The type of the inputs behind an LSE, which is f32 itself: that of the output beside it.
-fn lse_dtype(a: &TensorFile, b: &TensorFile) -> Dtype {
-    let of = |file: &TensorFile| ["out", "q"].iter().find_map(|name| stored_dtype(file, name).ok());
-    [of(a), of(b)].into_iter().flatten().reduce(coarser).unwrap_or(Dtype::F32)
 }
 
 fn judge_by_inputs(
@@ -426,57 +286,6 @@ fn judge_by_tolerances(pairs: &[Pair], atol: f64, rtol: f64) -> anyhow::Result<V
         Ok(pair.row("A to B", found))
     };
     pairs.iter().map(judge).collect()
-}
-
-fn text(report: &Report) -> String {
-    let header = [
-        "tensor",
-        "compared",
-        "max abs",
-        "tolerance",
-        "rms",
-        "cosine",
-        "worst [b,s,h,d]",
-        "values",
-        "verdict",
-    ];
-    let mut table = output::table(&header);
-    for Row { tensor, compared, found } in &report.rows {
-        let worst = found.worst.map_or("-".to_owned(), |position| format!("{position:?}"));
-        let verdict = match (found.verdict, found.first_mismatch) {
-            (compare::Verdict::Pass, _) => "pass".to_owned(),
-            (compare::Verdict::TooFar, _) => "TOO FAR".to_owned(),
-            (compare::Verdict::NonFiniteMismatch, at) => {
-                format!("NaN/inf differ at {}, first {:?}", found.mismatches, at.unwrap_or_default())
-            }
-        };
-        table.add_row([
-            tensor.clone(),
-            (*compared).to_owned(),
-            format!("{:.3e}", found.max_abs),
-            format!("{:.3e}", found.tolerance),
-            format!("{:.3e}", found.rms),
-            format!("{:.9}", found.cosine),
-            worst,
-            format!("{:.6e} {:.6e}", found.worst_out, found.worst_reference),
-            verdict,
-        ]);
-    }
-    let rule = match (report.rule, &report.inputs) {
-        (RuleName::F64OfInputs, Some(path)) => {
-            format!("each against f64 on the inputs of {}, by twice the inputs' precision", path.display())
-        }
-        (RuleName::Given, _) => "A against B by the tolerances given".to_owned(),
-        _ => "A against B by the rounding of their type (inputs unknown)".to_owned(),
-    };
-    let verdict = match (report.passed, report.off.as_slice()) {
-        (true, _) => "equal within tolerance".to_owned(),
-        (false, ["a"]) => format!("DIFFERENT: A is off, {}; B is right", report.a.display()),
-        (false, ["b"]) => format!("DIFFERENT: B is off, {}; A is right", report.b.display()),
-        (false, ["a", "b"]) => "DIFFERENT: both are off".to_owned(),
-        (false, _) => "DIFFERENT".to_owned(),
-    };
-    format!("{}rule     {rule}\nverdict  {verdict}\n", output::table_text(&table))
 }
 
 fn parse_tolerance(text: &str) -> Result<f64, String> {

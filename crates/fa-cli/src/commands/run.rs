@@ -1,17 +1,18 @@
 //! `fa run`: attention on the tensors of a file.
 
+mod report;
+
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context;
 use fa_attn::atomic_file::AtomicFile;
-use fa_attn::{Call, Element, Engine, Tuning, TuningOutcome};
+use fa_attn::{Call, Element, Engine, Tuning};
 use fa_core::{Pass, Problem, TensorLayout};
-use fa_cpu::compare::{self, Comparison};
-use serde::Serialize;
+use fa_cpu::compare;
 
+use self::report::{AppendReport, CpuPlan, Difference, Report, Timing, Tuned, text};
 use crate::append::Appended;
 use crate::attention::{self, AnyInputs, Inputs, with_inputs};
 use crate::compute::{self, Calls, Outputs};
@@ -19,7 +20,7 @@ use crate::flags::{AttentionArgs, Backend, CpuArgs};
 use crate::safetensors::{self, Stored, TensorFile};
 use crate::sequences::blank;
 use crate::term::failure::{InputError, Verdict};
-use crate::term::output::{self, si};
+use crate::term::output;
 use crate::term::progress;
 use clap::Args;
 
@@ -92,127 +93,6 @@ cache_seqlens as they are then
 positions, and q, by those of the new keys under --causal or --window, else all by the first
 
 Rows that belong to no sequence are written as out = 0, lse = -inf and gradients of 0.";
-
-/// What is printed.
-#[derive(Debug, Serialize)]
-struct Report {
-    input: PathBuf,
-    problem: Problem,
-    softmax_scale: f64,
-    layout: TensorLayout,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cpu_plan: Option<CpuPlan>,
-    /// What ran the forward; the backward ran on the same backend.
-    #[serde(flatten)]
-    engine: fa_attn::Report,
-    /// The GPU kernel that ran the backward.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    kernel_backward: Option<String>,
-    forward: Timing,
-    /// The fastest of some more passes, where one takes little time.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    forward_warm: Option<Timing>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    backward: Option<Timing>,
-    /// What was appended to the cache before, where the file has new keys.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    appended: Option<AppendReport>,
-    /// Against the input file's own `out`, if it has one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    difference_from_own_out: Option<Difference>,
-    output: Option<PathBuf>,
-    /// What --tune measured in this run.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tuned: Vec<Tuned>,
-}
-
-/// What was appended to a cache.
-#[derive(Debug, Serialize)]
-struct AppendReport {
-    /// New keys of all sequences.
-    rows: usize,
-    /// Elements of a row that were turned by its position.
-    rotary_dim: Option<usize>,
-    /// On a GPU with the copies of the cache.
-    ms: f64,
-}
-
-/// What came of measuring kernels for a pass.
-#[derive(Debug, Serialize)]
-struct Tuned {
-    /// `fwd` or `bwd`.
-    kind: &'static str,
-    /// The kernel of later runs.
-    winner: Option<String>,
-    /// The kernels tried, that of this run first.
-    tried: Vec<Tried>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<String>,
-}
-
-/// A kernel that was measured.
-#[derive(Debug, Serialize)]
-struct Tried {
-    kernel: String,
-    ms: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<String>,
-}
-
-impl Tuned {
-    fn of(outcome: &TuningOutcome) -> Tuned {
-        let tried = |tried: &fa_attn::Tried| Tried {
-            kernel: tried.spec.to_string(),
-            ms: tried.ms,
-            error: tried.error.clone(),
-        };
-        Tuned {
-            kind: outcome.pass.short_name(),
-            winner: outcome.winner.as_ref().map(ToString::to_string),
-            tried: outcome.tried.iter().map(tried).collect(),
-            error: outcome.error.as_ref().map(ToString::to_string),
-        }
-    }
-}
-
-/// How the CPU computes.
-#[derive(Debug, Serialize)]
-struct CpuPlan {
-    tile_m: usize,
-    tile_n: usize,
-}
-
-/// Of two outputs, without a verdict: the file's own may be the less exact of the two.
-#[derive(Debug, Serialize)]
-struct Difference {
-    max_abs: f64,
-    rms: f64,
-    cosine: f64,
-    /// `[batch, seq, head, dim]` of the largest difference.
-    worst: Option<[usize; 4]>,
-    /// Positions that are infinite or NaN in one and not in the same way in the other.
-    mismatches: usize,
-}
-
-impl Difference {
-    fn of(found: &Comparison) -> Difference {
-        let Comparison { max_abs, rms, cosine, worst, mismatches, .. } = *found;
-        Difference { max_abs, rms, cosine, worst, mismatches }
-    }
-}
-
-#[derive(Debug, Serialize)]
-struct Timing {
-    ms: f64,
-    gflops: f64,
-}
-
-impl Timing {
-    fn new(time: Duration, flops: f64) -> Timing {
-        let seconds = time.as_secs_f64();
-        Timing { ms: seconds * 1e3, gflops: if seconds > 0.0 { flops / seconds * 1e-9 } else { 0.0 } }
-    }
-}
 
 /// Time for passes after the first one.
 const WARM: Duration = Duration::from_millis(6);
@@ -378,67 +258,4 @@ fn metadata(problem: &Problem, layout: TensorLayout, backend: &str) -> BTreeMap<
         ("softcap", problem.score.softcap.map_or("none".to_owned(), |cap| cap.to_string())),
     ];
     entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn text(report: &Report) -> String {
-    let mut text = String::new();
-    let mut line = |name: &str, value: String| {
-        writeln!(text, "{name:<10}{value}").expect("writing to a string cannot fail");
-    };
-    line("input", format!("{} ({})", report.input.display(), report.layout));
-    line("problem", attention::describe(&report.problem));
-    let tiles = report
-        .cpu_plan
-        .as_ref()
-        .map_or(String::new(), |plan| format!(", tiles of {} queries x {} keys", plan.tile_m, plan.tile_n));
-    line("backend", report.engine.text() + &tiles);
-    if let Some(kernel) = &report.engine.kernel {
-        line("kernel", kernel.clone());
-    }
-    if let Some(kernel) = &report.kernel_backward {
-        line("", format!("backward: {kernel}"));
-    }
-    if let Some(reason) = &report.engine.gpu_passed_over {
-        line("", format!("the GPU is passed over: {reason}"));
-    }
-    if let Some(AppendReport { rows, rotary_dim, ms }) = &report.appended {
-        let turned = rotary_dim
-            .map_or(String::new(), |dim| format!(", {dim} elements of keys and queries turned by position"));
-        line("appended", format!("{rows} rows of keys and values{turned}, {}", si(ms * 1e-3, "s")));
-    }
-    let timing = |time: &Timing| format!("{}, {}", si(time.ms * 1e-3, "s"), si(time.gflops * 1e9, "FLOP/s"));
-    let warm = report.forward_warm.as_ref();
-    let warm = warm.map_or(String::new(), |warm| format!(" (cold; warm {})", timing(warm)));
-    line("forward", timing(&report.forward) + &warm);
-    if let Some(backward) = &report.backward {
-        line("backward", timing(backward));
-    }
-    if let Some(found) = &report.difference_from_own_out {
-        let place = if found.mismatches > 0 {
-            format!(", NaN or infinity in other places at {} positions", found.mismatches)
-        } else {
-            String::new()
-        };
-        line(
-            "own out",
-            format!(
-                "differs from the file's 'out' by at most {:.3e}, rms {:.3e}, cosine {:.9}{place}",
-                found.max_abs, found.rms, found.cosine
-            ),
-        );
-    }
-    for Tuned { kind, winner, tried, error } in &report.tuned {
-        let measured = tried.iter().filter(|tried| tried.ms.is_some()).count();
-        let text = match (winner, error) {
-            (Some(winner), None) => format!("{winner} is the fastest of {measured}, kept for later runs"),
-            (_, Some(error)) => error.clone(),
-            (None, None) => format!("{measured} kernels, no winner"),
-        };
-        line("tuned", format!("{kind}: {text}"));
-    }
-    match &report.output {
-        Some(path) => line("wrote", path.display().to_string()),
-        None => line("wrote", "nothing (-o FILE writes the result)".to_owned()),
-    }
-    text
 }

@@ -74,7 +74,7 @@ pub fn steps(steady: &Steady) -> String {
         write!(
             html,
             "<div class=\"lane\"><div class=\"rowname\">{}</div><div class=\"track2\">",
-            escape(&name.replace("tensor core of warp group", "products, warpgroup"))
+            escape(&name.replace("tensor core of warpgroup", "products, warpgroup"))
         )
         .expect(INTO_STRING);
         lane.events.iter().for_each(|event| bar(&mut html, event, steady.length));
@@ -84,7 +84,7 @@ pub fn steps(steady: &Steady) -> String {
     write!(
         html,
         "<div class=\"ticks\">{ticks}</div>\n<p class=\"note\">{STEPS} steps of the main loop's middle, of \
-         CTA 0 on queries x keys {}x{}, in steps of the emulation. Of each warp group the first warp is \
+         CTA 0 on queries x keys {}x{}, in steps of the emulation. Of each warpgroup the first warp is \
          shown; numbers in bars are lines of the sources.{}</p>\n",
         steady.problem.lengths.max_q(),
         steady.problem.lengths.max_k(),

@@ -186,7 +186,7 @@ impl Records {
     /// Reads the records of a folder: `marks*.json`, and below it those of `configs/` and `validate/`.
     ///
     /// # Errors
-    /// [`InputError`] when the folder cannot be read, or a record in it is none.
+    /// [`InputError`] when the folder cannot be read, or a file in it is not a record.
     pub fn read(folder: &Path) -> Result<Records, InputError> {
         let mut records = Records::default();
         for path in json_files(folder, "marks")? {

@@ -307,7 +307,7 @@ fn fit_of_plan(plan: &Plan) -> Fit<'_> {
         reg_limit: r.limit,
         roles: r.setmaxnreg.map_or(String::new(), |split| {
             format!(
-                "setmaxnreg {} for the warp groups that compute, {} for the one that loads",
+                "setmaxnreg {} for the warpgroups that compute, {} for the one that loads",
                 split.mma, split.producer
             )
         }),

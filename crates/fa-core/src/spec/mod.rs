@@ -3,9 +3,9 @@
 
 mod derived;
 mod error;
-mod limits;
 mod pages;
 mod params;
+mod serves;
 mod shipped;
 mod sm80_bwd;
 mod sm80_fwd;
@@ -13,14 +13,12 @@ mod sm90_bwd;
 mod sm90_fwd;
 #[cfg(test)]
 mod tests;
+mod text;
 mod values;
-
-use std::fmt;
-use std::ops::Not;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Arch, Dtype, Family, Pass, Problem, ScoreKind, Types};
+use crate::{Arch, Family, Pass, ScoreKind, Types};
 
 pub use error::{Mismatch, SpecError, Unserved};
 pub use pages::{boxes_need, page_part, panel};
@@ -39,7 +37,7 @@ pub use values::{MAX_COUNT, MAX_HEAD_DIM, MAX_SOFTCAP, MaskKind, Reads, Schedule
 /// the types, `softcap`, `alibi` and `sinks` for the change of scores, `varied` and `paged` for how rows are
 /// found; of these, and of `split`, all but `softcap` are written where they are on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Flat", into = "Flat")]
+#[serde(from = "text::Flat", into = "text::Flat")]
 pub struct KernelSpec {
     /// Types of the tensors.
     pub types: Types,
@@ -58,63 +56,6 @@ pub struct KernelSpec {
     pub split: bool,
     /// The kernel and its own parameters.
     pub kernel: Kernel,
-}
-
-/// A spec as text.
-#[derive(Serialize, Deserialize)]
-#[serde(rename = "KernelSpec", deny_unknown_fields)]
-struct Flat {
-    dtype: Dtype,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    out_dtype: Option<Dtype>,
-    head_dim: u32,
-    head_dim_v: u32,
-    mask: MaskKind,
-    #[serde(default)]
-    softcap: bool,
-    #[serde(default, skip_serializing_if = "Not::not")]
-    varied: bool,
-    #[serde(default, skip_serializing_if = "Not::not")]
-    paged: bool,
-    #[serde(default, skip_serializing_if = "Not::not")]
-    alibi: bool,
-    #[serde(default, skip_serializing_if = "Not::not")]
-    sinks: bool,
-    #[serde(default, skip_serializing_if = "Not::not")]
-    split: bool,
-    kernel: Kernel,
-}
-
-impl From<Flat> for KernelSpec {
-    fn from(flat: Flat) -> KernelSpec {
-        let Flat { dtype, out_dtype, head_dim, head_dim_v, mask, .. } = flat;
-        let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
-        let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
-        let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
-        KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel }
-    }
-}
-
-impl From<KernelSpec> for Flat {
-    fn from(spec: KernelSpec) -> Flat {
-        let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = spec;
-        let (dtype, out_dtype) = (types.qkv, types.differing_out());
-        let (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged }) = (score, reads);
-        Flat {
-            dtype,
-            out_dtype,
-            head_dim,
-            head_dim_v,
-            mask,
-            softcap,
-            varied,
-            paged,
-            alibi,
-            sinks,
-            split,
-            kernel,
-        }
-    }
 }
 
 /// The kernels that exist, each with the parameters that only it has.
@@ -141,6 +82,8 @@ macro_rules! of_each {
         }
     };
 }
+
+use of_each;
 
 impl Kernel {
     /// Each kernel with its defaults: small tiles and valid for a head dim of 64, to be changed field by
@@ -279,64 +222,6 @@ impl KernelSpec {
         Err(SpecError::Arch { kernel: self.kernel.name(), arch, need: family.needs() })
     }
 
-    /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
-    /// heads and how rows are found; and that a launch holds it: its counts and factors
-    /// ([`Problem::check_gpu`]), the tiles of all heads, its pages. A kernel is compiled without lengths, and
-    /// a problem does not name a pass: neither is compared. A kernel that splits keys serves what the same
-    /// kernel without splits serves. The problem must be valid ([`Problem::check`]).
-    ///
-    /// # Errors
-    /// The first [`Unserved`] found.
-    pub fn serves(&self, problem: &Problem) -> Result<(), Unserved> {
-        self.check_compiled(problem)?;
-        problem.check_gpu()?;
-        self.check_tiles(problem)?;
-        self.check_pages(problem)
-    }
-
-    /// The kernel was compiled for problems of this kind.
-    fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
-        let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
-        for (what, have, need) in
-            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
-        {
-            if have != need {
-                return differs(what, have.to_string(), need.to_string());
-            }
-        }
-        for (what, have, need) in [
-            ("head_dim", self.head_dim, problem.head_dim),
-            ("head_dim_v", self.head_dim_v, problem.head_dim_v),
-        ] {
-            if need > have as usize || !need.is_multiple_of(8) {
-                return differs(what, format!("multiples of 8 up to {have}"), need.to_string());
-            }
-        }
-        if !self.mask.serves(&problem.mask) {
-            return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
-        }
-        let (have, need) = (self.score, problem.score.kind());
-        let (reads, of) = (self.reads, Reads::of(problem));
-        for (what, have, need, [off, on]) in [
-            ("softcap", have.softcap, need.softcap, ["no softcap", "a softcap"]),
-            ("alibi", have.alibi, need.alibi, ["no ALiBi", "ALiBi"]),
-            ("sinks", have.sinks, need.sinks, ["no sinks", "sinks"]),
-            ("paged", reads.paged, of.paged, ["keys in one piece", "keys in pages"]),
-            ("varied", reads.varied, of.varied, ["uniform lengths", "lengths on the device"]),
-        ] {
-            if have != need {
-                let text = |is_on: bool| if is_on { on } else { off }.to_owned();
-                return differs(what, text(have), text(need));
-            }
-        }
-        let (group, tile_m) = (problem.group_size(), self.tile().0);
-        if self.traits().tile_queries(group) == 0 {
-            let kernel = format!("groups that fit tile_m = {tile_m}");
-            return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
-        }
-        Ok(())
-    }
-
     /// What the kernel has in common with the others.
     pub const fn traits(&self) -> Traits {
         self.kernel.traits()
@@ -383,55 +268,5 @@ impl KernelSpec {
     /// Bytes of an element of Q, K and V.
     pub const fn elem_bytes(&self) -> u32 {
         self.types.qkv.bytes() as u32
-    }
-
-    /// Reads and checks a spec from RON text.
-    ///
-    /// # Errors
-    /// [`SpecError::Ron`] with the position of the fault, or what [`KernelSpec::check`] finds.
-    #[cfg(feature = "ron")]
-    pub fn from_ron(text: &str) -> Result<KernelSpec, SpecError> {
-        let spec: KernelSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
-        spec.check()?;
-        Ok(spec)
-    }
-
-    /// The spec as RON text, which [`KernelSpec::from_ron`] reads back.
-    #[cfg(feature = "ron")]
-    pub fn to_ron(&self) -> String {
-        pretty_ron(self)
-    }
-}
-
-#[cfg(feature = "ron")]
-fn pretty_ron(value: &impl Serialize) -> String {
-    ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())
-        .expect("plain structs of numbers and names always serialise")
-}
-
-/// A short name, distinct among the specs of a table: kernel, dtype, head dims, mask, tile and the switches
-/// that are on.
-impl fmt::Display for KernelSpec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (tile_m, tile_n) = self.tile();
-        let head_dim = if self.head_dim == self.head_dim_v {
-            self.head_dim.to_string()
-        } else {
-            format!("{}-{}", self.head_dim, self.head_dim_v)
-        };
-        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.qkv, self.mask.name())?;
-        for (on, name) in [
-            (self.score.softcap, "-softcap"),
-            (self.score.alibi, "-alibi"),
-            (self.score.sinks, "-sinks"),
-            (self.reads.varied, "-varlen"),
-            (self.reads.paged, "-paged"),
-            (self.split, "-split"),
-        ] {
-            f.write_str(if on { name } else { "" })?;
-        }
-        write!(f, "-{tile_m}x{tile_n}")?;
-        let parts = of_each!(&self.kernel, kernel => kernel.name_parts());
-        parts.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, "-{name}"))
     }
 }

@@ -4,7 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use super::KernelSpec;
 #[cfg(feature = "ron")]
-use super::{SpecError, pretty_ron};
+use super::SpecError;
+#[cfg(feature = "ron")]
+use super::text::pretty_ron;
 use crate::Arch;
 
 /// A spec as it is stored under `specs/`: with the architectures that it ships for.

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Alibi, Lengths, Mask, ScoreMod};
+use crate::{Alibi, Dtype, Lengths, Mask, Problem, ScoreMod};
 
 fn sm80() -> KernelSpec {
     KernelSpec {

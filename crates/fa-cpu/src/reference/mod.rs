@@ -23,7 +23,7 @@
 //! infinity goes where IEEE arithmetic takes it.
 //!
 //! Where sequences are packed or used in part, rows of no sequence are never read, and hold NaN in the
-//! results: an output that nobody wrote.
+//! results, which marks an output that was never written.
 //!
 //! [`low_precision`] is the same formula in the precision of a fast kernel; the tolerance rule of
 //! [`crate::compare`] measures an implementation's error by its.

@@ -19,7 +19,7 @@ impl Kernels {
     /// f32 numbers times `factor`, rounded to nearest even.
     ///
     /// # Panics
-    /// If there are fewer numbers than places for them.
+    /// If `from` is shorter than `to`.
     pub(crate) fn narrow<T: Stored>(&self, from: &[f32], factor: f32, to: &mut [T]) {
         assert!(from.len() >= to.len(), "{} numbers for {}", from.len(), to.len());
         let narrow = T::kernels(&self.table.rows_of).narrow;

@@ -65,7 +65,7 @@ struct Scratch {
     words: Buffer<u32>,
     pairs: Buffer<u32>,
     rows: Buffer,
-    /// dQt of one head, where nobody else adds to it.
+    /// dQt of one head, where no other thread adds to it.
     dq: Buffer,
 }
 

@@ -40,7 +40,7 @@ pub(super) struct Scratch {
     pub ds: Buffer,
     /// Rows of O on their way in, rows of dQ on their way out: `[tile_m][ldq or ldo]`.
     pub rows: Buffer,
-    /// dQt of one head, where nobody else adds to it.
+    /// dQt of one head, where no other thread adds to it.
     pub dq: Buffer,
 }
 

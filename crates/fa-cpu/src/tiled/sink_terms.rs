@@ -11,13 +11,14 @@ pub(super) struct SinkTerms {
 }
 
 impl SinkTerms {
-    /// Room for the terms of `cuts` units with `group` heads each; none where nobody asks for them.
+    /// Room for the terms of `cuts` units with `group` heads each; none unless `asked`.
     pub(super) fn new(asked: bool, cuts: usize, group: usize) -> SinkTerms {
         let count = if asked { cuts * group } else { 0 };
         SinkTerms { terms: (0..count).map(|_| OnceLock::new()).collect(), group }
     }
 
-    /// Sets the term of a unit's head, by its number within the group; computes nothing where nobody asks.
+    /// Sets the term of a unit's head, by its number within the group; computes nothing unless
+    /// terms were asked for.
     pub(super) fn set(&self, cut: usize, member: usize, term: impl FnOnce() -> f64) {
         if let Some(own) = self.terms.get(cut * self.group + member) {
             let empty = own.set(term()).is_ok();

@@ -77,7 +77,7 @@ __device__ __forceinline__ int cta_scan(PlanStorage& smem, int value, int& total
     return shuffle_from(warps_before, warp) + before;
 }
 
-// Takes `count` places of bin `bin`, if that is any; returns the first. A warp executes it together. Lanes of
+// Takes `count` slots of bin `bin`, if that is any; returns the first. A warp executes it together. Lanes of
 // one bin, as of sequences alike, take theirs together.
 __device__ __forceinline__ int take_places(PlanStorage& smem, int bin, int count) {
     int some_bin = count > 0 ? bin : -1;

@@ -27,7 +27,7 @@ struct ScoreMod {
     }
 
     // A product's exponent of 2, less `max`, where its score is at most half the cap: else the sign bit of
-    // `beyond` is set and the result is of no meaning. By FMA units alone, within 1.5e-5 at a cap of 50.
+    // `beyond` is set and the result is meaningless. By FMA units alone, within 1.5e-5 at a cap of 50.
     __device__ __forceinline__ float near_exponent(float s, float max, u32& beyond) const {
         const float v = fmaf(-s, s, params.softcap_near);
         beyond |= bits_of_float(v);

@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_partial(const FwdParams& params, const flo
     }
 }
 
-// The same where no query of the tile sees a key of the part: LSE = -inf, and nobody reads O.
+// The same where no query of the tile sees a key of the part: LSE = -inf, and O is never read.
 __device__ __forceinline__ void store_nothing_partial(const FwdParams& params, int row, int end,
                                                       int row_in_tile, const WorkTile& tile, int heads) {
     if (thread_index() % 4 != 0) return;

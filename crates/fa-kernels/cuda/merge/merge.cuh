@@ -64,8 +64,8 @@ __device__ __forceinline__ void write_eight(void* data, i64 at, int type, const 
     *reinterpret_cast<Vec16*>(static_cast<u16*>(data) + at) = vec;
 }
 
-// Lane p weighs part p: by exp(LSE_p) over their sum, to which a sink adds its own. A part whose LSE is -inf
-// is not read, whatever it holds; where all are, O is 0 and LSE -inf, or the sink.
+// Lane p computes the weight of part p: exp(LSE_p) over their sum, to which a sink adds its own. A part whose
+// LSE is -inf is not read, whatever it holds; where all are, O is 0 and LSE -inf, or the sink.
 __device__ __forceinline__ void merge(const MergeParams& params) {
     const int lane = lane_index(), warp = warp_index(), warps = cta_threads() / 32;
     const i64 rows = i64(params.batch) * params.seqlen * params.heads;

@@ -149,17 +149,17 @@ struct GatheredKeys {
     }
 };
 
-// Tiles before the one whose copies a warp has started last of which it has not told the consumers yet. A
+// Tiles whose copies a warp has started, but the last one, and not yet signalled to the consumers. A
 // stage that it waits for may be free only when consumers have seen what came before: the only stage; and
 // with warpgroups that take turns, of which one may skip a tile, the tile after it.
 template <Sm90FwdConfig C>
 constexpr int kUntold = max_of(0, min_of(2, C.kv_stages - (C.ping_pong ? 2 : 1)));
 
-// The tiles that a warp copies, in order: it tells the consumers of one, by the barrier of its stage, when it
-// has started the copies of `Untold` more.
+// The tiles that a warp copies, in order: it signals one, by the barrier of its stage, when it has started
+// the copies of `Untold` more.
 template <int Untold>
 struct CopiedTiles {
-    int stages[Untold + 1];  // of the tiles not told of, the oldest first; -1 for none
+    int stages[Untold + 1];  // of the tiles not yet signalled, the oldest first; -1 for none
 
     __device__ __forceinline__ CopiedTiles() {
         for (int& stage : stages) stage = -1;
@@ -173,14 +173,14 @@ struct CopiedTiles {
         tell<Untold>(bars);
     }
 
-    // Tells of all.
+    // Signals all.
     template <class Bars>
     __device__ __forceinline__ void finish(Bars& bars) {
 #pragma unroll
         for (int i = 0; i < Untold; ++i) tell<0>(bars);
     }
 
-    // Tells of the oldest, if there is one, when all but the `Newer` newest tiles are there.
+    // Signals the oldest, if there is one, when all but the `Newer` newest tiles are there.
     template <int Newer, class Bars>
     __device__ __forceinline__ void tell(Bars& bars) {
         if (stages[0] >= 0) {
@@ -242,7 +242,7 @@ __device__ __forceinline__ void gather_pages(SharedStorage<C>& smem, const FwdPa
             state.advance();
         };
         // A tile's ticket is taken, and its only Q buffer free, when the consumers have seen all keys of the
-        // tile before: among them some that they have not been told of, if this tile is short.
+        // tile before: among them some that are not yet signalled, if this tile is short.
         if ((Values && C.q_stages == 1) || work.range.end - work.range.begin <= kUntold<C>)
             copied.finish(bars);
         int next = 0;

@@ -1,9 +1,9 @@
 //! The parameters of the append kernel (`cuda/append/append.cuh`).
 
-use crate::jit::params::{
-    ConstI32Ptr, ConstPtr, ConstTensor, DeviceType, MutI32Ptr, MutTensor, MutU32Ptr, ParamField, ParamStruct,
-    param_struct,
+use crate::jit::declare::{
+    ConstI32Ptr, ConstPtr, DeviceType, MutI32Ptr, MutU32Ptr, ParamField, ParamStruct, param_struct,
 };
+use crate::jit::params::{ConstTensor, MutTensor};
 
 param_struct! {
     /// The arguments of the append kernel. Pointers are null for what a call does not have.

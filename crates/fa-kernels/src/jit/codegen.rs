@@ -4,8 +4,9 @@ use std::fmt::Write;
 
 use crate::jit::append_params::AppendParams;
 use crate::jit::config::{self, ConfigField};
+use crate::jit::declare::ParamStruct;
 use crate::jit::merge_params;
-use crate::jit::params::{self, BwdParams, FwdParams, ParamStruct};
+use crate::jit::params::{self, BwdParams, FwdParams};
 
 /// A generated header.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,9 +1,8 @@
 //! The parameters of the merge kernel (`cuda/merge/merge.cuh`), in a header of their own: no other kernel
 //! depends on them.
 
-use crate::jit::params::{
-    ConstF32Ptr, ConstTensor, DeviceType, MutF32Ptr, MutTensor, ParamField, ParamStruct, param_struct,
-};
+use crate::jit::declare::{ConstF32Ptr, DeviceType, MutF32Ptr, ParamField, ParamStruct, param_struct};
+use crate::jit::params::{ConstTensor, MutTensor};
 
 /// The most parts of one launch: a lane of a warp each, and their addresses in a kernel's parameters.
 pub const MAX_PARTS: usize = 16;

@@ -2,123 +2,9 @@
 //! `fwd_params.cuh` and `bwd_params.cuh` are written from their field tables, with sizes and offsets asserted
 //! there and here.
 
-/// A pointer that a kernel reads through; `const void*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct ConstPtr(pub u64);
+use crate::jit::declare::{DeviceType, ParamField, ParamStruct, param_struct};
 
-/// A pointer that a kernel writes through; `void*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutPtr(pub u64);
-
-/// A pointer to f32 that a kernel writes through; `float*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutF32Ptr(pub u64);
-
-/// A pointer to f32 that a kernel reads through; `const float*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct ConstF32Ptr(pub u64);
-
-/// A pointer to 32-bit counters; `unsigned*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutU32Ptr(pub u64);
-
-/// A pointer to 32-bit integers that a kernel reads through; `const int*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct ConstI32Ptr(pub u64);
-
-/// A pointer to 32-bit integers that a kernel writes through; `int*` in CUDA. 0 is null.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[repr(transparent)]
-pub struct MutI32Ptr(pub u64);
-
-/// A type that parameters are made of.
-pub(crate) trait DeviceType {
-    const CUDA_TYPE: &'static str;
-}
-
-macro_rules! device_types {
-    ($($rust:ty => $cuda:literal),+ $(,)?) => {
-        $(impl DeviceType for $rust {
-            const CUDA_TYPE: &'static str = $cuda;
-        })+
-    };
-}
-
-device_types! {
-    ConstPtr => "const void*",
-    MutPtr => "void*",
-    MutF32Ptr => "float*",
-    ConstF32Ptr => "const float*",
-    MutU32Ptr => "unsigned*",
-    ConstI32Ptr => "const int*",
-    MutI32Ptr => "int*",
-    u32 => "unsigned",
-    i32 => "int",
-    i64 => "long long",
-    f32 => "float",
-}
-
-/// One field of a parameter struct.
-pub(crate) struct ParamField {
-    pub name: &'static str,
-    pub cuda_type: &'static str,
-    /// Elements of an array.
-    pub count: Option<usize>,
-    pub offset: usize,
-    pub doc: &'static [&'static str],
-}
-
-/// A parameter struct as a header declares it.
-pub(crate) struct ParamStruct {
-    pub name: &'static str,
-    pub size: usize,
-    pub align: usize,
-    pub doc: &'static [&'static str],
-    pub fields: Vec<ParamField>,
-}
-
-macro_rules! param_struct {
-    ($(#[doc = $doc:literal])+ pub struct $name:ident {
-        $($(#[doc = $field_doc:literal])+ pub $field:ident: $type:ty,)+
-    }) => {
-        $(#[doc = $doc])+
-        #[derive(Clone, Copy, Debug, Default, PartialEq)]
-        #[repr(C)]
-        pub struct $name {
-            $($(#[doc = $field_doc])+ pub $field: $type,)+
-        }
-
-        impl DeviceType for $name {
-            const CUDA_TYPE: &'static str = stringify!($name);
-        }
-
-        impl $name {
-            pub(crate) fn declaration() -> ParamStruct {
-                ParamStruct {
-                    name: stringify!($name),
-                    size: size_of::<$name>(),
-                    align: align_of::<$name>(),
-                    doc: &[$($doc),+],
-                    fields: vec![$(ParamField {
-                        name: stringify!($field),
-                        cuda_type: <$type as DeviceType>::CUDA_TYPE,
-                        count: None,
-                        offset: std::mem::offset_of!($name, $field),
-                        doc: &[$($field_doc),+],
-                    }),+],
-                }
-            }
-        }
-    };
-}
-
-pub(crate) use param_struct;
+pub use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 
 param_struct! {
     /// Distances in elements between neighbours of a `[batch, seqlen, heads, head_dim]` tensor; the head dim
@@ -393,8 +279,9 @@ param_struct! {
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
         /// Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
-        /// or to each of two shares that warps add on their own; null unless deterministic or, of several
-        /// tiles of keys, the first sums are stored.
+        /// or to each of two shares that warps add on their own; where the first to come stores its sums, for
+        /// each warpgroup's share how many have claimed it, and whether the sums are there. Null unless
+        /// deterministic or, of several tiles of keys, the first sums are stored.
         pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,
@@ -416,8 +303,8 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
-        /// 1 where the first sums of a tile of dQ are stored, the others added to them: every query sees a
-        /// key. 0 where all are added to zeros.
+        /// 1 where the first sums of a tile of dQ are stored, the others added to them; of uniform lengths
+        /// every query sees a key then. 0 where all are added to zeros.
         pub stores_dq: i32,
         /// Sequences of different lengths; kernels with `varied` only.
         pub varlen: VarlenParams,

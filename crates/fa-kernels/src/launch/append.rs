@@ -9,9 +9,8 @@ use fa_core::{Append, AppendError, Dtype, QueryPositions, RotaryPairs, Side, Sid
 
 use crate::Error;
 use crate::jit::append_params::AppendParams;
-use crate::jit::params::{
-    ConstI32Ptr, ConstPtr, ConstTensor, MutI32Ptr, MutPtr, MutTensor, MutU32Ptr, RowStrides,
-};
+use crate::jit::declare::{ConstI32Ptr, ConstPtr, MutI32Ptr, MutPtr, MutU32Ptr};
+use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::{APPEND, APPEND_SMEM, APPEND_THREADS};
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::check_address;

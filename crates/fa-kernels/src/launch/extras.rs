@@ -5,7 +5,8 @@ use fa_core::lengths::SideRows;
 use fa_core::{Lengths, Problem};
 
 use crate::Error;
-use crate::jit::params::{ConstF32Ptr, ConstI32Ptr, ModParams, MutF32Ptr, MutU32Ptr, VarlenParams};
+use crate::jit::declare::{ConstF32Ptr, ConstI32Ptr, MutF32Ptr, MutU32Ptr};
+use crate::jit::params::{ModParams, VarlenParams};
 use crate::launch::checks::{check_address, count};
 
 /// What some problems have beside Q, K, V and O, in device memory of cudarc. A call gives what its problem
@@ -226,8 +227,7 @@ pub(crate) fn mod_params(problem: &Problem) -> ModParams {
     ModParams { alibi_stride: if per_sequence { problem.heads_q as i64 } else { 0 }, ..ModParams::default() }
 }
 
-/// The guards of extras: each tells cudarc, when it is dropped after the launch, that the stream has used its
-/// tensor.
+/// The guards of extras: dropped after the launch, each notes in cudarc that the stream has used its tensor.
 pub(crate) type Guards<'a> = [Option<SyncOnDrop<'a>>; 11];
 
 impl Extras<'_> {

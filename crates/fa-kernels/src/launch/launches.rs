@@ -5,9 +5,10 @@ use fa_core::{Arch, KernelSpec, Problem, Strides};
 use fa_planner::account::missing_code;
 
 use crate::Error;
+use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutI32Ptr, MutPtr, MutU32Ptr};
 use crate::jit::params::{
-    BwdParams, ConstF32Ptr, ConstPtr, ConstTensor, FwdParams, MutF32Ptr, MutI32Ptr, MutPtr, MutTensor,
-    MutU32Ptr, PlanParams, RowStrides, ScoreParams, ShapeParams, SplitParams, TmaStrides, VarlenParams,
+    BwdParams, ConstTensor, FwdParams, MutTensor, PlanParams, RowStrides, ScoreParams, ShapeParams,
+    SplitParams, TmaStrides, VarlenParams,
 };
 use crate::launch::args::{RawTensor, Shape};
 use crate::launch::checks::{check_address, count};

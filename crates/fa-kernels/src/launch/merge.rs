@@ -8,8 +8,9 @@ use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, SyncOnDro
 use fa_core::{Dtype, Merge, Strides};
 
 use crate::Error;
+use crate::jit::declare::{ConstF32Ptr, ConstPtr, MutF32Ptr, MutPtr};
 use crate::jit::merge_params::{MergeParams, MergePart as PartParams, MergeParts};
-use crate::jit::params::{ConstF32Ptr, ConstPtr, ConstTensor, MutF32Ptr, MutPtr, MutTensor, RowStrides};
+use crate::jit::params::{ConstTensor, MutTensor, RowStrides};
 use crate::jit::source::{MERGE, MERGE_THREADS};
 use crate::launch::args::{Element, Input, Output, RawTensor, Shape};
 use crate::launch::checks::check_address;

@@ -15,7 +15,7 @@ use crate::launch::launches::{Launch, Step};
 const PLAN_HEADER: usize = 16;
 const PLAN_ENTRY: usize = 4;
 
-/// Lengths that a plan tells apart (`kPlanThreads`).
+/// Lengths that a plan distinguishes (`kPlanThreads`).
 const PLAN_BINS: usize = 1024;
 
 /// The launch of the plan kernel.

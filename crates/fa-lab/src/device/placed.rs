@@ -1,4 +1,4 @@
-//! Inputs in device memory: rows of the sequences in their places, NaN everywhere else; and what is written
+//! Inputs in device memory: rows of the sequences where they belong, NaN everywhere else; and what is written
 //! next to them.
 #![allow(unsafe_code)]
 

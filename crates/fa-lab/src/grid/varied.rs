@@ -65,7 +65,7 @@ pub(super) fn lengths() -> Vec<Lens> {
     .collect()
 }
 
-/// Sequences of `q` and `k` rows end to end, with rows of nobody's behind and a bound that is not tight on
+/// Sequences of `q` and `k` rows end to end, with rows of no sequence behind and a bound that is not tight on
 /// every other turn.
 pub(super) fn packed_of(q: &[usize], k: &[usize], turn: usize) -> Sequences {
     let behind = if turn.is_multiple_of(2) { 0 } else { 37 };

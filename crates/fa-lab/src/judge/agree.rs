@@ -1,5 +1,5 @@
-//! The oracles judge sequence by sequence; fa-cpu's own passes over whole batches, told by the arrays that a
-//! kernel is told by and reading the memory that a kernel reads, must pass them.
+//! The oracles judge sequence by sequence; fa-cpu's own passes over whole batches, given the
+//! arrays that a kernel gets and reading the memory that a kernel reads, must pass them.
 
 use fa_attn::device::DeviceOutput;
 use fa_core::{Dtype, Pass, Problem};
@@ -26,7 +26,7 @@ fn affordable(cases: Vec<Case>, most: f64) -> Vec<Case> {
     cases.into_iter().filter(of).filter(|case| seen.insert(case.problem_name())).collect()
 }
 
-/// Q, K and V where a kernel finds them, and what it is told.
+/// Q, K and V where a kernel finds them, and the arrays that it gets.
 struct Memory {
     tensors: [Vec<bf16>; 3],
     arrays: OwnedExtras,

@@ -77,7 +77,7 @@ fn knobs(arch: Arch, problem: Problem) -> Result<Ladder> {
         "S of the next step issued before P V of this one",
         &|k| k.overlap_wg = !k.overlap_wg,
     );
-    turn(&format!("ping_pong {}", on_off(own.ping_pong)), "warp groups take turns", &|k| {
+    turn(&format!("ping_pong {}", on_off(own.ping_pong)), "warpgroups take turns", &|k| {
         k.ping_pong = !k.ping_pong;
     });
     let p = if own.pv_is_rs { "P through shared memory" } else { "P in registers" };

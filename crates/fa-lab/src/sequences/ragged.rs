@@ -9,7 +9,7 @@ use crate::random::Random;
 pub struct Ragged {
     /// Rows before each sequence's first where sequences stand end to end, and of all.
     starts: Vec<usize>,
-    /// The bound on a sequence's rows that the host is told.
+    /// The bound on a sequence's rows that the host knows.
     max: usize,
     /// Whether lengths come in an array of their own (`seqused`).
     used: bool,
@@ -66,13 +66,13 @@ impl Ragged {
         Ragged { starts, max: len, used: false, store: Store::Padded { len } }
     }
 
-    /// Sequences of `lens` rows, each in room for `len`; what lies behind belongs to nobody.
+    /// Sequences of `lens` rows, each in room for `len`; what lies behind belongs to no sequence.
     pub fn padded(lens: &[usize], len: usize) -> Ragged {
         assert!(lens.iter().all(|&own| own <= len), "{lens:?} in room for {len}");
         Ragged { starts: starts(lens), max: len, used: true, store: Store::Padded { len } }
     }
 
-    /// Sequences of `lens` rows end to end, and `behind` rows of nobody's behind the last.
+    /// Sequences of `lens` rows end to end, and `behind` rows of no sequence behind the last.
     pub fn packed(lens: &[usize], behind: usize) -> Ragged {
         let starts = starts(lens);
         let total = starts[lens.len()] + behind;

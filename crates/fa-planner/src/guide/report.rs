@@ -66,7 +66,7 @@ impl Query {
     /// What the query asks for but the search does not read, in words.
     pub fn unused(&self) -> Option<&'static str> {
         (self.arch == Arch::Sm90 && self.mode == Mode::Fwd && self.tile_m.is_some())
-            .then_some("--tile-m lists the backward's tile_m; the forward's is 64 per MMA warp group")
+            .then_some("--tile-m lists the backward's tile_m; the forward's is 64 per MMA warpgroup")
     }
 
     /// Searches.

@@ -18,7 +18,7 @@ const COLUMNS: usize = 2;
 /// A record as `--json` writes it, as far as it is drawn.
 #[derive(Deserialize)]
 pub struct Record {
-    /// Of records of the CPU there is none.
+    /// `None` in records of the CPU.
     gpu: Option<String>,
     machine: Option<Machine>,
     reps: Option<usize>,
@@ -69,7 +69,7 @@ impl Record {
     /// Reads a record.
     ///
     /// # Errors
-    /// [`InputError`] for a file that is none.
+    /// [`InputError`] for a file that is not a record.
     pub fn read(path: &Path) -> anyhow::Result<Record> {
         let none = |e| InputError::Usage(format!("{} is no record of fa bench: {e}", path.display()));
         Ok(serde_json::from_str(&read_text(path)?).map_err(none)?)

@@ -18,7 +18,7 @@ const LENGTH: Seqlen = Seqlen { q: 300, k: 300 };
 /// Elements between rows, at most.
 const MAX_GAP: usize = 1 << 16;
 
-/// Rows that nobody has, behind sequences of different lengths.
+/// Rows that belong to no sequence, behind sequences of different lengths.
 const SLACK: usize = 5;
 
 pub(super) fn read(args: &EmulateArgs, path: &Path) -> anyhow::Result<(KernelSpec, Arch)> {

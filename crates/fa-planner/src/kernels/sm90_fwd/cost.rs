@@ -28,8 +28,8 @@ pub(crate) fn launch<'a>(
     Launch { problem, tile: (kernel.tile_m, kernel.tile_n), work, model, step, limits, constants }
 }
 
-/// Share of a tile by which SMs with equal numbers of equal tiles end apart: one that is ahead takes no tiles
-/// from others without a queue.
+/// Share of a tile by which SMs with equal numbers of equal tiles finish at different times: without a
+/// queue, one that is ahead takes no tiles from others.
 const UNEVEN: f64 = 0.1;
 
 /// Clocks of TMA for a box, however small: an SM loads 28 boxes of one row in a microsecond (NB-058).

@@ -1,9 +1,9 @@
-//! What GPU kernels can hold of a problem beside what they are compiled for: counts, factors of scores,
-//! pages. Part of [`KernelSpec::serves`], which planner and launch both ask.
+//! Which kernel computes which problem: what it is compiled for, and what a launch holds (counts, factors of
+//! scores, pages). [`KernelSpec::serves`] is the only rule; planner and launch both ask it.
 
-use super::error::Unserved;
+use super::error::{Mismatch, Unserved};
 use super::pages::boxes_need;
-use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, Traits};
+use super::{Kernel, KernelSpec, MAX_COUNT, MAX_SOFTCAP, Reads, Traits};
 use crate::{Problem, SideRows};
 
 /// CTAs that a GPU computes at once, at the most: more than any has.
@@ -63,8 +63,66 @@ fn count(name: &'static str, value: usize) -> Result<(), Unserved> {
 }
 
 impl KernelSpec {
+    /// Checks that the kernel computes `problem`: its types, head dims, mask, changes of scores, ratio of
+    /// heads and how rows are found; and that a launch holds it: its counts and factors
+    /// ([`Problem::check_gpu`]), the tiles of all heads, its pages. A kernel is compiled without lengths, and
+    /// a problem does not name a pass: neither is compared. A kernel that splits keys serves what the same
+    /// kernel without splits serves. The problem must be valid ([`Problem::check`]).
+    ///
+    /// # Errors
+    /// The first [`Unserved`] found.
+    pub fn serves(&self, problem: &Problem) -> Result<(), Unserved> {
+        self.check_compiled(problem)?;
+        problem.check_gpu()?;
+        self.check_tiles(problem)?;
+        self.check_pages(problem)
+    }
+
+    /// The kernel was compiled for problems of this kind.
+    fn check_compiled(&self, problem: &Problem) -> Result<(), Mismatch> {
+        let differs = |what, kernel: String, problem: String| Err(Mismatch { what, kernel, problem });
+        for (what, have, need) in
+            [("dtype", self.types.qkv, problem.types.qkv), ("out_dtype", self.types.out, problem.types.out)]
+        {
+            if have != need {
+                return differs(what, have.to_string(), need.to_string());
+            }
+        }
+        for (what, have, need) in [
+            ("head_dim", self.head_dim, problem.head_dim),
+            ("head_dim_v", self.head_dim_v, problem.head_dim_v),
+        ] {
+            if need > have as usize || !need.is_multiple_of(8) {
+                return differs(what, format!("multiples of 8 up to {have}"), need.to_string());
+            }
+        }
+        if !self.mask.serves(&problem.mask) {
+            return differs("mask", self.mask.name().to_owned(), problem.mask.to_string());
+        }
+        let (have, need) = (self.score, problem.score.kind());
+        let (reads, of) = (self.reads, Reads::of(problem));
+        for (what, have, need, [off, on]) in [
+            ("softcap", have.softcap, need.softcap, ["no softcap", "a softcap"]),
+            ("alibi", have.alibi, need.alibi, ["no ALiBi", "ALiBi"]),
+            ("sinks", have.sinks, need.sinks, ["no sinks", "sinks"]),
+            ("paged", reads.paged, of.paged, ["keys in one piece", "keys in pages"]),
+            ("varied", reads.varied, of.varied, ["uniform lengths", "lengths on the device"]),
+        ] {
+            if have != need {
+                let text = |is_on: bool| if is_on { on } else { off }.to_owned();
+                return differs(what, text(have), text(need));
+            }
+        }
+        let (group, tile_m) = (problem.group_size(), self.tile().0);
+        if self.traits().tile_queries(group) == 0 {
+            let kernel = format!("groups that fit tile_m = {tile_m}");
+            return differs("pack_gqa", kernel, format!("{group} query heads per K/V head"));
+        }
+        Ok(())
+    }
+
     /// The rows of a head and the tiles of all heads fit a launch.
-    pub(super) fn check_tiles(&self, problem: &Problem) -> Result<(), Unserved> {
+    fn check_tiles(&self, problem: &Problem) -> Result<(), Unserved> {
         let traits = self.traits();
         let Traits { tile: (_, tile_n), packs_gqa, cluster, .. } = traits;
         let (group, heads) =
@@ -88,7 +146,7 @@ impl KernelSpec {
     }
 
     /// Pages are what the kernel's loads take.
-    pub(super) fn check_pages(&self, problem: &Problem) -> Result<(), Unserved> {
+    fn check_pages(&self, problem: &Problem) -> Result<(), Unserved> {
         // The SM80 class copies all rows one by one, as a gather does.
         let by_boxes = matches!(&self.kernel, Kernel::Sm90Fwd(kernel) if !kernel.gather);
         let Some(page) = problem.lengths.page().filter(|_| by_boxes) else { return Ok(()) };
@@ -105,7 +163,7 @@ impl KernelSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::{Reads, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+    use crate::spec::{Sm80Fwd, Sm90Bwd, Sm90Fwd};
     use crate::{Dtype, Lengths, Mask, MaskKind, ScoreKind, ScoreMod, Side, Types};
 
     const BASE: Problem = Problem::square(2, 300, 5, 64, Mask::FULL, Dtype::Bf16);

@@ -1,0 +1,157 @@
+//! Which problems are valid: relations between the fields, and sizes that can be addressed.
+
+use super::{Problem, ProblemError};
+use crate::Types;
+use crate::lengths::{Side, SideRows};
+
+/// The most that a count read on the device may be.
+const MAX_I32: usize = i32::MAX as usize;
+
+/// A tensor may have at most `2^ELEMENT_BITS - 1` elements, so that byte offsets fit a signed 64-bit number.
+pub const ELEMENT_BITS: u32 = 48;
+
+impl Problem {
+    /// Checks the relations between the fields. An empty batch and empty sequences are valid and give empty
+    /// or zero outputs; in the limit on elements a length of 0 counts as 1.
+    ///
+    /// # Errors
+    /// The first [`ProblemError`] found.
+    pub fn check(&self) -> Result<(), ProblemError> {
+        let lengths = [
+            ("heads_q", self.heads_q),
+            ("heads_kv", self.heads_kv),
+            ("head_dim", self.head_dim),
+            ("head_dim_v", self.head_dim_v),
+        ];
+        if let Some(&(name, _)) = lengths.iter().find(|(_, value)| *value == 0) {
+            return Err(ProblemError::Zero { name });
+        }
+        if !self.heads_q.is_multiple_of(self.heads_kv) {
+            return Err(ProblemError::HeadsNotDivisible { heads_q: self.heads_q, heads_kv: self.heads_kv });
+        }
+        let Types { qkv, out } = self.types;
+        if qkv != out {
+            return Err(ProblemError::Types { qkv, out });
+        }
+        self.check_lengths()?;
+        let (q, k) = (self.rows_of(self.lengths.q()), self.rows_of(self.lengths.k()));
+        let tensors = [
+            ("q", q, self.heads_q, self.head_dim),
+            ("k", k, self.heads_kv, self.head_dim),
+            ("v", k, self.heads_kv, self.head_dim_v),
+            ("out", q, self.heads_q, self.head_dim_v),
+        ];
+        for (tensor, (b, s), h, d) in tensors {
+            check_elements(tensor, [b, s, h, d])?;
+        }
+        if let Some(value) = self.softmax_scale.filter(|scale| !scale.is_finite()) {
+            return Err(ProblemError::BadScalar { name: "softmax_scale", value, need: "finite" });
+        }
+        if let Some(value) = self.score.softcap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
+            return Err(ProblemError::BadScalar { name: "softcap", value, need: "finite and above 0" });
+        }
+        Ok(())
+    }
+
+    /// The outer lengths of a side's tensor: sequences and rows, 1 and all rows, or pages and rows of one.
+    fn rows_of(&self, side: Side) -> (usize, usize) {
+        match side.rows {
+            SideRows::Padded { len } => (self.lengths.sequences(), len),
+            SideRows::Packed { total, .. } => (1, total),
+            SideRows::Paged { page, pages, .. } => (pages, page),
+        }
+    }
+
+    /// What is read as i32 on the device fits one, and pages hold something.
+    fn check_lengths(&self) -> Result<(), ProblemError> {
+        let lengths = &self.lengths;
+        if lengths.is_uniform() {
+            return Ok(());
+        }
+        if let SideRows::Paged { page, .. } = lengths.q().rows {
+            return Err(ProblemError::PagedQueries { page });
+        }
+        let too_long = |name, value: usize, limit| {
+            (value > limit).then_some(ProblemError::TooLong { name, value, limit })
+        };
+        let (batch, max_q, max_k) = (lengths.sequences(), lengths.max_q(), lengths.max_k());
+        let mut counts = vec![("batch", batch), ("seqlen_q", max_q), ("seqlen_k", max_k)];
+        if let SideRows::Packed { total, .. } = lengths.q().rows {
+            counts.push(("total_q", total));
+        }
+        match lengths.k().rows {
+            SideRows::Padded { .. } => (),
+            SideRows::Packed { total, .. } => counts.push(("total_k", total)),
+            SideRows::Paged { page: 0, .. } => return Err(ProblemError::Zero { name: "page" }),
+            SideRows::Paged { pages: 0, max: 1.., .. } => return Err(ProblemError::Zero { name: "pages" }),
+            SideRows::Paged { page, pages, .. } => counts.extend([("page", page), ("pages", pages)]),
+        }
+        if let Some(error) = counts.into_iter().find_map(|(name, value)| too_long(name, value, MAX_I32)) {
+            return Err(error);
+        }
+        check_elements("page table", [batch, lengths.table_columns(), 1, 1])
+    }
+}
+
+/// Refuses a tensor of more elements than can be addressed.
+fn check_elements(tensor: &'static str, shape: [usize; 4]) -> Result<(), ProblemError> {
+    let elements = shape.iter().try_fold(1u64, |n, &len| n.checked_mul(len.max(1) as u64));
+    if elements.is_some_and(|n| n >> ELEMENT_BITS == 0) {
+        return Ok(());
+    }
+    let shape = shape.map(|len| len.to_string()).join(" x ");
+    Err(ProblemError::TooLarge { tensor, shape, limit_bits: ELEMENT_BITS })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Dtype, Lengths, Mask, ScoreMod};
+
+    const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
+
+    #[test]
+    fn refusals_name_the_field_and_the_value() {
+        let refused = |problem: Problem, part: &str| {
+            let text = problem.check().expect_err("must be refused").to_string();
+            assert!(text.contains(part), "{text} does not name {part}");
+        };
+        assert_eq!(BASE.check(), Ok(()));
+        assert_eq!(Problem { lengths: Lengths::uniform(0, 0, 1024), ..BASE }.check(), Ok(()));
+        refused(Problem { head_dim: 0, ..BASE }, "head_dim is 0");
+        refused(Problem { heads_kv: 3, ..BASE }, "heads_kv = 3");
+        refused(Problem { heads_kv: 0, ..BASE }, "heads_kv is 0");
+        assert_eq!(Problem { heads_kv: 0, ..BASE }.group_size(), 0);
+        refused(Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..BASE }, "out_dtype is f32");
+        refused(Problem { softmax_scale: Some(f64::NAN), ..BASE }, "NaN");
+        refused(Problem { score: ScoreMod::softcap(0.0), ..BASE }, "softcap is 0");
+        refused(Problem { lengths: Lengths::uniform(2, 1024, usize::MAX), ..BASE }, "k has");
+        refused(
+            Problem { lengths: Lengths::uniform(0, 1024, usize::MAX), ..BASE },
+            "k has the shape 0 x 18446744073709551615",
+        );
+    }
+
+    #[test]
+    fn lengths_on_the_device_fit_32_bits() {
+        let check = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE }.check();
+        let long = MAX_I32 + 1;
+        let too_long = |name| Err(ProblemError::TooLong { name, value: long, limit: MAX_I32 });
+        assert_eq!(check(Side::packed(0, 0), Side::packed(0, 0)), Ok(()));
+        // Fewer queries than sequences: some have none.
+        assert_eq!(check(Side::packed(2, 1), Side::packed(9, 9)), Ok(()));
+        assert_eq!(check(Side::packed(long, 1), Side::padded(1)), too_long("total_q"));
+        assert_eq!(check(Side::packed(1, long), Side::padded(1)), too_long("seqlen_q"));
+        assert_eq!(check(Side::packed(1, 1), Side::packed(long, 1)), too_long("total_k"));
+        assert_eq!(check(Side::padded(1), Side::packed(1, long)), too_long("seqlen_k"));
+        assert_eq!(check(Side::padded(1), Side::paged(1, long, 1)), too_long("pages"));
+        assert_eq!(check(Side::padded(1), Side::paged(long, 1, 1)), too_long("page"));
+        assert_eq!(check(Side::padded(1), Side::paged(0, 1, 1)), Err(ProblemError::Zero { name: "page" }));
+        assert_eq!(check(Side::padded(1), Side::paged(1, 0, 1)), Err(ProblemError::Zero { name: "pages" }));
+        assert_eq!(check(Side::padded(1), Side::paged(1, 0, 0)), Ok(()));
+        assert_eq!(check(Side::paged(4, 2, 8), Side::padded(8)), Err(ProblemError::PagedQueries { page: 4 }));
+        let table = Lengths::of(MAX_I32, Side::packed(1, 1), Side::paged(1, 1, MAX_I32));
+        let error = Problem { lengths: table, ..BASE }.check().unwrap_err().to_string();
+        assert!(error.contains("page table has the shape 2147483647 x 2147483647"), "{error}");
+    }
+}

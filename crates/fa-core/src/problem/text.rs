@@ -1,0 +1,193 @@
+//! A problem as text (JSON, RON): flat, with a field for each thing that a user can set.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Problem, ProblemError};
+use crate::lengths::{Side, SideRows};
+use crate::score_mod::Alibi;
+use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
+
+/// A problem as text.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "Problem", deny_unknown_fields)]
+pub(super) struct Flat {
+    batch: usize,
+    seqlen_q: usize,
+    seqlen_k: usize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    total_q: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    total_k: Option<usize>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    used_q: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    used_k: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    page: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pages: Option<usize>,
+    heads_q: usize,
+    heads_kv: usize,
+    head_dim: usize,
+    head_dim_v: usize,
+    mask: Mask,
+    dtype: Dtype,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    out_dtype: Option<Dtype>,
+    #[serde(default)]
+    softmax_scale: Option<f64>,
+    #[serde(default)]
+    softcap: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    alibi: Option<Alibi>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    sinks: bool,
+}
+
+impl TryFrom<Flat> for Problem {
+    type Error = ProblemError;
+
+    fn try_from(flat: Flat) -> Result<Problem, ProblemError> {
+        let side = |total: Option<usize>, max| match total {
+            Some(total) => Side::packed(total, max),
+            None => Side::padded(max),
+        };
+        let q = side(flat.total_q, flat.seqlen_q);
+        let k = match (flat.page, flat.pages, flat.total_k) {
+            (None, None, total) => side(total, flat.seqlen_k),
+            (Some(page), Some(pages), None) => Side::paged(page, pages, flat.seqlen_k),
+            (page, pages, total_k) => return Err(ProblemError::Keys { page, pages, total_k }),
+        };
+        let with_used = |side: Side, used: bool| if used { side.with_used() } else { side };
+        Ok(Problem {
+            lengths: Lengths::of(flat.batch, with_used(q, flat.used_q), with_used(k, flat.used_k)),
+            heads_q: flat.heads_q,
+            heads_kv: flat.heads_kv,
+            head_dim: flat.head_dim,
+            head_dim_v: flat.head_dim_v,
+            mask: flat.mask,
+            types: Types { qkv: flat.dtype, out: flat.out_dtype.unwrap_or(flat.dtype) },
+            softmax_scale: flat.softmax_scale,
+            score: ScoreMod { softcap: flat.softcap, alibi: flat.alibi, sinks: flat.sinks },
+        })
+    }
+}
+
+impl From<Problem> for Flat {
+    fn from(problem: Problem) -> Flat {
+        let Problem { lengths, heads_q, heads_kv, head_dim, head_dim_v, mask, types, softmax_scale, score } =
+            problem;
+        let total = |side: Side| match side.rows {
+            SideRows::Packed { total, .. } => Some(total),
+            SideRows::Padded { .. } | SideRows::Paged { .. } => None,
+        };
+        let (page, pages) = match lengths.k().rows {
+            SideRows::Paged { page, pages, .. } => (Some(page), Some(pages)),
+            SideRows::Padded { .. } | SideRows::Packed { .. } => (None, None),
+        };
+        Flat {
+            batch: lengths.sequences(),
+            seqlen_q: lengths.max_q(),
+            seqlen_k: lengths.max_k(),
+            total_q: total(lengths.q()),
+            total_k: total(lengths.k()),
+            used_q: lengths.q().used,
+            used_k: lengths.k().used && page.is_none(),
+            page,
+            pages,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            mask,
+            dtype: types.qkv,
+            out_dtype: types.differing_out(),
+            softmax_scale,
+            softcap: score.softcap,
+            alibi: score.alibi,
+            sinks: score.sinks,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BASE: Problem = Problem::square(2, 1024, 16, 128, Mask::FULL, Dtype::Bf16);
+
+    #[test]
+    fn text_is_flat() {
+        const JSON: &str =
+            r#"{"batch":2,"seqlen_q":1024,"seqlen_k":512,"heads_q":16,"heads_kv":16,"head_dim":128,"#;
+        let base = Problem { lengths: Lengths::uniform(2, 1024, 512), ..BASE };
+        let json = |problem: &Problem| serde_json::to_string(problem).unwrap();
+        let plain = r#""head_dim_v":128,"mask":{"left":null,"right":null},"dtype":"bf16","#;
+        let unset = r#""softmax_scale":null,"softcap":null}"#;
+        assert_eq!(json(&base), format!("{JSON}{plain}{unset}"));
+        let other = Problem {
+            mask: Mask::window(3, 4),
+            types: Types::same(Dtype::F16),
+            softmax_scale: Some(0.5),
+            score: ScoreMod::softcap(30.0),
+            ..base
+        };
+        let text = r#""head_dim_v":128,"mask":{"left":3,"right":4},"dtype":"f16","#;
+        let set = r#""softmax_scale":0.5,"softcap":30.0}"#;
+        assert_eq!(json(&other), format!("{JSON}{text}{set}"));
+        let ron = "(batch:2,seqlen_q:1024,seqlen_k:512,heads_q:16,heads_kv:16,head_dim:128,head_dim_v:128,\
+                   mask:(left:Some(3),right:Some(4)),dtype:f16,softmax_scale:Some(0.5),softcap:Some(30.0))";
+        assert_eq!(ron::to_string(&other).unwrap(), ron);
+        let mixed = Problem { types: Types { qkv: Dtype::F16, out: Dtype::F32 }, ..base };
+        for problem in [base, other, mixed] {
+            assert_eq!(serde_json::from_str::<Problem>(&json(&problem)).unwrap(), problem);
+            assert_eq!(ron::from_str::<Problem>(&ron::to_string(&problem).unwrap()).unwrap(), problem);
+        }
+        let named: Problem = ron::from_str(&format!("Problem{ron}")).unwrap();
+        assert_eq!(named, other);
+        // What may be left out, and what may not.
+        let short = ron.replace(",softmax_scale:Some(0.5),softcap:Some(30.0)", "");
+        let read: Problem = ron::from_str(&short).unwrap();
+        assert_eq!(read, Problem { softmax_scale: None, score: ScoreMod::NONE, ..other });
+        let error = ron::from_str::<Problem>(&ron.replace("batch:2,", "")).unwrap_err().to_string();
+        assert!(error.contains("batch"), "{error}");
+        let error =
+            ron::from_str::<Problem>(&ron.replace("batch:2,", "batch:2,bias:1,")).unwrap_err().to_string();
+        assert!(error.contains("bias"), "{error}");
+    }
+
+    #[test]
+    fn text_of_varied_problems_says_how_rows_lie() {
+        let of = |q, k| Problem { lengths: Lengths::of(3, q, k), ..BASE };
+        let sides = [Side::padded(7), Side::padded(7).with_used(), Side::packed(15, 7)];
+        for (q, parts_q) in sides.iter().zip([&[][..], &["used_q:true"], &["total_q:Some(15)"]]) {
+            for (k, parts_k) in [
+                (Side::packed(99, 40), &["total_k:Some(99)"][..]),
+                (Side::packed(99, 40).with_used(), &["total_k:Some(99)", "used_k:true"]),
+                (Side::padded(40).with_used(), &["used_k:true"]),
+                (Side::paged(16, 9, 40), &["page:Some(16)", "pages:Some(9)"]),
+            ] {
+                let problem = of(*q, k);
+                assert_eq!(problem.check(), Ok(()));
+                let text = ron::to_string(&problem).unwrap();
+                assert!(text.starts_with("(batch:3,seqlen_q:7,seqlen_k:40,"), "{text}");
+                let all = ["total_q", "total_k", "used_q", "used_k", "page:", "pages:"];
+                let written = all.iter().filter(|name| text.contains(*name)).count();
+                assert_eq!(written, parts_q.len() + parts_k.len(), "{text}");
+                assert!(parts_q.iter().chain(parts_k).all(|part| text.contains(part)), "{text}");
+                assert_eq!(ron::from_str::<Problem>(&text).unwrap(), problem);
+                let json = serde_json::to_string(&problem).unwrap();
+                assert_eq!(serde_json::from_str::<Problem>(&json).unwrap(), problem);
+            }
+        }
+        let text = ron::to_string(&of(Side::padded(1), Side::paged(16, 9, 40))).unwrap();
+        for (from, to) in [("pages:Some(9),", ""), ("page:Some(16),", "page:Some(16),total_k:Some(3),")] {
+            let error = ron::from_str::<Problem>(&text.replace(from, to)).unwrap_err().to_string();
+            assert!(error.contains("keys in pages need page and pages"), "{error}");
+        }
+        let score = ScoreMod { softcap: None, alibi: Some(Alibi::PerSequenceHead), sinks: true };
+        let text = ron::to_string(&Problem { score, ..BASE }).unwrap();
+        assert!(text.ends_with("softcap:None,alibi:Some(per_sequence_head),sinks:true)"), "{text}");
+        assert_eq!(ron::from_str::<Problem>(&text).unwrap(), Problem { score, ..BASE });
+    }
+}

@@ -1,0 +1,120 @@
+//! A spec as text: RON and JSON, flat, and the name that tables show.
+
+use std::fmt;
+use std::ops::Not;
+
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "ron")]
+use super::SpecError;
+use super::{Kernel, KernelSpec, MaskKind, Reads, of_each};
+use crate::{Dtype, ScoreKind, Types};
+
+/// A spec as text.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "KernelSpec", deny_unknown_fields)]
+pub(super) struct Flat {
+    dtype: Dtype,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    out_dtype: Option<Dtype>,
+    head_dim: u32,
+    head_dim_v: u32,
+    mask: MaskKind,
+    #[serde(default)]
+    softcap: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    varied: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    paged: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    alibi: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    sinks: bool,
+    #[serde(default, skip_serializing_if = "Not::not")]
+    split: bool,
+    kernel: Kernel,
+}
+
+impl From<Flat> for KernelSpec {
+    fn from(flat: Flat) -> KernelSpec {
+        let Flat { dtype, out_dtype, head_dim, head_dim_v, mask, .. } = flat;
+        let Flat { softcap, varied, paged, alibi, sinks, split, kernel, .. } = flat;
+        let types = Types { qkv: dtype, out: out_dtype.unwrap_or(dtype) };
+        let (score, reads) = (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged });
+        KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel }
+    }
+}
+
+impl From<KernelSpec> for Flat {
+    fn from(spec: KernelSpec) -> Flat {
+        let KernelSpec { types, head_dim, head_dim_v, mask, score, reads, split, kernel } = spec;
+        let (dtype, out_dtype) = (types.qkv, types.differing_out());
+        let (ScoreKind { softcap, alibi, sinks }, Reads { varied, paged }) = (score, reads);
+        Flat {
+            dtype,
+            out_dtype,
+            head_dim,
+            head_dim_v,
+            mask,
+            softcap,
+            varied,
+            paged,
+            alibi,
+            sinks,
+            split,
+            kernel,
+        }
+    }
+}
+
+impl KernelSpec {
+    /// Reads and checks a spec from RON text.
+    ///
+    /// # Errors
+    /// [`SpecError::Ron`] with the position of the fault, or what [`KernelSpec::check`] finds.
+    #[cfg(feature = "ron")]
+    pub fn from_ron(text: &str) -> Result<KernelSpec, SpecError> {
+        let spec: KernelSpec = ron::from_str(text).map_err(|e| SpecError::Ron(e.to_string()))?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// The spec as RON text, which [`KernelSpec::from_ron`] reads back.
+    #[cfg(feature = "ron")]
+    pub fn to_ron(&self) -> String {
+        pretty_ron(self)
+    }
+}
+
+#[cfg(feature = "ron")]
+pub(super) fn pretty_ron(value: &impl Serialize) -> String {
+    ron::ser::to_string_pretty(value, ron::ser::PrettyConfig::default())
+        .expect("plain structs of numbers and names always serialise")
+}
+
+/// A short name, distinct among the specs of a table: kernel, dtype, head dims, mask, tile and the switches
+/// that are on.
+impl fmt::Display for KernelSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (tile_m, tile_n) = self.tile();
+        let head_dim = if self.head_dim == self.head_dim_v {
+            self.head_dim.to_string()
+        } else {
+            format!("{}-{}", self.head_dim, self.head_dim_v)
+        };
+        write!(f, "{}-{}-hd{head_dim}-{}", self.kernel.name(), self.types.qkv, self.mask.name())?;
+        for (on, name) in [
+            (self.score.softcap, "-softcap"),
+            (self.score.alibi, "-alibi"),
+            (self.score.sinks, "-sinks"),
+            (self.reads.varied, "-varlen"),
+            (self.reads.paged, "-paged"),
+            (self.split, "-split"),
+        ] {
+            f.write_str(if on { name } else { "" })?;
+        }
+        write!(f, "-{tile_m}x{tile_n}")?;
+        let parts = of_each!(&self.kernel, kernel => kernel.name_parts());
+        parts.iter().filter(|(on, _)| *on).try_for_each(|(_, name)| write!(f, "-{name}"))
+    }
+}
