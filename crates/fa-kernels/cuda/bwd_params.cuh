@@ -45,8 +45,9 @@ struct BwdParams {
     // Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
     float* dv_accum;
     // Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
-    // or to each of two shares that warps add on their own; null unless deterministic or, of several
-    // tiles of keys, the first sums are stored.
+    // or to each of two shares that warps add on their own; where the first to come stores its sums, for
+    // each warpgroup's share how many have claimed it, and whether the sums are there. Null unless
+    // deterministic or, of several tiles of keys, the first sums are stored.
     unsigned* dq_semaphores;
     // Workspace: the next tile to be drawn; null unless deterministic.
     unsigned* tile_counter;
@@ -68,8 +69,8 @@ struct BwdParams {
     int heads_per_section;
     // Sections of `heads_per_section` heads; the last section is the heads after them.
     int sections;
-    // 1 where the first sums of a tile of dQ are stored, the others added to them: every query sees a
-    // key. 0 where all are added to zeros.
+    // 1 where the first sums of a tile of dQ are stored, the others added to them; of uniform lengths
+    // every query sees a key then. 0 where all are added to zeros.
     int stores_dq;
     // Sequences of different lengths; kernels with `varied` only.
     VarlenParams varlen;

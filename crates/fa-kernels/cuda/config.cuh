@@ -245,9 +245,10 @@ struct Sm90BwdConfig {
     // Key tiles add to dQ in a fixed order, so that equal inputs give equal bits.
     bool deterministic;
     // The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added
-    // to zeros (NB-082). The tile of keys that does so was drawn before the others: the first one under a
-    // full mask; under a causal one the last that the queries see, as tiles are drawn with the last keys
-    // first.
+    // to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the
+    // first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with
+    // the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one whose
+    // turn is the first (NB-093).
     bool may_store_dq;
 };
 

@@ -41,9 +41,10 @@ impl KernelSpec {
     }
 
     /// Whether the kernel can store the first of the sums that come to a tile of dQ, by bulk copies, in place
-    /// of adding them to zeros (NB-082): an SM90 backward of uniform lengths. The tile of keys that does so
+    /// of adding them to zeros (NB-082): an SM90 backward. Of uniform lengths the tile of keys that does so
     /// was drawn before the others: the first one under a full mask; under a causal one the last that the
-    /// queries see, as tiles are drawn with the last keys first.
+    /// queries see, as tiles are drawn with the last keys first. Of other lengths it is the first to come, or
+    /// in deterministic kernels the one whose turn is the first (NB-093).
     pub const fn may_store_dq(&self) -> bool {
         match &self.kernel {
             Kernel::Sm90Bwd(kernel) => self.may_store_dq_of(kernel),
@@ -57,7 +58,7 @@ impl KernelSpec {
             MaskKind::Causal => kernel.deterministic || matches!(kernel.tile_order, TileOrder::LongestFirst),
             MaskKind::Window => false,
         };
-        kernel.dq_via_smem && !self.reads.varied && is_drawn_first
+        kernel.dq_via_smem && (self.reads.varied || is_drawn_first)
     }
 
     /// What CUDA's config of this kernel has beside [`KernelSpec::params`], in the order of declaration.
@@ -89,9 +90,10 @@ const NEAR_CAP: &[&str] = &[
 ];
 const MAY_STORE_DQ: &[&str] = &[
     " The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added",
-    " to zeros (NB-082). The tile of keys that does so was drawn before the others: the first one under a",
-    " full mask; under a causal one the last that the queries see, as tiles are drawn with the last keys",
-    " first.",
+    " to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the",
+    " first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with",
+    " the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one",
+    " whose turn is the first (NB-093).",
 ];
 
 #[cfg(test)]
@@ -139,6 +141,10 @@ mod tests {
         assert!(of(MaskKind::Full, natural, false) && of(MaskKind::Causal, longest, false));
         assert!(!of(MaskKind::Causal, natural, false) && of(MaskKind::Causal, natural, true));
         assert!(!of(MaskKind::Window, longest, true));
+        // Of lengths on the device whoever comes first stores.
+        let packed = spec(Kernel::Sm90Bwd(Sm90Bwd::default()));
+        let reads = Reads { varied: true, paged: false };
+        assert!(KernelSpec { mask: MaskKind::Window, reads, ..packed }.may_store_dq());
         let red = Sm90Bwd { dq_via_smem: false, ..Sm90Bwd::default() };
         assert!(!KernelSpec { mask: MaskKind::Full, ..spec(Kernel::Sm90Bwd(red)) }.may_store_dq());
     }

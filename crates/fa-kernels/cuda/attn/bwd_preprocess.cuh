@@ -5,6 +5,7 @@
 #include "attn/seqlen.cuh"
 #include "attn/store_rows.cuh"
 #include "attn/tensor_view.cuh"
+#include "attn/visibility.cuh"
 #include "bwd_params.cuh"
 #include "config.cuh"
 #include "ptx/math.cuh"
@@ -133,12 +134,14 @@ __device__ __forceinline__ void bwd_preprocess(const BwdParams& params) {
         QueryTile tile;
         if (!planned_query_tile<C.tile_m>(params, tile)) return;
         if (params.dq_semaphores != nullptr && thread_index() == 0) clear_turns<C>(params, tile.index);
-        clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
         const auto seqlen = Seqlen<true>::of(params, tile.batch);
         const i64 lse_row = seqlen.lse_row(tile.batch, tile.head, params.shape.heads_q);
         store_statistics<C>(
             params, seqlen, tile.m_block, tile.batch, tile.head, [&](int query) { return lse_row + query; },
             [&](int query) { return (tile.index - tile.m_block) * C.tile_m + query; });
+        const Visibility<C.mask, true> visible{params.shape, seqlen};
+        if (!stores_dq<C>(params) || sees_nothing<C.tile_m, C.tile_n>(visible, tile.m_block))
+            clear_f32(params.dq_accum + tile.index * kDqTile, kDqTile, thread_index(), cta_threads());
     } else {
         const int tile = cta_count() - 1 - cta_index();
         const int m_block = tile % params.m_blocks, batch_head = tile / params.m_blocks;

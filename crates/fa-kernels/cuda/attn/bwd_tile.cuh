@@ -4,6 +4,7 @@
 #include "attn/block_range.cuh"
 #include "attn/scheduler.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
 #include "bwd_params.cuh"
 #include "config.cuh"
 #include "ptx/atomic.cuh"
@@ -92,9 +93,52 @@ __device__ __forceinline__ bool stores_dq(const BwdParams& params, int head) {
                                     head < params.sections * params.heads_per_section);
 }
 
+// Of sequences of different lengths the first to come stores: it claims the tile of dQ by a semaphore, and
+// counts another when its sums are there, for which those that come meanwhile wait (NB-093). It has its sums
+// when it claims, so that they wait for a store under way, whatever order tiles are drawn in. Deterministic
+// kernels know it by their turns.
+template <auto C>
+constexpr bool claims_dq() {
+    return may_store_dq<C>() && C.varied && !C.deterministic;
+}
+
+// Whether tile `m_block` of queries is seen by no key: nobody stores dQ there.
+template <int TileM, int TileN, MaskKind Mask, bool Varied>
+__device__ __forceinline__ bool sees_nothing(const Visibility<Mask, Varied>& visible, int m_block) {
+    const int first = m_block * TileM;
+    return key_blocks<TileN>(visible, first, min(first + TileM, visible.seqlen.q()) - 1).empty();
+}
+
 // The tile of queries that a tile of keys visits at step `step` of a head; steps count through `range`.
 __device__ __forceinline__ int query_block(const BlockRange& range, bool descending, int step) {
     return descending ? range.begin + range.end - 1 - step : step;
+}
+
+// Under a full mask tiles of keys that claim start elsewhere each, in a ring, so that they do not come to the
+// same queries at once.
+template <auto C>
+constexpr bool walks_in_ring() {
+    return claims_dq<C>() && C.mask == MaskKind::Full;
+}
+// How a tile of keys walks: where it starts, or whether it descends.
+template <auto C>
+__device__ __forceinline__ int query_walk(const BwdParams& params, const BwdTile& tile, int keys,
+                                          const BlockRange& range) {
+    if constexpr (walks_in_ring<C>()) {
+        if (!stores_dq<C>(params)) return 0;
+        return tile.n_block * (range.end - range.begin) / ceil_div(keys, C.tile_n);
+    } else {
+        return descends<C.mask, C.deterministic, C.varied>(params, tile);
+    }
+}
+template <auto C>
+__device__ __forceinline__ int query_block(const BlockRange& range, int walk, int step) {
+    if constexpr (walks_in_ring<C>()) {
+        const int block = step + walk;
+        return block >= range.end ? block - (range.end - range.begin) : block;
+    } else {
+        return query_block(range, walk != 0, step);
+    }
 }
 
 // Tiles of keys of a head; of a plan those of all sequences.
@@ -190,13 +234,14 @@ __device__ __forceinline__ i64 dkv_tile(const BwdParams& params, const VariedBwd
            (tile.n_block + tile.keys.first);
 }
 
-// Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all.
+// Semaphores of a tile of dQ: one for each share of it that warps add on their own, or one that counts all;
+// of kernels that claim, two for each warpgroup's share.
 template <auto C>
 constexpr int dq_turns() {
     if constexpr (requires { C.dq_first; }) {
         return C.dq_first > 0 ? 2 : 1;
     } else {
-        return 1;
+        return claims_dq<C>() ? 2 * C.num_wg : 1;
     }
 }
 
@@ -220,9 +265,9 @@ __device__ __forceinline__ void count_part(unsigned* semaphore) {
 }
 
 // Waits until every tile of keys before this one has added its `parts` parts to share `of` of tile `m_block`
-// of dQ. They were drawn before it and are running.
+// of dQ, and returns whether there is one. They were drawn before it and are running.
 template <int TileM, int TileN, int Turns = 1, MaskKind Mask, bool Varied>
-__device__ __forceinline__ void wait_for_turn(const BwdParams& params,
+__device__ __forceinline__ bool wait_for_turn(const BwdParams& params,
                                               const Visibility<Mask, Varied>& visible,
                                               const BwdTileOf<Varied>& tile, bool descending, int head,
                                               int m_block, int parts, int of = 0) {
@@ -231,6 +276,7 @@ __device__ __forceinline__ void wait_for_turn(const BwdParams& params,
     const bool last_first = last_keys_first<Mask, true>() && !descending;
     const unsigned before = last_first ? keys.end - 1 - tile.n_block : tile.n_block - keys.begin;
     wait_for_parts(dq_semaphore<Turns>(params, tile, head, m_block, of), before * parts);
+    return before > 0;
 }
 
 // Counts this thread's part as added.

@@ -43,6 +43,25 @@ struct Softmax {
                                              : exp2_approx(x * kLog2e);
     }
 
+    // With sinks, one more logit in natural units for each row that joins the sum but no output: the first
+    // tile's maximum starts from them, and stays below one that is far above every score, so that P is not
+    // lost to it. A sink of -inf is none.
+    __device__ __forceinline__ void begin(const float (&sink)[2]) {
+        static_assert(!kNatural);
+        constexpr float kSinkAbove = 64.f;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) max[row] = fmaxf(kNothing, sink[row] * kLog2e - kSinkAbove);
+    }
+
+    // Adds the sinks after the first step; one lane of the quad counts them.
+    __device__ __forceinline__ void add_sinks(const float (&sink)[2], bool counts) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float exponent = fmaf(sink[row], kLog2e, -max[row]);
+            sum[row] += exponential(counts ? exponent : minus_infinity());
+        }
+    }
+
     // Turns a tile of scores into unnormalised probabilities P, and returns in `rescale` what earlier results
     // must be multiplied with. `First`: nothing came before.
     template <bool First, int N>
@@ -65,8 +84,7 @@ struct Softmax {
         }
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            float grown =
-                fmaxf(quad_max(fmaxf(tile_max[row], other_max[row])) * scale, First ? kNothing : max[row]);
+            float grown = fmaxf(quad_max(fmaxf(tile_max[row], other_max[row])) * scale, max[row]);
             if constexpr (!First && RescaleThreshold > 0) {
                 if (grown - max[row] <= float(RescaleThreshold)) grown = max[row];
             }

@@ -61,24 +61,23 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
     const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
     const BlockRange range = query_blocks<C.tile_m, C.tile_n>(visible, tile.n_block * C.tile_n);
     const bool has_work = !range.empty() && tile.first_head < tile.end_head;
-    const bool descending = descends<C.mask, C.deterministic, C.varied>(params, tile);
+    const int walk = query_walk<C>(params, tile, seqlen.k(), range);
 
     if (warp < 4) {
         setmaxnreg_dec<T::kProducerRegs>();
         if (has_work && warp == 0) {
             if (elect_one()) {
-                sm90::bwd_producer<C>(smem, params, seqlen, tile, range, descending, map_q, map_k, map_v,
-                                      map_do);
+                sm90::bwd_producer<C>(smem, params, seqlen, tile, range, walk, map_q, map_k, map_v, map_do);
             }
         } else if (has_work && warp <= C.num_wg) {
             if constexpr (C.dq_via_smem)
-                sm90::bwd_add_dq<C>(smem, params, visible, tile, range, descending, warp - 1);
+                sm90::bwd_add_dq<C>(smem, params, visible, tile, range, walk, warp - 1);
         }
     } else {
         setmaxnreg_inc<T::kConsumerRegs>();
         if (has_work) {
-            sm90::BwdConsumer<C> consumer{smem,       params,       visible,  tile,         range,
-                                          descending, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
+            sm90::BwdConsumer<C> consumer{smem, params,       visible,  tile,         range,
+                                          walk, warp / 4 - 1, warp % 4, lane_index(), elect_one()};
             consumer.main_loop();
             consumer.finish();
         } else {

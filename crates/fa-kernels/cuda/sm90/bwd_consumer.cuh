@@ -39,7 +39,7 @@ struct BwdConsumer {
     const Visibility<C.mask, C.varied>& visible;
     const Tile<C>& tile;
     const BlockRange& range;
-    const bool descending;
+    const int walk;
     const int wg, warp, lane;
     const bool elected;
 
@@ -277,7 +277,7 @@ struct BwdConsumer {
             if (!T::kDqAhead || Slice < C.dq_slices - 1) announce_dq();
         } else {
             if (C.deterministic && Slice == 0) {
-                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head, m_block,
+                wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, walk != 0, head, m_block,
                                                   T::kConsumers);
             }
             float* share = dq_share<C>(params, tile, head, m_block, Slice, wg) + thread * 4;
@@ -343,8 +343,7 @@ struct BwdConsumer {
         for (int head = tile.first_head; head < tile.end_head; ++head) {
             float slope = 0.f;
             if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
-            for (int i = range.begin; i < range.end; ++i)
-                step(head, query_block(range, descending, i), slope);
+            for (int i = range.begin; i < range.end; ++i) step(head, query_block<C>(range, walk, i), slope);
         }
         if (T::kDqAhead && accumulate) announce_dq();
     }

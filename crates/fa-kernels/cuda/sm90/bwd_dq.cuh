@@ -7,6 +7,7 @@
 #include "bwd_params.cuh"
 #include "config.cuh"
 #include "ptx/address.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/warp.cuh"
@@ -22,22 +23,34 @@ __device__ __forceinline__ float* dq_share(const BwdParams& params, const Tile<C
            slice * T::DqOrder::kSlice + wg * T::DqOrder::kShare;
 }
 
-// Adds what warpgroup `wg` leaves in shared memory to global memory; of the first keys, stores it.
+// Adds what warpgroup `wg` leaves in shared memory to global memory; the first sums of a tile are stored.
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams& params,
                                            const Visibility<C.mask, C.varied>& visible, const Tile<C>& tile,
-                                           const BlockRange& range, bool descending, int wg) {
+                                           const BlockRange& range, int walk, int wg) {
     using T = BwdTraits<C>;
     const bool elected = elect_one();
     const u32 share = smem_address(smem.dq.tiles[0]) + wg * T::DqOrder::kShare * 4;
-    const bool first_is_stored = stores_dq<C>(
-        params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits + tile.split);
+    const bool first_is_stored =
+        C.varied
+            ? stores_dq<C>(params)
+            : stores_dq<C>(params, (tile.batch * params.shape.heads_kv + tile.kv_head) * params.head_splits +
+                                       tile.split);
     named_barrier_arrive(kDqFree + wg, 128 + 32);
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         for (int step = range.begin; step < range.end; ++step) {
-            const int m_block = query_block(range, descending, step);
-            bool stores = first_is_stored;
-            if constexpr (may_store_dq<C>()) {
+            const int m_block = query_block<C>(range, walk, step);
+            bool stores = first_is_stored, claims = false;
+            // Of this warpgroup's share: how many have claimed it, and whether the sums are there. All but
+            // the first to come read that before they have theirs.
+            auto semaphore = [&](int of) {
+                return dq_semaphore<dq_turns<C>()>(params, tile, head, m_block, 2 * wg + of);
+            };
+            if constexpr (C.varied) {
+                stores = false;
+                if (claims_dq<C>() && first_is_stored && elected) claims = load_acquire(semaphore(1)) == 0;
+                warp_sync();
+            } else if constexpr (may_store_dq<C>()) {
                 const int first = m_block * C.tile_m;
                 if (first_is_stored && params.n_blocks > 1) {
                     const int storing =
@@ -60,9 +73,13 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 if (elected) {
                     if constexpr (C.deterministic) {
                         if (slice == 0) {
-                            wait_for_turn<C.tile_m, C.tile_n>(params, visible, tile, descending, head,
-                                                              m_block, C.num_wg);
+                            const bool has_sums = wait_for_turn<C.tile_m, C.tile_n>(
+                                params, visible, tile, walk != 0, head, m_block, C.num_wg);
+                            if constexpr (C.varied) stores = first_is_stored && !has_sums;
                         }
+                    } else if (claims && slice == 0) {
+                        stores = atomic_add(semaphore(0), 1u) == 0;
+                        if (!stores) wait_for_parts(semaphore(1), 1);
                     }
                     float* const sums = dq_share<C>(params, tile, head, m_block, slice, wg);
                     if (stores) {
@@ -76,7 +93,12 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 warp_sync();
                 named_barrier_arrive(kDqFree + wg, 128 + 32);
             }
-            if ((C.deterministic || (stores && params.n_blocks > 1)) && elected) {
+            if (claims_dq<C>()) {
+                if (stores && elected) {
+                    bulk_wait();
+                    count_part(semaphore(1));
+                }
+            } else if ((C.deterministic || (stores && params.n_blocks > 1)) && elected) {
                 bulk_wait();
                 signal_next(params, tile, head, m_block);
             }

@@ -17,7 +17,7 @@ namespace fa::sm90 {
 template <Sm90BwdConfig C>
 __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParams& params,
                                              const Seqlen<C.varied>& seqlen, const Tile<C>& tile,
-                                             const BlockRange& range, bool descending, const TensorMap& map_q,
+                                             const BlockRange& range, int walk, const TensorMap& map_q,
                                              const TensorMap& map_k, const TensorMap& map_v,
                                              const TensorMap& map_do) {
     using T = BwdTraits<C>;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void bwd_producer(BwdStorage<C>& smem, const BwdParam
     for (int head = tile.first_head; head < tile.end_head; ++head) {
         const i64 stats = dq_tile(params, tile, head, 0) * C.tile_m;
         for (int step = range.begin; step < range.end; ++step) {
-            const int row = query_block(range, descending, step) * C.tile_m;
+            const int row = query_block<C>(range, walk, step) * C.tile_m;
             if (first) {
                 mbarrier_arrive_expect(smem.k_full, T::K::kBytes);
                 load_keys(typename T::K{}, smem.k, map_k, smem.k_full, params.varlen.tma_k);

@@ -243,6 +243,12 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
         };
 
         if (!range.empty()) {
+            // Of parts of the keys the sinks join the combined result.
+            float sink[2] = {minus_infinity(), minus_infinity()};
+            if constexpr (C.sinks) {
+                if (!C.split || tile.splits == 1) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
+                softmax.begin(sink);
+            }
             smem.q_bars.wait_full(q_state);
             if constexpr (T::kSkipsBlocks) {
 #pragma unroll 1
@@ -256,6 +262,7 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             release_k();
             modify(n_block);
             softmax.template step<true>(s, scale_log2, rescale);
+            if constexpr (C.sinks) softmax.add_sinks(sink, own_column == 0);
             pack_p();
             if constexpr (T::kSkipsBlocks) {
 #pragma unroll 1
@@ -266,7 +273,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
             }
 
             bool accumulate = false;
-            float sink[2];  // read before the last product, which hides it
             if constexpr (C.overlap_wg) {
                 // The next S runs under this tile's P V, the softmax under both.
                 while (--n_block >= range.begin) {
@@ -298,7 +304,6 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                 if constexpr (T::kRescaleFirst && !C.lazy_max) {
                     if (accumulate) scale_rows(o, rescale);
                 }
-                if constexpr (C.sinks) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
                 smem.v_bars.wait_full(v_state);
                 issue_pv(accumulate);
             } else {
@@ -321,16 +326,11 @@ __device__ __forceinline__ void consume(SharedStorage<C>& smem, const FwdParams&
                     smem.v_bars.wait_full(v_state);
                     issue_pv(true);
                 }
-                if constexpr (C.sinks) load_sinks<C.pack_gqa>(params, row, tile.head, sink);
                 smem.q_bars.release(q_state, elected);
             }
             q_state.advance();
             float factor[2], lse[2];
-            if (!C.sinks || (C.split && tile.splits > 1)) {
-                softmax.finish(factor, lse);
-            } else {
-                softmax.finish(sink, factor, lse);
-            }
+            softmax.finish(factor, lse);
             wgmma::wait<0>();
             release_v();
             if (C.split && tile.splits > 1) {

@@ -279,8 +279,9 @@ param_struct! {
         /// Workspace `[batch, heads_kv, n_blocks, tile_n * head_dim_v]`, as dk_accum.
         pub dv_accum: MutF32Ptr,
         /// Workspace `[batch, heads_q, m_blocks, turns]`: the contributions added to each tile of dQ so far,
-        /// or to each of two shares that warps add on their own; null unless deterministic or, of several
-        /// tiles of keys, the first sums are stored.
+        /// or to each of two shares that warps add on their own; where the first to come stores its sums, for
+        /// each warpgroup's share how many have claimed it, and whether the sums are there. Null unless
+        /// deterministic or, of several tiles of keys, the first sums are stored.
         pub dq_semaphores: MutU32Ptr,
         /// Workspace: the next tile to be drawn; null unless deterministic.
         pub tile_counter: MutU32Ptr,
@@ -302,8 +303,8 @@ param_struct! {
         pub heads_per_section: i32,
         /// Sections of `heads_per_section` heads; the last section is the heads after them.
         pub sections: i32,
-        /// 1 where the first sums of a tile of dQ are stored, the others added to them: every query sees a
-        /// key. 0 where all are added to zeros.
+        /// 1 where the first sums of a tile of dQ are stored, the others added to them; of uniform lengths
+        /// every query sees a key then. 0 where all are added to zeros.
         pub stores_dq: i32,
         /// Sequences of different lengths; kernels with `varied` only.
         pub varlen: VarlenParams,

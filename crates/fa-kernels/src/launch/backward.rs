@@ -174,7 +174,8 @@ impl Launches {
         let params = params(spec, &traits, problem, (arch, sms), splits)?;
         let head_dims = (spec.head_dim, spec.head_dim_v);
         // Of several tiles of keys the others have to know when the first one's sums are stored.
-        let takes_turns = deterministic || (params.stores_dq != 0 && params.n_blocks > 1);
+        let several = spec.reads.varied || params.n_blocks > 1;
+        let takes_turns = deterministic || (params.stores_dq != 0 && several);
         let turns = if takes_turns { dq_turns(spec) } else { 0 };
         let mut workspace =
             Workspace::backward(problem, head_dims, traits.tile, turns, deterministic, splits)?;
@@ -249,7 +250,8 @@ impl Launches {
 const TURNS_AT_ONCE: usize = 16;
 
 /// Where one tile of keys stores its sums of dQ for the others to add to, the heads of a section in the
-/// natural order of tiles; `None` where all sums are added to zeros. Every query has to see a key.
+/// natural order of tiles; `None` where all sums are added to zeros. Of uniform lengths every query has to
+/// see a key.
 fn storing_heads(
     spec: &KernelSpec,
     traits: &Traits,
@@ -257,6 +259,14 @@ fn storing_heads(
     (arch, sms): (Arch, u32),
 ) -> Option<usize> {
     let (max_q, max_k) = (problem.lengths.max_q(), problem.lengths.max_k());
+    if spec.reads.varied {
+        // Under a full mask the tiles of a head start at different queries: what all heads share that run at
+        // once has to stay in the L2.
+        let at_once = (sms as usize).div_ceil(max_k.div_ceil(traits.tile.1 as usize).max(1));
+        let fits = head_bytes(problem, at_once) <= arch.limits().l2_bytes * 2 / 5;
+        let stores = spec.mask != MaskKind::Full || traits.pass.deterministic() || fits;
+        return (spec.may_store_dq() && stores).then_some(1);
+    }
     let all_see_keys = max_k > 0 && (spec.mask == MaskKind::Full || max_q <= max_k);
     if !spec.may_store_dq() || !all_see_keys {
         return None;
@@ -288,10 +298,11 @@ fn head_bytes(problem: &Problem, heads: usize) -> u64 {
     (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
 }
 
-/// Semaphores that a tile of dQ has in a deterministic backward: `dq_turns` in cuda/attn/bwd_tile.cuh.
+/// Semaphores that a tile of dQ has where there are some: `dq_turns` in cuda/attn/bwd_tile.cuh.
 fn dq_turns(spec: &KernelSpec) -> usize {
     match &spec.kernel {
         Kernel::Sm80Bwd(kernel) if kernel.dq_first > 0 => 2,
+        Kernel::Sm90Bwd(kernel) if spec.reads.varied && !kernel.deterministic => 2 * kernel.num_wg as usize,
         Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_) | Kernel::Sm80Fwd(_) | Kernel::Sm90Fwd(_) => 1,
     }
 }
