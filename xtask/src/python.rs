@@ -92,7 +92,7 @@ fn build(tools: &Path, wheels: &Path, release: bool) -> Result<PathBuf> {
         // The profile of the tests, whose crates are built already.
         maturin.args(["--profile", "dev", "--strip", "false"]);
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        maturin.env(CARGO_BEHIND, cargo).env("CARGO", std::env::current_exe()?);
+        maturin.env(CARGO_BEHIND, cargo).env("CARGO", workspace::program()?);
     }
     maturin.current_dir(workspace::root());
     finish(&mut maturin, "the wheel is not built")?;

@@ -15,6 +15,19 @@ pub fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |dir| root().join(dir))
 }
 
+/// This program's file; where cargo has built it again since it started, the new one.
+pub fn program() -> Result<PathBuf> {
+    Ok(standing(std::env::current_exe().context("this program does not find itself")?))
+}
+
+/// Linux says of a running program whose file has been replaced that it is deleted.
+fn standing(program: PathBuf) -> PathBuf {
+    match program.to_str().and_then(|path| path.strip_suffix(" (deleted)")) {
+        Some(path) if !program.exists() => PathBuf::from(path),
+        _ => program,
+    }
+}
+
 /// Cargo with these arguments, in the workspace's root.
 pub fn cargo_command(args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -80,4 +93,16 @@ pub fn sources(folder: &Path, extension: &str) -> Vec<(String, String)> {
     }
     found.sort();
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_was_built_again_is_found_where_it_lies() {
+        assert_eq!(standing("/nowhere/xtask (deleted)".into()), Path::new("/nowhere/xtask"));
+        assert_eq!(standing("/nowhere/xtask".into()), Path::new("/nowhere/xtask"));
+        assert!(program().is_ok_and(|program| program.is_file()));
+    }
 }

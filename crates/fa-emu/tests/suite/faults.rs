@@ -147,8 +147,8 @@ faults! {
     // ---- SM90 backward ----
     "no fence before dQ is added": "sm90_bwd" &[], 300, SM90_BWD, "void announce_dq()",
         "fence_async_shared();" => "", ["missing proxy fence"];
-    "a turn is passed on before dQ is added": "sm90_bwd" &[("deterministic", "true")], 600, SM90_DQ, "",
-        "bulk_wait();" => "", ["unordered addition"];
+    "a turn is passed on before dQ is added": "sm90_bwd" &[("deterministic", "true")], 600, SM90_DQ,
+        "else if ((C.deterministic", "bulk_wait();" => "", ["unordered addition"];
     "dQ's buffer is written while it is read": "sm90_bwd" &[], 600, SM90_DQ, "",
         "bulk_wait_read();" => "", ["data race"];
     "dS is exchanged without a barrier": "sm90_bwd" &[], 300, SM90_BWD, "void exchange()",
@@ -172,7 +172,7 @@ faults! {
 
     // ---- Tried once to see where the message leads, and kept ----
     "a row beyond the end is stored": "sm90_fwd" &[], 300, "attn/epilogue.cuh", "",
-        "row < rows.count(seqlen)" => "row <= rows.count(seqlen)", ["out of bounds"];
+        "inside = row < end;" => "inside = row <= end;", ["out of bounds"];
     "lanes part at a shuffle": "sm80_fwd" &[], 300, "attn/softmax.cuh", "quad_max(",
         "shuffle_xor(x, 1)" => "thread_index() % 4 < 2 ? shuffle_xor(x, 1) : x", ["divergence"];
     "a barrier counts half of its threads": "sm80_bwd" &[], 300, SM80_DS_WARPS, "differentiate(dp, step());",
