@@ -204,7 +204,7 @@ fn a_page_shows_the_loop_by_the_emulation() {
     assert!(planned.code == 2 && planned.stderr.contains("is planned only"), "{planned:?}");
     fa(&format!("plan --headdim 64 --seqlen 1024 --emulate --report {}", text(&path))).good();
     let page = std::fs::read_to_string(&path).unwrap();
-    for part in ["A steady step, emulated", "products, warpgroup 1", "TMA", "sm90/fwd_consumer.cuh:"] {
+    for part in ["A steady step, emulated", "products, warpgroup 1", "TMA box", "sm90/fwd_consumer.cuh:"] {
         assert!(page.contains(part), "'{part}' is not on the page");
     }
     if let Some(browser) = chromium() {
