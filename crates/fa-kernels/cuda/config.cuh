@@ -247,8 +247,8 @@ struct Sm90BwdConfig {
     // The first of the sums that come to a tile of dQ can be stored, by bulk copies, in place of being added
     // to zeros (NB-082). Of uniform lengths the tile of keys that does so was drawn before the others: the
     // first one under a full mask; under a causal one the last that the queries see, as tiles are drawn with
-    // the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one whose
-    // turn is the first (NB-093).
+    // the last keys first. Of other lengths it is the first to come, or in deterministic kernels the one
+    // whose turn is the first (NB-093).
     bool may_store_dq;
 };
 
