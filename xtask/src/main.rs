@@ -10,6 +10,8 @@ mod imports;
 #[cfg(test)]
 mod lines;
 #[cfg(test)]
+mod map;
+#[cfg(test)]
 mod notebook;
 mod python;
 #[cfg(test)]
