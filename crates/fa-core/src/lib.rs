@@ -33,7 +33,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-#![warn(unreachable_pub)]
+#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
 
 pub mod append;
 pub mod arch;

@@ -40,7 +40,7 @@
 //! # Ok::<(), fa_cpu::CpuError>(())
 //! ```
 
-#![warn(unreachable_pub)]
+#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
 
 pub mod append;
 pub mod batch;

@@ -28,7 +28,7 @@
 //! # Ok::<(), fa_planner::plan::PlanError>(())
 //! ```
 
-#![warn(unreachable_pub)]
+#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
 
 pub mod account;
 pub mod banks;
