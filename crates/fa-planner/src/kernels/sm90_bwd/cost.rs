@@ -19,8 +19,8 @@ use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
 /// Bytes per clock that an SM adds to the f32 accumulators of dK and dV, which other CTAs add to as well
-/// (NB-086).
-const PART_BYTES: f64 = 10.0;
+/// (NB-086, NB-107).
+const PART_BYTES: f64 = 7.0;
 
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
@@ -63,17 +63,21 @@ pub(crate) fn predict(
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
+    // A CTA computes nothing until its first Q and dO are there (NB-107).
+    let outside = c.block + loads / constants.first_bytes;
 
     let (split, work) = cuts.of_keys(problem, spec, arch);
     // The products hide the test of a mask.
     let added = split.added / PART_BYTES;
-    let length = |class: &TileClass| c.block + added + class.steps * step;
+    let length = |class: &TileClass| outside + added + class.steps * step;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
         (_, TileOrder::LongestFirst) => Queue::LongestFirst,
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
+    // In the first wave all SMs ask for K and V as well, and for all of it at once.
+    let end = end + (tile_m + tile_n) * (hd + hdv) * bytes / constants.first_bytes;
     let busy = end / clock;
     // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
     let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
@@ -91,7 +95,9 @@ pub(crate) fn predict(
         (rows * 2.0 * hdv * bytes + zeros + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
     let finish = (rows * hd * bytes + accumulators + 1.5 * split.sums)
         / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
-    let outer = prepare + finish + 3.0 * constants.launch_s;
+    // Parts of dK and dV are added up by a launch of their own.
+    let launches = if split.parts > 1 { 4.0 } else { 3.0 } * constants.launch_s;
+    let outer = prepare + finish + launches;
 
     let alone = |clocks: f64| work.steps() / sms * clocks / clock;
     let terms = Terms {
@@ -101,7 +107,7 @@ pub(crate) fn predict(
         l2,
         hbm: hbm + prepare + finish,
         waves: (end - total / sms) / clock,
-        latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
+        latency: launches + (work.steps() * exposed + work.tiles * outside) / sms / clock,
     };
     let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };
     Cost::of(problem, Pass::BACKWARD, (work, 1), main + outer, terms, sms, step)
