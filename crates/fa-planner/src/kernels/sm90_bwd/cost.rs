@@ -9,6 +9,7 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
+use crate::account::stored::storing_heads;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
 use crate::cost::cuts::Cuts;
@@ -18,9 +19,9 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
-/// Bytes per clock that an SM adds to the f32 accumulators of dK and dV, which other CTAs add to as well
-/// (NB-086, NB-107).
-const PART_BYTES: f64 = 7.0;
+/// Bytes per clock that the L2 adds to the f32 accumulators of dK and dV, to which several CTAs add at once
+/// (NB-107).
+const PART_BYTES: f64 = 700.0;
 
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
@@ -68,7 +69,7 @@ pub(crate) fn predict(
 
     let (split, work) = cuts.of_keys(problem, spec, arch);
     // The products hide the test of a mask.
-    let added = split.added / PART_BYTES;
+    let added = split.added / c.atomic_bytes;
     let length = |class: &TileClass| outside + added + class.steps * step;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
@@ -76,20 +77,21 @@ pub(crate) fn predict(
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
-    // In the first wave all SMs ask for K and V as well, and for all of it at once.
-    let end = end + (tile_m + tile_n) * (hd + hdv) * bytes / constants.first_bytes;
-    let busy = end / clock;
-    // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
-    let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
+    // In the first wave all SMs ask for K and V as well, and for all of it at once; those of the last wave add
+    // their parts at once.
+    let first = (tile_m + tile_n) * (hd + hdv) * bytes / constants.first_bytes;
+    let last = split.added * work.tiles.min(sms) / PART_BYTES;
+    let busy = (end + first + last) / clock;
+    // Every step reads Q and dO from L2 and adds the f32 tile of dQ there, every tile its parts.
+    let of_steps = work.steps() * (loads + c.add_weight * dq_tile) / limits.l2_bytes_per_clock;
+    let l2 = (of_steps + work.tiles * split.added / PART_BYTES) / clock;
 
     let rows = problem.rows();
     let accumulators = rows * hd * 4.0;
     let hbm = (problem.bytes_backward() + accumulators + split.missed)
         / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
-    // Where one tile holds all keys, dQ's sums are stored and need no zeros (NB-062).
-    let one_tile = problem.lengths.max_k() <= kernel.tile_n as usize;
-    let stored = one_tile && spec.mask == MaskKind::Full && !spec.reads.varied && kernel.dq_via_smem;
+    let stored = storing_heads(spec, problem, arch, limits.sms).is_some();
     let zeros = if stored { 0.0 } else { accumulators };
     let prepare =
         (rows * 2.0 * hdv * bytes + zeros + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
