@@ -48,6 +48,7 @@ pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
 pub mod tensor;
+pub mod words;
 
 pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
@@ -67,3 +68,4 @@ pub use spec::{
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};
+pub use words::counted;

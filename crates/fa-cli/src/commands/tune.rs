@@ -9,6 +9,7 @@ use fa_attn::tune::user_table;
 use fa_core::Pass;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
+use fa_lab::shape::whole;
 use fa_lab::tune::draw::Drawing;
 use fa_lab::tune::{self, Options, Problems, Wanted};
 use fa_planner::Mode;
@@ -61,6 +62,7 @@ pub struct TuneArgs {
     pub random: Option<u16>,
     /// The same seed draws the same problems [default: 0]
     #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
+    #[arg(value_parser = whole::<u64>)]
     pub seed: Option<u64>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]
