@@ -266,6 +266,9 @@ pub struct Sm90BwdConstants {
     pub atomic_bytes: f64,
     /// L2 cost of one atomically added dQ byte, in read bytes.
     pub add_weight: f64,
+    /// Bytes per clock that the L2 adds to the f32 accumulators of dK and dV, to which several CTAs add at
+    /// once (NB-107).
+    pub part_bytes: f64,
     /// Clocks of a CTA outside its steps, beside those for its first queries.
     pub block: f64,
     /// Share of device-memory bandwidth that preprocess reaches: it reads O and dO and zeroes the
@@ -296,6 +299,7 @@ impl Sm90BwdConstants {
         turn: 850.0,
         atomic_bytes: 48.2,
         add_weight: 2.17,
+        part_bytes: 700.0,
         block: 2400.0,
         prepare_bandwidth: 0.644,
         finish_bandwidth: [0.474, 0.611],

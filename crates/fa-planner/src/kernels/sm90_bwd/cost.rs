@@ -19,10 +19,6 @@ use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
 
-/// Bytes per clock that the L2 adds to the f32 accumulators of dK and dV, to which several CTAs add at once
-/// (NB-107).
-const PART_BYTES: f64 = 700.0;
-
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
     problem: &Problem,
@@ -77,14 +73,14 @@ pub(crate) fn predict(
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
-    // In the first wave all SMs ask for K and V as well, and for all of it at once; those of the last wave add
-    // their parts at once.
+    // In the first wave all SMs ask for K and V as well, and for all of it at once; those of the last wave
+    // add their parts at once.
     let first = (tile_m + tile_n) * (hd + hdv) * bytes / constants.first_bytes;
-    let last = split.added * work.tiles.min(sms) / PART_BYTES;
+    let last = split.added * work.tiles.min(sms) / c.part_bytes;
     let busy = (end + first + last) / clock;
     // Every step reads Q and dO from L2 and adds the f32 tile of dQ there, every tile its parts.
     let of_steps = work.steps() * (loads + c.add_weight * dq_tile) / limits.l2_bytes_per_clock;
-    let l2 = (of_steps + work.tiles * split.added / PART_BYTES) / clock;
+    let l2 = (of_steps + work.tiles * split.added / c.part_bytes) / clock;
 
     let rows = problem.rows();
     let accumulators = rows * hd * 4.0;
