@@ -28,6 +28,8 @@
 //! # Ok::<(), fa_planner::plan::PlanError>(())
 //! ```
 
+#![warn(unreachable_pub)]
+
 pub mod account;
 pub mod banks;
 pub mod cost;
