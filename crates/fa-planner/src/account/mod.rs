@@ -10,6 +10,7 @@ pub(crate) mod pages;
 pub mod panels;
 pub(crate) mod reason;
 pub(crate) mod splits;
+pub(crate) mod stored;
 mod turns;
 
 use fa_core::{Arch, Kernel, KernelSpec};
@@ -27,6 +28,7 @@ pub use pages::{boxes_need, page_part};
 pub use panels::BwdPanels;
 pub use reason::Reason;
 pub use splits::head_splits;
+pub use stored::{head_bytes, storing_heads};
 pub use turns::heads_side_by_side;
 
 /// What a CTA of a kernel takes of an SM.
