@@ -81,7 +81,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         Kernel::Sm90Fwd(kernel) => sm90_fwd::spills::known(spec, kernel),
         Kernel::Sm90Bwd(kernel) => sm90_bwd::spills::known(spec, kernel),
         Kernel::Sm80Bwd(kernel) => sm80_bwd::spills::known(spec, kernel, arch),
-        Kernel::Sm80Fwd(_) => false,
+        Kernel::Sm80Fwd(kernel) => sm80_fwd::spills::known(spec, kernel),
     };
     if spills {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });
