@@ -43,9 +43,9 @@ mod tests {
         let capped = ScoreMod::softcap(30.0);
         let sloped = ScoreMod { alibi: Some(Alibi::PerHead), ..capped };
         let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
-        let tile = |spec: &KernelSpec| match &spec.kernel {
-            Kernel::Sm80Fwd(own) => (own.tile_m, own.tile_n, own.num_warps),
-            other => panic!("an SM80-class forward, not {}", other.name()),
+        let tile = |spec: &KernelSpec| {
+            let Kernel::Sm80Fwd(own) = &spec.kernel else { panic!("an SM80-class forward, not {spec}") };
+            (own.tile_m, own.tile_n, own.num_warps)
         };
         for mask in [Mask::FULL, Mask::CAUSAL, square.mask] {
             for (score, spills) in [(sloped, true), (capped, false)] {
