@@ -15,7 +15,7 @@ fn chromium() -> Option<PathBuf> {
     names.iter().find_map(|name| folders.iter().map(|folder| folder.join(name)).find(|path| path.is_file()))
 }
 
-/// Looks at a page in frames of some widths, light, dark and as it is printed, and says what is wrong with it.
+/// Looks at a page in frames of some widths, light, dark and printed, and says what is wrong with it.
 const INSPECT: &str = r"
 const found = [], numbers = [];
 const say = (frame, what) => found.push(`${frame.id} ${frame.width}${frame.dark ? ' dark' : ''}: ${what}`);
