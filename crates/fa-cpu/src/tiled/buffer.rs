@@ -148,7 +148,7 @@ mod tests {
         // Of another problem: what is kept makes room.
         drop(Buffer::<f32>::new(KEEP / 5));
         let bytes = KEPT.with_borrow(|kept| kept.bytes);
-        assert!(bytes >= 4 * (KEEP / 5) && bytes <= KEEP, "{bytes} bytes");
+        assert!((4 * (KEEP / 5)..=KEEP).contains(&bytes), "{bytes} bytes");
         let at = Buffer::<f32>::new(KEEP / 5).storage.as_ptr();
         assert_eq!(at, Buffer::<f32>::new(KEEP / 5 - 1000).storage.as_ptr(), "the storage is used again");
         drop(Buffer::<f32>::new(8));
