@@ -182,8 +182,8 @@ pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
     }
 }
 
-/// P of the backward: `2^x` with x = score - LSE, which is at most 0 but for the rounding of both. Of scores of
-/// 1e9 that is 64 and more, and P would be 2^64.
+/// P of the backward: `2^x` with x = score - LSE, which is at most 0 but for the rounding of both. Of scores
+/// of 1e9 that is 64 and more, and P would be 2^64.
 #[inline(always)]
 pub(super) unsafe fn probability<V: Vector>(x: V) -> V {
     // SAFETY: register operations only; the caller vouches for the instruction set.

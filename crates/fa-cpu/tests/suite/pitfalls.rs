@@ -62,7 +62,8 @@ fn nothing_to_see_and_nothing_to_do() {
     }
 }
 
-/// LSE keeps no fractions there, so that a score lies above it by its rounding: P is 1 at the most all the same.
+/// LSE keeps no fractions there, so that a score lies above it by its rounding: P is 1 at the most all the
+/// same.
 #[test]
 fn scores_too_large_for_the_digits_of_an_lse() {
     fn check<T: Element>(dtype: Dtype, mask: Mask, score: ScoreMod, seqlen_k: usize) {
