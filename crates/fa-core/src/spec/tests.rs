@@ -47,6 +47,8 @@ fn backward() -> KernelSpec {
             dq_slices: 1,
             tile_order: TileOrder::LongestFirst,
             deterministic: false,
+            persistent: false,
+            dq_one_wg: false,
         }),
         ..sm80()
     }
@@ -68,6 +70,26 @@ fn backward_shapes_follow_the_tensor_cores() {
     refused(|k| k.dq_slices = 2, "dq_slices = 2");
     refused(|k| k.q_stages = 3, "q_stages = 3");
     refused(|k| k.tile_n = 144, "tile_n = 144");
+    let room = "pds_stages * tile_m = 64 is below the head dim 128";
+    refused(|k| (k.persistent, k.pds_stages) = (true, 1), room);
+    refused(|k| (k.dq_one_wg, k.dq_via_smem, k.mma_dkv_is_rs) = (true, false, false), "needs dq_via_smem");
+}
+
+#[test]
+fn switches_of_the_backward_are_left_out_of_texts_where_they_are_off() {
+    let with = |persistent, dq_one_wg| {
+        let mut spec = backward();
+        let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
+        (kernel.persistent, kernel.dq_one_wg) = (persistent, dq_one_wg);
+        assert_eq!(spec.check(), Ok(()));
+        (spec.to_ron(), spec.to_string())
+    };
+    let (off, name) = with(false, false);
+    assert!(!off.contains("persistent") && !off.contains("dq_one_wg"));
+    assert_eq!(with(true, false).1, format!("{name}-pt"));
+    let (both, name_of_both) = with(true, true);
+    assert_eq!(name_of_both, format!("{name}-pt-dq1"));
+    assert!(KernelSpec::from_ron(&both).is_ok_and(|read| read.to_ron() == both));
 }
 
 fn backward_sm80() -> KernelSpec {

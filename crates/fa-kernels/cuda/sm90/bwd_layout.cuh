@@ -2,8 +2,14 @@
 // barriers and shared memory.
 #pragma once
 #include "attn/bwd_tile.cuh"
+#include "attn/query_range.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/visibility.cuh"
+#include "bwd_params.cuh"
 #include "config.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/warp.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/product.cuh"
 
@@ -55,7 +61,9 @@ struct BwdLayout {
     using CutS = Cut<C.tile_m, C.tile_n, C.num_wg, C.atom_layout_m_sdp, C.sdp_swap_ab>;
     using CutDk = Cut<C.tile_n, C.head_dim, C.num_wg, C.atom_layout_n_dkv, C.dkv_swap_ab>;
     using CutDv = Cut<C.tile_n, C.head_dim_v, C.num_wg, C.atom_layout_n_dkv, C.dkv_swap_ab>;
-    using CutDq = Cut<C.tile_m, C.head_dim, C.num_wg, C.atom_layout_m_dq, C.dq_swap_ab>;
+    // Warpgroups that compute dQ.
+    static constexpr int kDqWgs = C.dq_one_wg ? 1 : C.num_wg;
+    using CutDq = Cut<C.tile_m, C.head_dim, kDqWgs, C.dq_one_wg ? 1 : C.atom_layout_m_dq, C.dq_swap_ab>;
 
     // Panels that are read across must not straddle two warpgroups' shares.
     static constexpr int kPanelQ =
@@ -109,7 +117,7 @@ struct BwdLayout {
     // dQ is computed in slices of its blocks of 64 rows, one after another.
     static constexpr int kDqBlocks = Dq::kBlocks / C.dq_slices;
     static_assert(Dq::kBlocks % C.dq_slices == 0, "dQ is sliced between blocks of 64 rows");
-    using DqOrder = AccumulatorOrder<CutDq, C.num_wg, C.dq_slices, C.dq_swap_ab>;
+    using DqOrder = AccumulatorOrder<CutDq, kDqWgs, C.dq_slices, C.dq_swap_ab>;
     using DkOrder = AccumulatorOrder<CutDk, C.num_wg, 1, C.dkv_swap_ab>;
     using DvOrder = AccumulatorOrder<CutDv, C.num_wg, 1, C.dkv_swap_ab>;
 };
@@ -149,6 +157,44 @@ struct TileStages {
 };
 struct NoTile {};
 
+template <Sm90BwdConfig C>
+using Tile = BwdTileOf<C.varied>;
+
+// What all roles know of a tile.
+template <Sm90BwdConfig C>
+struct BwdWork {
+    Tile<C> tile;
+    BlockRange range;  // tiles of queries
+    int walk;          // as query_block takes it
+
+    __device__ __forceinline__ static BwdWork of(const BwdParams& params, int index) {
+        BwdWork work;
+        work.tile = bwd_tile_at<C>(params, index);
+        const auto seqlen = Seqlen<C.varied>::of(params, work.tile.batch);
+        if constexpr (C.varied) {
+            work.tile.queries = WorkspacePlace::of_queries<C.tile_m>(params, seqlen, work.tile.batch);
+            work.tile.keys = WorkspacePlace::of_keys<C.tile_n>(params, seqlen, work.tile.batch);
+        }
+        const Visibility<C.mask, C.varied> visible{params.shape, seqlen};
+        work.range = query_blocks<C.tile_m, C.tile_n>(visible, work.tile.n_block * C.tile_n);
+        work.walk = query_walk<C>(params, work.tile, seqlen.k(), work.range);
+        return work;
+    }
+
+    __device__ __forceinline__ bool empty() const {
+        return range.empty() || tile.first_head >= tile.end_head;
+    }
+};
+
+// Of CTAs that draw their tiles: when all have read K, and V; and the tile drawn next, or none.
+template <Sm90BwdConfig C>
+struct BwdDraws {
+    Mbarrier k_empty, v_empty;
+    PipelineBarriers<1> bars;
+    BwdWork<C> work;
+    int is_last;
+};
+
 // The planner's account names the same buffers in the same order; the generated unit asserts the size.
 template <Sm90BwdConfig C>
 struct alignas(1024) BwdStorage {
@@ -166,10 +212,8 @@ struct alignas(1024) BwdStorage {
     Mbarrier v_full;
     PipelineBarriers<C.q_stages> q_bars;
     PipelineBarriers<C.do_stages> do_bars;
+    [[no_unique_address]] Either<C.persistent, BwdDraws<C>, NoTile> draws;
     int ticket;
 };
-
-template <Sm90BwdConfig C>
-using Tile = BwdTileOf<C.varied>;
 
 }  // namespace fa::sm90

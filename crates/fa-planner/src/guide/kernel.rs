@@ -37,6 +37,8 @@ pub fn kernel_of_spec(spec: &BwdSpec) -> Sm90Bwd {
         dq_slices: 1,
         tile_order: TileOrder::Natural,
         deterministic: false,
+        persistent: false,
+        dq_one_wg: false,
     }
 }
 

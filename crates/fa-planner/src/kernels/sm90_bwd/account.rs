@@ -22,7 +22,8 @@ const ROW_STAT_ALIGN: u32 = 128;
 ///   memory;
 /// - `lse` and `dpsum` `[do_stages][tile_m]` f32, which arrive with dO;
 /// - mbarriers `k_full`, `v_full`, then `q_full`, `q_empty`, `do_full`, `do_empty`, one of each per stage;
-///   and a `ticket`, the number of a deterministic CTA's tile. Warpgroups synchronise with each other and
+///   with `persistent` also `k_empty`, `v_empty`, `ticket_full` and `ticket_empty`; and a `ticket`, the number
+///   of the tile that was drawn. Warpgroups synchronise with each other and
 ///   with the warps that add dQ by named barriers, which take no memory.
 pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     let (hd, hdv) = (spec.head_dim, spec.head_dim_v);
@@ -54,6 +55,12 @@ pub fn smem(spec: &KernelSpec, kernel: &Sm90Bwd) -> SmemPlan {
     {
         plan.push_mbarriers(name, stages);
     }
+    if kernel.persistent {
+        for name in ["k_empty", "v_empty", "drawn_full", "drawn_empty"] {
+            plan.push_mbarriers(name, 1);
+        }
+        plan.push("drawn", if spec.reads.varied { 64 } else { 48 }, 8);
+    }
     plan.push("ticket", 4, 4);
     plan.round_up(TILE_ALIGN)
 }
@@ -71,15 +78,15 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
     // As `sm90/bwd_layout.cuh` sets them.
     let is_tight = spec.reads.varied && spec.head_dim > 192;
     let split = SetMaxNReg::with_lengths(kernel.num_wg, is_tight);
-    let accumulators =
-        regs::bwd(mmas.sdp.regs(), mmas.dk.regs(), mmas.dv.regs(), mmas.dq.regs() / kernel.dq_slices.max(1));
+    let dq = mmas.dq.regs() * kernel.num_wg / kernel.dq_wgs() / kernel.dq_slices.max(1);
+    let accumulators = regs::bwd(mmas.sdp.regs(), mmas.dk.regs(), mmas.dv.regs(), dq);
     let own = SetMaxNReg::of(kernel.num_wg).mma - regs::limit(kernel.num_wg);
     let other = own + if is_tight { LENGTHS } else { 0 };
     Registers {
         s: 2 * mmas.sdp.regs(),
         p: 0,
         o: mmas.dk.regs() + mmas.dv.regs(),
-        q: mmas.dq.regs() / kernel.dq_slices.max(1),
+        q: dq,
         other,
         total: accumulators + other,
         limit: split.mma,
