@@ -239,6 +239,11 @@ fn parameters_are_those_of_the_text_in_its_order() {
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
         later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
+        let switches: &[&str] = match spec.kernel {
+            Kernel::Sm90Bwd(_) => &["persistent", "dq_one_wg"],
+            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) => &[],
+        };
+        later.extend(switches);
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
         let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
         assert_eq!(params.len(), spec.params().len() - later.len());

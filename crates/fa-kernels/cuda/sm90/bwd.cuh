@@ -95,9 +95,9 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
                                      T::kConsumers);
                 return;
             }
-            sm90::BwdConsumer<C> consumer{smem,      params,       visible,  work.tile,    work.range,
-                                          work.walk, warp / 4 - 1, warp % 4, lane_index(), elected,
-                                          places};
+            sm90::BwdConsumer<C> consumer{smem,         params,    visible,      work.tile,
+                                          work.range,   work.walk, warp / 4 - 1, warp % 4,
+                                          lane_index(), elected,   places};
             consumer.main_loop();
             consumer.finish();
             places = consumer.places;

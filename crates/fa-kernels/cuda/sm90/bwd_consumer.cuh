@@ -240,9 +240,9 @@ struct BwdConsumer {
     __device__ __forceinline__ void store_words(u32 address, const u32 (&words)[S::kBlocks][kWords]) const {
 #pragma unroll
         for (int b = 0; b < S::kBlocks; ++b) {
-            store_fragment<typename T::Pds, T::kPdsTransposed>(address + places.pds_stage * T::Pds::kBytes, words[b],
-                                                               row_of_s() + 64 * b + 16 * warp, column_of_s(),
-                                                               lane);
+            store_fragment<typename T::Pds, T::kPdsTransposed>(address + places.pds_stage * T::Pds::kBytes,
+                                                               words[b], row_of_s() + 64 * b + 16 * warp,
+                                                               column_of_s(), lane);
         }
     }
     // All consumers' P and dS of this step are in shared memory; those of the step before have been read.

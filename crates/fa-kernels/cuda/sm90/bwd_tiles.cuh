@@ -1,5 +1,5 @@
-// The tiles that a CTA of the SM90 backward works on: one, or those that a warp without other work draws from a
-// counter and tells the other roles of.
+// The tiles that a CTA of the SM90 backward works on: one, or those that a warp without other work draws from
+// a counter and tells the other roles of.
 #pragma once
 #include "attn/bwd_tile.cuh"
 #include "attn/seqlen.cuh"
@@ -76,15 +76,15 @@ struct BwdTiles<C, true> {
         return C.varied ? bwd_blocks<C.varied>(params) * params.plan.heads : params.num_tiles;
     }
 
-    // One warp, which has no other work. It is a tile ahead of the others.
+    // One warp, which has no other work.
     __device__ __forceinline__ void draw() const {
         if (!elected) return;
         PipelineState<1> state;
         while (true) {
+            smem.draws.bars.wait_empty(state);
             const int index = atomic_add(params.tile_counter, 1u);
             const bool is_last = index >= count();
             const BwdWork<C> work = is_last ? BwdWork<C>{} : BwdWork<C>::of(params, index);
-            smem.draws.bars.wait_empty(state);
             smem.draws.work = work;
             smem.draws.is_last = is_last;
             mbarrier_arrive(smem.draws.bars.full[0]);
