@@ -52,10 +52,6 @@ kernel_params! {
         /// last one, whose dK and dV leave through the room of dS.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         persistent: bool = false,
-        /// The first warpgroup alone computes dQ, from wider panels of K, while the other goes on to the next
-        /// step.
-        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-        dq_one_wg: bool = false,
     }
 }
 
@@ -63,16 +59,6 @@ kernel_params! {
 struct Share {
     rows: u32,
     columns: u32,
-}
-
-/// What each of `num_wg` warpgroups gets of an `[m, n]` product with `atoms` of them along m; `None` when that
-/// is not whole.
-fn share(m: u32, n: u32, (num_wg, atoms): (u32, u32), swap: bool) -> Option<Share> {
-    let (rows, columns) = if swap { (n, m) } else { (m, n) };
-    let along_rows = if swap { num_wg / atoms } else { atoms };
-    let along_columns = num_wg / along_rows;
-    (rows.is_multiple_of(along_rows) && columns.is_multiple_of(along_columns))
-        .then(|| Share { rows: rows / along_rows, columns: columns / along_columns })
 }
 
 impl Sm90Bwd {
@@ -91,25 +77,24 @@ impl Sm90Bwd {
                 return Err(SpecError::BadValue { field, value: atoms, need });
             }
         }
-        let (all, atoms_dq) = (self.num_wg, if self.dq_one_wg { 1 } else { self.atom_layout_m_dq });
         let products = [
-            ("S and dP", self.tile_m, self.tile_n, (all, self.atom_layout_m_sdp), self.sdp_swap_ab),
-            ("dK", self.tile_n, head_dim, (all, self.atom_layout_n_dkv), self.dkv_swap_ab),
-            ("dV", self.tile_n, head_dim_v, (all, self.atom_layout_n_dkv), self.dkv_swap_ab),
-            ("dQ", self.tile_m, head_dim, (self.dq_wgs(), atoms_dq), self.dq_swap_ab),
+            ("S and dP", self.tile_m, self.tile_n, self.atom_layout_m_sdp, self.sdp_swap_ab),
+            ("dK", self.tile_n, head_dim, self.atom_layout_n_dkv, self.dkv_swap_ab),
+            ("dV", self.tile_n, head_dim_v, self.atom_layout_n_dkv, self.dkv_swap_ab),
+            ("dQ", self.tile_m, head_dim, self.atom_layout_m_dq, self.dq_swap_ab),
         ];
-        for (name, m, n, (num_wg, atoms), swap) in products {
-            let share = share(m, n, (num_wg, atoms), swap);
+        for (name, m, n, atoms, swap) in products {
+            let share = self.share(m, n, atoms, swap);
             if share.is_none_or(|share| share.rows % 64 != 0 || share.columns % 8 != 0) {
                 let swapped = if swap { "transposed " } else { "" };
                 return Err(SpecError::Conflict(format!(
                     "{name}: {swapped}[{m}, {n}] cannot be divided among {} warpgroups with atom layout \
                      {atoms}: each takes rows in multiples of 64 and columns in multiples of 8",
-                    num_wg
+                    self.num_wg
                 )));
             }
         }
-        let dq = share(self.tile_m, head_dim, (self.dq_wgs(), atoms_dq), self.dq_swap_ab);
+        let dq = self.share(self.tile_m, head_dim, self.atom_layout_m_dq, self.dq_swap_ab);
         if dq.is_none_or(|share| !share.rows.is_multiple_of(64 * self.dq_slices)) {
             return Err(SpecError::Conflict(format!(
                 "dq_slices = {}: a warpgroup's share of dQ has fewer blocks of 64 rows",
@@ -128,11 +113,6 @@ impl Sm90Bwd {
                     .into(),
             ));
         }
-        if self.dq_one_wg && !self.dq_via_smem {
-            return Err(SpecError::Conflict(
-                "dq_one_wg needs dq_via_smem: the other warpgroup goes on while dQ is added".into(),
-            ));
-        }
         if self.persistent && self.num_wg != 2 {
             return Err(SpecError::Conflict(format!(
                 "persistent needs num_wg = 2: beside num_wg = {} no warp of the producers is left to draw tiles",
@@ -149,9 +129,14 @@ impl Sm90Bwd {
         Ok(())
     }
 
-    /// Warpgroups that compute dQ.
-    pub const fn dq_wgs(&self) -> u32 {
-        if self.dq_one_wg { 1 } else { self.num_wg }
+    /// What a warpgroup gets of an `[m, n]` product with `atoms` warpgroups along m; `None` when that is not
+    /// whole.
+    fn share(&self, m: u32, n: u32, atoms: u32, swap: bool) -> Option<Share> {
+        let (rows, columns) = if swap { (n, m) } else { (m, n) };
+        let along_rows = if swap { self.num_wg / atoms } else { atoms };
+        let along_columns = self.num_wg / along_rows;
+        (rows.is_multiple_of(along_rows) && columns.is_multiple_of(along_columns))
+            .then(|| Share { rows: rows / along_rows, columns: columns / along_columns })
     }
 
     pub(super) const fn traits(&self) -> Traits {
@@ -190,7 +175,6 @@ impl Sm90Bwd {
             tile_order,
             deterministic,
             persistent,
-            dq_one_wg,
         } = self;
         let swaps = [(sdp_swap_ab, "S"), (dkv_swap_ab, "K"), (dq_swap_ab, "Q")];
         let swaps: String = swaps.into_iter().filter(|(on, _)| **on).map(|(_, name)| name).collect();
@@ -205,7 +189,6 @@ impl Sm90Bwd {
             (*tile_order == TileOrder::LongestFirst, "lpt".into()),
             (*deterministic, "det".into()),
             (*persistent, "pt".into()),
-            (*dq_one_wg, "dq1".into()),
         ]
     }
 }

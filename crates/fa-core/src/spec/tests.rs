@@ -48,7 +48,6 @@ fn backward() -> KernelSpec {
             tile_order: TileOrder::LongestFirst,
             deterministic: false,
             persistent: false,
-            dq_one_wg: false,
         }),
         ..sm80()
     }
@@ -72,24 +71,20 @@ fn backward_shapes_follow_the_tensor_cores() {
     refused(|k| k.tile_n = 144, "tile_n = 144");
     let room = "pds_stages * tile_m = 64 is below the head dim 128";
     refused(|k| (k.persistent, k.pds_stages) = (true, 1), room);
-    refused(|k| (k.dq_one_wg, k.dq_via_smem, k.mma_dkv_is_rs) = (true, false, false), "needs dq_via_smem");
 }
 
 #[test]
-fn switches_of_the_backward_are_left_out_of_texts_where_they_are_off() {
-    let with = |persistent, dq_one_wg| {
+fn persistence_is_left_out_of_texts_where_it_is_off() {
+    let with = |persistent| {
         let mut spec = backward();
         let Kernel::Sm90Bwd(kernel) = &mut spec.kernel else { panic!("a backward") };
-        (kernel.persistent, kernel.dq_one_wg) = (persistent, dq_one_wg);
+        kernel.persistent = persistent;
         assert_eq!(spec.check(), Ok(()));
         (spec.to_ron(), spec.to_string())
     };
-    let (off, name) = with(false, false);
-    assert!(!off.contains("persistent") && !off.contains("dq_one_wg"));
-    assert_eq!(with(true, false).1, format!("{name}-pt"));
-    let (both, name_of_both) = with(true, true);
-    assert_eq!(name_of_both, format!("{name}-pt-dq1"));
-    assert!(KernelSpec::from_ron(&both).is_ok_and(|read| read.to_ron() == both));
+    let ((off, name), (on, name_on)) = (with(false), with(true));
+    assert!(!off.contains("persistent") && name_on == format!("{name}-pt"));
+    assert!(KernelSpec::from_ron(&on).is_ok_and(|read| read.to_ron() == on));
 }
 
 fn backward_sm80() -> KernelSpec {
@@ -239,11 +234,7 @@ fn parameters_are_those_of_the_text_in_its_order() {
         let mut later = vec!["varied", "paged", "alibi", "sinks", "split"];
         later.extend(matches!(spec.kernel, Kernel::Sm80Fwd(_)).then_some("pack_gqa"));
         later.extend(matches!(spec.kernel, Kernel::Sm90Fwd(_)).then_some("gather"));
-        let switches: &[&str] = match spec.kernel {
-            Kernel::Sm90Bwd(_) => &["persistent", "dq_one_wg"],
-            Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) => &[],
-        };
-        later.extend(switches);
+        later.extend(matches!(spec.kernel, Kernel::Sm90Bwd(_)).then_some("persistent"));
         let written = |param: &Param| !later.contains(&param.name) || param.value == ParamValue::Switch(true);
         let params: Vec<Param> = spec.params().into_iter().filter(written).collect();
         assert_eq!(params.len(), spec.params().len() - later.len());

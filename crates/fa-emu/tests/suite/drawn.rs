@@ -1,6 +1,5 @@
-//! SM90 backwards whose CTAs draw tiles from a counter until there are none, and those whose first warpgroup
-//! computes all of dQ: with fewer SMs than tiles, so that a CTA keeps its places in the rings from tile to
-//! tile, and tiles of keys that no query sees.
+//! SM90 backwards whose CTAs draw tiles from a counter until there are none: with fewer SMs than tiles, so that
+//! a CTA keeps its places in the rings from tile to tile, and with tiles of keys that no query sees.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 use fa_emu::sweep::{Trials, cases};
@@ -31,9 +30,8 @@ fn tiles_are_drawn_by_ctas_that_persist() {
         (64, Mask::FULL, "deterministic: false, persistent: true"),
         (64, Mask::CAUSAL, "deterministic: false, persistent: true"),
         (64, Mask::CAUSAL, "deterministic: true, persistent: true"),
-        (64, window, "deterministic: false, persistent: true, dq_one_wg: true"),
-        (96, Mask::CAUSAL, "deterministic: false, dq_one_wg: true"),
-        (96, Mask::FULL, "deterministic: true, persistent: true, dq_one_wg: true"),
+        (64, window, "deterministic: false, persistent: true"),
+        (96, Mask::FULL, "deterministic: true, persistent: true"),
     ] {
         let name = if mask.is_full() {
             "full"

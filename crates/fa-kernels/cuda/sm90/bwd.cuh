@@ -50,7 +50,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
         if constexpr (C.persistent) {
             mbarrier_init(smem.draws.k_empty, T::kConsumerWarps);
             mbarrier_init(smem.draws.v_empty, T::kConsumerWarps);
-            smem.draws.bars.init(T::kConsumerWarps + 1 + (C.dq_via_smem ? T::kDqWgs : 0));
+            smem.draws.bars.init(T::kConsumerWarps + 1 + (C.dq_via_smem ? C.num_wg : 0));
         } else if constexpr (C.deterministic) {
             smem.ticket = atomic_add(params.tile_counter, 1u);
         }
@@ -73,7 +73,7 @@ __device__ __forceinline__ void sm90_bwd(const BwdParams& params, const TensorMa
                 };
                 tiles.template for_each<true>(load);
             }
-        } else if (warp <= T::kDqWgs) {
+        } else if (warp <= C.num_wg) {
             if constexpr (C.dq_via_smem) {
                 bool is_first = true;
                 tiles.for_each([&](const sm90::BwdWork<C>& work, const auto& visible) {

@@ -255,8 +255,6 @@ struct BwdConsumer {
         if constexpr (C.pds_stages == 1) named_barrier_sync(kPdsFree, T::kConsumers);
     }
 
-    // Whether this warpgroup computes a part of dQ.
-    __device__ __forceinline__ bool computes_dq() const { return T::kDqWgs == C.num_wg || wg == 0; }
     // dQ's buffer has been read and may be written again.
     __device__ __forceinline__ void wait_dq_free() const { named_barrier_sync(kDqFree + wg, 128 + 32); }
     // dQ's buffer is full: its warp may add it.
@@ -308,7 +306,7 @@ struct BwdConsumer {
         issue_s();
         smem.do_bars.wait_full(places.dout);
         issue_dp();
-        if (T::kDqAhead && accumulate && computes_dq()) announce_dq();
+        if (T::kDqAhead && accumulate) announce_dq();
         wgmma::wait<1>();
         to_probabilities(m_block, slope);
         wgmma::wait<0>();
@@ -328,23 +326,18 @@ struct BwdConsumer {
         // dV is all but done; its operand's registers become dQ's.
         wgmma::wait<0>();
         release_do();
-        if (computes_dq()) {
-            if constexpr (T::kDqAhead) wait_dq_free();
-            float dq[T::kDqBlocks][Dq::kRegisters];
-            issue_dq<0>(dq);
-            issue_dk();
-            wgmma::wait<1>();
-            add_dq<0>(dq, head, m_block);
-            if constexpr (C.dq_slices > 1) {
-                issue_dq<1>(dq);
-                wgmma::wait<0>();
-                add_dq<1>(dq, head, m_block);
-            }
+        if constexpr (T::kDqAhead) wait_dq_free();
+        float dq[T::kDqBlocks][Dq::kRegisters];
+        issue_dq<0>(dq);
+        issue_dk();
+        wgmma::wait<1>();
+        add_dq<0>(dq, head, m_block);
+        if constexpr (C.dq_slices > 1) {
+            issue_dq<1>(dq);
             wgmma::wait<0>();
-        } else {
-            issue_dk();
-            wgmma::wait<0>();
+            add_dq<1>(dq, head, m_block);
         }
+        wgmma::wait<0>();
         release_q();
         accumulate = true;
         places.pds_stage = C.pds_stages > 1 ? places.pds_stage ^ 1 : 0;
@@ -359,7 +352,7 @@ struct BwdConsumer {
             if constexpr (C.alibi) slope = kLog2e * alibi_slope(params.mods, tile.batch, head);
             for (int i = range.begin; i < range.end; ++i) step(head, query_block<C>(range, walk, i), slope);
         }
-        if (T::kDqAhead && accumulate && computes_dq()) announce_dq();
+        if (T::kDqAhead && accumulate) announce_dq();
         if constexpr (C.persistent) {
             if (elected) {
                 mbarrier_arrive(smem.draws.k_empty);

@@ -59,7 +59,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                 stores = m_block < stored_end;
                 // The tile of keys that stores was drawn before this one.
                 if (!C.deterministic && first_is_stored && !stores && elected)
-                    wait_for_parts(dq_semaphore<1>(params, tile, head, m_block, 0), T::kDqWgs);
+                    wait_for_parts(dq_semaphore<1>(params, tile, head, m_block, 0), C.num_wg);
                 warp_sync();
             }
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void bwd_add_dq(BwdStorage<C>& smem, const BwdParams&
                     if constexpr (C.deterministic) {
                         if (slice == 0) {
                             const bool has_sums = wait_for_turn<C.tile_m, C.tile_n>(
-                                params, visible, tile, walk != 0, head, m_block, T::kDqWgs);
+                                params, visible, tile, walk != 0, head, m_block, C.num_wg);
                             if constexpr (C.varied) stores = first_is_stored && !has_sums;
                         }
                     } else if (claims && slice == 0) {

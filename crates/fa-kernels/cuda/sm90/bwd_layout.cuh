@@ -61,9 +61,7 @@ struct BwdLayout {
     using CutS = Cut<C.tile_m, C.tile_n, C.num_wg, C.atom_layout_m_sdp, C.sdp_swap_ab>;
     using CutDk = Cut<C.tile_n, C.head_dim, C.num_wg, C.atom_layout_n_dkv, C.dkv_swap_ab>;
     using CutDv = Cut<C.tile_n, C.head_dim_v, C.num_wg, C.atom_layout_n_dkv, C.dkv_swap_ab>;
-    // Warpgroups that compute dQ.
-    static constexpr int kDqWgs = C.dq_one_wg ? 1 : C.num_wg;
-    using CutDq = Cut<C.tile_m, C.head_dim, kDqWgs, C.dq_one_wg ? 1 : C.atom_layout_m_dq, C.dq_swap_ab>;
+    using CutDq = Cut<C.tile_m, C.head_dim, C.num_wg, C.atom_layout_m_dq, C.dq_swap_ab>;
 
     // Panels that are read across must not straddle two warpgroups' shares.
     static constexpr int kPanelQ =
@@ -117,7 +115,7 @@ struct BwdLayout {
     // dQ is computed in slices of its blocks of 64 rows, one after another.
     static constexpr int kDqBlocks = Dq::kBlocks / C.dq_slices;
     static_assert(Dq::kBlocks % C.dq_slices == 0, "dQ is sliced between blocks of 64 rows");
-    using DqOrder = AccumulatorOrder<CutDq, kDqWgs, C.dq_slices, C.dq_swap_ab>;
+    using DqOrder = AccumulatorOrder<CutDq, C.num_wg, C.dq_slices, C.dq_swap_ab>;
     using DkOrder = AccumulatorOrder<CutDk, C.num_wg, 1, C.dkv_swap_ab>;
     using DvOrder = AccumulatorOrder<CutDv, C.num_wg, 1, C.dkv_swap_ab>;
 };

@@ -137,7 +137,6 @@ fn variants(spec: &KernelSpec) -> Vec<KernelSpec> {
             add(&|k| k.dq_via_smem = !k.dq_via_smem);
             add(&|k| k.dq_slices = 3 - k.dq_slices);
             add(&|k| k.persistent = !k.persistent);
-            add(&|k| k.dq_one_wg = !k.dq_one_wg);
             add(&|k| k.tile_order = other(k.tile_order));
         }
     }

@@ -40,11 +40,7 @@ impl BwdPanels {
         let dkv = |columns| across(columns, kernel.dkv_swap_ab, kernel.atom_layout_n_dkv);
         BwdPanels {
             q: dkv(head_dim),
-            k: if kernel.dq_one_wg {
-                widest(head_dim)
-            } else {
-                across(head_dim, kernel.dq_swap_ab, kernel.atom_layout_m_dq)
-            },
+            k: across(head_dim, kernel.dq_swap_ab, kernel.atom_layout_m_dq),
             v: widest(head_dim_v),
             dout: dkv(head_dim_v),
         }

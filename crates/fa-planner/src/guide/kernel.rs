@@ -38,7 +38,6 @@ pub fn kernel_of_spec(spec: &BwdSpec) -> Sm90Bwd {
         tile_order: TileOrder::Natural,
         deterministic: false,
         persistent: false,
-        dq_one_wg: false,
     }
 }
 

@@ -78,15 +78,15 @@ pub fn registers(spec: &KernelSpec, kernel: &Sm90Bwd) -> Registers {
     // As `sm90/bwd_layout.cuh` sets them.
     let is_tight = spec.reads.varied && spec.head_dim > 192;
     let split = SetMaxNReg::with_lengths(kernel.num_wg, is_tight);
-    let dq = mmas.dq.regs() * kernel.num_wg / kernel.dq_wgs() / kernel.dq_slices.max(1);
-    let accumulators = regs::bwd(mmas.sdp.regs(), mmas.dk.regs(), mmas.dv.regs(), dq);
+    let accumulators =
+        regs::bwd(mmas.sdp.regs(), mmas.dk.regs(), mmas.dv.regs(), mmas.dq.regs() / kernel.dq_slices.max(1));
     let own = SetMaxNReg::of(kernel.num_wg).mma - regs::limit(kernel.num_wg);
     let other = own + if is_tight { LENGTHS } else { 0 };
     Registers {
         s: 2 * mmas.sdp.regs(),
         p: 0,
         o: mmas.dk.regs() + mmas.dv.regs(),
-        q: dq,
+        q: mmas.dq.regs() / kernel.dq_slices.max(1),
         other,
         total: accumulators + other,
         limit: split.mma,
