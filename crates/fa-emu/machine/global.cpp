@@ -225,7 +225,8 @@ u32 atomic_add(u32* to, u32 value) {
     return old;
 }
 
-// A loop that reads the same value again, and adds to none in between, waits for the word to change.
+// A loop that reads the same value again, without an addition or a barrier in between, waits for the word to
+// change.
 u32 load_acquire(const u32* from) {
     ENTER();
     Thread& thread = *current;
