@@ -4,7 +4,7 @@ import importlib
 
 from . import _core
 from ._checks import apart, array, paddings, room
-from ._core import InputError, UnsupportedError
+from ._core import InputError, InputTypeError, UnsupportedError
 from ._faces import find_nvrtc
 
 
@@ -18,6 +18,8 @@ class _Numpy:
         """The array as the module reads it: bfloat16 of ml_dtypes has no name in numpy's DLPack."""
         if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16":
             return array.view(self.np.uint16)
+        if type(array).__module__.startswith("numpy.ma"):
+            raise InputTypeError("an array is masked: attention has no mask of single elements, fill it")
         return array
 
     def half(self, q):
@@ -96,10 +98,11 @@ class _Jax(_Numpy):
 _FACES = {}
 
 
-def _face(kind):
-    if kind not in _FACES:
-        _FACES[kind] = _JaxArrays(kind()) if kind is _Jax else Arrays(kind())
-    return _FACES[kind]
+def _face(kind, arrays=None):
+    key = kind, arrays
+    if key not in _FACES:
+        _FACES[key] = (arrays or Arrays)(kind())
+    return _FACES[key]
 
 
 def numpy_face():
@@ -111,7 +114,11 @@ def cupy_face():
 
 
 def jax_face():
-    return _face(_Jax)
+    return _face(_Jax, _JaxArrays)
+
+
+def lent_face():
+    return _face(_Numpy, _LentArrays)
 
 
 class Arrays:
@@ -286,6 +293,52 @@ class Arrays:
 
     def as_column(self, array):
         return array.reshape(-1, 1)
+
+
+class _LentArrays(Arrays):
+    """Arrays of other libraries in the CPU's memory, read as numpy's; results are numpy's."""
+
+    def attention(self, q, k, v, *options, out=None):
+        out = None if out is None else self._lent(out)
+        return super().attention(*map(self._lent, (q, k, v, *options)), out=out)
+
+    def packed_attention(self, stacked, *options):
+        return super().packed_attention(self._lent(stacked), *options)
+
+    def unstack(self, stacked, axis):
+        return super().unstack(self._lent(stacked), axis)
+
+    def backward(self, *arguments):
+        return super().backward(*map(self._lent, arguments))
+
+    def append(self, append):
+        raise UnsupportedError("appending in place: use numpy or torch for the cache")
+
+    def differences(self, starts):
+        return super().differences(self._lent(starts))
+
+    def merge(self, outs, lses, sinks, dtype):
+        parts, masses, sinks = map(self._lent, (tuple(outs), tuple(lses), sinks))
+        for given, read in ((outs, parts), (lses, masses)):
+            if dtype == given[0].dtype:
+                # Under numpy's name.
+                dtype = read[0].dtype
+        return super().merge(parts, masses, sinks, dtype)
+
+    def without_padding(self, *arrays):
+        return super().without_padding(*map(self._lent, arrays))
+
+    def _lent(self, value):
+        if isinstance(value, tuple):
+            return tuple(map(self._lent, value))
+        np = self.library.np
+        if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+            return value
+        try:
+            return np.from_dlpack(value)
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise InputError(f"{kind} cannot be lent to numpy: {error}; convert it") from None
 
 
 class _JaxArrays(Arrays):

@@ -30,8 +30,12 @@ def _find(kind):
         from ._arrays import jax_face as make
 
         face = make()
-    elif "numpy" in roots or hasattr(kind, "__dlpack__"):
+    elif "numpy" in roots:
         from ._arrays import numpy_face as make
+
+        face = make()
+    elif hasattr(kind, "__dlpack__"):
+        from ._arrays import lent_face as make
 
         face = make()
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import wraps
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import _core
 from ._torch_memory import FLOAT, aligned, allocator_of, fresh, room_for_gradients, stream_of
@@ -57,13 +56,33 @@ def run_backward(
     return dsinks
 
 
+class _Final(torch.autograd.Function):
+    """Gradients as they are, of which no further ones are made."""
+
+    @staticmethod
+    def forward(ctx, *gradients):
+        return tuple(x.view_as(x) for x in gradients)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise _core.UnsupportedError(
+            "second derivatives: gradients are differentiated no further, detach them"
+        )
+
+
 def _once(backward):
-    """`once_differentiable`, whose checks cost nothing where no graph of the gradients is made."""
-    checked = once_differentiable(backward)
+    """A backward whose gradients raise where they are differentiated. `once_differentiable` takes them for
+    constants where `dout` is one, though they depend on q, k and v."""
 
     @wraps(backward)
     def run(ctx, *gradients):
-        return (checked if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            made = backward(ctx, *gradients)
+        tensors = [x.requires_grad_() for x in made if isinstance(x, torch.Tensor)]
+        final = iter(_Final.apply(*tensors) if tensors else ())
+        return tuple(next(final) if isinstance(x, torch.Tensor) else x for x in made)
 
     return run
 

@@ -5,9 +5,12 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa", dtype="bfloat16")
 
 Causal, bidirectional and sliding-window attention, grouped heads, soft caps and sinks, padded batches and
-packed sequences, on CPUs and GPUs, with gradients. Masks of another form, dropout and attention weights
-raise.
+packed sequences, on CPUs and GPUs, with gradients. Masks of another form, dropout, attention weights and
+models that compute attention in their own code (Bloom, MPNet, RoFormer, ...) raise.
 """
+
+import functools
+import sys
 
 import torch
 
@@ -42,6 +45,7 @@ def mask(
 ):
     """What `attention` needs of a mask: None where its options say everything, bool (batch, keys) where keys
     are padding, int64 (batch, rows) with a number for each of several sequences packed in a row."""
+    _check_model(others.get("config"))
     segments, causal = None, mask_function is None
     for kind, values in _parts(mask_function):
         causal = causal or kind == "causal_mask_function"
@@ -69,6 +73,25 @@ def mask(
         there = torch.arange(kv_length, device=others.get("device")) < present
         keys = there.expand(batch_size, -1) if keys is None else keys & there.to(keys.device)
     return keys
+
+
+def _check_model(config):
+    """Refuses a model that computes attention in its own code: it would take this mask for one of scores."""
+    if config is not None and _has_own(type(config)):
+        raise UnsupportedError(
+            f"{type(config).__name__}: this model computes attention in its own code, whatever "
+            "attn_implementation says; use attn_implementation='eager'"
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def _has_own(config):
+    folder, _, name = config.__module__.rpartition(".configuration_")
+    module = sys.modules.get(f"{folder}.modeling_{name}") if folder else None
+    if module is None or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+        return False
+    own = (x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__)
+    return any("Attention" in x.__name__ for x in own)
 
 
 _KNOWN = {

@@ -2,7 +2,7 @@
 `sm_margin`) are the planner's here and are left out."""
 
 import fa_attn
-from fa_attn import UnsupportedError
+from fa_attn import InputError, UnsupportedError
 
 _FP8 = "no kernel computes in fp8"
 
@@ -46,6 +46,42 @@ def flash_attn_func(
         deterministic=deterministic,
         return_softmax_lse=return_attn_probs,
     )
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    softmax_scale=None,
+    causal=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    deterministic=False,
+    num_heads_q=None,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """Of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads of all three, head_dim) with
+    `num_heads_q`."""
+    _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    options = dict(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_softmax_lse=return_attn_probs,
+    )
+    if len(qkv.shape) == 5:
+        return fa_attn.flash_attn_qkvpacked_func(qkv, **options)
+    heads = qkv.shape[2]
+    if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise InputError(f"num_heads_q = {num_heads_q}: of {heads} heads it must leave an even number for k and v")
+    heads_kv = (heads - num_heads_q) // 2
+    q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
+    return fa_attn.flash_attn_func(q, k, v, **options)
 
 
 def flash_attn_varlen_func(

@@ -176,6 +176,19 @@ def use_their_padding(copy):
         sys.modules[spec.name] = padding
 
 
+def use_their_interface(copy):
+    """FlashAttention-3's functions with the arguments and results that its tests of this version know."""
+    file = copy / "hopper" / "flash_attn_interface.py"
+    theirs = file.read_text() if file.is_file() else ""
+    if "sink_token_length" in theirs:
+        name = "flash_attn_interface_2_7"
+    elif "\n        return out, softmax_lse\n" in theirs:
+        name = "flash_attn_interface_2_8"
+    else:
+        return
+    sys.modules["flash_attn_interface"] = importlib.import_module(name)
+
+
 def work(options, turn, share):
     """Runs cases, the next that no other process has taken, and prints a line for each."""
     sys.path.insert(0, str(SHIM))
@@ -184,6 +197,7 @@ def work(options, turn, share):
     if not torch.cuda.is_available():
         importlib.import_module("on_cpu").begin()
     use_their_padding(options.copy)
+    use_their_interface(options.copy)
     drawn, functions = drawn_of(options.suite, options)
     if share == 0:
         for line in functions:

@@ -22,7 +22,7 @@ pub fn version() -> &'static str {
 /// A problem from its JSON, checked.
 pub fn problem_of(json: &str) -> PyResult<Problem> {
     let problem: Problem = serde_json::from_str(json)
-        .map_err(|error| InputError::new_err(format!("this is no problem: {error}")))?;
+        .map_err(|error| InputError::new_err(format!("this is not a problem: {error}")))?;
     problem.check().map_err(|error| InputError::new_err(error.to_string()))?;
     Ok(problem)
 }

@@ -218,6 +218,53 @@ def test_strange_arrays():
         cache(q[:, :1], q, q, cache_seqlens=1 << 40)
 
 
+class Lent:
+    """An array of another library: a shape, a type of its own and DLPack."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, object()
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+def test_arrays_of_other_libraries_are_read_where_they_lie():
+    q, k, v, dout = arrays(11, (2, 9, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), (2, 9, 4, 16))
+    want, lse = fa_attn.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    have, have_lse = fa_attn.flash_attn_func(*map(Lent, (q, k, v)), causal=True, return_lse=True)
+    assert np.array_equal(have, want) and np.array_equal(have_lse, lse)
+    grads = fa_attn.flash_attn_backward(*map(Lent, (dout, q, k, v, want, lse)), causal=True)
+    for one, other in zip(grads, fa_attn.flash_attn_backward(dout, q, k, v, want, lse, causal=True)):
+        assert np.array_equal(one, other)
+    starts = np.array([0, 4, 9], np.int32)
+    packed = [q[0], k[0, :9], v[0, :9]]
+    want = fa_attn.flash_attn_varlen_func(*packed, starts, starts, 5, 5)
+    assert np.array_equal(fa_attn.flash_attn_varlen_func(*map(Lent, (*packed, starts, starts)), 5, 5), want)
+    qkv = np.stack([q, q, q], 2)
+    assert np.array_equal(
+        fa_attn.flash_attn_qkvpacked_func(Lent(qkv)), fa_attn.flash_attn_qkvpacked_func(qkv)
+    )
+    used = np.array([3, 12], np.int32)
+    want = fa_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+    lent = map(Lent, (q, k, v))
+    assert np.array_equal(fa_attn.flash_attn_with_kvcache(*lent, cache_seqlens=Lent(used)), want)
+    parts = Lent(have)
+    merged, _ = fa_attn.merge([parts, parts], [Lent(lse)] * 2)
+    close(merged, have, np.float32)
+    with pytest.raises(fa_attn.InputError, match="float128|longdouble|cannot be lent"):
+        fa_attn.flash_attn_func(Lent(q.astype(np.longdouble)), k, v)
+
+
+def test_masked_arrays_are_refused():
+    q, k, v = arrays(12, (1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
+    for given in ((np.ma.masked_array(q, q > 0), k, v), (q, k, np.ma.masked_array(v, v > 0))):
+        with pytest.raises(fa_attn.InputTypeError, match="masked"):
+            fa_attn.flash_attn_func(*given)
+
+
 def test_threads_compute_side_by_side():
     q, k, v = arrays(25, (1, 200, 4, 32), (1, 200, 4, 32), (1, 200, 4, 32))
     want = fa_attn.flash_attn_func(q, k, v)

@@ -249,10 +249,19 @@ def test_transforms_autocast_and_checkpoints():
 
 
 def test_second_derivatives_raise():
+    """Also where dout is a constant, so that nothing but the gradients' own inputs says what they depend on."""
     q = torch.randn(1, 8, 2, 32, requires_grad=True)
-    (grad,) = torch.autograd.grad(fa_attn.flash_attn_func(q, q, q).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    qkv = torch.randn(1, 8, 3, 2, 32, requires_grad=True)
+    for x, out in (
+        (q, fa_attn.flash_attn_func(q, q, q)),
+        (qkv, fa_attn.flash_attn_qkvpacked_func(qkv)),
+    ):
+        for loss in (out.square().sum(), out.sum()):
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+            assert torch.equal(grad, plain)
+            with pytest.raises(fa_attn.UnsupportedError, match="second derivatives"):
+                (out.sum() + grad.square().sum()).backward(retain_graph=True)
 
 
 def test_gradients_are_what_finite_differences_say():

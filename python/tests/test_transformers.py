@@ -139,3 +139,29 @@ def test_other_masks_and_options_raise():
         fa_attn.transformers.attention(None, x, x, x, None, dropout=0.1)
     with pytest.raises(fa_attn.UnsupportedError, match="position_bias"):
         fa_attn.transformers.attention(None, x, x, x, None, position_bias=x)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "roformer"])
+def test_models_that_compute_attention_themselves_are_refused(kind):
+    """They would take the mask for one of scores, and sequences would see what is behind them."""
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        n_head=4,
+        n_layer=1,
+    )
+    model = transformers.AutoModel.from_config(config, attn_implementation=NAME)
+    tokens = torch.randint(3, 64, (1, 9))
+    with pytest.raises(fa_attn.UnsupportedError, match="its own code.*attn_implementation='eager'"):
+        model(input_ids=tokens, attention_mask=(torch.arange(9) > 2).long()[None])
+
+
+def test_a_model_without_attention_of_its_own_is_taken():
+    """Its text model has it."""
+    config = transformers.AutoConfig.for_model("paligemma")
+    fa_attn.transformers._check_model(config)
+    fa_attn.transformers._check_model(config.text_config)

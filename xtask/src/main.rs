@@ -10,11 +10,14 @@ mod imports;
 #[cfg(test)]
 mod lines;
 #[cfg(test)]
+mod map;
+#[cfg(test)]
 mod notebook;
 mod python;
 #[cfg(test)]
 mod rust_tokens;
 mod search;
+mod size;
 mod toolkit;
 mod validate;
 mod workspace;
@@ -34,6 +37,7 @@ enum Task {
     Device(device::Args),
     Python(python::Args),
     Search(search::Args),
+    Size(size::Args),
     Toolkit(toolkit::Args),
     Validate(validate::Args),
 }
@@ -50,6 +54,7 @@ fn main() -> ExitCode {
         Task::Device(args) => device::run(&args),
         Task::Python(args) => python::run(&args),
         Task::Search(args) => search::run(args),
+        Task::Size(args) => size::run(&args),
         Task::Toolkit(args) => toolkit::run(&args),
         Task::Validate(args) => validate::run(&args),
     };

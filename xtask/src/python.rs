@@ -87,7 +87,7 @@ fn build(tools: &Path, wheels: &Path, release: bool) -> Result<PathBuf> {
     maturin.args(["build", "--quiet", "--locked", "--compatibility", "linux", "--interpreter", python()]);
     maturin.args(["--manifest-path", "python/Cargo.toml", "--out"]).arg(wheels);
     if release {
-        maturin.args(["--release", "--features", "bundle"]);
+        maturin.args(["--profile", "wheel", "--features", "bundle"]);
     } else {
         // The profile of the tests, whose crates are built already.
         maturin.args(["--profile", "dev", "--strip", "false"]);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fa_core::{Dtype, Family, KernelSpec, Pass, Problem};
+use fa_core::{Dtype, Family, KernelSpec, Pass, Problem, counted};
 use fa_cpu::batch::{Batch, Span};
 use fa_cpu::tiled::{self, BackwardInputs};
 use fa_cpu::{TensorMut, check, reference};
@@ -61,7 +61,7 @@ pub struct Report {
 impl Report {
     /// The backend with its machine, in a line; without the kernel and why the GPU is passed over.
     pub fn text(&self) -> String {
-        let threads = self.threads.map(|threads| format!("{threads} threads"));
+        let threads = self.threads.map(|threads| counted(threads, "thread"));
         let parts = [Some(self.backend.to_owned()), self.gpu.clone(), self.isa.map(str::to_owned), threads];
         parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use fa_core::{Arch, Dtype, Pass, ProblemError};
+use fa_core::{Arch, Dtype, Pass, ProblemError, counted};
 use fa_cpu::CpuError;
 use fa_cpu::simd::Isa;
 use fa_kernels::atomic_file::WriteError;
@@ -45,7 +45,7 @@ pub enum Error {
         have: Vec<Isa>,
     },
     /// The system gives no threads.
-    #[error("cannot start {threads} threads: {reason}")]
+    #[error("cannot start {}: {reason}", counted(*.threads, "thread"))]
     Threads {
         /// How many were asked for.
         threads: usize,

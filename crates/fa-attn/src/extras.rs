@@ -3,7 +3,7 @@
 use fa_core::Problem;
 use fa_cpu::{CpuError, check};
 
-/// The buffer for the gradient of the sinks is one of the problem.
+/// Checks that a buffer for the gradient of the sinks belongs to a problem with sinks, and is `[heads_q]`.
 pub(crate) fn check_dsinks(problem: &Problem, dsinks: Option<&[f32]>) -> Result<(), CpuError> {
     match dsinks {
         Some(_) if !problem.score.sinks => Err(CpuError::Extra { name: "dsinks", asked: false }),

@@ -156,7 +156,7 @@ fn dtype_of(q: &Tensor) -> Result<Dtype> {
     }
 }
 
-/// A window as wide as the sequence, or wider, is none.
+/// A window at least as wide as the sequence hides nothing.
 fn mask(options: &Options<'_>, lengths: &Lengths) -> Mask {
     let (max_q, max_k) = (lengths.max_q(), lengths.max_k());
     let left = options.window_size_left.filter(|left| *left < max_k.saturating_sub(1));

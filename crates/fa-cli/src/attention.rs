@@ -1,7 +1,7 @@
 //! The attention problem that a file's tensors pose: checked before any data is read, then read.
 
 use fa_attn::{Append, AppendExtras, AppendTensors, Element, Engine, Tensor};
-use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types};
+use fa_core::{Alibi, Dtype, Lengths, Problem, Side, SideRows, TensorLayout, Types, counted};
 use fa_cpu::TensorRef;
 use fa_lab::machine;
 use fa_lab::shape::{head_dims, pair};
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use safetensors::Dtype as StoredDtype;
 
 use crate::append::{Appended, NewRows};
-use crate::flags::AttentionArgs;
+use crate::flags::{AttentionArgs, parse_layout};
 use crate::safetensors::{NewTensor, Stored, TensorFile};
 use crate::sequences::{Sequences, SideTensors, shape_of};
 use crate::term::failure::InputError;
@@ -375,7 +375,7 @@ fn rows(lengths: &Lengths) -> String {
         let lie = match side.rows {
             SideRows::Padded { .. } => String::new(),
             SideRows::Packed { total, .. } => format!(" packed in {total}"),
-            SideRows::Paged { page, pages, .. } => format!(" in {pages} pages of {page}"),
+            SideRows::Paged { page, pages, .. } => format!(" in {} of {page}", counted(pages, "page")),
         };
         let used = if side.used { " in use" } else { "" };
         (!lie.is_empty() || side.used).then(|| format!("{name}{lie}{used}"))
@@ -384,9 +384,13 @@ fn rows(lengths: &Lengths) -> String {
     format!(" at most ({})", sides.into_iter().flatten().collect::<Vec<_>>().join(", "))
 }
 
-/// A note when the file's metadata speaks of another mask, scale or cap than the problem has: flags alone
-/// decide, and a forgotten flag gives a plausible wrong answer.
-pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
+/// A note when the file's metadata speaks of another mask, scale or cap than the problem has, or of another
+/// layout than `--layout`: flags alone decide, and a forgotten flag gives a plausible wrong answer.
+pub fn metadata_hint(
+    file: &TensorFile,
+    problem: &Problem,
+    layout_flag: Option<TensorLayout>,
+) -> Option<String> {
     let entry = |key: &str| file.metadata().get(key).map(String::as_str);
     // What an entry says: a number, none, or nothing.
     let number = |key: &str| match entry(key)? {
@@ -405,7 +409,10 @@ pub fn metadata_hint(file: &TensorFile, problem: &Problem) -> Option<String> {
     let right_is_said = causal == Some(true) || causal_differs;
     let right_differs = !right_is_said && other("window_right", side(problem.mask.right));
     let scale = number("scale").flatten();
+    let layout = entry("layout").and_then(|said| parse_layout(said).ok());
+    let layout_differs = layout.zip(layout_flag).is_some_and(|(said, flag)| said != flag);
     let differs = [
+        ("layout", "--layout", layout_differs),
         ("causal", "--causal", causal_differs),
         ("window_left", "--window", other("window_left", side(problem.mask.left))),
         ("window_right", "--window", right_differs),

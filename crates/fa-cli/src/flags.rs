@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use fa_core::{Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, TensorLayout, Types};
 use fa_cpu::simd::Isa;
 use fa_lab::marks::Marks;
-use fa_lab::shape::{HeadDim, parse_pair};
+use fa_lab::shape::{HeadDim, parse_pair, whole};
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
 
@@ -84,16 +84,16 @@ pub struct CpuArgs {
 #[derive(Clone, Debug, Args)]
 pub struct ProblemArgs {
     /// Independent sequences
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 4, value_parser = whole::<usize>)]
     pub batch: usize,
     /// Sequence length, or queries x keys as in 1x4096
     #[arg(long, value_name = "N[xM]", default_value = "4096", conflicts_with_all = ["seqlen_q", "seqlen_k"])]
     pub seqlen: Seqlen,
     /// Queries per sequence
-    #[arg(long, requires = "seqlen_k")]
+    #[arg(long, requires = "seqlen_k", value_parser = whole::<usize>)]
     pub seqlen_q: Option<usize>,
     /// Keys per sequence
-    #[arg(long, requires = "seqlen_q")]
+    #[arg(long, requires = "seqlen_q", value_parser = whole::<usize>)]
     pub seqlen_k: Option<usize>,
     /// Query heads, and key/value heads if fewer
     #[arg(long, value_name = "Q[:KV]", default_value = "16")]
@@ -204,10 +204,10 @@ pub fn plan_family() -> impl TypedValueParser<Value = PlanFamily> {
 #[derive(Clone, Debug, Args)]
 pub struct ShapeArgs {
     /// Independent sequences [default: 1]
-    #[arg(long, conflicts_with = "tokens")]
+    #[arg(long, conflicts_with = "tokens", value_parser = whole::<usize>)]
     pub batch: Option<usize>,
     /// As many sequences as make this many positions, at least one, instead of --batch
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub tokens: Option<usize>,
     /// Sequence lengths, each N or queries x keys
     #[arg(long, value_name = "N[xM],..", value_delimiter = ',', default_value = "512,1024,2048,4096")]

@@ -294,7 +294,7 @@ impl<'de> Deserialize<'de> for Texts {
 
 /// An entry as it stands in the header, strictly read: the crate's own takes fields that it does not know.
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(expecting = "dtype, shape and data_offsets", deny_unknown_fields)]
 struct RawEntry {
     dtype: String,
     shape: Vec<usize>,

@@ -212,7 +212,7 @@ impl Append {
     pub fn table_columns(&self) -> usize {
         match self.cache.rows {
             SideRows::Paged { page, max, .. } if page > 0 => max.div_ceil(page),
-            _ => 0,
+            SideRows::Paged { .. } | SideRows::Packed { .. } | SideRows::Padded { .. } => 0,
         }
     }
 

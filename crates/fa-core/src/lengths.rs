@@ -24,7 +24,7 @@ pub struct Side {
 /// Where the rows of a sequence lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SideRows {
-    /// `[batch, len, heads, dim]`: as many rows for each sequence.
+    /// `[batch, len, heads, dim]`: the same number of rows for each sequence.
     Padded {
         /// Rows of a sequence.
         len: usize,
@@ -65,7 +65,7 @@ impl Side {
         Side { rows: SideRows::Paged { page, pages, max }, used: true }
     }
 
-    /// The same rows, of which each sequence uses as many as the device says.
+    /// The same rows, of which each sequence uses the first few: how many, the device says.
     pub const fn with_used(self) -> Side {
         Side { rows: self.rows, used: true }
     }
@@ -87,7 +87,7 @@ impl Side {
         }
     }
 
-    /// Whether every sequence has as many rows, which the host knows.
+    /// Whether every sequence has the same number of rows, and the host knows it.
     pub const fn is_uniform(&self) -> bool {
         matches!(self.rows, SideRows::Padded { .. }) && !self.used
     }

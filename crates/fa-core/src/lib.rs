@@ -33,6 +33,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+#![warn(unreachable_pub, clippy::wildcard_enum_match_arm)]
+
 pub mod append;
 pub mod arch;
 pub mod dtype;
@@ -48,6 +50,7 @@ pub mod score_mod;
 pub mod spec;
 pub mod swizzle;
 pub mod tensor;
+pub mod words;
 
 pub use append::{Append, AppendError, QueryPositions, Rotary, RotaryPairs, RotaryQueries};
 pub use arch::{Arch, ArchLimits};
@@ -67,3 +70,4 @@ pub use spec::{
 };
 pub use swizzle::{Swizzle, SwizzleMode};
 pub use tensor::{Strides, TensorLayout};
+pub use words::counted;

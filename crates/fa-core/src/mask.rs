@@ -91,8 +91,8 @@ impl Mask {
         self.keys(i, seqlen_q, seqlen_k).contains(&j)
     }
 
-    /// The keys that any query sees, as a range within `0..seqlen_k` (possibly empty): what neighbouring
-    /// queries see meets.
+    /// The keys that some query sees, as a range within `0..seqlen_k` (possibly empty). It has no gap: the
+    /// ranges of neighbouring queries touch.
     pub fn keys_of_all(&self, seqlen_q: usize, seqlen_k: usize) -> Range<usize> {
         let Some(last) = seqlen_q.checked_sub(1) else { return 0..0 };
         let (first, last) = (self.keys(0, seqlen_q, seqlen_k), self.keys(last, seqlen_q, seqlen_k));

@@ -197,7 +197,7 @@ impl SwizzleMode {
     pub fn alignment(self) -> u64 {
         match self {
             Self::None => 16,
-            _ => 8 * self.row_bytes(),
+            Self::B32 | Self::B64 | Self::B128 => 8 * self.row_bytes(),
         }
     }
 

@@ -23,8 +23,12 @@ use crate::check::check_len;
 use crate::element::Element;
 use crate::error::CpuError;
 
-/// Absolute tolerance on LSEs of 16-bit inputs.
+/// Absolute tolerance on LSEs of 16-bit inputs, where f32 can hold them that exactly.
 pub const LSE_TOLERANCE_16: f64 = 1e-3;
+
+/// Tolerance on LSEs of 16-bit inputs in rounding steps of f32 at the largest magnitude in the reference. It
+/// exceeds [`LSE_TOLERANCE_16`] from 2048 on: scores are sums in f32, scaled, turned to base 2 and back.
+pub const LSE_STEPS_16: f64 = 8.0;
 
 /// Tolerance on LSEs of f32 inputs, relative to the largest magnitude in the reference (at least 1): an LSE
 /// is as exact as the scores, whose error is a few hundred roundings of their magnitude at the worst.
@@ -152,8 +156,8 @@ pub fn compare<T: Element, L: Element>(
 }
 
 /// Compares LSEs, `[batch, heads, seqlen_q]` both, of a problem whose inputs are `dtype`: within
-/// [`LSE_TOLERANCE_16`] for 16-bit and narrower inputs, within [`LSE_TOLERANCE_F32`] of the largest magnitude
-/// (at least 1) for f32.
+/// [`LSE_TOLERANCE_16`] or [`LSE_STEPS_16`] for 16-bit and narrower inputs, whichever is more, within
+/// [`LSE_TOLERANCE_F32`] of the largest magnitude (at least 1) for f32.
 ///
 /// # Errors
 /// [`CpuError::Length`] when `lse` or `reference` do not hold as many values as `shape` says.
@@ -166,9 +170,12 @@ pub fn compare_lse<T: Element>(
     let count = shape.iter().fold(1, |count: usize, &len| count.saturating_mul(len));
     check_len("lse", lse.len(), count)?;
     check_len("reference lse", reference.len(), count)?;
+    let largest = largest_finite(reference, Dtype::F32);
     let tolerance = match dtype {
-        Dtype::F32 => LSE_TOLERANCE_F32 * largest_finite(reference, Dtype::F32).max(1.0),
-        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => LSE_TOLERANCE_16,
+        Dtype::F32 => LSE_TOLERANCE_F32 * largest.max(1.0),
+        Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 => {
+            LSE_TOLERANCE_16.max(LSE_STEPS_16 * rounding_step(Dtype::F32, largest))
+        }
     };
     let position = |index: usize| {
         let [_, heads, seq] = shape;
@@ -395,5 +402,17 @@ mod tests {
         lse[5] = -1e30;
         let masked = compare_lse([1, 2, 3], Dtype::F16, &lse, &reference).unwrap();
         assert_eq!(masked.first_mismatch, Some([0, 2, 1, 0]));
+    }
+    #[test]
+    fn lse_beyond_what_f32_holds_to_the_tolerance_is_judged_in_its_steps() {
+        // The neighbours of 20686.76 in f32 are 2^-9 away.
+        let step = rounding_step(Dtype::F32, 20686.758);
+        let judged = |reference: f64, steps: f64| {
+            compare_lse([1, 1, 1], Dtype::Bf16, &[reference + steps * step], &[reference]).unwrap()
+        };
+        assert_eq!(judged(20686.75, 0.0).tolerance, 8.0 * step);
+        assert!(judged(20686.75, 8.0).passed() && !judged(20686.75, 9.0).passed());
+        assert_eq!(judged(2047.0, 0.0).tolerance, LSE_TOLERANCE_16);
+        assert!(judged(2048.0, 0.0).tolerance > LSE_TOLERANCE_16);
     }
 }

@@ -1,6 +1,6 @@
 //! What the CPU implementations refuse.
 
-use fa_core::{AppendError, Dtype, ProblemError};
+use fa_core::{AppendError, Dtype, ProblemError, counted};
 
 /// Why an attention call was refused. Nothing has been written when one is returned.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -108,7 +108,10 @@ pub enum CpuError {
         max: usize,
     },
     /// A page in use does not exist.
-    #[error("entry {entry} of sequence {sequence} in the page table is {page}: the cache has {pages} pages")]
+    #[error(
+        "entry {entry} of sequence {sequence} in the page table is {page}: the cache has {}",
+        counted(*.pages, "page")
+    )]
     Page {
         /// The sequence.
         sequence: usize,

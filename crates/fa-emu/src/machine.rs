@@ -21,7 +21,7 @@ mod sources {
         };
     }
 
-    pub static ALL: [(&str, &str); 42] = files![
+    pub(super) static ALL: [(&str, &str); 42] = files![
         "host/cuda.h",
         "host/ptx/address.cuh",
         "host/ptx/atomic.cuh",
@@ -129,7 +129,7 @@ macro_rules! function {
 
 impl Machine {
     /// Compiles the machine where that has not been done, and loads it.
-    pub fn load(compiler: &Compiler) -> Result<Machine, Error> {
+    pub(crate) fn load(compiler: &Compiler) -> Result<Machine, Error> {
         let files: Vec<(String, String)> =
             sources_of("machine/").map(|(name, text)| (name.to_owned(), text.to_owned())).collect();
         let flags = ["-O3".to_owned()];
@@ -147,7 +147,7 @@ impl Machine {
     function!(emu_unmap: fn(*mut u8, u64));
 
     /// A session on this machine.
-    pub fn session<'a>(&'a self, options: &SessionOptions<'a>) -> Session<'a> {
+    pub(crate) fn session<'a>(&'a self, options: &SessionOptions<'a>) -> Session<'a> {
         let progress = options.progress.map(Box::new);
         let context =
             progress.as_ref().map_or(null_mut(), |own| (&raw const **own).cast_mut().cast::<c_void>());
@@ -213,7 +213,7 @@ pub(crate) struct Session<'a> {
 
 impl Session<'_> {
     /// Names device memory. `around`: bytes before and after it that belong to no tensor.
-    pub fn region(&self, name: &str, begin: u64, bytes: u64, around: (u64, u64), access: Access) {
+    pub(crate) fn region(&self, name: &str, begin: u64, bytes: u64, around: (u64, u64), access: Access) {
         let name = CString::new(name).expect("names of tensors have no NUL");
         let (writable, initialised) = (access != Access::Input, access != Access::Unwritten);
         // SAFETY: the name is copied; memory is only named here.
@@ -233,7 +233,7 @@ impl Session<'_> {
     }
 
     /// Bytes of named memory that no access may touch: rows that no sequence has.
-    pub fn forbid(&self, begin: u64, bytes: u64) {
+    pub(crate) fn forbid(&self, begin: u64, bytes: u64) {
         // SAFETY: memory is only named here.
         unsafe { self.machine.emu_forbid()(self.handle, begin, bytes) }
     }
@@ -243,7 +243,7 @@ impl Session<'_> {
     /// # Safety
     /// The entry and its arguments fit each other, and what they point at has been named to the session and
     /// is alive.
-    pub unsafe fn launch(&self, launch: &Launch) -> bool {
+    pub(crate) unsafe fn launch(&self, launch: &Launch) -> bool {
         let name = CString::new(launch.name).expect("entries have no NUL");
         let raw = RawLaunch {
             name: name.as_ptr(),
@@ -261,7 +261,7 @@ impl Session<'_> {
     }
 
     /// All that was found, as the machine's JSON.
-    pub fn result(&self) -> String {
+    pub(crate) fn result(&self) -> String {
         // SAFETY: the text is valid until the next call, and copied.
         unsafe {
             let text = self.machine.emu_result()(self.handle);
@@ -300,7 +300,7 @@ pub(crate) const PAGE: u64 = 4096;
 
 impl<'a> Memory<'a> {
     /// `bytes` bytes of all ones: NaN of every type.
-    pub fn new(machine: &'a Machine, tensor: &str, bytes: usize) -> Result<Memory<'a>, Error> {
+    pub(crate) fn new(machine: &'a Machine, tensor: &str, bytes: usize) -> Result<Memory<'a>, Error> {
         // SAFETY: maps new pages.
         let begin = unsafe { machine.emu_map()(bytes as u64) };
         if begin.is_null() {
@@ -311,16 +311,16 @@ impl<'a> Memory<'a> {
         Ok(memory)
     }
 
-    pub fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.begin as u64
     }
 
-    pub fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: mapped, written in full, and borrowed as the memory is.
         unsafe { std::slice::from_raw_parts(self.begin, self.bytes) }
     }
 
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above.
         unsafe { std::slice::from_raw_parts_mut(self.begin, self.bytes) }
     }

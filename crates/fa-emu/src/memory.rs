@@ -26,7 +26,7 @@ pub(crate) struct DeviceMemory<'a> {
 }
 
 impl<'a> DeviceMemory<'a> {
-    pub fn new(
+    pub(crate) fn new(
         unit: &'a Unit,
         problem: &Problem,
         launches: &Launches,
@@ -133,7 +133,7 @@ impl<'a> DeviceMemory<'a> {
         self.extras.iter().find(|(own, _)| *own == name).map(|(_, memory)| memory.address())
     }
 
-    pub fn addresses(&self) -> Addresses<'_> {
+    pub(crate) fn addresses(&self) -> Addresses<'_> {
         let workspace = (!self.workspace.bytes().is_empty()).then(|| self.workspace.address());
         let extras = RawExtras {
             cu_q: self.extra("cu_q"),
@@ -151,7 +151,7 @@ impl<'a> DeviceMemory<'a> {
         Addresses { tensors: &self.raw, lse: Some(self.lse.address()), workspace, extras }
     }
 
-    pub fn name_regions(&self, session: &Session, launches: &Launches) {
+    pub(crate) fn name_regions(&self, session: &Session, launches: &Launches) {
         let around = (PAGE, PAGE);
         for (name, is_output, memory, _) in &self.tensors {
             let access = if *is_output { Access::Unwritten } else { Access::Input };
@@ -187,7 +187,7 @@ impl<'a> DeviceMemory<'a> {
     }
 
     /// Sets a part of the workspace to zero, as the stream would.
-    pub fn clear(&self, session: &Session, part: &Part) {
+    pub(crate) fn clear(&self, session: &Session, part: &Part) {
         let begin = self.workspace.address() + part.offset as u64;
         // SAFETY: the part lies within the workspace, which nothing else looks at between launches.
         unsafe { std::ptr::write_bytes(begin as *mut u8, 0, part.bytes) };
@@ -195,7 +195,7 @@ impl<'a> DeviceMemory<'a> {
     }
 
     /// What is left in a workspace that a call finds zero and leaves zero.
-    pub fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
+    pub(crate) fn leaked(&self, workspace: &Workspace) -> Option<Finding> {
         let part = lasting(workspace)?;
         let bytes = &self.workspace.bytes()[part.offset..part.offset + part.bytes];
         let at = part.offset + bytes.iter().position(|&byte| byte != 0)?;
@@ -213,7 +213,7 @@ impl<'a> DeviceMemory<'a> {
         })
     }
 
-    pub fn outputs(&self) -> Vec<Vec<u16>> {
+    pub(crate) fn outputs(&self) -> Vec<Vec<u16>> {
         let words = |memory: &Memory| {
             memory.bytes().chunks_exact(2).map(|pair| u16::from_ne_bytes([pair[0], pair[1]])).collect()
         };
@@ -224,7 +224,7 @@ impl<'a> DeviceMemory<'a> {
             .collect()
     }
 
-    pub fn lse(&self) -> Vec<f32> {
+    pub(crate) fn lse(&self) -> Vec<f32> {
         if self.lse_is_input {
             return Vec::new();
         }
@@ -232,13 +232,13 @@ impl<'a> DeviceMemory<'a> {
     }
 
     /// Entries of the page table that were taken for no pages.
-    pub fn page_faults(&self) -> u32 {
+    pub(crate) fn page_faults(&self) -> u32 {
         let memory = self.page_faults.as_ref();
         memory.map_or(0, |own| u32::from_ne_bytes(own.bytes().try_into().expect("a word")))
     }
 
     /// Gradients of the sinks; none where there are no sinks.
-    pub fn dsinks(&self) -> Vec<f32> {
+    pub(crate) fn dsinks(&self) -> Vec<f32> {
         self.dsinks.as_ref().map_or_else(Vec::new, floats)
     }
 }

@@ -2,7 +2,7 @@
 
 use fa_core::KernelSpec;
 
-/// Told how many CTAs of how many are done.
+/// Called with the number of CTAs that are done, and of all.
 pub type Progress<'a> = &'a (dyn Fn(u32, u32) + 'a);
 
 /// When asynchronous operations finish and who runs next.
@@ -40,7 +40,7 @@ pub struct Options<'a> {
     pub trace_cta: Option<u32>,
     /// Steps after which a launch is given up; 0 for none.
     pub step_limit: u64,
-    /// Told how far a launch is.
+    /// Called with the progress of a launch.
     pub progress: Option<Progress<'a>>,
 }
 

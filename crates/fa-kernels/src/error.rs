@@ -149,7 +149,7 @@ pub enum Error {
         what: &'static str,
     },
     /// A kernel does not compute the problem that it was asked to.
-    #[error("{what}: the kernel computes {kernel}, not {problem}")]
+    #[error("{what}: the kernel computes {kernel}; the problem has {problem}")]
     Mismatch {
         /// What differs.
         what: &'static str,

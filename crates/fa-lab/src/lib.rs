@@ -24,6 +24,8 @@
 //! # Ok::<(), String>(())
 //! ```
 
+#![warn(unreachable_pub)]
+
 pub mod append;
 pub mod bench;
 pub mod configs;

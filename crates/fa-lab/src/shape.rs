@@ -1,5 +1,6 @@
 //! A problem's shape, in the words of flags and as the rows of results have it.
 
+use std::num::{IntErrorKind, ParseIntError};
 use std::str::FromStr;
 
 use fa_core::{Append, Dtype, Merge, Problem, Rotary, Side, SideRows};
@@ -31,14 +32,25 @@ impl FromStr for HeadDim {
     }
 }
 
+/// Parses a whole number.
+///
+/// # Errors
+/// What is no number, and a number above the largest that `T` holds, with that.
+pub fn whole<T: FromStr<Err = ParseIntError>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|error: ParseIntError| match error.kind() {
+        IntErrorKind::PosOverflow => {
+            format!("'{text}' is above {}, the most", u128::MAX >> (128 - 8 * size_of::<T>()))
+        }
+        _ => format!("'{text}' is no whole number"),
+    })
+}
+
 /// Parses `N` or `N<separator>M`; one number stands for both.
 ///
 /// # Errors
 /// What is no number, with the `form` that would be one.
 pub fn parse_pair(text: &str, separator: char, form: &str) -> Result<(usize, usize), String> {
-    let number = |part: &str| {
-        part.trim().parse::<usize>().map_err(|_| format!("'{part}' is no whole number: use {form}"))
-    };
+    let number = |part: &str| whole(part.trim()).map_err(|error| format!("{error}: use {form}"));
     match text.split_once(separator) {
         Some((first, second)) => Ok((number(first)?, number(second)?)),
         None => number(text).map(|n| (n, n)),

@@ -5,6 +5,7 @@
 
 pub mod candidates;
 pub mod draw;
+pub mod judge;
 pub mod measured;
 pub mod report;
 mod supervise;

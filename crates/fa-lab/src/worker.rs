@@ -84,7 +84,7 @@ pub(crate) struct Worker {
 
 impl Worker {
     /// Starts `command` with its standard streams piped.
-    pub fn start(mut command: Command, standard_error: StandardError) -> std::io::Result<Worker> {
+    pub(crate) fn start(mut command: Command, standard_error: StandardError) -> std::io::Result<Worker> {
         let errors = match standard_error {
             StandardError::Read => Stdio::piped(),
             StandardError::Inherit => Stdio::inherit(),
@@ -103,7 +103,7 @@ impl Worker {
     }
 
     /// Sends a value as one line of JSON.
-    pub fn send(&mut self, value: &impl Serialize) -> Result<()> {
+    pub(crate) fn send(&mut self, value: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_string(value)?;
         line.push('\n');
         let input = self.input.as_mut().ok_or_else(|| Error::Worker("its input is closed".to_owned()))?;
@@ -111,12 +111,12 @@ impl Worker {
     }
 
     /// Closes the child's standard input.
-    pub fn close_input(&mut self) {
+    pub(crate) fn close_input(&mut self) {
         self.input = None;
     }
 
     /// The next line, [`Received::Nothing`] after `deadline`.
-    pub fn receive(&mut self, deadline: Instant) -> Received {
+    pub(crate) fn receive(&mut self, deadline: Instant) -> Received {
         let patience = deadline.saturating_duration_since(Instant::now());
         match self.received.recv_timeout(patience) {
             Ok(Received::Said(line)) => {
@@ -133,17 +133,17 @@ impl Worker {
     }
 
     /// The last lines of its standard error that were received.
-    pub fn last_words(&self) -> impl DoubleEndedIterator<Item = &str> {
+    pub(crate) fn last_words(&self) -> impl DoubleEndedIterator<Item = &str> {
         self.said.iter().map(String::as_str)
     }
 
     /// Waits for the child to end.
-    pub fn wait(&mut self) -> Result<ExitStatus> {
+    pub(crate) fn wait(&mut self) -> Result<ExitStatus> {
         self.child.0.wait().context("a worker does not end")
     }
 
     /// Whether the child ends within `patience`.
-    pub fn ends_within(&mut self, patience: Duration) -> bool {
+    pub(crate) fn ends_within(&mut self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         while matches!(self.child.0.try_wait(), Ok(None)) {
             if Instant::now() > deadline {

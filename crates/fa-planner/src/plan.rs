@@ -203,7 +203,7 @@ pub fn best(problem: &Problem, arch: Arch, options: &PlanOptions) -> Result<Plan
             best = Some((plan, number));
         }
     }
-    // Why nothing fits is told by all that was tried.
+    // All that was tried says why nothing fits.
     best.map_or_else(
         || plan(problem, arch, options).map(|mut plans| plans.swap_remove(0)),
         |(best, _)| Ok(best),

@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// Column names and rows of the same length.
-pub struct Table<const N: usize> {
+pub(crate) struct Table<const N: usize> {
     /// Column names.
     pub header: [&'static str; N],
     /// Cells.

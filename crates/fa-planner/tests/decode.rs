@@ -1,9 +1,9 @@
 //! Splits of the keys: how many, and what that does to decode.
 
-use fa_core::{
-    Alibi, Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, Reads, ScoreMod, Side,
-    Sm80Fwd, Types,
-};
+#[path = "../../fa-core/tests/strategies/problems.rs"]
+mod problems;
+
+use fa_core::{Arch, Dtype, Family, Kernel, KernelSpec, Lengths, Mask, Pass, Problem, Reads, Side, Sm80Fwd};
 use fa_planner::account::{MAX_SPLITS, Reason, account, kv_splits};
 use fa_planner::cost::{Cost, CostConstants, predict};
 use fa_planner::kernels::{sm80_fwd, sm90_fwd};
@@ -166,47 +166,12 @@ fn groups_of_any_number_are_packed() {
     }
 }
 
-fn problems() -> impl Strategy<Value = Problem> {
-    let mask = prop_oneof![
-        Just(Mask::FULL),
-        Just(Mask::CAUSAL),
-        (0u32..5000, 0u32..5000).prop_map(|(l, r)| Mask::window(l, r)),
-    ];
-    let len = || prop_oneof![0usize..3, 0usize..300, 0usize..200_000];
-    let side = (len(), len(), any::<bool>(), 0u32..2).prop_map(|(total, max, used, packed)| {
-        let side = if packed == 1 { Side::packed(total, max) } else { Side::padded(max) };
-        if used { side.with_used() } else { side }
-    });
-    let paged =
-        (1usize..600, 1usize..5000, len()).prop_map(|(page, pages, max)| Side::paged(page, pages, max));
-    let keys = prop_oneof![side.clone(), paged];
-    let score = (any::<bool>(), 0u32..3, any::<bool>()).prop_map(|(cap, alibi, sinks)| ScoreMod {
-        softcap: cap.then_some(30.0),
-        alibi: [None, Some(Alibi::PerHead), Some(Alibi::PerSequenceHead)][alibi as usize],
-        sinks,
-    });
-    let heads = (1usize..5, prop_oneof![1usize..9, Just(32usize)]);
-    (prop_oneof![0usize..5, 1usize..9000], side, keys, heads, (1usize..33, 1usize..33), mask, score).prop_map(
-        |(batch, q, k, (heads_kv, group), (hd, hdv), mask, score)| Problem {
-            lengths: Lengths::of(batch, q, k),
-            heads_q: heads_kv * group,
-            heads_kv,
-            head_dim: 8 * hd,
-            head_dim_v: 8 * hdv,
-            mask,
-            types: Types::same(Dtype::Bf16),
-            softmax_scale: None,
-            score,
-        },
-    )
-}
-
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     /// Problems of every kind are planned or refused by name, and splits stay within bounds.
     #[test]
-    fn problems_of_every_kind_are_planned(problem in problems(), sms in 1u32..200) {
+    fn problems_of_every_kind_are_planned(problem in problems::every_kind(), sms in 1u32..200) {
         prop_assume!(problem.check().is_ok());
         let targets = [(Arch::Sm90, Family::Sm90), (Arch::Sm90, Family::Sm80), (Arch::Sm86, Family::Sm80)];
         for (arch, family) in targets {

@@ -1,5 +1,8 @@
 //! Plans over many problems: what every plan must satisfy, how time grows, and what is refused.
 
+#[path = "../../fa-core/tests/strategies/problems.rs"]
+mod problems;
+
 use fa_core::{Arch, Dtype, Family, Kernel, Lengths, Mask, Pass, Problem, ScoreMod, Side, Types};
 use fa_planner::account::{Reason, smem};
 use fa_planner::cost::{Bottleneck, CostConstants, predict};
@@ -39,35 +42,10 @@ fn is_sound(problem: &Problem, arch: Arch, plan: &Plan) {
     assert!(busy.iter().all(|s| *s <= cost.seconds), "{spec}: {cost:?}");
 }
 
-fn problems() -> impl Strategy<Value = Problem> {
-    let mask = prop_oneof![
-        Just(Mask::FULL),
-        Just(Mask::CAUSAL),
-        (0u32..5000, 0u32..5000).prop_map(|(l, r)| Mask::window(l, r)),
-        (0u32..5000).prop_map(Mask::causal_window),
-    ];
-    let dtype = prop_oneof![Just(Dtype::F16), Just(Dtype::Bf16)];
-    let cap = prop_oneof![Just(None), Just(Some(30.0))];
-    let lengths = (0usize..5, 0usize..20_000, 0usize..20_000);
-    (lengths, 1usize..5, 1usize..9, (1usize..33, 1usize..33), mask, dtype, cap).prop_map(
-        |((batch, seqlen_q, seqlen_k), heads_kv, group, (hd, hdv), mask, dtype, softcap)| Problem {
-            lengths: Lengths::uniform(batch, seqlen_q, seqlen_k),
-            heads_q: heads_kv * group,
-            heads_kv,
-            head_dim: 8 * hd,
-            head_dim_v: 8 * hdv,
-            mask,
-            types: Types::same(dtype),
-            softmax_scale: None,
-            score: ScoreMod::softcap_or_none(softcap),
-        },
-    )
-}
-
 /// Few queries on a cache: of one length, of lengths on the device, in pages.
 fn decode() -> impl Strategy<Value = Problem> {
     let keys = prop_oneof![0usize..700, 0usize..9000, 0usize..200_000];
-    (problems(), prop_oneof![Just(1usize), 0usize..70], keys, 0usize..4).prop_map(
+    (problems::uniform(), prop_oneof![Just(1usize), 0usize..70], keys, 0usize..4).prop_map(
         |(problem, queries, keys, kind)| {
             let (batch, q) = (problem.lengths.sequences(), Side::padded(queries));
             let lengths = match kind {
@@ -86,7 +64,7 @@ proptest! {
     /// Leaving out what cannot be the best changes nothing of it.
     #[test]
     fn the_best_is_the_first_of_all(
-        problem in prop_oneof![problems(), decode(), decode(), decode()],
+        problem in prop_oneof![problems::uniform(), decode(), decode(), decode()],
         arch in prop::sample::select(Arch::ALL.to_vec()), is_backward in prop::bool::weighted(0.2),
     ) {
         let pass = if is_backward { Pass::BACKWARD } else { Pass::Forward };
@@ -98,7 +76,7 @@ proptest! {
     }
 
     #[test]
-    fn every_plan_is_sound(problem in problems(), arch in prop::sample::select(Arch::ALL.to_vec())) {
+    fn every_plan_is_sound(problem in problems::uniform(), arch in prop::sample::select(Arch::ALL.to_vec())) {
         for options in families(arch) {
             let set = explore(&problem, arch, &options).expect("a supported problem");
             set.plans.iter().for_each(|plan| is_sound(&problem, arch, plan));
@@ -116,7 +94,7 @@ proptest! {
     /// some percent.
     #[test]
     fn time_grows_with_length(
-        problem in problems(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec()),
+        problem in problems::uniform(), by in 1usize..3000, arch in prop::sample::select(Arch::ALL.to_vec()),
     ) {
         let (sequences, mut length) = (problem.lengths.sequences(), problem.lengths.max_q());
         let mut by = by;

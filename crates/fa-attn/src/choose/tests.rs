@@ -30,7 +30,7 @@ fn without_a_compiler_the_best_of_what_was_compiled_ahead_computes() {
     assert!(text.contains("none of the 4 kernels compiled ahead for sm90 computes this forward"), "{text}");
     let error = planned_or_ahead(asked, &families, || [].iter(), bind).expect_err("nothing");
     assert!(matches!(error, Error::Kernels(fa_kernels::Error::NoCompiler { .. })), "{error}");
-    // What is no want of a compiler is told as it is.
+    // Errors other than a missing compiler are passed on as they are.
     let lost = |_: &KernelSpec| Err::<(), _>(fa_kernels::Error::Device { major: 7, minor: 5 });
     let error = planned_or_ahead(asked, &families, || specs.iter(), lost).expect_err("an old GPU");
     assert!(matches!(error, Error::Kernels(fa_kernels::Error::Device { .. })), "{error}");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use fa_attn::atomic_file::AtomicFile;
 use fa_attn::{Element, Engine, Tensor};
-use fa_core::{Dtype, Pass, Problem, TensorLayout};
+use fa_core::{Dtype, Pass, Problem, TensorLayout, counted};
 use fa_lab::machine;
 use fa_lab::random::Random;
 use fa_lab::shape::Shape;
@@ -160,7 +160,7 @@ impl Machine {
     }
 
     fn text(&self) -> String {
-        let threads = self.threads.map(|threads| format!("{threads} threads"));
+        let threads = self.threads.map(|threads| counted(threads, "thread"));
         let backend = self.isa.unwrap_or(self.backend).to_owned();
         let peak = format!("{} multiply-add peak {}", self.dtype, si(self.peak_gflops() * 1e9, "FLOP/s"));
         let parts = [Some(self.cpu.clone()), Some(backend), threads, Some(peak)];

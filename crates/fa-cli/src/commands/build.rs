@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use anyhow::Context;
-use fa_core::{Arch, ShippedSpec};
+use fa_core::{Arch, ShippedSpec, counted};
 use fa_kernels::{Cache, Headers, ship, specs};
 use fa_lab::read_text;
 
@@ -62,8 +62,8 @@ pub fn command(args: &BuildArgs) -> anyhow::Result<Verdict> {
     let manifest = ship::write_bundle(&built, &compiler, &args.out)?;
     output::print(&text(&built)?)?;
     output::print(&format!(
-        "{} kernels by {} in {}\n",
-        manifest.kernels.len(),
+        "{} by {} in {}\n",
+        counted(manifest.kernels.len(), "kernel"),
         manifest.compiler,
         args.out.display()
     ))?;

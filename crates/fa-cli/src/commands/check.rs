@@ -27,9 +27,10 @@ use clap::Args;
 pub struct CheckArgs {
     /// The output to judge
     pub a: PathBuf,
-    /// The output to judge it by
-    pub b: PathBuf,
-    /// Compare this tensor (may be repeated) [default: those of out, lse, dq, dk, dv that both files have]
+    /// The output to judge it by; without it A is judged by its inputs alone
+    pub b: Option<PathBuf>,
+    /// Compare this tensor (may be repeated) [default: those of out, lse, dq, dk, dv, dsinks that A and B
+    /// have]
     #[arg(long = "tensor", value_name = "NAME")]
     pub tensors: Vec<String>,
     /// File with q, k, v (and dout): both outputs are judged against an f64 computation on them [default: A
@@ -52,13 +53,15 @@ pub struct CheckArgs {
 const CHECK_EXAMPLES: &str = "\
 Examples:
   fa check out.safetensors examples/minilm-layer0.safetensors      inputs found in the second file
+  fa check out.safetensors --inputs qkv.safetensors --causal       one output, by an f64 computation
   fa check a.safetensors b.safetensors --inputs qkv.safetensors --causal
   fa check a.safetensors b.safetensors --atol 1e-3 --rtol 1e-3
 
 The rule: max|out - ref| <= 2 max|low - ref| + one rounding step of the output type at the magnitude of ref, \
 where ref is computed in f64 from the inputs and low is the same formula in the inputs' precision (for f32 \
 at least 32 rounding steps); both outputs must keep it. Without inputs and tolerances, A may differ from B \
-by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 (1e-5 of their magnitude for f32). \
+by 3 rounding steps of a 16-bit type, 65 of f32. LSEs may differ by 1e-3 or, from 2048 on, 8 rounding steps \
+of f32 (by 1e-5 of their magnitude where inputs are f32). \
 Infinities and NaN must be at the same places.
 Exit code 1 when the outputs differ beyond tolerance.";
 
@@ -71,9 +74,10 @@ const OUTPUTS: [&str; 6] = ["out", "lse", "dq", "dk", "dv", "dsinks"];
 /// Bad input; a difference is a verdict, not an error.
 pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     let a = TensorFile::open(&args.a)?;
-    let b = TensorFile::open(&args.b)?;
-    let names = names(args, &a, &b)?;
-    let entries = || names.iter().flat_map(|name| [&a, &b].map(|file| file.entry(name)));
+    let b = args.b.as_deref().map(TensorFile::open).transpose()?;
+    let outputs: Vec<&TensorFile> = [&a].into_iter().chain(&b).collect();
+    let names = names(args, &outputs)?;
+    let entries = || names.iter().flat_map(|name| outputs.iter().map(|file| file.entry(name)));
     let elements: usize = entries().flatten().map(|entry| entry.shape.iter().product::<usize>()).sum();
     let need = 8 * elements as u64;
     attention::check_free(
@@ -81,12 +85,20 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
         "the tensors as f64",
         "compare one at a time, by --tensor, or parts of them",
     )?;
-    let mut pairs: Vec<Pair> =
-        names.iter().map(|name| Pair::read(&args.attention, &a, &b, name)).collect::<Result<_, _>>()?;
+    let mut pairs: Vec<Pair> = names
+        .iter()
+        .map(|name| Pair::read(&args.attention, &a, b.as_ref(), name))
+        .collect::<Result<_, _>>()?;
     let given = args.atol.is_some() || args.rtol.is_some();
     let separate = args.inputs.as_deref().map(TensorFile::open).transpose()?;
     let holds_inputs = |file: &&TensorFile| ["q", "k", "v"].iter().all(|name| file.has(name));
-    let inputs = separate.as_ref().or_else(|| [&b, &a].into_iter().find(holds_inputs)).filter(|_| !given);
+    let inputs =
+        separate.as_ref().or_else(|| outputs.iter().rev().copied().find(holds_inputs)).filter(|_| !given);
+    if inputs.is_none() && b.is_none() {
+        let message = "one output is judged by its inputs: give --inputs FILE with q, k and v, or a second \
+                       output to compare it with";
+        return Err(InputError::Usage(message.to_owned()).into());
+    }
     if inputs.is_none() && args.attention.describes_a_problem() {
         let message = "--causal, --window, --scale and --softcap tell how outputs follow from inputs, and \
                        none are used: give --inputs FILE";
@@ -94,23 +106,14 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
     }
     let (rule, problem, rows) = match inputs {
         Some(file) => {
-            let (problem, rows) = judge_by_inputs(file, &args.attention, [&a, &b], &mut pairs)?;
-            // Outputs say what they were computed with, inputs what they were made for.
-            let mut asked: Vec<&TensorFile> = Vec::new();
-            for one in [&a, &b, file] {
-                if asked.iter().all(|other| other.path() != one.path()) {
-                    asked.push(one);
-                }
-            }
-            let hints = asked.into_iter().filter_map(|file| attention::metadata_hint(file, &problem));
-            hints.for_each(|hint| output::note(&hint));
+            let (problem, rows) = judge_by_inputs(file, &args.attention, &outputs, &mut pairs)?;
             (RuleName::F64OfInputs, Some(problem), rows)
         }
         None if given => {
             let (atol, rtol) = (args.atol.unwrap_or(0.0), args.rtol.unwrap_or(0.0));
             (RuleName::Given, None, judge_by_tolerances(&pairs, atol, rtol)?)
         }
-        None => (RuleName::RoundingOfType, None, judge_by_rounding(&pairs, lse_dtype(&a, &b))?),
+        None => (RuleName::RoundingOfType, None, judge_by_rounding(&pairs, lse_dtype(&outputs))?),
     };
     let passed = rows.iter().all(|row| row.found.passed());
     let off = [("a", TO_EXACT[0]), ("b", TO_EXACT[1])]
@@ -137,33 +140,42 @@ pub fn command(args: &CheckArgs) -> anyhow::Result<Verdict> {
 }
 
 /// The tensors to compare.
-fn names(args: &CheckArgs, a: &TensorFile, b: &TensorFile) -> Result<Vec<String>, InputError> {
+fn names(args: &CheckArgs, files: &[&TensorFile]) -> Result<Vec<String>, InputError> {
     if !args.tensors.is_empty() {
         return Ok(args.tensors.clone());
     }
-    let common: Vec<String> =
-        OUTPUTS.into_iter().filter(|name| a.has(name) && b.has(name)).map(str::to_owned).collect();
-    if common.is_empty() {
-        let list = |file: &TensorFile| file.names().collect::<Vec<_>>().join(", ");
-        let inputs = [a, b].into_iter().find(|file| ["q", "k", "v"].iter().all(|name| file.has(name)));
-        let advice = inputs.map_or(String::new(), |inputs| {
-            let path = inputs.path().display();
-            format!("; to judge one output by q, k and v of {path} give it as A and B, with --inputs {path}")
-        });
-        return Err(InputError::Usage(format!(
-            "A and B have none of {} in common: A has {}; B has {}; --tensor NAME compares others{advice}",
-            OUTPUTS.join(", "),
-            list(a),
-            list(b)
-        )));
+    let in_all = |name: &&str| files.iter().all(|file| file.has(name));
+    let common: Vec<String> = OUTPUTS.into_iter().filter(in_all).map(str::to_owned).collect();
+    if !common.is_empty() {
+        return Ok(common);
     }
-    Ok(common)
+    let list = |file: &TensorFile| file.names().collect::<Vec<_>>().join(", ");
+    let outputs = OUTPUTS.join(", ");
+    Err(InputError::Usage(match files {
+        [a, b] => {
+            let inputs = files.iter().find(|file| ["q", "k", "v"].iter().all(|name| file.has(name)));
+            let advice = inputs.map_or(String::new(), |inputs| {
+                let path = inputs.path().display();
+                format!("; to judge one output by q, k and v of {path} give --inputs {path} and no B")
+            });
+            format!(
+                "A and B have none of {outputs} in common: A has {}; B has {}; --tensor NAME compares \
+                 others{advice}",
+                list(a),
+                list(b)
+            )
+        }
+        files => {
+            let has: Vec<String> = files.iter().map(|file| list(file)).collect();
+            format!("A has none of {outputs}: it has {}", has.join(", "))
+        }
+    }))
 }
 
 fn judge_by_inputs(
     file: &TensorFile,
     args: &AttentionArgs,
-    [a, b]: [&TensorFile; 2],
+    outputs: &[&TensorFile],
     pairs: &mut [Pair],
 ) -> anyhow::Result<(Problem, Vec<Row>)> {
     let gradients = ["dq", "dk", "dv", "dsinks"];
@@ -171,17 +183,27 @@ fn judge_by_inputs(
     let mut inputs = AnyInputs::read(file, args, backward)?;
     inputs.append(None)?;
     let posed = with_inputs!(&inputs, inputs => inputs.problem);
+    // Outputs say what they were computed with, inputs what they were made for.
+    let mut asked: Vec<&TensorFile> = Vec::new();
+    for one in outputs.iter().copied().chain([file]) {
+        if asked.iter().all(|other| other.path() != one.path()) {
+            asked.push(one);
+        }
+    }
+    let hints = asked.into_iter().filter_map(|file| attention::metadata_hint(file, &posed, args.layout));
+    hints.for_each(|hint| output::note(&hint));
     for pair in pairs.iter() {
         let Some(need) = shape_in(&posed, &pair.name).filter(|need| *need != pair.shape) else { continue };
         // LSE has no axis of the head dim, which stands first as 1.
         let (axes, from) = if pair.is_lse() { ("heads, seqlen_q", 1) } else { ("seqlen, heads, dim", 0) };
+        let paths: Vec<String> = outputs.iter().map(|file| file.path().display().to_string()).collect();
         let need = format!(
-            "so it is as [batch, {axes}] in {} and {}, but the inputs of {} give {:?}: give the inputs that \
-             they were computed from",
-            a.path().display(),
-            b.path().display(),
+            "so it is as [batch, {axes}] in {}, but the inputs of {} give {:?}: give the inputs that {} \
+             computed from",
+            paths.join(" and "),
             file.path().display(),
-            &need[from..]
+            &need[from..],
+            if paths.len() == 1 { "it was" } else { "they were" }
         );
         return Err(
             InputError::Shape { name: pair.name.clone(), got: pair.shape[from..].to_vec(), need }.into()
@@ -192,7 +214,7 @@ fn judge_by_inputs(
         progress::spinner("computing in f64", || with_inputs!(&inputs, inputs => references(inputs)))?;
     // What the rows hold that no sequence has is nobody's business.
     for pair in pairs.iter_mut() {
-        for values in [&mut pair.a, &mut pair.b] {
+        for values in [&mut pair.a].into_iter().chain(&mut pair.b) {
             blank_unused(&pair.name, values, pair.shape, sequences);
         }
     }
@@ -229,10 +251,10 @@ fn rows_by(references: &References, pairs: &[Pair], dtype: Dtype) -> anyhow::Res
             ))
             .into());
         };
-        let found = pair.compare(dtype, &pair.a, exact, Some(low))?;
-        rows.push(pair.row(TO_EXACT[0], found.allowing(*noise)));
-        let found = pair.compare(dtype, &pair.b, exact, Some(low))?;
-        rows.push(pair.row(TO_EXACT[1], found.allowing(*noise)));
+        for (compared, values) in TO_EXACT.into_iter().zip([&pair.a].into_iter().chain(&pair.b)) {
+            let found = pair.compare(dtype, values, exact, Some(low))?;
+            rows.push(pair.row(compared, found.allowing(*noise)));
+        }
     }
     Ok(rows)
 }
@@ -269,17 +291,17 @@ fn shape_in(problem: &Problem, name: &str) -> Option<[usize; 4]> {
 fn judge_by_rounding(pairs: &[Pair], lse_dtype: Dtype) -> anyhow::Result<Vec<Row>> {
     let judge = |pair: &Pair| {
         let dtype = if pair.is_lse() { lse_dtype } else { pair.dtype };
-        Ok(pair.row("A to B", pair.compare(dtype, &pair.a, &pair.b, None)?))
+        Ok(pair.row("A to B", pair.compare(dtype, &pair.a, pair.b(), None)?))
     };
     pairs.iter().map(judge).collect()
 }
 
 fn judge_by_tolerances(pairs: &[Pair], atol: f64, rtol: f64) -> anyhow::Result<Vec<Row>> {
     let judge = |pair: &Pair| {
-        let mut found = pair.compare(Dtype::F32, &pair.a, &pair.b, None)?;
+        let mut found = pair.compare(Dtype::F32, &pair.a, pair.b(), None)?;
         // The tolerance is per element; the one shown is that of the worst element.
         found.tolerance = atol + rtol * found.worst_reference.abs();
-        let beyond = pair.a.iter().zip(&pair.b).any(|(a, b)| (a - b).abs() > atol + rtol * b.abs());
+        let beyond = pair.a.iter().zip(pair.b()).any(|(a, b)| (a - b).abs() > atol + rtol * b.abs());
         if found.mismatches == 0 {
             found.verdict = if beyond { compare::Verdict::TooFar } else { compare::Verdict::Pass };
         }

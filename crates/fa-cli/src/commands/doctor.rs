@@ -5,7 +5,7 @@ mod time;
 use std::fmt::Write;
 
 use fa_attn::{Backend, CpuOptions, Engine, Tensor};
-use fa_core::{Arch, Dtype, Mask, Problem};
+use fa_core::{Arch, Dtype, Mask, Problem, counted};
 use fa_kernels::bundle::Bundle;
 use fa_kernels::cache::{CACHE_VARIABLE, DEFAULT_LIMIT};
 use fa_kernels::{Cache, Compiler, CompilerKind, Error};
@@ -254,7 +254,7 @@ fn cache_check() -> Check {
     let nearest = root.ancestors().find(|folder| folder.exists());
     let writable = nearest.is_some_and(|folder| tempfile::tempfile_in(folder).is_ok());
     let (mib, most) = (cache.size() as f64 / f64::from(1 << 20), DEFAULT_LIMIT >> 20);
-    let found = format!("{} ({} kernels, {mib:.1} of {most} MiB)", root.display(), cache.len());
+    let found = format!("{} ({}, {mib:.1} of {most} MiB)", root.display(), counted(cache.len(), "kernel"));
     if writable {
         Check::ok("cache", found)
     } else {

@@ -6,6 +6,7 @@ use std::path::Path;
 use fa_attn::atomic_file::AtomicFile;
 use fa_core::{Arch, KernelSpec, Pass, Problem};
 use fa_lab::read_text;
+use fa_lab::shape::whole;
 use fa_lab::spec_file::read_spec;
 use fa_planner::plan::{self, PlanOptions, PlanSet, RejectedSpec};
 use fa_planner::report::{Backward, PlanFamily, Planned, Tried, WhyReport};
@@ -65,7 +66,7 @@ pub struct PlanArgs {
     #[arg(long)]
     pub deterministic: bool,
     /// List at most this many plans (tables default to 10, JSON and RON to all)
-    #[arg(short = 'n', long = "num-results", value_name = "N")]
+    #[arg(short = 'n', long = "num-results", value_name = "N", value_parser = whole::<usize>)]
     pub limit: Option<usize>,
     /// Say what became of the candidates with these fields, as in tile_n=192,num_wg=2
     #[arg(long, value_name = "FIELD=VALUE,..", conflicts_with_all = ["limit"])]

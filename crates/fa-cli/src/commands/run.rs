@@ -219,7 +219,7 @@ fn compute<T: Element + Stored>(
     } else {
         output::print(&text(&report))?
     }
-    if let Some(hint) = attention::metadata_hint(file, &problem) {
+    if let Some(hint) = attention::metadata_hint(file, &problem, args.attention.layout) {
         output::note(&hint);
     }
     Ok(Verdict::Good)

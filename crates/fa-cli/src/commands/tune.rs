@@ -1,5 +1,6 @@
 //! `fa tune`: kernels measured for a problem, and the winner kept where the library finds it.
 
+mod judged;
 mod page;
 
 use std::path::PathBuf;
@@ -9,7 +10,9 @@ use fa_attn::tune::user_table;
 use fa_core::Pass;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
+use fa_lab::shape::whole;
 use fa_lab::tune::draw::Drawing;
+use fa_lab::tune::judge::judge;
 use fa_lab::tune::{self, Options, Problems, Wanted};
 use fa_planner::Mode;
 use fa_planner::report::PlanFamily;
@@ -61,7 +64,14 @@ pub struct TuneArgs {
     pub random: Option<u16>,
     /// The same seed draws the same problems [default: 0]
     #[arg(long, value_name = "S", requires = "random", conflicts_with_all = OF_SHAPES)]
+    #[arg(value_parser = whole::<u64>)]
     pub seed: Option<u64>,
+    /// Measure nothing: say how far today's first choices are behind the best of these records (--json of
+    /// earlier runs); needs no GPU
+    #[arg(long, value_name = "RECORD", num_args = 1.., conflicts_with_all = OF_SHAPES, conflicts_with_all = [
+        "random", "seed", "mode", "deterministic", "family", "candidates", "reps", "fresh", "output"
+    ])]
+    pub judge: Vec<PathBuf>,
     /// Kernels to choose from [default: the fastest that the GPU runs; with --random all that it runs]
     #[arg(long, value_parser = flags::plan_family())]
     pub family: Option<PlanFamily>,
@@ -95,6 +105,7 @@ Examples:
   fa tune --mode bwd --marks sm90-bwd
   fa tune --headdim 64 --heads 32 --seqlen 1024 --family sm80 --fresh
   fa tune --random 60 --seed 1 --mode both --json drawn.json --report drawn.md
+  fa tune --judge drawn.json
 
 Random problems differ in length, batch, group, head dims, mask and soft cap, pass and family; they stay \
 below 0.8 TFLOP and 1 GiB. Constants are fitted to those with an even number and judged by those with an odd \
@@ -108,6 +119,13 @@ all sequences rounded up to powers of two. Interrupted, it goes on where it was.
 /// # Errors
 /// Bad input, an unwritable target, no usable GPU or compiler, workers that cannot be started.
 pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
+    if !args.judge.is_empty() {
+        let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
+        let judgement = judge(&args.judge)?;
+        let page = || judged::markdown(&judgement);
+        destinations.write(&judgement, || Ok(page()), || judged::table(&judgement))?;
+        return Ok(Verdict::Good);
+    }
     let problems = problems(args)?;
     let destinations = Destinations::probe(args.json.as_deref(), args.report.as_deref())?;
     let table = args.output.clone().or_else(user_table).context(

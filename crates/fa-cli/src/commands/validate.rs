@@ -6,6 +6,7 @@ mod sanitize;
 
 use std::fmt::Write;
 
+use fa_core::counted;
 use fa_lab::record::{self, Provenance, State};
 use fa_lab::validate::{self, Report};
 
@@ -126,8 +127,8 @@ fn check_records(args: &ValidateArgs) -> anyhow::Result<Verdict> {
             String::new()
         } else {
             format!(
-                "{unknown} kernels: run `fa validate --record` on a GPU, or name them in {} with the \
-                 reason\n",
+                "{}: run `fa validate --record` on a GPU, or list in {} with the reason\n",
+                counted(unknown, "kernel"),
                 args.results.join(record::UNVALIDATED).display()
             )
         };

@@ -95,7 +95,9 @@ pub fn of_kernel(spec: &KernelSpec) -> anyhow::Result<String> {
     }
     let used = match &spec.kernel {
         Kernel::Sm80Fwd(k) if !k.swizzle => "This kernel keeps plain rows.",
-        _ => "This kernel uses the swizzle.",
+        Kernel::Sm80Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Fwd(_) | Kernel::Sm90Bwd(_) => {
+            "This kernel uses the swizzle."
+        }
     };
     let (rows, columns) = (u64::from(spec.tile().1), u64::from(spec.head_dim));
     let plain = picture("plain rows", &SmemLayout::row_major(rows, columns, ELEMENT)?)?;

@@ -3,6 +3,8 @@
 
 use std::fmt::Write;
 
+use fa_core::counted;
+
 use crate::draw::diagram::escape;
 use crate::page::rates::resource;
 use crate::page::view::{Missed, View};
@@ -260,7 +262,7 @@ fn fit_account(view: &View, rank: usize, fit: &Fit) -> String {
     let o = fit.occupancy;
     let per_sm = format!(
         "{} of {} threads per SM (SMEM allows {}, registers {}, threads {})",
-        counted(fit.blocks_per_sm, "block"),
+        counted(fit.blocks_per_sm as usize, "block"),
         fit.threads,
         o.by_smem,
         o.by_registers,
@@ -287,11 +289,6 @@ fn fit_account(view: &View, rank: usize, fit: &Fit) -> String {
         resource(fit.cost.bottleneck),
         escape(&terms.join(", "))
     )
-}
-
-/// `1 block`, `2 blocks`.
-fn counted(count: u32, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
 /// The limits in the order in which they are checked, up to the one that is broken.

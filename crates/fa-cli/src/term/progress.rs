@@ -70,7 +70,7 @@ impl Steps {
         self.bar.set_position(self.done);
     }
 
-    /// What a log is told when the next step is `message`, if its time has come.
+    /// The line for a log when the next step is `message`, if it is time for one.
     fn line(&mut self, message: &str) -> Option<String> {
         if self.said.elapsed() < LINE {
             return None;

@@ -186,7 +186,7 @@ fn plots_of_records_are_drawn_again_from_them() {
             );
         }
     }
-    // A record of the CPU, and what is none.
+    // A record of the CPU, and a file that is no record.
     let json = folder.path().join("cpu.json");
     let line = "bench --headdim 16 --seqlen 32,64 --heads 2 --backend reference --seconds 0.001 --json";
     fa(&format!("{line} {}", text(&json))).good();

@@ -6,7 +6,7 @@ use fa_cpu::reference::{self, low_precision};
 use fa_cpu::{Extras, TensorRef};
 use half::bf16;
 
-use crate::common::{Dir, Tensor, fa, noise, text};
+use crate::common::{Dir, Tensor, fa, noise, repository, text};
 
 const SHAPE: &[usize] = &[1, 3, 2, 4];
 
@@ -131,6 +131,23 @@ fn inputs_show_which_of_two_outputs_is_wrong() {
     fa(&format!("check {0} {0} --inputs {input}", text(&good))).good();
 }
 
+#[test]
+fn one_output_is_judged_by_its_inputs_alone() {
+    let files = Dir::new();
+    let input = write_inputs(&files, "in", 9);
+    let output = files.file("out");
+    fa(&format!("run {input} -o {output}")).good();
+    let right = fa(&format!("check {output} --inputs {input} --json")).json();
+    assert_eq!((&right["passed"], right.get("b")), (&true.into(), None), "{right}");
+    let compared: Vec<_> = right["rows"].as_array().unwrap().iter().map(|row| &row["compared"]).collect();
+    assert_eq!(compared, ["A to f64", "A to f64"]);
+    let wrong = fa(&format!("check {output} --inputs {input} --causal"));
+    assert!(wrong.code == 1 && wrong.stdout.ends_with(&format!("A is off, {output}\n")), "{wrong:?}");
+    // A file that holds q, k and v beside its output needs no other.
+    let own = text(&repository("examples/minilm-layer0.safetensors")).to_owned();
+    assert!(fa(&format!("check {own}")).good().contains("equal within tolerance"));
+}
+
 /// Gradients are held to the worst of three low-precision computations, as everywhere: dQ of a forward that
 /// rounded its probabilities elsewhere is right, though it is beyond the tolerance of the first.
 #[test]
@@ -195,11 +212,14 @@ fn what_cannot_be_compared_is_refused() {
         (format!("{lse} {lse}"), "lse must be [batch, heads, seqlen_q]"),
         (format!("{a} {integers}"), "holds I64"),
         (format!("{a} {named}"), "--tensor"),
-        (format!("{a} {given}"), "give it as A and B, with --inputs"),
+        (format!("{a} {given}"), "and no B"),
         (format!("{a} {named} --tensor weights"), "no tensor 'weights'"),
         (format!("{a} {a} --inputs {a}"), "no tensor 'q'"),
         (format!("{a} {a} --causal"), "give --inputs"),
         (format!("{a} {a} --atol 1 --scale 2"), "give --inputs"),
+        (a.clone(), "give --inputs FILE with q, k and v, or a second output"),
+        (format!("{a} --atol 1"), "give --inputs FILE with q, k and v, or a second output"),
+        (format!("{named} --inputs {given}"), "it has weights"),
     ] {
         let outcome = fa(&format!("check {line}"));
         assert_eq!(outcome.code, 2, "{line}: {outcome:?}");
@@ -234,18 +254,24 @@ fn what_an_output_was_computed_with_is_named_where_flags_say_otherwise() {
         ("--window 2,0", "causal = true (--causal), window_left = 2 (--window)"),
         ("--scale 0.5", "scale = 0.5 (--scale)"),
         ("--softcap 3", "softcap = 3 (--softcap)"),
+        ("--layout bhsd", "layout = bhsd (--layout)"),
     ] {
         let output = files.file("out");
         fa(&format!("run {input} {flags} -o {output}")).good();
+        // An output's own layout is taken where no flag speaks.
+        let input =
+            if flags.starts_with("--layout") { format!("{input} --layout bshd") } else { input.clone() };
         for pair in [
             format!("{output} {output} --inputs {input}"),
             format!("{output} {output} --inputs {input} --json"),
         ] {
             let forgotten = fa(&format!("check {pair}"));
-            assert_eq!(forgotten.code, 1, "{flags}: {forgotten:?}");
+            // With its axes in another order the output has another shape.
+            let code = if flags.starts_with("--layout") { 2 } else { 1 };
+            assert_eq!(forgotten.code, code, "{flags}: {forgotten:?}");
             let said = format!("the metadata of {output} says {notes}; only flags decide");
             assert_eq!(forgotten.stderr.matches(&said).count(), 1, "{flags}: {}", forgotten.stderr);
-            let right = fa(&format!("check {pair} {flags}"));
+            let right = fa(&format!("check {} {flags}", pair.replace(" --layout bshd", "")));
             assert_eq!((right.code, right.stderr.as_str()), (0, ""), "{flags}");
         }
     }

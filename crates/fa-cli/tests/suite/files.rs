@@ -82,6 +82,7 @@ fn names_that_are_there_twice_are_refused() {
     for (header, part) in [
         (format!(r#"{{"q":{entry},"q":{entry}}}"#), "tensor 'q' is there twice"),
         (format!(r#"{{"q":{entry},"k":{entry},"q":{entry}}}"#), "tensor 'q' is there twice"),
+        (r#"{"out":"text"}"#.to_owned(), "expected dtype, shape and data_offsets"),
         (r#"{"__metadata__":{},"__metadata__":{}}"#.to_owned(), "__metadata__ is there twice"),
         (r#"{"__metadata__":{"layout":"bshd","layout":"bhsd"}}"#.to_owned(), "'layout' is there twice"),
         (

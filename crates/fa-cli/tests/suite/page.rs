@@ -15,10 +15,10 @@ fn chromium() -> Option<PathBuf> {
     names.iter().find_map(|name| folders.iter().map(|folder| folder.join(name)).find(|path| path.is_file()))
 }
 
-/// Looks at a page in frames of some widths, light and dark, and says what is wrong with it.
+/// Looks at a page in frames of some widths, light, dark and printed, and says what is wrong with it.
 const INSPECT: &str = r"
 const found = [], numbers = [];
-const say = (frame, what) => found.push(`${frame.width}${frame.dark ? ' dark' : ''}: ${what}`);
+const say = (frame, what) => found.push(`${frame.id} ${frame.width}${frame.dark ? ' dark' : ''}: ${what}`);
 function look(frame, view) {
   const doc = view.document, root = doc.documentElement;
   if (root.scrollWidth > frame.width) say(frame, `the page is ${root.scrollWidth} wide`);
@@ -89,12 +89,20 @@ window.onload = () => {
 };
 ";
 
+/// What begins the style of the printed page.
+const PRINT: &str = "@media print";
+
 /// What a browser finds wrong with a page, and the numbers on it.
 fn inspect(browser: &Path, page: &str, folder: &Path) -> (Vec<String>, Vec<f64>) {
-    let quoted = page.replace('&', "&amp;").replace('"', "&quot;");
+    assert!(page.contains(PRINT), "no style for print");
+    let printed = page.replace(PRINT, "@media all");
+    let quoted = [page, &printed].map(|page| page.replace('&', "&amp;").replace('"', "&quot;"));
     let mut frames = String::new();
     let mut listed = Vec::new();
-    for (id, width, dark) in [("a", 390, false), ("b", 768, false), ("c", 1600, false), ("d", 1100, true)] {
+    for (id, width, dark) in
+        [("a", 390, false), ("b", 768, false), ("c", 1600, false), ("d", 1100, true), ("print", 720, false)]
+    {
+        let quoted = &quoted[usize::from(id == "print")];
         let scheme = if dark { "dark" } else { "light" };
         frames += &format!(
             "<iframe id=\"{id}\" style=\"border:0;width:{width}px;height:9000px;color-scheme:{scheme}\" \
@@ -136,6 +144,8 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
         ("--headdim 192-128 --causal --mode bwd", "backward"),
         ("--batch 64 --seqlen 1x4096 --heads 32:8", "forward"),
         ("--batch 32 --heads 32:8 --seqlen 8192 --packed 65536 --causal --sinks", "forward"),
+        ("--batch 64 --heads 32:8 --seqlen 1x8192 --packed 64 --page 16", "forward"),
+        ("--arch sm80 --headdim 64 --causal --softcap 30", "forward"),
         ("--arch sm80 --headdim 64 --mode bwd", "backward"),
         ("--arch sm100", "forward"),
     ]
@@ -151,7 +161,7 @@ fn pages_are_whole_in_a_browser_and_have_the_numbers_of_json() {
         assert!(found.is_empty(), "{flags}: {found:#?}");
         let best = &json[pass]["plans"][0];
         let cost = &best["cost"];
-        let rate = if flags.contains("1x4096") { "bytes_per_s" } else { "tflops" };
+        let rate = if flags.contains(" 1x") { "bytes_per_s" } else { "tflops" };
         for number in [&cost["seconds"], &cost[rate], &cost["tiles"], &best["smem"]["total"]] {
             let number = number.as_f64().unwrap();
             let near = numbers.iter().any(|shown| (shown - number).abs() <= 1e-9 * number.abs());

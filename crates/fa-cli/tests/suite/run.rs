@@ -257,7 +257,7 @@ fn what_ran_is_named_and_no_plan_for_another_machine() {
     write(&input, &small("F32"), &[]);
     for (flags, line) in [
         ("--backend cpu --isa portable --threads 2", "cpu, portable, 2 threads, tiles of "),
-        ("--backend reference --threads 1", "reference, 1 threads"),
+        ("--backend reference --threads 1", "reference, 1 thread\n"),
         // f32 is computed on the CPU whether or not there is a GPU.
         ("--threads 1 --backward", "cpu, "),
     ] {

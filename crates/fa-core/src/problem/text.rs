@@ -9,7 +9,7 @@ use crate::{Dtype, Lengths, Mask, ScoreMod, Types};
 
 /// A problem as text.
 #[derive(Serialize, Deserialize)]
-#[serde(rename = "Problem", deny_unknown_fields)]
+#[serde(rename = "Problem", expecting = "the fields of a problem", deny_unknown_fields)]
 pub(super) struct Flat {
     batch: usize,
     seqlen_q: usize,
@@ -185,6 +185,8 @@ mod tests {
             let error = ron::from_str::<Problem>(&text.replace(from, to)).unwrap_err().to_string();
             assert!(error.contains("keys in pages need page and pages"), "{error}");
         }
+        let error = serde_json::from_str::<Problem>("\"x\"").unwrap_err().to_string();
+        assert!(error.contains("expected the fields of a problem"), "{error}");
         let score = ScoreMod { softcap: None, alibi: Some(Alibi::PerSequenceHead), sinks: true };
         let text = ron::to_string(&Problem { score, ..BASE }).unwrap();
         assert!(text.ends_with("softcap:None,alibi:Some(per_sequence_head),sinks:true)"), "{text}");

@@ -114,7 +114,7 @@ impl Unserved {
 
 /// A kernel and a problem differ in a field.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize)]
-#[error("{what}: the kernel computes {kernel}, not {problem}")]
+#[error("{what}: the kernel computes {kernel}; the problem has {problem}")]
 pub struct Mismatch {
     /// What differs, mostly a field.
     pub what: &'static str,

@@ -12,7 +12,7 @@ use crate::{Dtype, ScoreKind, Types};
 
 /// A spec as text.
 #[derive(Serialize, Deserialize)]
-#[serde(rename = "KernelSpec", deny_unknown_fields)]
+#[serde(rename = "KernelSpec", expecting = "the fields of a kernel spec", deny_unknown_fields)]
 pub(super) struct Flat {
     dtype: Dtype,
     #[serde(default, skip_serializing_if = "Option::is_none")]

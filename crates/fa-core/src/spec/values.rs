@@ -121,14 +121,19 @@ pub struct Traits {
 }
 
 impl Traits {
-    /// Queries of a tile, with `group` query heads per K/V head: one for each of its rows, or with packed
-    /// heads as many as it has room for with all heads of a group. 0 where it has room for none.
+    /// Queries of a tile, with `group` query heads per K/V head: see [`tile_queries`].
     pub const fn tile_queries(&self, group: usize) -> usize {
-        let rows = self.tile.0 as usize;
-        match (self.packs_gqa, group) {
-            (false, _) => rows,
-            (true, 0) => 0,
-            (true, _) => rows / group,
-        }
+        tile_queries(self.tile.0, self.packs_gqa, group)
+    }
+}
+
+/// Queries of a tile of `rows` rows, with `group` query heads per K/V head: one for each of its rows, or with
+/// packed heads as many as it has room for with all heads of a group. 0 where it has room for none.
+pub const fn tile_queries(rows: u32, packs_gqa: bool, group: usize) -> usize {
+    let rows = rows as usize;
+    match (packs_gqa, group) {
+        (false, _) => rows,
+        (true, 0) => 0,
+        (true, _) => rows / group,
     }
 }

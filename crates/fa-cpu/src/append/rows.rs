@@ -122,13 +122,13 @@ pub(super) struct Turns<'a, T> {
 }
 
 impl<'a, T: Element> Turns<'a, T> {
-    pub fn new(rotary: Rotary, tables: &'a [Table<'a, T>; 2]) -> Turns<'a, T> {
+    pub(super) fn new(rotary: Rotary, tables: &'a [Table<'a, T>; 2]) -> Turns<'a, T> {
         let kernels = Kernels::for_isa(Isa::detect()).expect("what was detected is there");
         Turns { rotary, tables, kernels }
     }
 
     /// Turns the first elements of a row, as a GPU rounds: products and sums in f32, the result once more.
-    pub fn apply(&self, row: &mut [T], position: usize, scratch: &mut Scratch) {
+    pub(super) fn apply(&self, row: &mut [T], position: usize, scratch: &mut Scratch) {
         let (dim, half) = (self.rotary.dim, self.rotary.dim / 2);
         let Scratch { values, angles, position: known } = scratch;
         if *known != Some(position) {

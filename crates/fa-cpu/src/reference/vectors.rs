@@ -12,7 +12,7 @@ pub(super) struct Norms<R> {
 }
 
 impl<R: Real> Norms<R> {
-    pub fn of(matrix: &[R], dim: usize) -> Self {
+    pub(super) fn of(matrix: &[R], dim: usize) -> Self {
         let largest = |row: &[R]| row.iter().fold(R::ZERO, |max, &value| max.max(abs(value)));
         Norms {
             norm: matrix.chunks(dim).map(norm).collect(),

@@ -56,6 +56,10 @@ impl Vector for F32x8 {
         unsafe { F32x8(_mm256_max_ps(self.0, other.0)) }
     }
     #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        unsafe { F32x8(_mm256_min_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
     unsafe fn shift_to_exponent(self) -> Self {
         unsafe { F32x8(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_castps_si256(self.0)))) }
     }

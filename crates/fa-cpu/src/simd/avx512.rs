@@ -95,6 +95,10 @@ impl Vector for F32x16 {
         unsafe { F32x16(_mm512_max_ps(self.0, other.0)) }
     }
     #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        unsafe { F32x16(_mm512_min_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
     unsafe fn shift_to_exponent(self) -> Self {
         unsafe { F32x16(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_castps_si512(self.0)))) }
     }

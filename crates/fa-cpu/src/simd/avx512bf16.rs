@@ -145,6 +145,8 @@ unsafe fn gradient_by<const CAP: bool>(call: &RawGradient16) {
     // SAFETY: `RawGradient16`'s contract.
     unsafe {
         let (scale, cap) = (V::splat(call.scale), V::splat(call.cap));
+        // No P is above 1: see `probability`.
+        let zero = V::splat(0.0);
         for column in (0..call.queries).step_by(V::LANES) {
             let lse = V::splat(0.0).sub(V::load(call.lse.add(column)));
             let delta = V::load(call.delta.add(column));
@@ -160,11 +162,11 @@ unsafe fn gradient_by<const CAP: bool>(call: &RawGradient16) {
                         // A hidden score must stay -inf: the cap would make it visible.
                         let hidden = V::splat(f32::NEG_INFINITY);
                         let score = V::splat(f32::MIN).select_greater(score, hidden, capped.mul(cap));
-                        p[i] = exp2_short(score.add(lse));
+                        p[i] = exp2_short(zero.min(score.add(lse)));
                         let slope = V::splat(1.0).sub(capped.mul(capped));
                         dscores[i] = p[i].mul(difference).mul(slope);
                     } else {
-                        p[i] = exp2_short(score.mul_add(scale, lse));
+                        p[i] = exp2_short(zero.min(score.mul_add(scale, lse)));
                         dscores[i] = p[i].mul(difference);
                     }
                     let to = (2 * pair + i) * call.ldw + column;

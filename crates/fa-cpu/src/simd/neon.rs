@@ -52,6 +52,10 @@ impl Vector for F32x4 {
         unsafe { F32x4(vmaxq_f32(self.0, other.0)) }
     }
     #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        unsafe { F32x4(vminq_f32(self.0, other.0)) }
+    }
+    #[inline(always)]
     unsafe fn shift_to_exponent(self) -> Self {
         unsafe { F32x4(vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(self.0)))) }
     }

@@ -59,6 +59,10 @@ impl Vector for Lanes4 {
         self.zip(other, |a, b| if a > b { a } else { b })
     }
     #[inline(always)]
+    unsafe fn min(self, other: Self) -> Self {
+        self.zip(other, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
     unsafe fn shift_to_exponent(self) -> Self {
         Lanes4(self.0.map(|lane| f32::from_bits(lane.to_bits() << 23)))
     }

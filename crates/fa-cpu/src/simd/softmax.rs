@@ -1,7 +1,7 @@
 //! The online softmax and its backward on transposed tiles of scores, in base 2.
 #![allow(unsafe_code)]
 
-use super::vector::{Vector, counting, exp2, tanh};
+use super::vector::{Vector, counting, exp2, probability, tanh};
 
 /// How far (in powers of two) scores may exceed the running maximum before it is raised and what has been
 /// accumulated is rescaled. Probabilities up to 2^8 cost no precision in f32 sums, and on most tiles nothing
@@ -177,7 +177,7 @@ unsafe fn gradient_by<V: Vector, const ALIBI: bool>(call: &RawGradient) {
                 let score = V::load(score_at);
                 if call.cap == 0.0 {
                     let score = if ALIBI { lowered(score, slope, position, key) } else { score };
-                    let p = exp2(score.sub(lse));
+                    let p = probability(score.sub(lse));
                     p.store(score_at);
                     p.mul(difference).store(dp_at);
                 } else {
@@ -187,7 +187,7 @@ unsafe fn gradient_by<V: Vector, const ALIBI: bool>(call: &RawGradient) {
                     let score =
                         V::splat(f32::MIN).select_greater(score, masked, capped.mul(V::splat(call.cap)));
                     let score = if ALIBI { lowered(score, slope, position, key) } else { score };
-                    let p = exp2(score.sub(lse));
+                    let p = probability(score.sub(lse));
                     p.store(score_at);
                     let slope = V::splat(1.0).sub(capped.mul(capped));
                     p.mul(difference).mul(slope).store(dp_at);

@@ -27,6 +27,8 @@ pub(super) trait Vector: Copy {
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
     /// The larger; `other` where either is NaN (or NaN in any case).
     unsafe fn max(self, other: Self) -> Self;
+    /// The smaller; `other` where either is NaN (or NaN in any case).
+    unsafe fn min(self, other: Self) -> Self;
     /// The bits of each lane shifted left by 23: what turns a small integer into an exponent.
     unsafe fn shift_to_exponent(self) -> Self;
     /// Lanes of `yes` where `self > limit`, else of `no`.
@@ -178,6 +180,14 @@ pub(super) unsafe fn exp2<V: Vector>(x: V) -> V {
         }
         series.mul(shifted.shift_to_exponent())
     }
+}
+
+/// P of the backward: `2^x` with x = score - LSE, which is at most 0 but for the rounding of both. Of scores
+/// of 1e9 that is 64 and more, and P would be 2^64.
+#[inline(always)]
+pub(super) unsafe fn probability<V: Vector>(x: V) -> V {
+    // SAFETY: register operations only; the caller vouches for the instruction set.
+    unsafe { exp2(V::splat(0.0).min(x)) }
 }
 
 /// The same fit with fewer terms: 3e-6, far below the rounding of a probability to 16 bits.

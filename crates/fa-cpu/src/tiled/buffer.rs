@@ -1,7 +1,8 @@
 //! Scratch memory for a worker.
 
-use std::any::Any;
+use std::any::{Any, TypeId};
 use std::cell::RefCell;
+use std::collections::HashMap;
 
 /// Values that start on a cache line.
 pub(super) struct Buffer<T: Copy + Default + 'static = f32> {
@@ -15,35 +16,71 @@ const LINE: usize = 64;
 /// Bytes that a thread keeps for its next call: fresh memory costs a page fault every 4 KiB, which short
 /// sequences feel.
 const KEEP: usize = 32 << 20;
+/// Fewer bytes are not kept: the allocator has them at hand.
+const LEAST: usize = 1 << 10;
 
 thread_local! {
-    /// Storage of dropped buffers (`Vec<f32>` or `Vec<u32>`) and its bytes.
-    static KEPT: RefCell<(Vec<Box<dyn Any>>, usize)> = const { RefCell::new((Vec::new(), 0)) };
+    static KEPT: RefCell<Kept> = RefCell::default();
 }
 
-/// A kept storage of at least `len` values that is not much too large.
-fn recycle<T: 'static>(len: usize) -> Option<Vec<T>> {
-    KEPT.with_borrow_mut(|(kept, bytes)| {
-        let fits = |storage: &dyn Any| {
-            storage.downcast_ref::<Vec<T>>().is_some_and(|storage| (len..=2 * len).contains(&storage.len()))
-        };
-        let index = kept.iter().position(|storage| fits(storage.as_ref()))?;
-        let storage: Box<Vec<T>> = kept.swap_remove(index).downcast().ok()?;
-        *bytes -= storage.len() * size_of::<T>();
-        Some(*storage)
-    })
+/// Storage of dropped buffers.
+#[derive(Default)]
+struct Kept {
+    /// `Vec<T>`s by their type and length, so that none is looked at that does not fit: of a process that has
+    /// computed problems of many sizes there are thousands.
+    storage: HashMap<(TypeId, usize), Vec<Storage>>,
+    bytes: usize,
+}
+
+/// A `Vec<T>` and its bytes.
+struct Storage {
+    values: Box<dyn Any>,
+    bytes: usize,
+}
+
+impl Kept {
+    fn take<T: 'static>(&mut self, len: usize) -> Option<Vec<T>> {
+        let Storage { values, bytes } = self.storage.get_mut(&(TypeId::of::<T>(), len))?.pop()?;
+        self.bytes -= bytes;
+        values.downcast().ok().map(|values| *values)
+    }
+
+    /// Keeps a storage, in the place of those of other sizes where there is no room.
+    fn put<T: 'static>(&mut self, storage: Vec<T>) {
+        let size = storage.len() * size_of::<T>();
+        let key = (TypeId::of::<T>(), storage.len());
+        if size < LEAST {
+            return;
+        }
+        while self.bytes + size > KEEP {
+            let Some(&other) = self.storage.keys().find(|&&other| other != key) else { return };
+            match self.storage.get_mut(&other).and_then(Vec::pop) {
+                Some(dropped) => self.bytes -= dropped.bytes,
+                None => drop(self.storage.remove(&other)),
+            }
+        }
+        self.bytes += size;
+        self.storage.entry(key).or_default().push(Storage { values: Box::new(storage), bytes: size });
+    }
+}
+
+/// The length of a storage for `len` values: of few sizes, each at most a quarter larger than the one before.
+fn rounded(len: usize) -> usize {
+    let step = (len.next_power_of_two() / 8).max(1);
+    len.next_multiple_of(step)
 }
 
 impl<T: Copy + Default + 'static> Buffer<T> {
     /// `len` zeros.
     pub(super) fn new(len: usize) -> Self {
         let spare = LINE / size_of::<T>();
-        let storage = match recycle::<T>(len + spare) {
+        let room = rounded(len + spare);
+        let storage = match KEPT.with_borrow_mut(|kept| kept.take::<T>(room)) {
             Some(mut storage) => {
-                storage.fill(T::default());
+                storage[..len + spare].fill(T::default());
                 storage
             }
-            None => vec![T::default(); len + spare],
+            None => vec![T::default(); room],
         };
         let start = storage.as_ptr().align_offset(LINE).min(spare);
         Buffer { storage, start, len }
@@ -63,14 +100,10 @@ impl<T: Copy + Default + 'static> Drop for Buffer<T> {
         if storage.is_empty() {
             return;
         }
-        let size = storage.len() * size_of::<T>();
         // When the thread is going away there is nothing to keep it for.
         let _ = KEPT.try_with(|kept| {
-            if let Ok(mut kept) = kept.try_borrow_mut()
-                && kept.1 + size <= KEEP
-            {
-                kept.1 += size;
-                kept.0.push(Box::new(storage));
+            if let Ok(mut kept) = kept.try_borrow_mut() {
+                kept.put(storage);
             }
         });
     }
@@ -110,7 +143,23 @@ mod tests {
     #[test]
     fn no_more_is_kept_than_the_limit() {
         drop((0..5).map(|_| Buffer::<f32>::new(KEEP / 12)).collect::<Vec<_>>());
-        let bytes = KEPT.with_borrow(|kept| kept.1);
+        let bytes = KEPT.with_borrow(|kept| kept.bytes);
         assert!(bytes > KEEP / 2 && bytes <= KEEP, "{bytes} bytes");
+        // Of another problem: what is kept makes room.
+        drop(Buffer::<f32>::new(KEEP / 5));
+        let bytes = KEPT.with_borrow(|kept| kept.bytes);
+        assert!((4 * (KEEP / 5)..=KEEP).contains(&bytes), "{bytes} bytes");
+        let at = Buffer::<f32>::new(KEEP / 5).storage.as_ptr();
+        assert_eq!(at, Buffer::<f32>::new(KEEP / 5 - 1000).storage.as_ptr(), "the storage is used again");
+        drop(Buffer::<f32>::new(8));
+        assert!(KEPT.with_borrow(|kept| kept.storage.keys().all(|&(_, len)| len >= LEAST / 4)));
+    }
+
+    #[test]
+    fn sizes_are_few_and_close() {
+        let mut sizes: Vec<usize> = (1..1 << 16).map(rounded).collect();
+        assert!(sizes.iter().zip(1..).all(|(&size, len)| size >= len && size <= len + len / 4));
+        sizes.dedup();
+        assert!(sizes.len() < 80, "{}", sizes.len());
     }
 }

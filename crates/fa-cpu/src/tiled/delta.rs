@@ -79,12 +79,12 @@ impl<'a, T: Element> ExactDelta<'a, T> {
             let score = self.scores.scale * s;
             let score = self.scores.cap.map_or(score, |cap| cap * score.tanh());
             let bias = band.bias(slope, query, key).map_or(0.0, |bias| bias.slope * bias.first.abs());
-            let p = (score - bias - lse).exp2();
+            let p = (score - bias - lse).min(0.0).exp2();
             sum += p;
             delta += p * dp;
         }
         // How far rounding of scores and LSE takes the sum from 1.
         let rounding = 2f32.powi(-10) + 2f32.powi(-20) * lse.abs();
-        ((sum - 1.0).abs() <= rounding).then(|| delta / sum)
+        (sum > 0.0 && (sum - 1.0).abs() <= rounding).then(|| delta / sum)
     }
 }

@@ -62,6 +62,42 @@ fn nothing_to_see_and_nothing_to_do() {
     }
 }
 
+/// LSE keeps no fractions there, so that a score lies above it by its rounding: P is 1 at the most all the
+/// same.
+#[test]
+fn scores_too_large_for_the_digits_of_an_lse() {
+    fn check<T: Element>(dtype: Dtype, mask: Mask, score: ScoreMod, seqlen_k: usize) {
+        let lengths = Lengths::uniform(1, 70, seqlen_k);
+        let problem = Problem { lengths, score, ..Problem::square(1, 70, 2, 40, mask, dtype) };
+        for (seed, magnitude) in [(1, 1e3), (2, 1e4), (3, 3e4)] {
+            let mut inputs = Inputs::<T>::random(&problem, seed);
+            for values in [&mut inputs.q, &mut inputs.k] {
+                values.iter_mut().for_each(|value| {
+                    *value = T::from_f64((magnitude * value.to_f64()).clamp(-6e4, 6e4));
+                });
+            }
+            let largest: f64 = inputs.dout.iter().map(|value| value.to_f64().abs()).sum();
+            for isa in isas() {
+                let options = Options { isa: Some(isa), threads: None };
+                let Results { dq, dk, dv, .. } = Results::compute(options, &problem, &inputs, true);
+                let name = format!("{isa:?}, {magnitude}, {}", describe(&problem));
+                assert!(dv.iter().all(|value| value.to_f64().abs() <= largest), "dV: {name}");
+                assert!(dq.iter().chain(&dk).all(|value| value.to_f64().abs() <= 1e8), "dQ, dK: {name}");
+            }
+        }
+    }
+    for mask in [Mask::FULL, Mask::CAUSAL] {
+        // 9 keys and fewer have their delta from P and dP.
+        for seqlen_k in [9, 90] {
+            for score in [ScoreMod::softcap_or_none(None), ScoreMod::softcap(1e9)] {
+                check::<f32>(Dtype::F32, mask, score, seqlen_k);
+                check::<f16>(Dtype::F16, mask, score, seqlen_k);
+                check::<bf16>(Dtype::Bf16, mask, score, seqlen_k);
+            }
+        }
+    }
+}
+
 #[test]
 fn a_thousand_runs_give_the_same_bits() {
     let problem = Problem {

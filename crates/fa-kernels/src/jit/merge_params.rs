@@ -5,7 +5,7 @@ use crate::jit::declare::{ConstF32Ptr, DeviceType, MutF32Ptr, ParamField, ParamS
 use crate::jit::params::{ConstTensor, MutTensor};
 
 /// The most parts of one launch: a lane of a warp each, and their addresses in a kernel's parameters.
-pub const MAX_PARTS: usize = 16;
+pub(crate) const MAX_PARTS: usize = 16;
 
 param_struct! {
     /// A partial result.

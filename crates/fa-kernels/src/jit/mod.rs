@@ -1,7 +1,7 @@
 //! From a spec to a cubin: the translation unit and its headers, the compiler, the cache, and the bundle of
 //! kernels compiled ahead.
 
-pub mod append_params;
+pub(crate) mod append_params;
 pub mod bundle;
 pub mod cache;
 mod code;
@@ -11,7 +11,7 @@ pub(crate) mod config;
 pub(crate) mod declare;
 mod hash;
 pub(crate) mod headers;
-pub mod merge_params;
+pub(crate) mod merge_params;
 mod nvrtc;
 pub mod params;
 pub(crate) mod report;

@@ -65,7 +65,7 @@ impl Nvrtc {
     ///
     /// # Errors
     /// [`Error::BadCompiler`] when it does not load or lacks a function.
-    pub fn load(path: &Path) -> Result<Nvrtc, Error> {
+    pub(super) fn load(path: &Path) -> Result<Nvrtc, Error> {
         let bad = |reason: String| Error::BadCompiler { path: path.to_owned(), reason };
         // Without a GPU, NVRTC 13.0 finds its builtins only if they are loaded already or on the loader's
         // path.
@@ -110,12 +110,12 @@ impl Nvrtc {
     }
 
     /// Major and minor version.
-    pub fn version(&self) -> (i32, i32) {
+    pub(super) fn version(&self) -> (i32, i32) {
         self.version
     }
 
     /// Whether it compiles for this compute capability (`10 * major + minor`).
-    pub fn supports(&self, capability: u32) -> bool {
+    pub(super) fn supports(&self, capability: u32) -> bool {
         self.archs.iter().any(|&arch| u32::try_from(arch) == Ok(capability))
     }
 
@@ -124,7 +124,7 @@ impl Nvrtc {
     ///
     /// # Errors
     /// [`Error::BadCompiler`] when the library itself fails.
-    pub fn compile(
+    pub(super) fn compile(
         &self,
         unit: &str,
         headers: &[(String, String)],

@@ -61,7 +61,7 @@ pub(crate) const COMBINE_THREADS: u32 = 128;
 pub(crate) const COMBINE_SMEM: u32 = 4096;
 
 /// The entry functions of a spec's unit, the main one first.
-pub fn entries(spec: &KernelSpec) -> Vec<&'static str> {
+pub(crate) fn entries(spec: &KernelSpec) -> Vec<&'static str> {
     let is_backward = spec.kernel.is_backward();
     let all = [
         (ENTRY, true),

@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 use fa_core::spec::{Scheduler, TileOrder, Traits};
-use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Pass, Problem};
+use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem};
 use fa_planner::account::panels::BwdPanels;
-use fa_planner::account::{head_splits, heads_side_by_side};
+use fa_planner::account::{head_bytes, head_splits, heads_side_by_side, storing_heads};
 
 use crate::Error;
 use crate::jit::params::{BwdParams, PlanParams};
@@ -253,55 +253,6 @@ impl Launches {
 /// simulation 8 to 16 are alike (NB-055).
 const TURNS_AT_ONCE: usize = 16;
 
-/// Where one tile of keys stores its sums of dQ for the others to add to, the heads of a section in the
-/// natural order of tiles; `None` where all sums are added to zeros. Of uniform lengths every query has to
-/// see a key.
-fn storing_heads(
-    spec: &KernelSpec,
-    traits: &Traits,
-    problem: &Problem,
-    (arch, sms): (Arch, u32),
-) -> Option<usize> {
-    let (max_q, max_k) = (problem.lengths.max_q(), problem.lengths.max_k());
-    if spec.reads.varied {
-        // Under a full mask the tiles of a head start at different queries: what all heads share that run at
-        // once has to stay in the L2.
-        let at_once = (sms as usize).div_ceil(max_k.div_ceil(traits.tile.1 as usize).max(1));
-        let fits = head_bytes(problem, at_once) <= arch.limits().l2_bytes * 2 / 5;
-        let stores = spec.mask != MaskKind::Full || traits.pass.deterministic() || fits;
-        return (spec.may_store_dq() && stores).then_some(1);
-    }
-    let all_see_keys = max_k > 0 && (spec.mask == MaskKind::Full || max_q <= max_k);
-    if !spec.may_store_dq() || !all_see_keys {
-        return None;
-    }
-    let is_alone = max_k <= traits.tile.1 as usize;
-    if is_alone || spec.mask == MaskKind::Causal || traits.pass.deterministic() {
-        return Some(1);
-    }
-    full_storing_heads(problem, arch, sms)
-}
-
-/// Under a full mask the heads of a section, whose first keys store while others still wait for an SM: as
-/// many as half the SMs, where what they share stays in the L2 until all keys are done; with fewer, the other
-/// keys wait for the first (NB-082). None for heads that share keys: their tiles hold several heads' queries.
-fn full_storing_heads(problem: &Problem, arch: Arch, sms: u32) -> Option<usize> {
-    if problem.group_size() > 1 {
-        return None;
-    }
-    let heads = problem.heads_q.saturating_mul(problem.lengths.sequences());
-    let own = (sms as usize / 2).max(1);
-    let room = arch.limits().l2_bytes * 2 / 5;
-    (heads >= 2 * own && head_bytes(problem, 1).saturating_mul(own as u64) <= room).then_some(own)
-}
-
-/// What the CTAs of `heads` query heads read or add to together: their queries, the gradients and dQ's
-/// accumulators.
-fn head_bytes(problem: &Problem, heads: usize) -> u64 {
-    let row = (problem.head_dim + problem.head_dim_v) * problem.types.qkv.bytes() + problem.head_dim * 4;
-    (problem.lengths.max_q() as u64).saturating_mul(row as u64).saturating_mul(heads as u64)
-}
-
 /// Semaphores that a tile of dQ has where there are some: `dq_turns` in cuda/attn/bwd_tile.cuh.
 fn dq_turns(spec: &KernelSpec) -> usize {
     match &spec.kernel {
@@ -406,7 +357,7 @@ fn params(
     let head_bytes = head_bytes(problem, heads_per_tile);
     let slots = sms as usize * traits.blocks_per_sm as usize;
     let room = arch.limits().l2_bytes / 8;
-    let storing = storing_heads(spec, traits, problem, (arch, sms));
+    let storing = storing_heads(spec, problem, arch, sms);
     let order = match traits.tile_order {
         _ if traits.pass.deterministic() => {
             let least = heads_side_by_side(problem, spec, sms, splits);

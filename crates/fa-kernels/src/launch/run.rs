@@ -82,7 +82,7 @@ pub(crate) struct Buffer<'a> {
 }
 
 impl<'a> Buffer<'a> {
-    pub fn of(strides: &'a Strides, len: usize, stream: &'a CudaStream) -> Buffer<'a> {
+    pub(super) fn of(strides: &'a Strides, len: usize, stream: &'a CudaStream) -> Buffer<'a> {
         Buffer { strides, len, stream }
     }
 }

@@ -18,7 +18,7 @@ impl Sections {
     ///
     /// What a section's heads share takes `room` bytes at most. The last section has two tiles for every
     /// slot, so that its short tiles fill the gaps that its long ones leave.
-    pub fn of(
+    pub(super) fn of(
         all_heads: usize,
         group: usize,
         blocks: usize,

@@ -21,7 +21,7 @@ impl Single {
     ///
     /// # Errors
     /// [`Error::Driver`].
-    pub fn load(context: &Arc<CudaContext>, entry: &str, cubin: &[u8]) -> Result<Single, Error> {
+    pub(super) fn load(context: &Arc<CudaContext>, entry: &str, cubin: &[u8]) -> Result<Single, Error> {
         let module = context
             .load_module(Ptx::from_binary(cubin.to_vec()))
             .map_err(|e| Error::driver("loading a kernel (its compiler may be newer than the driver)", e))?;
@@ -33,7 +33,7 @@ impl Single {
     ///
     /// # Errors
     /// [`Error::Context`].
-    pub fn check_context(&self, name: &'static str, of: &CudaStream) -> Result<(), Error> {
+    pub(super) fn check_context(&self, name: &'static str, of: &CudaStream) -> Result<(), Error> {
         if **of.context() == *self.context {
             return Ok(());
         }
@@ -47,7 +47,7 @@ impl Single {
     ///
     /// # Errors
     /// [`Error::Context`] and [`Error::Driver`].
-    pub unsafe fn launch<P>(
+    pub(super) unsafe fn launch<P>(
         &self,
         stream: &CudaStream,
         (grid, threads, smem): (u32, u32, u32),

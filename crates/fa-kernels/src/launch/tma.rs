@@ -113,7 +113,7 @@ pub(crate) struct Ragged {
 }
 
 impl Ragged {
-    pub fn of(shape: &Shape, strides: &Strides, group: Option<u32>) -> Ragged {
+    pub(super) fn of(shape: &Shape, strides: &Strides, group: Option<u32>) -> Ragged {
         fn gcd(a: u64, b: u64) -> u64 {
             if b == 0 { a } else { gcd(b, a % b) }
         }
@@ -137,7 +137,7 @@ impl Ragged {
     ///
     /// # Errors
     /// [`Error::Stride`] and [`Error::TooLong`].
-    pub fn check(&self, tensor: &'static str) -> Result<(), Error> {
+    pub(super) fn check(&self, tensor: &'static str) -> Result<(), Error> {
         if self.row >= RAGGED_ROWS * UNIT {
             let need = "below 2^33 elements where lengths are on the device";
             return Err(Error::Stride { tensor, axis: "seq", stride: self.row as i64, need });
@@ -151,7 +151,7 @@ impl Ragged {
     }
 
     /// Strides in units, modulo 2^32 as coordinates are.
-    pub fn params(&self) -> TmaStrides {
+    pub(super) fn params(&self) -> TmaStrides {
         let units = |stride: u64| (stride / self.unit) as u32;
         TmaStrides { row: units(self.row), head: units(self.head), entry: units(self.entry) }
     }

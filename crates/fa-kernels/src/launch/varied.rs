@@ -57,7 +57,7 @@ pub(crate) struct PlanBounds {
 
 impl PlanBounds {
     /// Of a forward on `ctas` CTAs at once, for `heads` tiles an entry.
-    pub fn forward(
+    pub(crate) fn forward(
         problem: &Problem,
         traits: &Traits,
         split: bool,
@@ -75,7 +75,7 @@ impl PlanBounds {
     }
 
     /// Of a backward.
-    pub fn backward(problem: &Problem, traits: &Traits) -> PlanBounds {
+    pub(crate) fn backward(problem: &Problem, traits: &Traits) -> PlanBounds {
         let lengths = &problem.lengths;
         let (tile_m, tile_n) = traits.tile;
         PlanBounds {
@@ -89,7 +89,7 @@ impl PlanBounds {
     ///
     /// # Errors
     /// [`Error::TooLong`].
-    pub fn params(&self, heads: usize, ctas: usize, longest: usize) -> Result<PlanParams, Error> {
+    pub(crate) fn params(&self, heads: usize, ctas: usize, longest: usize) -> Result<PlanParams, Error> {
         let shift = (0..31).find(|shift| longest >> shift < PLAN_BINS).unwrap_or(31);
         Ok(PlanParams {
             items: count("entries of the work plan", self.items)?,
@@ -104,7 +104,7 @@ impl PlanBounds {
     }
 
     /// Bytes of the plan.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         let entries = self.items + self.split_items + self.m_tiles + self.n_tiles;
         4 * (PLAN_HEADER + PLAN_ENTRY * entries)
     }

@@ -1,14 +1,14 @@
 //! Planner and launch agree: what the planner ranks, the host's checks of a launch take; what it refuses
 //! because no launch holds it, they refuse in the same words.
 
-use fa_core::{
-    Alibi, Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, TensorLayout, Types, Unserved,
-};
+use fa_core::{Arch, Dtype, Family, Lengths, Mask, Pass, Problem, ScoreMod, Side, TensorLayout, Unserved};
 use fa_kernels::launch::{Addresses, Launches};
 use fa_kernels::{Error, RawExtras, RawTensor};
 use fa_planner::account::Reason;
 use fa_planner::plan::{PlanError, PlanOptions, explore, plan_spec};
 use proptest::prelude::*;
+
+use crate::problems::beyond_launches;
 
 const TARGETS: [(Arch, Family, u32); 4] = [
     (Arch::Sm90, Family::Sm90, 132),
@@ -18,63 +18,6 @@ const TARGETS: [(Arch, Family, u32); 4] = [
 ];
 
 const PASSES: [Pass; 3] = [Pass::Forward, Pass::BACKWARD, Pass::DETERMINISTIC_BACKWARD];
-
-/// Mostly what somebody asks for, now and then what no counter holds.
-fn len() -> impl Strategy<Value = usize> {
-    prop_oneof![
-        6 => 0usize..5,
-        10 => 1usize..20_000,
-        1 => (1usize << 29)..(1 << 31),
-        1 => Just(1usize << 32),
-    ]
-}
-
-fn score() -> impl Strategy<Value = ScoreMod> {
-    let cap = prop_oneof![
-        4 => Just(None),
-        4 => (0.1f64..1024.0).prop_map(Some),
-        1 => prop_oneof![Just(1024.5), Just(1e9), Just(1e-39), Just(1e-300)].prop_map(Some),
-    ];
-    let alibi = prop_oneof![Just(None), Just(Some(Alibi::PerHead)), Just(Some(Alibi::PerSequenceHead))];
-    (cap, alibi, any::<bool>()).prop_map(|(softcap, alibi, sinks)| ScoreMod { softcap, alibi, sinks })
-}
-
-fn problems() -> impl Strategy<Value = Problem> {
-    let padded = (len(), any::<bool>()).prop_map(|(max, is_used)| {
-        let side = Side::padded(max);
-        if is_used { side.with_used() } else { side }
-    });
-    let packed = (0usize..300_000, len()).prop_map(|(total, max)| Side::packed(total, max));
-    let side = prop_oneof![2 => padded, 1 => packed];
-    let page = prop_oneof![4 => 1usize..40, 2 => 40usize..600, 1 => Just(1usize << 31)];
-    let paged = (page, 1usize..5000, len()).prop_map(|(page, pages, max)| Side::paged(page, pages, max));
-    let mask = prop_oneof![
-        Just(Mask::FULL),
-        Just(Mask::CAUSAL),
-        (0u32..3000, 0u32..3000).prop_map(|(left, right)| Mask::window(left, right)),
-    ];
-    let heads = (1usize..5, prop_oneof![8 => 1usize..9, 2 => Just(32usize), 1 => Just(1usize << 21)]);
-    let scale = prop_oneof![
-        6 => Just(None),
-        1 => (0.001f64..9.0).prop_map(Some),
-        1 => prop_oneof![Just(0.0), Just(-1.0), Just(1e-39), Just(1e39)].prop_map(Some),
-    ];
-    let batch = prop_oneof![12 => 0usize..9000, 1 => Just(1usize << 21)];
-    let keys = prop_oneof![side.clone(), paged];
-    (batch, side, keys, heads, (1usize..33, 1usize..33), mask, scale, score()).prop_map(
-        |(batch, q, k, (heads_kv, group), (hd, hdv), mask, softmax_scale, score)| Problem {
-            lengths: Lengths::of(batch, q, k),
-            heads_q: heads_kv * group,
-            heads_kv,
-            head_dim: 8 * hd,
-            head_dim_v: 8 * hdv,
-            mask,
-            types: Types::same(Dtype::Bf16),
-            softmax_scale,
-            score,
-        },
-    )
-}
 
 /// The checks of a call whose tensors lie packed, each at an address of its own.
 fn check_call(launches: &Launches) -> Result<(), Error> {
@@ -110,7 +53,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
     #[test]
-    fn what_is_planned_can_be_launched(problem in problems(), target in 0usize..4, pass in 0usize..3) {
+    fn what_is_planned_can_be_launched(problem in beyond_launches(), target in 0usize..4, pass in 0usize..3) {
         prop_assume!(problem.check().is_ok());
         let ((arch, family, sms), pass) = (TARGETS[target], PASSES[pass]);
         let options = PlanOptions { family: Some(family), pass, constants: None };

@@ -13,6 +13,9 @@ mod serving;
 mod shipped;
 mod toolchain;
 
+#[path = "../../../fa-core/tests/strategies/problems.rs"]
+mod problems;
+
 use std::process::Command;
 
 use fa_core::{Dtype, Kernel, KernelSpec, MaskKind, Reads, ScoreKind, Sm80Fwd, Sm90Fwd, Types};

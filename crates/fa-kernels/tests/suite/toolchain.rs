@@ -1,4 +1,4 @@
-//! The compiler is found where it should be, and its absence is told with the way out.
+//! The compiler is found where it should be; where there is none, the error says what to do.
 
 use std::path::Path;
 use std::process::Command;

@@ -51,7 +51,7 @@ pub(super) fn known() -> Vec<Case> {
     let lens = [65, 129, 1, 191, 64, 127];
     cases.push(packed("tiles of the preprocess: offsets of later sequences", BASE, &lens, &lens));
     cases.push(packed("tiles of the preprocess, grouped heads", grouped, &lens, &lens));
-    // The bounds are told, not the lengths: a kernel is bound once for all of them.
+    // The problem states bounds, not lengths: a kernel is bound once for all of them.
     for max in [300, 301, 4096] {
         let rows = || Ragged::packed(&[300, 20], 0).bounded(max);
         let sequences = Sequences { q: rows(), k: rows() };

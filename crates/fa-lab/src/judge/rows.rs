@@ -101,10 +101,10 @@ pub(super) mod tests {
 
     use super::*;
 
-    pub const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
+    pub(crate) const BASE: Problem = Problem::square(2, 37, 2, 16, Mask::FULL, Dtype::Bf16);
 
     /// Masks of every kind, on equal lengths, more queries, more keys, and no keys.
-    pub fn problems() -> Vec<Problem> {
+    pub(crate) fn problems() -> Vec<Problem> {
         let masks = [
             Mask::FULL,
             Mask::CAUSAL,

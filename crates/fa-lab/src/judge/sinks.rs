@@ -21,7 +21,7 @@ impl SinkGradients {
     ///
     /// # Errors
     /// Inputs that do not fit their problem.
-    pub fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SinkGradients, CpuError> {
+    pub(super) fn new<T: Half>(inputs: &Inputs<T>, dout: &[T]) -> Result<SinkGradients, CpuError> {
         let heads = inputs.problem.heads_q;
         let of_head = |head: usize| -> Result<(f64, f64), CpuError> {
             let (mut exact, mut low, mut squares) = (0.0, 0.0, 0.0);
@@ -42,7 +42,7 @@ impl SinkGradients {
     }
 
     /// The largest error as a share of its tolerance, and what to say of it.
-    pub fn judge(&self, found: &[f32]) -> (f64, String) {
+    pub(super) fn judge(&self, found: &[f32]) -> (f64, String) {
         if found.len() != self.exact.len() {
             let text = format!("dsinks: {} values for {} heads", found.len(), self.exact.len());
             return (f64::INFINITY, text);

@@ -29,7 +29,7 @@ const TUNED_TILES: usize = 6;
 ///
 /// # Errors
 /// Where the planner has no kernel for a length.
-pub fn ladders(arch: Arch, seqlens: &[usize]) -> Result<Vec<Ladder>, PlanError> {
+pub(super) fn ladders(arch: Arch, seqlens: &[usize]) -> Result<Vec<Ladder>, PlanError> {
     let mut ladders = vec![memory()];
     let published: Vec<usize> = TILES_PUBLISHED.iter().map(|(seqlen, _)| *seqlen).collect();
     for &seqlen in if seqlens.is_empty() { &published } else { seqlens } {

@@ -17,7 +17,7 @@ const SEQLEN: usize = 4096;
 ///
 /// # Errors
 /// On an architecture without wgmma, and for head dims that no kernel has.
-pub fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> Result<Vec<Ladder>> {
+pub(super) fn ladders(arch: Arch, head_dims: &[HeadDim], seqlens: &[usize]) -> Result<Vec<Ladder>> {
     if !arch.has_wgmma() {
         return Err(Error::Request(format!("{arch} has no wgmma: use --arch sm80")));
     }

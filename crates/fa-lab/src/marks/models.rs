@@ -80,12 +80,12 @@ const HELD_OUT: [Layer; 16] = [
 ];
 
 /// The models' layers with their names.
-pub fn shapes() -> Vec<Wanted> {
+pub(super) fn shapes() -> Vec<Wanted> {
     LAYERS.iter().map(|layer| layer.wanted("models, bf16")).collect()
 }
 
 /// The layers that are kept out of all tuning.
-pub fn held_out() -> Vec<Wanted> {
+pub(super) fn held_out() -> Vec<Wanted> {
     HELD_OUT.iter().map(|layer| layer.wanted("held out, bf16")).collect()
 }
 

@@ -12,10 +12,10 @@ use super::measured::Measured;
 use super::wanted::Wanted;
 
 /// The planner's first choice is to be within this of the best measured for nine problems in ten,
-const NEAR: f64 = 1.03;
+pub const NEAR: f64 = 1.03;
 
 /// and within this for all.
-const FAR: f64 = 1.08;
+pub const FAR: f64 = 1.08;
 
 /// A run of `fa tune`.
 #[derive(Debug, Serialize)]
@@ -72,7 +72,12 @@ pub struct Halves {
 
 impl Distribution {
     fn of<'a>(problems: impl Iterator<Item = &'a OfProblem> + Clone) -> Distribution {
-        let ratios: Vec<f64> = problems.clone().filter_map(|p| p.first_choice_over_best).collect();
+        let ratios = problems.clone().filter_map(|p| p.first_choice_over_best).collect();
+        Distribution::of_ratios(ratios, &problems.filter_map(|p| p.rank_correlation).collect::<Vec<f64>>())
+    }
+
+    /// Of first choices whose times over the best's are `ratios`.
+    pub(super) fn of_ratios(ratios: Vec<f64>, correlations: &[f64]) -> Distribution {
         let share = |most: f64| {
             let within = ratios.iter().filter(|ratio| **ratio <= most).count();
             (!ratios.is_empty()).then(|| within as f64 / ratios.len() as f64)
@@ -84,7 +89,7 @@ impl Distribution {
             within_8_percent: share(FAR),
             worst: ratios.iter().copied().max_by(f64::total_cmp).map(f64::recip),
             geometric_mean: mean(&logs).map(f64::exp),
-            mean_rank_correlation: mean(&problems.filter_map(|p| p.rank_correlation).collect::<Vec<f64>>()),
+            mean_rank_correlation: mean(correlations),
         }
     }
 }

@@ -21,7 +21,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// When workers cannot be started, or end before they have begun.
-pub fn measure(
+pub(super) fn measure(
     problem: &Problem,
     candidates: &[Candidate],
     found: &mut [Outcome],

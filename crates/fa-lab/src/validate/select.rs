@@ -13,7 +13,7 @@ use crate::record;
 ///
 /// # Errors
 /// A shipped spec that is not valid, and configurations of head dims that the family has no kernels for.
-pub fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>> {
+pub(super) fn select(options: &Options, arch: Arch, family: Family) -> Result<Vec<Case>> {
     let mut chosen = match &options.cases {
         Cases::Grid { extent, repeat } => of_grid(options.pass, *extent, *repeat, arch, family)?,
         Cases::Spec { spec, repeat } => {

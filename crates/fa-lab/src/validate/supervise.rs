@@ -21,7 +21,7 @@ const LOOK: Duration = Duration::from_millis(200);
 ///
 /// # Errors
 /// When no worker starts, or the first ends before its first case, with what it says.
-pub fn run(
+pub(super) fn run(
     program: &Program,
     mut job: Job,
     watchdog: Duration,

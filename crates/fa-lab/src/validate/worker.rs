@@ -123,7 +123,7 @@ fn run_case(session: &Session, case: &Case) {
         Err(error) if is_serving(case.group) && is_unplanned(&error) => {
             fate(Status::Skipped, message(&error))
         }
-        // A switch that the compiler does not honour here ships nowhere and is none of the library's choices.
+        // No kernel with a switch that this compiler ignores ships or is chosen by the library.
         Err(error) if case.group == "knobs" && is_refused(&error) => fate(Status::Skipped, message(&error)),
         Err(error) => fate(Status::Failed, message(&error)),
     }));

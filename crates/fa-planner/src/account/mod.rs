@@ -10,6 +10,7 @@ pub(crate) mod pages;
 pub mod panels;
 pub(crate) mod reason;
 pub(crate) mod splits;
+pub(crate) mod stored;
 mod turns;
 
 use fa_core::{Arch, Kernel, KernelSpec};
@@ -27,6 +28,7 @@ pub use pages::{boxes_need, page_part};
 pub use panels::BwdPanels;
 pub use reason::Reason;
 pub use splits::head_splits;
+pub use stored::{head_bytes, storing_heads};
 pub use turns::heads_side_by_side;
 
 /// What a CTA of a kernel takes of an SM.
@@ -79,7 +81,7 @@ pub fn account(spec: &KernelSpec, arch: Arch) -> Result<Account, Reason> {
         Kernel::Sm90Fwd(kernel) => sm90_fwd::spills::known(spec, kernel),
         Kernel::Sm90Bwd(kernel) => sm90_bwd::spills::known(spec, kernel),
         Kernel::Sm80Bwd(kernel) => sm80_bwd::spills::known(spec, kernel, arch),
-        Kernel::Sm80Fwd(_) => false,
+        Kernel::Sm80Fwd(kernel) => sm80_fwd::spills::known(spec, kernel),
     };
     if spills {
         return Err(Reason::Spills { need: regs.total, have: regs.limit });

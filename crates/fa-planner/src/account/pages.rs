@@ -13,7 +13,7 @@ const BOX_ROWS: usize = 8;
 
 /// Whether threads should copy the keys of `problem` row by row: boxes of its pages are too small, or cannot
 /// be.
-pub fn gathers(problem: &Problem, tile_n: u32, (head_dim, head_dim_v): (u32, u32)) -> bool {
+pub(crate) fn gathers(problem: &Problem, tile_n: u32, (head_dim, head_dim_v): (u32, u32)) -> bool {
     let Some(page) = problem.lengths.page() else { return false };
     let boxes = [head_dim, head_dim_v].into_iter().all(|columns| boxes_need(page, tile_n, columns).is_none());
     widest(head_dim) == widest(head_dim_v) && (!boxes || page_part(page, tile_n) < BOX_ROWS)

@@ -120,7 +120,10 @@ impl From<Unserved> for Reason {
             Unserved::Differs(Mismatch { what, kernel, problem }) => {
                 Reason::Problem { field: what, have: kernel, need: problem }
             }
-            other => Reason::Launch(other),
+            other @ (Unserved::Page { .. }
+            | Unserved::TooLong { .. }
+            | Unserved::Scale { .. }
+            | Unserved::Softcap { .. }) => Reason::Launch(other),
         }
     }
 }

@@ -54,7 +54,7 @@ pub(crate) struct Split {
 
 impl Split {
     /// The split with the least estimated time: see [`head_splits`].
-    pub fn choose(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Split {
+    pub(crate) fn choose(problem: &Problem, spec: &KernelSpec, arch: Arch, sms: u32) -> Split {
         let group = problem.group_size().max(1);
         let is_empty = problem.lengths.sequences() == 0
             || problem.lengths.mean_q() == 0

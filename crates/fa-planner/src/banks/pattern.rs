@@ -15,7 +15,7 @@ pub(super) struct Pattern {
 }
 
 impl Pattern {
-    pub fn of(access: Access, elem_bytes: u64) -> Result<Self, BankError> {
+    pub(super) fn of(access: Access, elem_bytes: u64) -> Result<Self, BankError> {
         let takes = |sizes: &[u64], need: &'static str| {
             if sizes.contains(&elem_bytes) {
                 Ok(())
@@ -79,7 +79,7 @@ impl Pattern {
     }
 
     /// Lanes served together: as many as 128 bytes allow.
-    pub fn lanes_per_phase(&self) -> usize {
+    pub(super) fn lanes_per_phase(&self) -> usize {
         match self.width {
             16.. => 8,
             8.. => 16,

@@ -29,6 +29,9 @@ pub struct CostConstants {
     pub l2_reuse: f64,
     /// Seconds from one kernel to the next in a stream, as events see it.
     pub launch_s: f64,
+    /// Bytes per clock at which a tile's first operands arrive in an SM that has nothing else to compute: its
+    /// share of the device memory.
+    pub first_bytes: f64,
 
     /// f32 instructions per element of softmax: scale-and-subtract, maximum, sum and half a conversion.
     pub softmax_ops: f64,
@@ -91,6 +94,9 @@ pub struct CostConstants {
     pub sm80_bwd_alone: f64,
     /// Clocks of a step that waiting for Q and dO together adds, with two buffers each.
     pub sm80_bwd_wait: f64,
+    /// Bytes of dQ per clock that an SM80-class backward's CTA adds while none of its own products run; other
+    /// CTAs of the SM go on meanwhile.
+    pub sm80_bwd_add_bytes: f64,
     /// Clocks of an SM80-class backward's CTA outside its steps.
     pub sm80_bwd_block: f64,
     /// The exponent of the SM80-class backward is `1 + sm80_overlap * w / (w + 2)` with `w` warps per
@@ -154,6 +160,7 @@ const SM90: CostConstants = CostConstants {
     hbm_efficiency: 0.90,
     l2_reuse: 0.6,
     launch_s: 3e-6,
+    first_bytes: 14.0,
 
     softmax_ops: 3.15,
     mask_ops: 8.07,
@@ -179,14 +186,15 @@ const SM90: CostConstants = CostConstants {
     sm90_bwd: Sm90BwdConstants::H100,
 
     bwd_turn: 900.0,
-    bwd_add_weight: 2.35,
+    bwd_add_weight: 2.4,
 
     sm80_bwd_tensor: 0.906,
     sm80_bwd_ops: 4.73,
-    sm80_bwd_alone: 0.577,
-    sm80_bwd_wait: 160.0,
-    sm80_bwd_block: 6300.0,
-    sm80_overlap: 1.50,
+    sm80_bwd_alone: 0.617,
+    sm80_bwd_wait: 330.0,
+    sm80_bwd_add_bytes: 80.0,
+    sm80_bwd_block: 4500.0,
+    sm80_overlap: 1.80,
     sm80_softmax_ops: 7.74,
     sm80_rescale: 3.89,
     sm80_fwd_overlap: 2.81,
@@ -194,7 +202,7 @@ const SM90: CostConstants = CostConstants {
     sm80_fwd_step: 283.0,
     sm80_wait: 665.0,
     sm80_q_shown: 0.1,
-    sm80_step: 1430.0,
+    sm80_step: 1270.0,
     load_latency: 800.0,
     sm80_block: 3400.0,
     sm80_rows: 2800.0,
@@ -258,7 +266,10 @@ pub struct Sm90BwdConstants {
     pub atomic_bytes: f64,
     /// L2 cost of one atomically added dQ byte, in read bytes.
     pub add_weight: f64,
-    /// Clocks of a CTA outside its steps.
+    /// Bytes per clock that the L2 adds to the f32 accumulators of dK and dV, to which several CTAs add at
+    /// once (NB-107).
+    pub part_bytes: f64,
+    /// Clocks of a CTA outside its steps, beside those for its first queries.
     pub block: f64,
     /// Share of device-memory bandwidth that preprocess reaches: it reads O and dO and zeroes the
     /// accumulators.
@@ -288,7 +299,8 @@ impl Sm90BwdConstants {
         turn: 850.0,
         atomic_bytes: 48.2,
         add_weight: 2.17,
-        block: 1790.0,
+        part_bytes: 700.0,
+        block: 2400.0,
         prepare_bandwidth: 0.644,
         finish_bandwidth: [0.474, 0.611],
         main_bandwidth: 0.93,

@@ -270,7 +270,7 @@ pub(crate) struct Times {
 
 impl Times {
     /// The launch, with the overlap that was calibrated.
-    pub fn seconds(&self) -> f64 {
+    pub(crate) fn seconds(&self) -> f64 {
         let chip = overlap([self.compute, self.power], 8.0);
         let busy = overlap([overlap([chip, self.l2], 6.0), self.hbm], 3.0);
         busy + self.combine + self.launch
@@ -293,13 +293,13 @@ impl Times {
 
 impl<F: Fn(f64) -> f64> Launch<'_, F> {
     /// Seconds with the keys of each tile divided among `parts` CTAs.
-    pub fn seconds(&self, parts: usize) -> f64 {
+    pub(crate) fn seconds(&self, parts: usize) -> f64 {
         self.times(self.divided(parts).as_ref().unwrap_or(self.work), parts).seconds()
     }
 
     /// What [`Launch::seconds`] is at least, in a tenth of its time: SMs work no longer than on the longest
     /// tile or an even share of all.
-    pub fn at_least(&self, parts: usize) -> f64 {
+    pub(crate) fn at_least(&self, parts: usize) -> f64 {
         let Launch { work, model, .. } = self;
         let tiles = work.tiles_in_parts(parts);
         let step = (self.step)(model.resident);
@@ -362,7 +362,7 @@ impl<F: Fn(f64) -> f64> Launch<'_, F> {
     }
 
     /// The time with the keys of each tile divided among `parts` CTAs, and where it goes.
-    pub fn cost(&self, parts: usize) -> Cost {
+    pub(crate) fn cost(&self, parts: usize) -> Cost {
         let Launch { problem, model, .. } = self;
         let divided = self.divided(parts);
         let work = divided.as_ref().unwrap_or(self.work);

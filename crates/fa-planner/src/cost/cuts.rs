@@ -20,13 +20,13 @@ pub(crate) struct Cuts {
 
 impl Cuts {
     /// The tiles of queries of a forward.
-    pub fn of_queries(&mut self, problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &Work {
+    pub(crate) fn of_queries(&mut self, problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &Work {
         let cut = || Work::of(problem, tile_m, tile_n, packed);
         self.queries.entry((tile_m, tile_n, packed)).or_insert_with(cut)
     }
 
     /// The parts into which the backward by `spec` divides query heads, and the tiles of keys of these.
-    pub fn of_keys(&mut self, problem: &Problem, spec: &KernelSpec, arch: Arch) -> (Split, &Work) {
+    pub(crate) fn of_keys(&mut self, problem: &Problem, spec: &KernelSpec, arch: Arch) -> (Split, &Work) {
         let traits = spec.traits();
         let (tile_m, tile_n) = traits.tile;
         let (split, work) = self.keys.entry((tile_m, tile_n, traits.blocks_per_sm)).or_insert_with(|| {

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use fa_core::Problem;
+use fa_core::spec::tile_queries;
 
 /// A problem's query tiles, sorted into classes.
 #[derive(Clone, Debug, PartialEq)]
@@ -54,8 +55,8 @@ impl Work {
     pub fn of(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
         let heads = problem.lengths.sequences() as f64 * (problem.heads_q / group) as f64;
-        let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
-        let queries = (tile_m / group).max(1);
+        let queries = tile_queries(tile_m, packed, group).max(1);
+        let tile_n = tile_n as usize;
         let tiles = |seqlen_q: usize| seqlen_q.div_ceil(queries);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let last = ((tile + 1) * queries).min(seqlen_q);
@@ -79,7 +80,7 @@ impl Work {
     ) -> Work {
         let group = if packed { problem.group_size() } else { 1 };
         let sequences = problem.lengths.sequences() as f64;
-        let queries = (tile_m as usize / group).max(1);
+        let queries = tile_queries(tile_m, packed, group).max(1);
         let of_head = problem.lengths.mean_q().div_ceil(queries);
         let tiles = sequences * (problem.heads_q / group) as f64 * of_head as f64;
         let pairs = sequences * problem.heads_q as f64 * pairs;

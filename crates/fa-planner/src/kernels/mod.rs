@@ -2,8 +2,8 @@
 //!
 //! - `candidates` enumerates the configurations that are tried for a problem, without judging them;
 //! - `account` adds up shared memory and registers;
-//! - `spills` lists configurations that the compiler is known to spill although the account has room (none is
-//!   known for `sm80_fwd`, and `sm100_fwd` has no kernel to compile);
+//! - `spills` lists configurations that the compiler is known to spill although the account has room
+//!   (`sm100_fwd` has no kernel to compile);
 //! - `cost` predicts the time.
 
 pub mod sm100_fwd;
@@ -12,6 +12,7 @@ pub mod sm80_fwd;
 pub mod sm90_bwd;
 pub mod sm90_fwd;
 
+use fa_core::spec::tile_queries;
 use fa_core::{MaskKind, Problem};
 
 /// Tiles up to which splits of the keys are tried: some four for each SM of a large GPU. More tiles fill it.
@@ -26,7 +27,7 @@ const SPLIT_TILES: usize = 512;
 fn split_choices(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> &'static [bool] {
     let lengths = &problem.lengths;
     let group = if packed { problem.group_size().max(1) } else { 1 };
-    let blocks = |queries: usize| queries.div_ceil((tile_m as usize / group).max(1));
+    let blocks = |queries: usize| queries.div_ceil(tile_queries(tile_m, packed, group).max(1));
     let heads = lengths.sequences().saturating_mul(problem.heads_q / group);
     let steps = lengths.max_k().div_ceil(tile_n.max(1) as usize);
     if steps <= 1 || blocks(lengths.max_q()) > 1 || heads > SPLIT_TILES {
@@ -52,13 +53,14 @@ fn has_idle_warps(problem: &Problem, tile_m: u32, packed: bool) -> bool {
 /// needs fewer tiles. In a window both ways are tried: a packed tile has fewer queries, which see fewer keys.
 /// A packed tile holds whole groups: TMA loads a box of (group, queries), and rows behind it stay idle.
 fn packings(problem: &Problem, tile_m: u32) -> &'static [bool] {
-    let (group, tile_m) = (problem.group_size(), tile_m as usize);
+    let group = problem.group_size();
+    let packed = tile_queries(tile_m, true, group);
     let tiles = |queries: usize| problem.lengths.mean_q().div_ceil(queries);
-    if group <= 1 || group > tile_m {
+    if group <= 1 || packed == 0 {
         &[false]
     } else if MaskKind::of(&problem.mask) == MaskKind::Window {
         &[false, true]
-    } else if tiles(tile_m / group) < group * tiles(tile_m) {
+    } else if tiles(packed) < group * tiles(tile_m as usize) {
         &[true]
     } else {
         &[false]

@@ -1,4 +1,4 @@
-//! A tensor of two files, read to be compared.
+//! A tensor of one or two outputs, read to be compared.
 
 use fa_core::{Dtype, TensorLayout};
 use fa_cpu::compare::{self, Comparison};
@@ -13,28 +13,43 @@ use crate::term::failure::InputError;
 /// The outputs that have rows of heads: of rank 3 where sequences are packed.
 const ROWS: [&str; 4] = ["out", "dq", "dk", "dv"];
 
-/// A tensor of both files, packed BSHD (LSE as it is).
+/// A tensor of A and, where it is given, of B, packed BSHD (LSE as it is).
 pub(super) struct Pair {
     pub name: String,
     /// `[batch, seqlen, heads, dim]`; LSE `[1, batch, heads, seqlen_q]`.
     pub shape: [usize; 4],
     pub a: Vec<f64>,
-    pub b: Vec<f64>,
-    /// The coarser of the two stored types.
+    pub b: Option<Vec<f64>>,
+    /// The coarser of the stored types.
     pub dtype: Dtype,
 }
 
 impl Pair {
-    pub fn read(args: &AttentionArgs, a: &TensorFile, b: &TensorFile, name: &str) -> anyhow::Result<Pair> {
-        let (a_shape, a_values) = read_bshd(a, args, name)?;
-        let (b_shape, b_values) = read_bshd(b, args, name)?;
-        if a_shape != b_shape {
-            let got = a.entry(name)?.shape.clone();
-            let need = format!("in {} it has {:?}", b.path().display(), b.entry(name)?.shape);
-            return Err(InputError::Shape { name: name.to_owned(), got, need }.into());
+    pub fn read(
+        args: &AttentionArgs,
+        a: &TensorFile,
+        b: Option<&TensorFile>,
+        name: &str,
+    ) -> anyhow::Result<Pair> {
+        let (shape, a_values) = read_bshd(a, args, name)?;
+        let mut pair =
+            Pair { name: name.to_owned(), shape, a: a_values, b: None, dtype: stored_dtype(a, name)? };
+        if let Some(b) = b {
+            let (b_shape, b_values) = read_bshd(b, args, name)?;
+            if shape != b_shape {
+                let got = a.entry(name)?.shape.clone();
+                let need = format!("in {} it has {:?}", b.path().display(), b.entry(name)?.shape);
+                return Err(InputError::Shape { name: name.to_owned(), got, need }.into());
+            }
+            pair.dtype = coarser(pair.dtype, stored_dtype(b, name)?);
+            pair.b = Some(b_values);
         }
-        let dtype = coarser(stored_dtype(a, name)?, stored_dtype(b, name)?);
-        Ok(Pair { name: name.to_owned(), shape: a_shape, a: a_values, b: b_values, dtype })
+        Ok(pair)
+    }
+
+    /// The values of B, which every rule but that of the inputs compares A with.
+    pub fn b(&self) -> &[f64] {
+        self.b.as_deref().expect("without B, A is judged by its inputs")
     }
 
     pub fn is_lse(&self) -> bool {
@@ -105,7 +120,7 @@ pub(super) fn coarser(a: Dtype, b: Dtype) -> Dtype {
 }
 
 /// The type of the inputs behind an LSE, which is f32 itself: that of the output beside it.
-pub(super) fn lse_dtype(a: &TensorFile, b: &TensorFile) -> Dtype {
-    let of = |file: &TensorFile| ["out", "q"].iter().find_map(|name| stored_dtype(file, name).ok());
-    [of(a), of(b)].into_iter().flatten().reduce(coarser).unwrap_or(Dtype::F32)
+pub(super) fn lse_dtype(files: &[&TensorFile]) -> Dtype {
+    let of = |file: &&TensorFile| ["out", "q"].iter().find_map(|name| stored_dtype(file, name).ok());
+    files.iter().filter_map(of).reduce(coarser).unwrap_or(Dtype::F32)
 }

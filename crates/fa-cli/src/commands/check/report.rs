@@ -15,7 +15,8 @@ pub(super) const TO_EXACT: [&str; 2] = ["A to f64", "B to f64"];
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     pub a: PathBuf,
-    pub b: PathBuf,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub b: Option<PathBuf>,
     pub rule: RuleName,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub inputs: Option<PathBuf>,
@@ -92,12 +93,14 @@ pub(super) fn text(report: &Report) -> String {
         (RuleName::Given, _) => "A against B by the tolerances given".to_owned(),
         _ => "A against B by the rounding of their type (inputs unknown)".to_owned(),
     };
-    let verdict = match (report.passed, report.off.as_slice()) {
-        (true, _) => "equal within tolerance".to_owned(),
-        (false, ["a"]) => format!("DIFFERENT: A is off, {}; B is right", report.a.display()),
-        (false, ["b"]) => format!("DIFFERENT: B is off, {}; A is right", report.b.display()),
-        (false, ["a", "b"]) => "DIFFERENT: both are off".to_owned(),
-        (false, _) => "DIFFERENT".to_owned(),
+    let a = report.a.display();
+    let verdict = match (report.off.as_slice(), &report.b) {
+        _ if report.passed => "equal within tolerance".to_owned(),
+        (["a"], None) => format!("DIFFERENT: A is off, {a}"),
+        (["a"], Some(_)) => format!("DIFFERENT: A is off, {a}; B is right"),
+        (["b"], Some(b)) => format!("DIFFERENT: B is off, {}; A is right", b.display()),
+        (["a", "b"], _) => "DIFFERENT: both are off".to_owned(),
+        _ => "DIFFERENT".to_owned(),
     };
     format!("{}rule     {rule}\nverdict  {verdict}\n", output::table_text(&table))
 }

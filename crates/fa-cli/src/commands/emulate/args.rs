@@ -6,7 +6,7 @@ use clap::Args;
 use fa_core::{Alibi, Arch, KernelSpec, TensorLayout};
 use fa_emu::{Lie, Options};
 use fa_kernels::Headers;
-use fa_lab::shape::HeadDim;
+use fa_lab::shape::{HeadDim, whole};
 
 use crate::flags::{Heads, MaskArgs, Seqlen};
 use crate::term::failure::InputError;
@@ -55,7 +55,7 @@ pub struct EmulateArgs {
     #[arg(long, value_name = "N[xM]")]
     pub seqlen: Option<Seqlen>,
     /// Independent sequences [default: 1, or as --lengths]
-    #[arg(long)]
+    #[arg(long, value_parser = whole::<usize>)]
     pub batch: Option<usize>,
     /// Sequences of these lengths in place of equal ones, by the kernel's form that reads lengths
     /// [default for kernels that do: 300,77,0,129,1x300,40x0,200x513]
@@ -73,7 +73,7 @@ pub struct EmulateArgs {
     pub page: Option<u32>,
     /// By how many rows tensors and bounds exceed sequences of different lengths; a kernel must not touch
     /// those rows [default: 5]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<usize>)]
     pub slack: Option<usize>,
     /// Several CTAs share a row's keys: the kernel's split form
     #[arg(long)]
@@ -102,17 +102,17 @@ pub struct EmulateArgs {
     #[arg(long, default_value = "bshd", value_parser = crate::flags::parse_layout)]
     pub layout: TensorLayout,
     /// Elements between rows, a multiple of 8
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<usize>)]
     pub gap: usize,
     /// Seed of the schedule: 0 finishes operations at once, 1 as late as it can, others by chance (may be
     /// repeated) [default: 0, 1, 2]
-    #[arg(long = "seed", value_name = "N")]
+    #[arg(long = "seed", value_name = "N", value_parser = whole::<u64>)]
     pub seeds: Vec<u64>,
     /// SMs of the emulated GPU [default: 2, or 64 for split kernels, which divide keys where SMs idle]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub sms: Option<u32>,
     /// Give up after this many steps of the scheduler
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>)]
     pub steps: u64,
     /// Print one JSON object
     #[arg(long)]
@@ -122,7 +122,7 @@ pub struct EmulateArgs {
     #[arg(value_parser = crate::flags::page_file)]
     pub report: Option<PathBuf>,
     /// The CTA of the timeline
-    #[arg(long, value_name = "N", default_value_t = 0, requires = "report")]
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "report", value_parser = whole::<u32>)]
     pub cta: u32,
     /// Device sources in place of the built-in ones, as in crates/fa-kernels/cuda: a kernel that is being
     /// written, or a fault put in by hand
@@ -137,7 +137,7 @@ pub struct EmulateArgs {
     pub shipped: bool,
     /// So many of the planner's other configurations at awkward shapes: others each day
     #[arg(long, value_name = "N", conflicts_with_all = ["spec", "mutate", "shipped"])]
-    #[arg(conflicts_with_all = OF_ONE)]
+    #[arg(conflicts_with_all = OF_ONE, value_parser = whole::<usize>)]
     pub sample: Option<usize>,
     /// The day of the sample [default: today]
     #[arg(long, value_name = "YYYY-MM-DD", requires = "sample", conflicts_with = "spec")]

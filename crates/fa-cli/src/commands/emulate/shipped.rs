@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use fa_core::counted;
 use fa_emu::Emulator;
 use fa_emu::record::{Attempt, Candidate, Record, prove, today};
 use fa_emu::sample::sample;
@@ -59,8 +60,8 @@ fn verdict(attempts: &[Attempt], proven_where: &str) -> anyhow::Result<Verdict> 
     let proven = attempts.iter().filter(|attempt| attempt.proven.is_some()).count();
     let known = attempts.iter().filter(|attempt| attempt.known).count();
     out += &format!(
-        "{} kernels: {proven} proven now{proven_where}, {known} known before, {} with findings\n",
-        attempts.len(),
+        "{}: {proven} proven now{proven_where}, {known} known before, {} with findings\n",
+        counted(attempts.len(), "kernel"),
         faulty.len()
     );
     output::print(&out)?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use fa_attn::TuningOutcome;
-use fa_core::{Problem, TensorLayout};
+use fa_core::{Problem, TensorLayout, counted};
 use fa_cpu::compare::Comparison;
 use serde::Serialize;
 
@@ -186,7 +186,7 @@ pub(super) fn text(report: &Report) -> String {
         let text = match (winner, error) {
             (Some(winner), None) => format!("{winner} is the fastest of {measured}, kept for later runs"),
             (_, Some(error)) => error.clone(),
-            (None, None) => format!("{measured} kernels, no winner"),
+            (None, None) => format!("{}, no winner", counted(measured, "kernel")),
         };
         line("tuned", format!("{kind}: {text}"));
     }

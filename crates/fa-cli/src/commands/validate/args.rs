@@ -6,7 +6,7 @@ use clap::Args;
 use fa_core::{Family, Pass};
 use fa_lab::configs::HEAD_DIMS;
 use fa_lab::grid::{Extent, check_group};
-use fa_lab::shape::HeadDim;
+use fa_lab::shape::{HeadDim, whole};
 use fa_lab::spec_file::read_spec_of;
 use fa_lab::validate::{Cases, Options};
 
@@ -53,7 +53,7 @@ pub struct ValidateArgs {
     pub soak: Option<u32>,
     /// Start of the random problems' sequence
     #[arg(long, default_value_t = 1, requires = "soak", conflicts_with_all = OF_GRID)]
-    #[arg(conflicts_with = "all_configs")]
+    #[arg(conflicts_with = "all_configs", value_parser = whole::<u64>)]
     pub seed: u64,
     /// Run a small part of the grid under compute-sanitizer: memcheck, racecheck, initcheck, synccheck
     #[arg(long, conflicts_with_all = ["soak", "full", "spec", "all_configs", "watchdog"])]

@@ -13,7 +13,7 @@ use crate::grid::{Action, Case};
 ///
 /// # Errors
 /// What the GPU reports.
-pub fn examine<T: Half>(session: &Session, case: &Case, append: &Append) -> Result<Found> {
+pub(super) fn examine<T: Half>(session: &Session, case: &Case, append: &Append) -> Result<Found> {
     let bound = session.gpu.append(append)?;
     let mut inputs = AppendInputs::<T>::random(append, case.seed());
     let mut want = inputs.clone();

@@ -17,7 +17,7 @@ use crate::memory::Gradients;
 use crate::tensors::{Inputs, random_dout};
 
 /// Inputs, dO and what must come of them.
-pub struct Made<T> {
+pub(super) struct Made<T> {
     inputs: Inputs<T>,
     dout: Vec<T>,
     forward: Oracle<T>,
@@ -28,7 +28,7 @@ pub struct Made<T> {
 ///
 /// # Errors
 /// Inputs that do not fit their problem.
-pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
+pub(super) fn made<T: Half>(case: &Case) -> Result<Made<T>> {
     let inputs = case.inputs::<T>();
     let dout = random_dout(&inputs, case.seed());
     let forward = Oracle::new(&inputs, case.seed())?;
@@ -105,7 +105,7 @@ impl<T: Half> Job<'_, T> {
 ///
 /// # Errors
 /// What the GPU reports.
-pub fn examine<T: Half>(
+pub(super) fn examine<T: Half>(
     session: &Session,
     case: &Case,
     forward: Forward,

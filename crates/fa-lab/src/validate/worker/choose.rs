@@ -21,7 +21,7 @@ const AMONG: usize = 40;
 
 impl Chosen {
     /// Kernels for the cases of attention as models are served, as few as [`AMONG`] allows.
-    pub fn few(cases: &[Case], arch: Arch, family: Family) -> Chosen {
+    pub(super) fn few(cases: &[Case], arch: Arch, family: Family) -> Chosen {
         let mut chosen = Chosen::default();
         let (mut forwards, mut backwards) = (HashSet::new(), HashSet::new());
         let own = |case: &&Case| is_serving(case.group) && case.kernel.is_none();
@@ -38,12 +38,12 @@ impl Chosen {
     }
 
     /// The forward's kernel for a case.
-    pub fn forward(&self, case: &Case) -> Option<&KernelSpec> {
+    pub(super) fn forward(&self, case: &Case) -> Option<&KernelSpec> {
         self.forward.get(&case.name())
     }
 
     /// The backward's.
-    pub fn backward(&self, case: &Case) -> Option<&KernelSpec> {
+    pub(super) fn backward(&self, case: &Case) -> Option<&KernelSpec> {
         self.backward.get(&case.name())
     }
 }

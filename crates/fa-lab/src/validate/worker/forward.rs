@@ -16,7 +16,7 @@ use crate::judge::forward::Oracle;
 use crate::tensors::Inputs;
 
 /// Inputs and oracle of a case.
-pub struct Made<T> {
+pub(super) struct Made<T> {
     inputs: Inputs<T>,
     oracle: Oracle<T>,
 }
@@ -25,7 +25,7 @@ pub struct Made<T> {
 ///
 /// # Errors
 /// Inputs that do not fit their problem.
-pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
+pub(super) fn made<T: Half>(case: &Case) -> Result<Made<T>> {
     let inputs = case.inputs::<T>();
     let oracle = Oracle::new(&inputs, case.seed())?;
     Ok(Made { inputs, oracle })
@@ -35,7 +35,7 @@ pub fn made<T: Half>(case: &Case) -> Result<Made<T>> {
 ///
 /// # Errors
 /// What the GPU reports.
-pub fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Result<Found> {
+pub(super) fn examine<T: Half>(session: &Session, case: &Case, forward: Forward) -> Result<Found> {
     if case.action == Action::Measure {
         return session.measure(case, &Bound::Forward(forward), None);
     }

@@ -80,7 +80,7 @@ fn random(merge: &Merge, seed: u64) -> Parts {
 ///
 /// # Errors
 /// What the GPU reports.
-pub fn examine(session: &Session, case: &Case, merge: &Merge) -> Result<Found> {
+pub(super) fn examine(session: &Session, case: &Case, merge: &Merge) -> Result<Found> {
     match merge.part {
         Dtype::F32 => into::<f32>(session, case, merge),
         Dtype::F16 => into::<f16>(session, case, merge),

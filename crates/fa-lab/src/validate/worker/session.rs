@@ -44,12 +44,12 @@ pub(super) struct Found {
 
 impl Found {
     /// Of a kernel that nothing is wrong with yet.
-    pub fn of(kernel: &fa_core::KernelSpec) -> Found {
+    pub(super) fn of(kernel: &fa_core::KernelSpec) -> Found {
         Found::by(&kernel.to_string())
     }
 
     /// The same of a kernel by its name.
-    pub fn by(kernel: &str) -> Found {
+    pub(super) fn by(kernel: &str) -> Found {
         Found {
             kernel: kernel.to_owned(),
             passed: true,
@@ -66,7 +66,7 @@ impl Session {
     ///
     /// # Errors
     /// Where there is no GPU, or it does not run the family.
-    pub fn open(family: Option<Family>) -> Result<Session> {
+    pub(super) fn open(family: Option<Family>) -> Result<Session> {
         let gpu = device::open()?;
         let family = family.unwrap_or(Family::native(gpu.arch()));
         if !family.runs_on(gpu.arch()) {
@@ -84,17 +84,17 @@ impl Session {
     }
 
     /// Keeps what several cases share, by [`Case::problem_name`].
-    pub fn share(&mut self, shared: HashMap<String, Box<dyn Any + Send + Sync>>) {
+    pub(super) fn share(&mut self, shared: HashMap<String, Box<dyn Any + Send + Sync>>) {
         self.shared = shared;
     }
 
     /// What was shared of a case's problem.
-    pub fn shared<M: 'static>(&self, case: &Case) -> Option<&M> {
+    pub(super) fn shared<M: 'static>(&self, case: &Case) -> Option<&M> {
         self.shared.get(&case.problem_name())?.downcast_ref()
     }
 
     /// Puts a case on the GPU: the only one until the guard is dropped.
-    pub fn begin(&self, case: &Case) -> impl Drop + '_ {
+    pub(super) fn begin(&self, case: &Case) -> impl Drop + '_ {
         let guard: MutexGuard<'_, Timed> = self.timed.lock().unwrap_or_else(PoisonError::into_inner);
         tell(&Event::Begin(case.name()));
         guard
@@ -104,7 +104,7 @@ impl Session {
     ///
     /// # Errors
     /// Those of planning, compiling and loading.
-    pub fn forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
+    pub(super) fn forward(&self, case: &Case) -> Result<(Forward, Vec<PassedOver>), fa_attn::Error> {
         let kernels = &self.gpu.kernels;
         let named = case.kernel.as_ref().filter(|_| !case.pass.is_backward());
         let bind = |spec: &KernelSpec| kernels.forward_with(&case.problem, spec);
@@ -154,7 +154,7 @@ impl Session {
     }
 
     /// Uses these kernels from now on.
-    pub fn choose(&mut self, chosen: Chosen) {
+    pub(super) fn choose(&mut self, chosen: Chosen) {
         self.chosen = chosen;
     }
 
@@ -162,7 +162,7 @@ impl Session {
     ///
     /// # Errors
     /// Those of planning, compiling and loading.
-    pub fn backward(
+    pub(super) fn backward(
         &self,
         case: &Case,
         deterministic: bool,
@@ -179,7 +179,7 @@ impl Session {
     }
 
     /// The kernel that is compiled for a case before its turn, as far as it is known.
-    pub fn first_choice(&self, case: &Case) -> Option<KernelSpec> {
+    pub(super) fn first_choice(&self, case: &Case) -> Option<KernelSpec> {
         let chosen =
             if case.pass.is_backward() { self.chosen.backward(case) } else { self.chosen.forward(case) };
         match (&case.kernel, chosen) {
@@ -190,12 +190,12 @@ impl Session {
     }
 
     /// The family that is validated where the library's own choice is of another.
-    pub fn other_family(&self) -> Option<Family> {
+    pub(super) fn other_family(&self) -> Option<Family> {
         (self.family != Family::native(self.gpu.arch())).then_some(self.family)
     }
 
     /// Times the kernel on tensors that stay on the GPU for the next one.
-    pub fn measure(&self, case: &Case, pass: &Bound, forward: Option<&Forward>) -> Result<Found> {
+    pub(super) fn measure(&self, case: &Case, pass: &Bound, forward: Option<&Forward>) -> Result<Found> {
         // A thousand and more are measured one after the other: launches of milliseconds need no more samples
         // than this.
         const TIMING: Timing = Timing { warm_up_ms: 3.0, samples: 5, sample_ms: 0.5 };
@@ -230,7 +230,7 @@ impl Session {
         Ok(Found { detail, ms: Some(ms), ..Found::of(pass.spec()) })
     }
 
-    pub fn check_memory(&self, case: &Case) -> Result<()> {
+    pub(super) fn check_memory(&self, case: &Case) -> Result<()> {
         let (need, have) = (case.device_bytes(), self.gpu.context().total_mem()? as u64);
         if need > have / 10 * 8 {
             return Err(Error::NotTried(format!("needs {need} B of device memory, the GPU has {have} B")));

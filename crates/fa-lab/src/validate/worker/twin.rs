@@ -42,7 +42,7 @@ pub(super) fn of<T: Half>(case: &Case, inputs: &Inputs<T>) -> Result<Twin<T>> {
 
 impl<T: Half> Twin<T> {
     /// What to say where the bits differ.
-    pub fn fault(&self) -> String {
+    pub(super) fn fault(&self) -> String {
         format!("not the bits of the {} run", self.what)
     }
 
@@ -54,7 +54,7 @@ impl<T: Half> Twin<T> {
     ///
     /// # Errors
     /// Those of compiling and loading.
-    pub fn bind_forward(self, session: &Session, forward: &Forward) -> Result<(Twin<T>, Forward)> {
+    pub(super) fn bind_forward(self, session: &Session, forward: &Forward) -> Result<(Twin<T>, Forward)> {
         let spec = self.spec(&forward.kernel().spec);
         let forward = session.gpu.kernels.forward_with(&self.inputs.problem, &spec)?;
         Ok((self, forward))
@@ -64,7 +64,7 @@ impl<T: Half> Twin<T> {
     ///
     /// # Errors
     /// Those of compiling and loading.
-    pub fn bind(
+    pub(super) fn bind(
         self,
         session: &Session,
         forward: &Forward,

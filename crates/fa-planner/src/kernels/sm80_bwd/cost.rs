@@ -18,8 +18,8 @@ use super::account::{bytes_read, registers, smem};
 const PANEL_REGISTERS: u32 = 20;
 
 /// How much longer a step on a diagonal or a window's edges takes to test its mask than the instructions of
-/// the test alone (NB-067, NB-097).
-const MASK_TEST: f64 = 6.0;
+/// the test alone (NB-067, NB-097, NB-107).
+const MASK_TEST: f64 = 8.0;
 
 /// CTAs that an SM holds: at least those that the launch bounds promise, and more where there is room.
 fn blocks(spec: &KernelSpec, kernel: &Sm80Bwd, arch: Arch) -> u32 {
@@ -59,6 +59,7 @@ pub(crate) fn predict(
     let exposed = c.sm80_step
         // The wait for the next Q also waits for the next dO.
         + if kernel.q_stages == 2 && kernel.do_stages == 2 { c.sm80_bwd_wait } else { 0.0 }
+        + tile_m * hd * 4.0 / c.sm80_bwd_add_bytes
         + if kernel.deterministic { c.bwd_turn } else { 0.0 };
     // Clocks of a step where an SM holds so many CTAs.
     let step = |on_sm: f64| {
@@ -154,7 +155,9 @@ impl Launches<'_> {
         let (qkv, out) = (problem.types.qkv.bytes() as f64, problem.types.out.bytes() as f64);
         let around = rows * (2.0 * hdv * out + hd * qkv) + 2.0 * accumulators + 2.5 * split.sums;
         let hbm = (around + problem.bytes_backward()) / bandwidth + missed;
-        let outer = around / bandwidth + 3.0 * c.launch_s;
+        // Parts of dK and dV are added up by a launch of their own.
+        let launches = if split.parts > 1 { 4.0 } else { 3.0 };
+        let outer = around / bandwidth + launches * c.launch_s;
         let seconds = main + outer;
         let alone = |clocks: f64| work.steps() / sms * clocks / clock;
         let terms = Terms {

@@ -114,10 +114,8 @@ mod tests {
     }
 
     fn kernel(spec: &KernelSpec) -> &Sm80Fwd {
-        match &spec.kernel {
-            Kernel::Sm80Fwd(kernel) => kernel,
-            _ => panic!("an SM80 kernel"),
-        }
+        let Kernel::Sm80Fwd(kernel) = &spec.kernel else { panic!("an SM80 kernel") };
+        kernel
     }
 
     #[test]

@@ -3,3 +3,4 @@
 pub mod account;
 pub mod candidates;
 pub mod cost;
+pub mod spills;

@@ -9,6 +9,7 @@ use fa_core::spec::TileOrder;
 use fa_core::{Arch, KernelSpec, MaskKind, Pass, Problem, Sm90Bwd};
 
 use crate::account::panels::BwdPanels;
+use crate::account::stored::storing_heads;
 use crate::cost::constants::CostConstants;
 use crate::cost::core::{Cost, StepClocks, Terms, overlap, softmax_clocks};
 use crate::cost::cuts::Cuts;
@@ -17,10 +18,6 @@ use crate::guide::kernel::guide_spec;
 use crate::guide::mma::BwdMmas;
 use crate::guide::traffic;
 use crate::head_dims::HeadDims;
-
-/// Bytes per clock that an SM adds to the f32 accumulators of dK and dV, which other CTAs add to as well
-/// (NB-086).
-const PART_BYTES: f64 = 10.0;
 
 /// Predicts the backward of `problem` by `kernel`, preprocess and postprocess included.
 pub(crate) fn predict(
@@ -63,35 +60,42 @@ pub(crate) fn predict(
         + if kernel.deterministic { c.turn } else { 0.0 };
     let copies = c.copied_row * tile_m * (hd / f64::from(panels.q) + hdv / f64::from(panels.dout));
     let step = overlap([products, exp, copies], c.overlap[usize::from(kernel.num_wg == 3)]) + exposed;
+    // A CTA computes nothing until its first Q and dO are there (NB-107).
+    let outside = c.block + loads / constants.first_bytes;
 
     let (split, work) = cuts.of_keys(problem, spec, arch);
     // The products hide the test of a mask.
-    let added = split.added / PART_BYTES;
-    let length = |class: &TileClass| c.block + added + class.steps * step;
+    let added = split.added / c.atomic_bytes;
+    let length = |class: &TileClass| outside + added + class.steps * step;
     let queue = match (spec.mask, kernel.tile_order) {
         (MaskKind::Full, _) => Queue::Fixed,
         (_, TileOrder::LongestFirst) => Queue::LongestFirst,
         (_, TileOrder::Natural) => Queue::ShortestFirst,
     };
     let (total, end) = work.makespan(sms, queue, length);
-    let busy = end / clock;
-    // Every step reads Q and dO from L2 and adds the f32 tile of dQ there.
-    let l2 = work.steps() * (loads + c.add_weight * dq_tile) / (limits.l2_bytes_per_clock * clock);
+    // In the first wave all SMs ask for K and V as well, and for all of it at once; those of the last wave
+    // add their parts at once.
+    let first = (tile_m + tile_n) * (hd + hdv) * bytes / constants.first_bytes;
+    let last = split.added * work.tiles.min(sms) / c.part_bytes;
+    let busy = (end + first + last) / clock;
+    // Every step reads Q and dO from L2 and adds the f32 tile of dQ there, every tile its parts.
+    let of_steps = work.steps() * (loads + c.add_weight * dq_tile) / limits.l2_bytes_per_clock;
+    let l2 = (of_steps + work.tiles * split.added / c.part_bytes) / clock;
 
     let rows = problem.rows();
     let accumulators = rows * hd * 4.0;
     let hbm = (problem.bytes_backward() + accumulators + split.missed)
         / (limits.hbm_bytes_per_s * c.main_bandwidth);
     let main = overlap([overlap([busy, l2], 8.0), hbm], c.main_overlap);
-    // Where one tile holds all keys, dQ's sums are stored and need no zeros (NB-062).
-    let one_tile = problem.lengths.max_k() <= kernel.tile_n as usize;
-    let stored = one_tile && spec.mask == MaskKind::Full && !spec.reads.varied && kernel.dq_via_smem;
+    let stored = storing_heads(spec, problem, arch, limits.sms).is_some();
     let zeros = if stored { 0.0 } else { accumulators };
     let prepare =
         (rows * 2.0 * hdv * bytes + zeros + split.sums) / (limits.hbm_bytes_per_s * c.prepare_bandwidth);
     let finish = (rows * hd * bytes + accumulators + 1.5 * split.sums)
         / (limits.hbm_bytes_per_s * c.finish_bandwidth[usize::from(kernel.dq_swap_ab)]);
-    let outer = prepare + finish + 3.0 * constants.launch_s;
+    // Parts of dK and dV are added up by a launch of their own.
+    let launches = if split.parts > 1 { 4.0 } else { 3.0 } * constants.launch_s;
+    let outer = prepare + finish + launches;
 
     let alone = |clocks: f64| work.steps() / sms * clocks / clock;
     let terms = Terms {
@@ -101,7 +105,7 @@ pub(crate) fn predict(
         l2,
         hbm: hbm + prepare + finish,
         waves: (end - total / sms) / clock,
-        latency: 3.0 * constants.launch_s + (work.steps() * exposed + work.tiles * c.block) / sms / clock,
+        latency: launches + (work.steps() * exposed + work.tiles * outside) / sms / clock,
     };
     let step = StepClocks { resident: 1.0, tensor, exp, smem, exposed, total: step };
     Cost::of(problem, Pass::BACKWARD, (work, 1), main + outer, terms, sms, step)

@@ -1,6 +1,6 @@
 //! The SM90 forwards that are tried for a problem.
 
-use fa_core::spec::{Scheduler, TileOrder};
+use fa_core::spec::{Scheduler, TileOrder, tile_queries};
 use fa_core::{Arch, Kernel, KernelSpec, MaskKind, Problem, Reads, Sm90Fwd, Types};
 
 use super::account::smem;
@@ -98,7 +98,7 @@ const SHORT: usize = 8;
 /// SM back by more than its draw takes (NB-097).
 fn are_short(problem: &Problem, tile_m: u32, tile_n: u32, packed: bool) -> bool {
     let group = if packed { problem.group_size() } else { 1 };
-    let of_head = problem.lengths.max_q().div_ceil((tile_m as usize / group).max(1));
+    let of_head = problem.lengths.max_q().div_ceil(tile_queries(tile_m, packed, group).max(1));
     let heads = problem.lengths.sequences().saturating_mul(problem.heads_q / group);
     let tiles = heads.saturating_mul(of_head);
     tiles > Arch::Sm90.limits().sms as usize && problem.lengths.max_k().div_ceil(tile_n as usize) <= SHORT

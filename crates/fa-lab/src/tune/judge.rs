@@ -1,0 +1,266 @@
+//! Today's planner over records of `fa tune`: how far its first choices are behind the best measured. No GPU.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use fa_core::{Arch, Family, Kernel, KernelSpec, Pass, Problem, Sm80Fwd};
+use fa_planner::cost::{CostConstants, predict, rank_correlation};
+use fa_planner::plan::{PlanOptions, plan};
+use serde::{Deserialize, Serialize};
+
+use super::report::Distribution;
+use crate::error::{Error, Result};
+
+/// What a record (`fa tune --json`) says of its measurements.
+#[derive(Debug, Deserialize)]
+struct Record {
+    arch: Arch,
+    seed: Option<u64>,
+    problems: Vec<Entry>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Entry {
+    number: usize,
+    problem: Problem,
+    kind: String,
+    #[serde(default)]
+    deterministic: bool,
+    family: Option<Family>,
+    kernels: Vec<Measured>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Measured {
+    spec: KernelSpec,
+    ms: Option<f64>,
+    again_ms: Option<f64>,
+}
+
+/// The planner's first choices over some records.
+#[derive(Debug, Serialize)]
+pub struct Judgement {
+    /// By problem, in the order of the records.
+    pub problems: Vec<Judged>,
+    /// By pass and family (`bwd sm90`), then by record, then of all.
+    pub groups: Vec<Group>,
+}
+
+/// First choices of some problems.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Group {
+    /// What they have in common.
+    pub name: String,
+    /// How many.
+    pub problems: usize,
+    /// Of these, those whose first choice was never measured: how near it is to the best is unknown.
+    pub unmeasured: usize,
+    /// The first choices that were measured.
+    pub measured: Distribution,
+    /// All, an unmeasured first choice replaced by the first of the planner's order that was measured.
+    pub with_stand_ins: Distribution,
+}
+
+/// The planner's first choice for one problem.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Judged {
+    /// The record's file name.
+    pub record: String,
+    /// Its seed, if its problems were drawn.
+    pub seed: Option<u64>,
+    /// The problem's number in the record.
+    pub number: usize,
+    /// The problem.
+    pub problem: Problem,
+    /// Its pass and family, as in `bwd sm90`.
+    pub kernels: String,
+    /// The planner's first choice.
+    pub first_choice: String,
+    /// Its predicted milliseconds.
+    pub first_choice_predicted_ms: f64,
+    /// Whether this very kernel was measured.
+    pub is_measured: bool,
+    /// It, or the first of the planner's order that was measured, launch bounds aside; where the planner
+    /// lists none of them any more, the one predicted to be the fastest.
+    pub judged: Tried,
+    /// The fastest.
+    pub best: Tried,
+    /// The time of `judged` over that of the fastest.
+    pub over_best: f64,
+    /// Spearman's, of predicted and measured time.
+    pub rank_correlation: Option<f64>,
+}
+
+/// A kernel that was measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Tried {
+    /// Its short name.
+    pub name: String,
+    /// Predicted milliseconds.
+    pub predicted_ms: f64,
+    /// Measured milliseconds.
+    pub ms: f64,
+}
+
+/// Plans every problem of the records and compares the first choices with what was measured. Problems none of
+/// whose kernels was measured are left out.
+///
+/// # Errors
+/// Files that cannot be read or are no records of `fa tune --json`; problems that no kernel computes any
+/// more.
+pub fn judge(records: &[PathBuf]) -> Result<Judgement> {
+    let mut problems = Vec::new();
+    for path in records {
+        problems.extend(judged_of(path)?);
+    }
+    let mut names: Vec<String> = Vec::new();
+    for judged in &problems {
+        if !names.contains(&judged.kernels) {
+            names.push(judged.kernels.clone());
+        }
+    }
+    names.sort();
+    let mut groups: Vec<Group> = names
+        .into_iter()
+        .map(|name| group(&problems, name, |judged, name| judged.kernels == *name))
+        .collect();
+    let mut files: Vec<String> = problems.iter().map(|judged| judged.record.clone()).collect();
+    files.dedup();
+    if files.len() > 1 {
+        groups.extend(
+            files.into_iter().map(|name| group(&problems, name, |judged, name| judged.record == *name)),
+        );
+    }
+    groups.push(group(&problems, "all".to_owned(), |_, _| true));
+    Ok(Judgement { problems, groups })
+}
+
+fn group(problems: &[Judged], name: String, is_of: impl Fn(&Judged, &String) -> bool) -> Group {
+    let own: Vec<&Judged> = problems.iter().filter(|judged| is_of(judged, &name)).collect();
+    let distribution = |own: &[&Judged]| {
+        let correlations = own.iter().filter_map(|judged| judged.rank_correlation).collect::<Vec<f64>>();
+        Distribution::of_ratios(own.iter().map(|judged| judged.over_best).collect(), &correlations)
+    };
+    let measured: Vec<&Judged> = own.iter().copied().filter(|judged| judged.is_measured).collect();
+    Group {
+        name,
+        problems: own.len(),
+        unmeasured: own.len() - measured.len(),
+        measured: distribution(&measured),
+        with_stand_ins: distribution(&own),
+    }
+}
+
+fn judged_of(path: &Path) -> Result<Vec<Judged>> {
+    let text = fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })?;
+    let record: Record = serde_json::from_str(&text).map_err(|why| {
+        Error::Request(format!("{}: not a record of fa tune --json FILE: {why}", path.display()))
+    })?;
+    let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+    let mut problems = Vec::new();
+    for entry in &record.problems {
+        problems.extend(entry.judged(record.arch, &name, record.seed)?);
+    }
+    Ok(problems)
+}
+
+impl Entry {
+    fn judged(&self, arch: Arch, record: &str, seed: Option<u64>) -> Result<Option<Judged>> {
+        let Entry { number, problem, kind, deterministic, family, .. } = self;
+        let pass = match kind.as_str() {
+            "fwd" => Pass::Forward,
+            "bwd" => Pass::Backward { deterministic: *deterministic },
+            other => return Err(Error::Request(format!("{record}: a pass '{other}': fwd or bwd"))),
+        };
+        let family = family.unwrap_or(Family::native(arch));
+        let options = PlanOptions { family: Some(family), pass, constants: None };
+        let plans = plan(problem, arch, &options)?;
+        let constants = CostConstants::of(arch);
+        // Place in the planner's order, whether its launch bounds are others, and its times.
+        let mut tried: Vec<((usize, bool), Tried, Option<f64>)> = Vec::new();
+        for Measured { spec, ms, again_ms } in &self.kernels {
+            let Some(ms) = *ms else { continue };
+            let exact = plans.iter().position(|plan| plan.spec == *spec);
+            let alike = || plans.iter().position(|plan| unbound(&plan.spec) == unbound(spec));
+            let place = (exact.or_else(alike).unwrap_or(usize::MAX), exact.is_none());
+            let predicted_ms = 1e3 * predict(problem, spec, arch, &constants).seconds;
+            tried.push((place, Tried { name: spec.to_string(), predicted_ms, ms }, *again_ms));
+        }
+        let order = |a: &&((usize, bool), Tried, Option<f64>), b: &&((usize, bool), Tried, Option<f64>)| {
+            a.0.cmp(&b.0).then(a.1.predicted_ms.total_cmp(&b.1.predicted_ms))
+        };
+        let Some((place, judged, again)) = tried.iter().min_by(order) else { return Ok(None) };
+        // The least of a first measurement is the least by luck as well: what was measured again counts.
+        let twice = |entry: &((usize, bool), Tried, Option<f64>)| match again {
+            Some(_) => entry.2,
+            None => Some(entry.1.ms),
+        };
+        let times = tried.iter().filter_map(|entry| Some((entry, twice(entry)?)));
+        let Some((best, least)) = times.min_by(|a, b| a.1.total_cmp(&b.1)) else { return Ok(None) };
+        let pairs: Vec<(f64, f64)> = tried.iter().map(|(_, one, _)| (one.predicted_ms, one.ms)).collect();
+        Ok(Some(Judged {
+            record: record.to_owned(),
+            seed,
+            number: *number,
+            problem: *problem,
+            kernels: format!("{kind} {}", family.name()),
+            first_choice: plans[0].spec.to_string(),
+            first_choice_predicted_ms: 1e3 * plans[0].cost.seconds,
+            is_measured: *place == (0, false),
+            judged: Tried { ms: again.unwrap_or(judged.ms), ..judged.clone() },
+            best: Tried { ms: least, ..best.1.clone() },
+            over_best: again.unwrap_or(judged.ms) / least,
+            rank_correlation: rank_correlation(&pairs),
+        }))
+    }
+}
+
+/// The kernel without what its launch bounds promise.
+fn unbound(spec: &KernelSpec) -> KernelSpec {
+    let kernel = match &spec.kernel {
+        Kernel::Sm80Fwd(own) => Kernel::Sm80Fwd(Sm80Fwd { blocks_per_sm: 1, ..own.clone() }),
+        other @ (Kernel::Sm90Fwd(_) | Kernel::Sm80Bwd(_) | Kernel::Sm90Bwd(_)) => other.clone(),
+    };
+    KernelSpec { kernel, ..spec.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn committed(seed: &str) -> PathBuf {
+        let name = format!("random{seed}-nvidia-h100-80gb-hbm3.json");
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results/tune").join(name)
+    }
+
+    #[test]
+    fn committed_records_are_judged_by_kernel_by_record_and_together() {
+        let records: Vec<PathBuf> = ["", "-2", "-3", "-4", "-6"].map(committed).into();
+        let Judgement { problems, groups } = judge(&records).expect("records");
+        let names: Vec<&str> = groups.iter().map(|group| group.name.as_str()).collect();
+        assert_eq!(names[..4], ["bwd sm80", "bwd sm90", "fwd sm80", "fwd sm90"]);
+        let all = groups.last().expect("a group of all");
+        assert_eq!((groups.len(), all.name.as_str(), all.problems), (4 + 5 + 1, "all", problems.len()));
+        assert_eq!(all.with_stand_ins.problems, all.problems);
+        assert_eq!(all.measured.problems + all.unmeasured, all.problems);
+        assert!(groups[..4].iter().all(|group| group.problems == 36), "{groups:?}");
+        for judged in &problems {
+            assert!(judged.over_best >= 1.0 || judged.best.ms == judged.judged.ms, "{judged:?}");
+            assert!(!judged.is_measured || judged.judged.name == judged.first_choice, "{judged:?}");
+        }
+        // None of it is held out (NB-107).
+        let near = |group: &Group| group.with_stand_ins.within_3_percent.expect("some were measured");
+        assert!(near(&groups[1]) >= 0.97 && near(all) >= 0.89, "{groups:?}");
+        assert!(all.with_stand_ins.within_8_percent >= Some(0.98), "{all:?}");
+    }
+
+    #[test]
+    fn what_is_no_record_is_named() {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        fs::write(file.path(), "{\"rows\": []}").expect("written");
+        let error = judge(&[file.path().into()]).expect_err("no record").to_string();
+        assert!(error.contains("not a record of fa tune --json FILE: missing field"), "{error}");
+        let error = judge(&["no/such.json".into()]).expect_err("no file").to_string();
+        assert!(error.starts_with("cannot read no/such.json"), "{error}");
+    }
+}

@@ -1,0 +1,62 @@
+//! Configurations of the SM80-class forward that the compiler is known to spill although the register account
+//! has room: some of those with a soft cap, 4 to 40 bytes, by no rule in their parameters.
+//!
+//! Taken from 174 first choices with a soft cap, and with ALiBi beside it, at head dims 64 to 256, compiled
+//! for sm_90 by NVRTC 13.0 (NB-108).
+
+use fa_core::{KernelSpec, MaskKind, Sm80Fwd};
+
+/// Whether the compiler is known to spill the kernel.
+pub fn known(spec: &KernelSpec, kernel: &Sm80Fwd) -> bool {
+    if !spec.score.softcap {
+        return false;
+    }
+    let (mask, alibi) = (spec.mask, spec.score.alibi);
+    let masked = mask != MaskKind::Full;
+    // A warp of 128 rows of four and of 256 rows of eight has the same accumulators.
+    let rows = kernel.tile_m / kernel.num_warps.max(1);
+    match (spec.head_dim.max(spec.head_dim_v), (rows, kernel.tile_n), kernel.num_warps) {
+        (64, (32, 112), 4) => mask != MaskKind::Window || alibi,
+        (64, (32, 96), 4) => alibi && mask != MaskKind::Causal,
+        (96, (32, 64), _) => alibi,
+        (96, (32, 80), 4) => alibi && masked,
+        (96, (32, 80), _) => alibi && mask == MaskKind::Causal,
+        (96, (16, 96), 4) => alibi && mask == MaskKind::Window && kernel.blocks_per_sm == 3,
+        (128, (32, 64), 4) => mask == MaskKind::Window,
+        (128, (32, 48), 4) => alibi && mask == MaskKind::Window,
+        (256, (16, 112), 8) => masked,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use fa_core::{Alibi, Arch, Dtype, Family, Kernel, Mask, Problem, ScoreMod};
+
+    use super::*;
+    use crate::account::Reason;
+    use crate::plan::{PlanOptions, explore};
+
+    #[test]
+    fn a_soft_cap_beside_alibi_is_not_given_tiles_that_spill() {
+        let square = Problem::square(64, 4096, 128, 88, Mask::window(u32::MAX, 3), Dtype::Bf16);
+        let capped = ScoreMod::softcap(30.0);
+        let sloped = ScoreMod { alibi: Some(Alibi::PerHead), ..capped };
+        let options = PlanOptions { family: Some(Family::Sm80), ..PlanOptions::default() };
+        let tile = |spec: &KernelSpec| {
+            let Kernel::Sm80Fwd(own) = &spec.kernel else { panic!("an SM80-class forward, not {spec}") };
+            (own.tile_m, own.tile_n, own.num_warps)
+        };
+        for mask in [Mask::FULL, Mask::CAUSAL, square.mask] {
+            for (score, spills) in [(sloped, true), (capped, false)] {
+                let problem = Problem { mask, score, ..square };
+                let set = explore(&problem, Arch::Sm90, &options).expect("candidates");
+                assert_eq!(set.plans.iter().all(|plan| tile(&plan.spec) != (128, 64, 4)), spills, "{mask}");
+                let why = set.rejected.iter().find(|rejected| {
+                    tile(&rejected.spec) == (128, 64, 4) && matches!(rejected.reason, Reason::Spills { .. })
+                });
+                assert_eq!(why.is_some(), spills, "{mask}");
+            }
+        }
+    }
+}
