@@ -115,7 +115,8 @@ impl Sm90Bwd {
         }
         if self.persistent && self.num_wg != 2 {
             return Err(SpecError::Conflict(format!(
-                "persistent needs num_wg = 2: beside num_wg = {} no warp of the producers is left to draw tiles",
+                "persistent needs num_wg = 2: beside num_wg = {} no warp of the producers is left to draw \
+                 tiles",
                 self.num_wg
             )));
         }

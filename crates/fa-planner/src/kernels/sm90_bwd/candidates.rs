@@ -69,8 +69,8 @@ pub fn candidates(
     kernels.into_iter().map(spec_of).filter(fits_at_all)
 }
 
-/// The most queries for which CTAs draw tiles, up to head dim 64 and to 128: in longer sequences a tile's start
-/// and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101).
+/// The most queries for which CTAs draw tiles, up to head dim 64 and to 128: in longer sequences a tile's
+/// start and end count for nothing, and CTAs of one tile each were faster by up to 5 % (NB-101).
 const DRAWN_QUERIES: [usize; 2] = [2048, 4096];
 
 /// Whether CTAs draw tiles for problems of so many queries a sequence. Windows and deterministic kernels gain
