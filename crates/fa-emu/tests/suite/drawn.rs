@@ -1,5 +1,5 @@
-//! SM90 backwards whose CTAs draw tiles from a counter until there are none: with fewer SMs than tiles, so that
-//! a CTA keeps its places in the rings from tile to tile, and with tiles of keys that no query sees.
+//! SM90 backwards whose CTAs draw tiles from a counter until there are none: with fewer SMs than tiles, so
+//! that a CTA keeps its places in the rings from tile to tile, and with tiles of keys that no query sees.
 
 use fa_core::{Arch, KernelSpec, Lengths, Mask, Problem};
 use fa_emu::sweep::{Trials, cases};
@@ -42,7 +42,7 @@ fn tiles_are_drawn_by_ctas_that_persist() {
         };
         let spec = spec(head_dim, name, switches, false);
         let unit = emulator.unit(&spec, Arch::Sm90, &Headers::embedded()).unwrap();
-        // Fewer queries than keys; and more, so that the first see no key and, in a window, some keys no query.
+        // Fewer queries than keys; and more, so that the first see no key.
         for (queries, keys, heads_kv) in [(150, 290, 2), (290, 150, 1)] {
             let problem = Problem {
                 lengths: Lengths::uniform(2, queries, keys),
