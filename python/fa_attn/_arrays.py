@@ -5,7 +5,7 @@ import importlib
 from . import _core
 from ._checks import apart, array, paddings, room
 from ._core import InputError, InputTypeError, UnsupportedError
-from ._faces import find_nvrtc
+from ._nvrtc import find_nvrtc
 
 
 class _Numpy:

@@ -1,7 +1,5 @@
 """Which library an array is of, and what the functions ask of it."""
 
-import sys
-
 from ._core import InputTypeError
 
 _KNOWN = {}
@@ -45,22 +43,3 @@ def _find(kind):
         )
     _KNOWN[kind] = face
     return face
-
-
-def find_nvrtc():
-    """Names the NVRTC of this environment's packages (torch brings one) to the library, unless the
-    environment names another. Kernels in the package's bundle need none."""
-    import os
-
-    if "FA_NVRTC" in os.environ:
-        return
-    for site in sys.path:
-        for package in ("cu13", "cuda_nvrtc"):
-            folder = os.path.join(site, "nvidia", package, "lib")
-            try:
-                names = os.listdir(folder)
-            except OSError:
-                continue
-            if any(name.startswith("libnvrtc.so") for name in names):
-                os.environ["FA_NVRTC"] = folder
-                return

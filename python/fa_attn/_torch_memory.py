@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from ._core import InputTypeError, UnsupportedError
-from ._faces import find_nvrtc
+from ._nvrtc import find_nvrtc
 
 find_nvrtc()
 

@@ -6,7 +6,8 @@ from reprlib import repr as short
 
 from . import _core
 from ._checks import array, count, flag, number, one_of, window
-from ._faces import face_of, find_nvrtc
+from ._faces import face_of
+from ._nvrtc import find_nvrtc
 
 
 def problem(

@@ -63,6 +63,26 @@ mod sm90 {
     }
 
     #[test]
+    fn one_buffer_of_dout_comes_first_where_it_was_measured_faster() {
+        let stages = |head_dim, seqlen, mask| {
+            let problem = Problem::square(4, seqlen, 32, head_dim, mask, Dtype::Bf16);
+            let first = plan(&problem, Arch::Sm90, &options(false)).expect("plans").swap_remove(0).spec;
+            let Kernel::Sm90Bwd(kernel) = first.kernel else { panic!("an SM90 kernel") };
+            (kernel.q_stages, kernel.do_stages, kernel.pds_stages)
+        };
+        for (head_dim, seqlen, mask, expected) in [
+            (96, 4096, Mask::CAUSAL, (2, 1, 2)),
+            (64, 4096, Mask::CAUSAL, (2, 1, 2)),
+            (96, 4096, Mask::FULL, (2, 2, 2)),
+            (64, 4096, Mask::FULL, (2, 2, 2)),
+            (128, 4096, Mask::CAUSAL, (2, 2, 2)),
+            (96, 512, Mask::CAUSAL, (2, 2, 2)),
+        ] {
+            assert_eq!(stages(head_dim, seqlen, mask), expected, "{head_dim} {seqlen} {mask}");
+        }
+    }
+
+    #[test]
     fn all_of_the_guide_is_offered() {
         // Six of the 142 at head dim 128 are known to spill under a mask.
         for (head_dim, head_dim_v, guide, spilling) in

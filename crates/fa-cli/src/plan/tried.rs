@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd};
+use fa_core::{Arch, Kernel, KernelSpec, Pass, Problem, Sm80Bwd, Sm80Fwd, Sm90Bwd, Sm90Fwd, counted};
 use fa_planner::account::Reason;
 use fa_planner::cost::Cost;
 use fa_planner::kernels::sm100_fwd::{self as sm100, Sm100Plan, Sm100Tile};
@@ -250,9 +250,8 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
         &mut text,
         "per SM",
         &format!(
-            "{} block{} of {} threads planned (SMEM allows {}, registers {}, threads {})",
-            best.blocks_per_sm,
-            if best.blocks_per_sm == 1 { "" } else { "s" },
+            "{} of {} threads planned (SMEM allows {}, registers {}, threads {})",
+            counted(best.blocks_per_sm as usize, "block"),
             best.threads,
             o.by_smem,
             o.by_registers,
@@ -265,12 +264,12 @@ fn account(best: &Fit, problem: &Problem, pass: Pass, arch: Arch) -> String {
 /// A cost in a line.
 pub fn prediction(cost: &Cost) -> String {
     format!(
-        "{}, {:.0} TFLOP/s, waits for {}; {} tiles on {} slots",
+        "{}, {:.0} TFLOP/s, waits for {}; {} on {}",
         si(cost.seconds, "s"),
         cost.tflops,
         cost.bottleneck.name(),
-        cost.tiles,
-        cost.slots
+        counted(cost.tiles as usize, "tile"),
+        counted(cost.slots as usize, "slot")
     )
 }
 

@@ -158,7 +158,10 @@ pub(super) fn text(report: &Report) -> String {
     if let Some(AppendReport { rows, rotary_dim, ms }) = &report.appended {
         let turned = rotary_dim
             .map_or(String::new(), |dim| format!(", {dim} elements of keys and queries turned by position"));
-        line("appended", format!("{rows} rows of keys and values{turned}, {}", si(ms * 1e-3, "s")));
+        line(
+            "appended",
+            format!("{} of keys and values{turned}, {}", counted(*rows, "row"), si(ms * 1e-3, "s")),
+        );
     }
     let timing = |time: &Timing| format!("{}, {}", si(time.ms * 1e-3, "s"), si(time.gflops * 1e9, "FLOP/s"));
     let warm = report.forward_warm.as_ref();

@@ -1,0 +1,21 @@
+"""The compiler of kernels, in the packages of this environment."""
+
+import os
+import sys
+
+
+def find_nvrtc():
+    """Names the NVRTC of this environment's packages (torch brings one) to the library, unless the
+    environment names another. Kernels in the package's bundle need none."""
+    if "FA_NVRTC" in os.environ:
+        return
+    for site in sys.path:
+        for package in ("cu13", "cuda_nvrtc"):
+            folder = os.path.join(site, "nvidia", package, "lib")
+            try:
+                names = os.listdir(folder)
+            except OSError:
+                continue
+            if any(name.startswith("libnvrtc.so") for name in names):
+                os.environ["FA_NVRTC"] = folder
+                return
