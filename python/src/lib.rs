@@ -3,8 +3,8 @@
 //!
 //! - `dlpack`: arrays of other libraries as views.
 //! - `given`: arrays and options as a problem.
-//! - `host`, `gpu`: a pass on the CPU and on a GPU; `devices`: the GPUs of the process, `raw`: arrays as a launch
-//!   takes them.
+//! - `host`, `gpu`: a pass on the CPU and on a GPU.
+//! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`: the functions of the module.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
