@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use anyhow::Context;
 use fa_attn::tune::user_table;
 use fa_core::Pass;
+use fa_lab::Error;
 use fa_lab::marks::Marks;
 use fa_lab::runner::Turns;
 use fa_lab::shape::whole;
@@ -138,7 +139,14 @@ pub fn command(args: &TuneArgs) -> anyhow::Result<Verdict> {
         fresh: args.fresh,
         table,
     };
-    let report = tune::run(&options, &worker::program()?, &mut progress::steps())?;
+    let report = tune::run(&options, &worker::program()?, &mut progress::steps()).inspect_err(|error| {
+        if matches!(error, Error::NoDriver | Error::OldGpu { .. }) {
+            output::note(
+                "tuning measures on a GPU; without one `fa plan` predicts, and `fa tune --judge RECORD..` \
+                 compares the planner with what was measured elsewhere",
+            );
+        }
+    })?;
     destinations.write(&report, || Ok(page::markdown(&report)), || page::table(&report))?;
     output::note(&format!("winners are in {}", options.table.display()));
     Ok(if report.all_have_winners() { Verdict::Good } else { Verdict::Bad })

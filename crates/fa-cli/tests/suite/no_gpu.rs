@@ -55,6 +55,10 @@ fn what_only_a_gpu_can_measure_says_so() {
             );
         }
     }
+    if !driver {
+        let tune = fa("tune --headdim 128").stderr;
+        assert!(tune.contains("fa plan") && tune.contains("fa tune --judge"), "{tune}");
+    }
     let mut worker = command(&["worker"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     worker.stdin.take().unwrap().write_all(b"{\"paint\": 1}\n").unwrap();
     let done = worker.wait_with_output().unwrap();

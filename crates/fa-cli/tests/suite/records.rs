@@ -46,3 +46,22 @@ fn without_a_gpu_the_way_out_is_named() {
     assert_eq!(fa("validate --soak 5 --full").code, 2);
     assert_eq!(fa("validate --repeat 1").code, 2);
 }
+
+#[test]
+fn todays_first_choices_are_judged_by_records_without_a_gpu() {
+    let tune = repository("docs/results/tune");
+    let record = |seed: &str| tune.join(format!("random-{seed}-nvidia-h100-80gb-hbm3.json"));
+    let (second, third) = (record("2"), record("3"));
+    let out = Dir::new();
+    let page = out.path("judged.md");
+    let done = fa_args(&["tune", "--judge", text(&second), text(&third), "--report", text(&page)]).good();
+    for part in ["never measured", "bwd sm90", "random-3-nvidia", "all", "of 48 ("] {
+        assert!(done.contains(part), "{part}: {done}");
+    }
+    assert!(std::fs::read_to_string(&page).expect("a page").starts_with("| kernels |"));
+    let judged = fa_args(&["tune", "--judge", text(&second), "--json"]).json();
+    assert_eq!(judged["problems"].as_array().map(Vec::len), Some(24));
+    assert_eq!(judged["groups"][4]["name"], "all", "one record has no group of its own: {judged}");
+    let none = fa_args(&["tune", "--judge", text(&repository("README.md"))]);
+    assert!(none.code == 2 && none.stderr.contains("not a record of fa tune --json FILE"), "{}", none.stderr);
+}
