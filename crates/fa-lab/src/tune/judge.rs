@@ -80,8 +80,8 @@ pub struct Judged {
     pub first_choice_predicted_ms: f64,
     /// Whether this very kernel was measured.
     pub is_measured: bool,
-    /// It, or the first of the planner's order that was measured, launch bounds and a switch aside; where the planner
-    /// lists none of them any more, the one predicted to be the fastest.
+    /// It, or the first of the planner's order that was measured, launch bounds and who draws tiles aside;
+    /// where the planner lists none of them any more, the one predicted to be the fastest.
     pub judged: Tried,
     /// The fastest.
     pub best: Tried,
