@@ -19,6 +19,7 @@ is_transforming = torch._C._are_functorch_transforms_active
 # In a small call's time, these take half as long as `torch.empty` with a shape, a type and a device.
 _empty_like = torch.empty_like
 _CONTIGUOUS = torch.contiguous_format
+_STRIDED = torch.strided
 FLOAT = torch.float32
 
 
@@ -130,8 +131,20 @@ def goes_by_operator(*tensors):
                 raise InputTypeError(
                     f"{type(x).__name__} beside torch tensors: convert it by torch.from_dlpack"
                 )
+            _check_layout(x)
             return True
+        if x.is_nested or x.layout is not _STRIDED:
+            _check_layout(x)
     return False
+
+
+def _check_layout(x):
+    if x.is_nested:
+        raise UnsupportedError(
+            "a nested tensor: give its values() and offsets() to flash_attn_varlen_func"
+        )
+    if x.layout is not _STRIDED:
+        raise UnsupportedError(f"a tensor of layout {x.layout}: give a dense one, x.to_dense()")
 
 
 def autocast(*tensors):

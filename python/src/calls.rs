@@ -8,7 +8,7 @@ use crate::dlpack::{Place, View, current_stream};
 use crate::error::{InputError, raised};
 use crate::given::{ExtraObjects, Given, Options, dtype_of, elsewhere, words};
 use crate::host::{self, Appended, Backward, Written};
-use crate::{dlpack, gpu};
+use crate::{devices, dlpack, gpu};
 
 /// Where a call runs: the caller's stream, what gives it memory, and the plans of work that calls share.
 #[derive(Clone, Copy)]
@@ -37,8 +37,8 @@ fn run(
     match given.place() {
         Place::Cpu => host::run(py, given, problem, pass, to),
         Place::Cuda(ordinal) => {
-            let _current = gpu::Current::keep();
-            let device = gpu::device(ordinal)?;
+            let _current = devices::Current::keep();
+            let device = devices::device(ordinal)?;
             let entry = device.bind(py, problem, pass)?;
             let stream = match on.stream {
                 Some(stream) => stream,
@@ -225,8 +225,8 @@ pub fn report_of(py: Python<'_>, problem: &Problem, pass: Pass, place: Place) ->
     let report = match place {
         Place::Cpu => serde_json::to_string(&host::engine()?.bind(problem, pass).map_err(raised)?.report()),
         Place::Cuda(ordinal) => {
-            let _current = gpu::Current::keep();
-            let device = gpu::device(ordinal)?;
+            let _current = devices::Current::keep();
+            let device = devices::device(ordinal)?;
             let entry = device.bind(py, problem, pass)?;
             serde_json::to_string(&serde_json::json!({
                 "backend": "cuda",
@@ -310,12 +310,12 @@ pub fn append<'py>(
     match arrays.k_cache.place {
         Place::Cpu => host::append(py, &append, &arrays),
         Place::Cuda(ordinal) => {
-            let _current = gpu::Current::keep();
+            let _current = devices::Current::keep();
             let stream = match stream {
                 Some(stream) => stream,
                 None => current_stream(k_cache, ordinal)?.unwrap_or(0),
             };
-            gpu::device(ordinal)?.append(py, &append, &arrays, stream)?;
+            devices::device(ordinal)?.append(py, &append, &arrays, stream)?;
             Ok(0)
         }
     }

@@ -92,6 +92,17 @@ const CAPSULE_VERSIONED: &std::ffi::CStr = c"dltensor_versioned";
 const USED: &std::ffi::CStr = c"used_dltensor";
 const USED_VERSIONED: &std::ffi::CStr = c"used_dltensor_versioned";
 const EXCHANGE: &std::ffi::CStr = c"dlpack_exchange_api";
+/// The types of 8 bits, from code 7 on, as torch and ml_dtypes name them.
+const FLOAT8: [&str; 8] = [
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+];
 
 /// Where an array lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -306,6 +317,7 @@ impl<'py> View<'py> {
             4 => "bfloat",
             5 => "complex",
             6 => return "bool".to_owned(),
+            7..=14 => return FLOAT8[usize::from(code) - 7].to_owned(),
             _ => return format!("DLPack's type {code} of {bits} bits"),
         };
         format!("{kind}{bits}")

@@ -4,24 +4,24 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use fa_attn::device::{Bound as Kernel, Gpu};
 use fa_attn::{Append, Error, Pass, Problem, ProblemKey, Tuning, TuningOutcome};
-use fa_core::{Merge, Strides};
-use fa_kernels::cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus};
-use fa_kernels::cudarc::driver::{CudaStream, result};
+use fa_core::Merge;
+use fa_kernels::cudarc::driver::CudaStream;
+use fa_kernels::cudarc::driver::sys::CUstreamCaptureStatus;
 use fa_kernels::{
     Forward, RawAppendArgs, RawBackwardArgs, RawExtras, RawForwardArgs, RawMergeArgs, RawPartialResult,
-    RawTensor,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::dlpack::{Place, Type, View};
+use crate::dlpack::View;
 use crate::error::{InputError, raised};
-use crate::given::{Beside, Given, elsewhere};
-use crate::host::{Appended, Backward, Merged, Written, placement};
+use crate::given::Given;
+use crate::host::{Appended, Backward, Merged, Written};
+use crate::raw::{extras, floats, on_device, raw};
 
 /// Bound kernels that are kept at the most: lengths that never come again must not fill the memory.
 const KEPT: usize = 4096;
@@ -70,92 +70,28 @@ pub struct Caller<'a, 'py> {
     pub plans: Option<&'a Bound<'py, PyDict>>,
 }
 
-/// The thread's current context, put back when this is dropped: other libraries count on their device.
-pub struct Current(Option<CUcontext>);
-
-impl Current {
-    /// Remembers the context; nothing where there is no driver.
-    pub fn keep() -> Current {
-        let there = fa_kernels::driver::probe().is_ok();
-        Current(if there { result::ctx::get_current().ok().flatten() } else { None })
-    }
-}
-
-impl Drop for Current {
-    fn drop(&mut self) {
-        if let Some(context) = self.0
-            && result::ctx::get_current() != Ok(Some(context))
-        {
-            // SAFETY: it was current when the call began, and its owner keeps it. An error would come again
-            // at the owner's next call, which reports it.
-            let _ = unsafe { result::ctx::set_current(context) };
-        }
-    }
-}
-
-const MOST: usize = 64;
-static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
-
 /// Kernels that were bound.
 static ENTRIES: AtomicU64 = AtomicU64::new(0);
 
-/// Of the GPUs that are open, and of those that will be.
-static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
-
-/// GPU `ordinal`, opened at the first call: its primary context is retained, which every library shares.
-///
-/// # Errors
-/// Without a driver, a GPU, or one that kernels run on.
-pub fn device(ordinal: i32) -> PyResult<&'static Device> {
-    let index = usize::try_from(ordinal).ok().filter(|index| *index < MOST);
-    let Some(index) = index else {
-        return Err(InputError::new_err(format!("there is no GPU {ordinal}")));
-    };
-    if let Some(device) = DEVICES[index].get() {
-        return Ok(device);
-    }
-    let gpu = Gpu::nth(index).map_err(raised)?;
-    let tuning = lock(&TUNING);
-    if *tuning != Tuning::Off {
-        gpu.set_tuning(*tuning).map_err(raised)?;
-    }
-    let (streams, workspaces) = (Mutex::default(), Mutex::default());
-    let device = Device { gpu, bound: Mutex::default(), streams, workspaces };
-    Ok(DEVICES[index].get_or_init(|| device))
-}
-
-/// Switches tuning on or off for all GPUs.
-///
-/// # Errors
-/// Numbers that tune nothing, a machine without a GPU, a table of winners that cannot be read.
-pub fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
-    tuning.check().map_err(raised)?;
-    if tuning != Tuning::Off && fa_kernels::driver::probe().is_err() {
-        return Err(raised(Error::NothingToTune { backend: "CPU" }));
-    }
-    let _current = Current::keep();
-    // Switching off waits for the candidate that is being measured.
-    py.detach(|| {
-        let mut now = lock(&TUNING);
-        for device in DEVICES.iter().filter_map(OnceLock::get) {
-            device.gpu.set_tuning(tuning)?;
-            // What is bound again is measured.
-            lock(&device.bound).entries.clear();
-        }
-        *now = tuning;
-        Ok(())
-    })
-    .map_err(raised)
-}
-
-/// Waits for what is being measured on any GPU; what came of it.
-pub fn finish_tuning(py: Python<'_>) -> Vec<TuningOutcome> {
-    py.detach(|| {
-        DEVICES.iter().filter_map(OnceLock::get).flat_map(|device| device.gpu.finish_tuning()).collect()
-    })
-}
-
 impl Device {
+    pub fn new(gpu: Gpu) -> Device {
+        Device { gpu, bound: Mutex::default(), streams: Mutex::default(), workspaces: Mutex::default() }
+    }
+
+    /// Of all that is bound again the candidates are measured.
+    ///
+    /// # Errors
+    /// As [`Gpu::set_tuning`].
+    pub fn set_tuning(&self, tuning: Tuning) -> Result<(), Error> {
+        self.gpu.set_tuning(tuning)?;
+        lock(&self.bound).entries.clear();
+        Ok(())
+    }
+
+    pub fn finish_tuning(&self) -> Vec<TuningOutcome> {
+        self.gpu.finish_tuning()
+    }
+
     pub fn name(&self) -> String {
         self.gpu.name()
     }
@@ -411,49 +347,7 @@ fn launched(error: fa_kernels::Error) -> PyErr {
     raised(Error::Kernels(error))
 }
 
-fn on_device(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
-    if view.place == place { Ok(view.address()) } else { Err(elsewhere(name, place)) }
-}
-
-fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTensor> {
-    let address = on_device(name, view, place)?;
-    let Some((_, strides)) = placement(view) else {
-        return Err(InputError::new_err(format!(
-            "{name} has the shape {:?}: 3 or 4 axes are needed",
-            view.shape()
-        )));
-    };
-    // Of a single sequence the distance to the next is nobody's.
-    let batch =
-        if view.shape().len() == 3 { strides.seq * view.shape()[0].max(1) as i64 } else { strides.batch };
-    Ok(RawTensor { address, strides: Strides { batch, ..strides } })
-}
-
-fn floats(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
-    if view.dtype != Type::F32 || !view.is_contiguous() {
-        return Err(InputError::new_err(format!("{name} must be float32 and contiguous")));
-    }
-    on_device(name, view, place)
-}
-
-fn extras(beside: &Beside<'_>) -> RawExtras {
-    let at = |view: &Option<View<'_>>| view.as_ref().map(View::address);
-    RawExtras {
-        cu_q: at(&beside.cu_q),
-        cu_k: at(&beside.cu_k),
-        used_q: at(&beside.used_q),
-        used_k: at(&beside.used_k),
-        page_table: at(&beside.page_table),
-        page_faults: None,
-        plan: None,
-        alibi_slopes: at(&beside.alibi_slopes),
-        sinks: at(&beside.sinks),
-        dsinks: None,
-        dlse: None,
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The maps are whole whatever a panicking thread was doing.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

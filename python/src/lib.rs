@@ -4,11 +4,13 @@
 //! - `dlpack`: arrays of other libraries as views.
 //! - `given`: arrays and options as a problem.
 //! - `host`, `gpu`: a pass on the CPU and on a GPU.
+//! - `devices`, `raw`: the GPUs of the process, and arrays as a launch takes them.
 //! - `calls`, `merging`, `planning`: the functions of the module.
 //! - `threads`: work without the interpreter's lock.
 //! - `error`: the library's errors as exceptions.
 
 mod calls;
+mod devices;
 mod dlpack;
 mod error;
 mod given;
@@ -16,6 +18,7 @@ mod gpu;
 mod host;
 mod merging;
 mod planning;
+mod raw;
 mod threads;
 
 #[pyo3::pymodule]

@@ -6,10 +6,10 @@ use fa_cpu::merge::{add_sink_to_row, merge_row};
 use fa_cpu::{TensorMut, TensorRef};
 use pyo3::prelude::*;
 
+use crate::devices;
 use crate::dlpack::{Place, Type, View, current_stream};
 use crate::error::InputError;
 use crate::given::{dtype_of, elsewhere, words};
-use crate::gpu;
 use crate::host::{Merged, floats, floats_mut, placement, tensor, tensor_mut};
 
 /// Merges the parts `outs`, `(batch, seqlen, heads, head_dim)` each or packed, with their `lses` into `out`
@@ -40,12 +40,12 @@ pub fn merge<'py>(
     match arrays.out.place {
         Place::Cpu => arrays.on_host(py, &problem),
         Place::Cuda(ordinal) => {
-            let _current = gpu::Current::keep();
+            let _current = devices::Current::keep();
             let stream = match stream {
                 Some(stream) => stream,
                 None => current_stream(out, ordinal)?.unwrap_or(0),
             };
-            gpu::device(ordinal)?.merge(py, &problem, &arrays, stream)
+            devices::device(ordinal)?.merge(py, &problem, &arrays, stream)
         }
     }
 }

@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::calls::report_of;
 use crate::dlpack::Place;
 use crate::error::{InputError, UnsupportedError};
-use crate::{gpu, threads};
+use crate::{devices, threads};
 
 /// The package's version.
 #[pyfunction]
@@ -102,13 +102,13 @@ pub fn tuning(py: Python<'_>, candidates: Option<usize>, budget: f64) -> PyResul
             Tuning::OnFirstUse { candidates, budget }
         }
     };
-    gpu::set_tuning(py, tuning)
+    devices::set_tuning(py, tuning)
 }
 
 /// Waits for what is being measured; what came of it, as JSON.
 #[pyfunction]
 pub fn finish_tuning(py: Python<'_>) -> PyResult<String> {
-    let outcomes = gpu::finish_tuning(py);
+    let outcomes = devices::finish_tuning(py);
     text(&outcomes.iter().map(outcome_of).collect::<Vec<_>>())
 }
 

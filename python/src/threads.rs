@@ -19,7 +19,12 @@ static FORKED: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 pub fn detached<R: Send>(py: Python<'_>, work: impl FnOnce() -> R + Send) -> PyResult<R> {
     static FIRST: OnceLock<u32> = OnceLock::new();
     let own = process::id();
-    if *FIRST.get_or_init(|| own) == own {
+    let first = FIRST.get_or_init(|| {
+        // Of a hundred thousand threads, which a variable can ask for, a call would never come back.
+        fa_cpu::threads::limit_global_pool();
+        own
+    });
+    if *first == own {
         return Ok(py.detach(work));
     }
     let pool = pool(own).map_err(|error| {
@@ -35,7 +40,8 @@ fn pool(own: u32) -> Result<Arc<ThreadPool>, ThreadPoolBuildError> {
     {
         return Ok(pool.clone());
     }
-    let pool = Arc::new(ThreadPoolBuilder::new().build()?);
+    let threads = rayon::current_num_threads();
+    let pool = Arc::new(ThreadPoolBuilder::new().num_threads(threads).build()?);
     // The parent's has no threads here that could be told to end.
     std::mem::forget(forked.replace((own, pool.clone())));
     Ok(pool)

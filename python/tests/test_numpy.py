@@ -1,6 +1,8 @@
 """The functions on numpy arrays, against the definition in f64."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -173,6 +175,16 @@ def test_a_forked_process_computes():
     os.kill(child, 9)
     os.waitpid(child, 0)
     raise AssertionError("the forked process hangs")
+
+
+def test_more_threads_than_are_of_use_are_not_started():
+    """A pool of a hundred thousand threads takes minutes to start."""
+    code = (
+        "import numpy as np, fa_attn; q = np.ones((1, 64, 2, 16), 'f'); "
+        "assert fa_attn.flash_attn_func(q, q, q).sum() == 2048"
+    )
+    variables = {**os.environ, "RAYON_NUM_THREADS": "100000"}
+    subprocess.run([sys.executable, "-c", code], env=variables, timeout=60, check=True)
 
 
 def test_strange_arrays():

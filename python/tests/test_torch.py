@@ -248,6 +248,22 @@ def test_transforms_autocast_and_checkpoints():
     close(call(minus, plain[1], torch._neg_view(plain[2])), -call(-plain[0], *plain[1:]), torch.float32)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_tensors_of_other_layouts_are_refused(layout):
+    parts = [torch.randn(rows, 2, 8) for rows in (3, 5)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(fa_attn.UnsupportedError, match="nested.*flash_attn_varlen_func"):
+        fa_attn.flash_attn_func(nested, nested, nested)
+    with pytest.raises(fa_attn.UnsupportedError, match="to_dense"):
+        fa_attn.flash_attn_func(torch.ones(1, 4, 2, 8).to_sparse(), *(torch.ones(1, 4, 2, 8),) * 2)
+
+
+def test_types_of_8_bits_are_named():
+    q = torch.ones(1, 4, 2, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(fa_attn.UnsupportedError, match="float8_e4m3fn"):
+        fa_attn.flash_attn_func(q, q, q)
+
+
 def test_second_derivatives_raise():
     """Also where dout is a constant, so that nothing but the gradients' own inputs says what they depend on."""
     q = torch.randn(1, 8, 2, 32, requires_grad=True)

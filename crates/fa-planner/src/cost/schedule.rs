@@ -103,14 +103,14 @@ impl Work {
         }
     }
 
-    /// Those of `parts` parts of `heads` query heads each.
-    fn of_key_heads(problem: &Problem, (tile_m, tile_n): (u32, u32), parts: usize, heads: usize) -> Work {
+    /// Those of `parts` parts of `walks` query heads each.
+    fn of_key_heads(problem: &Problem, (tile_m, tile_n): (u32, u32), parts: usize, walks: usize) -> Work {
         let heads = problem.lengths.sequences() as f64 * (problem.heads_kv * parts) as f64;
         let (tile_m, tile_n) = (tile_m as usize, tile_n as usize);
         let count = |tile: usize, seqlen_q: usize, seqlen_k: usize| {
             let keys = tile * tile_n..((tile + 1) * tile_n).min(seqlen_k);
             let range = problem.mask.m_blocks(keys, seqlen_q, seqlen_k, tile_m);
-            (heads * range.len(), heads * range.masked())
+            (walks * range.len(), walks * range.masked())
         };
         let (mean_q, mean_k) = (problem.lengths.mean_q(), problem.lengths.mean_k());
         let work = Work::cut(problem, mean_k.div_ceil(tile_n), heads, |tile| count(tile, mean_q, mean_k));

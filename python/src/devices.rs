@@ -1,0 +1,89 @@
+//! The GPUs of the process: each opened once, the thread's context left as it was, tuning on all of them.
+#![allow(unsafe_code)]
+
+use std::sync::{Mutex, OnceLock};
+
+use fa_attn::device::Gpu;
+use fa_attn::{Error, Tuning, TuningOutcome};
+use fa_kernels::cudarc::driver::result;
+use fa_kernels::cudarc::driver::sys::CUcontext;
+use pyo3::prelude::*;
+
+use crate::error::{InputError, raised};
+use crate::gpu::{Device, lock};
+
+const MOST: usize = 64;
+static DEVICES: [OnceLock<Device>; MOST] = [const { OnceLock::new() }; MOST];
+
+/// Of the GPUs that are open, and of those that will be.
+static TUNING: Mutex<Tuning> = Mutex::new(Tuning::Off);
+
+/// The thread's current context, put back when this is dropped: other libraries count on their device.
+pub struct Current(Option<CUcontext>);
+
+impl Current {
+    /// Remembers the context; nothing where there is no driver.
+    pub fn keep() -> Current {
+        let there = fa_kernels::driver::probe().is_ok();
+        Current(if there { result::ctx::get_current().ok().flatten() } else { None })
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if let Some(context) = self.0
+            && result::ctx::get_current() != Ok(Some(context))
+        {
+            // SAFETY: it was current when the call began, and its owner keeps it. An error would come again
+            // at the owner's next call, which reports it.
+            let _ = unsafe { result::ctx::set_current(context) };
+        }
+    }
+}
+
+/// GPU `ordinal`, opened at the first call: its primary context is retained, which every library shares.
+///
+/// # Errors
+/// Without a driver, a GPU, or one that kernels run on.
+pub fn device(ordinal: i32) -> PyResult<&'static Device> {
+    let index = usize::try_from(ordinal).ok().filter(|index| *index < MOST);
+    let Some(index) = index else {
+        return Err(InputError::new_err(format!("there is no GPU {ordinal}")));
+    };
+    if let Some(device) = DEVICES[index].get() {
+        return Ok(device);
+    }
+    let gpu = Gpu::nth(index).map_err(raised)?;
+    let tuning = lock(&TUNING);
+    if *tuning != Tuning::Off {
+        gpu.set_tuning(*tuning).map_err(raised)?;
+    }
+    Ok(DEVICES[index].get_or_init(|| Device::new(gpu)))
+}
+
+/// Switches tuning on or off for all GPUs.
+///
+/// # Errors
+/// Numbers that tune nothing, a machine without a GPU, a table of winners that cannot be read.
+pub fn set_tuning(py: Python<'_>, tuning: Tuning) -> PyResult<()> {
+    tuning.check().map_err(raised)?;
+    if tuning != Tuning::Off && fa_kernels::driver::probe().is_err() {
+        return Err(raised(Error::NothingToTune { backend: "CPU" }));
+    }
+    let _current = Current::keep();
+    // Switching off waits for the candidate that is being measured.
+    py.detach(|| {
+        let mut now = lock(&TUNING);
+        for device in DEVICES.iter().filter_map(OnceLock::get) {
+            device.set_tuning(tuning)?;
+        }
+        *now = tuning;
+        Ok(())
+    })
+    .map_err(raised)
+}
+
+/// Waits for what is being measured on any GPU; what came of it.
+pub fn finish_tuning(py: Python<'_>) -> Vec<TuningOutcome> {
+    py.detach(|| DEVICES.iter().filter_map(OnceLock::get).flat_map(Device::finish_tuning).collect())
+}

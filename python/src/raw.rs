@@ -1,0 +1,52 @@
+//! Arrays in a GPU's memory as the arguments of a launch.
+
+use fa_core::Strides;
+use fa_kernels::{RawExtras, RawTensor};
+use pyo3::prelude::*;
+
+use crate::dlpack::{Place, Type, View};
+use crate::error::InputError;
+use crate::given::{Beside, elsewhere};
+use crate::host::placement;
+
+pub fn on_device(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
+    if view.place == place { Ok(view.address()) } else { Err(elsewhere(name, place)) }
+}
+
+pub fn raw(name: &str, view: &View<'_>, place: Place) -> PyResult<RawTensor> {
+    let address = on_device(name, view, place)?;
+    let Some((_, strides)) = placement(view) else {
+        return Err(InputError::new_err(format!(
+            "{name} has the shape {:?}: 3 or 4 axes are needed",
+            view.shape()
+        )));
+    };
+    // Of a single sequence the distance to the next is nobody's.
+    let batch =
+        if view.shape().len() == 3 { strides.seq * view.shape()[0].max(1) as i64 } else { strides.batch };
+    Ok(RawTensor { address, strides: Strides { batch, ..strides } })
+}
+
+pub fn floats(name: &str, view: &View<'_>, place: Place) -> PyResult<u64> {
+    if view.dtype != Type::F32 || !view.is_contiguous() {
+        return Err(InputError::new_err(format!("{name} must be float32 and contiguous")));
+    }
+    on_device(name, view, place)
+}
+
+pub fn extras(beside: &Beside<'_>) -> RawExtras {
+    let at = |view: &Option<View<'_>>| view.as_ref().map(View::address);
+    RawExtras {
+        cu_q: at(&beside.cu_q),
+        cu_k: at(&beside.cu_k),
+        used_q: at(&beside.used_q),
+        used_k: at(&beside.used_k),
+        page_table: at(&beside.page_table),
+        page_faults: None,
+        plan: None,
+        alibi_slopes: at(&beside.alibi_slopes),
+        sinks: at(&beside.sinks),
+        dsinks: None,
+        dlse: None,
+    }
+}
